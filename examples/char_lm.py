@@ -303,7 +303,8 @@ class Run:
         if columns < settings.window or corpus.split < 3:
             raise ValueError(f"the training text is too short for {settings.batch} rows of {settings.window}.")
         if ranks.size > settings.batch:
-            raise ValueError(f"{ranks.size} processes cannot share {settings.batch} rows.")
+            fewer = f"start at most {settings.batch}, or choose a larger --batch"
+            raise ValueError(f"{ranks.size} processes cannot share {settings.batch} rows: {fewer}.")
         used = settings.batch * columns
         self.inputs = mx.array(corpus.codes[:used].reshape(settings.batch, -1))
         self.targets = mx.array(corpus.codes[1 : used + 1].reshape(settings.batch, -1))
@@ -334,7 +335,8 @@ class Run:
         inputs, targets = self.inputs[own, window], self.targets[own, window]
         found = self.gradient(self.model, inputs, targets, tuple(array[own] for array in state), dropped)
         (loss, state), gradient = found
-        means, state = self.ranks.join((loss, mx.array(float(self.wish())), gradient), state, settings.batch)
+        means = loss, mx.array(float(self.wish())), gradient
+        means, state = self.ranks.join(means, state, settings.batch, count=inputs.size)
         loss, stop, gradient = means
         gradient, _ = optim.clip_grad_norm(gradient, settings.clip)
         self.optimizer.update(self.model, gradient)
@@ -364,11 +366,8 @@ class Run:
         """Write a checkpoint under another name, then rename it, so that `path` is always a complete checkpoint, old or
         new.
 
-        Until then the new file is next to `path`, in a folder that no other user can open. Only the first process
-        writes.
+        Until then the new file is next to `path`, in a folder that no other user can open.
         """
-        if self.ranks.rank > 0:
-            return
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
             partial = Path(folder) / path.name
@@ -497,8 +496,14 @@ def ctrl_c() -> Iterator[threading.Event]:
 def train(run: Run, checkpoint: Path, console: Console, seconds: float | None = None) -> bool:
     """Train to the last step and return True; after `seconds` or Ctrl-C return False. Always write a checkpoint.
 
-    All processes stop at the same step. If one is lost, `Lost` is raised after the checkpoint is written.
+    All processes stop at the same step, and the first one writes. If one is lost, `Lost` is raised after each other one
+    has written the checkpoint, as nobody knows whether the first one lives.
     """
+
+    def save() -> None:
+        if run.ranks.rank == 0:
+            run.save(checkpoint)
+
     settings, start, first, busy = run.settings, time.perf_counter(), run.step, 0.0
     every = math.ceil(settings.steps / settings.evaluations)
     columns = "{task.fields[loss]:.3f} bits/char  {task.fields[speed]:,.0f} char/s"
@@ -519,11 +524,11 @@ def train(run: Run, checkpoint: Path, console: Console, seconds: float | None = 
                 if run.step % every == 0 or run.step == settings.steps:
                     line = f"step {run.step:5d}   training {loss:.3f}   validation {run.evaluate():.3f} bits/char"
                     bar.console.print(f"{line}   {speed:,.0f} char/s")
-                    run.save(checkpoint)
-        except Lost:  # the failed step has not changed the run
+                    save()
+        except Lost:  # the failed step has not changed the run, which is complete in each process
             run.save(checkpoint)
             raise
-        run.save(checkpoint)
+        save()
         return not pressed.is_set()
 
 

@@ -28,9 +28,13 @@ struct GRUCell {
     return activate(activation(GATE_N), a + (RESETS_BEFORE ? q : r * q));
   }
 
-  // Return the new h, computed from the gates z and n and the h before the step.
+  // Return the new h, computed from the gates z and n and the h before the step. The second formula needs one
+  // instruction less. It would give inf - inf, NaN, for an infinite n, but n is infinite only with an unbounded
+  // activation.
   static float state(float z, float n, float h_prev) {
-    return FLIPS_Z ? h_prev + z * (n - h_prev) : n + z * (h_prev - n);
+    const float first = FLIPS_Z ? n : h_prev, second = FLIPS_Z ? h_prev : n;
+    if (activation(GATE_N) == IDENTITY || activation(GATE_N) == RELU) return z * first + (1.0f - z) * second;
+    return second + z * (first - second);
   }
 
   // Compute one step, with the reset after the product, and return the new h. sums: the recurrent products. y: on entry

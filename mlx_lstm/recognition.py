@@ -123,7 +123,7 @@ def recognise(module: nn.Module, step: Callable[[mx.array, Any], Any], D: int, H
     if not callable(step):
         fail(OP, "step must be a function, step(x, state) -> state,", type(step).__name__)
     D, H = check_integer(OP, "D", D, least=1), check_integer(OP, "H", H, least=2)
-    before: list[Any] = tree_flatten(module.parameters())
+    before: Any = tree_flatten(module.parameters())
     floats = {key: array.shape for key, array in before if mx.issubdtype(array.dtype, mx.floating)}
     trial = Trial(module, step, floats, D, H, name)
     try:

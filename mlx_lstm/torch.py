@@ -389,6 +389,8 @@ class LSTM(Layers):
                 the state at step 0.
             key (array, optional): the random key of dropout, from `mx.random.key`: the same key drops the same
                 elements. Default: MLX's global generator; a compiled function takes `mx.random.state` as an input.
+                Inside `mx.checkpoint` pass a key: the generator would drop other elements when the layer runs again
+                for the gradient, and the gradient would be wrong.
             keep (array, optional): [L, N], [N, L] with `batch_first`, or [L]: a factor on the states of every layer
                 before each step, in the layer's own order, as in `mlx_lstm.lstm`: 0 where an episode begins. torch has
                 no keep and hold.

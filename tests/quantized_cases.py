@@ -55,6 +55,7 @@ def check_quantized(engine, prepared, dtype=np.float32):
     case, cotangents, weights, exact, limits = prepared
     outputs, gradients = run(case, engine, dtype, cotangents, weights)
     assert set(gradients) == {name for name in ARRAYS if case.get(name) is not None} - set(weights)
-    for name, value in (outputs | gradients).items():
-        assert value.dtype == dtype
-        assert_within(name, value, exact[name], limits[name])
+    for of_pass, arrays in (("forward", outputs), ("backward, gradient of", gradients)):
+        for name, value in arrays.items():
+            assert value.dtype == dtype
+            assert_within(f"{engine}, {of_pass} {name}", value, exact[name], limits[name])

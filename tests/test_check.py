@@ -21,6 +21,8 @@ from mlx_lstm.check.further import Command
 from mlx_lstm.check.grid import grid
 from mlx_lstm.check.report import Report, engine_lines
 from mlx_lstm.engines import ENGINES
+from mlx_lstm.testing.cases import infer
+from mlx_lstm.testing.cases import run as run_case
 from mlx_lstm.testing.report import first_line
 
 ROOT = Path(__file__).parents[1]
@@ -122,6 +124,31 @@ def test_a_damaged_kernel_is_found(tmp_path, capsys, start, damage, engine, said
     assert re.match(said, lines[number + 1].strip()), lines
     assert lines[-1] == f"verdict: WRONG: 1 of 4 comparisons failed, of {engine}"
     assert [row["engine"] for row in report["comparisons"] if row["failure"]] == [engine]
+
+
+def prepared_case(name):
+    """Return the prepared case of the command's grid that has this name and float32 arrays."""
+    return prepare(next(case for case in grid() if (case.name, case.dtype) == (name, "float32")))
+
+
+@pytest.mark.parametrize("array", ["x", "Wx", "Wh", "b", "h0", "bhn"])
+def test_every_gradient_is_judged(monkeypatch, array):
+    def wrong(*arguments):
+        outputs, gradients = run_case(*arguments)
+        return outputs, gradients | {array: gradients[array] + 1}
+
+    monkeypatch.setattr(comparison, "run", wrong)
+    assert compare(prepared_case("gru, 17 items"), "numpy").failure.startswith(f"d{array}: error ")
+
+
+@pytest.mark.parametrize("array", ["h", "hT"])
+def test_calls_without_training_are_judged(monkeypatch, array):
+    def wrong(*arguments):
+        outputs = infer(*arguments)
+        return outputs | {array: outputs[array] + 1}
+
+    monkeypatch.setattr(comparison, "infer", wrong)
+    assert compare(prepared_case("gru, 17 items"), "numpy").failure.startswith(f"without training, {array}: error ")
 
 
 @pytest.mark.slow  # slow because it waits for a timeout

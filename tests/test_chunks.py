@@ -50,7 +50,7 @@ def assert_right(case, cotangents, engine, dtype=np.float32, **emulator):
     assert set(gradients) == {name for name in ARRAYS if case.get(name) is not None}
     for name, value in (outputs | gradients).items():
         assert value.dtype == dtype, name
-        assert_within(name, value, ref[name], limit[name])
+        assert_within(f"{engine}, {name}", value, ref[name], limit[name])
 
 
 def every_so_many(values, rarely):
@@ -199,6 +199,30 @@ def test_sums_over_chunks_overflow_without_a_warning():
         call = lambda W: rnn(x, W, Wh, activation="identity", engine="ops", checkpoint_every=1).h  # noqa: E731
         (gradient,) = mx.vjp(lambda W: [call(W)], [Wx], [mx.full((2, 1, 1), 2e38)])[1]
         assert gradient.item() == np.inf
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+def test_sums_over_chunks_of_16_bits_have_more_digits(engine, way):
+    """The gradients of 16-bit weights are added up over chunks in float32. A float16 sum of 2048 and 1 is 2048."""
+    cotangent = mx.array([2048.0, 1, 1, 1, 1], mx.float16).reshape(5, 1, 1)
+    x, Wx, Wh, b = (make(shape, mx.float16) for make, shape in zip(MAKERS, SHAPES, strict=True))
+    with mx.stream(mx.cpu), evaluating(way):
+        call = lambda Wx, b: rnn(x, Wx, Wh, b, activation="identity", engine=engine, checkpoint_every=1).h  # noqa: E731
+        for gradient in mx.vjp(lambda *arrays: [call(*arrays)], [Wx, b], [cotangent])[1]:
+            assert gradient.item() == 2052
+
+
+MAKERS, SHAPES = (mx.ones, mx.ones, mx.zeros, mx.zeros), ((5, 1, 1), (1, 1), (1, 1), (1,))
+"""How the test above makes x, Wx, Wh and b, and their shapes."""
+
+
+@pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
+def test_a_sequence_that_ends_between_two_chunks(op):
+    """If the direction is reverse, a sequence starts from its first state in the chunk in which it ends, also where it
+    ends with the chunk."""
+    case, cotangents = draw_away_from_kinks(6, sizes=(6, 4, 2, 3, 3), op=op, reverse=True, lengths=[2, 4, 6, 3])
+    assert_right(case | {"checkpoint_every": 2}, cotangents, "numpy")
 
 
 # --- MLX's transformations -------------------------------------------------------------------------------------------

@@ -190,6 +190,29 @@ def test_two_biases_become_their_sum():
         np.testing.assert_array_equal(np.array(ours["b" if name == "gru" else "bias"]), total)
 
 
+@pytest.mark.parametrize("name", ["Wx", "Wh", "bx"])
+def test_differences_names_a_change_of_one_bit(name):
+    def change(arrays):
+        array = np.array(arrays[name])
+        array.flat[-1] = np.nextafter(array.flat[-1], np.float32(9))
+        return arrays | {name: mx.array(array)}
+
+    weights = PLAIN["lstm"]
+    assert convert.differences(weights, weights.map(change)) == [name]
+
+
+def test_names_that_contain_the_word_of_a_direction(tmp_path):
+    """Layers named `feedforward` and `feedback` are two layers, not the two directions of one layer."""
+    path, layers = (
+        tmp_path / "a.safetensors",
+        {"feedforward": PLAIN["one layer"], "feedback": PLAIN["no bias"].each()[0]},
+    )
+    convert.write(path, layers, style="mlx")
+    found = convert.read(path).layers
+    assert found.keys() == layers.keys()
+    assert all(weights.directions == 1 for weights in found.values())
+
+
 # --- The same outputs ------------------------------------------------------------------------------------------------
 
 

@@ -131,7 +131,8 @@ def test_two_processes_as_a_user_starts_them(tmp_path):
 
 def test_killed_processes_leave_a_checkpoint_that_any_number_of_them_resumes(tmp_path):
     """Any number of processes can resume the checkpoint of killed processes. One process saves at step 10. One of
-    three processes is then killed at step 25, the first of two at step 35, and one process finishes."""
+    three processes is then killed at step 25, the first of two at step 35. The survivor of the two writes the
+    checkpoint that it advises, from which one process finishes."""
     run, path = char_lm.Run(SETTINGS, CORPUS), tmp_path / "0" / "checkpoint.safetensors"
     for _ in range(10):
         run.train_step()
@@ -146,8 +147,11 @@ def test_killed_processes_leave_a_checkpoint_that_any_number_of_them_resumes(tmp
 
     codes, said = together(2, tmp_path, *resume, at=35, to=0, number=signal.SIGKILL)
     assert codes == [-signal.SIGKILL, 1] and "process 1 of 2 has lost another" in said[1][1], said
-    assert kept(path.parent)[0] == 30
-    assert [file.name for file in path.parent.iterdir()] == [path.name] and not (tmp_path / "1").exists()
+    assert "go on from step 35 with:  python" in said[1][1] and str(tmp_path / "1") in said[1][1]
+    assert kept(path.parent)[0] == 30 and kept(tmp_path / "1")[0] == 35
+    for folder in (path.parent, tmp_path / "1"):
+        assert [file.name for file in folder.iterdir()] == [path.name]
+    path = tmp_path / "1" / path.name
 
     run = char_lm.Run.load(path, CORPUS)
     assert char_lm.train(run, path, quiet()) is True
@@ -166,6 +170,60 @@ def test_processes_with_different_texts_are_refused(tmp_path):
     assert codes[0] == 1 and "process 0 of 2 has lost another" in said[0][1]
 
 
+# Code of a process that computes the gradient of a loss over the real steps of padded rows, in two ways: with `Ranks`,
+# and with MLX's `average_gradients`. Its argument is the file for the gradients.
+VARIED = f"""
+import sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import mlx.core as mx, mlx.nn as nn
+from mlx.utils import tree_flatten
+from support.ranks import Ranks
+from mlx_lstm.nn import LSTM
+mx.set_default_device(mx.cpu)
+mx.random.seed(0)
+model, lengths = LSTM(3, 4), mx.array([9, 1, 2, 1, 3])
+x, target = mx.random.normal((5, 9, 3)), mx.random.normal((5, 9, 4))
+ranks = Ranks(True)
+own, group = ranks.share(5), ranks.group
+
+def loss(count):
+    hidden, _ = model(x[own], lengths=lengths[own])
+    real = mx.arange(9) < lengths[own][:, None]
+    return mx.where(real[..., None], (hidden - target[own]) ** 2, 0).sum() / count
+
+count = lengths[own].sum().item()
+value, gradients = nn.value_and_grad(model, loss)(count)
+(value, gradients), _ = ranks.join((value, gradients), (), 5, count)
+total = mx.distributed.all_sum(mx.array(float(count)), group=group)
+same = nn.average_gradients(nn.value_and_grad(model, loss)(total / group.size())[1], group)
+arrays = dict(tree_flatten(dict(join=gradients, average=same, loss=value)))
+mx.savez(sys.argv[1], **arrays)
+"""
+
+
+def test_two_processes_weigh_padded_rows_by_their_real_steps(tmp_path):
+    """The loss and the gradients of two processes, whose rows have 10 and 6 real steps, equal those of one process to
+    1e-6."""
+    gradients = {}
+    for size in (1, 2):
+        hosts = tmp_path / "hosts.json"
+        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(size)]))
+        processes = []
+        for rank in range(size):
+            environment = os.environ | {"PYTHONPATH": str(ROOT)}
+            environment |= {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)} if size > 1 else {}
+            line = [sys.executable, "-c", VARIED, str(tmp_path / f"{size}_{rank}.npz")]
+            processes.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment))
+        said = [process.communicate(timeout=60)[1] for process in processes]
+        assert [process.returncode for process in processes] == [0] * size, said
+        gradients[size] = [np.load(tmp_path / f"{size}_{rank}.npz") for rank in range(size)]
+    (one,), two = gradients[1], gradients[2]
+    assert {"join.Wx", "average.Wh", "loss"} <= set(one.files)
+    for both in two:
+        for name in one.files:
+            np.testing.assert_allclose(both[name], one[name], rtol=0, atol=1e-6 * max(1, largest(one[name])))
+
+
 def test_shares_are_all_rows_in_order():
     for size in range(1, 8):
         for rows in range(12):
@@ -180,5 +238,5 @@ def test_shares_are_all_rows_in_order():
 def test_more_processes_than_rows_are_refused():
     ranks = char_lm.Ranks()
     ranks.size = 9
-    with pytest.raises(ValueError, match="9 processes cannot share 8 rows"):
+    with pytest.raises(ValueError, match="9 processes cannot share 8 rows: start at most 8, or choose a larger"):
         char_lm.Run(SETTINGS, CORPUS, ranks)

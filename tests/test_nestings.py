@@ -41,8 +41,8 @@ RUNS = {  # name: (options of the call, longest sequence that is not evaluated i
 
 
 class UnfitError(Exception):
-    """Raised for a nesting whose right result is unknown: MLX cannot differentiate even the plain loop in it
-    (`checkpoint` in some nestings), or its slope is too steep for finite differences."""
+    """Raised for a nesting whose right result is unknown: MLX cannot differentiate or compile even the plain loop in it
+    (`checkpoint` and `compile` in some nestings), or its slope is too steep for finite differences."""
 
 
 def outcome(model, run, loss_of, expected):
@@ -75,7 +75,7 @@ def judged(model, names, runs, inner=None):
     try:
         with mx.stream(mx.cpu):
             expected = loss_of(model.plain)(model.theta).item()
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, IndexError) as error:
         raise UnfitError from error
     return {run: outcome(model, run, loss_of, expected) for run in runs}
 
@@ -269,7 +269,8 @@ def test_a_process_ends_after_calls_in_threads(count):
 
 # --- Random nestings -------------------------------------------------------------------------------------------------
 
-FAILED_ONCE = []
+# MLX had no third forward-mode derivative of the condition that makes chunks wait for each other.
+FAILED_ONCE = [(71, 18)]
 """(seed, number) of random nestings that failed before a fix of the library."""
 
 
@@ -297,6 +298,8 @@ def one_nesting(rng):
     runs = [str(run) for run in rng.choice(list(RUNS), 3, replace=False)]
     try:
         judge = judge_by_differences(model, drawn)
+    except IndexError as error:  # mx.compile of some plain loops raises it
+        raise UnfitError from error
     except (RuntimeError, ValueError) as error:  # MLX does not support forward mode for some nestings of checkpoint
         judge = str(error)
     if judge is not None and "Not implemented for" not in judge:

@@ -10,7 +10,15 @@ from cases import BOTH, CELLS, OPTIONS, SIZES, combination, draw, draw_away_from
 
 from mlx_lstm.oracle import ARRAYS, OUTPUTS, backward, clip_shift, forward, kink_distance
 from mlx_lstm.oracle.arithmetic import ACTIVATIONS, SLOPES, Arithmetic
-from mlx_lstm.oracle.closeness import FLOATS, Noise, assert_close, assert_within, bounds, keeps_off_kinks
+from mlx_lstm.oracle.closeness import (
+    FLOATS,
+    Noise,
+    assert_close,
+    assert_within,
+    bounds,
+    errors_of_groups,
+    keeps_off_kinks,
+)
 from mlx_lstm.oracle.recurrence import KINKS
 
 T, B, I, H, _ = SIZES
@@ -311,6 +319,28 @@ def test_bounds_allow_both_ways_to_blend():
     )
     for way in (z * a + (1 - z) * b, b + z * (a - b)):
         assert (np.abs(way - exact) <= 4 * largest).all()
+
+
+@pytest.mark.parametrize("K", [1, 100, 10000])
+def test_the_error_of_a_sum_grows_with_the_root_of_its_length(K):
+    """The error that a dot product of K equal terms may have is sqrt(K) roundings of the accumulator and one of the
+    dtype, each relative to the sum."""
+    for seed in range(20):
+        noise = Noise(np.float32, seed, False)
+        moved = abs(noise.dot(np.ones((1, K)), np.ones((K, 1))).item() - K) / K
+        assert moved <= 1.01 * (np.sqrt(K) * noise.accumulator_unit + noise.unit)
+        assert K < 100 or moved >= (np.sqrt(K) / 2 - 1) * noise.accumulator_unit
+
+
+def test_the_error_of_quantized_weights_grows_with_their_groups():
+    """Each group of quantized weights adds its own error to a dot product. A group of 32 weights whose factor is 1
+    adds sqrt(32 + 4) roundings of the sum of |x|, or of half of it if the signs of x differ."""
+    for groups, sign, largest in ((1, 1, 32), (4, 1, 2 * 32), (4, -1, 32)):
+        a = np.where(np.arange(32 * groups) % 2, 1.0, sign)[None]
+        factors = np.zeros((32 * groups, 3))
+        factors[::32] = 1.0
+        np.testing.assert_allclose(errors_of_groups(a, factors), np.full((1, 3), 6.0 * largest))
+        assert errors_of_groups(np.ones((1, 3)), factors.T) == 0
 
 
 @pytest.mark.parametrize("activation", KINKS)

@@ -1,6 +1,7 @@
 """Tests of quantized weights in the ops on the CPU engines, in layers and in models. test_quantized_kernels.py has
 the tests for the Metal engines."""
 
+import warnings
 from functools import cache
 from unittest.mock import patch
 
@@ -411,6 +412,46 @@ def test_a_model_stays_as_it_was_where_a_layer_is_refused():
     ):
         mlx_lstm.nn.quantize(model)
     assert [type(layer) for layer in model.layers] == [nn.Linear, mlx_lstm.nn.GRU, mlx_lstm.nn.GRU]
+
+
+def test_float_layers_that_stay_are_named():
+    """`quantize` names recurrent layers that stay in float: layers of MLX, subclasses, cells, and layers of other
+    packages. It does not name layers that `class_predicate` leaves out."""
+    model = Model()
+    model.more = [clients.TwoBiases(), mlx_lstm.torch.LSTMCell(3, 4), mlx_lstm.nn.QuantizedGRU(64, 64)]
+    with pytest.warns(UserWarning) as heard:
+        mlx_lstm.nn.quantize(model, 64, 4)
+    (warning,) = heard
+    assert warning.filename == __file__
+    assert str(warning.message) == (
+        "[nn.quantize] left in float: other.theirs (mlx.nn.GRU: call mlx_lstm.nn.replace first), "
+        "other.sub (Other, a subclass of mlx_lstm.nn.LSTM), "
+        "more.0 (TwoBiases, which has the parameters of an LSTM), more.1 (LSTMCell, which has no quantized kind)."
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mlx_lstm.nn.quantize(Model(), class_predicate=lambda path, layer: path == "lstm")
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("module", [mlx_lstm.nn, mlx_lstm.torch], ids=["nn", "torch"])
+def test_dequantize_makes_the_float_layer_again(module, kind, mode):
+    """`dequantize` returns a layer of the float class that computes the same results, with all parameters trainable
+    and the same modes. The quantized layer stays as it is."""
+    mx.random.seed(4)
+    layer = getattr(module, kind)(64, 64).eval()
+    quantized = getattr(module, f"Quantized{kind}").from_layer(layer, mode=mode)
+    before = dict(tree_flatten(quantized.parameters()))
+    back = quantized.dequantize()
+    assert type(back) is type(layer) and repr(back) == repr(layer) and not back.training
+    assert back.trainable_parameters().keys() == layer.parameters().keys()
+    x = mx.random.normal((3, 5, 64))
+    for one, other in zip(tree_flatten(back(x)), tree_flatten(quantized(x)), strict=True):
+        np.testing.assert_allclose(np.array(one[1]), np.array(other[1]), rtol=0, atol=1e-5)
+    assert all(before[key] is array for key, array in tree_flatten(quantized.parameters()))
+    gradients = nn.value_and_grad(back, lambda: back(x)[0].sum())()[1]
+    assert all(gradient.abs().max().item() > 0 for _, gradient in tree_flatten(gradients))
 
 
 @pytest.mark.parametrize("name", [name for name in clients.CLIENTS if name not in clients.OWN])

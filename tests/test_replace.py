@@ -9,10 +9,11 @@ import mlx.nn
 import mlx.optimizers
 import numpy as np
 import pytest
-from clients import CLIENTS, OWN, D, H, Policy, StackedLSTM, assert_same
+from clients import CLIENTS, OWN, Codec, D, H, Policy, StackedLSTM, TwoBiases, assert_same
 from mlx.utils import tree_flatten, tree_map
 
 import mlx_lstm.nn
+import mlx_lstm.torch
 from mlx_lstm.nn import patched, replace
 
 TREES = [name for name in CLIENTS if name not in OWN]
@@ -155,9 +156,40 @@ def test_what_is_left_is_named():
     assert [type(layer) for layer in model.layers] == [Scaled, mlx_lstm.nn.LSTM, mlx.nn.RNN]
     with pytest.warns(UserWarning, match=r"left as they are: the model \(Ours, a subclass of mlx_lstm.nn.GRU\)"):
         replace(Ours(D, H), back=True)
-    for name in OWN:
-        with pytest.warns(UserWarning, match=r"found no mlx.nn.GRU or mlx.nn.LSTM or mlx.nn.RNN in the model"):
-            replace(CLIENTS[name][0]())
+    with pytest.warns(UserWarning, match=r"found no mlx.nn.GRU or mlx.nn.LSTM or mlx.nn.RNN in the model"):
+        replace(mlx.nn.Sequential(mlx.nn.Linear(D, H)))
+
+
+def test_look_alikes_are_named_with_the_line_that_runs_them():
+    """`replace` names layers of other packages that have the parameters of a recurrent layer: a bidirectional wrapper
+    with two biases, a GRU with torch's names, an LSTM with MLX's names. The line in the warning runs them."""
+
+    class TorchGRU(mlx.nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, shape in {"weight_ih": (3 * H, D), "weight_hh": (3 * H, H), "bias_ih": (3 * H,)}.items():
+                self[f"{name}_l0"] = mx.random.normal(shape)
+            self.bias_hh_l0 = mx.zeros(3 * H)
+
+    both, (codec, linear) = TwoBiases(), (Codec(), mlx.nn.Linear(D, H))
+    model = mlx.nn.Module()
+    model.both, model.deep, model.linear = both, [{"gru": TorchGRU()}, codec], linear
+    model.ours = [mlx.nn.LSTM(D, H), mlx_lstm.torch.GRU(D, H), mlx_lstm.nn.QuantizedGRU(64, 64)]
+    with pytest.warns(UserWarning) as heard:
+        replace(model)
+    (warning,) = heard
+    x = mx.random.normal((2, 5, D))
+    for path, kind, layer in (
+        ("both", "TwoBiases, which has the parameters of an LSTM", both),
+        ("deep[0].gru", "TorchGRU, which has the parameters of a GRU", model.deep[0]["gru"]),
+        ("deep[1].lstm[0]", "OwnLSTM, which has the parameters of an LSTM", codec.lstm[0]),
+    ):
+        assert f"({kind}: mlx_lstm.nn.stack([model.{path}], x) runs it)" in str(warning.message)
+        assert mlx_lstm.nn.stack([layer], x if layer is not codec.lstm[0] else mx.zeros((2, 5, H)))[0].ndim == 3
+    assert str(warning.message).count("which has") == 4  # and codec.lstm[1]
+    np.testing.assert_allclose(np.array(mlx_lstm.nn.stack([both], x)[0]), np.array(both(x)[0]), atol=1e-6)
+    del model.ours[2]
+    silently(replace, model, back=True)
 
 
 def test_bad_arguments():

@@ -585,3 +585,20 @@ def test_the_dialect_is_torch_s_own_signature():
         cells = (inspect.signature(getattr(place, word).__init__).parameters for place in (torch.nn, ours))
         theirs, names = ([name for name in each if name not in ("engine", "device", "dtype")] for each in cells)
         assert names == theirs
+
+
+def test_dropout_inside_of_a_checkpoint_needs_a_key():
+    """Inside `mx.checkpoint` the gradient of a layer with dropout is right with a `key`. Without a key MLX draws other
+    elements in the recomputation, so the gradient is wrong."""
+    layer = ours.LSTM(3, 4, num_layers=2, dropout=0.5)
+    x = mx.random.normal((9, 5, 3), key=mx.random.key(1))
+    differences = []
+    for key in (mx.random.key(2), None):
+        gradients = []
+        for wrap in (mx.checkpoint, lambda function: function):
+            mx.random.seed(3)
+            run = wrap(lambda x, key=key: layer(x, key=key)[0])
+            gradients.append(mx.grad(lambda x, run=run: run(x).square().sum())(x))
+            mx.eval(gradients)
+        differences.append(mx.abs(gradients[0] - gradients[1]).max().item())
+    assert differences[0] < 1e-6 < differences[1] / 100

@@ -6,7 +6,7 @@ With one process the methods return their arguments.
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map
 
 
 class Lost(Exception):
@@ -28,22 +28,25 @@ class Ranks:
         """Return the slice of `rows` that this process computes; shares differ by at most one row."""
         return slice(rows * self.rank // self.size, rows * (self.rank + 1) // self.size)
 
-    def join(self, means, parts, rows: int):
+    def join(self, means, parts, rows: int, count: float):
         """Return means over the whole batch of `rows`, and the parts of all processes joined along the first axis.
 
-        means, parts: trees of float32 arrays of this process' share of the batch. One message carries all of them.
+        means, parts: trees of float32 arrays of this process' share of the batch. count: the number of terms that the
+        means of this process are over: its rows, or with padded rows its real steps; a mean over no terms is left out.
+        One message carries all of them.
         """
         if self.size == 1:
             return means, parts
+        means = tree_map(lambda array: array * count if count else mx.zeros_like(array), means)
         own = self.share(rows)
-        weight = (own.stop - own.start) / rows
-        means = tree_map(lambda array: array * weight, means)
         parts = tree_map(lambda array: mx.zeros((rows, *array.shape[1:])).at[own].add(array), parts)
-        arrays = tree_flatten((means, parts))
-        message = mx.concatenate([array.reshape(-1) for _, array in arrays])
-        pieces = mx.split(self.sum(message), np.cumsum([array.size for _, array in arrays])[:-1].tolist())
-        joined = ((name, piece.reshape(array.shape)) for (name, array), piece in zip(arrays, pieces, strict=True))
-        return tree_unflatten(list(joined))
+        arrays = [mx.array(float(count)), *(array for _, array in tree_flatten((means, parts)))]
+        message = mx.concatenate([array.reshape(-1) for array in arrays])
+        pieces = mx.split(self.sum(message), np.cumsum([array.size for array in arrays])[:-1].tolist())
+        total, *sums = (piece.reshape(array.shape) for array, piece in zip(arrays, pieces, strict=True))
+        following = iter(sums)
+        means, parts = tree_map(lambda _: next(following), (means, parts))
+        return tree_map(lambda array: array / total, means), parts
 
     def sum(self, array: mx.array) -> mx.array:
         """Return the sum of `array` over all processes, bit for bit the same in every process."""

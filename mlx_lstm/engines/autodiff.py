@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from .chunks import HALVES, Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
-from .metal import fused, stepwise
+from .metal import fused, pointwise, stepwise
 from .numpy import sweep as numpy
 from .numpy.sweep import Saved
 from .ops import sweep as ops
@@ -31,6 +31,12 @@ from .problem import Arrays, Problem
 from .tracing import custom_function, have_values, with_graphs_kept
 
 ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
+
+
+def module_of(problem: Problem, engine: str) -> Any:
+    """Return the module of an engine, with the functions `forward` and `backward`."""
+    return pointwise if engine == "fused" and problem.cell.op == "pointwise" else ENGINE_MODULES[engine]
+
 
 TAPS = (("h",), ("c",), ("gates",), ("hT", "cT"))
 """Groups of outputs that share a tap (an identity function through which a cotangent comes back). A tap costs the
@@ -60,14 +66,14 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
     else:
         if arrays["x"].ndim == 2:
             arrays = arrays | {"x": arrays["x"][None]}
-        chunked = None if problem.chunks is None else divided(problem, arrays, engine, ENGINE_MODULES[engine])
+        chunked = None if problem.chunks is None else divided(problem, arrays, engine, module_of(problem, engine))
         if chunked is None and dtype in HALVES:
             arrays = for_engine(engine, arrays)
         if batch_first:
             arrays = arrays | {"x": mx.swapaxes(arrays["x"], 0, 1)}
         of_graph = engine == "ops" and chunked is None and problem.cell.op == "pointwise"  # MLX differentiates it
         if problem.plain or of_graph:
-            outputs = (chunked or ENGINE_MODULES[engine]).forward(problem, arrays)
+            outputs = (chunked or module_of(problem, engine)).forward(problem, arrays)
         else:
             if problem.packing is not None:
                 arrays = with_quantized_constant(problem, arrays)
@@ -123,7 +129,7 @@ def differentiable(
     None of the functions inside refers to the custom function. So the graph, the gradient function and all arrays
     that they hold are freed with the last reference to the outputs, without waiting for the garbage collector.
     """
-    names, sweeps = tuple(arrays), chunked or ENGINE_MODULES[engine]
+    names, sweeps = tuple(arrays), chunked or module_of(problem, engine)
     visible, hidden = saved_of(problem, engine) if chunked is None else chunked.saved_of(problem)
     saved: Saved = {}  # the arrays named in `hidden`, which only the backward pass sees
     used = set() if problem.training else set(visible)  # names of outputs that have a cotangent; taps add them
@@ -257,7 +263,7 @@ def engine_gradients(
     If the arrays had values in the forward pass of `numpy` but have none in the backward pass, the engine `ops`
     computes the gradients. This happens in a Jacobian by mx.vmap.
     """
-    sweeps = chunked or ENGINE_MODULES[engine]
+    sweeps = chunked or module_of(problem, engine)
     if engine != "numpy":
         floats = arrays if problem.packing is None else dequantized(problem.packing, arrays)
         return sweeps.backward(problem, floats, saved, cotangents)

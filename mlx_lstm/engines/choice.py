@@ -34,6 +34,10 @@ FUSED_LIMIT = {"lstm": 256, "gru": 256, "rnn": 1024}
 """The largest H that `fused` supports, by op. A threadgroup has 4 threads per hidden unit (1 for a plain RNN), and
 Metal allows at most 1024 threads."""
 
+FUSED_NUMBERS = 16
+"""The largest number of gates, states, inputs of each step and parameters of a cell of the user's own, all added up,
+for which `fused` has registers."""
+
 LONGEST = {"numpy": 0, "ops": 256, "stepwise": 4096, "fused": 4096}
 """The largest number of steps for which an engine builds one graph of the whole sequence. 0: `numpy` does not build
 a graph. A step of `ops` takes about 40 KB of the host's memory, forward and backward. A step of `stepwise` takes a
@@ -146,13 +150,15 @@ def decide(
         return Choice("numpy", "the stream's device is the CPU")
     if table.engines and packing is None:
         engine, reason = table.preferred(dtype, B, H)
-    elif "fused" in reasons:
-        engine, reason = "fused", ""
+    elif "fused" in reasons or isinstance(cell, PointwiseCell):  # there is no choice to predict
+        engine, reason = "fused", reasons.get("stepwise", "")
     else:
         engine, reason = predict(cell, dtype, B, H, problem.cores, problem.directions, packing)
         reason = f"{reason}, {table.source if packing is None else 'predicted'}"
     if engine not in reasons:
         return Choice(engine, reason)
+    if isinstance(problem.cell, PointwiseCell) and "fused" not in reasons:  # it has no `stepwise`
+        return Choice("fused", reasons["stepwise"])
     if "stepwise" in reasons:
         return Choice("ops", reasons["numpy" if device == "cpu" else "stepwise"])
     # `fused` is preferred but cannot run. If a measurement has discarded `stepwise`, too, `ops` runs.
@@ -195,7 +201,15 @@ def obstacles(
     if "fused" in reasons:
         return reasons
     if isinstance(cell, PointwiseCell):
-        reasons["fused"] = reasons["stepwise"] = "a cell of your own has no Metal kernels yet"
+        reasons["stepwise"] = "a cell of your own has no kernel of a single step"
+        numbers = cell.gates + cell.graph.states + cell.graph.inputs + cell.graph.params
+        lanes = 4 if cell.recurrent else 1
+        if 1024 // lanes < H:
+            reasons["fused"] = (
+                f"H = {H} > {1024 // lanes}, and a threadgroup has at most 1024 threads, {lanes} per unit"
+            )
+        elif numbers > FUSED_NUMBERS:
+            reasons["fused"] = f"its gates, states, inputs and params are {numbers} > {FUSED_NUMBERS} numbers per unit"
     elif projection:
         reasons["fused"] = "a projection of h is a product between two steps"
     elif (limit := FUSED_LIMIT[cell.op]) < H:

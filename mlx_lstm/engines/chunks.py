@@ -456,5 +456,6 @@ def copied_to_mlx(memory: np.ndarray) -> Array:
 def after_all(array: Array, others: list[Array]) -> Array:
     """Return the array as a node of the graph that waits for the other arrays. `mx.depends` would do the same, but
     mx.jvp does not support it."""
-    first = mx.stack([other[(0,) * other.ndim].astype(mx.float32) for other in others])
-    return mx.where((first == first).any(), array, array)
+    # A sum, because MLX has no third forward-mode derivative of `any`.
+    first = mx.stack([other[(0,) * other.ndim].astype(mx.float32) for other in others]).sum()
+    return mx.where(first == first, array, array)

@@ -2,17 +2,17 @@
 
 `replace` puts these layers into a model; `patched` does so in a model that other code builds. `stack` runs lists of
 layers as one: several layers, both directions, lengths, last states. `from_weights` makes a layer with any option from
-weights of any format. `Pointwise` is a layer with a cell of the user's own. `quantize` quantizes the layers of a
-model, recurrent ones included.
+weights of any format. `Pointwise` is a layer with a cell of the user's own. `precision` runs a model in 16 bits.
+`quantize` quantizes the layers of a model, recurrent ones included.
 """
 
 from ._from_weights import from_weights
 from ._layers import GRU, LSTM, NONLINEARITIES, RNN, QuantizedGRU, QuantizedLSTM, QuantizedRNN
 from ._pointwise import Pointwise
+from ._precision import precision
 from ._quantize import quantize
 from ._replace import patched, replace
 from ._stack import stack
 
 __all__ = ["GRU", "LSTM", "NONLINEARITIES", "RNN", "Pointwise", "QuantizedGRU", "QuantizedLSTM", "QuantizedRNN"]
-__all__ += ["patched"]
-__all__ += ["from_weights", "quantize", "replace", "stack"]
+__all__ += ["from_weights", "patched", "precision", "quantize", "replace", "stack"]

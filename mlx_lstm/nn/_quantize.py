@@ -1,5 +1,6 @@
 """Quantize a whole model, including its recurrent layers."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,6 +9,9 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
 from ..checks import fail
+from ..recurrence import QuantizedLayer
+from ._from_weights import Recurrence
+from ._replace import OURS, THEIRS, kind_of_parameters, look_alike, modules_of, name_of
 
 
 def quantize(
@@ -23,9 +27,10 @@ def quantize(
 
     This function has the arguments of `mlx.nn.quantize` and does the same with all other layers. `mlx.nn.quantize`
     itself leaves the layers of `mlx_lstm` unchanged, so that weight files still fit the model. This function does not
-    quantize the cells of `mlx_lstm.torch`, the recurrent layers of `mlx.nn` (call `replace` first), and subclasses,
-    which may compute something else. A layer that several modules share stays shared. If a layer cannot be quantized,
-    the model stays as it was.
+    quantize the cells of `mlx_lstm.torch`, the recurrent layers of `mlx.nn` (call `replace` first), subclasses, which
+    may compute something else, and recurrent layers of other packages. A warning names such layers, which stay in
+    float, unless `class_predicate` leaves them out. A layer that several modules share stays shared. If a layer cannot
+    be quantized, the model stays as it was. `layer.dequantize()` makes a float layer again.
 
     To load quantized weights, first quantize a model of the same sizes in the same way, as with MLX:
     `quantize(model, 64, 4)`, `model.load_weights(file)`.
@@ -75,6 +80,26 @@ def quantize(
     more = {"quantize_input": True} if quantize_input else {}
     quantize_mlx(model, group_size, bits, mode=mode, class_predicate=is_of_mlx, **more)
     model.update_modules(each(lambda _, layer: quantized.get(id(layer), layer), model.leaf_modules()))
+    left = []
+    for path, layer in modules_of(model, "", set()):
+        if (reason := float_layer(path, layer)) and (class_predicate is None or class_predicate(path, layer)):
+            left.append(f"{path or 'the model'} ({reason})")
+    if left:
+        warnings.warn(f"[nn.quantize] left in float: {', '.join(left)}.", stacklevel=2)
+
+
+def float_layer(path: str, layer: nn.Module) -> str:
+    """Return a text on a recurrent layer that is not quantized and cannot be; an empty text for any other layer."""
+    if type(layer) in OURS:
+        return f"{name_of(type(layer))}: call mlx_lstm.nn.replace first"
+    if quantizes(layer) or isinstance(layer, QuantizedLayer):
+        return ""
+    for kind in (*OURS, *THEIRS):
+        if isinstance(layer, kind):
+            return f"{type(layer).__name__}, a subclass of {name_of(kind)}"
+    if type(layer).__module__.startswith("mlx_lstm.") and (isinstance(layer, Recurrence) or kind_of_parameters(layer)):
+        return f"{type(layer).__name__}, which has no quantized kind"
+    return look_alike(path, layer).partition(":")[0]
 
 
 def quantizes(layer: object) -> bool:

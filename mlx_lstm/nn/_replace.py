@@ -12,6 +12,7 @@ import mlx.nn as nn
 from ..checks import check_flag, fail
 from ..engines.choice import Engine, check_engine
 from ._layers import GRU, LSTM, RNN, Layer, activation_of
+from ._stack import read
 
 M = TypeVar("M", bound=nn.Module | dict[Any, Any] | list[Any] | tuple[Any, ...])
 
@@ -38,8 +39,9 @@ def replace(model: M, *, back: bool = False, engine: Engine | None = None) -> M:
     layer.
 
     A subclass, which may compute something else, is left as it is, and so is an `RNN` whose nonlinearity is not in
-    `NONLINEARITIES`; a warning names such layers. Another warning says so if the model has no such layer at all, for
-    example because its layers are classes of its own. Functions that `mx.compile` has traced before do not change.
+    `NONLINEARITIES`; a warning names such layers. The warning also names layers of other classes with the parameters of
+    a recurrent layer, such as torch's `weight_ih_l0`, with the line that runs them. Another warning says so if the
+    model has no recurrent layer at all. Functions that `mx.compile` has traced before do not change.
 
     Args:
         model (Module): or a dict, list or tuple of modules.
@@ -71,7 +73,10 @@ def replace(model: M, *, back: bool = False, engine: Engine | None = None) -> M:
     if back and engine is not None:
         fail(op, "engine must be None with back=True", repr(engine))
     kinds, modules = (THEIRS if back else OURS), list(modules_of(model, "", set()))
-    left = [f"{name or 'the model'} ({reason})" for name, layer in modules if (reason := convert(layer, kinds))]
+    left = []
+    for name, layer in modules:
+        if reason := convert(layer, kinds) or (not back and look_alike(name, layer)):
+            left.append(f"{name or 'the model'} ({reason})")
     if left:
         warnings.warn(f"[{op}] left as they are: {', '.join(left)}.", stacklevel=2)
     elif not any(type(layer) in kinds.values() for _, layer in modules):
@@ -172,6 +177,27 @@ def convert(layer: nn.Module, kinds: Kinds) -> str:
         for name in ("engine", "checkpoint_every", "_engine_used"):  # attributes that a layer of MLX lacks
             layer.__dict__.pop(name, None)
     return ""
+
+
+def look_alike(name: str, layer: nn.Module) -> str:
+    """Return a text on a layer of another package that has the parameters of a recurrent layer: its class, and the
+    line that runs it. Return an empty text for any other layer. name: the layer's path in the model."""
+    if isinstance(layer, (Layer, *OURS)) or type(layer).__module__.partition(".")[0] == "mlx_lstm":
+        return ""
+    if not (kind := kind_of_parameters(layer)):
+        return ""
+    target = "model" + "".join(f"[{word}]" if word.isdecimal() else f".{word}" for word in name.split(".") if word)
+    return f"{type(layer).__name__}, which has the parameters of {kind}: mlx_lstm.nn.stack([{target}], x) runs it"
+
+
+def kind_of_parameters(layer: nn.Module) -> str:
+    """Return "an LSTM", "a GRU" or "an RNN" if a module has the parameters of one, by any known names, else an empty
+    text."""
+    try:
+        first = read("the layer", layer, False)[0][0]
+    except ValueError:
+        return ""
+    return {"lstm": "an LSTM", "gru": "a GRU", "rnn": "an RNN"}[first.cell.op]
 
 
 def name_of(kind: type[nn.Module]) -> str:

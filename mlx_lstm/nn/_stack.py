@@ -355,8 +355,10 @@ def read(name: str, layer: Any, now: bool) -> Depths:
                     check_array(OP, f"{name}.{key}", attributes[key], ())
             arrays = {argument: held[key] for key, argument in kind._names.items() if key in held}
             titles = {argument: f"{name}.{key}" for key, argument in kind._names.items()}
-            own = (layer.engine, layer.checkpoint_every, (layer,)) if isinstance(layer, Layer) else ()
-            return [[Depth(name, cell_of(kind, layer), arrays, titles, training, *own)]]
+            depth = Depth(name, cell_of(kind, layer), arrays, titles, training)
+            if isinstance(layer, Layer):
+                depth = depth._replace(engine=layer.engine, every=layer.checkpoint_every, owners=(layer,))
+            return [[depth]]
     try:
         if not held or "module" in shapes.values():
             raise ValueError("Modules are not read.")

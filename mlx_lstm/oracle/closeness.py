@@ -90,9 +90,12 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
         activation              4 ulp = 8 v |result|, then stored
         dot, sum of K terms     v sqrt(K) sum|terms|, in any order, then stored (Higham and Mary, SIAM J. Sci. Comput.,
                                 2019: roundings are not all of one sign, so the K of the worst case becomes sqrt(K))
-        dot, quantized weights  the same for 3 K terms: a kernel may sum scale (2^bits + q) x, -scale 2^bits x and
-                                bias x separately; the absolute values of these factors of x are added up in the
-                                imaginary part of a quantized weight
+        dot, quantized weights  another v sqrt((n + 4) sum over the groups of (C X)^2) for groups of n weights: a kernel
+                                may sum (2^f + q) x and x over a group and then compute scale (the first sum - 2^f the
+                                second) + bias times the second. X, the larger one of the sum of the positive and of the
+                                sum of the negative |x|, bounds the sum of x over any part of the group. C bounds the
+                                factors of X in both sums: C^2 = (2 scale 2^f)^2 + (scale 2^f + |bias|)^2. C is the
+                                imaginary part of the first weight of each group
         z a + (1 - z) b         u (|z a| + 2 |(1 - z) b| + |result|), or as b + z (a - b): u (2 |z (a - b)| + |result|);
                                 either is right, so the larger
         underflow               the smallest subnormal of `dtype`, or the smallest normal of the accumulator if larger
@@ -214,9 +217,10 @@ class Noise(Arithmetic):
         return value + self.move(np.where(value == 0, 0.0, limit))
 
     def dot(self, a: Array, b: Array) -> Array:
-        terms, parts = (np.imag(b), 3) if np.iscomplexobj(b) else (np.abs(b), 1)
-        limit = self.accumulator_unit * np.sqrt(parts * a.shape[-1]) * (np.abs(a) @ terms)
-        return self(a @ np.real(b) + self.move(limit))
+        errors = np.sqrt(a.shape[-1]) * (np.abs(a) @ np.abs(np.real(b)))
+        if np.iscomplexobj(b):
+            errors += errors_of_groups(a, np.imag(b))
+        return self(a @ np.real(b) + self.move(self.accumulator_unit * errors))
 
     def total(self, terms: Array, axis: tuple[int, ...]) -> Array:
         K = np.prod([terms.shape[n] for n in axis])
@@ -226,3 +230,17 @@ class Noise(Arithmetic):
     def blend(self, z: Array, a: Array, b: Array) -> Array:
         products = np.abs(z * a) + 2 * np.abs((1.0 - z) * b)
         return self(z * a + (1.0 - z) * b + self.move(self.unit * np.maximum(products, 2 * np.abs(z * (a - b)))))
+
+
+def errors_of_groups(a: Array, factors: Array) -> Array | float:
+    """Return the rounding errors of a [M, K] @ b [K, N] that quantization adds, in unit roundoffs of the accumulator.
+    factors [K, N]: the imaginary part of b, which is not 0 for the first weight of each group (see `bounds`).
+
+    If b has the groups along its other axis, the result is 0: a kernel multiplies such weights as other matrices.
+    """
+    starts = np.flatnonzero((factors != 0).any(axis=1))
+    if len(starts) == len(factors):
+        return 0.0
+    positive, negative = (np.add.reduceat(np.maximum(sign * a, 0), starts, axis=1) for sign in (1, -1))
+    roundings = a.shape[-1] // len(starts) + 4
+    return np.sqrt(roundings * (np.maximum(positive, negative) ** 2 @ factors[starts] ** 2))

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..checks import fail
-from ..engines.packing import DEFAULTS, Quantized, Weight
+from ..engines.packing import DEFAULTS, WIDTHS, Quantized, Weight
 from ._arguments import check_packing
 
 Layer = TypeVar("Layer", bound="QuantizedLayer")
@@ -46,6 +46,28 @@ class QuantizedLayer(nn.Module):
         new.pack(group_size, bits, mode)
         return new
 
+    def dequantize(self) -> nn.Module:
+        """Return a float layer with the weights that `mx.dequantize` returns for this layer's weights.
+
+        The float layer has the class that `from_layer` takes, such as `mlx_lstm.nn.LSTM`, and computes the same
+        results. All its parameters can be trained. This layer stays as it is. Quantizing the new layer in the same way
+        gives this layer's weights again, up to rounding. The dtype is that of the scales; of the modes without biases,
+        whose scales are codes, float32.
+        """
+        new = self.of.__new__(self.of)
+        nn.Module.__init__(new)
+        own = ("group_size", "bits", "mode", "_no_grad", "_engine_used")
+        vars(new).update({name: value for name, value in vars(self).items() if name not in own})
+        for name, value in self.items():
+            if f"{name}_scales" in self:
+                scales, biases = self[f"{name}_scales"], self.get(f"{name}_biases")
+                dtype = mx.float32 if biases is None else scales.dtype
+                packing = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+                new[name] = mx.dequantize(value, scales, biases, **packing, dtype=dtype)
+            elif not name.endswith(("_scales", "_biases")):
+                new[name] = value
+        return new
+
     def take_over(self, layer: nn.Module) -> None:
         """Copy the parameters and attributes of a layer, but not the information which parameters are frozen."""
         nn.Module.__init__(self)
@@ -75,7 +97,9 @@ class QuantizedLayer(nn.Module):
                 for part, array in Quantized(*packed, group_size=group_size, bits=bits, mode=mode).arrays(name).items():
                     self[part] = array
             elif name.startswith(RECURRENT):
-                fail(self.op, f"the columns of {name} must be a multiple of group_size = {group_size}", columns)
+                fits = [size for size in WIDTHS[mode][0] if columns % size == 0]
+                advice = f" (group_size={fits[-1]} fits)" if fits else ""
+                fail(self.op, f"the columns of {name} must be a multiple of group_size = {group_size}{advice}", columns)
         self.freeze()
 
     def _extra_repr(self) -> str:

@@ -6,24 +6,27 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from ..checks import check_flag, fail, instead_of
+from ..checks import check_every, check_flag, fail, instead_of
 from ..engines.ops.sweep import by_time, of_live, over_time
 from ..engines.problem import Array
 from ._call import Hold, Lengths, whole_lengths
+from ._checkpointed import checkpointed
 from ._steps import Steps, factors, whole_steps
 
 OP = "recurrent"
 
 
 def recurrent(
-    step: Callable[[Any, Any], tuple[Any, Any]],
+    step: Callable[..., tuple[Any, Any]],
     x: Any,
     state: Any,
     *,
+    parameters: Any = None,
     keep: mx.array | None = None,
     hold: Hold = None,
     lengths: Lengths = None,
     reverse: bool = False,
+    checkpoint_every: int | str | None = None,
 ) -> tuple[Any, Any]:
     """Run a cell of your own over a time-major sequence: `output[t], state = step(x[t], state)`, step after step.
 
@@ -41,6 +44,8 @@ def recurrent(
             structure, shapes and dtypes of the first. It must not mix the items of a batch.
         x (tree): arrays [T, B, ...] of any dtype; masks or noise that differ by step may be among them.
         state (tree): the first state, arrays [B, ...] of any dtype.
+        parameters (tree, optional): arrays that each step gets as a third argument, `step(x_t, state, parameters)`.
+            Default: `step` gets two arguments.
         keep (array, optional): factor on the whole state before a step, broadcastable to [T, B]; bool, integers or
             floats. 0 resets an item: pass `keep=~done` if an episode ended before step t. With `reverse` the step
             before t is t+1. An array of the state is multiplied in its own dtype.
@@ -52,6 +57,11 @@ def recurrent(
             finite. With `reverse` the item starts at its end. Under `mx.compile` the range is not checked.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`. For both
             directions call twice and concatenate the outputs.
+        checkpoint_every (int or str, optional): for a gradient, save the states of every K-th step only, and run K
+            steps at a time again; `"auto"` takes the square root of T. Then `step` must give the same results when it
+            runs again, and must not capture arrays of floats: it gets them as `parameters`, or reads them from modules,
+            which are found: the object of a method, variables of enclosing functions, global variables. MLX's jvp and
+            vmap do not support it. Default: `None`, save everything.
 
     Returns:
         tuple: the outputs, a tree of arrays [T, B, ...], and the state after the last step processed.
@@ -68,45 +78,69 @@ def recurrent(
         >>> outputs, last = recurrent(leaky, mx.ones((10, 2, 3)), mx.zeros((2, 3)), lengths=[10, 4])
         >>> outputs.shape, last.shape, outputs[4:, 1].max().item()
         ((10, 2, 3), (2, 3), 0.0)
+        >>> def rate(x, h, a):
+        ...     h = (1 - a) * h + a * x
+        ...     return h, h
+        >>> long, first = mx.ones((1000, 2, 3)), mx.zeros((2, 3))
+        >>> loss = lambda a: recurrent(rate, long, first, parameters=a, checkpoint_every="auto")[1].sum()
+        >>> mx.grad(loss)(mx.array(0.3)).shape
+        ()
         >>> mx.grad(lambda x: recurrent(leaky, x, mx.zeros((2, 3)))[1].sum())(mx.ones((10, 2, 3))).shape
         (10, 2, 3)
     """
     if not callable(step):
         fail(OP, "step must be a function, step(x_t, state) -> (output_t, state),", type(step).__name__)
     check_flag(OP, "reverse", reverse)
+    every = check_every(OP, checkpoint_every)
     T, B = time_and_batch(x)
     form(x, "x", (T, B))
     first = form(state, "state", (B,))
+    if parameters is not None:
+        form(parameters, "parameters", ())
     ends = whole_lengths(OP, lengths, B, T)
     live, before, after = over_steps(keep, hold, T, B, ends, reverse)
-    x_at = tree_map(lambda array: by_time(array if live is None else of_live(live, array)), x)
-    live_at = [None] * T if live is None else by_time(live)
-    order, forms = range(T)[::-1] if reverse else range(T), []
+    forms: list[Any] = []
 
-    def at(t: int, state: Any) -> tuple[Any, Any]:
-        """Run the user's step at time t and check what it returns."""
-        state = state if before is None else times(before[t], state)
-        results = step(tree_map(lambda _, rows: rows[t], x, x_at), state)
-        if not isinstance(results, tuple) or len(results) != 2:
-            fail(OP, "step must return a tuple of two, (output_t, state),", shown(results))
-        output, state = results
-        state_form = form(state, "the state that step returns", (B,))
-        if state_form != first:
-            fail(OP, f"step must return a state like the first, {first},", f"{state_form} at step {t}")
-        forms.append(form(output, "the output of step", (B,)))
-        if forms[-1] != forms[0]:
-            fail(OP, f"step must return output of the same form each time, {forms[0]},", f"{forms[-1]} at step {t}")
-        return output, state
+    def run(start: int, sequences: Any, state: Any, parameters: Any) -> tuple[Any, Any]:
+        """Run the steps of a chunk of the sequence, which begins at step `start`."""
+        x, live, before = sequences
+        own = () if parameters is None else (parameters,)
+        x_at = tree_map(lambda array: by_time(array if live is None else of_live(live, array)), x)
+        arrays: Any = tree_flatten(x)
+        steps = len(arrays[0][1])
+        live_at = [None] * steps if live is None else by_time(live)
+        before_at = None if before is None else by_time(before)
 
-    outputs, last = over_time(at, state, order, lambda t: live_at[t])
-    return outputs, last if after is None else times(after[order[-1]], last)
+        def at(t: int, state: Any) -> tuple[Any, Any]:
+            """Run the user's step and check what it returns."""
+            state = state if before_at is None else times(before_at[t], state)
+            results = step(tree_map(lambda _, rows: rows[t], x, x_at), state, *own)
+            if not isinstance(results, tuple) or len(results) != 2:
+                fail(OP, "step must return a tuple of two, (output_t, state),", shown(results))
+            output, state = results
+            state_form, where = form(state, "the state that step returns", (B,)), f"at step {start + t}"
+            if state_form != first:
+                fail(OP, f"step must return a state like the first, {first},", f"{state_form} {where}")
+            forms.append(form(output, "the output of step", (B,)))
+            if forms[-1] != forms[0]:
+                fail(OP, f"step must return output of the same form each time, {forms[0]},", f"{forms[-1]} {where}")
+            return output, state
+
+        return over_time(at, state, range(steps)[:: -1 if reverse else 1], lambda t: live_at[t])
+
+    sequences = (x, live, before)
+    if every is None:
+        outputs, last = run(0, sequences, state, parameters)
+    else:
+        outputs, last = checkpointed(run, every, step, sequences, state, parameters, reverse)
+    return outputs, last if after is None else times(after[0 if reverse else -1], last)
 
 
 def over_steps(
     keep: Any, hold: Any, T: int, B: int, ends: mx.array | None, reverse: bool
-) -> tuple[Array | None, list[Array] | None, list[Array] | None]:
-    """Return (live, before, after). live, bool [T, B]: which steps run, or None if all do. before, after: lists of T
-    factors [B], by which the state is multiplied before and after each step, or None."""
+) -> tuple[Array | None, Array | None, Array | None]:
+    """Return (live, before, after). live, bool [T, B]: which steps run, or None if all do. before, after [T, B]: the
+    factors by which the state is multiplied before and after each step, or None."""
     options = whole_steps(OP, keep, hold, (T, B), "[T, B]")
     held = options["hold"] != 0 if "hold" in options else None
     steps = Steps(T, B, (reverse,), False, ends, held)
@@ -117,10 +151,10 @@ def over_steps(
     keep = keep if mx.issubdtype(keep.dtype, mx.floating) else keep.astype(mx.float32)
     keep = keep if ends is None else mx.where(steps.alive(), keep, 1)
     if held is None:
-        return live, by_time(keep), None
+        return live, keep, None
     turn = slice(None, None, -1 if reverse else 1)
     # `factors` takes and returns steps in their processing order, so a reversed direction is flipped before and after.
-    before, after = (by_time(factor[turn]) for factor in factors(keep[turn], steps.live()[turn]))
+    before, after = (factor[turn] for factor in factors(keep[turn], steps.live()[turn]))
     return live, before, after
 
 

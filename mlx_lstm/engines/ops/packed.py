@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 
-from ..packing import WEIGHTS, Packing, is_packed, packed_names
+from ..packing import WEIGHTS, Packing, field_of, is_packed, packed_names
 from ..problem import Arrays
 from ..tracing import have_values, is_transforming
 
@@ -27,17 +27,19 @@ def matrix(packing: Packing, arrays: Arrays, name: str, dtype: mx.Dtype) -> mx.a
 def judged(packing: Packing, arrays: Arrays, name: str) -> np.ndarray:
     """Return the matrix of one quantized weight in the form that the float64 oracle takes.
 
-    In mode "affine" the matrix is complex. The real part is the weight. A kernel may sum the parts of a weight
-    separately (see metal/quantized.metal); the imaginary part is the sum of the absolute values of these parts, from
-    which the oracle derives its error bound.
+    In mode "affine" the matrix is complex. The real part is the weight. The imaginary part of the first weight of each
+    group describes how a kernel may sum the group (see metal/quantized.metal). The oracle derives its error bound from
+    it, as `oracle.closeness.bounds` says.
     """
     values = np.array(matrix(packing, arrays, name, mx.float32)).astype(np.float64)
     scales, biases = scales_of(arrays, name, mx.float32)
     if biases is None:
         return values
-    scale, bias = (np.repeat(np.array(part), packing.group_size, -1).astype(np.float64) for part in (scales, biases))
-    offset = scale * 2**packing.bits
-    return values + 1j * (np.abs(values - bias + offset) + np.abs(offset) + np.abs(bias))
+    scale, bias = (np.abs(np.array(part).astype(np.float64)) for part in (scales, biases))
+    offset = scale * 2 ** field_of(packing)
+    factors = np.zeros(values.shape)
+    factors[..., :: packing.group_size] = np.maximum(np.hypot(2 * offset, offset + bias), np.finfo(np.float64).tiny)
+    return values + 1j * factors
 
 
 def scales_of(arrays: Arrays, name: str, dtype: mx.Dtype) -> tuple[mx.array, mx.array | None]:

@@ -47,7 +47,10 @@ EXPORT float emu_fast_tanh(float x) {
   EXPORT float emu_fast_##name(float x, float y) { return noisy((expression), fast_bound); }
 BINARY(pow, powf(x, y), 16, 32) BINARY(powr, powf(x, y), 16, 32) BINARY(atan2, atan2f(x, y), 6, 6)
 BINARY(fmod, fmodf(x, y), 0, 0) BINARY(fmin, fminf(x, y), 0, 0) BINARY(fmax, fmaxf(x, y), 0, 0)
-BINARY(fdim, fdimf(x, y), 0, 0) BINARY(nextafter, nextafterf(x, y), 0, 0) BINARY(divide, x / y, 0, 2)
+BINARY(fdim, fdimf(x, y), 0, 0) BINARY(nextafter, nextafterf(x, y), 0, 0)
+EXPORT float emu_precise_divide(float x, float y) { return noisy(x / y, 0); }
+// The specification gives no result of fast::divide for divisors above 2^126, so the emulator returns NaN.
+EXPORT float emu_fast_divide(float x, float y) { return fabsf(y) > 0x1p126f ? NAN : noisy(x / y, 2); }
 
 EXPORT float emu_fma(float x, float y, float z) { return fmaf(x, y, z); }
 EXPORT float emu_ldexp(float x, int e) { return ldexpf(x, e); }

@@ -1,0 +1,75 @@
+"""Run a model in 16 bits while its parameters stay float32."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from ..checks import fail
+
+OP = "nn.precision"
+DTYPES = (mx.bfloat16, mx.float16, mx.float32)
+
+
+@contextmanager
+def precision(
+    model: nn.Module, dtype: mx.Dtype = mx.bfloat16, *, predicate: Callable[[str], bool] | None = None
+) -> Iterator[None]:
+    """Cast the float parameters of a model to `dtype` inside the block, and restore them when it ends.
+
+    Use it for training in mixed precision: the forward pass runs in the block, on 16-bit copies. The gradients flow
+    through the cast, so they are those of the float32 parameters, in float32, and the optimizer updates these. However
+    the block ends, also by an exception, the model has its old parameters again, the same arrays. An array that the
+    block assigned, such as the running mean of a `BatchNorm`, stays, in the dtype of the array that it replaced.
+
+    The input must be cast, too: a layer computes in the dtype to which x and its parameters promote. float16 needs a
+    scaled loss; the guide on training has an example.
+
+    Args:
+        model (Module): the model.
+        dtype (Dtype): `mx.bfloat16`, `mx.float16` or `mx.float32`. Default: `mx.bfloat16`.
+        predicate (callable, optional): called with the path of a parameter, such as `"layers.0.Wh"`; the parameter is
+            cast if the result is true. Default: all float parameters are cast.
+
+    Raises:
+        ValueError: an argument breaks a rule.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> import mlx.nn as nn
+        >>> from mlx_lstm.nn import LSTM, precision
+        >>> model, x = LSTM(3, 4), mx.ones((2, 10, 3))
+        >>> def loss(model):
+        ...     with precision(model, mx.bfloat16):
+        ...         hidden, cell = model(x.astype(mx.bfloat16))
+        ...     return hidden.astype(mx.float32).square().mean()
+        >>> value, gradients = nn.value_and_grad(model, loss)(model)
+        >>> gradients["Wh"].dtype, model.Wh.dtype
+        (mlx.core.float32, mlx.core.float32)
+    """
+    if not isinstance(model, nn.Module):
+        fail(OP, "model must be a module", type(model).__name__)
+    if not isinstance(dtype, mx.Dtype) or dtype not in DTYPES:
+        fail(OP, "dtype must be mx.bfloat16, mx.float16 or mx.float32", dtype)
+    if predicate is not None and not callable(predicate):
+        fail(OP, "predicate must be a function of a parameter's path", type(predicate).__name__)
+    floats = {key: array for key, array in flat(model) if mx.issubdtype(array.dtype, mx.floating)}
+    old = {key: array for key, array in floats.items() if predicate is None or predicate(key)}
+    new = {key: array.astype(dtype) for key, array in old.items()}
+    model.update(tree_unflatten(list(new.items())))
+    try:
+        yield
+    finally:
+        now = dict(flat(model))
+        # An array that is not the cast one was assigned inside of the block, and is kept.
+        back = {key: old[key] if now[key] is new[key] else now[key].astype(old[key].dtype) for key in old if key in now}
+        model.update(tree_unflatten(list(back.items())))
+
+
+def flat(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the parameters of a model with their paths."""
+    found: Any = tree_flatten(model.parameters())
+    return found

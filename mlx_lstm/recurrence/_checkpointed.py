@@ -1,0 +1,233 @@
+"""The chunks of `recurrent` with `checkpoint_every`: the gradient runs each chunk of steps again, so only the states at
+the start of each chunk are saved.
+
+`mx.checkpoint` is not enough for this. It gives arrays that a function captures a gradient of 0, and MLX is free to run
+all chunks again at once. Here a gradient waits for the chunk after it, and the parameters of captured modules are
+inputs of the chunk.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import isqrt
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from ..checks import fail
+from ..engines.tracing import custom_function
+
+OP = "recurrent"
+DEEPEST = 6
+"""The depth to which captured objects are searched for modules and arrays."""
+
+Chunk = Callable[[int, Any, Any, Any], tuple[Any, Any]]
+"""`chunk(start, sequences, state, parameters) -> (outputs, state)`: run the steps from `start` on."""
+
+
+def checkpointed(
+    chunk: Chunk, every: int | str, step: Any, sequences: Any, state: Any, parameters: Any, reverse: bool
+) -> tuple[Any, Any]:
+    """Run all chunks of a sequence. Return the outputs [T, B, ...] and the last state, whose gradient runs the chunks
+    again. every: the number of steps per chunk, or "auto". step: the user's function, whose captured modules are found.
+    sequences: a tree of arrays [T, ...]."""
+    modules = captured_modules(step)
+    floats = [[(key, a) for key, a in flat(module.parameters()) if is_float(a)] for module in modules]
+    inputs = {"sequences": sequences, "state": state, "parameters": parameters}
+    inputs["modules"] = [[array for _, array in each] for each in floats]
+    T = len(leaves(sequences)[0])
+    K = min(T, isqrt(T - 1) + 1 if isinstance(every, str) else every)
+    order = range(0, T, K)[:: -1 if reverse else 1]
+
+    def run(start: int, piece: Any, state: Any, tree: Any) -> tuple[Any, Any]:
+        """Run one chunk with the parameters of the captured modules that `tree` holds."""
+        keys = [[key for key, _ in each] for each in floats]
+        with replaced(modules, [list(zip(*each, strict=True)) for each in zip(keys, tree["modules"], strict=True)]):
+            return chunk(start, piece, state, tree["parameters"])
+
+    structure: list[Any] = []
+
+    def forward(*values: mx.array) -> list[mx.array]:
+        tree = filled(inputs, values)
+        state, pieces, outputs, starts = tree["state"], in_pieces(tree["sequences"], K), {}, {}
+        for start in order:
+            starts[str(start)] = state
+            # The products of the input do not need the state, so without waiting MLX might compute all of them first.
+            piece = waiting(pieces[start // K], state)
+            outputs[start], state = run(start, piece, state, tree)
+        whole = mapped(in_time, *(outputs[start] for start in sorted(outputs)))
+        structure[:] = [(whole, state, starts)]
+        return leaves(structure[0])
+
+    def backward(primals: Any, cotangents: Any, results: Any) -> list[mx.array]:
+        tree, (_, _, starts) = filled(inputs, primals), filled(structure[0], results)
+        d_whole, d_state, d_starts = filled(structure[0], cotangents)
+        pieces, d_outputs = in_pieces(tree["sequences"], K), in_pieces(d_whole, K)
+        shared = {name: tree[name] for name in ("parameters", "modules")}
+        d_pieces, d_shared = {}, mapped(mx.zeros_like, shared)
+        for start in reversed(order):
+            given = waiting({"piece": pieces[start // K], "state": starts[str(start)], "shared": shared}, d_state)
+            work = partial(results_of, run, start)
+            d = gradients(work, given, (d_outputs[start // K], d_state))
+            d_state = mapped(added, d["state"], d_starts[str(start)])
+            d_shared = mapped(added, d_shared, d["shared"])
+            # The next chunk waits for all gradients of this chunk, also for those that nothing else needs now.
+            d_state = waiting(d_state, (d_shared, d["piece"]))
+            d_pieces[start] = d["piece"]
+        d_sequences = mapped(in_time, *(d_pieces[start] for start in sorted(d_pieces)))
+        return leaves({"sequences": d_sequences, "state": d_state} | d_shared)
+
+    whole_run = custom_function(forward)
+    whole_run.vjp(backward)
+    found = whole_run(*leaves(inputs))
+    outputs, last, _ = filled(structure[0], found)
+    return outputs, last
+
+
+def results_of(run: Chunk, start: int, given: Any) -> Any:
+    """Run a chunk on a dict of its inputs."""
+    return run(start, given["piece"], given["state"], given["shared"])
+
+
+def gradients(function: Callable[[Any], Any], given: Any, cotangents: Any) -> Any:
+    """Return the gradients of all arrays of the tree `given`, for cotangents of the tree of results. Arrays of
+    integers have no gradient: theirs is 0."""
+    arrays = leaves(given)
+    varied = [n for n, array in enumerate(arrays) if is_float(array)]
+
+    def floats_of(*values: mx.array) -> list[mx.array]:
+        whole = list(arrays)
+        for n, value in zip(varied, values, strict=True):
+            whole[n] = value
+        return [array for array in leaves(function(filled(given, whole))) if is_float(array)]
+
+    found = mx.vjp(floats_of, [arrays[n] for n in varied], [each for each in leaves(cotangents) if is_float(each)])[1]
+    by_index = dict(zip(varied, found, strict=True))
+    return filled(given, [by_index.get(n, mx.zeros_like(array)) for n, array in enumerate(arrays)])
+
+
+def mapped(function: Callable[..., Any], *trees: Any) -> Any:
+    """Apply a function to the arrays of trees of one structure; None stays None."""
+    return tree_map(lambda *each: None if each[0] is None else function(*each), *trees)
+
+
+def in_time(*pieces: mx.array) -> mx.array:
+    """Join the pieces of an array along the axis of time."""
+    return mx.concatenate(list(pieces))
+
+
+def is_float(array: mx.array) -> bool:
+    """Return whether an array may have a gradient."""
+    return mx.issubdtype(array.dtype, mx.inexact)
+
+
+def added(one: mx.array, other: mx.array) -> mx.array:
+    """Return the sum of two gradients; that of integers stays 0."""
+    return one + other if is_float(one) else one
+
+
+def flat(tree: Any) -> list[tuple[str, Any]]:
+    """Return the leaves of a tree with their keys."""
+    found: Any = tree_flatten(tree)
+    return found
+
+
+def leaves(tree: Any) -> list[mx.array]:
+    """Return the arrays of a tree."""
+    return [array for _, array in flat(tree) if array is not None]
+
+
+def filled(tree: Any, values: Any) -> Any:
+    """Return a tree of the same structure with other arrays, in the order of `leaves`."""
+    following = iter(values)
+    return tree_map(lambda leaf: None if leaf is None else next(following), tree)
+
+
+def in_pieces(tree: Any, K: int) -> list[Any]:
+    """Split the arrays [T, ...] of a tree into pieces of K steps. Return a list of trees."""
+    arrays = leaves(tree)
+    bounds = list(range(K, len(arrays[0]), K)) if arrays else []
+    # Not array[start:stop]: its gradient is an array of all T steps for each piece.
+    pieces = [mx.split(array, bounds) for array in arrays]
+    return [filled(tree, each) for each in zip(*pieces, strict=True)]
+
+
+def waiting(tree: Any, before: Any) -> Any:
+    """Return a tree whose arrays MLX computes or reads only after the arrays of the tree `before`."""
+    others = leaves(before)
+    return filled(tree, mx.depends(leaves(tree), others)) if others else tree
+
+
+@contextmanager
+def replaced(modules: list[nn.Module], parameters: list[Any]) -> Iterator[None]:
+    """Replace parameters of the modules inside the block; `parameters` holds for each module a list of (key, array)."""
+    old = [dict(flat(module.parameters())) for module in modules]
+    try:
+        for module, new in zip(modules, parameters, strict=True):
+            module.update(tree_unflatten(new))
+        yield
+    finally:
+        for module, before, new in zip(modules, old, parameters, strict=True):
+            module.update(tree_unflatten([(key, before[key]) for key, _ in new]))
+
+
+def captured_modules(step: Any) -> list[nn.Module]:
+    """Return the modules that a function captures: the object of a method, variables of enclosing functions, global
+    variables, defaults. Raise a ValueError that names an array of floats that it captures outside of a module."""
+    modules: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+
+    def visit(value: Any, name: str, depth: int) -> None:
+        """Search one object that the function captures as `name`."""
+        if id(value) in seen or depth > DEEPEST or isinstance(value, (ModuleType, type)):
+            return
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            modules[id(value)] = value
+        elif isinstance(value, mx.array):
+            if is_float(value):
+                rule = "step must not capture arrays of floats with checkpoint_every: pass them as parameters="
+                fail(OP, f"{rule}, or hold them in a module,", name)
+        else:
+            for key, each in parts_of(value):
+                visit(each, f"{name}.{key}" if depth else key, depth + 1)
+
+    visit(step, "step", 0)
+    return list(modules.values())
+
+
+def parts_of(value: Any) -> list[tuple[str, Any]]:
+    """Return what an object refers to, with names: a function's variables, or the contents of a container."""
+    if isinstance(value, MethodType):
+        return [("self", value.__self__), *parts_of(value.__func__)]
+    if isinstance(value, partial):
+        return [("func", value.func), ("arguments", list(value.args)), ("keywords", value.keywords)]
+    if isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        held = [(name, cell.cell_contents) for name, cell in cells if cell_is_full(cell)]
+        names = [name for name in names_in(value.__code__) if name in value.__globals__]
+        held += [(name, value.__globals__[name]) for name in names]
+        return [*held, ("defaults", value.__defaults__), ("defaults", value.__kwdefaults__)]
+    if isinstance(value, dict):
+        return [(str(key), each) for key, each in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(str(n), each) for n, each in enumerate(value)]
+    return list(getattr(value, "__dict__", {}).items())
+
+
+def names_in(code: CodeType) -> list[str]:
+    """Return the global names that a function reads, also in functions inside of it."""
+    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in names_in(each)]
+    return [*code.co_names, *inner]
+
+
+def cell_is_full(cell: Any) -> bool:
+    """Return whether a variable of an enclosing function has a value yet."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

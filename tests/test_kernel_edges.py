@@ -1,0 +1,187 @@
+"""Tests of the Metal kernels at the edges: infinite numbers, the last digits of an activation, indices that need 64
+bits, and quantized weights of many units."""
+
+import re
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cases import METAL
+from on_metal import ENGINES, on_metal
+from quantized_cases import check_quantized, quantized_case
+
+from mlx_lstm import gru
+from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines.metal import fused as kernels_fused
+from mlx_lstm.engines.metal import kernel as kernels
+from mlx_lstm.engines.metal import stepwise as kernels_stepwise
+from mlx_lstm.engines.problem import LIMITS, Problem
+
+
+def computed(shaders, body, inputs, output):
+    """Run Metal source `body` with functions of metal/, one thread per element of the first input. Return the output
+    `found` as a NumPy array. output: its shape and dtype."""
+    with on_metal(), mx.stream(mx.cpu):
+        header = "using Index = long;\n" + kernels.header(shaders, body)
+        kernel = mx.fast.metal_kernel("computed", list(inputs), ["found"], body, header)
+        arrays = [mx.array(value) for value in inputs.values()]
+        grid = (arrays[0].size, 1, 1)
+        (found,) = kernel(
+            inputs=arrays, grid=grid, threadgroup=(1, 1, 1), output_shapes=[output[0]], output_dtypes=[output[1]]
+        )
+        return np.array(found)
+
+
+# --- Numbers ---------------------------------------------------------------------------------------------------------
+
+
+def squashed(x, is_tanh):
+    """Return the shaders' tanh or sigmoid of an array."""
+    body = f"const int n = int(thread_position_in_grid.x);\nfound[n] = squash({str(is_tanh).lower()}, x[n]);\n"
+    return computed(("arrays", "cell"), body, {"x": x}, (x.shape, mx.float32))
+
+
+@pytest.mark.parametrize("is_tanh", [True, False])
+def test_activations_have_the_stated_precision(is_tanh):
+    """tanh differs by at most 4 units in the last place from the exact value, also near 0, where it is a polynomial.
+    The sigmoid of x differs by at most 4 such units, or |x| below -4."""
+    rng = np.random.default_rng(0)
+    sizes = np.concatenate([np.linspace(1e-4, 0.6, 500), np.exp(rng.uniform(-12, np.log(20), 500))])
+    x = (sizes * rng.choice([-1, 1], sizes.size)).astype(np.float32)
+    exact = np.tanh(x.astype(np.float64)) if is_tanh else 1 / (1 + np.exp(-x.astype(np.float64)))
+    error = np.abs(squashed(x, is_tanh) - exact) / np.spacing(np.abs(exact).astype(np.float32))
+    assert (error < (4 if is_tanh else np.maximum(4, -x))).all()
+
+
+def test_activations_of_large_numbers():
+    """sigmoid and tanh stay finite for every argument, although the GPU's fast division is not defined for divisors
+    above 2^126."""
+    x = np.array([87.5, 88.5, 100, 1e30, np.inf], np.float32)
+    np.testing.assert_array_equal(squashed(x, False), 1)
+    np.testing.assert_array_equal(squashed(x, True), 1)
+    np.testing.assert_array_equal(squashed(-x, True), -1)
+    assert (np.abs(squashed(-x, False)) < 1e-37).all()
+
+
+@pytest.mark.parametrize("flip_z", [False, True])
+@pytest.mark.parametrize("activation", ["identity", "relu"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_infinite_candidate_makes_an_infinite_h(engine, activation, flip_z):
+    """An infinite candidate n of a GRU gives an infinite h, as z h + (1 - z) n does. The formula n + z (h - n), which
+    the shaders use for bounded activations, would give NaN."""
+    options = {"flip_z": flip_z, "activations": ("sigmoid", "sigmoid", activation), "engine": engine}
+    x, h0 = mx.array([[[0.5, 0.5, np.inf]]]), mx.array([[-2.0]])
+    with on_metal(), mx.stream(METAL):
+        assert gru(x, None, mx.zeros((3, 1)), h0=h0, **options).h.item() == np.inf
+
+
+# --- Sizes -----------------------------------------------------------------------------------------------------------
+
+RECORDER = """
+struct Recorder {
+  device int64_t* to;
+  device float* number;
+  device float& operator[](long index) const { *to = index; return *number; }
+};
+"""
+
+
+def test_places_of_the_recurrent_input():
+    """`recurrent_input` computes right indices for arrays of more than 2^31 elements. The arrays of this test record
+    the index and have no memory."""
+    T, B, D, H = 70001, 601, 2, 1021
+    t, b, j = T - 2, B - 1, H - 1
+    body = f"""
+found[3] = 0;
+device float* number = (device float*)(found + 3);
+struct Arrays {{
+  Recorder h, mask, h_in;
+  decltype(as_field(sizes)) sizes;
+  Absent h0, lengths, ones;
+}};
+const Arrays a = {{{{found, number}}, {{found + 1, number}}, {{found + 2, number}}, sizes, absent, absent, absent}};
+recurrent_input<float>(a, uint3({b * H + j}, {t}, 1));
+"""
+    with on_metal(), mx.stream(mx.cpu):
+        header = kernels.header(("arrays", "recurrent_input"), body) + RECORDER
+        kernel = mx.fast.metal_kernel("places_of_input", ["sizes"], ["found"], body, header)
+        sizes = mx.array([T, B, D, H, 0, 1], mx.int32)
+        found = kernel(
+            inputs=[sizes], grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[(4,)], output_dtypes=[mx.int64]
+        )[0].tolist()
+    item, step = (b * D + 1) * H + j, B * D * H
+    assert found[:3] == [(t + 1) * step + item, t * step + item, (T * B + t * B + b) * H + j]
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_places_of_keep_and_of_the_candidates_product(back):
+    """The positions in `keep` and `q`, and their distances between two steps, are right in a sequence for which `keep`
+    has more than 2^31 numbers."""
+    T, B, D, H = 70001, 2**15 + 3, 2, 1021
+    t, b, unit, word = T - 1, B - 1, H - 1, str(back).lower()
+    body = f"""
+const Sweep sweep = {{0, {T}, {T}, {B}, {D}, 1, true, true}};
+Place<ulong> at, next;
+first_place<{word}>(sweep, {b}, 3, 2, {H}, {unit}, at);
+between_steps<{word}>(sweep, 3, {H}, next);
+found[0] = at.keep, found[1] = next.keep, found[2] = at.q, found[3] = next.q;
+"""
+    found = computed(("arrays", "cell", "fused"), body, {"one": np.zeros(1, np.int32)}, ((4,), mx.int64)).tolist()
+    first, sign = (0, 1) if back else (t, -1)  # direction 1 begins its forward pass at the last time index
+    expected = [(first * B + b) * D + 1, sign * B * D, ((T + first) * B + b) * H + unit, sign * B * H]
+    assert found == expected
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
+@pytest.mark.parametrize("cell", [LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell()], ids=str)
+def test_a_row_of_many_numbers_has_wide_indices(cell, dtype):
+    """`stepwise` uses 64-bit indices if one of its arrays, or the row that one launch writes, has 2^31 elements."""
+    for H, P in ((1024, 1024), (64, 640), (640, 64)):
+        for arrays in range(1, cell.gates + 3):  # gates, m and the gradient before the factor `keep`
+            carries = "c" in cell.outputs or cell.op == "gru"
+            of_item = kernels_stepwise.row_length(Problem(1, 1, H, P, cell), max(H, P), arrays, carries, dtype)
+            B = -(-LIMITS.index // of_item)
+            if arrays <= cell.gates + 1:
+                assert kernels_stepwise.index_bits(Problem(1, B, H, P, cell)) == 64
+    assert kernels_stepwise.index_bits(Problem(100, 64, 1024, 1024, cell)) == 32
+
+
+def test_steps_of_a_launch():
+    """`fused` divides a sequence into launches of at most 4096 steps, or fewer for more threadgroups than cores. The
+    number depends on no dtype."""
+    for B, T, steps in ((1, 4096, [4096]), (1, 10000, [4096, 4096, 1808]), (64, 4096, [1024] * 4)):
+        for dtype in (mx.float32, mx.float16):
+            problem = Problem(T, B, 64, 64, LSTMCell(), dtype=dtype)
+            assert [count for count, _ in kernels_fused.division(problem, False)] == steps
+
+
+# --- Quantized weights -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("B, H", [(1, 320), (3, 160)])
+def test_quantized_rows_that_take_more_than_one_turn(B, H):
+    """`stepwise` is right if the lanes need several turns for a row of quantized weights: with one sequence they take
+    256 weights per turn, with several sequences 128."""
+    with on_metal() as log:
+        check_quantized("stepwise", quantized_case((32, 8, "affine"), sizes=(2, B, 32, H, H), op="rnn"))
+        check_quantized("stepwise", quantized_case((32, 4, "mxfp4"), sizes=(2, B, 32, H, H), op="rnn"))
+    assert any("packed_weights" in launch.source for launch in log)
+
+
+WIDE = {
+    "lstm, both directions": ((32, 4, "affine"), (2, 3, 32, 32, 32), {"bidirectional": True}),
+    "gru, both directions": ((32, 8, "affine"), (2, 2, 32, 32, 32), {"op": "gru", "bidirectional": True}),
+    "rnn, both directions": ((16, 4, "nvfp4"), (2, 1, 16, 48, 48), {"op": "rnn", "bidirectional": True}),
+    "lstm, 256 units": ((64, 4, "affine"), (2, 1, 64, 256, 256), {}),
+    "rnn, 1024 units": ((64, 2, "affine"), (2, 1, 64, 1024, 1024), {"op": "rnn"}),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_fused_with_quantized_weights(name):
+    """`fused` is right with quantized weights in both directions, and for the most units that it supports."""
+    packing, sizes, options = WIDE[name]
+    with on_metal() as log:
+        check_quantized("fused", quantized_case(packing, sizes=sizes, quantize=("Wh",), **options))
+    (sweep,) = (launch for launch in log if re.search("fused_forward", launch.name))
+    assert "PackedVector" in sweep.source

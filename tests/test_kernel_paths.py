@@ -1,0 +1,214 @@
+"""Tests that run every option on every path through the Metal kernels, and compare the results with the oracle.
+
+A path is one way to compute the same recurrence: the kind of the recurrent product, one launch or several, 32-bit or
+64-bit indices, one direction or both, float32 or 16 bits.
+"""
+
+import re
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import draw_away_from_kinks, joined, run, to_mlx
+from on_metal import matrices_from, on_metal
+from quantized_cases import packed
+
+from mlx_lstm.engines.ops.packed import judged
+from mlx_lstm.engines.problem import limited
+from mlx_lstm.oracle import evaluate
+from mlx_lstm.oracle.closeness import assert_within, exact_and_bounds
+from mlx_lstm.testing.cases import EVERY_OPTION
+from mlx_lstm.testing.cases import T as T_OF_OPTIONS
+
+T = 6
+
+# --- The options -----------------------------------------------------------------------------------------------------
+
+ALL = {"mask": (T, "B", "P"), "keep": True, "lengths": True}
+BARE = {"mask": ("P",), "hold": True, "keep": True, "projected_x": True, "b": None, "h0": None}
+ROWS: dict[str, dict[str, Any]] = {
+    # Options that exclude each other, such as the two peepholes, are in different rows of the same cell. Each gate of
+    # a row has another activation, so that no kernel can take one gate for another.
+    "lstm": {
+        **ALL,
+        "peephole": True,
+        "cell_clip": 0.4,
+        "forget_bias": 0.5,
+        "gate_order": "ogfi",
+        "activations": ("hard_sigmoid", "sigmoid", "tanh", "hard_sigmoid_sixth", "identity"),
+    },
+    "lstm, bare": {
+        **BARE,
+        "c0": None,
+        "peephole": True,
+        "output_peephole": "previous",
+        "activations": ("sigmoid", "hard_sigmoid_sixth", "relu", "hard_sigmoid", "tanh"),
+    },
+    "gru": {
+        **ALL,
+        "flip_z": True,
+        "gate_order": "zrn",
+        "activations": ("hard_sigmoid", "sigmoid", "identity"),
+    },
+    "gru, bare": {**BARE, "bhn": None, "activations": ("sigmoid", "hard_sigmoid_sixth", "tanh")},
+    "gru_before": {
+        **ALL,
+        "flip_z": True,
+        "gate_order": "zrn",
+        "activations": ("hard_sigmoid", "sigmoid", "tanh"),
+    },
+    "gru_before, bare": {**BARE, "activations": ("sigmoid", "hard_sigmoid_sixth", "relu")},
+    "rnn": {**ALL, "activation": "relu"},
+    "rnn, bare": {**BARE, "activation": "hard_sigmoid"},
+}
+# The kernels read the direction at run time, so these rows need no kernels of their own.
+ROWS |= {f"{name}, reverse": ROWS[name] | {"reverse": True} for name in ("lstm", "gru", "gru_before", "rnn")}
+
+
+def cell_of(name):
+    """Return the cell of a row."""
+    return name.partition(",")[0]
+
+
+def features(options):
+    """Return the names of a case's options, such as {"keep", "no b", "mask of each step"}."""
+    found = set()
+    for name, value in options.items():
+        if name == "mask":
+            differs = len(value) == 3 and value[0] in (T, T_OF_OPTIONS)
+            found.add("mask of each step" if differs else "mask of all steps")
+        elif name == "output_peephole":
+            found.add(f"{value} peephole")
+        elif value is not False and name not in ("op", "reset", "bidirectional"):
+            found.add(f"no {name}" if value is None else name)
+    return found
+
+
+# --- The paths -------------------------------------------------------------------------------------------------------
+
+
+class Path(NamedTuple):
+    """A way through the kernels of an engine. product: how the recurrent product is computed. rare: whether the call
+    has everything that most calls do not have: several launches (or, in `stepwise`, rows that are joined), 64-bit
+    indices, 16-bit arrays and both directions."""
+
+    engine: str
+    product: str
+    rare: bool
+
+    def __str__(self):
+        return f"{self.engine}, {self.product}{', rare' if self.rare else ''}"
+
+
+PATHS = [Path("fused", product, rare) for product in ("lanes", "matrices") for rare in (False, True)]
+PATHS += [Path("stepwise", product, rare) for product in ("lanes", "tiles") for rare in (False, True)]
+# Quantized weights change how a product reads its weights, and nothing else.
+PATHS += [Path("fused", "packed lanes", True), Path("stepwise", "packed lanes", True)]
+PATHS += [Path("stepwise", "packed tiles", True)]
+
+NEVER = {("matrices", "gru_before"): "two products per step leave no registers for matrices"}
+"""(product, cell) that no call has, and why."""
+NEVER_OPTION = {("fused", "projection"): "`fused` has no projection"}
+"""(engine, option) that no call has, and why."""
+
+
+def cases():
+    """Return (path, name of a row) for every row on every path, as pytest parameters.
+
+    `test_options_crossed` runs every option on the paths that most calls take, so these paths are slow tests
+    here. A product with quantized weights does not see which options a call has, so one row per cell is enough.
+    """
+    found = []
+    for path in PATHS:
+        for name in ROWS:
+            enough = "packed" not in path.product or name == cell_of(name)
+            if enough and (path.product, cell_of(name)) not in NEVER:
+                found.append(pytest.param(path, name, marks=[] if path.rare else pytest.mark.slow))
+    return found
+
+
+def test_every_option_is_in_a_row():
+    """Each option of the tables in `testing.cases` is in a row of its cell, and the tests below run every row on
+    every path. A new option needs a place in a row."""
+    wanted, found = {}, {}
+    for options in EVERY_OPTION.values():
+        cell = options.get("op", "lstm") + ("_before" if options.get("reset") == "before" else "")
+        wanted.setdefault(cell, set()).update(features(options))
+    for engine in ("fused", "stepwise"):
+        for name in ROWS:
+            found.setdefault((engine, cell_of(name)), set()).update(
+                features(options_of(Path(engine, "lanes", False), name))
+            )
+        for cell, names in wanted.items():
+            left_out = {option for left, option in NEVER_OPTION if left == engine}
+            assert names - found[engine, cell] <= left_out, (engine, cell)
+
+
+def options_of(path, name):
+    """Return the options of a row on a path. In `stepwise` every LSTM has a projection, to a width above H."""
+    options = dict(ROWS[name]) | {"op": name[:4] if name.startswith("lstm") else name[:3]}
+    if cell_of(name) == "gru_before":
+        options["reset"] = "before"
+    if path.engine == "stepwise" and options["op"] == "lstm":
+        options["projection"] = True
+    if path.rare and not options.get("reverse"):
+        options["bidirectional"] = True
+    return options
+
+
+def drawn(path, name):
+    """Draw a case of a row for a path. Return (case, cotangents, quantized weights, dtype)."""
+    B = 9 if path.product in ("matrices", "tiles", "packed tiles") else 3
+    # H is no multiple of 8, so that some lanes of the last simdgroup have no unit; P is larger than H.
+    H, P = (16, 32) if "packed" in path.product else (12, 13)
+    options, dtype = options_of(path, name), np.float32
+    if path.rare:
+        dtype = ml_dtypes.bfloat16 if cell_of(name) in ("gru", "rnn") else np.float16
+    if "lengths" in options:
+        options["lengths"] = [T, 3, 0, 1, T, T, 2, 5, 4][:B]
+    if "hold" in options:
+        options["hold"] = np.arange(T * B).reshape(T, B) % 4 == 1
+    if "mask" in options:
+        options["mask"] = tuple(B if size == "B" else size for size in options["mask"])
+    case, cotangents = draw_away_from_kinks(5, 3e-3, sizes=(T, B, 2, H, P), dtype=dtype, recurrent=0.3, **options)
+    weights = {}
+    if "packed" in path.product:
+        weights = {n: packed(to_mlx(case[n], dtype), 16, 4, "nvfp4") for n in ("Wh", "Wp") if n in case}
+        case |= {n: judged(weight.packing, weight.arrays(n), n) for n, weight in weights.items()}
+    return case, cotangents, weights, dtype
+
+
+@pytest.mark.parametrize(
+    "path, name", cases(), ids=lambda value: "-".join(map(str, value)) if value in PATHS else value
+)
+def test_every_option_on_every_path(path, name):
+    case, cotangents, weights, dtype = drawn(path, name)
+    with ExitStack() as stack:
+        log = stack.enter_context(on_metal())
+        stack.enter_context(matrices_from(1 if path.product == "matrices" else 100))
+        if path.rare:
+            stack.enter_context(limited(index=1, launch_steps=2, rows_left=4))
+        found = joined(run(case, path.engine, dtype, cotangents, weights))
+    assert_on_path(path, log)
+    exact, limit = exact_and_bounds(lambda fl: joined(evaluate(case, cotangents, fl)), dtype)
+    for array, value in found.items():
+        assert value.dtype == dtype
+        label = f"{path.engine}, {'backward, gradient of' if array in case else 'forward'} {array}"
+        assert_within(label, value, exact[array], limit[array])
+
+
+def assert_on_path(path, log):
+    """Check that the launches of a call are those of the path."""
+    passes = [launch for launch in log if re.search("fused_.*ward|stepwise", launch.name)]
+    index = "ulong|long" if path.rare else "uint|int"
+    assert passes and all(re.search(rf"Index = ({index});", launch.source) for launch in passes)
+    if path.engine == "fused":
+        assert {"matrix" in launch.name for launch in passes} == {path.product == "matrices"}
+        assert len(passes) == (6 if path.rare else 2)
+        assert any("quantized" in launch.name for launch in log) == ("packed" in path.product)
+    else:
+        assert any("_joining" in launch.name for launch in passes) == path.rare
+        assert any("simdgroup_multiply" in launch.source for launch in passes) == ("tiles" in path.product)
+        assert any("packed_weights" in launch.source for launch in passes) == ("packed" in path.product)

@@ -1,0 +1,179 @@
+"""Tests of `recurrent` with `checkpoint_every`: the results and gradients are those without it, in bounded memory."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from clients import assert_by_differences
+from mlx.utils import tree_flatten, tree_map
+
+from mlx_lstm import recurrent
+
+T, B, D, H = 7, 3, 2, 4
+
+
+def numbers(*shape, key):
+    return mx.random.normal(shape, key=mx.random.key(key))
+
+
+class Cell(nn.Module):
+    """A cell with a norm, whose state is a dict with a counter of steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer, self.norm = nn.Linear(D, H), nn.Linear(H, H, False), nn.LayerNorm(H)
+
+    def step(self, x, state):
+        h = self.norm(mx.tanh(self.inner(x["x"]) + self.outer(state["h"])) + 0.5 * state["h"])
+        return (h * x["noise"], h[:, :2]), {"h": h, "count": state["count"] + 1}
+
+
+OPTIONS = {
+    "plain": {},
+    "reverse": {"reverse": True},
+    "lengths": {"lengths": [7, 2, 5]},
+    "lengths reverse": {"lengths": [7, 2, 5], "reverse": True},
+    "hold": {"hold": np.random.default_rng(0).random((T, B)) < 0.4},
+    "all": {"hold": np.random.default_rng(1).random((T, B)) < 0.3, "lengths": [4, 7, 6], "reverse": True},
+}
+
+
+def results(model, every, options, keep=None):
+    """Return the outputs, the last state and all gradients of a loss, by name."""
+    x = {"x": numbers(T, B, D, key=1), "noise": numbers(T, B, 1, key=2)}
+    first = {"h": numbers(B, H, key=3), "count": mx.zeros((B, 1), mx.int32)}
+
+    def loss(parameters, x, h, keep):
+        model.update(parameters)
+        more = {} if keep is None else {"keep": keep}
+        (a, b), last = recurrent(model.step, x, first | {"h": h}, checkpoint_every=every, **more, **options)
+        found = [a, b, last["h"]]
+        value = sum((each * mx.cos(mx.arange(each.size)).reshape(each.shape)).sum() for each in found)
+        return value, [*found, last["count"]]
+
+    arguments = [model.parameters(), x, first["h"]] + ([] if keep is None else [keep])
+    function = loss if keep is not None else lambda parameters, x, h: loss(parameters, x, h, None)
+    (_, found), gradients = mx.value_and_grad(function, argnums=tuple(range(len(arguments))))(*arguments)
+    model.update(arguments[0])
+    return dict(tree_flatten([found, gradients]))
+
+
+@pytest.mark.parametrize("every", [1, 3, 7, 100, "auto"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_results_are_those_without_chunks(name, every):
+    """Outputs, states and the gradients of x, the first state, `keep` and all parameters of a captured module are the
+    same with and without `checkpoint_every`."""
+    mx.random.seed(0)
+    model = Cell()
+    for keep in (None, mx.random.uniform(shape=(T, B))) if every == 3 else (None,):
+        expected, got = (results(model, each, OPTIONS[name], keep) for each in (None, every))
+        assert expected.keys() == got.keys()
+        for key, value in expected.items():
+            assert got[key].dtype == value.dtype
+            np.testing.assert_allclose(np.array(got[key]), np.array(value), rtol=0, atol=1e-5, err_msg=key)
+
+
+def leaky(x, h, parameters):
+    h = mx.tanh(x + h @ parameters["W"].T + parameters["more"][0]) * 0.5 + h * h * 0.1
+    return h * h, h
+
+
+def test_gradients_by_finite_differences():
+    """The gradients of x, the state and the parameters equal central differences in float64, in chunks of three."""
+    rng = np.random.default_rng(2)
+    shapes = {"W": (H, H), "more": [(H,)]}
+    parameters = {key: each for key, each in shapes.items()}
+    parameters = {"W": mx.array(rng.normal(size=(H, H)) * 0.3, mx.float64)}
+    parameters["more"] = [mx.array(rng.normal(size=H), mx.float64)]
+    x, h = (mx.array(rng.normal(size=shape), mx.float64) for shape in ((T, B, H), (B, H)))
+
+    def loss(parameters, x, h):
+        outputs, last = recurrent(leaky, x, h, parameters=parameters, lengths=[7, 1, 4], checkpoint_every=3)
+        return (outputs * outputs).sum() + last.sum()
+
+    assert_by_differences(loss, (parameters, x, h), rng)
+
+
+def test_second_derivatives_compile_and_16_bits():
+    parameters = {"W": numbers(H, H, key=4) * 0.3, "more": [numbers(H, key=5)]}
+    x, h = numbers(T, B, H, key=6), numbers(B, H, key=7)
+
+    def loss(every):
+        def of(parameters, x):
+            outputs, last = recurrent(leaky, x, h, parameters=parameters, checkpoint_every=every)
+            return (outputs * mx.cos(mx.arange(outputs.size)).reshape(outputs.shape)).sum() + (last * last).sum()
+
+        return of
+
+    def penalty(every):
+        inner = mx.grad(loss(every), argnums=1)
+        return mx.grad(lambda parameters, x: (inner(parameters, x) ** 2).sum(), argnums=(0, 1))
+
+    for make in (penalty, lambda every: mx.compile(mx.grad(loss(every), argnums=(0, 1)))):
+        expected, got = (tree_flatten(make(every)(parameters, x)) for every in (None, 2))
+        for (key, value), (_, other) in zip(expected, got, strict=True):
+            np.testing.assert_allclose(np.array(other), np.array(value), rtol=0, atol=2e-4, err_msg=key)
+    short = tree_map(lambda array: array.astype(mx.bfloat16), parameters)
+    gradient = mx.grad(loss(3), argnums=(0, 1))(short, x.astype(mx.bfloat16))
+    assert {array.dtype for _, array in tree_flatten(gradient)} == {mx.bfloat16}
+    np.testing.assert_allclose(loss(3)(parameters, x).item(), loss(None)(parameters, x).item(), rtol=1e-6)
+
+
+def test_memory_is_bounded():
+    """A gradient over 400 steps takes less than a third of the memory when the states of every 20th step are saved."""
+    W, x, h = numbers(32, 32, key=8) * 0.1, numbers(400, 64, 32, key=9), mx.zeros((64, 32))
+
+    def step(x, h, W):
+        for _ in range(4):
+            h = mx.tanh(x + h @ W) + 0.1 * h
+        return h[:, :1], h
+
+    peaks = []
+    for every in (None, 20):
+
+        def loss(x, W, every=every):
+            return recurrent(step, x, h, parameters=W, checkpoint_every=every)[0].sum()
+
+        mx.eval(x, W, h)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(mx.grad(loss, argnums=(0, 1))(x, W))
+        peaks.append(mx.get_peak_memory() - before)
+    assert peaks[1] < peaks[0] / 3, peaks
+
+
+W = mx.ones((H, H))
+
+
+def global_array(x, h):
+    return h, mx.tanh(x + h @ W)
+
+
+def capturing(arrays):
+    def inner(h):
+        return h @ arrays["recurrent"][0]
+
+    return lambda x, h: (h, mx.tanh(x + inner(h)))
+
+
+class Holder:
+    def __init__(self):
+        self.scale = mx.ones(H)
+
+    def step(self, x, h):
+        return h, self.scale * mx.tanh(x + h)
+
+
+BAD = {
+    "a global array": (global_array, "or hold them in a module, but got W"),
+    "inside a closure": (capturing({"recurrent": [W]}), "in a module, but got inner.arrays.recurrent.0"),
+    "an object's": (Holder().step, "or hold them in a module, but got self.scale"),
+    "no number": (lambda x, h: (h, h), "checkpoint_every must be a number of steps of at least 1", 0),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case):
+    step, message, *every = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        recurrent(step, mx.ones((T, B, H)), mx.zeros((B, H)), checkpoint_every=every[0] if every else 2)
