@@ -124,16 +124,17 @@ def test_16_bits(B, packing, dtype, engine):
 
 
 @pytest.mark.parametrize(
-    "bits, B, largest", [(2, 1, 192), (4, 1, 192), (4, 2, 256), (5, 1, 160), (8, 1, 160), (8, 40, 192)]
+    "bits, B, cores, largest",
+    [(2, 1, 10, 256), (4, 2, 10, 256), (8, 1, 38, 256), (5, 16, 10, 192), (4, 32, 10, 160), (8, 32, 10, 128)],
 )
-def test_who_reads_them(bits, B, largest):
-    """`fused` is chosen for quantized weights up to the expected H, for float32 and float16 arrays."""
-    here = {"device": "gpu", "metal": True, "traced": False, "packing": Packing(32, bits, "affine")}
-    for dtype in (mx.float32, mx.float16):
-        found = {H: choose(sizes=(8, B, 32, H), dtype=dtype, **here) for H in (32, largest, largest + 32)}
-        assert [choice.engine for choice in found.values()] == ["fused", "fused", "stepwise"]
-        field = 4 if bits <= 4 else 8
-        assert found[32].reason == f"H = 32 <= {largest} in weights of {field} bits at B = {B}, predicted"
+def test_who_reads_them(bits, B, cores, largest):
+    """`fused` is chosen for quantized weights up to the expected H, for float32 arrays."""
+    here = {"device": "gpu", "metal": True, "traced": False, "packing": Packing(32, bits, "affine"), "cores": cores}
+    found = {H: choose(sizes=(8, B, 32, H), dtype=mx.float32, **here) for H in (32, largest, largest + 32)}
+    assert [choice.engine for choice in found.values()] == ["fused", "fused", "stepwise"]
+    field = 4 if bits <= 4 else 8
+    where = f"weights of {field} bits, at B = {B}, H = 32 on {cores} GPU cores, predicted"
+    assert found[32].reason.endswith(where)
 
 
 @pytest.mark.parametrize("packing", [(64, 4, "affine"), (16, 4, "nvfp4")], ids=str)
