@@ -15,7 +15,7 @@ from . import tuning
 from .cells import AnyCell, Cell, LSTMCell, PointwiseCell
 from .packing import Packing
 from .predicted import predict
-from .problem import CORES, LIMITS, Chunks, Problem
+from .problem import CORES, LIMITS, Chunks, Problem, longest_whole
 from .tuning import PREDICTED, Table
 
 ENGINES = ("fused", "stepwise", "numpy", "ops")
@@ -37,11 +37,6 @@ Metal allows at most 1024 threads."""
 FUSED_NUMBERS = 16
 """The largest number of gates, states, inputs of each step and parameters of a cell of the user's own, all added up,
 for which `fused` has registers."""
-
-LONGEST = {"numpy": 0, "ops": 256, "stepwise": 4096, "fused": 4096}
-"""The largest number of steps for which an engine builds one graph of the whole sequence. 0: `numpy` does not build
-a graph. A step of `ops` takes about 40 KB of the host's memory, forward and backward. A step of `stepwise` takes a
-launch and an array in each of the two passes."""
 
 GATES = {"ops": 2**20, "stepwise": 2**24, "fused": 2**24}
 """If a sequence is divided because of its length: the largest number of gates (steps x batch x G H) in one chunk. On
@@ -242,11 +237,6 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
         return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True)
     longest, gates = longest_whole(engine, problem), B * width
     return Chunks(max(1, min(longest, GATES[engine] // gates)), recomputes=False) if 0 < longest < T else None
-
-
-def longest_whole(engine: str, problem: Problem) -> int:
-    """Return the largest number of steps for which an engine builds one graph of the whole sequence."""
-    return LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked
 
 
 Stream = mx.Stream | mx.Device | None

@@ -154,3 +154,14 @@ def masks_differ(arrays: Arrays) -> bool:
     """Return whether the call has a mask that differs from step to step."""
     mask = arrays.get("mask")
     return mask is not None and mask.ndim == 3 and mask.shape[0] > 1
+
+
+LONGEST = {"numpy": 0, "ops": 256, "stepwise": 4096, "fused": 4096}
+"""The largest number of steps for which an engine builds one graph of the whole sequence. 0: `numpy` does not build
+a graph. A step of `ops` takes about 40 KB of the host's memory, forward and backward. A step of `stepwise` takes a
+launch and an array in each of the two passes."""
+
+
+def longest_whole(engine: str, problem: Problem) -> int:
+    """Return the largest number of steps for which an engine builds one graph of the whole sequence."""
+    return LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked
