@@ -14,7 +14,7 @@ A derivative that is refused must also be refused inside mx.vmap. But the defaul
 other rules of a custom function; `without_derivatives` keeps them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -130,7 +130,7 @@ def differentiable(
     that they hold are freed with the last reference to the outputs, without waiting for the garbage collector.
     """
     names, sweeps = tuple(arrays), chunked or module_of(problem, engine)
-    visible, hidden = saved_of(problem, engine) if chunked is None else chunked.saved_of(problem)
+    visible, hidden = saved_of(problem, engine, names) if chunked is None else chunked.saved_of(problem)
     saved: Saved = {}  # the arrays named in `hidden`, which only the backward pass sees
     used = set() if problem.training else set(visible)  # names of outputs that have a cotangent; taps add them
 
@@ -140,6 +140,8 @@ def differentiable(
             saved.update({name: outputs.get(name) for name in hidden})
         if chunked is not None:
             outputs = chunked.stand_ins(outputs, visible)
+        # `stepwise` may return arrays with gates of several steps instead of the gates of all steps.
+        visible.extend(name for name in outputs if name.startswith(stepwise.ROWS) and name not in visible)
         return tuple([outputs[name] for name in visible])
 
     def vjp(primals: tuple[mx.array, ...], d_outputs: Any, outputs: Any) -> tuple[mx.array, ...]:
@@ -151,7 +153,8 @@ def differentiable(
         if refusal is not None and refusal(tuple(cotangents)):
             gradients = plain_gradients(problem, dequantized(problem.packing, given), cotangents)
         else:
-            gradients = backward(problem, given, engine, chunked, cotangents, shown, saved)
+            cotangents = {name: d for name, d in cotangents.items() if not name.startswith(stepwise.ROWS)}
+        gradients = backward(problem, given, engine, chunked, cotangents, shown, saved)
         # MLX needs an array for each argument. Arguments without a gradient get zeros, which nobody can have asked for.
         return tuple([gradients[name] if name in gradients else mx.zeros_like(given[name]) for name in names])
 
@@ -200,7 +203,7 @@ def tapped(names: list[str], values: list[mx.array], used: set[str], chunked: Ch
     return identity(*values)
 
 
-def saved_of(problem: Problem, engine: str) -> tuple[list[str], list[str]]:
+def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[list[str], list[str]]:
     """Return two lists: the names of the outputs that MLX sees, and the names of the outputs that are saved where
     MLX does not see them.
 
@@ -209,6 +212,9 @@ def saved_of(problem: Problem, engine: str) -> tuple[list[str], list[str]]:
     gates.
     """
     visible: list[str] = [*problem.cell.outputs]
+    if engine == "stepwise" and stepwise.keeps_rows(problem, names):
+        visible.remove("gates")
+        return visible, []
     if engine == "ops" or problem.return_gates or (engine != "numpy" and problem.training):
         return visible, []
     visible.remove("gates")

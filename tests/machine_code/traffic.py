@@ -102,6 +102,8 @@ def step_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, fl
     step of the array; a backward launch may also read a part of the step before."""
     T, op, kind = problem.T, problem.cell.op, kind_of(launch)
     step, later = buffer.bytes / T, (T - 1) / T
+    if buffer.name == "rows":  # the array with the row of a forward step; a backward step reads the gates in the row
+        return twice(problem.cell.gates * problem.B * problem.directions * problem.H * itemsize(launch))
     if buffer.name == "states":
         own, before = STATES[op]
         return twice((own + before * later) * step)
@@ -118,7 +120,9 @@ def of_sequences(buffer: Buffer, launch: Launch, kind: str, problem: Problem) ->
     into sequences. It reads everything once, except the values that backward steps pass on to one another."""
     T, op = problem.T, problem.cell.op
     if kind == "outputs":
-        return buffer.bytes, buffer.bytes
+        gates = problem.cell.gates if keeps_rows(problem, ()) else 0  # gates that the launch does not copy
+        own = itemsize(launch) + (4 if op == "lstm" else 0)
+        return twice(buffer.bytes * own / (own + gates * itemsize(launch)))
     if buffer.name == "h":
         return twice(buffer.bytes * (T - 1) / T)
     if buffer.name == "gates":  # a GRU needs only the reset gate r
