@@ -545,7 +545,8 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
     tile, arrays = tile_of(problem, problem.H), problem.cell.gates + ("keep" in present)
     return StepKernel(
         *(problem, dtype, present, "stepwise_backward"),
-        "step before dh_now weights gates rows row states states0 q peephole bhn mask keep lengths dh dc dgates dhT dcT sizes",
+        "step before dh_now weights gates rows row states states0 q peephole bhn mask keep lengths dh dc dgates dhT "
+        "dcT sizes",
         tile=tile,
         units=(problem.H, tile[1]),
         output=(row_length(problem, problem.H, arrays, problem.cell.op != "rnn", dtype), row_type(dtype)),
