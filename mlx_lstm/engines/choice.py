@@ -53,6 +53,10 @@ ROWS = 1024
 chunk is small compared with its steps. The products of `numpy` take this many rows at a time, so shorter chunks
 would save little memory."""
 
+ONE_STEP = 2**19
+"""The largest number of multiplications of a single step's recurrent product for which `ops` runs instead of `numpy`
+inside a transformation."""
+
 NONE: Mapping[str, str] = MappingProxyType({})
 """No engine is refused."""
 
@@ -118,7 +122,7 @@ def choose(
     check_option(op, "device", device, ("cpu", "gpu"))
     T, B, _, H = sizes
     names = ("Wp",) if projection else ()
-    problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, packing=packing)
+    problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, packing=packing, plain=True)
     return decide(problem, table, op, requested, device, metal, traced, refused=refused)
 
 
@@ -142,6 +146,8 @@ def decide(
         if requested in reasons:
             raise ValueError(f"[{op}] engine={requested!r} cannot run: {reasons[requested]}.")
         return Choice(requested, "asked for")
+    if "numpy" not in reasons and not problem.plain and is_small_step(problem.cell, problem.T, B, H):
+        return Choice("ops", "one small step inside a transformation of MLX")
     if "numpy" not in reasons:
         return Choice("numpy", "the stream's device is the CPU")
     if packing is None:
@@ -156,6 +162,15 @@ def decide(
         return Choice("ops", reasons["numpy" if device == "cpu" else "stepwise"])
     # `fused` is preferred but cannot run. If a measurement has discarded `stepwise`, too, `ops` runs.
     return Choice("stepwise" if table.trusts("stepwise", dtype, B) else "ops", reasons[engine])
+
+
+def is_small_step(cell: AnyCell, T: int, B: int, H: int) -> bool:
+    """Return whether a call is a single step for which `ops` is faster than `numpy` in a gradient.
+
+    A program that calls a layer for each step has a long graph. In each call `numpy` evaluates arrays, and then MLX
+    visits all nodes of the graph.
+    """
+    return T == 1 and B * cell.gates * H**2 <= ONE_STEP
 
 
 def check_engine(op: str, engine: Any) -> Engine | None:

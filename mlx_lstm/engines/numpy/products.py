@@ -4,6 +4,7 @@ Forward: the input's part of the preactivations, computed for a block of steps a
 each step's own product (`JoinedProduct`). Backward: the gradients of the weights (`WeightGradients`).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,45 @@ AHEAD_ROWS = 256
 enough to stay in the CPU's cache until then."""
 
 
+QUIET_NUMBERS = 2**18
+"""The largest number of multiplications in one product of a streamed step. OpenBLAS uses all its threads for larger
+products, and afterwards the threads spin for 0.1 s."""
+
+THREADED_NUMBERS = 2**20
+"""The number of multiplications of a streamed step above which all threads of BLAS shall compute the product."""
+
+
 def input_products(
-    problem: Problem, v: Views, mask: Array | None, reciprocal: str
+    problem: Problem, v: Views, mask: Array | None, reciprocal: str, streamed: bool = False
 ) -> "JoinedProduct | SeparateProducts":
     """Return the faster of `JoinedProduct` and `SeparateProducts`. `JoinedProduct` is faster for a wide batch with
-    enough rows (steps x batch) to pay for its copy of the weights. reciprocal: see `JoinedProduct`."""
+    enough rows (steps x batch) to pay for its copy of the weights, and for any number of steps that arrive one at a
+    time (`streamed`). reciprocal: see `JoinedProduct`."""
     T, B = problem[:2]
+    if streamed:
+        return JoinedProduct(problem, v, mask, reciprocal)
     if "Wx" in v and "Wh" in v and B >= WIDE_BATCH:
         width = v["Wx"].shape[1] + v["Wh"].shape[1]
         if 2 * max(AHEAD_ROWS, width) <= T * B and len(v["Wx"]) * width <= COPIED_NUMBERS:
             return JoinedProduct(problem, v, mask, reciprocal)
     return SeparateProducts(problem, v, mask)
+
+
+def in_blocks(weights: Array, product: Array) -> tuple[Array, Array]:
+    """Return (weights, product) with the rows of both divided into the same blocks: weights [n, rows, K] and product
+    [n, rows, B], from contiguous matrices [n rows, K] and [n rows, B].
+
+    NumPy computes the blocks one after the other on the calling thread. A stream with a pause after each step would
+    otherwise keep the other threads of BLAS spinning all the time. Products that are small enough, or so large that
+    all threads should compute them, stay in one block.
+    """
+    rows, K, B = *weights.shape, product.shape[-1]
+    numbers = rows * K * B
+    if not QUIET_NUMBERS < numbers <= THREADED_NUMBERS:
+        return weights, product
+    fewest = -(-numbers // QUIET_NUMBERS)
+    n = next((n for n in range(fewest, 4 * fewest) if rows % n == 0), 1)
+    return weights.reshape(n, rows // n, K), product.reshape(n, rows // n, B)
 
 
 class SeparateProducts:
@@ -156,7 +185,7 @@ def factored_names(problem: Problem, v: Views) -> list[str]:
 class WeightGradients:
     """Weight gradients of one direction: matrix products over steps and batch, summed over chunks of time."""
 
-    def __init__(self, out: Views, written: set[int], factored: list[str]):
+    def __init__(self, out: Views, written: set[int], factored: Sequence[str] = ()):
         """Prepare the gradients of one direction.
 
         out: the memory of the requested gradients. written: the first steps of those chunks of dx that a direction
@@ -168,13 +197,18 @@ class WeightGradients:
         # A dict for each name: from the gradient's first row to its factors left [n, rows] and right [n, columns], both
         # copied.
         self.factors: dict[str, dict[int, tuple[Array, Array]]] = {name: {} for name in factored}
-        self.begun: set[tuple[str, int]] = set()  # (name, first row) of what the first chunk has written
+        self.left: Array | None = None  # the latest left factor
+        self.begun: set[tuple[str, int | None]] = set()  # (name, first row) of what the first chunk has written
 
     def accumulate(self, name: str, left: Array, right: Array, rows: slice = slice(None)) -> None:
         """Add left @ right to these rows of the gradient `name`, if that gradient is requested. The first chunk
         writes the product, later chunks add theirs."""
         if name in self.factors:
-            self.factors[name][rows.start or 0] = np.array(left.T, order="C"), np.array(right, order="C")
+            left = np.array(left.T, order="C")
+            # Wx and Wh usually have the same left factor, dz. It is the larger one and is stored once.
+            if self.left is None or not np.array_equal(left, self.left):
+                self.left = left
+            self.factors[name][rows.start or 0] = self.left, np.array(right, order="C")
             return
         if name not in self.out:
             return
@@ -185,10 +219,27 @@ class WeightGradients:
             np.matmul(left, right, out=gradient)
             self.begun.add((name, rows.start))
 
+    def of_segment(self, own: Views) -> "WeightGradients":
+        """Return an object for some steps of some batch items, which adds its weight gradients to those of this object.
+        own: the memory for the gradients of these items and steps."""
+        part = WeightGradients(self.out | own, set())
+        part.begun = self.begun
+        return part
+
+    def add(self, name: str, term: Array) -> None:
+        """Add a term to the gradient `name`. The first term is written to the gradient's memory."""
+        if (name, None) in self.begun:
+            self.out[name] += term
+        else:
+            self.out[name][...] = term
+            self.begun.add((name, None))
+
     def write_input(self, start: int, stop: int, dz: Array, Wx: Array | None) -> None:
-        """Write the gradient of x for the steps from `start` to `stop`, computed from dz [GH, n]. The second
-        direction adds its part to that of the first. Without Wx, x is already projected, and each direction has its
-        own part of the gradient."""
+        """Write the gradient of x for the steps from `start` to `stop`, computed from dz [GH, n], if that gradient is
+        requested. The second direction adds its part to that of the first. Without Wx, x is already projected, and
+        each direction has its own part of the gradient."""
+        if "x" not in self.out:
+            return
         dx = self.out["x"][start:stop]
         if Wx is None:
             dx[...] = dz.T.reshape(dx.shape)
