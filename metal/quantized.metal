@@ -89,15 +89,7 @@ template <int GROUP> float scale_of(uchar bits) {
 }
 template <int GROUP, class S> float scale_of(S scale) { return float(scale); }
 
-// Return the value of q as a float: a small float if there are no biases, else an integer.
-template <int BITS> float number_of(uint q, Absent) { return BITS == 4 ? small_float(q, 2, 1) : small_float(q, 4, 3); }
-template <int BITS, class B> float number_of(uint q, B) { return float(q); }
-
-// Return the BITS bits of `words` that begin at bit `first`.
-template <int BITS, int WORDS>
-uint bits_at(thread const uint (&words)[WORDS], int first) {
-  const int word = first / 32, shift = first % 32;
-  uint bits = words[word] >> shift;
-  if (shift + BITS > 32) bits |= words[word + 1] << (32 - shift);
-  return BITS == 32 ? bits : bits & ((1u << BITS) - 1);
-}
+// Return the value of q as a float, from the number that represents it: a small float if there are no biases, else an
+// integer.
+template <int BITS> float value_of(float number, Absent) { return FACTOR<BITS> * number; }
+template <int BITS, class B> float value_of(float number, B) { return number - float(1 << BITS); }

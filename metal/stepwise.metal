@@ -84,9 +84,9 @@ template <int N, class S> void take(const constant S* array, int index, float, t
 inline Absent from(Absent array, Index) { return array; }
 template <class A> A from(A array, Index index) { return array + index; }
 
-// A product multiplies rows of x, one per batch item, with rows of weights. Both are read through row types with three
-// functions: find_row or find_column initializes a row, move() advances it along K, and operands_at() reads N of its
-// numbers. So one product serves for a stored x, for mask * h and for r * dz, and for float and quantized weights.
+// A product multiplies rows of x, one per batch item, with rows of weights. It reads x through a row type with three
+// functions: find_row initializes a row, move() advances it along K, and operands_at() reads N of its numbers. So one
+// product serves for a stored x, for mask * h and for r * dz.
 
 // A row of operands that is stored in an array.
 template <class A>
@@ -120,20 +120,8 @@ Items<S> items_of(thread const Step& s, const device S* values, int width) {
   return {values + place(s, 0, 0, width), Index(s.D) * width};
 }
 
-// How a product reads weights [., K] of type W: each lane reads AT_ONCE neighbouring numbers at a time.
-template <class W> struct Columns {
-  using Row = ItemsRow<W>;
-  enum { AT_ONCE = 4 };
-};
-
 // Return the pointer to row `row` of the weights.
 template <class W> W rows_from(W weights, Index row, int K) { return weights + row * K; }
-
-// Initialize one column of the product, which is a row of weights. The lane begins to read at number first + own.
-template <class W>
-void find_column(W weights, Index row, int K, int first, int own, int, thread ItemsRow<W>& column) {
-  column.values = weights + row * K + first + own;
-}
 
 // Return the mask's factor on h[b, j] in the product of the step at time index t. width: the width of h.
 template <class M>

@@ -115,7 +115,7 @@ void stepwise_backward(
     Product::template product<OneBlock, 0, COLUMNS, Cell::SEGMENTS>(
         x, a.weights + Index(s.d) * H * s.K, B, H, s.K, own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
-    const int b = b0 + cell / COLUMNS, j = j0 + cell % COLUMNS;
+    const int b = b0 + int(cell / COLUMNS), j = j0 + int(cell % COLUMNS);
     if (b >= B || j >= H) continue;
     const int length = value_at(a.lengths, b, s.T);
     const Index at = place(s, 0, b, H) + j, now = place(s, s.t, b, H) + j;
@@ -170,7 +170,7 @@ void stepwise_dh(
     Product::template product<OneBlock, 0, COLUMNS, Cell::SEGMENTS>(
         x, a.weights + Index(s.d) * P * s.K, s.B, P, s.K, own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
-    const int b = b0 + cell / COLUMNS, j = j0 + cell % COLUMNS;
+    const int b = b0 + int(cell / COLUMNS), j = j0 + int(cell % COLUMNS);
     if (b >= s.B || j >= P) continue;
     const int length = value_at(a.lengths, b, s.T);
     const Index at = place(s, 0, b, P) + j;

@@ -15,13 +15,13 @@
 // product, into `sums` [ROWS][gates][UNITS] in threadgroup memory; then every thread computes some cells. The product
 // ends with a barrier between the two parts. Product is ByLanes, ByTiles or QuantizedByLanes.
 
-// A row of the operand of the forward product: mask * h_before, of one batch item.
+// A row of the operand of the forward product: mask * h_before, of one batch item. An item begins with h0. If there is
+// no h0 it begins with zeros: the launch of step n = 0 has no product, and later launches find the zeros that the
+// launch before wrote, because such an item runs in reverse and was past its end.
 template <class S, class Arrays>
 struct PreviousRow {
   const device S* h;
-  decltype(Arrays::h0) h0;
   decltype(Arrays::mask) mask;
-  bool starts;
 };
 
 template <class S, class Arrays>
@@ -32,34 +32,37 @@ struct Previous {
   thread const Step* s;
 };
 
+// Return h0 if the item `begins`, else h.
+template <class S> const device S* first_or(Absent, bool, const device S* h) { return h; }
+template <class S> const device S* first_or(const device S* h0, bool begins, const device S* h) {
+  return begins ? h0 : h;
+}
+
 template <class S, class Arrays>
 void find_row(thread const Previous<S, Arrays>& x, int b, int, thread PreviousRow<S, Arrays>& row) {
   thread const Step& s = *x.s;
-  const Index at = place(s, 0, b, s.K);
-  row.h = x.h + at;
-  row.h0 = from(x.a->h0, at);
+  row.h = first_or(x.a->h0, is_first(s, value_at(x.a->lengths, b, s.T)), x.h) + place(s, 0, b, s.K);
   row.mask = from(x.a->mask, place(s, s.own_mask * s.t, b, s.K));
-  row.starts = is_first(s, value_at(x.a->lengths, b, s.T));
 }
 
 template <class S, class Arrays>
 void move(thread PreviousRow<S, Arrays>& row, int n) {
   row.h += n;
-  row.h0 = from(row.h0, n);
   row.mask = from(row.mask, n);
 }
 
 template <int N, class S, class Arrays>
 void operands_at(thread const PreviousRow<S, Arrays>& row, int k, thread float (&values)[N]) {
   float factors[N];
-  if (row.starts)
-    take<N>(row.h0, k, 0.0f, values);
-  else
-    take<N>(row.h, k, 0.0f, values);
+  take<N>(row.h, k, 0.0f, values);
   take<N>(row.mask, k, 1.0f, factors);
 #pragma clang loop unroll(full)
   for (int e = 0; e < N; ++e) values[e] *= factors[e];
 }
+
+// Return the length of the product with mask * h_before: K, or 0 at step n = 0 if there is no h0.
+template <class Arrays>
+int product_length(thread const Step& s, thread const Arrays& a) { return s.n > 0 || is_present(a.h0) ? s.K : 0; }
 
 // Return the h of the previous step. It lies behind c in the array that the previous launch wrote or, with a
 // projection, in a separate array.
@@ -80,10 +83,11 @@ void stepwise_forward(
   const Index units = Index(B) * s.D * H, start = carried<S, CARRIES>(units);
   const Previous<S, Arrays> x = {h_of<S, CARRIES>(s, a.before, a.h_before), &a, &s};
   const Block own = {b0, j0, simdgroup, lane, sums, tiles};
-  Product::template product<Cell, 0, UNITS, 1>(x, rows_from(a.Wh, Index(s.d) * GATES * H, s.K), B, H, s.K, own);
+  Product::template product<Cell, 0, UNITS, 1>(
+      x, rows_from(a.Wh, Index(s.d) * GATES * H, s.K), B, H, product_length(s, a), own);
   device S* arrays = (device S*)a.after + start;
   for (int cell = 32 * simdgroup + lane; cell < ROWS * UNITS; cell += Product::THREADS) {
-    const int r = cell / UNITS, b = b0 + r, j = j0 + cell % UNITS;
+    const int r = int(cell / UNITS), b = b0 + r, j = j0 + int(cell % UNITS);
     if (b >= B || j >= H) continue;
     const int length = value_at(a.lengths, b, s.T);
     const bool starts = is_first(s, length), live = s.t < length;
@@ -122,7 +126,7 @@ void stepwise_project(
   const Items<S> x = items_of(s, (const device S*)a.before + carried<S, true>(Index(s.B) * s.D * s.K), s.K);
   Product::template product<OneBlock, 0, COLUMNS, 1>(x, rows_from(a.Wp, Index(s.d) * P, s.K), s.B, P, s.K, own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
-    const int b = b0 + cell / COLUMNS, j = j0 + cell % COLUMNS;
+    const int b = b0 + int(cell / COLUMNS), j = j0 + int(cell % COLUMNS);
     if (b < s.B && j < P) ((device S*)a.after)[place(s, 0, b, P) + j] = S(sums[cell]);
   }
   pad_row(a.after, Index(s.B) * s.D * P, group, 32 * simdgroup + lane);

@@ -12,9 +12,10 @@ void stepwise_gru_reset(
   const Index units = Index(B) * s.D * H;
   const Previous<S, Arrays> x = {(const device S*)a.before, &a, &s};
   const Block own = {b0, j0, simdgroup, lane, sums, tiles};
-  Product::template product<Cell, 0, UNITS, 1>(x, rows_from(a.Wh, Index(3) * s.d * H, H), B, H, H, own);
+  Product::template product<Cell, 0, UNITS, 1>(
+      x, rows_from(a.Wh, Index(3) * s.d * H, H), B, H, product_length(s, a), own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * UNITS; cell += Product::THREADS) {
-    const int r = cell / UNITS, b = b0 + r, j = j0 + cell % UNITS;
+    const int r = int(cell / UNITS), b = b0 + r, j = j0 + int(cell % UNITS);
     if (b >= B || j >= H) continue;
     const Index at = place(s, 0, b, H) + j;
     float y[2];
@@ -23,10 +24,10 @@ void stepwise_gru_reset(
       y[gate] = activate(Cell::activation(gate), of_input + sums[r * COLUMNS + gate * UNITS + cell % UNITS]);
       a.after[(1 + gate) * units + at] = S(y[gate]);
     }
-    float h[1];
+    float h[1] = {0.0f};
     PreviousRow<S, Arrays> row;
     find_row(x, b, 0, row);
-    operands_at<1>(row, j, h);
+    if (product_length(s, a) > 0) operands_at<1>(row, j, h);
     a.after[at] = S(y[Cell::GATE_R] * h[0]);
   }
   pad_row(a.after, 3 * units, group, 32 * simdgroup + lane);
@@ -45,7 +46,7 @@ void stepwise_gru_candidate(
   device S* arrays = (device S*)a.after;
   Product::template product<Cell, N, COLUMNS, 1>(x, rows_from(a.Wh, Index(3) * s.d * H, H), B, H, H, own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
-    const int b = b0 + cell / COLUMNS, j = j0 + cell % COLUMNS;
+    const int b = b0 + int(cell / COLUMNS), j = j0 + int(cell % COLUMNS);
     if (b >= B || j >= H) continue;
     const int length = value_at(a.lengths, b, s.T);
     const bool live = s.t < length;
@@ -79,7 +80,7 @@ void stepwise_gru_reset_backward(
   const Block own = {b0, j0, simdgroup, lane, sums, tiles};
   Product::template product<OneBlock, 0, COLUMNS, 1>(x, a.weights + Index(s.d) * H * H, B, H, H, own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
-    const int b = b0 + cell / COLUMNS, j = j0 + cell % COLUMNS;
+    const int b = b0 + int(cell / COLUMNS), j = j0 + int(cell % COLUMNS);
     if (b >= B || j >= H) continue;
     const int length = value_at(a.lengths, b, s.T), block = Cell::block(R) * H + j;
     const Index at = place(s, 0, b, H) + j, gates_at = place(s, 0, b, 3 * H);

@@ -48,11 +48,11 @@ struct ByLanes {
 
   template <class Gates, int FIRST, int UNITS, int SEGMENTS, class X, class W>
   static void product(thread const X& x, W weights, int B, int H, int K, thread const Block& block) {
-    constexpr int OWN = COLUMNS / 8, AT_ONCE = Columns<W>::AT_ONCE;
+    constexpr int OWN = COLUMNS / 8;
     const int b0 = block.b0, j0 = block.j0, simdgroup = block.simdgroup, lane = block.lane;
     float partial[OWN][ROWS];
     typename X::Row rows[ROWS];
-    typename Columns<W>::Row columns[OWN];
+    ItemsRow<W> columns[OWN];
 #pragma clang loop unroll(full)
     for (int part = 0; part < OWN * ROWS; ++part) partial[part / ROWS][part % ROWS] = 0.0f;
     for (int segment = 0; segment < SEGMENTS; ++segment) {
@@ -60,14 +60,14 @@ struct ByLanes {
 #pragma clang loop unroll(full)
       for (int n = 0; n < OWN; ++n) {
         const int gate = Gates::block(FIRST + 8 * n / UNITS), unit = min(j0 + 8 * n % UNITS + simdgroup, H - 1);
-        find_column(weights, Index(gate) * H + unit, K, segment * length, AT_ONCE * lane, lane, columns[n]);
+        columns[n].values = weights + (Index(gate) * H + unit) * K + segment * length + 4 * lane;
       }
 #pragma clang loop unroll(full)
       for (int r = 0; r < ROWS; ++r) {
         find_row(x, min(b0 + r, B - 1), segment, rows[r]);
-        move(rows[r], AT_ONCE * lane);
+        move(rows[r], 4 * lane);
       }
-      add_products(rows, columns, AT_ONCE * lane, length, partial);
+      add_products(rows, columns, 4 * lane, length, partial);
     }
 #pragma clang loop unroll(full)
     for (int part = 0; part < OWN * ROWS; ++part) {

@@ -136,72 +136,93 @@ struct QuantizedByLanes {
 
 // --- The product in tiles ---
 
-// A row of quantized weights from number k on, as lane `lane` reads it. factors: the scale and bias of the group at k.
+// The two columns of the product for which a lane holds weights: two rows of quantized weights, and 16 neighbouring
+// weights of each for one turn, with their scale and bias. 16 weights lie in one quantization group; only the lane with
+// the group's first weights, the `leader`, reads its scale and bias. k: the first of the 16 weights. There is only one
+// slice: others would read the same words.
 template <int BITS, int GROUP, class A, class B>
-struct PackedRow {
-  const device uint* words;
-  A scales;
-  B biases;
-  int k, lane;
-  float2 factors;
+struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
+  enum { SPAN = 16, QUADS = 4, STEP = 4, WORDS = (BITS + 1) / 2 };
+  Packed<BITS, GROUP, A, B> columns[2];
+  int k, lane, leader;
+  uint words[2][WORDS];
+  float2 factors[2];
 };
 
-template <int BITS, int GROUP, class A, class B>
-void move(thread PackedRow<BITS, GROUP, A, B>& row, int n) { row.k += n; }
-
-template <int BITS, int GROUP, class A, class B> struct Columns<Packed<BITS, GROUP, A, B>> {
-  using Row = PackedRow<BITS, GROUP, A, B>;
-};
-
+// Find column e, which is a row of weights. first: the first number of K; place: the row of this lane in a matrix.
 template <int BITS, int GROUP, class A, class B>
 void find_column(
-    Packed<BITS, GROUP, A, B> weights, Index row, int K, int first, int, int lane,
-    thread PackedRow<BITS, GROUP, A, B>& column) {
-  const Packed<BITS, GROUP, A, B> own = rows_from(weights, row, K);
-  column.words = own.words;
-  column.scales = own.scales;
-  column.biases = own.biases;
-  column.k = first;
-  column.lane = lane;
+    thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, Packed<BITS, GROUP, A, B> weights, int e, Index row, int K,
+    int first, int lane, int place, int) {
+  const Packed<BITS, GROUP, A, B> column = rows_from(weights, row, K);
+  own.columns[e].words = column.words;
+  own.columns[e].scales = column.scales;
+  own.columns[e].biases = column.biases;
+  own.k = first + 16 * place;
+  own.lane = lane;
+  // The bits of a lane that count its row are 16, 4 and 2. 2, 4 or 8 neighbouring rows share a group.
+  own.leader = lane & ~(GROUP == 16 ? 0 : GROUP == 32 ? 2 : GROUP == 64 ? 6 : 22);
 }
-
-// Return the weight, computed from q and the factors (scale, bias).
-inline float weight_of(float q, float2 factors, Absent) { return factors.x * q; }
-template <class B> float weight_of(float q, float2 factors, B) { return factors.x * q + factors.y; }
 
 // Return the bias that lane `leader` has, or 0 if there are no biases.
 inline float of_leader(float, int, Absent) { return 0.0f; }
 template <class B> float of_leader(float bias, int leader, B) { return simd_shuffle(bias, ushort(leader)); }
 
-// Return the scale and bias of the group that begins with lane `leader`. Only this lane reads them, and only if the
-// group is `inside` the row.
+// Read the lane's weights of a turn, or zeros if they are not `inside` the row, and advance to the next turn.
 template <int BITS, int GROUP, class A, class B>
-float2 factors_of(thread const PackedRow<BITS, GROUP, A, B>& row, int k, bool inside, int leader) {
-  float scale = 0.0f, bias = 0.0f;
-  if (inside && row.lane == leader) {
-    scale = scale_of<GROUP>(row.scales[k / GROUP]);
-    bias = value_at(row.biases, k / GROUP, 0.0f);
+void load_columns(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, bool inside) {
+  constexpr int WORDS = (BITS + 1) / 2;
+#pragma clang loop unroll(full)
+  for (int e = 0; e < 2; ++e) {
+    float scale = 0.0f, bias = 0.0f;
+    // 16 weights are BITS halves of words. With an odd number of bits they need not begin with a whole word.
+    const device ushort* halves = (const device ushort*)own.columns[e].words + own.k / 16 * BITS;
+#pragma clang loop unroll(full)
+    for (int n = 0; n < WORDS; ++n) {
+      own.words[e][n] = 0u;
+      if (!inside) continue;
+      if (BITS % 2 == 0) own.words[e][n] = ((const device uint*)halves)[n];
+      else if (2 * n + 1 == BITS) own.words[e][n] = halves[2 * n];
+      else own.words[e][n] = halves[2 * n] | uint(halves[2 * n + 1]) << 16;
+    }
+    if (inside && own.lane == own.leader) {
+      scale = scale_of<GROUP>(own.columns[e].scales[own.k / GROUP]);
+      bias = value_at(own.columns[e].biases, own.k / GROUP, 0.0f);
+    }
+    if (GROUP > 16) {
+      scale = simd_shuffle(scale, ushort(own.leader));
+      bias = of_leader(bias, own.leader, own.columns[e].biases);
+    }
+    own.factors[e] = float2(scale, bias);
   }
-  return float2(simd_shuffle(scale, ushort(leader)), of_leader(bias, leader, row.biases));
+  own.k += TURN;
 }
 
-// Dequantize the 32 weights from row.k on with eight lanes: each lane computes the four weights of its own place, and
-// zeros past the end of the row. 32 weights are BITS words. The first BITS of the eight lanes read one word each and
-// share it. Where a group begins, the group's first lane reads its scale and bias.
-template <bool WHOLE, int BITS, int GROUP, class A, class B>
-void part_of(thread PackedRow<BITS, GROUP, A, B>& row, int left, thread float (&values)[4]) {
-  const int place = row.lane % 8, first = row.lane - place, bit = 4 * BITS * place;
-  const int numbers = WHOLE ? 32 : left + 4 * place;
-  const uint own = 32 * place < BITS * numbers && place < BITS ? row.words[row.k / 32 * BITS + place] : 0u;
-  const uint low = simd_shuffle(own, ushort(first + bit / 32));
-  const uint high = simd_shuffle(own, ushort(first + (bit / 32 + 1) % 8));
-  const uint words[2] = {low, high};
-  constexpr int SHARE = GROUP < 32 ? GROUP / 4 : 8;
-  if (row.k % GROUP == 0 || GROUP < 32)
-    row.factors = factors_of(row, row.k + 4 * place, 4 * place < numbers, row.lane / SHARE * SHARE);
+template <int BITS, int GROUP, class A, class B>
+void load_turn(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own) { load_columns(own, true); }
+
+// Return the weight, computed from q and the factors (scale, bias).
+inline float weight_of(float q, float2 factors, Absent) { return factors.x * q; }
+template <class B> float weight_of(float q, float2 factors, B) { return factors.x * q + factors.y; }
+
+// Dequantize the weights of quad n, w[column][matrix].
+template <int BITS, int GROUP, class A, class B>
+void weights_of(
+    thread const LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, int n, thread float (&w)[2][4]) {
 #pragma clang loop unroll(full)
-  for (int e = 0; e < 4; ++e) {
-    const float q = number_of<BITS>(bits_at<BITS>(words, bit % 32 + BITS * e), row.biases);
-    values[e] = weight_of(q, row.factors, row.biases);
+  for (int part = 0; part < 8; ++part) {
+    const int e = part / 4, m = part % 4;
+    const B biases = own.columns[e].biases;
+    const float q = value_of<BITS>(number_at<BITS>(own.words[e], 4 * n + m, biases), biases);
+    w[e][m] = weight_of(q, own.factors[e], biases);
   }
+}
+
+// Multiply the last `left` numbers of K, fewer than 128 and whole spans of 16. place: the lane's row in a matrix.
+template <int ROWS, int BITS, int GROUP, class A, class B>
+void multiply_rest(
+    thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, int left, int place, int,
+    threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
+  load_columns(own, 16 * place < left);
+  multiply_turn<ROWS>(own, operands, total);
 }

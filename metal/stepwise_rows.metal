@@ -9,16 +9,16 @@
 //   starts  the element of `joined` at which each array begins, and the element at which the last one ends
 //   first   three numbers: the first threadgroup along x that joins; the threads of a threadgroup; the threads of all
 //           threadgroups that join
-template <class X>
+template <int COUNT, class X>
 struct Pieces {
-  const device X* rows[8];
+  const device X* rows[COUNT];
 };
 
-template <class X, class Arrays>
-void stepwise_join(thread const Pieces<X>& pieces, thread const Arrays& a, uint3 group, uint thread_index) {
+template <int COUNT, class X, class Arrays>
+void stepwise_join(thread const Pieces<COUNT, X>& pieces, thread const Arrays& a, uint3 group, uint thread_index) {
   if (group.y + group.z > 0) return;
   const uint own = (group.x - a.first[0]) * a.first[1] + thread_index;
-  for (int n = 0; n < 8; ++n)
+  for (int n = 0; n < COUNT; ++n)
     for (long k = a.starts[n] + own; k < a.starts[n + 1]; k += a.first[2])
       a.joined[k] = pieces.rows[n][k - a.starts[n]];
 }

@@ -1,121 +1,204 @@
 // The recurrent product of a step for many batch items: the equation of stepwise_lanes.metal, computed with 8 x 8
 // matrices.
 //
-// The product proceeds along K in rounds of 32 columns. In each round the threads copy these columns as float into
-// `tiles` in threadgroup memory: ROWS rows of operands, then COLUMNS rows of weights, PITCH floats apart. Eight threads
-// copy a row, four numbers per thread. Simdgroup s computes columns 8 s ... 8 s + 7 for all rows. If COLUMNS is below
-// 32, SLICES simdgroups share a block of eight columns, and each multiplies some of the matrices of every tile. sums is
-// [SLICES, ROWS, COLUMNS]; at the end its first slice holds the result. With several slices, a thread may read only the
-// sums of the cells thread_index, thread_index + THREADS, ..., because it has added up these itself.
+// The product proceeds along K in turns of 128 numbers. In each turn the threads copy these numbers of ROWS rows of
+// operands as float into `tiles` in threadgroup memory, PITCH floats apart: a simdgroup copies a row, four numbers per
+// lane. Only one simdgroup uses a weight, so every lane reads its own weights from device memory. Simdgroup s computes
+// columns 8 s ... 8 s + 7 for all rows. With few columns SLICES simdgroups share a block of eight columns, and each
+// multiplies every SLICES-th quad of matrices. sums is [SLICES, ROWS, COLUMNS]; at the end its first slice holds
+// the result. With several slices, a thread may read only the sums of the cells thread_index, thread_index + THREADS,
+// ..., because it has added up these itself.
 //
-// Barriers: in each round one between the copies and the products, and one between the products and the next round's
+// A sum may add its terms in any order. So the numbers of a turn are divided among 16 matrices in an order that gives
+// each lane neighbouring numbers: column c of left matrix m, m < 4, of a "quad" of matrices is number SPAN c + m of the
+// quad, and row c of the right matrix is the weight with the same number. Eight lanes read 8 SPAN neighbouring numbers
+// of a row of weights. Weights that are not quantized have SPAN = 4, and the quads begin 32 numbers apart.
+//
+// Barriers: in each turn one between the copies and the products, and one between the products and the next turn's
 // copies; at the end one between the writes of all simdgroups and the reads of the sums.
 //
 // Rows and units past the end repeat the last ones; their results are not used. Numbers past the end of K are zeros.
 
-// The distance between the rows of a tile is 36 instead of 32, so that the rows begin in different banks of threadgroup
-// memory.
-constant constexpr int PITCH = 36;
+// The distance between the rows of a tile is 132 instead of 128, so that the rows begin in different banks of
+// threadgroup memory.
+constant constexpr int TURN = 128, PITCH = TURN + 4;
 
-// Read four numbers of a row. If the row is not WHOLE, only `left` numbers exist; the others are set to 0.
-template <bool WHOLE, class R>
-void part_of(thread const R& row, int left, thread float (&values)[4]) {
-  if constexpr (WHOLE) {
-    operands_at<4>(row, 0, values);
-  } else {
+// The two columns of the product for which a lane holds weights: the rows of weights from the lane's first number on,
+// and the numbers of one turn. STEP: the distance between the quads of a simdgroup.
+template <class W, int SLICES> struct LaneColumns {};
+template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
+  enum { SPAN = 4, QUADS = 4 / SLICES, STEP = 32 * SLICES };
+  const device S* columns[2];
+  vec<S, 4> numbers[2][QUADS];
+};
+
+// Find column e, which is a row of weights. first: the first number of K; place: the row of this lane in a matrix.
+template <int SLICES, class S>
+void find_column(
+    thread LaneColumns<const device S*, SLICES>& own, const device S* weights, int e, Index row, int K, int first,
+    int, int place, int slice) {
+  own.columns[e] = weights + row * K + first + 32 * slice + 4 * place;
+}
+
+// Read the weights of a whole turn, and advance the columns to the next turn.
+template <int SLICES, class S>
+void load_turn(thread LaneColumns<const device S*, SLICES>& own) {
+  using Four = typename Neighbours<S>::four;
 #pragma clang loop unroll(full)
-    for (int e = 0; e < 4; ++e) {
-      float value[1] = {0.0f};
-      if (e < left) operands_at<1>(row, e, value);
-      values[e] = value[0];
+  for (int n = 0; n < 4 / SLICES; ++n) {
+    own.numbers[0][n] = vec<S, 4>(*(const device Four*)(own.columns[0] + 32 * SLICES * n));
+    own.numbers[1][n] = vec<S, 4>(*(const device Four*)(own.columns[1] + 32 * SLICES * n));
+  }
+  own.columns[0] += TURN;
+  own.columns[1] += TURN;
+}
+
+// Convert the weights of quad n, w[column][matrix], to float.
+template <int SLICES, class S>
+void weights_of(thread const LaneColumns<const device S*, SLICES>& own, int n, thread float (&w)[2][4]) {
+#pragma clang loop unroll(full)
+  for (int part = 0; part < 8; ++part) w[part / 4][part % 4] = float(own.numbers[part / 4][n][part % 4]);
+}
+
+// Copy 128 numbers of COUNT rows into a tile. A simdgroup copies every STEP-th row, beginning with row `first`, to
+// `own`, and advances its rows.
+template <int COUNT, int STEP, int OWN, class R>
+void copy_turn(thread R (&rows)[OWN], int first, threadgroup float4* own) {
+#pragma clang loop unroll(full)
+  for (int part = 0; part < OWN; part += 4) {  // four rows at a time: more would take too many registers
+    float values[4][4];
+#pragma clang loop unroll(full)
+    for (int n = 0; n < 4; ++n) {
+      if (part + n >= OWN) continue;
+      operands_at<4>(rows[part + n], 0, values[n]);
+      move(rows[part + n], TURN);
+    }
+#pragma clang loop unroll(full)
+    for (int n = 0; n < 4; ++n) {
+      if (part + n >= OWN || (COUNT % STEP != 0 && first + (part + n) * STEP >= COUNT)) continue;
+      own[(part + n) * STEP * (PITCH / 4)] = float4(values[n][0], values[n][1], values[n][2], values[n][3]);
     }
   }
 }
 
-// Copy 32 columns of COUNT rows into a tile. A thread copies four numbers of every AT_ONCE-th row, beginning with row
-// `first`, to `own`, and advances its rows by 32.
-template <bool WHOLE, int COUNT, int AT_ONCE, int OWN, class R>
-void copy_tile(thread R (&rows)[OWN], int left, threadgroup float* own, int first) {
+// Copy the last `left` numbers of the rows, fewer than 128, and zeros up to number `end`, rounded up to a multiple of
+// 32. A lane copies every 32nd number to `own`. Its rows begin at number 4 lane.
+template <int COUNT, int STEP, int OWN, class R>
+void copy_rest(thread const R (&rows)[OWN], int first, int lane, int left, int end, threadgroup float* own) {
+  for (int part = 0; part < end; part += 32) {
+    float values[OWN][1] = {};
+    if (part + lane < left)
 #pragma clang loop unroll(full)
-  for (int n = 0; n < OWN; ++n) {
-    if (COUNT % AT_ONCE != 0 && first + n * AT_ONCE >= COUNT) continue;
-    float values[4];
-    part_of<WHOLE>(rows[n], left, values);
-    move(rows[n], 32);
-    *(threadgroup float4*)(own + n * AT_ONCE * PITCH) = float4(values[0], values[1], values[2], values[3]);
+      for (int n = 0; n < OWN; ++n) operands_at<1>(rows[n], part - 3 * lane, values[n]);
+#pragma clang loop unroll(full)
+    for (int n = 0; n < OWN; ++n)
+      if (COUNT % STEP == 0 || first + n * STEP < COUNT) own[n * STEP * PITCH + part] = values[n][0];
   }
 }
 
-// Multiply rows 8 r ... 8 r + 7 of the operands with this simdgroup's columns, and add the result to total[r]. A lane
-// holds two neighbouring numbers of each 8 x 8 matrix: two of one row of the left matrix, the operands, and two of one
-// row of the right matrix, which is the transposed tile of weights. `operands` and `weights` point to the lane's first
-// number.
-template <int ROWS, int SLICES>
-void multiply_tile(
-    threadgroup const float* operands, threadgroup const float* weights, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
+// Multiply all rows with this simdgroup's columns, in the four matrices of a quad. A lane holds two neighbouring
+// numbers of each matrix: two of one row of the left matrix, the operands, and two of one row of the right matrix, w.
+// `operands` points to the lane's first four numbers.
+template <int ROWS, int SPAN>
+void multiply_quad(
+    thread const float (&w)[2][4], threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
+  float4 numbers[ROWS / 8][2];
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS / 8; ++r) {
+    numbers[r][0] = operands[2 * r * PITCH];
+    numbers[r][1] = operands[2 * r * PITCH + SPAN / 4];
+  }
   simdgroup_float8x8 left, right;
 #pragma clang loop unroll(full)
-  for (int part = 0; part < 32; part += 8 * SLICES) {
-    right.thread_elements()[0] = weights[part];
-    right.thread_elements()[1] = weights[PITCH + part];
+  for (int m = 0; m < 4; ++m) {
+    right.thread_elements()[0] = w[0][m];
+    right.thread_elements()[1] = w[1][m];
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS / 8; ++r) {
-      const float2 neighbours = *(threadgroup const float2*)(operands + 8 * r * PITCH + part);
-      left.thread_elements()[0] = neighbours.x;
-      left.thread_elements()[1] = neighbours.y;
+      left.thread_elements()[0] = numbers[r][0][m];
+      left.thread_elements()[1] = numbers[r][1][m];
       simdgroup_multiply_accumulate(total[r], left, right, total[r]);
     }
   }
 }
 
-template <int HEIGHT, int WIDTH>
+// Multiply the numbers of a whole turn.
+template <int ROWS, class C>
+void multiply_turn(
+    thread const C& columns, threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
+#pragma clang loop unroll(full)
+  for (int n = 0; n < C::QUADS; ++n) {
+    float w[2][4];
+    weights_of(columns, n, w);
+    multiply_quad<ROWS, C::SPAN>(w, operands + n * C::STEP / 4, total);
+  }
+}
+
+// Multiply the last `left` numbers of K, fewer than 128. place: the lane's row in a matrix.
+template <int ROWS, class S, int SLICES>
+void multiply_rest(
+    thread LaneColumns<const device S*, SLICES>& own, int left, int place, int slice,
+    threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
+  const int end = left - 32 * slice - 4 * place;  // the end of K, counted from the lane's first number
+  for (int part = 0; part + 32 * slice < left; part += 32 * SLICES) {
+    float w[2][4] = {};
+#pragma clang loop unroll(full)
+    for (int m = 0; m < 4; ++m) {
+      if (part + m >= end) continue;
+      w[0][m] = float(own.columns[0][part + m]);
+      w[1][m] = float(own.columns[1][part + m]);
+    }
+    multiply_quad<ROWS, 4>(w, operands + part / 4, total);
+  }
+}
+
+template <int HEIGHT, int WIDTH, int SLICES>
 struct ByTiles {
-  enum { ROWS = HEIGHT, COLUMNS = WIDTH, SLICES = WIDTH == 8 ? 4 : WIDTH == 16 ? 2 : 1, THREADS = 4 * WIDTH * SLICES };
+  enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 4 * WIDTH * SLICES };
 
   template <class Gates, int FIRST, int UNITS, int SEGMENTS, class X, class W>
   static void product(thread const X& x, W weights, int B, int H, int K, thread const Block& block) {
-    constexpr int AT_ONCE = THREADS / 8, OWN = (ROWS + AT_ONCE - 1) / AT_ONCE;
-    constexpr int OWN_COLUMNS = (COLUMNS + AT_ONCE - 1) / AT_ONCE;
-    const int lane = block.lane, thread_index = 32 * block.simdgroup + lane, first = thread_index / 8;
-    const int k0 = 4 * (lane % 8), length = K / SEGMENTS;
-    const int eight = block.simdgroup % (COLUMNS / 8), slice = block.simdgroup / (COLUMNS / 8);
+    using Own = LaneColumns<W, SLICES>;
+    constexpr int STEP = THREADS / 32, OWN = (ROWS + STEP - 1) / STEP;
+    const int lane = block.lane, simdgroup = block.simdgroup, length = K / SEGMENTS;
+    const int slice = SLICES == 1 ? 0 : simdgroup / (COLUMNS / 8), eight = simdgroup - COLUMNS / 8 * slice;
+    // The eight columns of this simdgroup belong to one gate.
+    const int first_unit = block.j0 + eight % (UNITS / 8) * 8, gate = Gates::block(FIRST + eight / (UNITS / 8));
     // This lane's position in an 8 x 8 matrix: its row and the first of its two columns.
     const int row = (lane >> 2 & 4) + (lane >> 1 & 3), pair = (lane >> 2 & 2) * 2 + (lane & 1) * 2;
-    threadgroup float* weight_tile = block.tiles + ROWS * PITCH;
-    threadgroup const float* own = block.tiles + row * PITCH + 8 * slice + pair;
-    threadgroup const float* own_weights = weight_tile + (8 * eight + pair) * PITCH + 8 * slice + row;
-    threadgroup float* copied = block.tiles + first * PITCH + k0;
-    threadgroup float* copied_weights = weight_tile + first * PITCH + k0;
+    threadgroup float4* copied = (threadgroup float4*)block.tiles + simdgroup * (PITCH / 4) + lane;
+    threadgroup const float4* operands =
+        (threadgroup const float4*)block.tiles + row * (PITCH / 4) + (32 * slice + Own::SPAN * pair) / 4;
     simdgroup_float8x8 total[ROWS / 8];
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS / 8; ++r) total[r] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     for (int segment = 0; segment < SEGMENTS; ++segment) {
       typename X::Row rows[OWN];
-      typename Columns<W>::Row columns[OWN_COLUMNS];
+      Own columns;
 #pragma clang loop unroll(full)
       for (int n = 0; n < OWN; ++n) {
-        find_row(x, min(block.b0 + first + n * AT_ONCE, B - 1), segment, rows[n]);
-        move(rows[n], k0);
+        find_row(x, min(block.b0 + simdgroup + n * STEP, B - 1), segment, rows[n]);
+        move(rows[n], 4 * lane);
       }
 #pragma clang loop unroll(full)
-      for (int n = 0; n < OWN_COLUMNS; ++n) {
-        const int column = first + n * AT_ONCE, unit = min(block.j0 + column % UNITS, H - 1);
-        const Index weight_row = Index(Gates::block(FIRST + column / UNITS)) * H + unit;
-        find_column(weights, weight_row, K, segment * length, k0, lane, columns[n]);
+      for (int e = 0; e < 2; ++e) {
+        const Index weight_row = Index(gate) * H + min(first_unit + pair + e, H - 1);
+        find_column(columns, weights, e, weight_row, K, segment * length, lane, row, slice);
       }
       int left = length;
-      for (; left >= 32; left -= 32) {
-        copy_tile<true, ROWS, AT_ONCE>(rows, 4, copied, first);
-        copy_tile<true, COLUMNS, AT_ONCE>(columns, 4, copied_weights, first);
+      for (; left >= TURN; left -= TURN) {
+        load_turn(columns);
+        copy_turn<ROWS, STEP>(rows, simdgroup, copied);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        multiply_tile<ROWS, SLICES>(own, own_weights, total);
+        multiply_turn<ROWS>(columns, operands, total);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       if (left > 0) {
-        copy_tile<false, ROWS, AT_ONCE>(rows, left - k0, copied, first);
-        copy_tile<false, COLUMNS, AT_ONCE>(columns, left - k0, copied_weights, first);
+        // A quad of quantized weights has numbers of the whole turn.
+        const int end = Own::SPAN == 4 ? left : TURN;
+        copy_rest<ROWS, STEP>(rows, simdgroup, lane, left, end, block.tiles + simdgroup * PITCH + lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        multiply_tile<ROWS, SLICES>(own, own_weights, total);
+        multiply_rest<ROWS>(columns, left, row, slice, operands, total);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
     }
@@ -124,7 +207,7 @@ struct ByTiles {
       simdgroup_store(total[r], block.sums + (slice * ROWS + 8 * r) * COLUMNS + 8 * eight, COLUMNS);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if constexpr (SLICES > 1) {  // a thread adds up the sums of the cells it will compute
-      for (int cell = thread_index; cell < ROWS * COLUMNS; cell += THREADS) {
+      for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += THREADS) {
 #pragma clang loop unroll(full)
         for (int n = 1; n < SLICES; ++n) block.sums[cell] += block.sums[n * ROWS * COLUMNS + cell];
       }

@@ -12,7 +12,9 @@ from mlx_lstm import gru, lstm, rnn
 from mlx_lstm.engines.cells import HARD_SIGMOIDS, GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.numpy import activations as engine_numpy_activations
 from mlx_lstm.engines.numpy import arrays as engine_numpy_arrays
+from mlx_lstm.engines.numpy import passes as engine_numpy_passes
 from mlx_lstm.engines.numpy import products as engine_numpy_products
+from mlx_lstm.engines.numpy import ragged as engine_numpy_ragged
 from mlx_lstm.engines.numpy import sweep as engine_numpy_sweep
 from mlx_lstm.engines.sequences import tanh
 from mlx_lstm.oracle import ARRAYS
@@ -111,6 +113,51 @@ def test_agrees_with_ops(monkeypatch, word, seed):
     check(word, arrays, options, wanted, cut if rng.random() < 0.5 else whole, seed)
 
 
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("word", OPS)
+def test_a_shrinking_batch_agrees_with_ops(monkeypatch, word, seed):
+    """Engine `numpy` runs sequences of different lengths in segments with fewer and fewer batch items. The results of
+    all options agree with engine `ops`."""
+    rng = np.random.default_rng(seed)
+    T, B = int(rng.choice([5, 6, 8])), int(rng.choice([2, 3, 9, 33]))
+    monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", int(rng.choice([2 * B, 1024])))
+    poison_scratch(monkeypatch)
+    sizes = T, B, 2, 3, 3
+    _, arrays, options = split(draw(rng, sizes=sizes, **every_option(rng, word, sizes)))
+    options |= {"hold": None, "lengths": [int(length) for length in rng.integers(0, T, B)]}  # hold shortens lengths
+    spoil_padding(arrays["x"], options["lengths"])
+    ran, sweep = [], engine_numpy_ragged.sweep_forward
+    monkeypatch.setattr(engine_numpy_ragged, "sweep_forward", lambda one, *a: [ran.append(one), sweep(one, *a)])
+    check(word, arrays, options, None if rng.random() < 0.5 else ["h"], cut if rng.random() < 0.5 else whole, seed)
+    assert not any(options["lengths"]) or (all(one.T * one.B < T * B for one in ran) and ran)
+
+
+@pytest.mark.parametrize("checkpoint_every", [None, 7])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("word", OPS)
+def test_a_shrinking_batch_agrees_in_16_bits_and_with_checkpoints(word, dtype, checkpoint_every):
+    """The gradients of sequences of different lengths agree with engine `ops` in 16 bits and with `checkpoint_every`.
+    Both engines compute in float32 and round the results once."""
+    rng, (T, B, H) = np.random.default_rng(0), (20, 9, 4)
+    lengths, rows = rng.integers(0, T, B).tolist(), {"lstm": 4, "gru": 3, "rnn": 1}[word] * 2 * H
+    shapes = (T, B, 3), (rows, 3), (2, rows // 2, H), (rows,)
+    arrays = [mx.array(rng.normal(size=shape), dtype) for shape in shapes]
+    results = {}
+    with mx.stream(mx.cpu):
+        for engine in ("ops", "numpy"):
+
+            def loss(*arrays, engine=engine):
+                options = {"bidirectional": True, "lengths": lengths, "checkpoint_every": checkpoint_every}
+                out = OPS[word][0](*arrays, engine=engine, **options)
+                return (out.h.astype(mx.float32) ** 2).sum() + out.hT.astype(mx.float32).sum()
+
+            results[engine] = mx.grad(loss, argnums=(0, 1, 2, 3))(*arrays)
+        for got, expected in zip(results["numpy"], results["ops"], strict=True):
+            got, expected = (np.array(array.astype(mx.float32)) for array in (got, expected))
+            size = {mx.float16: 2**-10, mx.bfloat16: 2**-7, mx.float32: 2**-18}[dtype] * np.abs(expected).max()
+            np.testing.assert_allclose(got, expected, rtol=0, atol=2 * size)
+
+
 @pytest.mark.parametrize("copied", [0, 2**20])
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("word", OPS)
@@ -148,7 +195,7 @@ def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training)
     would take up to three times as long."""
     _, drawn, options = split(draw(np.random.default_rng(0), op=word, sizes=(4, 3, 2, 5, 5)))
     kind, contiguous = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}[word], []
-    step = engine_numpy_sweep.STEPS[kind][0]
+    step = engine_numpy_passes.STEPS[kind][0]
     call = step.__call__
 
     def watched(self, operand, inputs, *arrays):
@@ -237,6 +284,50 @@ def test_gradients_of_many_calls_are_not_in_memory_at_once(word, options):
         for got, expected in zip(gradients["numpy"], gradients["ops"], strict=True):
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(np.array(expected)).max())
         assert peak < T * (Wx.nbytes + Wh.nbytes) / 2
+
+
+def gradients_asked(word, argnums, wrap=lambda loss: loss, **options):
+    """Return (left_out, gradients): what the engine leaves out, in the order of its backward passes, and the gradients
+    of a loss of two layers by x, Wx of the first layer, or both. wrap: a transformation of the loss."""
+    rng, G, log = np.random.default_rng(0), {"lstm": 4, "gru": 3, "rnn": 1}[word], []
+    backward = engine_numpy_sweep.backward
+
+    def watched(*arguments, left_out=(), **named):
+        log.append(left_out)
+        return backward(*arguments, left_out=left_out, **named)
+
+    with pytest.MonkeyPatch.context() as patch, mx.stream(mx.cpu):
+        patch.setattr(engine_numpy_sweep, "backward", watched)
+        x, Wx, Wh = (mx.array(rng.normal(size=s), mx.float64) for s in ((3, 2, 4), (G * 4, 4), (G * 4, 4)))
+
+        def loss(x, Wx):
+            h = OPS[word][0](x, Wx, Wh, **options).h
+            return OPS[word][0](h, Wx, Wh, **options).h.square().sum()
+
+        gradients = mx.value_and_grad(wrap(loss), argnums)(x, Wx)[1]
+    return log, gradients if isinstance(gradients, tuple) else (gradients,)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint_every": 3}], ids=str)
+@pytest.mark.parametrize("word", OPS)
+def test_the_gradient_of_the_first_layer_s_input_is_computed_only_if_asked_for(word, options):
+    """A training step asks for the gradients of the parameters only. The engine then leaves out the gradient of the
+    data, and computes that of the second layer's input. All gradients are those of engine `ops`."""
+    asked, computed = [(), ("x",)], [(), ()]
+    for argnums, wrap, expected in [
+        (1, lambda loss: loss, asked),
+        ((0, 1), lambda loss: loss, computed),
+        (0, lambda loss: loss, computed),
+        (1, mx.checkpoint, computed),  # mx.checkpoint asks for all gradients
+        (1, lambda loss: lambda x, Wx: loss(x + 0 * Wx.sum(), Wx), computed),
+        (1, lambda loss: lambda x, Wx: loss(x + 0 * mx.grad(lambda w: (w * w).sum())(Wx).sum(), Wx), computed),
+        (1, lambda loss: lambda x, Wx: loss(x, Wx) * mx.grad(lambda x: (x[0, 0] * Wx).sum())(x).sum(), asked),
+    ]:
+        left_out, got = gradients_asked(word, argnums, wrap, engine="numpy", **options)
+        assert left_out == expected
+        _, gradients = gradients_asked(word, argnums, wrap, engine="ops", **options)
+        for a, b in zip(got, gradients, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-11)
 
 
 @pytest.mark.parametrize("both", [False, True])

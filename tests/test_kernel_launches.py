@@ -22,7 +22,7 @@ from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import fused as kernels_fused
 from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.engines.metal import stepwise as kernels_stepwise
-from mlx_lstm.engines.metal.rows import JOINED, LEFT, joins
+from mlx_lstm.engines.metal.rows import JOINED, LEFT, joined_beside, joins
 from mlx_lstm.engines.problem import Problem
 from mlx_lstm.machine import shader_folder
 from mlx_lstm.oracle import forward
@@ -197,18 +197,29 @@ def test_launches_of_stepwise_with_a_projection(T):
             assert count["CustomKernel"] == 4 * T + 4 and count.total() <= 4 * T + 12, count
 
 
+@pytest.mark.parametrize("most", JOINED)
 @pytest.mark.parametrize(("left", "again"), [(LEFT, 0.6), (LEFT // 2, 1.1)])
-def test_rows_are_few_at_the_end_of_a_sweep(left, again):
+def test_rows_are_few_at_the_end_of_a_sweep(left, again, most):
     """For any number of time steps T, at most `left` arrays remain after a pass over the steps, because launches
     concatenate the arrays of several steps. Each step's row of numbers is copied about once per level of
     concatenation."""
     for T in (*range(1, 700), 1280, 1281, 5000, 10241):
-        found, rows = joins(T, left)
+        found, rows = joins(T, left, most)
         copied = [sum(join.steps) for join in found if join]
-        assert len(found) == T and all(len(join.steps) <= JOINED for join in found if join)
+        assert len(found) == T and all(len(join.steps) <= most for join in found if join)
         assert len(rows) <= left and sum(rows) == T
-        levels = next(level for level in range(T) if left * JOINED**level >= T)
+        levels = next(level for level in range(T) if left * most**level >= T)
         assert sum(copied) <= (levels + again) * T
+
+
+def test_a_launch_binds_at_most_31_arrays():
+    """A launch joins as many arrays as Metal can bind beside its others: 16 or 8. The call with most arrays still
+    binds 8."""
+    assert [joined_beside(others) for others in (11, 15, 16, 23)] == [16, 16, 8, 8]
+    options = {"peephole": True, "mask": (30, 2, "P"), "keep": True, "lengths": np.array([30, 3])}
+    for case in (options, {**options, "projection": True}, {**options, "op": "gru", "peephole": False}, {}):
+        for launch in launches_of((30, 2, 2, 5, 5), "stepwise", **case):
+            assert launch.source.count("[[buffer(") <= 31
 
 
 def test_launches():

@@ -208,6 +208,25 @@ def test_more_steps_than_arrays_that_a_launch_may_read(layer, B, H):
     assert joining and (B == 2 or joining[0].grid[0] == steps[0].grid[0] + 2 * joining[0].threadgroup[0])
 
 
+@pytest.mark.parametrize(
+    "sizes, dtype, options",
+    [
+        ((2, 9, 2, 161, 128), np.float32, {"projection": True, "mask": (2, 9, "P")}),
+        ((2, 33, 2, 131, 131), np.float16, {"op": "gru", "lengths": np.arange(33) % 3, "reverse": True, "h0": None}),
+        ((2, 8, 2, 260, 260), ml_dtypes.bfloat16, {"op": "rnn"}),
+    ],
+    ids=["projection", "gru", "rnn"],
+)
+def test_long_products_of_many_items(sizes, dtype, options):
+    """Results of `stepwise` are right if a product has more than 128 terms. With at least 8 batch items the product
+    takes 128 terms at a time, and then the remaining terms."""
+    case, cotangents = draw_away_from_kinks(6, sizes=sizes, dtype=dtype, **options)
+    ref, limit = forward(**case) | backward(case, cotangents), bounds(case, dtype, cotangents)
+    with on_metal():
+        outputs, gradients = run(case, "stepwise", dtype, cotangents)
+    assert_right("stepwise", outputs, gradients, ref, limit, dtype)
+
+
 @pytest.mark.parametrize("B", [2, 9])
 @pytest.mark.parametrize("layer", ["projection", "gru", "gru_before"])
 def test_arrays_too_large_for_indices_of_32_bits(layer, B):

@@ -13,7 +13,7 @@ import numpy as np
 from ..checks import check_flag, check_option, fail
 from ..engines.cells import ACTIVATIONS
 from ..files import DAMAGE, DTYPES, broken, parse_json, read_npz, read_safetensors, shown, size_of, write_whole
-from . import _keras_file, _keys, _onnx_file
+from . import _coreml_file, _keras_file, _keys, _onnx_file
 from .weights import Weights, check_weights
 
 ENDINGS = (".safetensors", ".npz", ".weights.h5", ".h5", ".keras", ".onnx")
@@ -121,7 +121,9 @@ def write(
 
     Args:
         path (str or Path): as in `read`; `.keras` and `.h5` become complete Keras models of these layers, `.onnx` a
-            model with a chain of nodes for each name. Other arrays are written to `.safetensors` and `.npz` only.
+            model with a chain of nodes for each name. Other arrays are written to `.safetensors` and `.npz` only. Also
+            `.mlpackage`, a Core ML model of LSTMs (with coremltools), which is written only: float32, inputs x [T, 1,
+            I], h_0 and c_0, outputs h, h_n and c_n, after the stack's name if it has one.
         model (Model or dict): what `read` returns, or `Weights` by name.
         style (str): whose names the keys have in `.safetensors` and `.npz`: `"torch"`, `"mlx"`, `"two-biases"`,
             `"keras"`, `"ops"`.
@@ -133,7 +135,7 @@ def write(
     Raises:
         ValueError: the file exists, or the format has no place for an option.
         FileExistsError: another process wrote the file in the meantime.
-        ImportError: h5py or onnx is missing.
+        ImportError: h5py, onnx or coremltools is missing.
 
     Example:
         >>> import tempfile
@@ -144,7 +146,8 @@ def write(
         {'lstm': ['lstm.Wx', 'lstm.Wh', 'lstm.bias']}
     """
     path = Path(path)
-    ending_of(path)
+    if path.suffix != _coreml_file.ENDING:
+        ending_of(path)
     if not isinstance(model, Model):
         if not isinstance(model, Mapping):
             rule = "model must be what convert.read returns, or a dict of Weights by name,"
@@ -157,6 +160,8 @@ def write(
     check_flag("convert", "force", force)
     if path.exists() and not force:
         fail("convert", f"{path} must not exist, or be replaced by force,", "a file")
+    if path.suffix == _coreml_file.ENDING:
+        return _coreml_file.write(path, model.layers, force)
     replace(path, lambda partial: write_to(partial, model, style, keys, ways), force)
 
 
@@ -193,6 +198,7 @@ INSTEAD = {
         ".ckpt",
     ),
     ": rename it to .h5,": (".hdf5", ".hdf"),
+    ": convert.write writes Core ML packages, nothing reads them,": (".mlpackage",),
     ": of a SavedModel save the weights by Keras, as .h5,": (".pb",),
 }
 """Advice that an error text gives for files in formats that are not supported, and the endings of these files."""

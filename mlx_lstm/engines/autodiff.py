@@ -20,17 +20,25 @@ from typing import Any, NoReturn
 import mlx.core as mx
 import numpy as np
 
+from .cells import RNNCell
 from .chunks import HALVES, Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
-from .metal import fused, stepwise
+from .metal import fused, pointwise, stepwise
 from .numpy import sweep as numpy
 from .numpy.sweep import Saved
 from .ops import sweep as ops
+from .ops.cells import UNBOUNDED
 from .ops.packed import dequantized
 from .packing import packed_names
 from .problem import Arrays, Problem
-from .tracing import custom_function, have_values, with_graphs_kept
+from .tracing import MARKS_COME_FIRST, ZERO, custom_function, have_values, with_graphs_kept
 
 ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
+
+
+def module_of(problem: Problem, engine: str) -> Any:
+    """Return the module of an engine, with the functions `forward` and `backward`."""
+    return pointwise if engine == "fused" and problem.cell.op == "pointwise" else ENGINE_MODULES[engine]
+
 
 TAPS = (("h",), ("c",), ("gates",), ("hT", "cT"))
 """Groups of outputs that share a tap (an identity function through which a cotangent comes back). A tap costs the
@@ -60,14 +68,15 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
     else:
         if arrays["x"].ndim == 2:
             arrays = arrays | {"x": arrays["x"][None]}
-        chunked = None if problem.chunks is None else divided(problem, arrays, engine, ENGINE_MODULES[engine])
+        chunked = None if problem.chunks is None else divided(problem, arrays, engine, module_of(problem, engine))
         if chunked is None and dtype in HALVES:
             arrays = for_engine(engine, arrays)
         if batch_first:
             arrays = arrays | {"x": mx.swapaxes(arrays["x"], 0, 1)}
-        of_graph = engine == "ops" and chunked is None and problem.cell.op == "pointwise"  # MLX differentiates it
+        # Whether MLX itself differentiates the graph of engine `ops`.
+        of_graph = engine == "ops" and chunked is None and (problem.cell.op == "pointwise" or is_plain_step(problem))
         if problem.plain or of_graph:
-            outputs = (chunked or ENGINE_MODULES[engine]).forward(problem, arrays)
+            outputs = (chunked or module_of(problem, engine)).forward(problem, arrays)
         else:
             if problem.packing is not None:
                 arrays = with_quantized_constant(problem, arrays)
@@ -123,10 +132,13 @@ def differentiable(
     None of the functions inside refers to the custom function. So the graph, the gradient function and all arrays
     that they hold are freed with the last reference to the outputs, without waiting for the garbage collector.
     """
-    names, sweeps = tuple(arrays), chunked or ENGINE_MODULES[engine]
+    names, sweeps = tuple(arrays), chunked or module_of(problem, engine)
     visible, hidden = saved_of(problem, engine) if chunked is None else chunked.saved_of(problem)
     saved: Saved = {}  # the arrays named in `hidden`, which only the backward pass sees
     used = set() if problem.training else set(visible)  # names of outputs that have a cotangent; taps add them
+    # The engine `numpy` leaves out the gradient of x if MLX does not ask for it, as for the data of a first layer.
+    marks = engine == "numpy" and problem.training and MARKS_COME_FIRST
+    mark = gradient_mark(arrays["x"], used) if marks else None
 
     def forward(*values: mx.array) -> tuple[mx.array, ...]:
         outputs = sweeps.forward(problem, dict(zip(names, values, strict=True)))
@@ -140,12 +152,16 @@ def differentiable(
         # For an output without a cotangent MLX passes zeros. These zeros are left out, as `used` does not contain them.
         cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in used}
         # A second derivative also reaches the outputs past the taps, through the backward pass, which reads them.
+        left_out = ("x",) if marks and MARK not in used else ()
+        used.discard(MARK)
         used.update(visible)
         given, shown = dict(zip(names, primals, strict=True)), dict(zip(visible, outputs, strict=True))
         if refusal is not None and refusal(tuple(cotangents)):
             gradients = plain_gradients(problem, dequantized(problem.packing, given), cotangents)
         else:
-            gradients = backward(problem, given, engine, chunked, cotangents, shown, saved)
+            gradients = backward(problem, given, engine, chunked, cotangents, shown, saved, left_out)
+        if chunked is None:  # release the gates; if MLX asks again, the engine computes them again
+            saved.clear()
         # MLX needs an array for each argument. Arguments without a gradient get zeros, which nobody can have asked for.
         return tuple([gradients[name] if name in gradients else mx.zeros_like(given[name]) for name in names])
 
@@ -173,25 +189,55 @@ def differentiable(
     if not problem.training and not evaluated_chunks:
         return outputs
     shown = shown_of(problem)
-    for sharing in TAPS:
-        if group := [name for name in sharing if name in shown]:
-            outputs |= zip(group, tapped(group, [outputs[name] for name in group], used, chunked), strict=True)
+    for group in [[name for name in sharing if name in shown] for sharing in TAPS]:
+        outputs |= zip(group, tapped(group, [outputs[name] for name in group], used, chunked, mark), strict=True)
     return outputs
 
 
-def tapped(names: list[str], values: list[mx.array], used: set[str], chunked: Chunked | None) -> tuple[mx.array, ...]:
+def is_plain_step(problem: Problem) -> bool:
+    """Return whether MLX's own gradient of the graph of `ops` serves as well: for a single step, where a custom
+    function has twice the cost, without options whose masked or infinite values would make that gradient NaN."""
+    cell = problem.cell
+    activations = (cell.act,) if isinstance(cell, RNNCell) else cell.activations
+    whole = problem.packing is None and "lengths" not in problem.names
+    return problem.T == 1 and whole and not set(activations) & set(UNBOUNDED)
+
+
+def tapped(
+    names: list[str], values: list[mx.array], used: set[str], chunked: Chunked | None, mark: mx.array | None
+) -> tuple[mx.array, ...]:
     """Return the values after an identity function (a tap). When a cotangent comes back through the tap, the names
-    of the values are added to `used`."""
-    shows = values if chunked is None else chunked.stood_for(names, values)
+    of the values are added to `used`. The tap also takes the mark, if there is one."""
+    if not names:
+        return ()
+    shows, marks = values if chunked is None else chunked.stood_for(names, values), () if mark is None else (mark,)
 
     def note(primals: object, cotangents: tuple[mx.array, ...], outputs: object) -> tuple[mx.array, ...]:
         used.update(names)
-        return cotangents
+        return (*cotangents, *zeros)
 
-    identity = custom_function(all_of if shows is values else lambda *stand_ins: tuple(shows))
+    zeros = [ZERO for _ in marks]
+    identity = custom_function(lambda *given: given[: len(names)] if shows is values else tuple(shows))
     identity.vjp(note)
-    identity.jvp(lambda primals, tangents: tangents)
-    return identity(*values)
+    identity.jvp(lambda primals, tangents: tangents[: len(names)] if marks else tangents)
+    return identity(*values, *marks)
+
+
+MARK = "the gradient of x"
+
+
+def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
+    """Return a scalar 0 that depends on x, for the taps after the outputs. If MLX asks for the gradient of x, it calls
+    the vjp rule of the scalar before that of the recurrence. The rule adds `MARK` to `used`."""
+
+    def note(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+        used.add(MARK)
+        return mx.broadcast_to(mx.array(0, primal.dtype), primal.shape)
+
+    mark = custom_function(lambda x: ZERO)
+    mark.vjp(note)
+    mark.jvp(lambda primals, tangents: ZERO)
+    return mark(x)
 
 
 def saved_of(problem: Problem, engine: str) -> tuple[list[str], list[str]]:
@@ -217,11 +263,12 @@ def backward(
     cotangents: Arrays,
     outputs: Arrays,
     hidden: Saved,
+    left_out: tuple[str, ...] = (),
 ) -> Arrays:
     """Return the gradients of the arrays that have one. The gradients have all derivatives that the engine supports.
 
     outputs: the outputs of the forward pass that MLX sees. hidden: the arrays that were saved where MLX does not see
-    them.
+    them. left_out: names of gradients that nobody asks for, which the engine `numpy` need not compute.
     """
     if engine == "ops":
         floats = dequantized(problem.packing, arrays)
@@ -236,7 +283,7 @@ def backward(
     def gradients_of(*values: mx.array) -> tuple[mx.array, ...]:
         rest = iter(values)
         given, d, saved = (dict(zip(named, rest, strict=False)) for named in (arrays, cotangents, outputs))
-        gradients = engine_gradients(problem, given, engine, chunked, d, saved | hidden)
+        gradients = engine_gradients(problem, given, engine, chunked, d, saved | hidden, left_out)
         names[:] = [name for name in gradients if name.partition(" ")[0] in wanted]
         return tuple([gradients[name] for name in names])
 
@@ -249,7 +296,13 @@ def backward(
 
 
 def engine_gradients(
-    problem: Problem, arrays: Arrays, engine: str, chunked: Chunked | None, cotangents: Arrays, saved: Any
+    problem: Problem,
+    arrays: Arrays,
+    engine: str,
+    chunked: Chunked | None,
+    cotangents: Arrays,
+    saved: Any,
+    left_out: tuple[str, ...],
 ) -> Arrays:
     """Return the gradients that the engine `numpy`, `fused` or `stepwise` computes. Some gradients of `numpy` are
     pairs of factors, which `numpy.multiplied` multiplies.
@@ -257,16 +310,18 @@ def engine_gradients(
     If the arrays had values in the forward pass of `numpy` but have none in the backward pass, the engine `ops`
     computes the gradients. This happens in a Jacobian by mx.vmap.
     """
-    sweeps = chunked or ENGINE_MODULES[engine]
+    sweeps = chunked or module_of(problem, engine)
     if engine != "numpy":
         floats = arrays if problem.packing is None else dequantized(problem.packing, arrays)
         return sweeps.backward(problem, floats, saved, cotangents)
     if have_values([*arrays.values(), *cotangents.values()], transforming=False):
         if chunked is None:
-            return numpy.backward(problem, arrays, saved, cotangents, as_factors=True)
-        return chunked.backward(problem, arrays, saved, cotangents)
+            return numpy.backward(problem, arrays, saved, cotangents, as_factors=True, left_out=left_out)
+        return chunked.backward(problem, arrays, saved, cotangents, left_out)
     floats, cotangents = (for_engine(engine, values) for values in (dequantized(problem.packing, arrays), cotangents))
-    if chunked or (saved.get("gates") is None and problem.cell.op != "rnn"):  # then `ops` recomputes the forward pass
+    gates = saved.get("gates")
+    # Without gates of all steps `ops` recomputes the forward pass.
+    if chunked or isinstance(gates, list) or (gates is None and problem.cell.op != "rnn"):
         saved = ops.forward(problem, floats)
     saved = {name: copied_to_mlx(a) if isinstance(a, np.ndarray) else a for name, a in saved.items() if a is not None}
     return ops.backward(problem, floats, saved, cotangents)

@@ -33,6 +33,10 @@ FUSED_LIMIT = {"lstm": 256, "gru": 256, "rnn": 1024}
 """The largest H that `fused` supports, by op. A threadgroup has 4 threads per hidden unit (1 for a plain RNN), and
 Metal allows at most 1024 threads."""
 
+FUSED_NUMBERS = 16
+"""The largest number of gates, states, inputs of each step and parameters of a cell of the user's own, all added up,
+for which `fused` has registers."""
+
 LONGEST = {"numpy": 0, "ops": 256, "stepwise": 4096, "fused": 4096}
 """The largest number of steps for which an engine builds one graph of the whole sequence. 0: `numpy` does not build
 a graph. A step of `ops` takes about 40 KB of the host's memory, forward and backward. A step of `stepwise` takes a
@@ -48,6 +52,10 @@ ROWS = 1024
 """The smallest number of rows (steps x batch) in a chunk that `numpy` recomputes. At this size the fixed cost of a
 chunk is small compared with its steps. The products of `numpy` take this many rows at a time, so shorter chunks
 would save little memory."""
+
+ONE_STEP = 2**19
+"""The largest number of multiplications of a single step's recurrent product for which `ops` runs instead of `numpy`
+inside a transformation."""
 
 NONE: Mapping[str, str] = MappingProxyType({})
 """No engine is refused."""
@@ -114,7 +122,7 @@ def choose(
     check_option(op, "device", device, ("cpu", "gpu"))
     T, B, _, H = sizes
     names = ("Wp",) if projection else ()
-    problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, packing=packing)
+    problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, packing=packing, plain=True)
     return decide(problem, table, op, requested, device, metal, traced, refused=refused)
 
 
@@ -138,6 +146,8 @@ def decide(
         if requested in reasons:
             raise ValueError(f"[{op}] engine={requested!r} cannot run: {reasons[requested]}.")
         return Choice(requested, "asked for")
+    if "numpy" not in reasons and not problem.plain and is_small_step(problem.cell, problem.T, B, H):
+        return Choice("ops", "one small step inside a transformation of MLX")
     if "numpy" not in reasons:
         return Choice("numpy", "the stream's device is the CPU")
     if packing is None:
@@ -146,10 +156,21 @@ def decide(
         engine, reason = PACKED.preferred(f"weights of {field_of(packing)} bits", B, H)
     if engine not in reasons:
         return Choice(engine, reason)
+    if isinstance(problem.cell, PointwiseCell) and "fused" not in reasons:  # it has no `stepwise`
+        return Choice("fused", reasons["stepwise"])
     if "stepwise" in reasons:
         return Choice("ops", reasons["numpy" if device == "cpu" else "stepwise"])
     # `fused` is preferred but cannot run. If a measurement has discarded `stepwise`, too, `ops` runs.
     return Choice("stepwise" if table.trusts("stepwise", dtype, B) else "ops", reasons[engine])
+
+
+def is_small_step(cell: Cell, T: int, B: int, H: int) -> bool:
+    """Return whether a call is a single step for which `ops` is faster than `numpy` in a gradient.
+
+    A program that calls a layer for each step has a long graph. In each call `numpy` evaluates arrays, and then MLX
+    visits all nodes of the graph.
+    """
+    return T == 1 and B * cell.gates * H**2 <= ONE_STEP
 
 
 def check_engine(op: str, engine: Any) -> Engine | None:
@@ -188,7 +209,15 @@ def obstacles(
     if "fused" in reasons:
         return reasons
     if isinstance(cell, PointwiseCell):
-        reasons["fused"] = reasons["stepwise"] = "a cell of your own has no Metal kernels yet"
+        reasons["stepwise"] = "a cell of your own has no kernel of a single step"
+        numbers = cell.gates + cell.graph.states + cell.graph.inputs + cell.graph.params
+        lanes = 4 if cell.recurrent else 1
+        if 1024 // lanes < H:
+            reasons["fused"] = (
+                f"H = {H} > {1024 // lanes}, and a threadgroup has at most 1024 threads, {lanes} per unit"
+            )
+        elif numbers > FUSED_NUMBERS:
+            reasons["fused"] = f"its gates, states, inputs and params are {numbers} > {FUSED_NUMBERS} numbers per unit"
     elif projection:
         reasons["fused"] = "a projection of h is a product between two steps"
     elif (limit := FUSED_LIMIT[cell.op]) < H:

@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from .choice import longest_whole
-from .directions import half, join, join_gradients, one_direction, part
+from .directions import half, join, join_gradients, one_direction, part, state_before
 from .ops import sweep as ops
 from .ops.packed import dequantized
 from .ops.sweep import initial_states
@@ -169,6 +169,7 @@ class Chunked:
                 states = memory_of(outputs[name[0]])
                 states, first_state = half(states, d) if problem.bidirectional else states, memory_of(first[name])
                 lengths, bounds = arrays.get("lengths"), sorted(self.bounds(own))
+                lengths = None if lengths is None else memory_of(lengths)
                 rows = [state_before(own, states, first_state, lengths, *chunk) for chunk in bounds]
                 starts[f"{name[0]}_starts"] = copied_to_mlx(np.stack(rows))
             by_d.append(starts)
@@ -194,19 +195,28 @@ class Chunked:
         in_time = [starts[start] for start in sorted(starts)]
         return last | {f"{name[0]}_starts": mx.stack([each[name] for each in in_time]) for name in states}
 
-    def backward(self, problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents: Arrays) -> Arrays:
+    def backward(
+        self,
+        problem: Problem,
+        arrays: Arrays,
+        saved: dict[str, Any],
+        cotangents: Arrays,
+        left_out: tuple[str, ...] = (),
+    ) -> Arrays:
         """Run the backward pass. Return the gradients of all arrays, each in the dtype of its array. saved: the
-        results named by `results_saved`."""
+        results named by `results_saved`. left_out: names of gradients that `numpy` shall not compute."""
         self.begin(
             problem, self.evaluates and have_values([*arrays.values(), *cotangents.values()], transforming=False)
         )
         sequences = {}
-        for name in with_steps(arrays):  # both directions are added up in float32
+        for name in (
+            name for name in with_steps(arrays) if name not in left_out
+        ):  # both directions are added up in float32
             dtype = widened(arrays[name]).dtype if problem.bidirectional else arrays[name].dtype
             sequences[name] = SequenceBuffer(arrays[name].shape, dtype, self.batch_first, self.eager)
         with self.beside_the_engine():
             parts = by_direction(problem, arrays, saved, cotangents)
-            by_d = [self.sweep_backward(d, own, sequences, *own_arrays) for d, own, own_arrays in parts]
+            by_d = [self.sweep_backward(d, own, sequences, *own_arrays, left_out) for d, own, own_arrays in parts]
             gradients = join_gradients(by_d, arrays) if problem.bidirectional else by_d[0]
             gradients |= {name: sequence.array for name, sequence in sequences.items()}
             self.pending = []
@@ -220,6 +230,7 @@ class Chunked:
         arrays: Arrays,
         saved: Arrays,
         cotangents: Arrays,
+        left_out: tuple[str, ...],
     ) -> Arrays:
         """Run the chunks of direction d backward. Write the gradients of sequences, and return the gradients of the
         other arrays."""
@@ -236,7 +247,9 @@ class Chunked:
                 outputs = self.module.forward(chunk._replace(training=True, return_gates=False), inputs)
             else:
                 outputs = self.steps_of(saved_by_step, start, stop)
-            gradients = self.module.backward(chunk, inputs, outputs, self.steps_of(d_by_step, start, stop) | after)
+            cotangents_of_chunk = self.steps_of(d_by_step, start, stop) | after
+            options = {"left_out": left_out} if left_out else {}  # only engine `numpy` leaves out gradients
+            gradients = self.module.backward(chunk, inputs, outputs, cotangents_of_chunk, **options)
             after = {f"{name[0]}T": gradients.pop(name) for name in starts}
             for name, of_chunks in starts.items():
                 if of_chunks in cotangents:  # true only in a second derivative
@@ -394,22 +407,6 @@ def by_direction(problem: Problem, *values: Arrays) -> Iterator[tuple[int, Probl
         return
     for d in range(2):
         yield d, one_direction(problem, d), [part(arrays, d) for arrays in values]
-
-
-def state_before(
-    problem: Problem, states: np.ndarray, first: np.ndarray, lengths: Array | None, start: int, stop: int
-) -> np.ndarray:
-    """Return the state [B, .] before the steps from `start` to `stop`. states: the state after each step. first: the
-    first state.
-
-    The state of an item that has ended before these steps is arbitrary.
-    """
-    last = stop if problem.reverse else start - 1
-    if not 0 <= last < problem.T:
-        return first
-    if not problem.reverse or lengths is None:
-        return states[last]
-    return np.where(np.array(lengths)[:, None] > stop, states[last], first)
 
 
 def lengths_of(arrays: Arrays, start: int, stop: int) -> Arrays:

@@ -92,3 +92,19 @@ def join_gradients(parts: list[Arrays], arrays: Arrays) -> Arrays:
 def is_shared(mask: mx.array | np.ndarray) -> bool:
     """Return whether both directions have the same mask, because the mask is broadcast over the width of h."""
     return mask.ndim == 0 or mask.shape[-1] == 1
+
+
+def state_before(
+    problem: Problem, states: np.ndarray, first: np.ndarray, lengths: np.ndarray | None, start: int, stop: int
+) -> np.ndarray:
+    """Return the state [B, .] of one direction before the steps from `start` to `stop`. states: the state after each
+    step. first: the first state.
+
+    The state of an item that has ended before these steps is arbitrary.
+    """
+    last = stop if problem.reverse else start - 1
+    if not 0 <= last < problem.T:
+        return first
+    if not problem.reverse or lengths is None:
+        return states[last]
+    return np.where(lengths[:, None] > stop, states[last], first)

@@ -126,3 +126,28 @@ def with_graphs_kept(function: Callable[[], Any]) -> Any:
 
 
 ZERO = mx.array(0.0)
+
+
+def marks_come_first() -> bool:
+    """Return whether a mark tells a vjp rule in time which gradient MLX asks for.
+
+    A mark is a scalar that depends on one argument x of a function. The last function of a graph, called a tap, takes
+    the function's result and then the mark. MLX calls the vjp rules in reverse, so that of the mark comes before that
+    of the function. MLX does not call the mark's rule if nothing asks for the gradient of x. MLX documents neither.
+    """
+    called: list[str] = []
+
+    def noting(name: str, function: Callable[..., Any], gradient: Callable[..., Any]) -> Callable[..., Any]:
+        noted = custom_function(function)
+        noted.vjp(lambda primals, cotangents, outputs: (called.append(name), gradient(primals, cotangents))[1])
+        return noted
+
+    product = noting("function", lambda x, w: x * w, lambda primals, d: (primals[1] * d, primals[0] * d))
+    mark = noting("mark", lambda x: ZERO, lambda primals, d: d)
+    tap = noting("tap", lambda result, mark: result, lambda primals, d: (d, ZERO))
+    for argnums in (0, 1):
+        mx.value_and_grad(lambda x, w: tap(product(x, w), mark(x)), argnums)(ZERO, ZERO)
+    return called == ["tap", "mark", "function", "tap", "function"]
+
+
+MARKS_COME_FIRST = marks_come_first()

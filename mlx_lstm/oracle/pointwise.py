@@ -84,11 +84,12 @@ class Run:
         return [] if array is None else [array[..., k * self.H : (k + 1) * self.H] for k in range(count)]
 
     def forward(self) -> Tensors:
-        """Run all steps. Return h [T, B, H], hT, cT; keep the values of each step."""
+        """Run all steps. Return h [T, B, H], hT and, with more states, c [T, B, C H], cT; keep the values of each
+        step."""
         a, fl, graph = self.a, self.fl, self.graph
         c0 = a.get("c0")
         state = [a["h0"], *self.blocks(c0, graph.states - 1)]
-        h = np.zeros((self.T, self.B, self.H))
+        sequence = np.zeros((self.T, self.B, graph.states * self.H))
         for t in self.times:
             fl.start_step()
             on = self.on(t)
@@ -99,9 +100,11 @@ class Run:
             self.values[t] = values
             self.before = {**getattr(self, "before", {}), t: (state, before)}
             state = [np.where(on, after, s) for after, s in zip(new, state, strict=True)]
-            h[t] = np.where(on, state[0], 0)
-        outputs = {"h": h, "hT": state[0]}
-        return outputs | ({"cT": np.concatenate(state[1:], axis=-1)} if len(state) > 1 else {})
+            sequence[t] = np.where(on, np.concatenate(state, axis=-1), 0)
+        outputs = {"h": sequence[..., : self.H], "hT": state[0]}
+        if len(state) > 1:
+            outputs |= {"c": sequence[..., self.H :], "cT": np.concatenate(state[1:], axis=-1)}
+        return outputs
 
     def inputs(self, t: int, on: Array, state: list[Array]) -> dict[int, Array]:
         """Return the values of the graph's inputs at step t."""
@@ -136,7 +139,11 @@ class Run:
         for t in reversed(self.times):
             fl.start_step()
             on, values = self.on(t), dict(self.values[t])
-            now = [fl(d[0] + np.where(on, cot["h"][t], 0)) if "h" in cot else d[0], *d[1:]]
+            outside = [cot["h"][t] if "h" in cot else zeros]
+            outside += self.blocks(
+                cot["c"][t] if "c" in cot else np.zeros((self.B, H * graph.states)), graph.states - 1
+            )
+            now = [fl(g + np.where(on, o, 0)) for g, o in zip(d, outside, strict=True)]
             values |= {graph.number[f"d{k}"]: g for k, g in enumerate(now) if f"d{k}" in graph.number}
             self.compute(values, graph.back)
             back = [np.where(on, np.broadcast_to(values[n], (self.B, H)), 0) for n in graph.back]

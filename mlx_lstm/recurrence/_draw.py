@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..engines.cells import Cell, PointwiseCell, RNNCell
+from ..engines.cells import AnyCell, PointwiseCell, RNNCell
 from ..engines.ops.packed import judged
 from ..engines.packing import Packing, Quantized, is_packed
 from ..engines.problem import Problem
 from ..oracle import evaluate, kink_distance
 from ..oracle.arithmetic import Arithmetic, Array, Tensors
 from ..oracle.closeness import float_of, largest
+from ..oracle.pointwise import comparison_distance, evaluate_graph
 from ..oracle.recurrence import KINKS
 from ._trial import dtype_word
 
@@ -40,6 +41,13 @@ class Drawn(NamedTuple):
     smooth: bool
     outputs: Tensors
 
+    def evaluate(self, cotangents: Tensors | None, fl: Arithmetic) -> tuple[Tensors, Tensors]:
+        """Return the outputs and the gradients of the case, computed by the float64 oracle."""
+        if "graph" not in self.case:
+            return evaluate(self.case, cotangents, fl)
+        arrays = {name: array for name, array in self.case.items() if name != "graph"}
+        return evaluate_graph(self.case["graph"], arrays, cotangents, fl)
+
 
 def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
     """Draw random arrays for a trial such that no preactivation is near a kink of its activation (a point where the
@@ -49,8 +57,10 @@ def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
     The random terms are halved until two conditions hold: rounding cannot move a preactivation across a kink, and
     the states stay small over all steps, also with unbounded activations.
     """
-    parts = draw_parts(problem, rng)
     margin = 16 * float_of(dtype_word(problem)).eps
+    if isinstance(problem.cell, PointwiseCell):
+        return draw_pointwise(problem, problem.cell, rng, margin)
+    parts = draw_parts(problem, rng)
     has_kinks = not KINKS.keys().isdisjoint(activations_of(problem.cell))
     drawn = assembled(problem, parts, 1.0)
     for n in range(HALVINGS):
@@ -64,10 +74,37 @@ def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
     return Drawn(*drawn, False, outputs)
 
 
-def activations_of(cell: Cell) -> tuple[str, ...]:
+def activations_of(cell: AnyCell) -> tuple[str, ...]:
     """Return the names of the activations of a cell."""
     assert not isinstance(cell, PointwiseCell)
     return (cell.act,) if isinstance(cell, RNNCell) else cell.activations
+
+
+def draw_pointwise(problem: Problem, cell: PointwiseCell, rng: np.random.Generator, margin: float) -> Drawn:
+    """Draw random arrays for a trial of a cell of the user's own: again, until all outputs and gradients are finite and
+    small, and no comparison is close. Every second draw has positive states, inputs and parameters, for cells with
+    logarithms or roots of them."""
+    T, B, graph, shapes = problem.T, problem.B, cell.graph, shapes_of(problem)
+    drawn = None
+    for n in range(2 * HALVINGS):
+        values = {name: rng.normal(0, 0.7 * 0.9**n, shape) for name, shape in shapes.items()}
+        for name in {"Wx", "Wh"} & values.keys():
+            values[name] /= np.sqrt(shapes[name][-1])
+        if n % 2:
+            values |= {name: np.abs(values[name]) + 0.5 for name in {"h0", "c0", "inputs", "params"} & values.keys()}
+        arrays = {name: mx.array(a.astype(np.float32)).astype(problem.dtype) for name, a in values.items()}
+        case: dict[str, Any] = {name: float64(array) for name, array in arrays.items()} | {"reverse": problem.reverse}
+        if "lengths" in problem.names:
+            case["lengths"] = np.array([T - n % (T + 1) for n in range(B)])
+        drawn = Drawn(case | {"graph": graph}, arrays, True, {})
+        outputs, _ = drawn.evaluate(None, Arithmetic(np.float64))
+        drawn = drawn._replace(outputs=outputs)
+        _, gradients = drawn.evaluate({name: np.ones_like(a) for name, a in outputs.items()}, Arithmetic(np.float64))
+        small = all(largest(array) < LARGEST for array in (*outputs.values(), *gradients.values()))
+        if small and comparison_distance(graph, case) > margin:
+            return drawn
+    assert drawn is not None
+    return drawn._replace(smooth=False)
 
 
 def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
@@ -111,17 +148,21 @@ def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
         "peephole": (*own, 4 * H),
         "Wp": (*own, P, H),
         "h0": (B, D * P),
-        "c0": (B, D * H),
+        "c0": (B, D * problem.cell.carried * H),
         "mask": (T, B, D * P) if problem.masks_differ else (B, D * P),
         "keep": (T, B, D),
     }
+    if isinstance(problem.cell, PointwiseCell):
+        graph = problem.cell.graph
+        shapes |= {"inputs": (T, B, D * graph.inputs * H), "params": (D * graph.params * H,)}
     return {name: shapes[name] for name in problem.names if name in shapes}
 
 
 def output_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the outputs of a trial by name."""
-    (T, B, H, P), D, G = problem[:4], problem.directions, problem.cell.gates
-    shapes = {"h": (T, B, D * P), "c": (T, B, D * H), "gates": (T, B, D * G * H), "hT": (B, D * P), "cT": (B, D * H)}
+    (T, B, H, P), D, cell = problem[:4], problem.directions, problem.cell
+    c = D * cell.carried * H
+    shapes = {"h": (T, B, D * P), "c": (T, B, c), "gates": (T, B, D * cell.kept * H), "hT": (B, D * P), "cT": (B, c)}
     return {name: shapes[name] for name in problem.cell.outputs}
 
 

@@ -15,7 +15,6 @@ from ..child import serve
 from ..engines.autodiff import run, shown_of
 from ..engines.packing import packed_names
 from ..engines.problem import Problem
-from ..oracle import evaluate
 from ..oracle.arithmetic import Arithmetic, Array, Tensors
 from ..oracle.closeness import TRIALS, exact_and_bounds, float_of, largest
 from ._draw import Drawn, draw, float64, output_shapes, rounded, zeros
@@ -190,7 +189,7 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> 
     gradients = drawn.smooth and not problem.plain
 
     def values(fl: Arithmetic) -> Tensors:
-        outputs, exact_gradients = evaluate(drawn.case, cotangents if gradients else None, fl)
+        outputs, exact_gradients = drawn.evaluate(cotangents if gradients else None, fl)
         return {n: a for n, a in (outputs | {f"d{n}": d for n, d in exact_gradients.items()}).items() if n in got}
 
     # The error bounds come from repeated evaluations with random rounding. Two evaluations are enough if every array

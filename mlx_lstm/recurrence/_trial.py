@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..engines import cells
-from ..engines.cells import AnyCell, LSTMCell
-from ..engines.metal import fused
+from ..engines.cell_graph import from_json
+from ..engines.cells import AnyCell, LSTMCell, PointwiseCell
+from ..engines.metal import fused, pointwise
 from ..engines.metal.fused import SWEEPS, index_of, tiling_of
 from ..engines.metal.stepwise import index_bits, stepwise_rows, tile_of
 from ..engines.packing import Packing, is_packed
@@ -43,7 +44,9 @@ class Trial(NamedTuple):
     def text(self) -> str:
         """Return the trial as one line of JSON."""
         problem = self.problem
-        fields = problem._asdict() | {"dtype": dtype_word(problem), "cell": [problem.cell.op, *problem.cell]}
+        cell = problem.cell
+        options = [cell.graph.to_json(), cell.recurrent] if isinstance(cell, PointwiseCell) else cell
+        fields = problem._asdict() | {"dtype": dtype_word(problem), "cell": [cell.op, *options]}
         return json.dumps({"engine": self.engine, "problem": fields})
 
 
@@ -52,7 +55,10 @@ def trial_from(text: str) -> Trial:
     content = json.loads(text)
     fields = content["problem"]
     op, *options = fields["cell"]
-    fields["cell"] = CELLS[op](*(tuple(option) if isinstance(option, list) else option for option in options))
+    if op == "pointwise":
+        fields["cell"] = PointwiseCell(from_json(options[0]), options[1])
+    else:
+        fields["cell"] = CELLS[op](*(tuple(option) if isinstance(option, list) else option for option in options))
     fields["dtype"] = getattr(mx, fields["dtype"])
     makers: dict[str, Any] = {"names": tuple, "cotangents": tuple, "limits": Limits._make, "cut": Cut._make}
     makers |= {"chunks": Chunks._make, "packing": Packing._make}
@@ -74,7 +80,14 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         limits = one.limits if problem.chunks.recomputes else one.limits._replace(unchunked=0)
         return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
     joins, limits = False, problem.limits
-    if engine == "fused":
+    if isinstance(problem.cell, PointwiseCell):
+        # Both directions run the same kernels, one after the other.
+        problem = problem._replace(bidirectional=False, reverse=False)
+        wide = index_of(problem) == mx.uint64
+        if len(pointwise.division(problem, problem.masks_differ)) > 1:
+            limits = limits._replace(launch_steps=2)
+        B, H, P = smallest_pointwise(problem)
+    elif engine == "fused":
         wide = index_of(problem) == mx.uint64
         if len(fused.division(problem, problem.masks_differ)) > 1:
             limits = limits._replace(launch_steps=2)
@@ -139,6 +152,20 @@ def smallest_fused(problem: Problem) -> tuple[int, int, int]:
 
     def tilings(B: int) -> list[object]:
         return [tiling_of(sweep, bare._replace(B=B), problem.dtype, inputs) for sweep in SWEEPS]
+
+    wanted = tilings(problem.B)
+    B = next((B for B in batches(problem) if B > 1 and tilings(B) == wanted), problem.B)
+    return B, problem.H, problem.P
+
+
+def smallest_pointwise(problem: Problem) -> tuple[int, int, int]:
+    """Return (B, H, P) of the trial of the kernels of a cell of the user's own: the smallest batch with the same
+    tiling."""
+
+    cell = pointwise.own_cell(problem)
+
+    def tilings(B: int) -> list[object]:
+        return [pointwise.tiling_of(sweep, cell, B, problem.H, problem.dtype.size) for sweep in SWEEPS]
 
     wanted = tilings(problem.B)
     B = next((B for B in batches(problem) if B > 1 and tilings(B) == wanted), problem.B)

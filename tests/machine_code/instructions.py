@@ -171,7 +171,7 @@ def products(line: Counted) -> int:
     if not packed:
         return line.multiply_adds
     if line.rows >= 8:
-        return 8 * line.rows
+        return 32 * line.rows
     columns = 1 if "_project_" in line.kernel else 3 if line.kernel.startswith("gru") else 4
     return columns * line.rows * (16 if packed[1] == "nvfp" or (line.rows > 1 and int(packed[2]) % 2 == 0) else 32)
 

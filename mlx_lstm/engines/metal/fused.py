@@ -61,7 +61,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     else:
         Wh = [arrays["Wh"]]
     inputs["arranged"] = sweep.arrange(inputs=Wh)[0]
-    return run(problem, sweep, inputs, {"hT": "h0", "cT": "c0"})
+    return run(problem, sweep.parts, inputs, {"hT": "h0", "cT": "c0"})
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
@@ -96,7 +96,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
             if name in inputs:
                 inputs[name] = contiguous(inputs[name])
     inputs["arranged"] = sweep.arrange(inputs=[arrays["Wh"]])[0]
-    results = run(problem, sweep, inputs, {"dh0": "dhT", "dc0": "dcT"})
+    results = run(problem, sweep.parts, inputs, {"dh0": "dhT", "dc0": "dcT"})
     if sweep.few:
         return gradients_in_few_launches(problem, arrays, results | operand)
     return gradients_after_sweep(problem, arrays, saved, results)
@@ -131,11 +131,11 @@ class Sweep(NamedTuple):
     takes_product: bool = False
 
 
-def run(problem: Problem, sweep: Sweep, inputs: Inputs, carried: dict[str, str]) -> Arrays:
+def run(problem: Problem, parts: tuple[Part, ...], inputs: Inputs, carried: dict[str, str]) -> Arrays:
     """Launch the parts of a pass, one after the other, and return their results. carried: a dict from a result of
     one part to the name of the input that gets it in the next part."""
     pieces: list[Arrays] = []
-    for part in sweep.parts:
+    for part in parts:
         inputs["sizes"] = part.sizes
         values = part.launch(inputs=[inputs[name] for name in part.inputs])
         pieces.append(dict(zip(part.outputs, values, strict=True)))
@@ -144,7 +144,7 @@ def run(problem: Problem, sweep: Sweep, inputs: Inputs, carried: dict[str, str])
                 inputs[as_input] = pieces[-1][name]
     results = pieces[-1]
     if len(pieces) > 1:
-        in_order = pieces[::-1] if "dz" in results else pieces  # the order of the forward steps
+        in_order = pieces[::-1] if "dh0" in results else pieces  # the order of the forward steps
         for name in results:
             if name not in carried:
                 results[name] = joined(problem, [piece[name] for piece in in_order])

@@ -197,12 +197,14 @@ def build(
     shaders: tuple[str, ...],
     threads: int,
     index: str = "",
+    own: str = "",
 ) -> Launch:
     """Build a kernel. MLX caches compiled code by the kernel's name, so each source needs a different name. The name
     contains the shader, the arrays that are `missing`, and the template arguments.
 
     The template arguments are written into the source, because passing them to MLX would cost 0.8 us at every call.
-    index: the name of the integer type that the files of `stepwise` use as `Index`.
+    index: the name of the integer type that the files of `stepwise` use as `Index`. own: generated definitions, which
+    may use those of the files.
     """
     words: list[str] = []
     declared = ""
@@ -213,7 +215,7 @@ def build(
     name = "__".join(["_".join([shader, "without", *missing] if missing else [shader]), *words])
     first = f"using Index = {index};\n" if index else ""
     text = declared + body
-    head, source = limited(f'{first}{header(shaders, text)}#line 1 "{name}"\n', text, threads)
+    head, source = limited(f'{first}{header(shaders, own + text)}#line 1 "{name}"\n{own}', text, threads)
     kernel = mx.fast.metal_kernel(
         name=name, input_names=list(inputs), output_names=list(outputs), source=source, header=head
     )
@@ -230,18 +232,19 @@ def prepare(
     groups: tuple[int, ...],
     threads: int,
     index: str = "",
+    own: str = "",
 ) -> Launch:
     """Return a launch of a shader on groups x threads threads. The launch can be called any number of times with
     `inputs`, the list of the arrays that this call has.
 
     shader: the kernel's name. shaders: the files that it needs, in order. inputs: the name of each array that the
     shader can read, and whether this call has it. outputs: the shape and dtype of each output, or None if it is not
-    written. body: the source after the declarations of the template arguments.
+    written. body: the source after the declarations of the template arguments. index, own: see `build`.
     """
     given = tuple(name for name, is_there in inputs.items() if is_there)
     written = {name: output for name, output in outputs.items() if output is not None}
     missing = tuple(name for name in (*inputs, *outputs) if name not in given and name not in written)
-    kernel = build(shader, missing, given, tuple(written), tuple(template.items()), body, shaders, threads, index)
+    kernel = build(shader, missing, given, tuple(written), tuple(template.items()), body, shaders, threads, index, own)
     return partial(
         kernel,
         grid=(groups[0] * threads, *groups[1:], 1)[:3],

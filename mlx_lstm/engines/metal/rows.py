@@ -2,8 +2,8 @@
 
 In MLX each launch writes new arrays, so each step writes one separate array, called a row. A last launch copies all
 rows into sequences. But this launch can read only some 20 arrays (10 of each kind if a projection writes a second
-kind of row). Therefore some launches of later steps also join 8 arrays into one. Each number is copied about log8(T
-/ 20) times.
+kind of row). Therefore some launches of later steps also join N arrays into one. Each number is copied about logN(T
+/ 20) times. N is 16 if the launch has few other arrays, so up to 320 steps no number is copied twice.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,14 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-JOINED = 8
-"""How many arrays one launch joins."""
+JOINED = (16, 8)
+"""How many arrays one launch joins: 16 if Metal can bind them beside the launch's other arrays, else 8."""
+
+BOUND = 31
+"""How many arrays Metal binds to a launch."""
 
 LEFT = 20
-"""How many arrays may be left after the last step, with rows of all kinds. Metal binds up to 31 arrays to a launch."""
+"""How many arrays may be left after the last step, with rows of all kinds."""
 
 
 class Join(NamedTuple):
@@ -27,53 +30,70 @@ class Join(NamedTuple):
     steps: tuple[int, ...]
 
 
+def joined_beside(others: int) -> int:
+    """Return how many arrays a launch joins that binds this many other arrays."""
+    return next((count for count in JOINED if count + others <= BOUND), JOINED[-1])
+
+
 @lru_cache(64)
-def joins(T: int, left: int) -> tuple[tuple[Join | None, ...], tuple[int, ...]]:
-    """Plan the joins of T launches, so that at most `left` arrays remain. Return the join of each launch (None for
-    no join), and the number of rows in each remaining array.
+def joins(T: int, left: int, most: int) -> tuple[tuple[Join | None, ...], tuple[int, ...]]:
+    """Plan the joins of T launches, so that at most `left` arrays remain. A join has at most `most` arrays. Return the
+    join of each launch (None for no join), and the number of rows in each remaining array.
 
     The level of an array is the number of joins that its oldest rows went through. A launch joins neighbours of the
     same level. Near the end it joins the shortest neighbours if too many arrays would remain.
     """
-    levels = next(level for level in range(T) if left * JOINED**level >= T)
+    levels = next(level for level in range(T) if left * most**level >= T)
     plan: list[Join | None] = []
     pieces: list[tuple[int, int]] = []  # (level, number of rows)
     for to_come in range(T, 0, -1):
-        first = due(pieces, to_come, left, levels)
-        if first is None:
+        found = due(pieces, to_come, left, levels, most)
+        if found is None:
             plan.append(None)
         else:
-            joined = pieces[first : first + JOINED]
+            first, size = found
+            joined = pieces[first : first + size]
             plan.append(Join(first, tuple(steps for _, steps in joined)))
-            pieces[first : first + JOINED] = [(1 + max(joined)[0], sum(steps for _, steps in joined))]
+            pieces[first : first + size] = [(1 + max(joined)[0], sum(steps for _, steps in joined))]
         pieces.append((0, 1))
     return tuple(plan), tuple(steps for _, steps in pieces)
 
 
-def due(pieces: list[tuple[int, int]], to_come: int, left: int, levels: int) -> int | None:
-    """Return the index of the first array that the next launch joins, or None if it joins nothing. to_come: how many
-    launches are left, including the next one."""
+def due(pieces: list[tuple[int, int]], to_come: int, left: int, levels: int, most: int) -> tuple[int, int] | None:
+    """Return (first, count): the index of the first array that the next launch joins, and how many it joins. Return
+    None if it joins nothing. to_come: how many launches are left, including the next one. levels: how often a row may
+    be joined before the end of the pass. The other parameters are those of `joins`."""
     count = len(pieces)
-    for first in range(count - JOINED + 1):
-        level = pieces[first][0]
-        if level < levels and all(other == level for other, _ in pieces[first : first + JOINED]):
-            return first
-    if count + to_come <= left or to_come > levels + 1:
+    size = min(most, count + to_come - left + 1)  # a join of n arrays leaves n - 1 arrays less
+    if size < 2:
         return None
-    windows = range(max(count - JOINED, 0) + 1)
-    return min(windows, key=lambda first: sum(steps for _, steps in pieces[first : first + JOINED]))
+    for first in range(count - most + 1):
+        level = pieces[first][0]
+        if level < levels and all(other == level for other, _ in pieces[first : first + most]):
+            return first, size
+    if to_come > levels + 1:
+        return None
+    size = min(size, count)
+    windows = range(count - size + 1)
+    return min(windows, key=lambda first: sum(steps for _, steps in pieces[first : first + size])), size
 
 
 class Rows:
-    """The rows of one kind (one array per launch) that T launches of a pass write. pieces: arrays of one or more
-    rows, in the order of the launches. joins: what each launch joins. steps: the number of rows in each array at the
-    end, when at most `left` arrays remain."""
+    """The rows of one kind (one array per launch) that T launches of a pass write, of which at most `left` arrays
+    remain. pieces: arrays of one or more rows, in the order of the launches. joins: what each launch joins. steps: the
+    number of rows in each array at the end."""
 
-    def __init__(self, T: int, left: int = LEFT):
-        plan, steps = joins(T, left)
-        self.steps: tuple[int, ...] = steps
-        self.joins: Iterator[Join | None] = iter(plan)
+    def __init__(self, T: int, left: int):
+        self.T: int = T
+        self.left: int = left
         self.pieces: list[mx.array] = []
+        self.joins: Iterator[Join | None] = iter(())
+        self.steps: tuple[int, ...] = ()
+
+    def plan(self, most: int) -> None:
+        """Plan what each launch joins: at most `most` arrays."""
+        plan, self.steps = joins(self.T, self.left, most)
+        self.joins = iter(plan)
 
 
 def starts_of(steps: tuple[int, ...], count: int) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from .kernel import (
     whole_mask,
 )
 from .products import candidates, gradients_in_few_launches, is_plain, project, recurrent_input, takes_product
-from .rows import JOINED, LEFT, Join, Rows, starts_of
+from .rows import LEFT, Join, Rows, joined_beside, starts_of
 
 # --- The forward and the backward pass ---
 
@@ -157,7 +157,7 @@ def options(problem: Problem, arrays: Arrays, more: tuple[str, ...]) -> Inputs:
     for name in names:
         if name in arrays:
             inputs[name] = contiguous(arrays[name])
-    return inputs
+    return inputs | {name: in_device_memory(inputs[name]) for name in ("h0", "Wh", "Wp") if name in inputs}
 
 
 def rows_of(problem: Problem, projects: bool) -> tuple[Rows, Rows]:
@@ -190,9 +190,15 @@ def nothing(dtype: mx.Dtype) -> mx.array:
     return constant((0,) * 8, dtype)
 
 
+def in_device_memory(array: mx.array | None) -> mx.array | None:
+    """Return the array, or an array of 8 numbers that begins with it if it is smaller. Metal binds smaller arrays in
+    constant memory. Products read weights, and choose between h0 and a row, in device memory only."""
+    return array if array is None or array.size >= 8 else mx.pad(array.reshape(-1), (0, 8 - array.size))
+
+
 def transposed(weights: mx.array) -> mx.array | None:
     """Return the transpose [.., m, n] of matrices [.., n, m], in row order."""
-    return contiguous(mx.swapaxes(weights, -1, -2))
+    return in_device_memory(contiguous(mx.swapaxes(weights, -1, -2)))
 
 
 # --- Sizes ---
@@ -201,8 +207,8 @@ UNITS = {"lstm": 8, "gru": 8, "rnn": 32}
 """How many hidden units a threadgroup computes in the forward pass, by op."""
 
 SLICES = {8: 4, 16: 2}
-"""How many simdgroups share eight columns of the product in tiles, by the number of columns.
-metal/stepwise_tiles.metal computes the same number."""
+"""How many simdgroups share eight columns of the product in tiles, by the number of columns. With quantized weights
+it is always one, because several would read the same words."""
 
 TILES = {8: ((8, 32), (8, 16), (8, 8)), 32: ((32, 32), (16, 32), (16, 16))}
 """The sizes (rows, columns) that the part of a threadgroup can have in a product in tiles, if a cell needs one
@@ -303,13 +309,16 @@ class StepKernel:
         self.inputs: dict[str, bool] = {field: field in present for field in fields.split()}
         self.names: list[str] = [field for field, is_there in self.inputs.items() if is_there]
         quantized, lanes = any(is_packed(field, present) for field in self.names), rows < 8
-        slices = 1 if lanes else SLICES.get(columns, 1)
+        slices = 1 if lanes or quantized else SLICES.get(columns, 1)
         self.threads: int = (64 if quantized else 256) if lanes else 4 * columns * slices
         self.groups: tuple[int, ...] = -(-units[0] // units[1]), -(-problem.B // rows), problem.directions
         product = "QuantizedByLanes" if lanes and quantized else "ByLanes" if lanes else "ByTiles"
-        arguments = ([STRUCTS[problem.cell.op]] if cell else []) + [f"{product}<ROWS, COLUMNS>"]
+        product += "<ROWS, COLUMNS>" if lanes else "<ROWS, COLUMNS, SLICES>"
+        arguments = ([STRUCTS[problem.cell.op]] if cell else []) + [product]
         arguments += ["S"] if saves is None else ["SAVES", "S"]
         self.template: Template = {"ROWS": rows, "COLUMNS": columns, "S": dtype, "X": row_type(dtype)}
+        if not lanes:
+            self.template["SLICES"] = slices
         if cell:
             self.template["OPTIONS"] = cell_number(problem.cell, "peephole" in self.names)
         if saves is not None:
@@ -317,15 +326,17 @@ class StepKernel:
         if quantized and problem.packing:
             self.template |= {"BITS": problem.packing.bits, "GROUP": problem.packing.group_size}
         self.files: tuple[str, ...] = ("arrays", "cell", f"cell_{problem.cell.op}", "quantized", "stepwise")
-        self.files += ("stepwise_quantized",) if quantized else ()
-        self.files += ("stepwise_lanes", "stepwise_tiles", *SHADERS[shader], "stepwise_rows")
+        self.files += ("stepwise_lanes", "stepwise_tiles", *(("stepwise_quantized",) if quantized else ()))
+        self.files += (*SHADERS[shader], "stepwise_rows")
         self.arrays: str = struct_of(fields_of((*self.inputs, "after"), {*self.names, "after"}))
         self.arrays += f"threadgroup float sums[{slices * rows * columns}];\n"
-        self.arrays += f"threadgroup vec<float, 4> vectors[{1 if lanes else 9 * (rows + columns)}];\n"
+        self.arrays += f"threadgroup vec<float, 4> vectors[{1 if lanes else 33 * rows}];\n"
         self.arrays += "threadgroup float* tiles = (threadgroup float*)vectors;\n"
         self.arrays += "uint3 group = threadgroup_position_in_grid;\n"
         self.call: str = f"{shader}<{', '.join(arguments)}>(a, sums, tiles, group, {LANE});\n"
         self.launch: Launch = self.prepare(self.name, self.arrays + self.call)
+        # Besides the inputs, a launch that joins binds `after`, `joined`, `starts` and `first`.
+        self.most: int = joined_beside(len(self.names) + 4)
         self.joins: dict[tuple[int, ...], tuple[Launch, list[mx.array]]] = {}
 
     def prepare(
@@ -352,12 +363,12 @@ class StepKernel:
         """Build the launch and the arrays that `joining` returns and caches."""
         length, total = self.output[0], sum(steps)
         more = max(1, min(64, length * total // (8 * self.threads)))
-        pieces = tuple(f"p{n}" for n in range(JOINED))
-        starts = constant(tuple(length * start for start in starts_of(steps, JOINED)), mx.int64)
+        pieces = tuple(f"p{n}" for n in range(self.most))
+        starts = constant(tuple(length * start for start in starts_of(steps, self.most)), mx.int64)
         first = constant((self.groups[0], self.threads, more * self.threads), mx.uint32)
         join = struct_of({name: name for name in ("starts", "first", "joined")}, "Join", "join")
         body = f"""{self.arrays}{join}if (group.x < first[0]) {self.call}else {{
-const Pieces<X> pieces = {{{{{", ".join(pieces)}}}}};
+const Pieces<{self.most}, X> pieces = {{{{{", ".join(pieces)}}}}};
 stepwise_join(pieces, join, group, thread_index_in_threadgroup);
 }}"""
         launch = self.prepare(f"{self.name}_joining", body, total * length, more, (*pieces, "starts", "first"))
@@ -387,6 +398,8 @@ class StepLaunch:
         self.rows: Rows | None = rows
         self.places: dict[str, int] = {name: n for n, name in enumerate(kernel.names)}
         self.inputs: list[mx.array] = inputs
+        if rows is not None:
+            rows.plan(kernel.most)
 
     def __call__(self, n: int, **changed: mx.array) -> mx.array:
         """Launch step n and return the array that it writes. changed: the inputs that are not the same as at the
@@ -406,7 +419,7 @@ class StepLaunch:
         """Launch a step that also joins some of `pieces`, and replace these by the joined array. Return the array
         that the step itself writes."""
         due = slice(join.first, join.first + len(join.steps))
-        arrays = pieces[due] + pieces[due.stop - 1 : due.stop] * (JOINED - len(join.steps))
+        arrays = pieces[due] + pieces[due.stop - 1 : due.stop] * (self.kernel.most - len(join.steps))
         launch, sizes = self.kernel.joining(join.steps)
         row, *pieces[due] = launch(inputs=self.inputs + arrays + sizes)
         return row

@@ -352,13 +352,13 @@ class PointwiseStepBackward:
         else:
             np.matmul(self.Wh_T, dz, out=dh)
 
-    def finish(self, t: int, columns: slice, live: Array | None, out: Views) -> None:
-        """Write the gradient of the inputs of step t and add that of the parameters. Items that have ended, for which
-        `live` is false, get zeros: what was computed for them may be NaN."""
-        if live is not None:
+    def finish(self, t: int, columns: slice, ended: Array | None, out: Views) -> None:
+        """Write the gradient of the inputs of step t and add that of the parameters. The items that have ended get
+        zeros, because what was computed for them may be NaN. ended: their indices, or None if there are none."""
+        if ended is not None:
             for array in self.by_column:
-                array[:, columns][:, ~live] = 0
-            self.du[:, ~live] = self.dw[:, ~live] = 0
+                array[:, columns][:, ended] = 0
+            self.du[:, ended] = self.dw[:, ended] = 0
         if "inputs" in out:
             np.copyto(out["inputs"][t], self.du.T)
         self.dparams += self.dw

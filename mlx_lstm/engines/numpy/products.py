@@ -4,6 +4,7 @@ Forward: the input's part of the preactivations, computed for a block of steps a
 each step's own product (`JoinedProduct`). Backward: the gradients of the weights (`WeightGradients`).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -156,7 +157,7 @@ def factored_names(problem: Problem, v: Views) -> list[str]:
 class WeightGradients:
     """Weight gradients of one direction: matrix products over steps and batch, summed over chunks of time."""
 
-    def __init__(self, out: Views, written: set[int], factored: list[str]):
+    def __init__(self, out: Views, written: set[int], factored: Sequence[str] = ()):
         """Prepare the gradients of one direction.
 
         out: the memory of the requested gradients. written: the first steps of those chunks of dx that a direction
@@ -168,13 +169,18 @@ class WeightGradients:
         # A dict for each name: from the gradient's first row to its factors left [n, rows] and right [n, columns], both
         # copied.
         self.factors: dict[str, dict[int, tuple[Array, Array]]] = {name: {} for name in factored}
-        self.begun: set[tuple[str, int]] = set()  # (name, first row) of what the first chunk has written
+        self.left: Array | None = None  # the latest left factor
+        self.begun: set[tuple[str, int | None]] = set()  # (name, first row) of what the first chunk has written
 
     def accumulate(self, name: str, left: Array, right: Array, rows: slice = slice(None)) -> None:
         """Add left @ right to these rows of the gradient `name`, if that gradient is requested. The first chunk
         writes the product, later chunks add theirs."""
         if name in self.factors:
-            self.factors[name][rows.start or 0] = np.array(left.T, order="C"), np.array(right, order="C")
+            left = np.array(left.T, order="C")
+            # Wx and Wh usually have the same left factor, dz. It is the larger one and is stored once.
+            if self.left is None or not np.array_equal(left, self.left):
+                self.left = left
+            self.factors[name][rows.start or 0] = self.left, np.array(right, order="C")
             return
         if name not in self.out:
             return
@@ -185,10 +191,27 @@ class WeightGradients:
             np.matmul(left, right, out=gradient)
             self.begun.add((name, rows.start))
 
+    def of_segment(self, own: Views) -> "WeightGradients":
+        """Return an object for some steps of some batch items, which adds its weight gradients to those of this object.
+        own: the memory for the gradients of these items and steps."""
+        part = WeightGradients(self.out | own, set())
+        part.begun = self.begun
+        return part
+
+    def add(self, name: str, term: Array) -> None:
+        """Add a term to the gradient `name`. The first term is written to the gradient's memory."""
+        if (name, None) in self.begun:
+            self.out[name] += term
+        else:
+            self.out[name][...] = term
+            self.begun.add((name, None))
+
     def write_input(self, start: int, stop: int, dz: Array, Wx: Array | None) -> None:
-        """Write the gradient of x for the steps from `start` to `stop`, computed from dz [GH, n]. The second
-        direction adds its part to that of the first. Without Wx, x is already projected, and each direction has its
-        own part of the gradient."""
+        """Write the gradient of x for the steps from `start` to `stop`, computed from dz [GH, n], if that gradient is
+        requested. The second direction adds its part to that of the first. Without Wx, x is already projected, and
+        each direction has its own part of the gradient."""
+        if "x" not in self.out:
+            return
         dx = self.out["x"][start:stop]
         if Wx is None:
             dx[...] = dz.T.reshape(dx.shape)

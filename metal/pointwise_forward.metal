@@ -1,0 +1,93 @@
+// The forward pass of a cell of the user's own over a whole sequence. pointwise.metal describes the arrays and the
+// cell. `vectors` in threadgroup memory holds h of all units, times the mask, as a double buffer [2][ROWS][padded H].
+// With a product there is one barrier per step, between writing h and the next product that reads it.
+template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
+void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
+  constexpr int G = Cell::GATES, P = Cell::PRODUCTS, C = Cell::STATES - 1, LANES = Cell::LANES, GROUP = LANES * UNITS;
+  constexpr int RUNS = P == 0 ? 0 : RUNS_OF<H, GROUP>, ROW = GROUP * RUNS, HALF = ROWS * ROW;
+  Sweep sweep = {};
+  read_sizes(a.sizes, 0, sweep);
+  const int s = int(index) % GROUP, lane = s % LANES, own = int(index) / LANES;
+  const bool real = H % (32 / LANES) == 0 || own < H, writes = real && lane == LANES - 1;
+  const int unit = real ? own : 0;  // padding lanes read the numbers of unit 0
+  const device vec<S, 4>* streamed =
+      vectors_of_lane<P == 0 ? 1 : RUNS * UNITS * P, vec<S, 4>>(a.arranged, 0, index, threads);
+  vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
+  load_resident<RESIDENT>(streamed, resident);
+  fill_with_zeros(vectors, 2 * HALF, index, threads);
+  if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros from the units' own h
+  float state[ROWS][C + 1], w[Cell::PARAMS == 0 ? 1 : Cell::PARAMS];
+  int length[ROWS];
+  load_all<Cell::PARAMS, H>(a.params, Index(0), unit, w, 0);
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    const int b = min(int(group.x) * ROWS + r, sweep.B - 1), t = time_of(sweep, sweep.start);
+    length[r] = value_at(a.lengths, b, sweep.T);
+    load_all<1, H>(a.h0, Index(b), unit, state[r], 0);
+    load_all<C, H>(a.c0, Index(b), unit, state[r], 1);
+    const Index at = Index((sweep.masks_differ ? t * sweep.B : 0) + b) * H + Index(unit);
+    if (P > 0 && writes)
+      number_at(vectors, (sweep.start & 1) * HALF + r * ROW, own) = state[r][0] * value_at(a.mask, at, 1.0f);
+  }
+  if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the first h from the first product
+  for (int n = sweep.start; n < sweep.stop; ++n) {
+    threadgroup float4* before = vectors + (n & 1) * HALF;
+    threadgroup float4* after = vectors + (~n & 1) * HALF;
+    const int t = time_of(sweep, n);
+    const Index first = Index(t) * Index(sweep.B), written = Index(t - first_time(sweep)) * Index(sweep.B);
+    float z[ROWS][REGISTERS_OF<G, LANES>], sums[ROWS][P == 0 ? 1 : UNITS * P] = {};
+#pragma clang loop unroll(full)
+    for (int r = 0; r < ROWS; ++r) {
+      const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
+      load_blocks<G, LANES, H>(a.z, first + Index(b), lane, unit, z[r]);
+    }
+    if constexpr (P > 0) {
+      constexpr int ALL = (1 << P) - 1;
+      add_product<ROWS, UNITS * P, RUNS, GROUP, 0, P, ALL, RESIDENT, ROW>(sums, resident, streamed, before + s);
+#pragma clang loop unroll(full)
+      for (int r = 0; r < ROWS; ++r) {
+        sum_over_units<UNITS, P, ALL, LANES>(sums[r]);
+        sum_of_own_unit<Cell>(sums[r]);
+      }
+    }
+#pragma clang loop unroll(full)
+    for (int r = 0; r < ROWS; ++r) {
+      const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
+      const bool live = is_live(a.lengths, t, length[r]);
+      const float factor = value_at(a.keep, first + Index(b), 1.0f);
+      float u[Cell::INPUTS == 0 ? 1 : Cell::INPUTS], y[REGISTERS_OF<Cell::KEPT, LANES>] = {}, next[C + 1];
+      float c[REGISTERS_OF<C, LANES>] = {};
+      load_all<Cell::INPUTS, H>(a.inputs, first + Index(b), unit, u, 0);
+#pragma clang loop unroll(full)
+      for (int k = 0; k <= C; ++k) next[k] = factor * state[r][k];
+      Cell::forward(lane, z[r], sums[r], u, w, next, y);
+      const S m = S(next[0]);
+      next[0] = float(m);
+      // Past an item's end the state stays and the outputs are 0: selected, because the computed values may be NaN.
+#pragma clang loop unroll(full)
+      for (int k = 0; k <= C; ++k) state[r][k] = live ? next[k] : state[r][k];
+      Cell::own_blocks(lane, next, c);
+#pragma clang loop unroll(full)
+      for (int j = 0; j < REGISTERS_OF<C, LANES>; ++j) c[j] = live ? c[j] : 0.0f;
+#pragma clang loop unroll(full)
+      for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;
+      if (real) store_blocks<Cell::KEPT, LANES, H>(a.gates, written + Index(b), lane, unit, y);
+      if (real) store_blocks<C, LANES, H>(a.c, written + Index(b), lane, unit, c);
+      if (writes) a.h[(written + Index(b)) * H + Index(unit)] = live ? m : S(0.0f);
+      if (P > 0 && writes && (!is_present(a.mask) || n + 1 < sweep.stop)) {  // after the last step no mask is left
+        const int row = sweep.masks_differ ? time_of(sweep, n + 1) * sweep.B + b : b;
+        number_at(after, r * ROW, own) = state[r][0] * value_at(a.mask, Index(row) * H + Index(unit), 1.0f);
+      }
+    }
+    if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates new h from the next product
+    streamed += opaque_zero(sweep);
+  }
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
+    if (!writes) continue;
+    a.hT[Index(b) * H + Index(unit)] = S(state[r][0]);
+#pragma clang loop unroll(full)
+    for (int k = 0; k < C; ++k) store(a.cT, (Index(b) * C + Index(k)) * H + Index(unit), state[r][k + 1]);
+  }
+}

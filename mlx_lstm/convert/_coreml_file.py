@@ -1,0 +1,150 @@
+"""Write Core ML packages (.mlpackage) that contain LSTM layers. This needs the package coremltools."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..checks import fail
+from ..engines.cells import LSTMCell
+from ..engines.problem import Arrays
+from .weights import OURS, Weights, held, one_bias, reorder
+
+ENDING = ".mlpackage"
+ORDER = "ifog"
+"""The gate order of MIL's operation lstm: input, forget, output and cell gate."""
+
+ACTIVATIONS = {"sigmoid": "sigmoid", "tanh": "tanh", "relu": "relu", "identity": "linear"}
+"""This package's names of activations, and MIL's."""
+
+LONGEST = 65536
+"""The largest number of steps that a written model accepts. Core ML wants a bound."""
+
+
+def load() -> Any:
+    """Import and return the package coremltools; raise ImportError with advice if it is missing."""
+    try:
+        import coremltools
+        import coremltools.converters.mil.mil
+    except ImportError as error:
+        advice = "pip install '.[coreml]'"
+        raise ImportError(f".mlpackage files need the package coremltools: {advice} ({error})") from None
+    return coremltools
+
+
+def write(path: Path, layers: Mapping[str, Weights], force: bool) -> None:
+    """Write a package. It is complete before it gets its name; an old package is removed last."""
+    arrays = {name: mil_arrays(weights) for name, weights in layers.items()}
+    if path.exists() and not (path.is_dir() and (path / "Manifest.json").is_file()):
+        fail("convert", f"{path} must be a Core ML package, to be replaced by force,", "something else")
+    tools = load()
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+        new = Path(folder) / f"new{ENDING}"
+        model_of(tools, layers, arrays).save(str(new))
+        if path.exists():
+            if not force:
+                raise FileExistsError(f"{path} exists")
+            os.replace(path, Path(folder) / f"old{ENDING}")
+        os.replace(new, path)
+        shutil.rmtree(Path(folder) / f"old{ENDING}", ignore_errors=True)
+
+
+def model_of(tools: Any, layers: Mapping[str, Weights], arrays: dict[str, list[Arrays]]) -> Any:
+    """Return a model of coremltools. For each stack of K layers with D directions its inputs are x [T, 1, I], h_0 and
+    c_0 [K D, 1, H], its outputs h [T, 1, D H], h_n and c_n [K D, 1, H]."""
+    from coremltools.converters.mil import Builder as mb
+    from coremltools.converters.mil.mil import Function, Program, get_new_symbol
+
+    shapes: dict[str, tuple[Any, ...]] = {}
+    for name, weights in layers.items():
+        rows = len(weights.layers) * weights.directions
+        shapes[title(name, "x")] = (get_new_symbol(), 1, weights.input_size)
+        shapes |= {title(name, word): (rows, 1, weights.hidden_size) for word in ("h_0", "c_0")}
+    program, target = Program(), tools.target.iOS15
+    places = {key: mb.placeholder(shape=shape) for key, shape in shapes.items()}
+    with Function(places, opset_version=target) as function:
+        outputs = []
+        for name, weights in layers.items():
+            inputs = [function.inputs[title(name, word)] for word in ("x", "h_0", "c_0")]
+            outputs += add_stack(mb, name, weights, arrays[name], inputs)
+        function.set_outputs(outputs)
+    program.add_function("main", function)
+    length = tools.RangeDim(1, LONGEST)
+    types = [
+        tools.TensorType(name=key, shape=tuple(size if isinstance(size, int) else length for size in shape))
+        for key, shape in shapes.items()
+    ]
+    return tools.convert(
+        program,
+        convert_to="mlprogram",
+        inputs=types,
+        minimum_deployment_target=target,
+        compute_precision=tools.precision.FLOAT32,
+        skip_model_load=True,
+    )
+
+
+def add_stack(mb: Any, name: str, weights: Weights, arrays: list[Arrays], inputs: list[Any]) -> list[Any]:
+    """Add the operations of a stack of layers to a program. Return its outputs h, h_n, c_n. mb: MIL's builder."""
+    x, *first = inputs
+    K, D, H = len(weights.layers), weights.directions, weights.hidden_size
+    last: list[list[Any]] = [[], []]
+    for k, layer in enumerate(arrays):
+        states = []
+        for state in first:  # rows [D, 1, H] of the layer, side by side: [1, D H]
+            rows = mb.slice_by_size(x=state, begin=[k * D, 0, 0], size=[D, 1, H])
+            states.append(mb.reshape(x=mb.transpose(x=rows, perm=[1, 0, 2]), shape=[1, D * H]))
+        direction = "bidirectional" if D == 2 else "reverse" if weights.reverse else "forward"
+        own = {"initial_h": states[0], "initial_c": states[1], "direction": direction, "output_sequence": True}
+        own |= activations(weights.cell) | {"name": title(name, f"lstm_{k}")}
+        x, *found = mb.lstm(x=x, **own, **layer)
+        for rows, state in zip(last, found, strict=True):
+            rows.append(mb.transpose(x=mb.reshape(x=state, shape=[1, D, H]), perm=[1, 0, 2]))
+    states = [mb.concat(values=rows, axis=0) if K > 1 else rows[0] for rows in last]
+    names = [title(name, word) for word in ("h", "h_n", "c_n")]
+    return [mb.identity(x=array, name=each) for array, each in zip([x, *states], names, strict=True)]
+
+
+def title(name: str, word: str) -> str:
+    """Return the name of an input, an output or an operation. MIL allows letters, digits and underscores only."""
+    whole = "".join(c if c.isascii() and c.isalnum() else "_" for c in (f"{name}_{word}" if name else word))
+    return whole if not whole[0].isdigit() else f"_{whole}"
+
+
+def mil_arrays(weights: Weights) -> list[Arrays]:
+    """Return for each layer the weights by the names of MIL's operation, float32 in its gate order. Raise ValueError
+    for options that the operation lacks."""
+    op = "convert"
+    if not isinstance(weights.cell, LSTMCell):
+        why = "as Core ML's gru has no bias inside of its reset gate" if weights.cell.op == "gru" else "for Core ML"
+        fail(op, f"layers of a {ENDING} file must be LSTMs, {why},", weights.cell.op)
+    clips = weights.cell.cell_clip is not None
+    weights = held(op, weights, options=True, reverse=True)
+    if clips or any("peephole" in each for layer in weights.layers for each in layer):
+        # MIL's documentation does not say what is clipped, nor which c the output gate's peephole reads.
+        fail(op, f"layers of a {ENDING} file must have no cell_clip and no peephole", weights)
+    activations(weights.cell)
+    layers = []
+    for layer in weights.layers:
+        words: dict[str, Any] = {}
+        for end, arrays in zip(("", "_back"), layer, strict=False):
+            both = arrays | one_bias(weights.cell, arrays)
+            for word, key in (("Wx", "weight_ih"), ("Wh", "weight_hh"), ("b", "bias")):
+                if word in both:
+                    words[key + end] = np.array(reorder(both[word], OURS["lstm"], ORDER).astype(mx.float32))
+        layers.append(words)
+    return layers
+
+
+def activations(cell: Any) -> dict[str, str]:
+    """Return MIL's names of the activations of an LSTM."""
+    i, f, g, o, h = cell.activations
+    if not {i, g, h} <= ACTIVATIONS.keys() or not i == f == o:
+        rule = f"activations must be {', '.join(ACTIVATIONS)}, the same for i, f and o, as Core ML has them,"
+        fail("convert", rule, cell.activations)
+    return {"recurrent_activation": ACTIVATIONS[i], "cell_activation": ACTIVATIONS[g], "activation": ACTIVATIONS[h]}

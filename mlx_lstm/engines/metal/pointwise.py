@@ -1,0 +1,406 @@
+"""Engine `fused` for a cell of the user's own: the struct that metal/pointwise.metal describes, generated from the
+cell's graph, and the launches of the forward and the backward pass.
+
+Directions run one after the other in two launches, each on its part of the arrays.
+"""
+
+from collections.abc import Collection
+from functools import lru_cache
+from hashlib import blake2b
+
+import mlx.core as mx
+import numpy as np
+
+from ..cell_graph import CellGraph
+from ..cells import PointwiseCell
+from ..directions import join, join_gradients, one_direction, part
+from ..ops import sweep as ops
+from ..problem import Arrays, Problem
+from .fused import FEWEST_CORES, THREADGROUP_BYTES, FusedTiling, Part, index_of, registers_of, run
+from .kernel import Inputs, Outputs, Template, cached, contiguous, fields_of, prepare, struct_of, whole_mask
+from .products import column_sums, project
+from .statements import Statements
+
+WORKING_REGISTERS = {
+    "forward": {1: 44, 2: 64, 4: 92},
+    "backward": {1: 48, 2: 68, 4: 108},
+}
+"""The number of registers that a thread needs besides its resident weights and those of further states, by pass and
+batch items of a threadgroup. The numbers come from the same source as `fused.WORKING_REGISTERS`."""
+
+FILES = ("arrays", "cell", "fused", "fused_lanes", "pointwise")
+
+INPUTS = {
+    "forward": ("z", "h0", "c0", "arranged", "inputs", "params", "mask", "keep", "lengths", "sizes"),
+    "backward": (
+        *("gates", "h", "c", "h0", "c0", "arranged", "inputs", "params", "mask", "keep", "lengths"),
+        *("dh", "dc", "dhT", "dcT", "sizes"),
+    ),
+}
+
+# --- The generated struct ---
+
+
+def lanes_of(cell: PointwiseCell) -> int:
+    """Return how many lanes share a unit."""
+    return 4 if cell.recurrent else 1
+
+
+def scatters(cell: PointwiseCell) -> bool:
+    """Return whether each lane gets the recurrent product of its own gate only, which takes fewer additions."""
+    return cell.recurrent and cell.gates == 4 and not cell.graph.apart
+
+
+def gradient_nodes(graph: CellGraph) -> list[int]:
+    """Return the nodes whose values the backward pass stores: the gradients of the recurrent parts, then those of the
+    input's parts that differ."""
+    products = graph.of_product()
+    return [*products, *(n for n in dict.fromkeys(graph.gradients("x")) if n not in products)]
+
+
+def grouped(letter: str, nodes: list[int], lanes: int) -> list[tuple[str, list[int]]]:
+    """Return the registers in which lanes have nodes, as `Statements` takes them: register j has the nodes from
+    j * lanes."""
+    parts = [nodes[start : start + lanes] for start in range(0, len(nodes), lanes)]
+    return [(f"{letter}{j}", [*nodes, *[-1] * (lanes - len(nodes))]) for j, nodes in enumerate(parts)]
+
+
+@lru_cache(512)
+def struct_text(cell: PointwiseCell) -> str:
+    """Return the struct `Own` of a cell, which metal/pointwise.metal describes."""
+    graph, lanes = cell.graph, lanes_of(cell)
+    numbers = {
+        "GATES": graph.gates, "STATES": graph.states, "INPUTS": graph.inputs, "PARAMS": graph.params,
+        "KEPT": len(graph.saved), "GRADIENTS": len(gradient_nodes(graph)), "LANES": lanes,
+        "PRODUCTS": graph.gates if cell.recurrent else 0, "SCATTERS": int(scatters(cell)),
+        "READS_H": int(graph.reads("s0")),
+    }  # fmt: skip
+    enum = ", ".join(f"{name} = {value}" for name, value in numbers.items())
+    blocks = own_blocks_text(graph, lanes)
+    return f"struct Own {{\nenum {{ {enum} }};\n{forward_text(cell)}{backward_text(cell)}{blocks}}};\n"
+
+
+def function_text(head: str, lines: list[str]) -> str:
+    """Return the source of a static function."""
+    return "static void " + head + " {\n" + "\n".join(lines) + "\n}\n"
+
+
+def of_lane(names: list[str], lanes: int) -> str:
+    """Return the expression that selects names[k] in lane k."""
+    code = names[-1]
+    for k in reversed(range(len(names) - 1)):
+        code = f"lane == {k} ? {names[k]} : {code}" if lanes > 1 else names[0]
+    return code
+
+
+def own_blocks_text(graph: CellGraph, lanes: int) -> str:
+    """Return the function that selects a lane's blocks of the states besides h."""
+    names = [f"s[{k}]" for k in range(1, graph.states)]
+    parts = [names[start : start + lanes] for start in range(0, len(names), lanes)]
+    lines = [f"c[{j}] = {of_lane(part, lanes)};" for j, part in enumerate(parts)]
+    return function_text("own_blocks(int lane, thread const float* s, thread float* c)", lines)
+
+
+def forward_text(cell: PointwiseCell) -> str:
+    """Return the function of one forward step. s: on entry the states before it, on return the new ones."""
+    graph, lanes = cell.graph, lanes_of(cell)
+    lines: list[str] = []
+    number, gates = graph.number, [graph.number.get(f"x{k}", -1) for k in range(graph.gates)]
+    uniform = {n: f"{name[0]}_in{name[1:]}" for name, n in number.items() if name[0] in "suw"}
+    lines += [f"const float {name} = {name[0]}[{name[4:]}];" for name in uniform.values()]
+    count = -(-graph.gates // lanes)
+    for j in range(count):
+        own = [f"sums[{k}]" for k in range(lanes * j, min(lanes * (j + 1), graph.gates))]
+        product = (
+            ""
+            if not cell.recurrent or graph.apart
+            else " + sums[0]"
+            if scatters(cell)
+            else f" + ({of_lane(own, lanes)})"
+        )
+        lines.append(f"const float a{j} = z[{j}]{product};")
+    if graph.apart:
+        uniform |= {number[f"p{k}"]: f"sums[{k}]" for k in range(graph.gates) if f"p{k}" in number}
+    code = Statements(graph, lanes, uniform, grouped("a", gates, lanes))
+    code.divide_work([*graph.forward, *graph.saved])
+    new = [code.as_float(n, code.everywhere(n)) for n in graph.forward]
+    saved = code.in_lanes(graph.saved)
+    lines += [*code.lines, *(f"y[{j}] = {name};" for j, name in enumerate(saved))]
+    lines += [f"s[{k}] = {name};" for k, name in enumerate(new)]
+    head = "forward(int lane, thread const float* z, thread const float* sums, thread const float* u, "
+    return function_text(head + "thread const float* w, thread float* s, thread float* y)", lines)
+
+
+def backward_text(cell: PointwiseCell) -> str:
+    """Return the function of one backward step.
+
+    y: the lane's saved blocks. h, c: h and the lane's blocks of the other states before the step, which the cell sees
+    times `factor`. now: on entry the states after the step, on return the states before it. back: on entry the
+    gradients of the states after the step, on return those of the states that the cell saw, past the product. d: the
+    lane's blocks of the gradients that `gradient_nodes` lists.
+    """
+    graph, lanes = cell.graph, lanes_of(cell)
+    after, number = graph.known_after(), graph.number
+    uniform = {n: f"n_in{k}" for n, k in after.items()}
+    lines = [f"const float n_in{k} = now[{k}];" for k in after.values()]
+    uniform |= {n: f"{name[0]}_in{name[1:]}" for name, n in number.items() if name[0] in "uwd"}
+    arrays = {"u": "u", "w": "w", "d": "back"}
+    lines += [f"const float {n[0]}_in{n[1:]} = {arrays[n[0]]}[{n[1:]}];" for n in number if n[0] in "uwd"]
+    if "s0" in number:
+        lines.append("const float s_in0 = factor * h;")
+        uniform[number["s0"]] = "s_in0"
+    others = [number.get(f"s{k}", -1) for k in range(1, graph.states)]
+    lines += [f"const float b{j} = factor * c[{j}];" for j in range(-(-len(others) // lanes))]
+    lines += [f"const float y{j} = y[{j}];" for j in range(-(-len(graph.saved) // lanes))]
+    bundles = grouped("b", others, lanes) + grouped("y", list(graph.saved), lanes)
+    code = Statements(graph, lanes, uniform, bundles)
+    code.divide_work(graph.back)
+    results = {"d": code.in_lanes(gradient_nodes(graph))}
+    for letter, name in (("s", "back"), ("u", "du"), ("w", "dw")):
+        results[name] = [code.as_float(n, code.everywhere(n)) for n in graph.gradients(letter)]
+    lines += code.lines
+    lines += [f"{name}[{k}] = {value};" for name, values in results.items() for k, value in enumerate(values)]
+    lines += ["now[0] = h;"] if graph.reads_after(0) else []
+    for k in range(1, graph.states):
+        j, lane = divmod(k - 1, lanes)
+        if graph.reads_after(k):
+            lines.append(f"now[{k}] = quad_broadcast(c[{j}], ushort({lane}));" if lanes > 1 else f"now[{k}] = c[{j}];")
+    head = "backward(int lane, thread const float* y, float h, thread const float* c, float factor, "
+    head += "thread const float* u, thread const float* w, thread float* now, thread float* back, thread float* d, "
+    return function_text(head + "thread float* du, thread float* dw)", lines)
+
+
+# --- Tiling ---
+
+
+@lru_cache(1024)
+def tiling_of(sweep: str, cell: PointwiseCell, B: int, H: int, itemsize: int) -> FusedTiling:
+    """Return how a pass is divided among threads. `FusedTiling` describes the result."""
+    lanes, back, G = lanes_of(cell), sweep == "backward", cell.gates
+    if not cell.recurrent:
+        threads = 32 * -(-H // 32)
+        return FusedTiling(False, 1, 1, threads, 1, 16, 0, 0, 1.0, WORKING_REGISTERS[sweep][1])
+    units = 4 if back else 2
+    threads = 32 * -(-(-(-H // units) * lanes * units) // 32)
+    most = registers_of(threads)
+
+    def working(rows: int) -> int:
+        more = max(0, cell.carried - 1) + cell.graph.inputs + cell.graph.params + max(0, G - 4)
+        return WORKING_REGISTERS[sweep][rows] + 4 * rows * more
+
+    length, group = G * H if back else H, 4 * lanes * units
+    runs = -(-length // group)
+    rows = 1 if B <= 16 else 2 if B <= 64 else 4
+    while rows > 1 and (working(rows) > most or 8 * rows * group * runs > THREADGROUP_BYTES):
+        rows //= 2
+    weights = runs * units * (1 if back else G)
+    resident = max(0, min(weights, (most - working(rows)) // itemsize))
+    used = working(rows) + resident * itemsize
+    size = 4 * rows * group * runs
+    return FusedTiling(False, units, rows, threads, 2, 2 * size, weights, resident, resident / weights, used)
+
+
+@lru_cache(256)
+def arrangement(sweep: str, cell: PointwiseCell, H: int, tiling: FusedTiling) -> mx.array:
+    """Return for each weight in the order in which lanes read them its place in Wh [G H, H], flattened; padding has the
+    place G H H, where the caller appends a zero. metal/fused_lanes.metal describes the order."""
+    back, G = sweep == "backward", cell.gates
+    lanes, units = lanes_of(cell), tiling.units
+    index, vector, e = np.ogrid[: tiling.threads, : tiling.weights, :4]
+    s, per = index % (lanes * units), 1 if back else G
+    slot, run_ = vector % (units * per), vector // (units * per)
+    unit = index // (lanes * units) * units + ((slot // per) ^ (s // lanes))
+    gate = slot % per ^ (s % lanes) if scatters(cell) and not back else slot % per
+    k = 4 * (s + lanes * units * run_) + e
+    place = k * H + unit if back else (gate * H + unit) * H + k
+    place = np.where((unit < H) & (k < (G * H if back else H)), place, G * H * H)
+    shape = (tiling.threads // 32, 32, tiling.weights, 4)
+    return mx.array(place.reshape(shape).transpose(0, 2, 1, 3).reshape(-1).astype(np.uint32))
+
+
+def arranged(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
+    """Return the weights in the order in which lanes read them."""
+    cell = own_cell(problem)
+    tiling = tiling_of(sweep, cell, problem.B, problem.H, Wh.dtype.size)
+    padded = mx.concatenate([Wh.reshape(-1), mx.zeros((1,), Wh.dtype)])
+    return padded[arrangement(sweep, cell, problem.H, tiling)]
+
+
+def own_cell(problem: Problem) -> PointwiseCell:
+    """Return the cell of the problem."""
+    assert isinstance(problem.cell, PointwiseCell)
+    return problem.cell
+
+
+# --- Launches ---
+
+
+def division(problem: Problem, differ: bool) -> list[tuple[int, mx.array]]:
+    """Return, for each launch in the order of processing, its number of steps and its array of sizes."""
+    T, B = problem.T, problem.B
+    groups = B // tiling_of("forward", own_cell(problem), B, problem.H, 4).rows
+    steps = max(1, problem.limits.launch_steps // max(1, groups // FEWEST_CORES))
+    bounds = [(start, min(start + steps, T)) for start in range(0, T, steps)]
+    return [(b - a, mx.array((a, b, T, B, 1, problem.reverse, differ), mx.int32)) for a, b in bounds]
+
+
+def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, steps: int, names: Collection[str]) -> Outputs:
+    """Return the shape and dtype of each output, or None for those that are not written."""
+    cell, B, H, floats = own_cell(problem), problem.B, problem.H, mx.float32
+    graph, C = cell.graph, cell.carried
+
+    def array(lead: tuple[int, ...], blocks: int, kind: mx.Dtype) -> tuple[tuple[int, ...], mx.Dtype] | None:
+        return ((*lead, blocks * H), kind) if blocks else None
+
+    h, c = ((B, H), dtype), array((B,), C, floats)
+    if sweep == "forward":
+        saves = problem.training or problem.return_gates
+        kept = array((steps, B), cell.kept, dtype) if saves else None
+        return {"h": ((steps, B, H), dtype), "c": array((steps, B), C, floats), "gates": kept, "hT": h, "cT": c}
+    groups = -(-B // tiling_of(sweep, cell, B, H, dtype.size).rows)
+    outputs: Outputs = {"d": array((steps, B), len(gradient_nodes(graph)), dtype)}
+    outputs |= {"du": array((steps, B), graph.inputs, dtype), "dw": array((groups,), graph.params, floats)}
+    outputs["carry"] = array((steps, B), graph.states, floats) if "keep" in names else None
+    return outputs | {"dh0": h, "dc0": c}
+
+
+@cached
+def sweep_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], differ: bool) -> tuple[Part, ...]:
+    """Return the launches of a pass. names: the inputs that this call has. differ: whether each step has a mask of its
+    own."""
+    back, pieces = sweep == "backward", division(problem, differ)
+    first = {*names, "sizes"}
+    later = (
+        first | ({"dhT", "dcT"} if back else {"h0", "c0"})
+        if problem.cell.carried
+        else first | {"dhT" if back else "h0"}
+    )
+    ordered = reversed(pieces) if back else pieces
+    return tuple(
+        prepared_part(sweep, problem, dtype, later if n else first, steps, sizes)
+        for n, (steps, sizes) in enumerate(ordered)
+    )
+
+
+def prepared_part(
+    sweep: str, problem: Problem, dtype: mx.Dtype, present: Collection[str], steps: int, sizes: mx.array
+) -> Part:
+    """Return one launch that runs `steps` steps of a pass. present: the inputs that it has."""
+    cell = own_cell(problem)
+    text, tiling = struct_text(cell), tiling_of(sweep, cell, problem.B, problem.H, dtype.size)
+    inputs = {name: name in present for name in INPUTS[sweep]}
+    outputs = outputs_of(sweep, problem, dtype, steps, present)
+    written = [name for name, output in outputs.items() if output is not None]
+    fields = fields_of((*inputs, *outputs), {*present, *written})
+    template: Template = {"H": problem.H, "UNITS": tiling.units, "ROWS": tiling.rows, "RESIDENT": tiling.resident}
+    template |= {"Index": index_of(problem), "S": dtype}
+    body = struct_of(fields) + f"threadgroup vec<float, 4> vectors[{max(1, tiling.bytes // 16)}];\n"
+    body += f"pointwise_{sweep}<Own, {', '.join(template)}>(a, vectors, threadgroup_position_in_grid.xy, "
+    body += "thread_position_in_threadgroup.x, threads_per_threadgroup.x);"
+    # MLX caches compiled code by the kernel's name, so the name contains the text of the cell.
+    name = f"pointwise_{blake2b(text.encode(), digest_size=8).hexdigest()}_fused_{sweep}"
+    groups = (-(-problem.B // tiling.rows), 1)
+    shaders = (*FILES, f"pointwise_{sweep}")
+    launch = prepare(name, shaders, inputs, outputs, template, body, groups, tiling.threads, own=text)
+    return Part(launch, sizes, tuple(name for name in inputs if inputs[name]), tuple(written))
+
+
+# --- The forward and the backward pass ---
+
+
+def forward(problem: Problem, arrays: Arrays) -> Arrays:
+    """Run the forward pass. Return h [T, B, D H], gates [T, B, D K H], hT [B, D H] and, with more states, c and cT."""
+    if problem.bidirectional:
+        return join([forward(one_direction(problem, d), part(arrays, d)) for d in range(2)])
+    mask = whole_mask(problem, arrays)
+    inputs: Inputs = given(problem, arrays, mask)
+    inputs["z"] = project(problem, arrays)
+    if "Wh" in arrays:
+        inputs["arranged"] = arranged("forward", problem, arrays["Wh"])
+    names = tuple(name for name, array in inputs.items() if array is not None)
+    parts = sweep_of("forward", problem, arrays["x"].dtype, names, mask is not None and mask.shape[0] > 1)
+    results = run(problem, parts, inputs, {"hT": "h0", "cT": "c0"})
+    if own_cell(problem).kept == 0:
+        results["gates"] = mx.zeros((problem.T, problem.B, 0), arrays["x"].dtype)
+    return results
+
+
+def given(problem: Problem, arrays: Arrays, mask: mx.array | None) -> Inputs:
+    """Return the inputs that both passes read, by the names of the kernels."""
+    inputs: Inputs = {"mask": mask}
+    for name in ("h0", "inputs", "params", "lengths"):
+        if name in arrays:
+            inputs[name] = contiguous(arrays[name])
+    if "c0" in arrays:
+        inputs["c0"] = arrays["c0"].astype(mx.float32)
+    if "keep" in arrays:
+        inputs["keep"] = contiguous(arrays["keep"].reshape(problem.T, problem.B))
+    return inputs
+
+
+def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
+    """Run the backward pass. Return the gradients of all arrays, by name. saved: the outputs of the forward pass.
+    cotangents: the gradients of some outputs."""
+    if saved.get("gates") is None:
+        saved = forward(problem._replace(training=True), arrays)
+    if problem.bidirectional:
+        each = [[part(values, d) for values in (arrays, saved, cotangents)] for d in range(2)]
+        return join_gradients([backward(one_direction(problem, d), *values) for d, values in enumerate(each)], arrays)
+    mask, cell = whole_mask(problem, arrays), own_cell(problem)
+    inputs = given(problem, arrays, mask)
+    for name in ("h", "c", "gates"):
+        if name in saved and saved[name].size:
+            inputs[name] = contiguous(saved[name])
+    for name in cotangents:
+        inputs[f"d{name}"] = contiguous(cotangents[name])
+    if "Wh" in arrays:
+        inputs["arranged"] = arranged("backward", problem, arrays["Wh"])
+    names = tuple(name for name, array in inputs.items() if array is not None)
+    parts = sweep_of("backward", problem, arrays["x"].dtype, names, mask is not None and mask.shape[0] > 1)
+    results = run(problem, parts, inputs, {"dh0": "dhT", "dc0": "dcT"})
+    return gradients_after(problem, cell, arrays, saved, results)
+
+
+def gradients_after(problem: Problem, cell: PointwiseCell, arrays: Arrays, saved: Arrays, swept: Arrays) -> Arrays:
+    """Return the gradients of all arrays, from the results of the kernels: products and sums over all steps."""
+    graph, G, H = cell.graph, cell.gates, problem.H
+    d, stored = swept["d"], gradient_nodes(graph)
+    x = [stored.index(n) for n in graph.gradients("x")]
+    dz = d if x == list(range(len(stored))) else mx.concatenate([d[..., k * H : (k + 1) * H] for k in x], axis=-1)
+    gradients = ops.input_gradients(problem, {n: a for n, a in arrays.items() if n != "b"}, dz)
+    if "b" in arrays:
+        rows = ops.flat(dz)
+        gradients["b"] = column_sums(rows, None if rows.dtype == mx.float32 else mx.ones((1, len(rows)), rows.dtype))
+    before = {}
+    if {"Wh", "keep"} & arrays.keys():
+        before = ops.states_before(problem, arrays, saved)
+    if "Wh" in arrays:
+        dp = ops.flat(d[..., : G * H])
+        gradients |= product_gradients(problem, arrays, before["h"], dp)
+    if "keep" in arrays:
+        states = mx.concatenate([before[name].astype(mx.float32) for name in ("h", "c") if name in before], axis=-1)
+        states = ops.without_padding(arrays.get("lengths"), states)
+        total = (swept["carry"] * states).sum(axis=-1, keepdims=True)
+        gradients["keep"] = total + gradients.pop("keep", 0)
+    if "inputs" in arrays:
+        gradients["inputs"] = swept["du"]
+    if "params" in arrays:
+        gradients["params"] = swept["dw"].sum(axis=0)
+    gradients |= {name: swept[f"d{name}"] for name in ("h0", "c0") if name in arrays}
+    return {name: gradient.astype(arrays[name].dtype) for name, gradient in gradients.items() if name in arrays}
+
+
+def product_gradients(problem: Problem, arrays: Arrays, h: mx.array, dp: mx.array) -> Arrays:
+    """Return the gradients of Wh and mask, and the part of the gradient of `keep` that comes through the product. h
+    [T, B, H]: h before each step. dp [T B, G H]: the gradient of the recurrent product."""
+    lengths, mask = arrays.get("lengths"), arrays.get("mask")
+    h = ops.without_padding(lengths, h)
+    kept = ops.times_keep(arrays, h)
+    gradients = {"Wh": dp.T @ ops.flat(kept if mask is None else kept * mask)}
+    if {"mask", "keep"} & arrays.keys():
+        dh = (dp @ arrays["Wh"]).reshape(h.shape)
+        if mask is not None:
+            gradients["mask"], dh = ops.sum_to_shape(dh * kept, mask.shape), dh * mask
+        if "keep" in arrays:
+            gradients["keep"] = (dh * h).astype(mx.float32).sum(axis=-1, keepdims=True)
+    return gradients

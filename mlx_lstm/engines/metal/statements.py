@@ -1,0 +1,209 @@
+"""Metal statements that compute the nodes of a cell's graph, for lanes that share a hidden unit.
+
+With four lanes per unit, functions that take many instructions are computed by one lane each, at the same time: the
+four gates of an LSTM cost one activation. A "bundle" is a register in which lane k has the node number k of a list.
+Every other value is the same in all lanes of the unit.
+"""
+
+from collections.abc import Sequence
+from itertools import count
+
+import numpy as np
+
+from ..cell_graph import COMMUTES, CONDITIONS, CellGraph, needed
+
+OPERATIONS = {
+    "neg": "-{}", "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "pow": "pow({}, {})",
+    "max": "own_max({}, {})", "min": "own_min({}, {})", "logaddexp": "own_logaddexp({}, {})",
+    "atan2": "atan2({}, {})", "exp": "exp({})", "expm1": "own_expm1({})", "log": "log({})", "log2": "log2({})",
+    "log10": "log10({})", "log1p": "own_log1p({})", "sqrt": "sqrt({})", "rsqrt": "rsqrt({})",
+    "tanh": "squash(true, {})", "sigmoid": "squash(false, {})", "erf": "own_erf({})", "abs": "fabs({})",
+    "sign": "own_sign({})", "floor": "floor({})", "ceil": "ceil({})", "round": "rint({})", "sin": "sin({})",
+    "cos": "cos({})", "tan": "tan({})", "sinh": "sinh({})", "cosh": "cosh({})", "asin": "asin({})",
+    "acos": "acos({})", "atan": "atan({})", "asinh": "asinh({})", "acosh": "acosh({})", "atanh": "atanh({})",
+    "gt": "{} > {}", "ge": "{} >= {}", "lt": "{} < {}", "le": "{} <= {}", "eq": "{} == {}", "ne": "{} != {}",
+    "and": "{} && {}", "or": "{} || {}", "not": "!{}", "float": "({} ? 1.0f : 0.0f)", "select": "({} ? {} : {})",
+}  # fmt: skip
+"""The Metal expression of each operation. `squash` is in metal/cell.metal, `own_...` in metal/pointwise.metal."""
+
+COSTLY = ("tanh", "sigmoid", "exp", "log", "log2", "log10", "log1p", "expm1", "erf", "logaddexp", "pow")
+COSTLY += ("sin", "cos", "tan", "sinh", "cosh", "asin", "acos", "atan", "asinh", "acosh", "atanh", "atan2")
+COSTLY += ("sqrt", "rsqrt")
+"""Operations that take so many instructions that lanes divide them among themselves."""
+
+ALIKE = ({"tanh", "sigmoid"}, *({op} for op in COSTLY if op not in ("tanh", "sigmoid")))
+"""Sets of operations that one statement computes, each in a lane of its own: `squash` is tanh or sigmoid."""
+
+
+def literal(value: float) -> str:
+    """Return a number as Metal writes it."""
+    number = np.float32(value)
+    if np.isnan(number):
+        return "NAN"
+    if np.isinf(number):
+        return "INFINITY" if number > 0 else "(-INFINITY)"
+    text = np.format_float_scientific(number, unique=True, trim="0")
+    return f"{text}f" if number >= 0 else f"({text}f)"
+
+
+class Statements:
+    """Writes statements for LANES lanes of a unit, 4 or 1."""
+
+    def __init__(self, graph: CellGraph, lanes: int, uniform: dict[int, str], bundles: list[tuple[str, list[int]]]):
+        """uniform: the names of values that all lanes have. bundles: registers (name, the node of each lane)."""
+        self.graph, self.lanes = graph, lanes
+        self.uniform, self.bundles = dict(uniform), list(bundles)
+        self.lines: list[str] = []
+        self.merged: dict[tuple[int | None, ...], str] = {}
+        self.names = (f"v{n}" for n in count())
+        if lanes == 1:
+            self.uniform |= {n: name for name, nodes in bundles for n in nodes[:1]}
+
+    def new(self, n: int, code: str) -> str:
+        """Write a statement that declares a value of the type of node n. Return its name."""
+        name = next(self.names)
+        kind = "bool" if self.graph.nodes[n].op in CONDITIONS else "float"
+        self.lines.append(f"const {kind} {name} = {code};")
+        return name
+
+    def is_known(self, n: int) -> bool:
+        """Return whether a node has a value already."""
+        return n in self.uniform or self.graph.nodes[n].op == "const" or self.place(n) is not None
+
+    def place(self, n: int) -> tuple[str, int] | None:
+        """Return the register and the lane that has a node, or None."""
+        return next(((name, nodes.index(n)) for name, nodes in self.bundles if n in nodes), None)
+
+    def everywhere(self, n: int) -> str:
+        """Return the name of a value that all lanes have, or write the statements that compute it."""
+        node, place = self.graph.nodes[n], self.place(n)
+        if n in self.uniform:
+            return self.uniform[n]
+        if node.op == "const":
+            return literal(node.value)
+        if place is not None:
+            self.uniform[n] = self.new(n, f"quad_broadcast({place[0]}, ushort({place[1]}))")
+        else:
+            self.uniform[n] = self.new(n, OPERATIONS[node.op].format(*[self.everywhere(k) for k in node.args]))
+        return self.uniform[n]
+
+    def divide_work(self, outputs: Sequence[int]) -> None:
+        """Write the costly operations that the outputs need, level by level: the operations of a level do not need each
+        other, so that up to four of a kind run at the same time, one per lane."""
+        if self.lanes == 1:
+            return
+        nodes, level = self.graph.nodes, dict[int, int]()
+        leaves = {*self.uniform, *(n for _, of in self.bundles for n in of)}
+        order = needed(nodes, outputs, leaves)
+        for n in order:
+            below = 0 if n in leaves else max([level[k] for k in nodes[n].args], default=0)
+            level[n] = below + (n not in leaves and nodes[n].op in COSTLY)
+        costly = [n for n in order if n not in leaves and nodes[n].op in COSTLY]
+        for depth in sorted({level[n] for n in costly}):
+            for kinds in ALIKE:
+                group = [n for n in costly if level[n] == depth and nodes[n].op in kinds]
+                while len(group) > 1:
+                    self.compute_together(group[:4])
+                    group = group[4:]
+
+    def compute_together(self, group: list[int]) -> None:
+        """Write one statement that computes up to four operations, each in the lane that has its operand, if there is
+        one."""
+        nodes, lane_of = self.graph.nodes, dict[int, int]()
+        for n in group:
+            home = self.home(n)
+            if home is not None and home not in lane_of:
+                lane_of[home] = n
+        for n in group:
+            if n not in lane_of.values():
+                lane_of[next(k for k in range(4) if k not in lane_of)] = n
+        wanted = [lane_of.get(k) for k in range(4)]
+        arity = len(nodes[group[0]].args)
+        operands = [self.merge([None if n is None else nodes[n].args[a] for n in wanted]) for a in range(arity)]
+        ops = {k: nodes[n].op for k, n in lane_of.items()}
+        if len({*ops.values()}) == 1:
+            code = OPERATIONS[nodes[group[0]].op].format(*operands)
+        else:
+            code = f"squash({self.condition([k for k in ops if ops[k] == 'tanh'])}, {operands[0]})"
+        self.bundles.append((self.new(group[0], code), [-1 if n is None else n for n in wanted]))
+
+    def condition(self, lanes: list[int]) -> str:
+        """Return the expression that is true in these lanes."""
+        return " || ".join(f"lane == {k}" for k in lanes)
+
+    def home(self, n: int) -> int | None:
+        """Return a lane that has a value from which node n is computed, if only one lane has it."""
+        for k in needed(self.graph.nodes, [n], self.uniform):
+            place = self.place(k)
+            if place is not None and k not in self.uniform:
+                return place[1]
+        return None
+
+    def merge(self, wanted: Sequence[int | None]) -> str:
+        """Return a register in which lane k has the node wanted[k], or anything if that is None."""
+        key = tuple(wanted)
+        if key not in self.merged:
+            self.merged[key] = self.merge_new(wanted)
+        return self.merged[key]
+
+    def merge_new(self, wanted: Sequence[int | None]) -> str:
+        """Write the statements of a register with other nodes in other lanes; see `merge`."""
+        nodes, lanes = self.graph.nodes, [k for k, n in enumerate(wanted) if n is not None]
+        of = {k: n for k, n in enumerate(wanted) if n is not None}
+        for name, have in self.bundles:
+            if all(have[k] == of[k] for k in lanes):
+                return name
+        first = of[lanes[0]]
+        if len({*of.values()}) == 1 and (len(lanes) > 1 or self.is_known(first) or self.home(first) is None):
+            return self.everywhere(first)
+        # The same operation in all lanes: merge its operands.
+        if (
+            len({nodes[n].op for n in of.values()}) == 1
+            and nodes[first].args
+            and not any(map(self.is_known, of.values()))
+        ):
+            operands = {k: list(nodes[n].args) for k, n in of.items()}
+            if nodes[first].op in COMMUTES:
+                self.align(operands)
+            merged = [
+                self.merge([operands[k][a] if k in of else None for k in range(4)])
+                for a in range(len(nodes[first].args))
+            ]
+            return self.new(first, OPERATIONS[nodes[first].op].format(*merged))
+        # Else select: lanes of a kind together. Numbers that lanes have in one register are of a kind.
+        kinds: dict[object, list[int]] = {}
+        for k, n in of.items():
+            mine = next((name for name, have in self.bundles if have[k] == n), None)
+            kinds.setdefault(mine or (n if self.is_known(n) else nodes[n].op), []).append(k)
+        groups = list(kinds.values()) if len(kinds) > 1 else [[k] for k in lanes]
+        parts = [(group, self.merge([of[k] if k in group else None for k in range(4)])) for group in groups]
+        code = parts[-1][1]
+        for group, name in parts[:-1]:
+            code = f"({self.condition(group)}) ? {name} : {code}"
+        return self.new(first, code)
+
+    def align(self, operands: dict[int, list[int]]) -> None:
+        """Swap the two operands of lanes where they then resemble those of the first lane more."""
+        nodes, (start, first), *others = self.graph.nodes, *operands.items()
+
+        def likeness(k: int, pair: Sequence[int]) -> int:
+            score = 0
+            for a, b in zip(first, pair, strict=True):
+                shared = any(have[start] == a and have[k] == b for _, have in self.bundles)
+                score += 4 * (a == b) + 3 * shared + 2 * (nodes[a].op == nodes[b].op)
+            return score
+
+        for k, pair in others:
+            if likeness(k, pair[::-1]) > likeness(k, pair):
+                operands[k] = pair[::-1]
+
+    def in_lanes(self, outputs: Sequence[int]) -> list[str]:
+        """Return registers in which lane k has output LANES j + k."""
+        if self.lanes == 1:
+            return [self.as_float(n, self.everywhere(n)) for n in outputs]
+        parts = [list(outputs[start : start + 4]) for start in range(0, len(outputs), 4)]
+        return [self.as_float(part[0], self.merge([*part, *[None] * (4 - len(part))])) for part in parts]
+
+    def as_float(self, n: int, name: str) -> str:
+        """Return the expression of a value as a float."""
+        return f"({name} ? 1.0f : 0.0f)" if self.graph.nodes[n].op in CONDITIONS else name

@@ -1,0 +1,290 @@
+"""The forward pass and the backward pass of one direction in the engine `numpy`: the loops over time.
+
+Within a step every array is feature-major, [GH, B] or [H, B]. The sequences are views [T, B, .] of any memory order.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..cells import GRUCell, LSTMCell, PointwiseCell, RNNCell
+from ..problem import Problem
+from .arrays import FEATURE_MAJOR, Array, Views, chunk_steps, first_state, matrix, steps_of
+from .gru import GRUStep, GRUStepBackward
+from .lstm import LSTMStep, LSTMStepBackward
+from .pointwise import PointwiseStep, PointwiseStepBackward
+from .products import WeightGradients
+from .rnn import RNNStep, RNNStepBackward
+
+SEQUENCES = ("h", "c", "gates")
+
+STEPS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    LSTMCell: (LSTMStep, LSTMStepBackward),
+    GRUCell: (GRUStep, GRUStepBackward),
+    RNNCell: (RNNStep, RNNStepBackward),
+    PointwiseCell: (PointwiseStep, PointwiseStepBackward),
+}
+"""For each cell the class of a forward step and the class of a backward step."""
+
+
+def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
+    """Run all steps of one direction. Write the outputs that `out` contains: h [T, B, P], c [T, B, H], gates [T, B,
+    GH], hT [B, P] and cT [B, H].
+
+    A batch item that has ended, or has not begun in reverse, runs like the others, because its columns have no effect
+    on theirs. Afterwards its outputs are overwritten by 0.
+    """
+    dtype, (T, B, H, _), keep, mask = v["x"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
+    step = STEPS[type(problem.cell)][0](problem, problem.cell, v, mask)
+    products, ends = step.products, Ends(problem, v)
+    buffers, block = products.h_buffers, products.block
+    h, gates = out["h"], out["gates"].transpose(FEATURE_MAJOR) if "gates" in out else None
+    if "c" in out:
+        c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (problem.cell.carried * H, B), dtype)
+    else:  # of width 0, so that the loop below serves every cell
+        c, c_prev = np.empty((T, 0, B)), np.empty((0, B))
+    c_kept = np.empty(c.shape[1:], dtype)  # keep * c_prev
+    times, onwards = [t for t in problem.steps() if t < ends.longest], -1 if problem.reverse else 1
+    h_prev = buffers[(times[0] if times else 0) % len(buffers)]
+    h_prev[...] = v["h0"].T if "h0" in v else 0
+    inputs, start, stop, inputs_t = None, 0, 0, None
+    for t in times:
+        gates_t, c_t = None if gates is None else gates[t], c[t]
+        h_new = buffers[(t + onwards) % len(buffers)]  # the array from which the next step reads h
+        if not start <= t < stop:  # load another block; in reverse its last step comes first
+            start = t - t % block
+            stop = start + block
+            inputs = products.load(start)
+        if inputs is not None:
+            inputs_t = inputs[:, (t - start) * B : (t - start + 1) * B]
+        if problem.reverse and (begun := ends.at(t + 1)) is not None:  # these items begin with this step
+            h_prev[:, begun] = v["h0"][begun].T if "h0" in v else 0
+            c_prev[:, begun] = v["c0"][begun].T if "c0" in v else 0
+        if keep is not None:
+            h_prev *= keep[t].T
+            c_prev = np.multiply(c_prev, keep[t].T, out=c_kept)
+        if mask is not None:
+            np.multiply(h_prev, mask[t].T, out=products.h_rows[t % len(products.h_rows)])
+        if "inputs" in v and isinstance(step, PointwiseStep):
+            np.copyto(step.us, v["inputs"][t].T)
+        step(products.operands[t % len(products.operands)], inputs_t, h_prev, c_prev, gates_t, c_t, h_new)
+        np.copyto(h[t], h_new.T)
+        h_prev, c_prev = h_new, c_t
+    last = {"h": h_prev, "c": c_prev}
+    if ends.shortest < T:
+        last = {name: state.copy() for name, state in last.items()}  # the memory of c_prev belongs to out["c"]
+        close_ended(problem, v, out, ends, last)
+    for name, state in last.items():
+        if f"{name}T" in out:
+            out[f"{name}T"][...] = state.T
+
+
+def close_ended(problem: Problem, v: Views, out: Views, ends: "Ends", last: Views) -> None:
+    """Write the last states of the items that are shorter than T steps to `last`, h [P, B] and c [H, B], and overwrite
+    their outputs in the padding by 0."""
+    for b, length in enumerate(ends.lengths.tolist()):
+        for name in {"h", "c"} & out.keys():
+            if length == 0:
+                last[name][:, b] = v[f"{name}0"][b] if f"{name}0" in v else 0
+            elif not problem.reverse:  # in reverse every item ends with step 0
+                last[name][:, b] = out[name][length - 1, b]
+        for name in {"h", "c", "gates"} & out.keys():
+            out[name][length:, b] = 0
+
+
+class BackwardSweep:
+    """The backward pass of one direction: it runs the steps in reverse in chunks of time, and after each chunk the
+    matrix products over its steps.
+
+    The steps carry dh [P, B] and dc [H, B] ([0, B] for a cell without c): the gradients of the state after a step,
+    without the cotangents of the outputs h and c at that step.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        products: WeightGradients,
+        v: Views,
+        saved: Views,
+        dv: Views,
+    ):
+        """Prepare the backward pass of one direction. products: the weight gradients, with the memory for all
+        gradients. v: the arrays of the call. saved: the outputs h, c and gates of the forward pass. dv: the cotangents
+        of some outputs."""
+        dtype, (_, B, H, P), carried = v["x"].dtype, problem[:4], problem.cell.carried
+        self.problem, self.v, self.dv, self.h = problem, v, dv, saved["h"]
+        self.ends: Ends = Ends(problem, v)
+        self.mask: Any = step_mask(v, problem)
+        self.step: Any = STEPS[type(problem.cell)][1](problem, problem.cell, v, saved)
+        self.products: WeightGradients = products
+        self.out: Views = products.out
+        has_c = "c" in saved
+        self.c_at: Callable[[int], Any] = steps_of(saved["c"]) if has_c else lambda t: None
+        self.c0: Any = first_state(v, "c0", (carried * H, B), dtype) if has_c else None
+        self.dh: Array = first_state(dv, "hT", (P, B), dtype)
+        self.dc: Array = first_state(dv, "cT", (carried * H if has_c else 0, B), dtype)
+        # The gradients of the states of those items that do not run at the current step. Meanwhile their columns of dh
+        # and dc are 0, so that they add nothing to any gradient.
+        self.waiting: list[tuple[Array, Array]] = []
+        if self.ends.shortest < problem.T:
+            self.waiting = [(self.dh, self.dh.copy()), (self.dc, self.dc.copy())]
+            idle = self.ends.lengths < (1 if problem.reverse else problem.T)
+            self.dh[:, idle] = self.dc[:, idle] = 0
+
+    def run(self) -> None:
+        """Run all steps, then write the gradients of the first states and of the peephole weights."""
+        T, chunk, out = self.problem.T, chunk_steps(self.problem), self.out
+        bounds = [(start, min(start + chunk, T)) for start in range(0, T, chunk)]
+        for start, stop in bounds if self.problem.reverse else reversed(bounds):
+            self.run_chunk(start, stop)
+        done = self.ends.lengths < (T + 1 if self.problem.reverse else 1)
+        for running, waiting in self.waiting:
+            running[:, done] = waiting[:, done]
+        for name, d_state in (("h0", self.dh), ("c0", self.dc)):
+            if name in out:
+                out[name][...] = d_state.T
+        if "peephole" in out and isinstance(self.step, LSTMStepBackward):
+            self.products.add("peephole", self.step.dpeephole.sum(axis=1))
+        if "params" in out and isinstance(self.step, PointwiseStepBackward):
+            self.products.add("params", self.step.dparams.sum(axis=1))
+
+    def run_chunk(self, start: int, stop: int) -> None:
+        """Run the steps from `start` to `stop` backward, then add their weight gradients."""
+        problem, v, step, dh, dc = self.problem, self.v, self.step, self.dh, self.dc
+        dv = {name: self.without_padding(self.dv[name], start, stop) for name in SEQUENCES if name in self.dv}
+        keep = self.without_padding(v["keep"], start, stop) if "keep" in v else None
+        mask = None if self.mask is None else self.without_padding(self.mask, start, stop)
+        h_before = self.h_before(start, stop)  # [steps, B, P]
+        h_prev = h_before if keep is None else h_before * keep
+        h_in = (h_prev if mask is None else h_prev * mask).reshape(-1, problem.P)
+        if isinstance(step, (GRUStepBackward, PointwiseStepBackward)):
+            step.begin_chunk(start, h_prev, h_in)
+        times = range(start, stop)
+        for t in times if problem.reverse else reversed(times):
+            k, columns = t - start, slice((t - start) * problem.B, (t - start + 1) * problem.B)
+            if t >= self.ends.longest:
+                for array in step.by_column:
+                    array[:, columns] = 0
+                continue
+            last = self.ends.at(t + 1)  # the items whose last step is t
+            if last is not None and not problem.reverse:
+                for running, waiting in self.waiting:
+                    running[:, last] = waiting[:, last]
+            if "h" in dv:
+                dh += dv["h"][k].T
+            if "c" in dv:
+                dc += dv["c"][k].T
+            dgates = dv["gates"][k].T if "gates" in dv else None
+            c_before: Any = None if self.c0 is None else self.c_before(t)
+            c_prev = c_before if c_before is None or keep is None else c_before * keep[k].T
+            step(t, columns, c_prev, self.c_at(t), dh, dc, dgates)
+            if isinstance(step, PointwiseStepBackward):
+                ended = np.flatnonzero(self.ends.lengths <= t) if t >= self.ends.shortest else None
+                step.finish(t, columns, ended, self.out)
+                if ended is not None:  # a formula of the user's may give NaN for zeros
+                    dh[:, ended] = dc[:, ended] = step.direct[:, ended] = 0
+            if mask is not None:
+                self.through_mask(t, mask[k], h_prev[k])
+            if step.direct is not None:
+                dh += step.direct
+            if keep is not None:
+                self.through_keep(t, keep[k].T, h_before[k], c_before)
+            if last is not None and problem.reverse:
+                for running, waiting in self.waiting:
+                    waiting[:, last], running[:, last] = running[:, last], 0
+        step.end_chunk(self.products, h_in)
+        n = (stop - start) * problem.B
+        dz = step.dz[:, :n]  # [GH, n]
+        self.products.write_input(start, stop, dz, v.get("Wx"))
+        if "Wx" in self.out or "Wx" in self.products.factors:
+            x = self.without_padding(v["x"], start, stop).reshape(n, -1)
+            self.products.accumulate("Wx", dz, matrix(x))
+        self.products.accumulate("b", dz, np.ones(n, dz.dtype))
+
+    def through_mask(self, t: int, mask: Array, h_prev: Array) -> None:
+        """Turn dh, the gradient of mask * h_prev, into the gradient of h_prev [B, P], and add this step's term to
+        the gradient of the mask."""
+        dmask = self.out["mask"]
+        add_unbroadcast(self.dh.T * h_prev, dmask if dmask.ndim < 3 or dmask.shape[0] == 1 else dmask[t])
+        self.dh *= mask.T
+
+    def through_keep(self, t: int, keep: Array, h_before: Array, c_before: Array | None) -> None:
+        """Multiply dh and dc, the gradients of keep * state, by keep, so that they become the gradients of the state
+        before the step. Write step t of the gradient of `keep`."""
+        terms = (self.dh * h_before.T).sum(axis=0)
+        if c_before is not None:
+            terms += (self.dc * c_before).sum(axis=0)
+        self.out["keep"][t, :, 0] = terms
+        self.dh *= keep
+        self.dc *= keep
+
+    def h_before(self, start: int, stop: int) -> Array:
+        """Return h before each of the steps from `start` to `stop`, [steps, B, P]. The option `keep` (a factor on
+        the state before a step) is not applied yet. The result is a view of the saved h, or a copy if it contains
+        the first state."""
+        problem, states, first = self.problem, self.h, self.v.get("h0", 0)
+        if not problem.reverse and start > 0:
+            return states[start - 1 : stop - 1]
+        if problem.reverse and stop < self.ends.shortest:  # no item starts within these steps
+            return states[start + 1 : stop + 1]
+        rows = np.empty((stop - start, *states.shape[1:]), states.dtype)
+        if not problem.reverse:
+            rows[0] = first
+            rows[1:] = states[: stop - 1]
+            return rows
+        # In reverse an item begins with its own last step, which is earlier than step T - 1 if the item is shorter.
+        inner = min(stop, problem.T - 1)
+        rows[: inner - start] = states[start + 1 : inner + 1]
+        rows[inner - start :] = first
+        begins = self.ends.lengths == np.arange(start + 1, stop + 1)[:, None]
+        np.copyto(rows, first, where=begins[..., None])
+        return rows
+
+    def c_before(self, t: int) -> Array:
+        """Return c [H, B] before step t. The option `keep` (a factor on the state before a step) is not applied yet."""
+        problem, last = self.problem, t + 1 if self.problem.reverse else t - 1
+        if not 0 <= last < problem.T:
+            return self.c0
+        c: Any = self.c_at(last)
+        if problem.reverse and last >= self.ends.shortest:  # items of length t + 1 start with step t
+            c = np.where(self.ends.lengths == last, self.c0, c)
+        return c
+
+    def without_padding(self, sequence: Array, start: int, stop: int) -> Array:
+        """Return the steps from `start` to `stop` of a sequence [T, B, .], with 0 where a batch item has ended. A
+        NaN in the padding would spoil a sum even if it were multiplied by 0."""
+        if stop <= self.ends.shortest:
+            return sequence[start:stop]
+        live = np.arange(start, stop)[:, None] < self.ends.lengths
+        return np.where(live[..., None], sequence[start:stop], 0)
+
+
+class Ends:
+    """The lengths of the batch items: lengths [B], the shortest and the longest. Before step `shortest` no item has
+    ended; at step `longest` all items have."""
+
+    def __init__(self, problem: Problem, v: Views):
+        self.lengths: Array = v["lengths"] if "lengths" in v else np.full(problem.B, problem.T)
+        self.shortest: int = int(self.lengths.min())
+        self.longest: int = int(self.lengths.max())
+        self.by_length: dict[int, list[int]] = {}
+        for b, length in enumerate(self.lengths.tolist() if self.shortest < problem.T else []):
+            self.by_length.setdefault(length, []).append(b)
+
+    def at(self, length: int) -> list[int] | None:
+        """Return the items of this length, or None if there are none or if no item is shorter than T."""
+        return self.by_length.get(length)
+
+
+def step_mask(v: Views, problem: Problem) -> Array | None:
+    """Return the mask on h_prev as a view [T, B, P], or None if the call has no mask."""
+    return np.broadcast_to(v["mask"], (problem.T, problem.B, problem.P)) if "mask" in v else None
+
+
+def add_unbroadcast(term: Array, total: Array) -> None:
+    """Sum `term` [B, P] over the axes along which `total` would broadcast to [B, P], and add the sum to `total`."""
+    lead = total.ndim - 2
+    shape = total.shape[lead:] if lead > 0 else (1,) * -lead + total.shape
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1)
+    total += term.sum(axis=axes, keepdims=True).reshape(total.shape)

@@ -1,0 +1,191 @@
+"""The passes of one direction over sequences of different lengths: the batch shrinks where sequences have ended.
+
+The steps are divided into segments. A segment runs only the batch items that have not ended before its first step, as
+a smaller call with copies of the items' parts of the arrays. Items that end within the segment are masked step by
+step, as in a call without segments.
+"""
+
+from math import isqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..directions import state_before
+from ..problem import Problem
+from .arrays import FEATURE_MAJOR, Array, Views
+from .passes import BackwardSweep, sweep_forward
+from .products import WeightGradients
+
+ENDED = 4
+"""A new segment starts only if so many batch items have ended in the current segment. In a batch of fewer than
+8 * ENDED items an eighth of them is enough."""
+
+SAVED = 0.1
+"""The smallest part of all (step, batch item) pairs that segments must save. Otherwise the copies of the arrays take
+longer than the steps."""
+
+
+class Segment(NamedTuple):
+    """The steps from `start` to `stop` for those batch items that have not ended before step `start`. items: their
+    indices, or a slice for all items."""
+
+    start: int
+    stop: int
+    items: Any
+
+    def sizes(self, B: int) -> tuple[int, int]:
+        """Return the number of steps and of items of this segment. B: the number of all items."""
+        return self.stop - self.start, B if isinstance(self.items, slice) else len(self.items)
+
+    def of_steps(self, sequence: Array) -> Array:
+        """Return this segment's part of a sequence [T, B, .]."""
+        return sequence[self.start : self.stop][:, self.items]
+
+    def of_features(self, sequence: Array) -> Array:
+        """Return this segment's part of a sequence [T, B, .], so that each step is contiguous as [., B]."""
+        steps = sequence[self.start : self.stop].transpose(FEATURE_MAJOR)
+        if isinstance(self.items, slice):
+            return steps.transpose(FEATURE_MAJOR)
+        return np.take(steps, self.items, axis=2).transpose(FEATURE_MAJOR)
+
+    def write(self, sequence: Array, part: Array) -> None:
+        """Write this segment's part of a sequence [T, B, .]. Feature-major sequences are written in memory order."""
+        target, source = sequence[self.start : self.stop], part
+        if target.strides[1] < target.strides[2]:
+            target.transpose(FEATURE_MAJOR)[:, :, self.items] = source.transpose(FEATURE_MAJOR)
+        else:
+            target[:, self.items] = source
+
+    def index(self, array: Array) -> tuple[Any, ...]:
+        """Return the index of this segment's part of an array that broadcasts to [T, B, .], such as a mask."""
+        whole = slice(None)
+        steps, items = slice(self.start, self.stop), self.items
+        sizes = (1,) * (3 - array.ndim) + array.shape
+        index = (steps if sizes[0] > 1 else whole, items if sizes[1] > 1 else whole, whole)
+        return index[3 - array.ndim :]
+
+
+def segments(problem: Problem, v: Views) -> list[Segment]:
+    """Return the segments of a call in the order of time. Return an empty list if they would not save enough steps,
+    or if the call has no lengths."""
+    T, B = problem[:2]
+    if "lengths" not in v or T == 1:
+        return []
+    # Items that have ended within a segment still cost time, the more the longer the segment. A segment itself costs as
+    # much as one or two steps. The sum is smallest near sqrt(T) steps.
+    shortest, enough = isqrt(T), min(ENDED, B / 8)
+    lengths, found, start = v["lengths"], [], 0
+    live = np.flatnonzero(lengths > 0)
+    for stop in sorted(set(lengths[live].tolist())):
+        left = np.flatnonzero(lengths > stop)
+        # A segment ends where enough items have ended since it started, and at the end of the longest item.
+        if len(left) == 0 or (len(live) - len(left) >= enough and stop - start >= shortest):
+            found.append(Segment(start, stop, slice(None) if len(live) == B else live))
+            start, live = stop, left
+    run = sum([steps * items for steps, items in [segment.sizes(B) for segment in found]])
+    return found if run <= (1 - SAVED) * T * B else []
+
+
+def part_of_call(problem: Problem, v: Views, segment: Segment) -> tuple[Problem, Views]:
+    """Return the problem and the arrays of one segment, which runs like a whole call. Its first states are those of
+    the call."""
+    start, stop, items = segment
+    part = dict(v)
+    for name in {"x", "keep", "inputs"} & v.keys():
+        part[name] = segment.of_steps(v[name])
+    if "mask" in v:
+        part["mask"] = v["mask"][segment.index(v["mask"])]
+    for name in {"h0", "c0"} & v.keys():
+        part[name] = v[name][items]
+    part["lengths"] = np.minimum(v["lengths"][items] - start, stop - start)
+    return problem._replace(T=stop - start, B=len(part["lengths"])), part
+
+
+def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: Views, hidden: list[Array]) -> None:
+    """Run all steps of one direction forward, segment by segment, and write the outputs that `out` contains.
+
+    hidden: memory for the gates of each segment [steps, items, GH], if the backward pass needs them and the caller
+    does not.
+    """
+    (_, B, H, P), dtype, cell = problem[:4], v["x"].dtype, problem.cell
+    widths = {"h": P, "c": cell.carried * H} if "c" in out else {"h": P}
+    states = {name: np.zeros((B, width), dtype) for name, width in widths.items()}
+    for name, state in states.items():
+        if f"{name}0" in v:
+            state[...] = v[f"{name}0"]
+    for name in {"h", "c", "gates"} & out.keys():
+        out[name].fill(0)  # the outputs of an item that has ended
+    order = range(len(parts))
+    for n in reversed(order) if problem.reverse else order:
+        segment = parts[n]
+        one, own = part_of_call(problem, v, segment)
+        own |= {f"{name}0": state[segment.items] for name, state in states.items()}
+        results: Views = {"h": np.empty((one.T, one.B, P), dtype)}
+        for name, width in (("c", cell.carried * H), ("gates", cell.kept * H)):
+            if name in out:
+                results[name] = np.empty((one.T, width, one.B), dtype).transpose(FEATURE_MAJOR)
+        if hidden:
+            results["gates"] = hidden[n]
+        results |= {f"{name}T": np.empty((one.B, width), dtype) for name, width in widths.items()}
+        sweep_forward(one, own, results)
+        for name, state in states.items():
+            state[segment.items] = results[f"{name}T"]
+        for name in {"h", "c", "gates"} & out.keys():
+            segment.write(out[name], results[name])
+    for name, state in states.items():
+        if f"{name}T" in out:
+            out[f"{name}T"][...] = state
+
+
+def backward_in_segments(
+    problem: Problem,
+    parts: list[Segment],
+    products: WeightGradients,
+    v: Views,
+    saved: Views,
+    gates: list[Array],
+    dv: Views,
+) -> None:
+    """Run all steps of one direction backward, segment by segment. Write all gradients that `products.out` contains.
+
+    saved: the outputs of the forward pass. gates: those of each segment, if the forward pass saved them that way.
+    """
+    (_, B, H, P), out, dtype = problem[:4], products.out, v["x"].dtype
+    widths = {"h": P, "c": problem.cell.carried * H} if "c" in saved else {"h": P}
+    d_states = {name: np.zeros((B, width), dtype) for name, width in widths.items()}
+    for name, d_state in d_states.items():
+        if f"{name}T" in dv:
+            d_state[...] = dv[f"{name}T"]
+    adds = "Wx" in v and bool(products.written)  # the other direction has written its part of the gradient of x
+    if "x" in out and not adds:
+        out["x"].fill(0)
+    order = range(len(parts))
+    for n in order if problem.reverse else reversed(order):
+        segment = parts[n]
+        start, stop, items = segment
+        one, own = part_of_call(problem, v, segment)
+        own_saved = {name: segment.of_features(saved[name]) for name in {"c", "gates"} & saved.keys()}
+        own_saved["h"] = segment.of_steps(saved["h"])
+        if gates:
+            own_saved["gates"] = gates[n]
+        own_dv = {name: segment.of_steps(dv[name]) for name in {"h", "c", "gates"} & dv.keys()}
+        own_out = {name: np.zeros_like(own[name]) for name in {"mask", "keep", "inputs"} & out.keys()}
+        if "x" in out:
+            own_out["x"] = np.empty(own["x"].shape, dtype)
+        for name, width in widths.items():
+            first = v.get(f"{name}0", np.zeros((B, width), dtype))
+            own[f"{name}0"] = state_before(problem, saved[name], first, v["lengths"], start, stop)[items]
+            own_dv[f"{name}T"], own_out[f"{name}0"] = d_states[name][items], np.empty((one.B, width), dtype)
+        BackwardSweep(one, products.of_segment(own_out), own, own_saved, own_dv).run()
+        for name, d_state in d_states.items():
+            d_state[items] = own_out[f"{name}0"]
+        if "x" in out:
+            segment.write(out["x"], own_out["x"] + segment.of_steps(out["x"]) if adds else own_out["x"])
+        for name in {"keep", "inputs"} & out.keys():
+            segment.write(out[name], own_out[name])
+        if "mask" in out:
+            out["mask"][segment.index(out["mask"])] += own_out["mask"]
+    for name, d_state in d_states.items():
+        if f"{name}0" in out:
+            out[f"{name}0"][...] = d_state
+    products.written.add(0)
