@@ -13,7 +13,7 @@
 //   LANES      the lanes of a unit: 4, or 1 for a cell without a product
 //   PRODUCTS   the gates that have a recurrent product: GATES or 0
 //   SCATTERS   whether each lane gets the sum of its own gate only, in sums[0]; else all lanes get all sums
-//   READS_H    whether the backward pass reads h before the step
+//   READS_H    whether the backward pass reads h before or after a step
 //   forward, backward   one step of one unit of one batch item. The lanes of a unit share the work: an array of blocks
 //              (z, gates, c, gradients) has block LANES j + lane in register j of a lane. All lanes have all states.
 // A threadgroup owns ROWS batch items, as in fused.metal; rows past the last item repeat it.
@@ -26,29 +26,35 @@ constant constexpr int REGISTERS_OF = COUNT == 0 ? 1 : (COUNT + LANES - 1) / LAN
 // A cell without a product has no weights: the pointer is never read.
 template <int COUNT, class V> const device V* vectors_of_lane(Absent, int, uint, uint) { return (const device V*)0; }
 
-// Load a lane's blocks of row `row` of an array [rows, COUNT H]. Lanes past the last block load the last one.
+// Return the position of `unit` in block `block` of a row of an array [rows, COUNT H]. at: the unit's position in the
+// same row of an array [rows, H]. One multiply-add per access: what is added is the same at all steps.
+template <int COUNT, int H, class Index>
+Index place_of(Index at, int block, int unit) { return at * COUNT + Index(block * H + unit - COUNT * unit); }
+
+// Load a lane's blocks of a row. Lanes past the last block load the last one.
 template <int COUNT, int LANES, int H, class Index, class A>
-void load_blocks(A array, Index row, int lane, int unit, thread float (&values)[REGISTERS_OF<COUNT, LANES>]) {
+void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[REGISTERS_OF<COUNT, LANES>]) {
 #pragma clang loop unroll(full)
   for (int j = 0; j < REGISTERS_OF<COUNT, LANES>; ++j) {
-    const int block = LANES * j + lane < COUNT ? LANES * j + lane : COUNT - 1;
-    values[j] = COUNT == 0 ? 0.0f : value_at(array, (row * COUNT + Index(block)) * H + Index(unit), 0.0f);
+    const int block = COUNT % LANES == 0 || LANES * j + lane < COUNT ? LANES * j + lane : COUNT - 1;
+    values[j] = COUNT == 0 ? 0.0f : value_at(array, place_of<COUNT, H>(at, block, unit), 0.0f);
   }
 }
 
-// Store a lane's blocks to row `row` of an array [rows, COUNT H].
+// Store a lane's blocks to a row.
 template <int COUNT, int LANES, int H, class Index, class A>
-void store_blocks(A array, Index row, int lane, int unit, thread const float (&values)[REGISTERS_OF<COUNT, LANES>]) {
+void store_blocks(A array, Index at, int lane, int unit, thread const float (&values)[REGISTERS_OF<COUNT, LANES>]) {
 #pragma clang loop unroll(full)
   for (int j = 0; j < REGISTERS_OF<COUNT, LANES>; ++j)
-    if (LANES * j + lane < COUNT) store(array, (row * COUNT + Index(LANES * j + lane)) * H + Index(unit), values[j]);
+    if (COUNT % LANES == 0 || LANES * j + lane < COUNT)
+      store(array, place_of<COUNT, H>(at, LANES * j + lane, unit), values[j]);
 }
 
 // Load all COUNT blocks of a row into every lane.
 template <int COUNT, int H, class Index, class A, int SIZE>
-void load_all(A array, Index row, int unit, thread float (&values)[SIZE], int first) {
+void load_all(A array, Index at, int unit, thread float (&values)[SIZE], int first) {
 #pragma clang loop unroll(full)
-  for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, (row * COUNT + Index(k)) * H + Index(unit), 0.0f);
+  for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, place_of<COUNT, H>(at, k, unit), 0.0f);
 }
 
 // Give a lane the sums of its unit. With SCATTERS, slot n of a lane belongs to gate n ^ lane, and sums[0] becomes the

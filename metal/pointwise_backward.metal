@@ -9,30 +9,31 @@
 // `vectors` holds d of the products of the current step, the operand of the product with Wh, as a double buffer
 // [2][ROWS][padded G H]. One barrier per step separates writing it from the product that reads it.
 
-// Load the states before step n: h if the cell reads it, and a lane's blocks of the other states.
+// Load the states before step n: h if the cell reads it, and a lane's blocks of the other states. item: the unit's
+// position in an array [B, H]. before: that in the previous step's part of an array [T, B, H].
 template <class Cell, int H, class Index, class Arrays>
 void load_states_before(
-    thread const Arrays& a, thread const Sweep& sweep, int n, int b, int length, int lane, int unit, thread float& h,
-    thread float (&c)[REGISTERS_OF<Cell::STATES - 1, Cell::LANES>]) {
+    thread const Arrays& a, thread const Sweep& sweep, int n, Index item, Index before, int length, int lane, int unit,
+    thread float& h, thread float (&c)[REGISTERS_OF<Cell::STATES - 1, Cell::LANES>]) {
   constexpr int C = Cell::STATES - 1;
   const int t = time_of(sweep, n);
   // In reverse an item's first step is at its own last time index, which depends on its length.
   const bool begins = is_present(a.lengths) && sweep.reverse ? t + 1 == length || n == 0 : n == 0;
-  const Index row = Index(begins ? 0 : sweep.reverse ? t + 1 : t - 1) * Index(sweep.B) + Index(b);
   h = 0.0f;
-  if (Cell::READS_H != 0) {
-    if (begins) h = value_at(a.h0, Index(b) * H + Index(unit), 0.0f);
-    else h = float(a.h[row * H + Index(unit)]);
+  if (begins) {
+    if (Cell::READS_H != 0) h = value_at(a.h0, item, 0.0f);
+    load_blocks<C, Cell::LANES, H>(a.c0, item, lane, unit, c);
+  } else {
+    if (Cell::READS_H != 0) h = float(a.h[before]);
+    load_blocks<C, Cell::LANES, H>(a.c, before, lane, unit, c);
   }
-  if (begins) load_blocks<C, Cell::LANES, H>(a.c0, Index(b), lane, unit, c);
-  else load_blocks<C, Cell::LANES, H>(a.c, row, lane, unit, c);
 }
 
-// Store the results of one step of batch item r to row `row`: d, du and carry, zeros if the item has ended. Store d of
-// the products to `current`, the operand of the product with Wh.
+// Store the results of one step of batch item r at position `at`: d, du and carry, zeros if the item has ended. Store
+// d of the products to `current`, the operand of the product with Wh.
 template <class Cell, int H, int ROWS, int ROW, class S, class Index, class Arrays>
 void store_step(
-    thread const Arrays& a, bool live, bool real, int lane, int unit, int r, Index row,
+    thread const Arrays& a, bool live, bool real, int lane, int unit, int r, Index at,
     thread float (&d)[REGISTERS_OF<Cell::GRADIENTS, Cell::LANES>],
     thread const float (&du)[Cell::INPUTS == 0 ? 1 : Cell::INPUTS], thread const float (&back)[Cell::STATES],
     threadgroup float4* current) {
@@ -44,32 +45,31 @@ void store_step(
     if (real && block < Cell::PRODUCTS) number_at(current, r * ROW, block * H + unit) = d[j];
   }
   if (!real) return;
-  store_blocks<Cell::GRADIENTS, LANES, H>(a.d, row, lane, unit, d);
+  store_blocks<Cell::GRADIENTS, LANES, H>(a.d, at, lane, unit, d);
   if (lane != 0) return;
 #pragma clang loop unroll(full)
   for (int k = 0; k < Cell::INPUTS; ++k)
-    store(a.du, (row * Cell::INPUTS + Index(k)) * H + Index(unit), live ? du[k] : 0.0f);
+    store(a.du, place_of<Cell::INPUTS, H>(at, k, unit), live ? du[k] : 0.0f);
 #pragma clang loop unroll(full)
   for (int k = 0; k < Cell::STATES; ++k)
-    store(a.carry, (row * Cell::STATES + Index(k)) * H + Index(unit), live ? back[k] : 0.0f);
+    store(a.carry, place_of<Cell::STATES, H>(at, k, unit), live ? back[k] : 0.0f);
 }
 
 // Store the gradients of the first states and of the parameters.
 template <class Cell, int H, int ROWS, class S, class Index, class Arrays>
 void store_ends(
-    thread const Arrays& a, thread const Sweep& sweep, uint group, bool writes, int unit,
+    thread const Arrays& a, thread const Index (&item)[ROWS], uint group, bool writes, int unit,
     thread const float (&ds)[ROWS][Cell::STATES], thread const float (&dw)[Cell::PARAMS == 0 ? 1 : Cell::PARAMS]) {
   if (!writes) return;
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
-    const Index b = Index(min(int(group) * ROWS + r, sweep.B - 1));
-    a.dh0[b * H + Index(unit)] = S(ds[r][0]);
+    a.dh0[item[r]] = S(ds[r][0]);
 #pragma clang loop unroll(full)
     for (int k = 1; k < Cell::STATES; ++k)
-      store(a.dc0, (b * (Cell::STATES - 1) + Index(k - 1)) * H + Index(unit), ds[r][k]);
+      store(a.dc0, place_of<Cell::STATES - 1, H>(item[r], k - 1, unit), ds[r][k]);
   }
 #pragma clang loop unroll(full)
-  for (int k = 0; k < Cell::PARAMS; ++k) store(a.dw, (Index(group) * Cell::PARAMS + Index(k)) * H + Index(unit), dw[k]);
+  for (int k = 0; k < Cell::PARAMS; ++k) store(a.dw, (long(group) * Cell::PARAMS + k) * H + unit, dw[k]);
 }
 
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
@@ -89,40 +89,43 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
   vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
   fill_with_zeros(vectors, 2 * HALF, index, threads);
+  const Index step = Index(sweep.B) * H, earlier = Index(first_time(sweep)) * step;
+  Index item[ROWS];  // the unit's position in an array [B, H]
   float w[V], dw[V] = {}, ds[ROWS][C + 1], now[ROWS][C + 1];
   int length[ROWS];
-  load_all<Cell::PARAMS, H>(a.params, Index(0), unit, w, 0);
+  load_all<Cell::PARAMS, H>(a.params, Index(unit), unit, w, 0);
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1), t = time_of(sweep, sweep.stop - 1);
+    item[r] = Index(b) * H + Index(unit);
     length[r] = value_at(a.lengths, b, sweep.T);
-    load_all<1, H>(a.dhT, Index(b), unit, ds[r], 0);
-    load_all<C, H>(a.dcT, Index(b), unit, ds[r], 1);
-    now[r][0] = float(a.h[(Index(t) * Index(sweep.B) + Index(b)) * H + Index(unit)]);
-    load_all<C, H>(a.c, Index(t) * Index(sweep.B) + Index(b), unit, now[r], 1);
+    load_all<1, H>(a.dhT, item[r], unit, ds[r], 0);
+    load_all<C, H>(a.dcT, item[r], unit, ds[r], 1);
+    now[r][0] = float(a.h[Index(t) * step + item[r]]);
+    load_all<C, H>(a.c, Index(t) * step + item[r], unit, now[r], 1);
   }
   if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros from d of the units
+  Index now_at = Index(time_of(sweep, sweep.stop - 1)) * step;  // the step's position in an array [T, B, H]
+  const Index next_now = sweep.reverse ? step : -step;  // Index is unsigned: adding a negative distance wraps around
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     const int t = time_of(sweep, n);
-    const Index first = Index(t) * Index(sweep.B), written = Index(t - first_time(sweep)) * Index(sweep.B);
     threadgroup float4* current = vectors + (n & 1) * HALF;
     float sums[ROWS][UNITS] = {};
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
-      const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
       const bool live = is_live(a.lengths, t, length[r]);
-      const Index row = first + Index(b);
-      const float factor = value_at(a.keep, row, 1.0f);
+      const Index at = now_at + item[r];
+      const float factor = value_at(a.keep, t * sweep.B + min(int(group.x) * ROWS + r, sweep.B - 1), 1.0f);
       float y[NK], c[NC], u[U], d[ND] = {}, du[U] = {}, dw_now[V] = {}, back[C + 1], h, outside[C + 1];
-      load_blocks<Cell::KEPT, LANES, H>(a.gates, row, lane, unit, y);
-      load_states_before<Cell, H, Index>(a, sweep, n, b, length[r], lane, unit, h, c);
-      load_all<Cell::INPUTS, H>(a.inputs, row, unit, u, 0);
-      load_all<1, H>(a.dh, row, unit, outside, 0);
-      load_all<C, H>(a.dc, row, unit, outside, 1);
+      load_blocks<Cell::KEPT, LANES, H>(a.gates, at, lane, unit, y);
+      load_states_before<Cell, H, Index>(a, sweep, n, item[r], at + next_now, length[r], lane, unit, h, c);
+      load_all<Cell::INPUTS, H>(a.inputs, at, unit, u, 0);
+      load_all<1, H>(a.dh, at, unit, outside, 0);
+      load_all<C, H>(a.dc, at, unit, outside, 1);
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) back[k] = ds[r][k] + outside[k];
       Cell::backward(lane, y, h, c, factor, u, w, now[r], back, d, du, dw_now);
-      store_step<Cell, H, ROWS, ROW, S>(a, live, real, lane, unit, r, written + Index(b), d, du, back, current);
+      store_step<Cell, H, ROWS, ROW, S>(a, live, real, lane, unit, r, at - earlier, d, du, back, current);
       // Rows past the last item repeat it, but must not count twice in a sum.
 #pragma clang loop unroll(full)
       for (int k = 0; k < Cell::PARAMS; ++k)
@@ -135,14 +138,14 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
       add_product<ROWS, UNITS, RUNS, GROUP, 0, 1, 1, RESIDENT, ROW>(sums, resident, streamed, current + s);
 #pragma clang loop unroll(full)
       for (int r = 0; r < ROWS; ++r) {
-        const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
         sum_over_units<UNITS, 1, 1, LANES>(sums[r]);
-        const Index at = (Index(sweep.masks_differ ? t * sweep.B : 0) + Index(b)) * H + Index(unit);
+        const Index at = item[r] + (sweep.masks_differ ? Index(t) * step : 0);
         const float dh = sum_over_lanes<LANES>(sums[r][0]) * value_at(a.mask, at, 1.0f);
         ds[r][0] += is_live(a.lengths, t, length[r]) ? dh : 0.0f;
       }
     }
+    now_at += next_now;
     streamed += opaque_zero(sweep);
   }
-  store_ends<Cell, H, ROWS, S, Index>(a, sweep, group.x, real && lane == 0, unit, ds, dw);
+  store_ends<Cell, H, ROWS, S>(a, item, group.x, real && lane == 0, unit, ds, dw);
 }

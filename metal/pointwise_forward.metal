@@ -16,31 +16,32 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
   load_resident<RESIDENT>(streamed, resident);
   fill_with_zeros(vectors, 2 * HALF, index, threads);
   if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros from the units' own h
+  const Index step = Index(sweep.B) * H, earlier = Index(first_time(sweep)) * step;
+  Index item[ROWS];  // the unit's position in an array [B, H]
   float state[ROWS][C + 1], w[Cell::PARAMS == 0 ? 1 : Cell::PARAMS];
   int length[ROWS];
-  load_all<Cell::PARAMS, H>(a.params, Index(0), unit, w, 0);
+  load_all<Cell::PARAMS, H>(a.params, Index(unit), unit, w, 0);
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1), t = time_of(sweep, sweep.start);
+    item[r] = Index(b) * H + Index(unit);
     length[r] = value_at(a.lengths, b, sweep.T);
-    load_all<1, H>(a.h0, Index(b), unit, state[r], 0);
-    load_all<C, H>(a.c0, Index(b), unit, state[r], 1);
-    const Index at = Index((sweep.masks_differ ? t * sweep.B : 0) + b) * H + Index(unit);
+    load_all<1, H>(a.h0, item[r], unit, state[r], 0);
+    load_all<C, H>(a.c0, item[r], unit, state[r], 1);
+    const Index at = item[r] + (sweep.masks_differ ? Index(t) * step : 0);
     if (P > 0 && writes)
       number_at(vectors, (sweep.start & 1) * HALF + r * ROW, own) = state[r][0] * value_at(a.mask, at, 1.0f);
   }
   if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the first h from the first product
+  Index now = Index(time_of(sweep, sweep.start)) * step;  // the step's position in an array [T, B, H]
+  const Index next_now = sweep.reverse ? -step : step;  // Index is unsigned: adding a negative distance wraps around
   for (int n = sweep.start; n < sweep.stop; ++n) {
     threadgroup float4* before = vectors + (n & 1) * HALF;
     threadgroup float4* after = vectors + (~n & 1) * HALF;
     const int t = time_of(sweep, n);
-    const Index first = Index(t) * Index(sweep.B), written = Index(t - first_time(sweep)) * Index(sweep.B);
     float z[ROWS][REGISTERS_OF<G, LANES>], sums[ROWS][P == 0 ? 1 : UNITS * P] = {};
 #pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
-      const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
-      load_blocks<G, LANES, H>(a.z, first + Index(b), lane, unit, z[r]);
-    }
+    for (int r = 0; r < ROWS; ++r) load_blocks<G, LANES, H>(a.z, now + item[r], lane, unit, z[r]);
     if constexpr (P > 0) {
       constexpr int ALL = (1 << P) - 1;
       add_product<ROWS, UNITS * P, RUNS, GROUP, 0, P, ALL, RESIDENT, ROW>(sums, resident, streamed, before + s);
@@ -52,12 +53,11 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
     }
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
-      const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
       const bool live = is_live(a.lengths, t, length[r]);
-      const float factor = value_at(a.keep, first + Index(b), 1.0f);
+      const float factor = value_at(a.keep, t * sweep.B + min(int(group.x) * ROWS + r, sweep.B - 1), 1.0f);
       float u[Cell::INPUTS == 0 ? 1 : Cell::INPUTS], y[REGISTERS_OF<Cell::KEPT, LANES>] = {}, next[C + 1];
       float c[REGISTERS_OF<C, LANES>] = {};
-      load_all<Cell::INPUTS, H>(a.inputs, first + Index(b), unit, u, 0);
+      load_all<Cell::INPUTS, H>(a.inputs, now + item[r], unit, u, 0);
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) next[k] = factor * state[r][k];
       Cell::forward(lane, z[r], sums[r], u, w, next, y);
@@ -71,23 +71,23 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
       for (int j = 0; j < REGISTERS_OF<C, LANES>; ++j) c[j] = live ? c[j] : 0.0f;
 #pragma clang loop unroll(full)
       for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;
-      if (real) store_blocks<Cell::KEPT, LANES, H>(a.gates, written + Index(b), lane, unit, y);
-      if (real) store_blocks<C, LANES, H>(a.c, written + Index(b), lane, unit, c);
-      if (writes) a.h[(written + Index(b)) * H + Index(unit)] = live ? m : S(0.0f);
+      if (real) store_blocks<Cell::KEPT, LANES, H>(a.gates, now - earlier + item[r], lane, unit, y);
+      if (real) store_blocks<C, LANES, H>(a.c, now - earlier + item[r], lane, unit, c);
+      if (writes) a.h[now - earlier + item[r]] = live ? m : S(0.0f);
       if (P > 0 && writes && (!is_present(a.mask) || n + 1 < sweep.stop)) {  // after the last step no mask is left
-        const int row = sweep.masks_differ ? time_of(sweep, n + 1) * sweep.B + b : b;
-        number_at(after, r * ROW, own) = state[r][0] * value_at(a.mask, Index(row) * H + Index(unit), 1.0f);
+        const Index at = item[r] + (sweep.masks_differ ? Index(time_of(sweep, n + 1)) * step : 0);
+        number_at(after, r * ROW, own) = state[r][0] * value_at(a.mask, at, 1.0f);
       }
     }
     if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates new h from the next product
+    now += next_now;
     streamed += opaque_zero(sweep);
   }
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
-    const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
     if (!writes) continue;
-    a.hT[Index(b) * H + Index(unit)] = S(state[r][0]);
+    a.hT[item[r]] = S(state[r][0]);
 #pragma clang loop unroll(full)
-    for (int k = 0; k < C; ++k) store(a.cT, (Index(b) * C + Index(k)) * H + Index(unit), state[r][k + 1]);
+    for (int k = 0; k < C; ++k) store(a.cT, place_of<C, H>(item[r], k, unit), state[r][k + 1]);
   }
 }

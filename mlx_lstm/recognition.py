@@ -165,6 +165,15 @@ def ways_of_lstm(baseline: np.ndarray | None, c: np.ndarray) -> list[Way]:
 class Trial:
     """Runs of a cell with parameters that the trial chooses."""
 
+    module: nn.Module
+    step: Callable[..., Any]
+    shapes: dict[str, Any]
+    D: int
+    H: int
+    x: np.ndarray
+    h: np.ndarray
+    c: np.ndarray
+
     def __init__(self, module: nn.Module, step: Callable[..., Any], shapes: dict[str, Any], D: int, H: int, name: str):
         """Draw the inputs of a step. shapes: the shapes of all float parameters by key; name: what the line calls the
         module."""

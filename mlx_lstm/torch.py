@@ -12,6 +12,7 @@ from a torch layer in the same process, and back:
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter, methodcaller
 from typing import Any, TypeVar
@@ -43,6 +44,7 @@ from .recurrence import (
     Hold,
     Lengths,
     QuantizedLayer,
+    Stepper,
     common_dtype,
     engine_used,
     in_dtype,
@@ -76,6 +78,7 @@ class Layers(nn.Module):
     gates: int  # number of gates: a weight matrix has H rows for each gate
     engine: Engine | None
     checkpoint_every: int | str | None
+    nonlinearity: str  # of a plain RNN
     engine_used = engine_used
 
     def __init__(
@@ -210,6 +213,37 @@ class Layers(nn.Module):
         output = x if is_time_major else small(partial(swapped, batched), x)
         by_name = [layer[name] for name in states for layer in last]
         return output, small(partial(self.join_all, shapes), *by_name)
+
+    def stepper(self, batch: int | Sequence[int] = ()) -> Stepper:
+        """Return a `mlx_lstm.nn.Stepper`: an object that runs one time step per call and keeps the states inside. It
+        computes the same as the layer in evaluation mode, with much less work per step, but has no gradient. torch has
+        no such method.
+
+        Args:
+            batch (int or sequence of int): the sizes of the batch axes of a step's input, N. Default: none, the input
+                is [I].
+
+        Returns:
+            Stepper: called as `stepper(x, keep=None)` with x [N, I] of MLX or NumPy, it returns the last layer's h
+            [N, S] as the same kind of array. Its states have the shapes of `hx`.
+
+        Raises:
+            ValueError: the layer is bidirectional, or the call is inside a transformation of MLX.
+        """
+        op = f"{self.op}.stepper"
+        if self.bidirectional:
+            fail(op, "bidirectional must be False, because the reverse direction starts at the end of the input,", True)
+
+        def read() -> list[tuple[cells.Cell, Arrays, Engine | None]]:
+            return [(self._cell(), self.arrays(layer), self.engine) for layer in range(self.num_layers)]
+
+        return Stepper(op, read, [self], batch=batch, is_stack=not isinstance(self, Cell))
+
+    def _cell(self) -> cells.Cell:
+        """Return the cell: the formula that the recurrence computes at each step."""
+        if self.gates == 1:
+            return cells.RNNCell(self.nonlinearity)
+        return cells.LSTMCell() if self.gates == 4 else cells.GRUCell()
 
     def join_all(self, shapes: dict[str, list[int]], *states: Any) -> dict[str, Any]:
         """Join the states of all layers and return them by name, in these shapes. `states`: h of each layer, then c

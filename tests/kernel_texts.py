@@ -50,7 +50,7 @@ def kernel_texts(cases):
     kernel.forget()
     with (
         patch.object(mx.fast, "metal_kernel", partial(Noted, texts)),
-        patch.object(mx.metal, "is_available", lambda: True),
+        patch.object(choice, "has_metal", lambda: True),
         patch.object(choice, "current_device", lambda: "gpu"),
         unguarded(),
     ):

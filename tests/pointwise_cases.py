@@ -136,7 +136,8 @@ def by_recurrent(form, a, case):
             products = blocks((state[0] * mask) @ Wh.T, form.gates)
             pairs = list(zip(parts, products, strict=True))
             parts = pairs if form.apart else [p + q for p, q in pairs]
-        new = tuple(form.cell(tuple(parts), state, *inputs, *more["params"]))
+        new = form.cell(tuple(parts), state, *inputs, *more["params"])
+        new = tuple(mx.broadcast_to(array, state[0].shape) for array in new)  # a new state may be a parameter [H]
         return new[0], new
 
     keep = a["keep"][..., 0] if "keep" in a else None

@@ -1116,3 +1116,49 @@ def test_words_for_the_directions_are_those_of_the_forms(tmp_path, capsys):
     form = ["--from-keys", "{name}.{array}_l{layer}{way}", "--ways", "", "_reverse"]
     assert main([str(path), str(target), *form]) == 0
     assert_same(PLAIN["lstm"], convert.read(target).layers["rnn"])
+
+
+FORMS = ("{array}_l0{way}", "{array}_{way}", "{way}.{array}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_from_names_reads_arrays_by_any_names(kind, form):
+    """`from_names` reads both directions of a layer by torch's names and by the names of other programs."""
+    layer = getattr(mlx_lstm.torch, kind)(3, 4, bidirectional=True)
+    expected, arrays = convert.from_torch(layer), {}
+    for way, words in zip(("", "_reverse"), ("fwd", "bwd"), strict=True):
+        for word in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+            own = way if "_l0" in form else words
+            arrays[form.format(array=word, way=own)] = layer[f"{word}_l0{way}"]
+    assert convert.differences(convert.from_names(arrays), expected) == []
+
+
+def test_from_names_of_a_gru_whose_whole_recurrent_bias_is_called_bhn():
+    layer = mlx_lstm.torch.GRU(3, 4)
+    arrays = {"Wx": layer.weight_ih_l0, "Wh": layer.weight_hh_l0, "b": layer.bias_ih_l0, "bhn": layer.bias_hh_l0}
+    assert convert.differences(convert.from_names(arrays), convert.from_torch(layer)) == []
+
+
+NOT_A_LAYER = {
+    "no arrays": ({}, "must be those of one recurrent layer or stack but got"),
+    "a list": ([mx.ones(3)], "arrays must be a dict of arrays by name but got list"),
+    "two layers": (
+        {f"{name}.{word}": mx.ones((12, 4)) for name in "ab" for word in ("Wx", "Wh")},
+        "must be those of one recurrent layer or stack but got a.Wh, a.Wx, b.Wh, b.Wx",
+    ),
+    "another array": ({"Wx": mx.ones((16, 3)), "Wh": mx.ones((16, 4)), "gain": mx.ones(3)}, "but got Wh, Wx, gain"),
+    "both directions in one": (
+        {"Wx": mx.array(1.0), "Wh": mx.ones((12, 1, 12))},
+        r"Wx must have shape \[rows, ...\], as both directions share arrays, but got shape \[\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_A_LAYER)
+def test_from_names_refuses_what_is_not_one_layer(case):
+    arrays, message = NOT_A_LAYER[case]
+    with pytest.raises(ValueError, match=message):
+        convert.from_names(arrays)
+    with pytest.raises(ValueError, match="nonlinearity must be one of"):
+        convert.from_names({}, nonlinearity="cos")

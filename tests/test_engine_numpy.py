@@ -7,8 +7,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import combination, draw, poison_scratch, run, split
+from mlx.nn import value_and_grad
+from mlx.utils import tree_flatten
 
-from mlx_lstm import gru, lstm, rnn
+from mlx_lstm import gru, lstm, nn, rnn
 from mlx_lstm.engines.cells import HARD_SIGMOIDS, GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.numpy import activations as engine_numpy_activations
 from mlx_lstm.engines.numpy import arrays as engine_numpy_arrays
@@ -328,6 +330,31 @@ def test_the_gradient_of_the_first_layer_s_input_is_computed_only_if_asked_for(w
         _, gradients = gradients_asked(word, argnums, wrap, engine="ops", **options)
         for a, b in zip(got, gradients, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-11)
+
+
+@pytest.mark.parametrize("word", OPS)
+def test_a_small_step_in_a_gradient_runs_on_ops(word):
+    """Engine `ops` runs a single small step inside a transformation, with the gradients of engine `numpy`. A large
+    step, several steps, and a step outside of a transformation run on engine `numpy`."""
+    layer_of, engines = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[word], {}
+    for H, B, T in [(4, 3, 1), (4, 3, 2), (128, 64, 1)]:
+        layer, x = layer_of(4, H), mx.random.normal((B, T, 4))
+
+        def loss(layer, x):
+            hidden = layer(x)
+            return (hidden[0] if isinstance(hidden, tuple) else hidden).square().sum()
+
+        with mx.stream(mx.cpu):
+            _, gradients = value_and_grad(layer, loss)(layer, x)
+            engines[H, T] = layer.engine_used.engine
+            layer.engine = "numpy"
+            _, expected = value_and_grad(layer, loss)(layer, x)
+            for (name, got), (_, right) in zip(tree_flatten(gradients), tree_flatten(expected), strict=True):
+                np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-5, err_msg=name)
+            layer.engine = None
+            layer(x)
+            assert layer.engine_used.engine == "numpy"
+    assert engines == {(4, 1): "ops", (4, 2): "numpy", (128, 1): "numpy"}
 
 
 @pytest.mark.parametrize("both", [False, True])

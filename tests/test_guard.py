@@ -531,6 +531,36 @@ def test_a_loss_of_other_outputs_has_its_own_trial(monkeypatch, said):
     assert np.allclose(found, wanted, atol=1e-5)
 
 
+def test_every_loss_has_a_trial_that_passes(said):
+    """The gradients of a loss of any outputs are computed by our kernels: in training, in evaluation, and where
+    gates are returned. Each set of outputs has at most one trial of its own, which passes."""
+    layer, x, _ = layer_and_data()
+    names = ("h", "c", "gates", "hT", "cT")
+    losses = [("h",), ("c",), ("h", "gates"), ("hT",), ("cT", "c"), ("gates",), names]
+    Wx, Wh, x_first = layer.Wx, layer.Wh, mx.swapaxes(x, 0, 1)
+
+    def loss(wanted, training=True):
+        def total(x):
+            out = mlx_lstm.lstm(x, Wx, Wh, return_gates="gates" in wanted, training=training)
+            return sum(getattr(out, name).sum() for name in wanted)
+
+        return total
+
+    with counted_kernels() as (goes, tried, used):
+        for wanted in losses:
+            mx.grad(loss(wanted))(x_first)
+        assert used <= {(text[0], text[3]) for text in tried}
+        before = len(goes)
+        mx.grad(loss(("h", "cT"), training=False))(x_first)
+        mx.grad(lambda x: layer.eval()(x)[1].sum())(x)
+        assert used <= {(text[0], text[3]) for text in tried} and len(goes) == before + 1
+    with on_metal():
+        for given in [("c",), ("gates", "hT", "cT"), ("hT", "cT")]:
+            form = problem(cotangents=given, return_gates="gates" in given)
+            assert _judge.verdict(trial_of("fused", form)) == ""
+    assert not said
+
+
 def test_inside_transformations(monkeypatch, said, tmp_path):
     """If the trial run of a kernel fails while MLX traces a call, the engine `ops` takes over in the traced graph."""
     monkeypatch.setattr(_guard, "try_out", lambda trials: [WRONG])

@@ -26,6 +26,7 @@ from .worker import serve_task, task_from_json
 QUICK = {"seconds": 1.0, "rounds": 3}
 FULL = {"seconds": 10.0, "rounds": 5}
 
+PASSES_HELP = "default: the case's; backward includes its forward pass; paced: streaming with a frame every 3 ms"
 MEASURING = ("case", "sizes", "passes", "contenders", "engine", "device", "dtype", "patience", "csv")
 APPLY = {
     "": (*MEASURING, "checkpoint_every", "rounds", "seconds", "quick", "plot"),
@@ -110,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--case", choices=CASES, help="what is measured; default: lstm, one layer of one direction")
     sizes = " ".join(map(str, SIZES))
     add("--sizes", nargs="+", type=size_option, metavar="T,B,I,H", help=f"default: the case's; of lstm {sizes}")
-    add("--passes", nargs="+", choices=PASSES, help="default: the case's; backward includes its forward pass")
+    add("--passes", nargs="+", choices=(*PASSES, "paced"), help=PASSES_HELP)
     names = "; ".join(f"{case}: {', '.join(CASES[case].contenders)}" for case in CASES)
     add("--contenders", nargs="+", help=f"of {names}, or module:attribute of a Contender; default: those installed")
     add("--engine", nargs="+", choices=ENGINES, help="engines of ours; default: what lstm chooses on the device")

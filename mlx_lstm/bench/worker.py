@@ -83,7 +83,8 @@ class Worker:
             self.run()
         samples: list[float] = []
         builds: list[float] = []
-        while sum(samples) < seconds or not samples:
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until or not samples:
             sample, built, _ = self.run()
             samples.append(sample)
             builds += [] if built is None else [built]
@@ -100,7 +101,8 @@ class Worker:
             results = self.work.build()
             built = time.perf_counter() - start
             mx.eval(results)
-        return time.perf_counter() - start, built, results
+        seconds = time.perf_counter() - start
+        return seconds if self.work.slept is None else seconds - self.work.slept(), built, results
 
     def pause(self) -> None:
         """Wait until the threads of the libraries have stopped spinning. Then note the time and the CPU time used so

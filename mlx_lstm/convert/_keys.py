@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..checks import check_option, fail
 from ..engines.cells import ACTIVATIONS
-from ..engines.directions import part
+from ..engines.directions import OWN_AXIS, part
 from ..engines.problem import Arrays
 from ..files import shown
 from . import torch
@@ -261,6 +261,12 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
             fail("convert", f"{group.title(leaf)} must not be there, beside {', '.join(group.keys)}", "this key")
         words[ENTRIES[leaf]] = array
     both = words["Wh"].ndim == 3
+    if both:
+        for leaf, array in mine.items():
+            rows = 2 if ENTRIES[leaf] in OWN_AXIS else "rows"
+            if array.ndim == 0 or (rows == 2 and array.shape[0] != 2):
+                rule = f"{group.title(leaf)} must have shape [{rows}, ...], as both directions share arrays,"
+                fail("convert", rule, f"shape {list(array.shape)}")
     ways = [part(words, d) for d in range(2)] if both else [words]
     return [settled(group, way, order) for way in ways]
 

@@ -152,7 +152,7 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
     name of an array for error texts."""
     G, D = weights.cell.gates, weights.directions
     first = weights.layers[0][0]
-    for word in ("Wx", "Wh"):
+    for word in ("Wx", "Wh", *(["Wp"] if "Wp" in first else [])):
         if word not in first:
             fail(op, f"{title(0, 0, word)} must be there", "no such array")
         check_array(op, title(0, 0, word), first[word], ["rows", "columns"])

@@ -205,6 +205,16 @@ class CellGraph:
     pass that the backward pass reads, besides the states and its own inputs.
     """
 
+    nodes: tuple[Node, ...]
+    apart: bool
+    forward: tuple[int, ...]
+    back: tuple[int, ...]
+    saved: tuple[int, ...]
+    gates: int
+    states: int
+    inputs: int
+    params: int
+
     def __init__(
         self,
         nodes: tuple[Node, ...],

@@ -3,9 +3,10 @@
 `replace` puts these layers into a model; `patched` does so in a model that other code builds. `stack` runs lists of
 layers as one: several layers, both directions, lengths, last states. `from_weights` makes a layer with any option from
 weights of any format. `Pointwise` is a layer with a cell of the user's own. `precision` runs a model in 16 bits.
-`quantize` quantizes the layers of a model, recurrent ones included.
+`stepper` runs layers one time step at a time. `quantize` quantizes the layers of a model, recurrent ones included.
 """
 
+from ..recurrence import Stepper
 from ._from_weights import from_weights
 from ._layers import GRU, LSTM, NONLINEARITIES, RNN, QuantizedGRU, QuantizedLSTM, QuantizedRNN
 from ._pointwise import Pointwise
@@ -13,6 +14,7 @@ from ._precision import precision
 from ._quantize import quantize
 from ._replace import patched, replace
 from ._stack import stack
+from ._stepper import stepper
 
 __all__ = ["GRU", "LSTM", "NONLINEARITIES", "RNN", "Pointwise", "QuantizedGRU", "QuantizedLSTM", "QuantizedRNN"]
-__all__ += ["from_weights", "patched", "precision", "quantize", "replace", "stack"]
+__all__ += ["Stepper", "from_weights", "patched", "precision", "quantize", "replace", "stack", "stepper"]

@@ -1,5 +1,6 @@
 """Make a layer with any option of the cell from weights of any format."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..recurrence import (
     Call,
     Hold,
     Lengths,
+    Stepper,
     common_dtype,
     engine_used,
     in_dtype,
@@ -24,6 +26,9 @@ from ..recurrence import (
 )
 
 OP = "nn.from_weights"
+
+REVERSE = "layers must run forward, because the reverse direction starts at the end of the sequence,"
+"""Why a stepper refuses layers, for error texts."""
 
 
 class Recurrence(nn.Module):
@@ -102,6 +107,25 @@ class Recurrence(nn.Module):
         whole = {name: partial(join_states, D, (K * D, B, width)) for name, width in widths.items()}
         states = [whole[name](*(outputs[f"{name}T"] for outputs in last)) for name in widths]
         return x, tuple(states) if len(states) == 2 else states[0]
+
+    def stepper(self, batch: int | Sequence[int] = ()) -> Stepper:
+        """Return a `Stepper`: an object that runs one time step of all layers per call and keeps the states inside.
+
+        Args:
+            batch (int or sequence of int): the sizes of the batch axes of a step's input. Default: none.
+
+        Returns:
+            Stepper: called as `stepper(x, keep=None)` with x [..., I] of MLX or NumPy, it returns the last layer's h
+            [..., P] as the same kind of array.
+
+        Raises:
+            ValueError: the layers run in reverse or in both directions, which need the end of the sequence first.
+        """
+        op = f"{OP}.stepper"
+        if self._sizes[0] == 2 or self._is_reverse:
+            fail(op, REVERSE, "both directions" if self._sizes[0] == 2 else "the reverse direction")
+        read = lambda: [(self._cell, arrays, self.engine) for arrays in self.layers]  # noqa: E731
+        return Stepper(op, read, self.layers, batch=batch, is_stack=True)
 
 
 def from_weights(

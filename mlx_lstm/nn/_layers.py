@@ -5,7 +5,7 @@ and the names that its parameters have in `mlx.nn`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import methodcaller
 from typing import Any, ClassVar, TypeVar
 
@@ -18,7 +18,7 @@ from ..engines.at_once import by_mlx, by_numpy, computes_now
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.choice import Engine, check_engine
 from ..engines.packing import Quantized, Weight
-from ..recurrence import Call, Hold, Lengths, QuantizedLayer, engine_used, in_common_dtype, whole_steps
+from ..recurrence import Call, Hold, Lengths, QuantizedLayer, Stepper, engine_used, in_common_dtype, whole_steps
 
 Self = TypeVar("Self", bound="Layer")
 
@@ -70,6 +70,33 @@ class Layer(nn.Module):
     def eval(self: Self) -> Self:
         """Set evaluation mode; return the layer."""
         return self.train(False)
+
+    def stepper(self, batch: int | Sequence[int] = ()) -> Stepper:
+        """Return a `Stepper`: an object that runs one time step per call and keeps the states inside. It computes the
+        same as the method `step` with much less work per step, but has no gradient.
+
+        Args:
+            batch (int or sequence of int): the sizes of the batch axes of a step's input. Default: none, the input is
+                [D].
+
+        Returns:
+            Stepper: called as `stepper(x, keep=None)` with x [..., D] of MLX or NumPy, it returns the hidden state
+            [..., H] as the same kind of array.
+
+        Raises:
+            ValueError: an argument or a parameter breaks a rule, or the call is inside a transformation of MLX.
+
+        Example:
+            >>> import mlx.core as mx
+            >>> from mlx_lstm.nn import GRU
+            >>> stepper = GRU(3, 4).stepper(2)
+            >>> for frame in mx.ones((10, 2, 3)):
+            ...     hidden = stepper(frame)
+            >>> hidden.shape, stepper.state().shape
+            ((2, 4), (2, 4))
+        """
+        read = lambda: [(self._cell(), self._arrays(), self.engine)]  # noqa: E731
+        return Stepper(f"{self.op}.stepper", read, [self], batch=batch, is_stack=False)
 
     def _extra_repr(self, more: str = "") -> str:
         Wx, _, b, *_ = self._names

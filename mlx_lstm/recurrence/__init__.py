@@ -15,6 +15,7 @@ For the modules above this one: the layers, and the functions in the style of ot
   layers. `common_dtype`, `in_dtype` and `in_common_dtype` bring arrays into one dtype. `whole_steps` checks a
   layer's options `keep` (a factor on the state) and `hold` (steps that leave the state unchanged), `whole_lengths` its
   option `lengths`.
+- `Stepper` runs layers one time step at a time.
 - `unguarded` lets Metal kernels run without a prior test run, for commands that check every result themselves.
 """
 
@@ -32,9 +33,11 @@ from ._recurrent import recurrent
 from ._rnn import RNNOutput as RNNOutput
 from ._rnn import rnn, rnn_gradients
 from ._stack import by_layer, join_biases, join_directions, join_states, of_layers, split_states
+from ._stepper import Stepper
 from ._steps import whole_steps
 
-__all__ = ["Call", "Hold", "Lengths", "Quantized", "QuantizedLayer", "by_layer", "common_dtype", "engine_used", "gru"]
-__all__ += ["gru_gradients", "in_dtype", "join_biases", "join_directions", "join_states", "lstm", "lstm_gradients"]
-__all__ += ["of_layers", "pointwise", "recurrent", "rnn", "rnn_gradients", "split_states", "unguarded"]
+__all__ = ["Call", "Hold", "Lengths", "Quantized", "QuantizedLayer", "Stepper", "by_layer", "common_dtype"]
+__all__ += ["engine_used", "gru", "gru_gradients", "in_dtype", "join_biases", "join_directions", "join_states", "lstm"]
+__all__ += ["lstm_gradients", "of_layers", "pointwise", "recurrent", "rnn", "rnn_gradients", "split_states"]
+__all__ += ["unguarded"]
 __all__ += ["in_common_dtype", "whole_lengths", "whole_steps"]

@@ -160,6 +160,6 @@ class Attempt:
 
 def tell_waiting(engine: str, kernels: int | None) -> None:
     """Print on standard error that the call waits for trials of an engine's kernels."""
-    number = "the" if kernels is None else str(kernels)
-    text = f"mlx_lstm: trying {number} Metal kernels of engine {engine!r}, once on this machine, before their first use"
-    print(f"{text} ...", file=sys.stderr, flush=True)
+    what = "the Metal kernels" if kernels is None else f"{kernels} Metal kernel{'s' * (kernels != 1)}"
+    text = f"mlx_lstm: trying {what} of engine {engine!r}, once on this machine, before their first use ..."
+    print(text, file=sys.stderr, flush=True)

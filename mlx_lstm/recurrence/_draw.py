@@ -174,8 +174,9 @@ def zeros(problem: Problem) -> dict[str, mx.array]:
 
 def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
     """Return the arrays, with the three arrays of a quantized weight for each weight that the problem has quantized."""
-    for name in [name for name in arrays if problem.packing and is_packed(name, problem.names)]:
-        arrays = arrays | of_weight(name, arrays[name], problem.packing)
+    if problem.packing is not None:
+        for name in [name for name in arrays if is_packed(name, problem.names)]:
+            arrays = arrays | of_weight(name, arrays[name], problem.packing)
     return arrays
 
 

@@ -49,14 +49,20 @@ def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> R
     outputs that have a cotangent. Return None if no trial is needed.
 
     The trial of a training call covers a loss of h alone. Other losses run other kernels, and which loss it is, is
-    known only when the gradient is asked for. is_forced: whether the caller forced the engine; then the function
-    raises ValueError instead.
+    known only when the gradient is asked for. A call that is not training runs the same backward kernels for every
+    loss. is_forced: whether the caller forced the engine; then the function raises ValueError instead.
     """
     if chosen.engine not in METAL_ENGINES or problem.plain or _unguarded or not is_real():
         return None
 
     def refused(names: tuple[str, ...]) -> str:
-        reason = "" if names == USUAL else refusal(chosen.engine, problem._replace(cotangents=names))
+        if names == USUAL or not problem.training:
+            return ""
+        shown = {
+            "wants_last": problem.wants_last or not {"hT", "cT"}.isdisjoint(names),
+            "return_gates": "gates" in names,
+        }
+        reason = refusal(chosen.engine, problem._replace(cotangents=names, **shown))
         if reason and is_forced:
             raise ValueError(f"[{problem.cell.op}] engine={chosen.engine!r} cannot run: {reason}.")
         if reason:

@@ -77,7 +77,7 @@ CASES = {
     "streaming": BenchCase(
         streaming.SIZES,
         streaming.PASSES,
-        ("forward",),
+        ("forward", "paced"),
         streaming.CONTENDERS,
         ("torch", "mlx"),
         lstm.draw,

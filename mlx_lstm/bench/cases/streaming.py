@@ -1,9 +1,12 @@
 """The benchmark case `streaming`: inference of T steps in T calls, each of which continues from the last call's states.
 
-The results of each call are evaluated before the next call. The LSTM, its numbers and its judge are the same as in the
-case `lstm`, because T single steps must give the result of the whole sequence.
+The results of each call are evaluated before the next call. In the pass `paced` each frame arrives `PAUSE` seconds
+after the results of the frame before, as from a microphone; the pauses are no part of the time. The LSTM, its numbers
+and its judge are the same as in the case `lstm`, because T single steps must give the result of the whole sequence.
 """
 
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +17,30 @@ from ...testing.cases import DTYPES
 from ..tasks import Contender, Size, Task, Work
 
 SIZES = tuple(Size(100, 1, H, H) for H in (64, 128, 256, 640))
-PASSES = {"forward": ("h",)}
+PASSES = {"forward": ("h",), "paced": ("h",)}
+
+PAUSE = 0.003
+"""The pause before each frame in the pass `paced`, in seconds. In such a pause the threads of the libraries fall
+asleep, and the caches of the CPU lose data."""
+
+
+class Frames:
+    """The frames of a task, to be iterated over many times, with pauses in the pass `paced`. `slept`: the seconds of
+    all pauses of the latest iteration."""
+
+    def __init__(self, frames: list[Any], task: Task):
+        self.frames: list[Any] = frames
+        self.pause: float = PAUSE if task.which == "paced" else 0.0
+        self.slept: float = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.slept = 0.0
+        for frame in self.frames:
+            if self.pause:
+                start = time.perf_counter()
+                time.sleep(self.pause)
+                self.slept += time.perf_counter() - start
+            yield frame
 
 
 def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors, task: Task, axis: int | None) -> Work:
@@ -25,9 +51,9 @@ def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors
     layer.set_dtype(DTYPES[task.dtype])
     layer.eval()
     steps = numbers["x"] if axis is None else [np.expand_dims(x, axis) for x in numbers["x"]]
-    frames = [mx.array(x).astype(DTYPES[task.dtype]) for x in steps]
+    frames = Frames([mx.array(x).astype(DTYPES[task.dtype]) for x in steps], task)
     zeros = tuple(mx.zeros(state, DTYPES[task.dtype]) for _ in range(2))
-    mx.eval(layer.parameters(), frames, zeros)
+    mx.eval(layer.parameters(), frames.frames, zeros)
 
     def run() -> list[mx.array]:
         outputs, state = [], zeros
@@ -40,7 +66,7 @@ def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors
     def tensors(outputs: list[mx.array]) -> Tensors:
         return {"h": np.stack([np.array(h.astype(mx.float32)) for h in outputs]).reshape(len(outputs), task.size.B, -1)}
 
-    return Work(run, tensors)
+    return Work(run, tensors, slept=lambda: frames.slept)
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
@@ -52,6 +78,22 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
     def call(frame: mx.array, state: tuple[mx.array, mx.array]) -> tuple[mx.array, tuple[mx.array, mx.array]]:
         hidden, cell = layer.step(frame, *state)
         return hidden, (hidden, cell)
+
+    return in_mlx(layer, mlx_weights(numbers), call, (task.size.B, task.size.H), numbers, task, None)
+
+
+def prepare_stepper(numbers: Tensors, task: Task) -> Work:
+    """Return a stepper of `mlx_lstm.nn.LSTM`, ready to run. It keeps its states inside, so each run resets them."""
+    from mlx_lstm.nn import LSTM, Stepper
+
+    layer = LSTM(task.size.I, task.size.H)
+    made: list[Stepper] = []
+
+    def call(frame: mx.array, state: tuple[mx.array, ...]) -> tuple[mx.array, tuple[mx.array, ...]]:
+        if state:  # only the first frame has a state
+            made[:] = made or [layer.stepper(task.size.B)]
+            made[0].reset()
+        return made[0](frame), ()
 
     return in_mlx(layer, mlx_weights(numbers), call, (task.size.B, task.size.H), numbers, task, None)
 
@@ -97,7 +139,7 @@ def prepare_torch(numbers: Tensors, task: Task) -> Work:
     layer = torch.nn.LSTM(task.size.I, task.size.H)
     layer.load_state_dict({name: torch.from_numpy(array) for name, array in torch_weights(numbers).items()})
     layer = layer.to(dtype).eval()
-    frames = [torch.from_numpy(x[None]).to(dtype) for x in numbers["x"]]
+    frames = Frames([torch.from_numpy(x[None]).to(dtype) for x in numbers["x"]], task)
     zeros = tuple(torch.zeros(1, task.size.B, task.size.H, dtype=dtype) for _ in range(2))
 
     def run() -> list[Any]:
@@ -111,11 +153,12 @@ def prepare_torch(numbers: Tensors, task: Task) -> Work:
     def tensors(outputs: list[Any]) -> Tensors:
         return {"h": torch.cat(outputs).float().numpy()}
 
-    return Work(run, tensors, torch.get_num_threads())
+    return Work(run, tensors, torch.get_num_threads(), slept=lambda: frames.slept)
 
 
 CONTENDERS = {
     "ours": Contender("mlx_lstm.nn.LSTM", "mlx", prepare_ours),
+    "stepper": Contender("mlx_lstm.nn.LSTM.stepper", "mlx", prepare_stepper),
     "ours_torch": Contender("mlx_lstm.torch.LSTM", "mlx", prepare_ours_torch),
     "mlx": Contender("mlx.nn.LSTM", "mlx", prepare_mlx),
     "torch": Contender("torch.nn.LSTM", "torch", prepare_torch),

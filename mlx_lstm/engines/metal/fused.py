@@ -53,6 +53,16 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
         if name in arrays:
             inputs[name] = arrays[name]
     inputs["z"] = project(problem, arrays, launches=len(sweep.parts))
+    inputs["arranged"] = arrays["arranged"] if "arranged" in arrays else arranged(problem, arrays, sweep)
+    return run(problem, sweep.parts, inputs, {"hT": "h0", "cT": "c0"})
+
+
+def arranged(problem: Problem, arrays: Arrays, sweep: "Sweep | None" = None) -> mx.array:
+    """Return the recurrent weights in the order in which the lanes of the forward pass read them. A caller that runs
+    many steps one at a time passes the result to `forward` as the array `arranged`. sweep: the launches of the forward
+    pass, or None to build them."""
+    dtype = arrays["x"].dtype
+    sweep = forward_sweep(problem, dtype, tuple(arrays), False) if sweep is None else sweep
     if sweep.quantized:
         scales, biases = scales_of(arrays, "Wh", dtype)
         Wh = [arrays["Wh"], scales] if biases is None else [arrays["Wh"], scales, biases]
@@ -60,8 +70,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
         Wh = [matrix(problem.packing, arrays, "Wh", dtype)]
     else:
         Wh = [arrays["Wh"]]
-    inputs["arranged"] = sweep.arrange(inputs=Wh)[0]
-    return run(problem, sweep.parts, inputs, {"hT": "h0", "cT": "c0"})
+    return sweep.arrange(inputs=Wh)[0]
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:

@@ -73,7 +73,7 @@ def struct_text(cell: PointwiseCell) -> str:
         "GATES": graph.gates, "STATES": graph.states, "INPUTS": graph.inputs, "PARAMS": graph.params,
         "KEPT": len(graph.saved), "GRADIENTS": len(gradient_nodes(graph)), "LANES": lanes,
         "PRODUCTS": graph.gates if cell.recurrent else 0, "SCATTERS": int(scatters(cell)),
-        "READS_H": int(graph.reads("s0")),
+        "READS_H": int(graph.reads("s0") or graph.reads_after(0)),
     }  # fmt: skip
     enum = ", ".join(f"{name} = {value}" for name, value in numbers.items())
     blocks = own_blocks_text(graph, lanes)

@@ -175,7 +175,8 @@ class Statements:
         for k, n in of.items():
             mine = next((name for name, have in self.bundles if have[k] == n), None)
             kinds.setdefault(mine or (n if self.is_known(n) else nodes[n].op), []).append(k)
-        groups = list(kinds.values()) if len(kinds) > 1 else [[k] for k in lanes]
+        # The largest group comes last, because its lanes need no comparison.
+        groups = sorted(kinds.values(), key=len) if len(kinds) > 1 else [[k] for k in lanes]
         parts = [(group, self.merge([of[k] if k in group else None for k in range(4)])) for group in groups]
         code = parts[-1][1]
         for group, name in parts[:-1]:

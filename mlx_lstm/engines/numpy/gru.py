@@ -12,7 +12,7 @@ from ..ops.cells import UNBOUNDED
 from ..problem import Problem
 from .activations import ONE, InPlace, activation, gate_blocks, runs
 from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of
-from .products import SeparateProducts, WeightGradients
+from .products import SeparateProducts, WeightGradients, in_blocks
 
 
 def reset_and_update(blocks: dict[str, slice]) -> list[slice]:
@@ -25,7 +25,8 @@ def reset_and_update(blocks: dict[str, slice]) -> list[slice]:
 class GRUStep:
     """Compute one forward step of a GRU. Calling the object overwrites the preactivations [3H, B] with the gates."""
 
-    def __init__(self, problem: Problem, cell: GRUCell, v: Views, mask: Array | None):
+    def __init__(self, problem: Problem, cell: GRUCell, v: Views, mask: Array | None, streamed: bool = False):
+        """Allocate the scratch memory. streamed: the steps arrive one at a time (`engines.numpy.stream`)."""
         (_, B, H, _), dtype, order, activations = problem[:4], v["Wh"].dtype, cell.gate_order, cell.activations
         # r multiplies the recurrent product of the candidate, or the h that enters it. So this product cannot be joined
         # with that of the input.
@@ -43,6 +44,9 @@ class GRUStep:
         self.activate_n: InPlace = activation(activations[2])[0]
         self.unbounded: bool = activations[2] in UNBOUNDED
         self.Wh_n: Array = self.weights[self.block["n"]]
+        self.product: Array = self.gates  # the gates, in the blocks of rows in which the product computes them
+        if streamed and self.after:
+            self.weights, self.product = in_blocks(self.weights, self.gates)
         self.bhn: Array | None = np.repeat(v["bhn"][:, None], B, axis=1) if "bhn" in v else None
         self.scratch: Array | None = None if self.after else np.empty((H, B), dtype)
 
@@ -57,7 +61,7 @@ class GRUStep:
         n, z = self.n, self.z
         # Compute r and z. With reset "after" the same product also gives Wh_n h, in the rows of n.
         if self.after:
-            np.matmul(self.weights, h_in, out=self.gates)
+            np.matmul(self.weights, h_in, out=self.product)
         for rows in self.rz:
             if not self.after:
                 np.matmul(self.weights[rows], h_in, out=self.gates[rows])

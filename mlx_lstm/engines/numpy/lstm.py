@@ -14,7 +14,7 @@ from ..cells import LSTMCell
 from ..problem import Problem
 from .activations import ONE, InPlace, activation, gate_blocks, runs
 from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of, transposed
-from .products import JoinedProduct, SeparateProducts, WeightGradients, input_products
+from .products import JoinedProduct, SeparateProducts, WeightGradients, in_blocks, input_products
 
 
 @cache
@@ -51,13 +51,17 @@ class LSTMStep:
     """Compute one forward step of an LSTM. Calling the object overwrites the preactivations z [4H, B] with the
     gates, or with the reciprocals of gates."""
 
-    def __init__(self, problem: Problem, cell: LSTMCell, v: Views, mask: Array | None):
+    def __init__(self, problem: Problem, cell: LSTMCell, v: Views, mask: Array | None, streamed: bool = False):
+        """Allocate the scratch memory. streamed: the steps arrive one at a time (`engines.numpy.stream`)."""
         (_, B, H, _), dtype = problem[:4], v["Wh"].dtype
         reciprocal = reciprocal_gates(cell.activations)
-        self.products: JoinedProduct | SeparateProducts = input_products(problem, v, mask, reciprocal)
+        self.products: JoinedProduct | SeparateProducts = input_products(problem, v, mask, reciprocal, streamed)
         order, negated = self.products.order, self.products.negated
         self.weights: Array = self.products.weights
         self.z: Array = np.empty((4 * H, B), dtype)
+        self.product: Array = self.z  # z, in the blocks of rows in which the product computes it
+        if streamed:
+            self.weights, self.product = in_blocks(self.weights, self.z)
         self.scratch: Array = np.empty((H, B), dtype)
         # apply_gate(x, y): multiply x by a gate, or divide x by the reciprocal of the gate.
         self.apply_gate: np.ufunc = np.divide if reciprocal else np.multiply
@@ -112,7 +116,7 @@ class LSTMStep:
         """
         gate, scratch, apply_gate = self.gate, self.scratch, self.apply_gate
         # Compute the preactivations and overwrite them with the gates, or with 1 / gate if `apply_gate` divides.
-        np.matmul(self.weights, operand, out=self.z)
+        np.matmul(self.weights, operand, out=self.product)
         if inputs is not None:
             self.z += inputs
         for name in self.peeps_early:

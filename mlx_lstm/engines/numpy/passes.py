@@ -183,7 +183,8 @@ class BackwardSweep:
                 ended = np.flatnonzero(self.ends.lengths <= t) if t >= self.ends.shortest else None
                 step.finish(t, columns, ended, self.out)
                 if ended is not None:  # a formula of the user's may give NaN for zeros
-                    dh[:, ended] = dc[:, ended] = step.direct[:, ended] = 0
+                    for array in (dh, dc) if step.direct is None else (dh, dc, step.direct):
+                        array[:, ended] = 0
             if mask is not None:
                 self.through_mask(t, mask[k], h_prev[k])
             if step.direct is not None:

@@ -174,7 +174,9 @@ def columns(letter: str, count: int) -> list[str]:
 
 def unpacking(names: Sequence[str], array: str) -> list[str]:
     """Return the statement that names the blocks of H of an array [n H, B]."""
-    return [f"{', '.join(names)}, = {array}.reshape({len(names)}, H, -1)"] if names else []
+    if len(names) == 1:
+        return [f"{names[0]} = {array}"]
+    return [f"{', '.join(names)} = {array}.reshape({len(names)}, H, -1)"] if names else []
 
 
 def negatable(graph: CellGraph) -> str:
@@ -202,29 +204,37 @@ def forward_function(cell: PointwiseCell, order: str, negated: str) -> Callable[
     graph = cell.graph
     blocks, kept = ("xs" if graph.apart or not cell.recurrent else "z"), columns("y", len(graph.saved))
     known = {n: name for name, n in graph.number.items() if name[0] in "psuw"}
-    runs: list[Run] = []
-    for n, (name, y) in zip(graph.saved, zip(kept, range(len(kept)), strict=True), strict=True):
+    # Neighbouring gates with the same function are computed by one statement.
+    runs: list[tuple[str, list[int], list[int]]] = []  # op, saved nodes, places of the gates
+    for k, n in enumerate(graph.saved):
         node = graph.nodes[n]
         gate = graph.nodes[node.args[0]].value if len(node.args) == 1 else None
         if gate is None or gate[0] != "x" or node.op not in ("sigmoid", "tanh", "exp"):
             continue
         place = order.index(chr(ord("a") + int(gate[1:])))
         op = "sigmoid_of_negated" if order[place] in negated else node.op
-        first = (
-            runs
-            and runs[-1].op == op
-            and runs[-1].source.endswith(f":{place}*H]")
-            and runs[-1].names[-1] == f"y{y - 1}"
-        )
-        before = runs.pop() if first else Run(op, (), (), f"{blocks}[{place}*H:", f"y[{y}*H:")
-        source, target = (text.partition(":")[0] for text in (before.source, before.target))
-        whole = f"{source}:{place + 1}*H]", f"{target}:{y + 1}*H]"
-        runs.append(Run(op, (*before.nodes, n), (*before.names, name), *whole))
+        if runs and runs[-1][0] == op and runs[-1][1][-1] == k - 1 and runs[-1][2][-1] == place - 1:
+            runs[-1][1].append(k)
+            runs[-1][2].append(place)
+        else:
+            runs.append((op, [k], [place]))
+    together, slices = [], []
+    for number, (op, saved, places) in enumerate(runs):
+        if len(saved) > 1:
+            slices += [f"r{number} = {blocks}[{places[0]}*H:{places[-1] + 1}*H]"]
+            slices += [f"q{number} = y[{saved[0]}*H:{saved[-1] + 1}*H]"]
+        source, target = (f"r{number}", f"q{number}") if len(saved) > 1 else (f"a{places[0]}", kept[saved[0]])
+        names = tuple(kept[k] for k in saved)
+        together.append(Run(op, tuple(graph.saved[k] for k in saved), names, source, target))
     by_name = {f"x{k}": f"a{order.index(chr(ord('a') + k))}" for k in range(graph.gates)}
     known |= {graph.number[name]: block for name, block in by_name.items() if name in graph.number}
     targets = [*zip(graph.saved, kept, strict=True), *zip(graph.forward, columns("n", graph.states), strict=True)]
-    code = Writer(graph, known, targets, runs).code()
-    unpacked = [*unpacking(columns("a", graph.gates), blocks), *unpacking(columns("p", graph.gates * graph.apart), "z")]
+    code = Writer(graph, known, targets, together).code()
+    unpacked = [
+        *slices,
+        *unpacking(columns("a", graph.gates), blocks),
+        *unpacking(columns("p", graph.gates * graph.apart), "z"),
+    ]
     unpacked += [*unpacking(columns("s", graph.states)[1:], "c_prev"), *unpacking(columns("u", graph.inputs), "us")]
     unpacked += [*unpacking(kept, "y"), *unpacking(columns("n", graph.states)[1:], "c")]
     return function_of(code, "z, xs, s0, c_prev, us, y, c, n0", unpacked)
@@ -289,7 +299,8 @@ def backward_function(cell: PointwiseCell) -> tuple[Callable[..., Any], tuple[in
     other = tuple(k for k in range(graph.gates) if x[k] != p[k])
     targets = [*zip(p, columns("z", graph.gates), strict=True)]
     targets += [(x[k], f"q{place}") for place, k in enumerate(other)]
-    targets += [*zip(graph.gradients("s"), ["direct", *columns("d", graph.states)[1:]], strict=True)]
+    states = zip(graph.gradients("s"), ["direct", *columns("d", graph.states)[1:]], strict=True)
+    targets += [(n, name) for n, name in states if name != "direct" or passes_h(graph)]
     targets += [*zip(graph.gradients("u"), columns("v", graph.inputs), strict=True)]
     targets += [*zip(graph.gradients("w"), columns("g", graph.params), strict=True)]
     code = Writer(graph, known, targets).code()
@@ -299,6 +310,12 @@ def backward_function(cell: PointwiseCell) -> tuple[Callable[..., Any], tuple[in
     unpacked += [*unpacking(columns("u", graph.inputs), "us"), *unpacking(columns("v", graph.inputs), "du")]
     unpacked += unpacking(columns("g", graph.params), "dw")
     return function_of(code, "y, s0, c_prev, n0, c, us, d0, dc, dz, dx, direct, du, dw", unpacked), other
+
+
+def passes_h(graph: CellGraph) -> bool:
+    """Return whether a part of the gradient of h_prev bypasses the recurrent product."""
+    node = graph.nodes[graph.gradients("s")[0]]
+    return node.op != "const" or node.value != 0
 
 
 class PointwiseStepBackward:
@@ -322,7 +339,7 @@ class PointwiseStepBackward:
         self.dz: Array = columns_buffer(cell.gates * H, n, B, dtype)
         self.dx: Array = columns_buffer(len(self.other) * H, n, B, dtype)
         self.by_column: list[Array] = [self.dz, self.dx]
-        self.direct: Array = np.empty((H, B), dtype)
+        self.direct: Array | None = np.empty((H, B), dtype) if passes_h(graph) else None
         self.s0: Array = np.empty((H, B), dtype)
         self.us, self.du = (np.empty((graph.inputs * H, B), dtype) for _ in range(2))
         self.dw: Array = np.empty((graph.params * H, B), dtype)
@@ -361,7 +378,8 @@ class PointwiseStepBackward:
             self.du[:, ended] = self.dw[:, ended] = 0
         if "inputs" in out:
             np.copyto(out["inputs"][t], self.du.T)
-        self.dparams += self.dw
+        if len(self.dw):
+            self.dparams += self.dw
 
     def end_chunk(self, products: WeightGradients, h_in: Array) -> None:
         """Add the terms of one chunk of time steps to the weight gradients in `products`. h_in [n, H]: the h that

@@ -18,17 +18,45 @@ AHEAD_ROWS = 256
 enough to stay in the CPU's cache until then."""
 
 
+QUIET_NUMBERS = 2**18
+"""The largest number of multiplications in one product of a streamed step. OpenBLAS uses all its threads for larger
+products, and afterwards the threads spin for 0.1 s."""
+
+THREADED_NUMBERS = 2**20
+"""The number of multiplications of a streamed step above which all threads of BLAS shall compute the product."""
+
+
 def input_products(
-    problem: Problem, v: Views, mask: Array | None, reciprocal: str
+    problem: Problem, v: Views, mask: Array | None, reciprocal: str, streamed: bool = False
 ) -> "JoinedProduct | SeparateProducts":
     """Return the faster of `JoinedProduct` and `SeparateProducts`. `JoinedProduct` is faster for a wide batch with
-    enough rows (steps x batch) to pay for its copy of the weights. reciprocal: see `JoinedProduct`."""
+    enough rows (steps x batch) to pay for its copy of the weights, and for any number of steps that arrive one at a
+    time (`streamed`). reciprocal: see `JoinedProduct`."""
     T, B = problem[:2]
+    if streamed:
+        return JoinedProduct(problem, v, mask, reciprocal)
     if "Wx" in v and "Wh" in v and B >= WIDE_BATCH:
         width = v["Wx"].shape[1] + v["Wh"].shape[1]
         if 2 * max(AHEAD_ROWS, width) <= T * B and len(v["Wx"]) * width <= COPIED_NUMBERS:
             return JoinedProduct(problem, v, mask, reciprocal)
     return SeparateProducts(problem, v, mask)
+
+
+def in_blocks(weights: Array, product: Array) -> tuple[Array, Array]:
+    """Return (weights, product) with the rows of both divided into the same blocks: weights [n, rows, K] and product
+    [n, rows, B], from contiguous matrices [n rows, K] and [n rows, B].
+
+    NumPy computes the blocks one after the other on the calling thread. A stream with a pause after each step would
+    otherwise keep the other threads of BLAS spinning all the time. Products that are small enough, or so large that
+    all threads should compute them, stay in one block.
+    """
+    rows, K, B = *weights.shape, product.shape[-1]
+    numbers = rows * K * B
+    if not QUIET_NUMBERS < numbers <= THREADED_NUMBERS:
+        return weights, product
+    fewest = -(-numbers // QUIET_NUMBERS)
+    n = next((n for n in range(fewest, 4 * fewest) if rows % n == 0), 1)
+    return weights.reshape(n, rows // n, K), product.reshape(n, rows // n, B)
 
 
 class SeparateProducts:

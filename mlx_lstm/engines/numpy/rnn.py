@@ -10,16 +10,20 @@ from ..cells import RNNCell
 from ..problem import Problem
 from .activations import InPlace, activation
 from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of, transposed
-from .products import JoinedProduct, SeparateProducts, WeightGradients, input_products
+from .products import JoinedProduct, SeparateProducts, WeightGradients, in_blocks, input_products
 
 
 class RNNStep:
     """Compute one forward step of a plain RNN: h = s(preactivation)."""
 
-    def __init__(self, problem: Problem, cell: RNNCell, v: Views, mask: Array | None):
-        self.products: JoinedProduct | SeparateProducts = input_products(problem, v, mask, reciprocal="")
+    def __init__(self, problem: Problem, cell: RNNCell, v: Views, mask: Array | None, streamed: bool = False):
+        """Allocate the scratch memory. streamed: the steps arrive one at a time (`engines.numpy.stream`)."""
+        self.products: JoinedProduct | SeparateProducts = input_products(problem, v, mask, "", streamed)
         self.weights: Array = self.products.weights
         self.z: Array = np.empty((problem.H, problem.B), v["Wh"].dtype)
+        self.product: Array = self.z  # z, in the blocks of rows in which the product computes it
+        if streamed:
+            self.weights, self.product = in_blocks(self.weights, self.z)
         self.activate: InPlace = activation(cell.act)[0]
 
     def __call__(
@@ -37,7 +41,8 @@ class RNNStep:
         operand: the array that `weights` multiplies. inputs: the input's part of the preactivation, None if the
         product includes it.
         """
-        z = np.matmul(self.weights, operand, out=self.z)
+        z = self.z
+        np.matmul(self.weights, operand, out=self.product)
         if inputs is not None:
             z += inputs
         if gates is not None:

@@ -1,0 +1,110 @@
+"""Run steps that arrive one at a time on the engine `numpy`. The weights are copied and the buffers allocated once; a
+step then runs without allocating memory.
+
+Within a step every array is feature-major, as in `engines.numpy.sweep`.
+"""
+
+import numpy as np
+
+from ..cells import GRUCell
+from ..problem import Problem
+from .arrays import Array, Views
+from .passes import STEPS
+from .products import bias_of, in_blocks
+
+
+class StreamedLayer:
+    """One layer of a stream, with its state.
+
+    Buffer k = 0 or 1 holds the h [P, B] before a step, the other buffer gets the h after the step, and the next step
+    swaps them. c [H, B] is overwritten; it has no rows in a cell without c. x_rows[k] [I, B] is where the caller
+    writes the input of a step.
+    """
+
+    def __init__(self, problem: Problem, v: Views):
+        """Prepare a layer with state 0. v: the parameters in float32 or float64. Their memory must not change later.
+        The problem has one step."""
+        (_, B, H, _), dtype, cell = problem[:4], v["Wh"].dtype, problem.cell
+        I = v["Wx"].shape[1]
+        v = v | {"x": np.empty((1, B, I), dtype)}
+        self.step = STEPS[type(cell)][0](problem, cell, v, None, streamed=True)
+        products = self.step.products
+        self.h: list[Array] = products.h_buffers
+        self.operands: list[Array] = products.operands
+        self.c: Array = np.zeros((H if "c" in cell.outputs else 0, B), dtype)
+        self.inputs: Array | None = None
+        if isinstance(cell, GRUCell):  # its product with h is separate; the bias is one more column of Wx
+            bias = bias_of(problem, v)
+            Wx = v["Wx"] if bias is None else np.concatenate([v["Wx"], bias[:, None]], axis=1)
+            self.inputs = np.empty((len(Wx), B), dtype)
+            self.weights, self.product = in_blocks(np.ascontiguousarray(Wx), self.inputs)
+            self.column: Array = np.ones((Wx.shape[1], B), dtype)  # [x; 1]
+            self.x_rows: list[Array] = 2 * [self.column[:I]]
+        else:
+            self.x_rows = list(products.x_rows)
+        for h in self.h:
+            h.fill(0)
+
+    def run(self, k: int) -> Array:
+        """Run a step that starts from h in buffer k and reads x_rows[k]. Return the new h [P, B], buffer 1 - k."""
+        if self.inputs is not None:
+            np.matmul(self.weights, self.column, out=self.product)
+        h, new = self.h[k], self.h[1 - k]
+        self.step(self.operands[k], self.inputs, h, self.c, None, self.c, new)
+        return new
+
+
+class Stream:
+    """A stack of layers that runs one step at a time.
+
+    batch: the sizes of the batch axes of x, which may be none. x has the shape (*batch, I), and h (*batch, P).
+    """
+
+    def __init__(self, problems: list[Problem], parameters: list[Views], batch: tuple[int, ...]):
+        """Prepare the layers with states 0. problems, parameters: one per layer; see `StreamedLayer`."""
+        self.layers: list[StreamedLayer] = [
+            StreamedLayer(problem, v) for problem, v in zip(problems, parameters, strict=True)
+        ]
+        self.batch = batch
+        self.k: int = 0  # the buffer that holds the current h
+        first, last = self.layers[0], self.layers[-1]
+        self.x: list[Array] = [self.outward(rows) for rows in first.x_rows]
+        self.h: list[Array] = [self.outward(rows) for rows in last.h]
+
+    def outward(self, rows: Array) -> Array:
+        """Return a view (*batch, F) of an array [F, B]."""
+        return rows.T.reshape(*self.batch, -1) if len(rows) else rows
+
+    def __call__(self, x: Array, keep: Array | None) -> Array:
+        """Run one step, and return the last layer's new h (*batch, P): a view of a buffer, valid until the next step.
+
+        x: (*batch, I) in any memory order; a complex x raises a TypeError. keep: factors [B] on the states before the
+        step, or None.
+        """
+        k = self.k
+        np.copyto(self.x[k], x)
+        with np.errstate(all="ignore"):  # overflow of exp in a gate that is 0 is no error, nor is infinity in x
+            if keep is not None:
+                for layer in self.layers:
+                    layer.h[k] *= keep
+                    layer.c[...] *= keep
+            first, *others = self.layers
+            h = first.run(k)
+            for layer in others:
+                np.copyto(layer.x_rows[k], h)
+                h = layer.run(k)
+        self.k = 1 - k
+        return self.h[1 - k]
+
+    def states(self) -> dict[str, list[Array]]:
+        """Return views of the current states of all layers by name: h (*batch, P) and, for an LSTM, c (*batch, H)."""
+        states = {"h": [self.outward(layer.h[self.k]) for layer in self.layers]}
+        if len(self.layers[0].c):
+            states["c"] = [self.outward(layer.c) for layer in self.layers]
+        return states
+
+    def set_states(self, states: dict[str, list[Array]]) -> None:
+        """Set the states of all layers, given as `states` returns them."""
+        for name, current in self.states().items():
+            for old, new in zip(current, states[name], strict=True):
+                np.copyto(old, new)

@@ -1,0 +1,91 @@
+"""Run steps that arrive one at a time on an engine that computes with MLX: `fused`, `stepwise` or `ops`."""
+
+from math import prod
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from .autodiff import ENGINE_MODULES
+from .chunks import for_engine
+from .metal import fused
+from .ops.packed import dequantized
+from .problem import Arrays, Problem
+
+CARRIED = {"h0": "hT", "c0": "cT"}
+"""For each first state of a step the output of the step before that it is."""
+
+
+class Launch(NamedTuple):
+    """What a layer needs at every step: the module of its engine, its problem of one step, and its parameters as the
+    engine reads them."""
+
+    module: Any
+    problem: Problem
+    arrays: Arrays
+
+
+def launch_of(engine: str, problem: Problem, arrays: Arrays) -> Launch:
+    """Return what a layer needs at every step. arrays: the parameters, and an input "x" of any value.
+
+    Everything that depends on the parameters alone is computed here: `ops` gets dequantized weights, and `fused` the
+    recurrent weights in the order in which lanes read them.
+    """
+    arrays = for_engine(engine, arrays)
+    if engine == "ops":
+        arrays = dequantized(problem.packing, arrays)
+    elif engine == "fused":
+        arrays["arranged"] = fused.arranged(problem, arrays)
+    mx.eval(arrays)
+    return Launch(ENGINE_MODULES[engine], problem, arrays)
+
+
+class MLXStream:
+    """A stack of layers that runs one step at a time, with states that are MLX arrays. Its methods are those of
+    `engines.numpy.stream.Stream`, but x and h are lazy MLX arrays.
+
+    batch: the sizes of the batch axes of x, which may be none. x has the shape (*batch, I), and h (*batch, P).
+    """
+
+    def __init__(self, launches: list[tuple[Launch, Launch]], batch: tuple[int, ...], device: mx.Device):
+        """Prepare the layers with states 0. launches: for each layer the launch of a step without and with the option
+        `keep` (a factor on the states). device: where the steps run."""
+        self.launches, self.batch, self.device = launches, batch, device
+        self.B: int = prod(batch)
+        self.carried: list[Arrays] = [zero_states(launch) for launch, _ in launches]
+
+    def __call__(self, x: mx.array | np.ndarray, keep: np.ndarray | None) -> mx.array:
+        """Run one step, and return the last layer's new h (*batch, P). keep: factors [B] on the states, or None."""
+        with mx.stream(self.device):
+            dtype, more = self.launches[0][0].arrays["x"].dtype, {}
+            row: mx.array = x.astype(dtype) if isinstance(x, mx.array) else mx.array(x, dtype)
+            row = row.reshape(1, self.B, -1)
+            if keep is not None:
+                more["keep"] = mx.array(keep[None, :, None], dtype)
+            for n, pair in enumerate(self.launches):
+                module, problem, arrays = pair[keep is not None]
+                inputs = {**arrays, **more, "x": row, **self.carried[n]}
+                outputs = module.forward(problem, inputs)
+                row = outputs["h"]
+                self.carried[n] = {start: outputs[end] for start, end in CARRIED.items() if end in outputs}
+            return row.astype(self.launches[0][0].problem.dtype).reshape(*self.batch, -1)
+
+    def states(self) -> dict[str, list[mx.array]]:
+        """Return the current states of all layers by name: h (*batch, P) and, for an LSTM, c (*batch, H)."""
+        names = self.carried[0]
+        return {name[0]: [layer[name].reshape(*self.batch, -1) for layer in self.carried] for name in names}
+
+    def set_states(self, states: dict[str, list[np.ndarray]]) -> None:
+        """Set the states of all layers, given as `states` returns them."""
+        for layer, carried in enumerate(self.carried):
+            for name, old in carried.items():
+                carried[name] = mx.array(states[name[0]][layer], old.dtype).reshape(old.shape)
+
+
+def zero_states(launch: Launch) -> Arrays:
+    """Return the states 0 of a layer, in the dtypes that its engine returns: c is always float32 or wider."""
+    problem, dtype = launch.problem, launch.arrays["x"].dtype
+    states = {"h0": mx.zeros((problem.B, problem.P), dtype)}
+    if "c" in problem.cell.outputs:
+        states["c0"] = mx.zeros((problem.B, problem.H), mx.float64 if dtype == mx.float64 else mx.float32)
+    return states

@@ -1,0 +1,55 @@
+"""Run lists of layers one time step at a time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..checks import fail
+from ..engines.at_once import computes_now
+from ..engines.choice import Engine, check_engine
+from ..recurrence import Stepper
+from ._stack import read_depths, read_sides
+
+OP = "nn.stepper"
+
+
+def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: Engine | None = None) -> Stepper:
+    """Return a `Stepper` that runs one time step of a list of layers per call and keeps the states inside.
+
+    It computes the same as `stack(layers, x)` for an x of one time step, with much less work per step, but has no
+    gradient. Both directions are not supported, because the reverse direction starts at the end of the sequence. For a
+    norm or a residual connection between layers, and for groups of layers, make a stepper of each layer and call them
+    in turn.
+
+    Args:
+        layers (list): as in `stack`: layers of `mlx_lstm.nn` or `mlx.nn`, or objects and dicts with their parameters.
+        batch (int or sequence of int): the sizes of the batch axes of a step's input. Default: none, the input is [D].
+        engine (str, optional): force an engine, as in `stack`.
+
+    Returns:
+        Stepper: called as `stepper(x, keep=None)` with x [..., D] of MLX or NumPy, it returns the last layer's hidden
+        state [..., H] as the same kind of array. Its `state()` is (h_n, c_n) for LSTMs, else h_n, each [K, ..., H].
+
+    Raises:
+        ValueError: an argument or a parameter breaks a rule, or the call is inside a transformation of MLX.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.nn import LSTM, stepper
+        >>> stream = stepper([LSTM(3, 4), LSTM(4, 4)], batch=2)
+        >>> for frame in mx.ones((10, 2, 3)):
+        ...     hidden = stream(frame)
+        >>> h_n, c_n = stream.state()
+        >>> hidden.shape, h_n.shape
+        ((2, 4), (2, 2, 4))
+    """
+    check_engine(OP, engine)
+
+    def read() -> list[tuple[Any, dict[str, Any], Engine | None]]:
+        sides = read_sides(layers, [], computes_now(engine))
+        if len(sides) == 2:
+            rule = "layers must have one direction, because the reverse direction starts at the end of the sequence,"
+            fail(OP, rule, "both directions")
+        depths = read_depths(sides, 1, engine, "concat", False)
+        return [(layer.cell, layer.arrays, layer.engine) for (layer,) in depths]
+
+    return Stepper(OP, read, layers, batch=batch, is_stack=True)

@@ -1,0 +1,338 @@
+"""Run layers one time step at a time with as little work per step as possible: the class `Stepper`.
+
+A `Stepper` checks its arguments once and keeps the states. The steps themselves run in `engines.numpy.stream` on the
+CPU, and in `engines.stream` on all other engines.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple, overload
+
+import mlx.core as mx
+import numpy as np
+
+from ..checks import check_integer, fail, instead_of
+from ..engines import Choice
+from ..engines.cells import Cell
+from ..engines.chunks import HALVES, for_engine
+from ..engines.numpy.arrays import Views, views
+from ..engines.numpy.stream import Stream
+from ..engines.ops.packed import dequantized
+from ..engines.problem import Arrays, Problem
+from ..engines.stream import Launch, MLXStream, launch_of
+from ..engines.tracing import is_transforming
+from ._arguments import check_call, common_dtype, in_dtype
+from ._call import Call
+from ._steps import broadcasts
+
+Read = Callable[[], Sequence[tuple[Cell, dict[str, Any], str | None]]]
+"""Type of a function that returns for each layer its cell, its parameters by the names of the recurrence, and the
+engine that the user forces, or None."""
+
+OUTSIDE = "a stepper has no gradient and must be called outside of mx.grad, mx.compile and mx.vmap (use step there)"
+
+
+class Watched(NamedTuple):
+    """An array of a layer that a stepper has read: the dict that holds the array, its key, the array, a function that
+    returns a NumPy view of an array's memory, and this view."""
+
+    holder: dict[str, Any]
+    key: str
+    array: mx.array
+    view_of: Callable[[Any], np.ndarray]
+    view: np.ndarray
+
+
+class Plan(NamedTuple):
+    """One layer of a stepper: its problem of one step, the problem of a step with the option `keep` (a factor on the
+    states), the engine that runs both, and the parameters. `arrays` also has an input "x" of zeros."""
+
+    problem: Problem
+    with_keep: Problem
+    choice: Choice
+    arrays: Arrays
+
+
+class Stepper:
+    """One stream of single time steps through a layer or a stack of layers; a method `stepper` of a layer makes it.
+
+    It computes the same as the layer's method `step` in evaluation mode, with less work per step: the parameters are
+    checked and copied once, the buffers are allocated once, and the states stay inside. It has no gradient. It is for
+    input that arrives one step at a time: frames of sound, sensor values, text that a model generates.
+
+    A step notices parameters that have changed: new arrays, as an optimizer or `load_weights` assigns them, and MLX's
+    changes in place such as `layer.Wh *= 2`. It then copies the new parameters before it runs. It does not notice a
+    write through a NumPy view of a parameter, nor another layer in the place of the old one. The engine is that for the
+    device at the time when the stepper was made. A stepper serves one thread at a time; a layer can have any number of
+    steppers.
+
+    Attributes:
+        engine_used (Choice): the engine that runs the steps, with the reason.
+
+    Example:
+        >>> import numpy as np
+        >>> from mlx_lstm.nn import LSTM
+        >>> stepper = LSTM(3, 4).stepper()
+        >>> for frame in np.ones((10, 3), np.float32):
+        ...     hidden = stepper(frame)
+        >>> type(hidden).__name__, hidden.shape
+        ('ndarray', (4,))
+        >>> hidden, cell = stepper.state()
+        >>> stepper.reset()
+    """
+
+    engine_used: Choice
+
+    def __init__(
+        self,
+        op: str,
+        read: Read,
+        holders: Sequence[Any],
+        *,
+        batch: int | Sequence[int],
+        is_stack: bool,
+    ):
+        """Prepare a stream with states 0. Only the layers call this.
+
+        op: the name in errors. read: returns the layers' cells and parameters. holders: the dicts or objects that hold
+        the arrays which `read` reads. batch: the sizes of the batch axes. is_stack: the states have a first axis, one
+        row per layer, also for one layer.
+        """
+        self._op, self._read, self._is_stack = op, read, is_stack
+        self._holders = [holder if isinstance(holder, dict) else vars(holder) for holder in holders]
+        self._batch = check_batch(op, batch)
+        if is_transforming():
+            fail(op, OUTSIDE, "a call inside")
+        self._prepare()
+
+    @overload
+    def __call__(self, x: mx.array, *, keep: mx.array | np.ndarray | None = None) -> mx.array: ...
+
+    @overload
+    def __call__(self, x: np.ndarray, *, keep: mx.array | np.ndarray | None = None) -> np.ndarray: ...
+
+    def __call__(self, x: Any, *, keep: mx.array | np.ndarray | None = None) -> Any:
+        """Run one time step, and return the hidden state after it: the last layer's output.
+
+        Args:
+            x (array): the input of one step, of MLX or NumPy, [..., D] with the batch axes of this stepper. It is cast
+                to the dtype of the parameters, so a float64 array of NumPy is accepted, too.
+            keep (array, optional): [...], a factor on the states of all layers before the step: 0 where an episode
+                begins.
+
+        Returns:
+            array: h [..., P], a new array of the same kind as x. MLX arrays have the dtype to which the parameters
+            promote; NumPy arrays are float32 where this is a 16-bit dtype. On the CPU h is computed when the call
+            returns. On a GPU h is lazy, as always in MLX.
+
+        Raises:
+            ValueError: x or keep breaks a rule, or the call is inside a transformation of MLX.
+        """
+        is_numpy = isinstance(x, np.ndarray)
+        if not (is_numpy or isinstance(x, mx.array)) or x.shape != self._shape:
+            self._check(x)
+        if is_transforming():
+            fail(self._op, OUTSIDE, "a call inside")
+        if self._has_changed():
+            self._prepare_again()
+        factors = None if keep is None else self._factors(keep)
+        if not self._on_numpy:
+            self._check(x)
+            h = self._stream(x, factors)
+            return as_numpy(h) if is_numpy else h
+        try:
+            row = x if is_numpy else np.asarray(x if x.dtype != mx.bfloat16 else x.astype(mx.float32))
+            h = self._stream(row, factors)
+        except TypeError:  # NumPy refuses to cast x
+            self._check(x)
+            raise
+        # h is a view of a buffer, so it is copied. MLX takes contiguous arrays only.
+        return h.copy() if is_numpy else mx.array(np.ascontiguousarray(h), self._dtype)
+
+    def state(self, as_numpy: bool = False) -> Any:
+        """Return a copy of the current states, as `set_state` takes them.
+
+        Args:
+            as_numpy (bool): return NumPy arrays instead of MLX arrays. Default: `False`.
+
+        Returns:
+            array or tuple: (hidden, cell) for an LSTM, else hidden. For a single layer each has the shape [..., H], as
+            `step` takes it; for a stack of K layers [K, ..., H]. The dtypes are those of a step's result.
+        """
+        states: list[Any] = []
+        for layers in self._states().values():
+            whole = np.stack(layers) if self._is_stack else layers[0]
+            states.append(whole if as_numpy else mx.array(whole, self._dtype))
+        return tuple(states) if len(states) == 2 else states[0]
+
+    def set_state(self, state: Any) -> None:
+        """Set the states of all layers.
+
+        Args:
+            state (array or tuple): the states as `state` returns them, in arrays of MLX or NumPy.
+
+        Raises:
+            ValueError: the states have the wrong number or shape.
+        """
+        current = self._states()
+        given = (state,) if len(current) == 1 else state
+        if not isinstance(given, (tuple, list)) or len(given) != len(current):
+            fail(self._op, "state must be a tuple (hidden, cell)", type(state).__name__)
+        new: dict[str, list[np.ndarray]] = {}
+        for name, word, value in zip(current, ("hidden", "cell"), given, strict=False):
+            array, layers = self._real(word, value), current[name]
+            shape = (len(layers), *layers[0].shape) if self._is_stack else layers[0].shape
+            if array.shape != shape:
+                fail(self._op, f"{word} must have shape {list(shape)}", f"shape {list(array.shape)}")
+            new[name] = list(array) if self._is_stack else [array]
+        self._stream.set_states(new)
+
+    def reset(self) -> None:
+        """Set the states of all layers to 0."""
+        states = self._states()
+        self._stream.set_states({name: [np.zeros_like(layer) for layer in states[name]] for name in states})
+
+    def __repr__(self) -> str:
+        return f"Stepper({self._op}, x {list(self._shape)}, engine {self.engine_used.engine})"
+
+    def _prepare(self) -> None:
+        """Read and check the parameters, choose an engine, and make a stream with states 0."""
+        self._watched = watched(self._holders)
+        self._count = sum(map(len, self._holders))
+        layers = self._read()
+        self._dtype = common_dtype([array for _, arrays, _ in layers for array in arrays.values()])
+        B = prod(self._batch)
+        plans = [plan(self._op, cell, in_dtype(arrays, self._dtype), forced, B) for cell, arrays, forced in layers]
+        for n, (before, after) in enumerate(pairwise(plans), 1):
+            if after.arrays["x"].shape[1] != before.problem.P:
+                rule = f"layer {n} must read the {before.problem.P} features of the layer before"
+                fail(self._op, rule, after.arrays["x"].shape[1])
+        self.engine_used = plans[-1].choice
+        self._on_numpy = all(plan.choice.engine == "numpy" for plan in plans)
+        self._shape = (*self._batch, plans[0].arrays["x"].shape[1])
+        if self._on_numpy:
+            self._stream: Any = Stream(  # or MLXStream, which has the same methods
+                [plan.problem for plan in plans], [numpy_views(plan) for plan in plans], self._batch
+            )
+        else:
+            pairs = [launches_of(plan) for plan in plans]
+            self._stream = MLXStream(pairs, self._batch, mx.default_device())
+
+    def _has_changed(self) -> bool:
+        """Return whether a parameter is another array, or has other memory, than when this stepper read it."""
+        for holder, key, array, view_of, view in self._watched:
+            now = holder.get(key)
+            if now is not array or not np.may_share_memory(view_of(now), view):
+                return True
+        return sum(map(len, self._holders)) != self._count  # a parameter is new
+
+    def _prepare_again(self) -> None:
+        """Take over changed parameters. The states stay."""
+        new = Stepper(self._op, self._read, self._holders, batch=self._batch, is_stack=self._is_stack)
+        states, zeros = self._states(), new._states()
+        sizes = [[layer.shape for layer in layers] for layers in states.values()]
+        if new._shape != self._shape or [[layer.shape for layer in layers] for layers in zeros.values()] != sizes:
+            rule = "parameters may change their values, but not the sizes of x and the states: make a new stepper,"
+            fail(self._op, rule, f"x {list(new._shape)} and states {[layer.shape for layer in zeros['h']]}")
+        new._stream.set_states(states)
+        vars(self).update(vars(new))
+
+    def _states(self) -> dict[str, list[np.ndarray]]:
+        """Return copies of the states of all layers by name, as NumPy arrays."""
+        return {name: [as_numpy(layer) for layer in layers] for name, layers in self._stream.states().items()}
+
+    def _check(self, x: Any) -> None:
+        """Raise an error if x is not the input of a step."""
+        if not isinstance(x, (mx.array, np.ndarray)):
+            fail(self._op, f"x must be an mlx.core.array or a NumPy array{instead_of(x)}", type(x).__name__)
+        if x.shape != self._shape:
+            fail(self._op, f"x must have shape {list(self._shape)}", f"shape {list(x.shape)}")
+        if not is_real(x):
+            fail(self._op, "x must be real", x.dtype)
+
+    def _real(self, name: str, value: Any) -> np.ndarray:
+        """Check that a value is a real array of MLX or NumPy. Return it as a NumPy array."""
+        if not isinstance(value, (mx.array, np.ndarray)):
+            fail(
+                self._op, f"{name} must be an mlx.core.array or a NumPy array{instead_of(value)}", type(value).__name__
+            )
+        if not is_real(value):
+            fail(self._op, f"{name} must be real", value.dtype)
+        return as_numpy(value) if isinstance(value, mx.array) else value
+
+    def _factors(self, keep: Any) -> np.ndarray:
+        """Check the option `keep`. Return the factors [B]."""
+        array = self._real("keep", keep)
+        if not broadcasts(array.shape, self._batch):
+            fail(self._op, f"keep must broadcast to {list(self._batch)}", f"shape {list(array.shape)}")
+        return np.broadcast_to(array, self._batch).reshape(-1)
+
+
+def check_batch(op: str, batch: Any) -> tuple[int, ...]:
+    """Check the sizes of the batch axes: an integer, or a sequence of integers, which may be empty. Return a tuple."""
+    sizes = batch if isinstance(batch, (tuple, list)) else [batch]
+    return tuple([check_integer(op, "batch: each size", size, least=1) for size in sizes])
+
+
+def watched(holders: Sequence[dict[str, Any]]) -> list[Watched]:
+    """Return all arrays that the dicts hold, evaluated.
+
+    The views are of arrays that share the memory of the parameters. So MLX cannot overwrite this memory, and a
+    parameter that MLX changes in place gets new memory.
+    """
+    found = []
+    for holder in holders:
+        for key, array in holder.items():
+            if isinstance(array, mx.array):
+                view_of = view_of_bfloat16 if array.dtype == mx.bfloat16 else np.asarray
+                found.append(Watched(holder, key, array, view_of, view_of(mx.stop_gradient(array))))
+    return found
+
+
+def view_of_bfloat16(array: mx.array) -> np.ndarray:
+    """Return a view of the memory of a bfloat16 array, as integers. NumPy has no bfloat16."""
+    try:
+        memory: Any = array  # NumPy's stubs do not know that MLX arrays are buffers
+        return np.frombuffer(memory, np.uint16)
+    except BufferError:  # the array is not contiguous
+        return np.asarray(array.view(mx.uint16))
+
+
+def plan(op: str, cell: Cell, parameters: dict[str, Any], engine: str | None, B: int) -> Plan:
+    """Check the parameters of one layer, which have one dtype, and choose the engine for steps of B batch items."""
+    Wx, Wh = parameters["Wx"], parameters["Wh"]
+    dtype = common_dtype(parameters.values())
+    arrays = parameters | {"x": mx.zeros((B, Wx.shape[-1]), dtype), "h0": mx.zeros((B, Wh.shape[-1]), dtype)}
+    if "c" in cell.outputs:
+        arrays["c0"] = mx.zeros((B, Wh.shape[0] // cell.gates), dtype)
+    arrays, packing, sizes = check_call(op, arrays, cell, False, {}, one_step=True)
+    call = Call(cell, engine=engine, one_step=True)
+    names = arrays | {"keep": mx.ones((1, B, 1), dtype)}
+    problem, chosen = call.plan(arrays, [], sizes, packing, False, False, True)
+    with_keep, _ = call.plan(names, [], sizes, packing, False, False, True)
+    return Plan(problem, with_keep, chosen, {name: arrays[name] for name in arrays if name not in ("h0", "c0")})
+
+
+def numpy_views(plan: Plan) -> Views:
+    """Return the parameters as the engine `numpy` reads them: float32 or float64, in memory that nobody changes."""
+    arrays = dequantized(plan.problem.packing, for_engine("numpy", plan.arrays))
+    return views({name: mx.stop_gradient(array) for name, array in arrays.items()})
+
+
+def launches_of(plan: Plan) -> tuple[Launch, Launch]:
+    """Return what a layer needs at every step without and with the option `keep`, for an engine other than `numpy`."""
+    launch = launch_of(plan.choice.engine, plan.problem, plan.arrays)
+    return launch, launch._replace(problem=plan.with_keep)
+
+
+def is_real(array: mx.array | np.ndarray) -> bool:
+    """Return whether an array has a real dtype: floats, integers or bool."""
+    return array.dtype.kind in "fiub" if isinstance(array, np.ndarray) else array.dtype != mx.complex64
+
+
+def as_numpy(array: mx.array | np.ndarray) -> np.ndarray:
+    """Return a copy of an array as a NumPy array, float32 for 16-bit floats of MLX."""
+    if isinstance(array, mx.array):
+        array = array.astype(mx.float32) if array.dtype in HALVES else array
+    return np.array(array, order="C")

@@ -1,0 +1,78 @@
+"""Count the instructions of the generated kernels of cells of the user's own, beside those of the built-in LSTM:
+
+PYTHONPATH=tests python -m machine_code.cells [CELL ...]
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+
+import mlx.core as mx
+from pointwise_cases import ZOO, Form
+
+from mlx_lstm.bench.tasks import Size
+from mlx_lstm.engines.cells import PointwiseCell
+from mlx_lstm.engines.metal import pointwise
+from mlx_lstm.engines.problem import Problem
+
+from .compiler import machine_code
+from .count import Count, count
+from .launches import Graph, Launch, trace
+from .times import ours
+
+SIZES = ((1, 128), (32, 128), (32, 256))
+
+
+def graph_of(form: Form, B: int, H: int, T: int = 3) -> Graph:
+    """Return the launches of both passes of a cell."""
+    G, C = form.gates, form.states - 1
+    shapes = {"x": (T, B, 8), "Wx": (G * H, 8), "Wh": (G * H, H), "b": (G * H,), "h0": (B, H), "c0": (B, C * H)}
+    shapes |= {"inputs": (T, B, form.inputs * H), "params": (form.params * H,)}
+    absent = {name for name, shape in shapes.items() if 0 in shape} | (set() if form.recurrent else {"Wh"})
+    given = {name: mx.zeros(shape) for name, shape in shapes.items() if name not in absent}
+    cell = PointwiseCell(form.graph(B, H), form.recurrent)
+    problem = Problem(T, B, H, H, cell, names=tuple(given))
+
+    def passes(dh: mx.array, *values: mx.array) -> list[mx.array]:
+        arrays = dict(zip(given, values, strict=True))
+        saved = pointwise.forward(problem, arrays)
+        gradients = pointwise.backward(problem, arrays, saved, {"h": dh})
+        return [*saved.values(), *gradients.values()]
+
+    return trace(passes, [mx.zeros((T, B, H)), *given.values()])
+
+
+def kernels(graph: Graph) -> Iterator[Launch]:
+    """Yield the launches that run all steps of a pass."""
+    for launch in graph.launches:
+        if launch.ours and launch.name.endswith(("_fused_forward", "_fused_backward")):
+            yield launch
+
+
+def counted(graph: Graph) -> dict[str, Count]:
+    """Return the counts of the forward and of the backward kernel."""
+    return {
+        launch.name.rpartition("_")[2]: count(machine_code(launch.text, launch.threads)) for launch in kernels(graph)
+    }
+
+
+def main(names: list[str]) -> None:
+    """Print a line per cell, size and pass: lines of the cell's function, instructions per step, their ratio to the
+    built-in LSTM, registers and bytes of spilled registers."""
+    print(f"{'cell':18} {'lines':>5} {'B':>3} {'H':>4} {'pass':9} {'instructions':>12} {'/ LSTM':>7} registers spilled")
+    for B, H in SIZES:
+        own = {
+            name: counts for name, counts in counted(ours(Size(3, B, 8, H), mx.float32, "fused", "backward")[1]).items()
+        }
+        rows = {"built-in LSTM": own} | {name: counted(graph_of(ZOO[name], B, H)) for name in names}
+        for name, found in rows.items():
+            lines = len(inspect.getsource(ZOO[name].cell).split('"""')[-1].strip().splitlines()) if name in ZOO else 0
+            for which, c in found.items():
+                total, base = c.kinds.total(), own[which].kinds.total()
+                figures = f"{total:12} {total / base:7.2f} {c.registers:9.1f} {c.scratch:7}"
+                print(f"{name:18} {lines or '':>5} {B:3} {H:4} {which:9} {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    mx.set_default_device(mx.cpu)
+    main(sys.argv[1:] or list(ZOO))
