@@ -4,6 +4,7 @@ call of the op per layer with this option."""
 import mlx.core as mx
 import numpy as np
 import pytest
+from clients import assert_by_differences
 from mlx.utils import tree_flatten
 
 import mlx_lstm
@@ -85,6 +86,28 @@ def test_equals_the_op_with_all_gradients(case, D, engine):
     assert got.keys() == expected.keys() and layer.engine_used.engine == engine
     for name, value in expected.items():
         np.testing.assert_allclose(np.array(got[name]), np.array(value), rtol=0, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_gradients_by_finite_differences(case, engine):
+    """The gradients of x and of all parameters of two layers in both directions equal central differences in float64,
+    with lengths and `keep`."""
+    mx.random.seed(3)
+    op, options = OPTIONS[case]
+    if "cell_clip" in options:
+        options = options | {"cell_clip": 30.0}  # the gradient ignores the clip, so no c may reach it here
+    weights = convert.from_ops(op, [arrays_of(op, n, 2, options) for n in range(2)], bidirectional=True, **options)
+    layer, rng = nn.from_weights(weights, engine=engine), np.random.default_rng(3)
+    layer.set_dtype(mx.float64)
+    x, keep = mx.array(rng.normal(size=(2, 4, I)), mx.float64), mx.array(rng.random((2, 4)), mx.float64)
+
+    def loss(parameters, x, keep):
+        layer.update(parameters)
+        output, last = layer(x, lengths=[4, 2], keep=keep)
+        return (output * output).sum() + sum(state.sum() for _, state in tree_flatten(last))
+
+    assert_by_differences(loss, [layer.parameters(), x, keep], rng)
 
 
 def test_parameters_files_modes_and_the_reverse_direction(tmp_path):

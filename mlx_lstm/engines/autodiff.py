@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import mlx.core as mx
 import numpy as np
 
-from .cells import RNNCell
+from .cells import PointwiseCell, RNNCell
 from .chunks import HALVES, Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
 from .metal import fused, pointwise, stepwise
 from .numpy import sweep as numpy
@@ -73,8 +73,7 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
             arrays = for_engine(engine, arrays)
         if batch_first:
             arrays = arrays | {"x": mx.swapaxes(arrays["x"], 0, 1)}
-        # Whether MLX itself differentiates the graph of engine `ops`.
-        of_graph = engine == "ops" and chunked is None and (problem.cell.op == "pointwise" or is_plain_step(problem))
+        of_graph = engine == "ops" and chunked is None and has_plain_gradient(problem)
         if problem.plain or of_graph:
             outputs = (chunked or module_of(problem, engine)).forward(problem, arrays)
         else:
@@ -194,10 +193,15 @@ def differentiable(
     return outputs
 
 
-def is_plain_step(problem: Problem) -> bool:
-    """Return whether MLX's own gradient of the graph of `ops` serves as well: for a single step, where a custom
-    function has twice the cost, without options whose masked or infinite values would make that gradient NaN."""
+def has_plain_gradient(problem: Problem) -> bool:
+    """Return whether MLX's own gradient of the graph of engine `ops` is used, without a custom function.
+
+    MLX differentiates a cell of the user's own. For a single step of the other cells a custom function would have twice
+    the cost. The exceptions are options whose masked or infinite values would make MLX's gradient NaN.
+    """
     cell = problem.cell
+    if isinstance(cell, PointwiseCell):
+        return True
     activations = (cell.act,) if isinstance(cell, RNNCell) else cell.activations
     whole = problem.packing is None and "lengths" not in problem.names
     return problem.T == 1 and whole and not set(activations) & set(UNBOUNDED)

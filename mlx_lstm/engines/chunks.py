@@ -216,7 +216,9 @@ class Chunked:
             sequences[name] = SequenceBuffer(arrays[name].shape, dtype, self.batch_first, self.eager)
         with self.beside_the_engine():
             parts = by_direction(problem, arrays, saved, cotangents)
-            by_d = [self.sweep_backward(d, own, sequences, *own_arrays, left_out) for d, own, own_arrays in parts]
+            by_d = [
+                self.sweep_backward(d, own, sequences, *own_arrays, left_out=left_out) for d, own, own_arrays in parts
+            ]
             gradients = join_gradients(by_d, arrays) if problem.bidirectional else by_d[0]
             gradients |= {name: sequence.array for name, sequence in sequences.items()}
             self.pending = []
@@ -230,6 +232,7 @@ class Chunked:
         arrays: Arrays,
         saved: Arrays,
         cotangents: Arrays,
+        *,
         left_out: tuple[str, ...],
     ) -> Arrays:
         """Run the chunks of direction d backward. Write the gradients of sequences, and return the gradients of the
