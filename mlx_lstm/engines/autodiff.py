@@ -14,13 +14,13 @@ A derivative that is refused must also be refused inside mx.vmap. But the defaul
 other rules of a custom function; `without_derivatives` keeps them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 import mlx.core as mx
 import numpy as np
 
-from .cells import RNNCell
+from .cells import PointwiseCell, RNNCell
 from .chunks import HALVES, Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
 from .metal import fused, pointwise, stepwise
 from .numpy import sweep as numpy
@@ -73,8 +73,7 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
             arrays = for_engine(engine, arrays)
         if batch_first:
             arrays = arrays | {"x": mx.swapaxes(arrays["x"], 0, 1)}
-        # Whether MLX itself differentiates the graph of engine `ops`.
-        of_graph = engine == "ops" and chunked is None and (problem.cell.op == "pointwise" or is_plain_step(problem))
+        of_graph = engine == "ops" and chunked is None and has_plain_gradient(problem)
         if problem.plain or of_graph:
             outputs = (chunked or module_of(problem, engine)).forward(problem, arrays)
         else:
@@ -133,7 +132,7 @@ def differentiable(
     that they hold are freed with the last reference to the outputs, without waiting for the garbage collector.
     """
     names, sweeps = tuple(arrays), chunked or module_of(problem, engine)
-    visible, hidden = saved_of(problem, engine) if chunked is None else chunked.saved_of(problem)
+    visible, hidden = saved_of(problem, engine, names) if chunked is None else chunked.saved_of(problem)
     saved: Saved = {}  # the arrays named in `hidden`, which only the backward pass sees
     used = set() if problem.training else set(visible)  # names of outputs that have a cotangent; taps add them
     # The engine `numpy` leaves out the gradient of x if MLX does not ask for it, as for the data of a first layer.
@@ -146,11 +145,14 @@ def differentiable(
             saved.update({name: outputs.get(name) for name in hidden})
         if chunked is not None:
             outputs = chunked.stand_ins(outputs, visible)
+        # `stepwise` may return arrays with gates of several steps instead of the gates of all steps.
+        visible.extend(name for name in outputs if name.startswith(stepwise.ROWS) and name not in visible)
         return tuple([outputs[name] for name in visible])
 
     def vjp(primals: tuple[mx.array, ...], d_outputs: Any, outputs: Any) -> tuple[mx.array, ...]:
         # For an output without a cotangent MLX passes zeros. These zeros are left out, as `used` does not contain them.
-        cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in used}
+        wanted = used.intersection(problem.cell.outputs) if chunked is None else used
+        cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in wanted}
         # A second derivative also reaches the outputs past the taps, through the backward pass, which reads them.
         left_out = ("x",) if marks and MARK not in used else ()
         used.discard(MARK)
@@ -194,10 +196,15 @@ def differentiable(
     return outputs
 
 
-def is_plain_step(problem: Problem) -> bool:
-    """Return whether MLX's own gradient of the graph of `ops` serves as well: for a single step, where a custom
-    function has twice the cost, without options whose masked or infinite values would make that gradient NaN."""
+def has_plain_gradient(problem: Problem) -> bool:
+    """Return whether MLX's own gradient of the graph of engine `ops` is used, without a custom function.
+
+    MLX differentiates a cell of the user's own. For a single step of the other cells a custom function would have twice
+    the cost. The exceptions are options whose masked or infinite values would make MLX's gradient NaN.
+    """
     cell = problem.cell
+    if isinstance(cell, PointwiseCell):
+        return True
     activations = (cell.act,) if isinstance(cell, RNNCell) else cell.activations
     whole = problem.packing is None and "lengths" not in problem.names
     return problem.T == 1 and whole and not set(activations) & set(UNBOUNDED)
@@ -240,7 +247,7 @@ def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
     return mark(x)
 
 
-def saved_of(problem: Problem, engine: str) -> tuple[list[str], list[str]]:
+def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[list[str], list[str]]:
     """Return two lists: the names of the outputs that MLX sees, and the names of the outputs that are saved where
     MLX does not see them.
 
@@ -249,6 +256,9 @@ def saved_of(problem: Problem, engine: str) -> tuple[list[str], list[str]]:
     gates.
     """
     visible: list[str] = [*problem.cell.outputs]
+    if engine == "stepwise" and stepwise.keeps_rows(problem, names):
+        visible.remove("gates")
+        return visible, []
     if engine == "ops" or problem.return_gates or (engine != "numpy" and problem.training):
         return visible, []
     visible.remove("gates")

@@ -166,7 +166,7 @@ def decide(
     return Choice("stepwise" if table.trusts("stepwise", dtype, B) else "ops", reasons[engine])
 
 
-def is_small_step(cell: Cell, T: int, B: int, H: int) -> bool:
+def is_small_step(cell: AnyCell, T: int, B: int, H: int) -> bool:
     """Return whether a call is a single step for which `ops` is faster than `numpy` in a gradient.
 
     A program that calls a layer for each step has a long graph. In each call `numpy` evaluates arrays, and then MLX

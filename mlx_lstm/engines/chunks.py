@@ -183,6 +183,8 @@ class Chunked:
         states = self.prepared({name: states[name] for name in states_of(problem)})
         if self.recomputes:
             problem = problem._replace(training=False)
+        elif "gates" in sequences:
+            problem = problem._replace(return_gates=True)
         for start, stop in self.bounds(problem):
             starts[start] = states
             inputs = lengths_of(shared, start, stop) | self.steps_of(by_step, start, stop) | states
@@ -215,7 +217,9 @@ class Chunked:
             sequences[name] = SequenceBuffer(arrays[name].shape, dtype, self.batch_first, self.eager)
         with self.beside_the_engine():
             parts = by_direction(problem, arrays, saved, cotangents)
-            by_d = [self.sweep_backward(d, own, sequences, *own_arrays, left_out) for d, own, own_arrays in parts]
+            by_d = [
+                self.sweep_backward(d, own, sequences, *own_arrays, left_out=left_out) for d, own, own_arrays in parts
+            ]
             gradients = join_gradients(by_d, arrays) if problem.bidirectional else by_d[0]
             gradients |= {name: sequence.array for name, sequence in sequences.items()}
             self.pending = []
@@ -229,6 +233,7 @@ class Chunked:
         arrays: Arrays,
         saved: Arrays,
         cotangents: Arrays,
+        *,
         left_out: tuple[str, ...],
     ) -> Arrays:
         """Run the chunks of direction d backward. Write the gradients of sequences, and return the gradients of the

@@ -1,8 +1,8 @@
 """The passes of one direction over sequences of different lengths: the batch shrinks where sequences have ended.
 
 The steps are divided into segments. A segment runs only the batch items that have not ended before its first step, as
-a smaller call with copies of the items' parts of the arrays. Items that end within the segment are masked step by
-step, as in a call without segments.
+a smaller call with copies of these items' parts of the arrays. Items that end within the segment run on until its last
+step. `passes` keeps their results out of the outputs and gradients, as in a call without segments.
 """
 
 from math import isqrt
@@ -42,7 +42,8 @@ class Segment(NamedTuple):
         return sequence[self.start : self.stop][:, self.items]
 
     def of_features(self, sequence: Array) -> Array:
-        """Return this segment's part of a sequence [T, B, .], so that each step is contiguous as [., B]."""
+        """Return this segment's part of a feature-major sequence [T, B, .]. The part is feature-major, too: each step
+        is contiguous as [., B]."""
         steps = sequence[self.start : self.stop].transpose(FEATURE_MAJOR)
         if isinstance(self.items, slice):
             return steps.transpose(FEATURE_MAJOR)
