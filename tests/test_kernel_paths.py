@@ -167,7 +167,7 @@ def drawn(path, name):
     H, P = (16, 32) if "packed" in path.product else (12, 13)
     options, dtype = options_of(path, name), np.float32
     if path.rare:
-        dtype = ml_dtypes.bfloat16 if cell_of(name) in ("gru", "rnn") else np.float16
+        dtype = ml_dtypes.bfloat16 if cell_of(name) == "rnn" else np.float16
     if "lengths" in options:
         options["lengths"] = [T, 3, 0, 1, T, T, 2, 5, 4][:B]
     if "hold" in options:

@@ -182,6 +182,10 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
         a whole number of groups."""
         group = problem.packing.group_size if problem.packing and is_packed(weight, problem.names) else 1
         least = width % 32 + (32 if width % 32 < SMALL else 0)
+        if group > 1 and stepwise_rows(problem.B) < 8:
+            # Lanes read a row of quantized weights in turns of 128 or 256 weights. If the call's rows take several
+            # turns, those of the trial do, too.
+            least += 256 if width > 256 else 128 if width > 128 else 0
         return next((w for w in range(least, width, 32) if w % group == 0), width)
 
     H = smallest(problem.H, "Wp" if "Wp" in problem.names else "Wh")  # the weight whose rows are H long
