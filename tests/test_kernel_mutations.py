@@ -182,7 +182,7 @@ def trials(file, kind):
     if file == "stepwise_lanes":
         yield trial("stepwise", (2, 3, 2, 7, 7))  # H = 7: three elements remain after the vectors of 4
     if file == "stepwise_rows":
-        for T in (20, 21):  # the rows of 20 steps need no concatenation, those of 21 steps do
+        for T in (20, 21, 36):  # joins of no array, of 2 arrays, and of as many as a launch may join
             yield trial("stepwise", (T, 3, 2, 5, 5), op="rnn")
     if file == "fused_lanes":
         # The last gate's activation tanh shares one exp2 and one reciprocal with the other gates; relu does not.

@@ -228,6 +228,22 @@ def test_long_products_of_many_items(sizes, dtype, options):
     assert_right("stepwise", outputs, gradients, ref, limit, dtype)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 3, 3), (30, 3, 2, 5, 5), (24, 9, 2, 5, 5), (2, 1, 1, 1, 1)], ids=str)
+def test_rows_that_the_forward_pass_keeps(sizes, dtype):
+    """If nobody asks for the gates of an LSTM, the backward pass of `stepwise` reads them from the rows that the
+    forward pass wrote, joined or not, and the forward pass copies no gates. The gradients are right."""
+    T, B = sizes[:2]
+    options = {"bidirectional": True, "peephole": True, "lengths": np.arange(B) * 7 % (T + 1), "mask": (T, B, "P")}
+    case, cotangents = draw_away_from_kinks(8, sizes=sizes, dtype=dtype, **options)
+    cotangents = {name: value for name, value in cotangents.items() if name != "gates"}
+    ref, limit = forward(**case) | backward(case, cotangents), bounds(case, dtype, cotangents)
+    with on_metal() as log:
+        outputs, gradients = run(case, "stepwise", dtype, cotangents)
+    assert_right("stepwise", outputs, gradients, ref, limit, dtype)
+    assert not any(" gates [[buffer" in launch.source for launch in log)
+
+
 @pytest.mark.parametrize("B", [2, 9])
 @pytest.mark.parametrize("layer", ["projection", "gru", "gru_before"])
 def test_arrays_too_large_for_indices_of_32_bits(layer, B):

@@ -184,6 +184,8 @@ class Chunked:
         states = self.prepared({name: states[name] for name in states_of(problem)})
         if self.recomputes:
             problem = problem._replace(training=False)
+        elif "gates" in sequences:
+            problem = problem._replace(return_gates=True)
         for start, stop in self.bounds(problem):
             starts[start] = states
             inputs = lengths_of(shared, start, stop) | self.steps_of(by_step, start, stop) | states
