@@ -13,6 +13,7 @@ import pytest
 from cases import (
     BOTH,
     CELLS,
+    METAL,
     OPTIONS,
     OUTPUTS,
     ROUNDING_MARGIN,
@@ -271,9 +272,12 @@ def test_arrays_too_large_for_indices_of_32_bits(layer, B):
 def found_on_metal(shaders, body, count, inputs):
     """Run Metal source `body`, which calls functions of metal/, in a single GPU thread. Return the integers that the
     source stores in the output `found`."""
-    with on_metal(), mx.stream(mx.cpu):
+    with on_metal(), mx.stream(METAL):
         header, names = "using Index = long;\n" + kernels.header(shaders, body), list(inputs)
-        kernel = mx.fast.metal_kernel("places", names, ["found"], f"device int64_t* to = found;\n{body}", header)
+        source = f"device int64_t* to = found;\n{body}"
+        kernel = mx.fast.metal_kernel(
+            name="places", input_names=names, output_names=["found"], source=source, header=header
+        )
         arrays = [mx.array(value, mx.int32) for value in inputs.values()]
         return kernel(
             inputs=arrays, grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[(count,)], output_dtypes=[mx.int64]
