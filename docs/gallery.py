@@ -24,6 +24,7 @@ EXAMPLES = {  # in the order of the page: what each draws in runs/, if anything
     "char_lm": "char_lm/loss.png",
     "classify": "classify.png",
     "forecast": "forecast.png",
+    "own_cell": "own_cell.png",
     "voice_activity": "voice_activity.png",
     "policy": "policy.png",
     "quantized_streaming": None,

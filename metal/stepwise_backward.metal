@@ -11,6 +11,7 @@
 //             `keep`, behind dz is the carry before the multiplication by keep, [B, D H] of S; 0 past an item's end
 //   dh_now    [B, D P]      a row with dh_t, with a projection only
 //   weights   [D, H, K]     the transposed Wh, K = G H, or the transposed Wp, K = P
+//   rows, row the array that contains the row of this step's forward launch, and its number there, in place of `gates`
 //   gates     [T, B, D G H]     states  [T, B, D H]: c, or h if there is no c     states0  [B, D H]: the first state
 //   q         [D, T, B, H]  the candidate's recurrent products of a GRU        peephole [D, 4H]
 //   mask      [T or 1, B, D P], including keep       keep  [T, B, D]  lengths [B]
@@ -97,6 +98,14 @@ float dh_sum(
   return outside + *sum * mask_at(s, a.mask, next, b, j, width);
 }
 
+// Return number `at` of the gates in a row of the forward pass, which has `length` elements. The gates lie behind c and
+// h. If the call has no rows, return 0.
+template <class S> float gate_in_row(Absent, Absent, Index, Index) { return 0.0f; }
+template <class S, class X, class R>
+float gate_in_row(const device X* rows, R row, Index length, Index at) {
+  return float(((const device S*)rows)[row * length + at]);
+}
+
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_backward(
     thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
@@ -124,7 +133,9 @@ void stepwise_backward(
     if (CARRIES) carry = begins ? value_at(a.dcT, at, 0.0f) : carry_at(a.before, at);
     for (int gate = 0; gate < GATES; ++gate) {
       const Index block = j + Cell::block(gate) * H, gate_now = place(s, s.t, b, GATES * H) + block;
-      y[gate] = live ? value_at(a.gates, gate_now, 0.0f) : 0.0f;
+      const float in_row = gate_in_row<S>(
+          a.rows, a.row, max(start + units * (1 + GATES), Index(8)), start + units + place(s, 0, b, GATES * H) + block);
+      y[gate] = live ? value_at(a.gates, gate_now, in_row) : 0.0f;
       dz[gate] = live ? value_at(a.dgates, gate_now, 0.0f)
           : begins    ? 0.0f
                       : float(dz_before[place(s, 0, b, GATES * H) + block]);

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -22,6 +23,7 @@ import mlx.core as mx
 from metal_emulator.dropin import EmulatedKernel
 from metal_emulator.preamble import preamble_text
 
+from mlx_lstm.check.cells import FORMS, verdict
 from mlx_lstm.check.grid import grid
 from mlx_lstm.engines import METAL_ENGINES, choice
 from mlx_lstm.engines.metal import kernel
@@ -43,9 +45,10 @@ class Noted(EmulatedKernel):
         return [mx.zeros(shape, dtype) for shape, dtype in outputs]
 
 
-def kernel_texts(cases):
-    """Return the sources of all kernels that these cases launch, in the order of their first launch. The usual small
-    test run before a kernel's first use is left out."""
+@contextmanager
+def noted():
+    """Run the library as on a Mac, but store the source of each kernel in the dict that this yields, and run none. The
+    usual small test run before a kernel's first use is left out."""
     texts = {}
     kernel.forget()
     with (
@@ -54,6 +57,13 @@ def kernel_texts(cases):
         patch.object(choice, "current_device", lambda: "gpu"),
         unguarded(),
     ):
+        yield texts
+    kernel.forget()
+
+
+def kernel_texts(cases):
+    """Return the sources of all kernels that these cases launch, in the order of their first launch."""
+    with noted() as texts:
         for grid_case in cases:
             case, cotangents = grid_case.draw()
             case, weights = grid_case.quantized(case)
@@ -62,7 +72,13 @@ def kernel_texts(cases):
                     with grid_case.limits():
                         run(case, engine, DTYPES[grid_case.dtype], cotangents, weights)
                         infer(case, engine, DTYPES[grid_case.dtype], weights)
-    kernel.forget()
+    return list(texts)
+
+
+def generated_texts():
+    """Return the sources of the kernels of the cells in `mlx_lstm.cells`."""
+    with noted() as texts:
+        assert not any(map(verdict, FORMS))
     return list(texts)
 
 
@@ -119,7 +135,7 @@ def make_parser():
 def main():
     """Write the files, print the number of kernels in each family, and return the exit code."""
     options = make_parser().parse_args()
-    names = write(options.folder, kernel_texts(grid(full=not options.short)))
+    names = write(options.folder, kernel_texts(grid(full=not options.short)) + generated_texts())
     print("\n".join(f"{count:5} {name}" for name, count in sorted(names.items())))
     print(f"{names.total():5} kernels of {len(names)} families, written to {options.folder}", flush=True)
     return 1 if options.compile and compile_each(shlex.split(options.compile), options.folder) else 0

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kernel_texts import compile_each, family, kernel_texts, write
+from kernel_texts import compile_each, family, generated_texts, kernel_texts, write
 from on_metal import on_metal
 
 from mlx_lstm.bench import short
@@ -238,10 +238,10 @@ def test_every_problem_shows_something(full):
 
 
 def test_every_file_of_the_shaders_is_compiled():
-    """The default cases compile code from every Metal shader file. Only the cases of --full compile kernels with
-    64-bit indices."""
+    """The default cases and the cells of the zoo compile code from every Metal shader file. Only the cases of --full
+    compile kernels with 64-bit indices."""
     texts = kernel_texts(grid())
-    named = set(re.findall(r'#line \d+ "(\w+\.metal)"', "".join(texts)))
+    named = set(re.findall(r'#line \d+ "(\w+\.metal)"', "".join(texts + generated_texts())))
     assert named == {path.name for path in ROOT.glob("metal/*.metal")}
     assert {family(text).split("_")[0] for text in texts} == {"lstm", "gru", "rnn", "stepwise", "recurrent"}
     few = kernel_texts(case for case in grid(full=True) if case.long and case.name.startswith("rnn"))
@@ -272,7 +272,7 @@ def test_what_full_adds(capsys, tmp_path, monkeypatch):
     prints why. Otherwise it reports the command's last line, exit code and output file."""
     for name, line in further.commands(metal=False).items():
         assert further.run(name, line)[0].startswith(f"{name:11}not run: ")
-    assert set(further.commands(metal=True)) == {"tune", "compare", "settle"}
+    assert set(further.commands(metal=True)) == {"tune", "cells", "compare", "settle"}
     quick = Command(("compare", "--contenders", "ops", "--cases", "gru: one of everything"), None, "")
     line, found = further.run("compare", quick)
     assert line.startswith("compare    exit code 0: ") and found["printed"].strip().endswith(line[24:])

@@ -16,6 +16,7 @@ FIGURES = {
     "beginner": (r"saw: (\S+) bits per character; a table of pairs: (\S+)", lambda ours, table: ours < table - 0.3),
     "classify": (r"other names: (\S+)%; naive Bayes: (\S+)%", lambda ours, bayes: ours > bayes),
     "forecast": (r"LSTM (\S+), linear (\S+),", lambda ours, linear: ours < linear / 2),
+    "own_cell": (r"validation: sLSTM (\S+), LSTM (\S+) bits", lambda own, lstm: own < lstm + 0.1 and own < 2.5),
     "policy": (r"won: (\S+)%; .* step: (\S+)%", lambda ours, wiped: ours > 90 and wiped < 65),
     "voice_activity": (r"right answers.*: (\S+)%; .*: (\S+)%", lambda ours, energy: ours > energy + 10),
 }

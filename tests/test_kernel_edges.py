@@ -15,7 +15,9 @@ from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import fused as kernels_fused
 from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.engines.metal import stepwise as kernels_stepwise
+from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.problem import LIMITS, Problem
+from mlx_lstm.recurrence._trial import trial_of
 
 
 def computed(shaders, body, inputs, output):
@@ -41,6 +43,7 @@ def squashed(x, is_tanh):
     return computed(("arrays", "cell"), body, {"x": x}, (x.shape, mx.float32))
 
 
+@pytest.mark.not_on_a_mac("digits: those of a GPU's exp2 differ, within Metal's specification")
 @pytest.mark.parametrize("is_tanh", [True, False])
 def test_activations_have_the_stated_precision(is_tanh):
     """tanh differs by at most 4 units in the last place from the exact value, also near 0, where it is a polynomial.
@@ -166,6 +169,16 @@ def test_quantized_rows_that_take_more_than_one_turn(B, H):
         check_quantized("stepwise", quantized_case((32, 8, "affine"), sizes=(2, B, 32, H, H), op="rnn"))
         check_quantized("stepwise", quantized_case((32, 4, "mxfp4"), sizes=(2, B, 32, H, H), op="rnn"))
     assert any("packed_weights" in launch.source for launch in log)
+
+
+@pytest.mark.parametrize("B, H, least", [(1, 64, 32), (1, 320, 257), (1, 1024, 257), (3, 160, 129)])
+def test_the_trial_of_long_quantized_rows_takes_several_turns(B, H, least):
+    """If the lanes need several turns for a row of quantized weights in a call, they also do in the call's trial (the
+    small test run before the first use of kernels)."""
+    names = ("x", "Wx", "Wh", "Wh_scales", "Wh_biases", "b")
+    problem = Problem(9, B, H, H, LSTMCell(), names=names, packing=Packing(32, 4, "affine"))
+    small = trial_of("stepwise", problem).problem
+    assert least <= small.H <= H and small.P == small.H < least + 64
 
 
 WIDE = {

@@ -11,7 +11,8 @@ import pytest
 from on_metal import on_metal
 from pointwise_cases import OPTIONS, ZOO, Form, assert_right, by_pointwise, draw_smooth, judged, run
 
-from mlx_lstm import pointwise
+from mlx_lstm import cells, pointwise
+from mlx_lstm.check import cells as check_cells
 from mlx_lstm.engines import choose
 from mlx_lstm.engines.cells import PointwiseCell
 from mlx_lstm.engines.metal import statements
@@ -135,6 +136,18 @@ def test_what_fused_cannot_run_is_refused_with_the_reason():
     many = Form(lambda a, state: (sum(a[1:], a[0]) + state[0],), 17)
     with pytest.raises(ValueError, match="18 > 16 numbers per unit"):
         choose(sizes=(5, 3, 2, 8), cell=PointwiseCell(many.graph(2, 3)), requested="fused", **here)
+
+
+def test_check_tries_the_zoo(tmp_path, capsys):
+    """The command of `check --full` runs every cell of the zoo, and reports each refused one."""
+    assert {form.cell.__name__ for form in check_cells.FORMS} == set(cells.__all__)
+    assert [tuple(form) for form in check_cells.FORMS] == [tuple(form) for form in ZOO.values()]
+    with on_metal(), patch.object(check_cells, "FORMS", check_cells.FORMS[:1]):
+        assert check_cells.main(["--json", str(tmp_path / "cells.json")]) == 0
+    assert json.loads((tmp_path / "cells.json").read_text()) == {"lstm": ""}
+    with patch.object(check_cells, "FORMS", check_cells.FORMS[-1:]), mx.stream(mx.cpu):
+        assert check_cells.main(["--json", str(tmp_path / "cells.json")]) == 1
+    assert "minimal_gru_log     [pointwise] engine='fused' cannot run" in capsys.readouterr().out
 
 
 def test_both_directions_on_metal():

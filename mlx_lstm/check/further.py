@@ -28,8 +28,10 @@ def commands(metal: bool) -> dict[str, Command]:
     run Metal kernels."""
     missing = no_pyobjc()
     apple = f"{missing}, of PyObjC: on a Mac pip install '.[compare]'" if missing else ""
+    absent = "" if metal else "MLX has no Metal back end here"
     return {
-        "tune": Command(("bench", "--tune"), tuning.cache_file(), "" if metal else "MLX has no Metal back end here"),
+        "tune": Command(("bench", "--tune"), tuning.cache_file(), absent),
+        "cells": Command(("check.cells",), None, absent, answers=(0, 1)),
         "compare": Command(("compare",), None, apple),
         "settle": Command(("compare", "--settle"), None, apple, answers=(0, 1)),
     }

@@ -14,7 +14,7 @@ A derivative that is refused must also be refused inside mx.vmap. But the defaul
 other rules of a custom function; `without_derivatives` keeps them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -132,7 +132,7 @@ def differentiable(
     that they hold are freed with the last reference to the outputs, without waiting for the garbage collector.
     """
     names, sweeps = tuple(arrays), chunked or module_of(problem, engine)
-    visible, hidden = saved_of(problem, engine) if chunked is None else chunked.saved_of(problem)
+    visible, hidden = saved_of(problem, engine, names) if chunked is None else chunked.saved_of(problem)
     saved: Saved = {}  # the arrays named in `hidden`, which only the backward pass sees
     used = set() if problem.training else set(visible)  # names of outputs that have a cotangent; taps add them
     # The engine `numpy` leaves out the gradient of x if MLX does not ask for it, as for the data of a first layer.
@@ -145,11 +145,14 @@ def differentiable(
             saved.update({name: outputs.get(name) for name in hidden})
         if chunked is not None:
             outputs = chunked.stand_ins(outputs, visible)
+        # `stepwise` may return arrays with gates of several steps instead of the gates of all steps.
+        visible.extend(name for name in outputs if name.startswith(stepwise.ROWS) and name not in visible)
         return tuple([outputs[name] for name in visible])
 
     def vjp(primals: tuple[mx.array, ...], d_outputs: Any, outputs: Any) -> tuple[mx.array, ...]:
         # For an output without a cotangent MLX passes zeros. These zeros are left out, as `used` does not contain them.
-        cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in used}
+        wanted = used.intersection(problem.cell.outputs) if chunked is None else used
+        cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in wanted}
         # A second derivative also reaches the outputs past the taps, through the backward pass, which reads them.
         left_out = ("x",) if marks and MARK not in used else ()
         used.discard(MARK)
@@ -244,7 +247,7 @@ def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
     return mark(x)
 
 
-def saved_of(problem: Problem, engine: str) -> tuple[list[str], list[str]]:
+def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[list[str], list[str]]:
     """Return two lists: the names of the outputs that MLX sees, and the names of the outputs that are saved where
     MLX does not see them.
 
@@ -253,6 +256,9 @@ def saved_of(problem: Problem, engine: str) -> tuple[list[str], list[str]]:
     gates.
     """
     visible: list[str] = [*problem.cell.outputs]
+    if engine == "stepwise" and stepwise.keeps_rows(problem, names):
+        visible.remove("gates")
+        return visible, []
     if engine == "ops" or problem.return_gates or (engine != "numpy" and problem.training):
         return visible, []
     visible.remove("gates")

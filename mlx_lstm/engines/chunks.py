@@ -21,13 +21,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .choice import longest_whole
 from .directions import half, join, join_gradients, one_direction, part, state_before
 from .ops import sweep as ops
 from .ops.packed import dequantized
 from .ops.sweep import initial_states
 from .packing import packed_names
-from .problem import Array, Arrays, Chunks, Problem, masks_differ
+from .problem import Array, Arrays, Chunks, Problem, longest_whole, masks_differ
 from .tracing import have_values
 
 SEQUENCES = ("h", "c", "gates")
@@ -184,6 +183,8 @@ class Chunked:
         states = self.prepared({name: states[name] for name in states_of(problem)})
         if self.recomputes:
             problem = problem._replace(training=False)
+        elif "gates" in sequences:
+            problem = problem._replace(return_gates=True)
         for start, stop in self.bounds(problem):
             starts[start] = states
             inputs = lengths_of(shared, start, stop) | self.steps_of(by_step, start, stop) | states

@@ -9,6 +9,7 @@ launch gets arrays of whole sequences but reads only one time step of them. The 
 import re
 from math import ceil
 
+from mlx_lstm.engines.metal.stepwise import keeps_rows
 from mlx_lstm.engines.problem import Problem
 
 from .instructions import constant_of
@@ -76,9 +77,9 @@ def product(problem: Problem, launch: Launch) -> tuple[int, int, float, float]:
 
 def weights(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, float]:
     """Return (bytes needed, bytes of all loads) of the recurrent weights. They are averages over all time steps: the
-    first step of the backward pass needs no product, so it reads no weights."""
+    first step of each pass needs no product, so it reads no weights. (The layers here have no h0.)"""
     *_, times = product(problem, launch)
-    steps = (problem.T - 1) / problem.T if kind_of(launch) == "backward" else 1
+    steps = (problem.T - 1) / problem.T if kind_of(launch) in ("forward", "backward", "stepwise_gru_reset") else 1
     return steps * buffer.bytes, steps * times * buffer.bytes
 
 
@@ -102,6 +103,8 @@ def step_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, fl
     step of the array; a backward launch may also read a part of the step before."""
     T, op, kind = problem.T, problem.cell.op, kind_of(launch)
     step, later = buffer.bytes / T, (T - 1) / T
+    if buffer.name == "rows":  # the array with the row of a forward step; a backward step reads the gates in the row
+        return twice(problem.cell.gates * problem.B * problem.directions * problem.H * itemsize(launch))
     if buffer.name == "states":
         own, before = STATES[op]
         return twice((own + before * later) * step)
@@ -118,7 +121,9 @@ def of_sequences(buffer: Buffer, launch: Launch, kind: str, problem: Problem) ->
     into sequences. It reads everything once, except the values that backward steps pass on to one another."""
     T, op = problem.T, problem.cell.op
     if kind == "outputs":
-        return buffer.bytes, buffer.bytes
+        gates = problem.cell.gates if keeps_rows(problem, problem.names) else 0  # gates that the launch does not copy
+        own = itemsize(launch) + (4 if op == "lstm" else 0)
+        return twice(buffer.bytes * own / (own + gates * itemsize(launch)))
     if buffer.name == "h":
         return twice(buffer.bytes * (T - 1) / T)
     if buffer.name == "gates":  # a GRU needs only the reset gate r

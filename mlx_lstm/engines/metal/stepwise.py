@@ -40,7 +40,8 @@ from .rows import LEFT, Join, Rows, joined_beside, starts_of
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """Run the forward pass. Return h [T, B, D P], gates [T, B, D G H] and hT [B, D P]; for an LSTM also c [T, B, D
-    H] and cT [B, D H], both in float32. Gates are returned only if the problem saves or returns them."""
+    H] and cT [B, D H], both in float32. Gates are returned only if the problem saves or returns them. If only the
+    backward pass reads them (`keeps_rows`), the arrays with the rows of the steps are returned instead of gates."""
     T, H, P, cell, Wp = problem.T, problem.H, problem.P, problem.cell, arrays.get("Wp")
     mask, z = whole_mask(problem, arrays), project(problem, arrays)
     row = nothing(row_type(z.dtype))
@@ -67,8 +68,11 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
             row = step(n, before=row, h_before=h)
             h = project_row(n, before=row)
     kinds = [(rows, H)] if Wp is None else [(rows, H), (projected, P)]
-    names = cell.outputs if problem.training or problem.return_gates else [n for n in cell.outputs if n != "gates"]
-    return after_sweep(outputs_launch, problem, inputs, kinds, frozenset(names))
+    keeps = keeps_rows(problem, arrays)
+    with_gates = (problem.training or problem.return_gates) and not keeps
+    names = frozenset(name for name in cell.outputs if name != "gates" or with_gates)
+    results = after_sweep(outputs_launch, problem, inputs, kinds, names)
+    return results | {f"{ROWS}{n}": piece for n, piece in enumerate(rows.pieces if keeps else ())}
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
@@ -77,7 +81,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     saved: the outputs of the forward pass. cotangents: the gradients of some outputs. If the gates were not saved,
     the forward pass runs again to compute them.
     """
-    if saved.get("gates") is None and problem.cell.op != "rnn":
+    if saved.get("gates") is None and problem.cell.op != "rnn" and f"{ROWS}0" not in saved:
         saved = forward(problem._replace(training=True), arrays)
     few, product, mask = is_plain(problem, arrays), takes_product(problem.cell), whole_mask(problem, arrays)
     operand: Arrays = {}
@@ -115,7 +119,9 @@ def sweep_backward(
     inputs = options(problem, arrays, ("peephole",))
     inputs |= {"mask": mask, "states": contiguous(saved[state]), "q": q, "before": row}
     inputs |= {f"d{name}": contiguous(cotangents[name]) for name in cotangents}
-    inputs["gates"] = contiguous(saved["gates"]) if cell.op != "rnn" else None
+    inputs["gates"] = contiguous(saved["gates"]) if "gates" in saved and cell.op != "rnn" else None
+    kept = kept_rows(problem, saved)
+    inputs |= {"rows": kept[0][0], "row": kept[0][1]} if kept else {}
     inputs["states0"] = inputs.get(f"{state}0")
     inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, H, K)}
     of_dh = inputs | {"sizes": sizes(problem, mask, P, K)}
@@ -138,7 +144,7 @@ def sweep_backward(
     else:
         step = each_step(backward_kernel, problem, inputs, rows)
         for n in reversed(range(T)):
-            row = step(n, before=row)
+            row = step(n, before=row, rows=kept[n][0], row=kept[n][1]) if kept else step(n, before=row)
     wanted = {"dc0": "c0" in arrays, "d_out": takes_product(cell), "m": wants_m, "carry": "keep" in inputs}
     kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
     results = after_sweep(gradients_launch, problem, inputs, kinds, frozenset(n for n in wanted if wanted[n]))
@@ -146,6 +152,25 @@ def sweep_backward(
         last = each_step(dh_kernel, problem, of_dh | {"dh": None})
         results["dh0"] = last(-1, before=row)[: B * D * P].reshape(B, D * P)
     return results
+
+
+ROWS = "rows "
+"""The beginning of the names of the arrays with rows that the forward pass keeps for the backward pass."""
+
+
+def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
+    """Return whether the forward pass keeps its rows for the backward pass, instead of copying the gates out of them.
+    It does for an LSTM without a projection if the caller does not want the gates. The backward pass of a GRU reads
+    the gates of two steps at a time, and with a projection a last launch reads the gates of all steps."""
+    return problem.training and not problem.return_gates and problem.cell.op == "lstm" and "Wp" not in names
+
+
+def kept_rows(problem: Problem, saved: Arrays) -> list[tuple[mx.array, mx.array]]:
+    """Return, for each step of the forward pass, the array that contains its row, and the row's number in this array.
+    Return an empty list if the forward pass kept no rows."""
+    pieces = [saved[name] for name in (f"{ROWS}{n}" for n in range(LEFT)) if name in saved]
+    length = sum(piece.size for piece in pieces) // problem.T
+    return [(piece, step_number(n)) for piece in pieces for n in range(piece.size // length)]
 
 
 def options(problem: Problem, arrays: Arrays, more: tuple[str, ...]) -> Inputs:
@@ -228,10 +253,10 @@ def tile_of(problem: Problem, width: int) -> tuple[int, int]:
     rows = stepwise_rows(problem.B)
     if rows < 8:
         return rows, 8
+    # A core without work costs more time than reading operands and weights more often. Not measured.
     tiles = TILES[rows]
     groups = [-(-problem.B // high) * -(-width // wide) * problem.directions for high, wide in tiles]
-    fewest = problem.limits.groups
-    return next((tile for tile, count in zip(tiles, groups, strict=True) if count >= fewest), tiles[-1])
+    return next((tile for tile, count in zip(tiles, groups, strict=True) if count >= problem.cores), tiles[-1])
 
 
 def index_bits(problem: Problem) -> int:
@@ -520,7 +545,8 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
     tile, arrays = tile_of(problem, problem.H), problem.cell.gates + ("keep" in present)
     return StepKernel(
         *(problem, dtype, present, "stepwise_backward"),
-        "step before dh_now weights gates states states0 q peephole bhn mask keep lengths dh dc dgates dhT dcT sizes",
+        "step before dh_now weights gates rows row states states0 q peephole bhn mask keep lengths dh dc dgates dhT "
+        "dcT sizes",
         tile=tile,
         units=(problem.H, tile[1]),
         output=(row_length(problem, problem.H, arrays, problem.cell.op != "rnn", dtype), row_type(dtype)),

@@ -170,7 +170,7 @@ def bias_of(problem: Problem, v: Views) -> Array | None:
     return bias
 
 
-FACTORED_NUMBERS = 2**17
+FACTORED_NUMBERS = 2**16
 """The smallest number of elements of a weight gradient that may be returned as two factors instead of their product."""
 
 

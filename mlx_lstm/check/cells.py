@@ -1,0 +1,82 @@
+"""Run the cells of `mlx_lstm.cells` in generated kernels on this machine, for `check --full`:
+
+    python -m mlx_lstm.check.cells --json FILE
+
+The first call of a kernel is its trial, which compares it with the float64 oracle. So a cell that runs is right.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from .. import cells
+from ..recurrence import pointwise
+
+B, H = 3, 40
+
+
+class Form(NamedTuple):
+    """How many gates, states, inputs of each step and parameters a cell has; whether its gates are pairs, and whether
+    it has a recurrent product."""
+
+    cell: Callable[..., Any]
+    gates: int
+    states: int = 1
+    inputs: int = 0
+    params: int = 0
+    apart: bool = False
+    recurrent: bool = True
+
+
+FORMS = (
+    Form(cells.lstm, 4, 2),
+    Form(cells.zoneout_lstm, 4, 2, inputs=2),
+    Form(cells.cifg, 3, 2),
+    Form(cells.peephole_lstm, 4, 2, params=3),
+    Form(cells.sum_peephole_lstm, 4, 2, params=1),
+    Form(cells.slstm, 4, 4),
+    Form(cells.gru, 3, apart=True),
+    Form(cells.augru, 3, inputs=1, apart=True),
+    Form(cells.indrnn, 1, params=1, recurrent=False),
+    Form(cells.minimal_gru, 2, recurrent=False),
+    Form(cells.minimal_gru_log, 2, recurrent=False),
+)
+"""The cells of `mlx_lstm.cells`."""
+
+
+def verdict(form: Form) -> str:
+    """Run both passes of a cell on engine `fused`. Return why its kernels are refused, or an empty text."""
+    Wx, Wh = mx.ones((form.gates * H, 2)), mx.zeros((form.gates * H, H)) if form.recurrent else None
+    options = {"inputs": [mx.ones((3, B, H))] * form.inputs, "params": [mx.ones(H)] * form.params}
+
+    def loss(x: mx.array) -> mx.array:
+        state = [mx.zeros((B, H))] * form.states
+        return pointwise(form.cell, x, Wx, Wh, None, state, **options, apart=form.apart, engine="fused")[0].sum()
+
+    try:
+        mx.eval(mx.grad(loss)(mx.ones((3, B, 2))))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def main(words: list[str]) -> int:
+    """Print and write the verdict of each cell. Return 1 if one is refused, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m mlx_lstm.check.cells", description=__doc__)
+    parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="where the verdicts are written")
+    verdicts = {form.cell.__name__: verdict(form) for form in FORMS}
+    parser.parse_args(words).json.write_text(json.dumps(verdicts))
+    for name, reason in verdicts.items():
+        print(f"{name:20}{reason or 'right'}")
+    wrong = [name for name, reason in verdicts.items() if reason]
+    print(f"{len(wrong)} of {len(verdicts)} cells are refused")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
