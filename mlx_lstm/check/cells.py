@@ -52,7 +52,7 @@ FORMS = (
 def verdict(form: Form) -> str:
     """Run both passes of a cell on engine `fused`. Return why its kernels are refused, or an empty text."""
     Wx, Wh = mx.ones((form.gates * H, 2)), mx.zeros((form.gates * H, H)) if form.recurrent else None
-    options = {"inputs": [mx.ones((3, B, H))] * form.inputs, "params": [mx.ones(H)] * form.params}
+    options: dict[str, Any] = {"inputs": [mx.ones((3, B, H))] * form.inputs, "params": [mx.ones(H)] * form.params}
 
     def loss(x: mx.array) -> mx.array:
         state = [mx.zeros((B, H))] * form.states
