@@ -29,20 +29,20 @@ void load_states_before(
   }
 }
 
-// Store the results of one step of batch item r at position `at`: d, du and carry, zeros if the item has ended. Store
-// d of the products to `current`, the operand of the product with Wh.
-template <class Cell, int H, int ROWS, int ROW, class S, class Index, class Arrays>
+// Store the results of one step of a batch item at position `at`: d, du and carry, zeros if the item has ended. Store d
+// of the products to `operand`, this item's operand of the product with Wh.
+template <class Cell, int H, class S, class Index, class Arrays>
 void store_step(
-    thread const Arrays& a, bool live, bool real, int lane, int unit, int r, Index at,
+    thread const Arrays& a, bool live, bool real, int lane, int unit, Index at,
     thread float (&d)[REGISTERS_OF<Cell::GRADIENTS, Cell::LANES>],
     thread const float (&du)[Cell::INPUTS == 0 ? 1 : Cell::INPUTS], thread const float (&back)[Cell::STATES],
-    threadgroup float4* current) {
+    threadgroup float4* operand) {
   constexpr int LANES = Cell::LANES;
 #pragma clang loop unroll(full)
   for (int j = 0; j < REGISTERS_OF<Cell::GRADIENTS, LANES>; ++j) {
     const int block = LANES * j + lane;
     d[j] = float(S(live ? d[j] : 0.0f));
-    if (real && block < Cell::PRODUCTS) number_at(current, r * ROW, block * H + unit) = d[j];
+    if (real && block < Cell::PRODUCTS) number_at(operand, 0, block * H + unit) = d[j];
   }
   if (!real) return;
   store_blocks<Cell::GRADIENTS, LANES, H>(a.d, at, lane, unit, d);
@@ -125,7 +125,7 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) back[k] = ds[r][k] + outside[k];
       Cell::backward(lane, y, h, c, factor, u, w, now[r], back, d, du, dw_now);
-      store_step<Cell, H, ROWS, ROW, S>(a, live, real, lane, unit, r, at - earlier, d, du, back, current);
+      store_step<Cell, H, S>(a, live, real, lane, unit, at - earlier, d, du, back, current + r * ROW);
       // Rows past the last item repeat it, but must not count twice in a sum.
 #pragma clang loop unroll(full)
       for (int k = 0; k < Cell::PARAMS; ++k)

@@ -1,6 +1,24 @@
 // The forward pass of a cell of the user's own over a whole sequence. pointwise.metal describes the arrays and the
 // cell. `vectors` in threadgroup memory holds h of all units, times the mask, as a double buffer [2][ROWS][padded H].
 // With a product there is one barrier per step, between writing h and the next product that reads it.
+
+// Store the outputs of one step at position `at`, zeros if the item has ended. s: the states after the step.
+template <class Cell, int H, class S, class Index, class Arrays>
+void store_outputs(
+    thread const Arrays& a, bool live, int lane, int unit, Index at, thread const float (&s)[Cell::STATES],
+    thread float (&y)[REGISTERS_OF<Cell::KEPT, Cell::LANES>]) {
+  constexpr int C = Cell::STATES - 1, LANES = Cell::LANES;
+  float c[REGISTERS_OF<C, LANES>] = {};
+  Cell::own_blocks(lane, s, c);
+#pragma clang loop unroll(full)
+  for (int j = 0; j < REGISTERS_OF<C, LANES>; ++j) c[j] = live ? c[j] : 0.0f;
+#pragma clang loop unroll(full)
+  for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;
+  store_blocks<Cell::KEPT, LANES, H>(a.gates, at, lane, unit, y);
+  store_blocks<C, LANES, H>(a.c, at, lane, unit, c);
+  if (lane == LANES - 1) a.h[at] = S(live ? s[0] : 0.0f);
+}
+
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int G = Cell::GATES, P = Cell::PRODUCTS, C = Cell::STATES - 1, LANES = Cell::LANES, GROUP = LANES * UNITS;
@@ -56,24 +74,15 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
       const bool live = is_live(a.lengths, t, length[r]);
       const float factor = value_at(a.keep, t * sweep.B + min(int(group.x) * ROWS + r, sweep.B - 1), 1.0f);
       float u[Cell::INPUTS == 0 ? 1 : Cell::INPUTS], y[REGISTERS_OF<Cell::KEPT, LANES>] = {}, next[C + 1];
-      float c[REGISTERS_OF<C, LANES>] = {};
       load_all<Cell::INPUTS, H>(a.inputs, now + item[r], unit, u, 0);
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) next[k] = factor * state[r][k];
       Cell::forward(lane, z[r], sums[r], u, w, next, y);
-      const S m = S(next[0]);
-      next[0] = float(m);
+      next[0] = float(S(next[0]));
       // Past an item's end the state stays and the outputs are 0: selected, because the computed values may be NaN.
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) state[r][k] = live ? next[k] : state[r][k];
-      Cell::own_blocks(lane, next, c);
-#pragma clang loop unroll(full)
-      for (int j = 0; j < REGISTERS_OF<C, LANES>; ++j) c[j] = live ? c[j] : 0.0f;
-#pragma clang loop unroll(full)
-      for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;
-      if (real) store_blocks<Cell::KEPT, LANES, H>(a.gates, now - earlier + item[r], lane, unit, y);
-      if (real) store_blocks<C, LANES, H>(a.c, now - earlier + item[r], lane, unit, c);
-      if (writes) a.h[now - earlier + item[r]] = live ? m : S(0.0f);
+      if (real) store_outputs<Cell, H, S>(a, live, lane, unit, now - earlier + item[r], next, y);
       if (P > 0 && writes && (!is_present(a.mask) || n + 1 < sweep.stop)) {  // after the last step no mask is left
         const Index at = item[r] + (sweep.masks_differ ? Index(time_of(sweep, n + 1)) * step : 0);
         number_at(after, r * ROW, own) = state[r][0] * value_at(a.mask, at, 1.0f);

@@ -14,6 +14,7 @@ from metal_emulator.dropin import EmulatedKernel
 from mlx_lstm.engines import METAL_ENGINES as ENGINES
 from mlx_lstm.engines import choice, choose
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.recurrence import _guard
 from mlx_lstm.testing.cases import EVERY_OPTION, at_batch
@@ -212,3 +213,19 @@ CROSSED = {
 CROSSED_BATCHES = [(*pair, BATCHES[int(pair[1].rsplit("_", 1)[1]) % len(BATCHES)]) for pair in CROSSED]
 """Every case of CROSSED with a batch size, as (engine, name, B). A case of both directions has the batch size of the
 case of one direction whose options it has, so that they share kernels."""
+
+
+def rows_from(batch):
+    """Return a function that replaces `fused.rows_for`. It multiplies 8 x 8 matrices from this batch size on (summed
+    over both directions). For smaller batches a threadgroup computes 1, 2 or 4 items in lanes."""
+
+    def rows_for(cell, B, H, itemsize, directions, cores, packing=None):
+        matrices = directions * B >= batch and fused.fits_matrices(cell, H)
+        return 8 if matrices else 1 if B <= 16 else 2 if B <= 64 else 4
+
+    return rows_for
+
+
+def matrices_from(batch):
+    """Return a patch, for `with`, that makes `fused` multiply 8 x 8 matrices from this batch size on."""
+    return patch.object(fused, "rows_for", rows_from(batch))

@@ -12,9 +12,11 @@ from mlx_lstm import lstm, recurrence
 from mlx_lstm.engines import ENGINES, METAL_ENGINES, choose
 from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import kernel
+from mlx_lstm.engines.metal.fused import rows_for, step_cycles
 from mlx_lstm.engines.numpy import activations
 from mlx_lstm.engines.ops import cells as ops
-from mlx_lstm.engines.tuning import PREDICTED
+from mlx_lstm.engines.predicted import predict
+from mlx_lstm.engines.problem import limited
 from mlx_lstm.recurrence import _arguments
 
 MAC = {"device": "gpu", "metal": True}
@@ -23,8 +25,15 @@ LINUX = {"device": "cpu", "metal": False}
 CUDA = {"device": "gpu", "metal": False}
 TRACED = "inside mx.compile, mx.vmap or an export"
 HALF, BRAIN, DOUBLE = {"dtype": mx.float16}, {"dtype": mx.bfloat16}, {"dtype": mx.float64}
-# The largest hidden sizes H for which `fused` is chosen at batch size 1: WIDE in float32, NARROW in float16.
-WIDE, NARROW = (PREDICTED.engines[name][1][-1][0] for name in ("float32", "float16"))
+
+
+def widest(dtype, cores, B=2, cell=LSTMCell()):  # noqa: B008 (a cell is a tuple and never changes)
+    """Return the largest H up to 256 for which `fused` is predicted to be the faster engine."""
+    return max(H for H in range(1, 257) if predict(cell, dtype, B, H, cores).engine == "fused")
+
+
+# The largest hidden sizes H for which `fused` is chosen on 10 GPU cores: WIDE in float32, NARROW in 16 bits.
+WIDE, NARROW = widest(mx.float32, 10), widest(mx.float16, 10)
 CELLS = (LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell())
 KINDS = [{"cell": cell, "bidirectional": both} for cell in CELLS for both in (False, True)]
 
@@ -63,10 +72,11 @@ TABLE = [
     (MAC, BRAIN, NARROW + 1, None, "stepwise"),
     (MAC, {"traced": True}, WIDE, None, "fused"),
     (MAC, {"traced": True}, 512, None, "stepwise"),
-    (MAC, {"bidirectional": True}, WIDE, None, "fused"),
-    (MAC, {"cell": GRUCell()}, WIDE, None, "fused"),
+    (MAC, {"bidirectional": True}, 128, None, "fused"),
+    (MAC, {"cell": GRUCell()}, 128, None, "fused"),
     (MAC, {"cell": GRUCell(reset="before"), "bidirectional": True}, 257, "fused", "cannot run: H = 257 > 256"),
-    (MAC, {"cell": RNNCell()}, WIDE, None, "fused"),
+    (MAC, {"cell": RNNCell()}, 256, None, "fused"),
+    (MAC, {"cell": RNNCell()}, 257, None, "stepwise"),
     (MAC, {"cell": RNNCell()}, 1024, "fused", "fused"),
     (MAC, {"cell": RNNCell()}, 1025, "fused", "cannot run: H = 1025 > 1024, and a threadgroup has at most 1024"),
     (MAC, {"projection": True}, 16, None, "stepwise"),
@@ -90,6 +100,41 @@ def test_choice(machine, arguments, H, requested, expected):
     else:
         with pytest.raises(ValueError, match=expected):
             choose(**arguments, requested=requested)
+
+
+@pytest.mark.parametrize("cell", [LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell()])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_the_choice_for_every_number_of_cores(cell, dtype):
+    """For 7 to 80 GPU cores `fused` runs small layers and `stepwise` large ones. The reason names the number of
+    cores. Small GPUs multiply 8 x 8 matrices where large GPUs have a core for every two items."""
+    for cores in range(7, 81):
+        where = {"sizes": (8, 32, 3, 64), "dtype": dtype, "traced": False, "cell": cell, **MAC}
+        choice = choose(**where, cores=cores)
+        assert choice.engine == "fused" and f"B = 32, H = 64 on {cores} GPU cores, predicted" in choice.reason
+        assert choose(**where | {"sizes": (8, 32, 3, 1024)}, cores=cores).engine == "stepwise"
+        assert rows_for(cell, 1, 96, dtype.size, 1, cores) == 1
+    assert [rows_for(LSTMCell(), 128, 96, dtype.size, 1, cores) for cores in (8, 80)] == [8, 2]
+
+
+def test_of_two_equal_divisions_the_simpler_one_runs():
+    """A threadgroup gets more items only if the predicted time then falls by more than 5 %."""
+    for B in range(1, 65):
+        times = {rows: step_cycles(LSTMCell(), B, 64, 4, 1, 10, rows, None) for rows in (1, 2, 8)}
+        best = min(times.values())
+        assert rows_for(LSTMCell(), B, 64, 4, 1, 10) == min(rows for rows in times if times[rows] <= 1.05 * best)
+
+
+def test_a_call_is_divided_for_the_cores_of_this_gpu():
+    """A call divides its work for the number of GPU cores of the machine, or for the number that `limited` names."""
+    seen = []
+    arrays = [mx.zeros(shape) for shape in ((2, 32, 1), (256, 1), (256, 64))]
+    with on_metal() as log:
+        for cores in (8, 80):
+            with limited(cores=cores):
+                mx.eval(lstm(*arrays).h)
+            seen.append(any("matrix" in launch.name for launch in log))
+            log.clear()
+    assert seen == [True, False]
 
 
 @pytest.mark.parametrize(

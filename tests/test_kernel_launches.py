@@ -13,7 +13,7 @@ import pytest
 from cases import METAL, draw, draw_cotangents, run, to_mlx
 from metal_emulator.lowering import blank_comments, matching, split_top_level
 from metal_emulator.source_lines import map_lines
-from on_metal import ENGINES, WEIGHTS, in_turns, on_metal
+from on_metal import ENGINES, WEIGHTS, in_turns, matrices_from, on_metal
 
 import mlx_lstm
 from mlx_lstm import lstm
@@ -331,7 +331,7 @@ def test_fused_moves_hardly_more_than_every_array_once(options):
     sizes in constant memory are not counted."""
     left_out = (*WEIGHTS, "sizes")
     options = dict(options)
-    with patch.object(kernels_fused, "MATRIX_BATCH", 1 if options.pop("wide", False) else 100):
+    with matrices_from(1 if options.pop("wide", False) else 100):
         log = launches_of((64, 2, 3, 32, 3), "fused", **options)
     for launch in log:
         moved = launch.device_bytes(leave_out=left_out)

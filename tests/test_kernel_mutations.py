@@ -9,7 +9,7 @@ import pytest
 from cases import draw, draw_cotangents, elementwise_bounds, run
 from metal_emulator import coverage, mutations
 from metal_emulator.findings import KernelError
-from on_metal import on_metal
+from on_metal import matrices_from, on_metal
 from quantized_cases import quantized_case
 
 from mlx_lstm.engines.metal import fused as kernels_fused
@@ -217,7 +217,7 @@ def notice(file, engine, case, cotangents, ref, limit, weights=MappingProxyType(
         limited(launch_steps=3),
         # With so many working registers, only few weights fit in the remaining registers.
         patch.object(kernels_fused, "working_registers", lambda *_: 108),
-        patch.object(kernels_fused, "MATRIX_BATCH", 1 if "matrix" in file else 10 if file in BOTH_FORMS else 100),
+        matrices_from(1 if "matrix" in file else 10 if file in BOTH_FORMS else 100),
         # With a limit of 1 byte, the backward kernel with matrix products has a single buffer and one more barrier.
         # Otherwise it has a double buffer.
         patch.object(kernels_fused, "THREADGROUP_BYTES", 1 if case.get("reverse") else 32768),

@@ -7,16 +7,14 @@ A path is one way to compute the same recurrence: the kind of the recurrent prod
 import re
 from contextlib import ExitStack
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
 import pytest
 from cases import draw_away_from_kinks, joined, run, to_mlx
-from on_metal import on_metal
+from on_metal import matrices_from, on_metal
 from quantized_cases import packed
 
-from mlx_lstm.engines.metal import fused as kernels_fused
 from mlx_lstm.engines.ops.packed import judged
 from mlx_lstm.engines.problem import limited
 from mlx_lstm.oracle import evaluate
@@ -189,7 +187,7 @@ def test_every_option_on_every_path(path, name):
     case, cotangents, weights, dtype = drawn(path, name)
     with ExitStack() as stack:
         log = stack.enter_context(on_metal())
-        stack.enter_context(patch.object(kernels_fused, "MATRIX_BATCH", 1 if path.product == "matrices" else 100))
+        stack.enter_context(matrices_from(1 if path.product == "matrices" else 100))
         if path.rare:
             stack.enter_context(limited(index=1, launch_steps=2, rows_left=4))
         found = joined(run(case, path.engine, dtype, cotangents, weights))

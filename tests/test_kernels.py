@@ -13,6 +13,7 @@ import pytest
 from cases import (
     BOTH,
     CELLS,
+    METAL,
     OPTIONS,
     OUTPUTS,
     ROUNDING_MARGIN,
@@ -26,7 +27,19 @@ from cases import (
 )
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from on_metal import BATCHES, CROSSED, CROSSED_BATCHES, can_run, in_turns, on_metal, options_at, over_engines, pairs
+from on_metal import (
+    BATCHES,
+    CROSSED,
+    CROSSED_BATCHES,
+    can_run,
+    in_turns,
+    matrices_from,
+    on_metal,
+    options_at,
+    over_engines,
+    pairs,
+    rows_from,
+)
 
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
@@ -82,7 +95,7 @@ def test_each_option_alone(engine, option, B):
 
 
 def check_option(engine, options, B):
-    with patch.object(kernels_fused, "MATRIX_BATCH", 9):
+    with matrices_from(9):
         check(*with_engine(engine, draw_away_from_kinks(1, ROUNDING_MARGIN, sizes=(4, B, 3, 2, 3), **options)))
 
 
@@ -130,7 +143,7 @@ def check_half(engine, options, B, word):
     dtype = HALVES[word]
     case, cotangents = draw_away_from_kinks(5, sizes=(4, B, 3, 5, 3), dtype=dtype, **options)
     ref, limit = forward(**case) | backward(case, cotangents), bounds(case, dtype, cotangents)
-    with on_metal(), patch.object(kernels_fused, "MATRIX_BATCH", 9):
+    with on_metal(), matrices_from(9):
         outputs, gradients = run(case, engine, dtype, cotangents)
     assert_right(engine, outputs, gradients, ref, limit, dtype)
 
@@ -259,9 +272,12 @@ def test_arrays_too_large_for_indices_of_32_bits(layer, B):
 def found_on_metal(shaders, body, count, inputs):
     """Run Metal source `body`, which calls functions of metal/, in a single GPU thread. Return the integers that the
     source stores in the output `found`."""
-    with on_metal(), mx.stream(mx.cpu):
+    with on_metal(), mx.stream(METAL):
         header, names = "using Index = long;\n" + kernels.header(shaders, body), list(inputs)
-        kernel = mx.fast.metal_kernel("places", names, ["found"], f"device int64_t* to = found;\n{body}", header)
+        source = f"device int64_t* to = found;\n{body}"
+        kernel = mx.fast.metal_kernel(
+            name="places", input_names=names, output_names=["found"], source=source, header=header
+        )
         arrays = [mx.array(value, mx.int32) for value in inputs.values()]
         return kernel(
             inputs=arrays, grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[(count,)], output_dtypes=[mx.int64]
@@ -370,7 +386,7 @@ def judge_each_element(case, engine):
     uses its kernel with 8 x 8 matrix products."""
     cotangents = draw_cotangents(np.random.default_rng(5), forward(**case), np.float32)
     ref, limit = forward(**case) | backward(case, cotangents), elementwise_bounds(case, np.float32, cotangents)
-    with on_metal(), patch.object(kernels_fused, "MATRIX_BATCH", 9):
+    with on_metal(), matrices_from(9):
         outputs, gradients = run(case, engine, np.float32, cotangents)
     assert_right(engine, outputs, gradients, ref, limit)
 
@@ -389,7 +405,7 @@ def test_every_weight_is_arranged_once(layer, sweep, matrices):
     for H in (1, 33, 40):
         problem = Problem(2, 3, H, H, cell, bidirectional=D == 2)
         Wh = 1 + np.arange(D * cell.gates * H * H, dtype=np.float32).reshape(D, -1, H)
-        with on_metal(), patch.object(kernels_fused, "MATRIX_BATCH", 1 if matrices else 100):
+        with on_metal(), matrices_from(1 if matrices else 100):
             arranged = np.array(kernels_fused.arrange(sweep, problem, mx.array(Wh[0] if D == 1 else Wh)))
         for of_direction, weights in zip(arranged, Wh, strict=True):
             found = np.sort(of_direction, axis=None)
@@ -408,7 +424,7 @@ def test_wide_indices_change_nothing(layer, matrices):
     for limit, word in ((None, "uint"), (1, "ulong")):
         with (
             on_metal() as log,
-            patch.object(kernels_fused, "MATRIX_BATCH", 1 if matrices else 100),
+            matrices_from(1 if matrices else 100),
             limited(launch_steps=3, index=limit),
         ):
             found.append(run(case, "fused", np.float32, cotangents))
@@ -450,7 +466,7 @@ def test_options_in_random_combination(engine, seed, sizes, op, both, shown):
     cotangents = {name: cotangents[name] for name in (shown & cotangents.keys()) or {"h"}}
     assume(is_in_range(forward(**case) | backward(case, cotangents)))
     try:
-        with patch.object(kernels_fused, "MATRIX_BATCH", 8):
+        with matrices_from(8):
             check(case, engine, cotangents)
     except AssertionError:
         assume(keeps_off_kinks(case, np.float32))
@@ -475,7 +491,7 @@ def test_odd_shapes_in_matrices(layer, sizes, directions):
     have a double buffer in threadgroup memory. With two directions they have a single buffer."""
     options = {"mask": (*sizes[:2], "P"), "bidirectional": directions == 2, **LAYERS[layer]}
     with (
-        patch.object(kernels_fused, "MATRIX_BATCH", 1),
+        matrices_from(1),
         patch.object(kernels_fused, "THREADGROUP_BYTES", 1 if directions == 2 else 32768),
     ):
         check(*with_engine("fused", draw_away_from_kinks(3, ROUNDING_MARGIN, sizes=sizes, **options)))
@@ -493,7 +509,7 @@ def test_wide_batches_run_in_matrices():
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("matrices", [False, True])
 def test_fused_in_several_launches(monkeypatch, layer, way, lengths, matrices):
-    monkeypatch.setattr(kernels_fused, "MATRIX_BATCH", 1 if matrices else 100)
+    monkeypatch.setattr(kernels_fused, "rows_for", rows_from(1 if matrices else 100))
     options = {"sizes": (7, 3, 2, 5, 5), **LAYERS[layer], **way}
     options |= {"lengths": lengths, "mask": (7, 3, "P")} if lengths else {"peephole": False}
     with limited(launch_steps=3):
@@ -509,7 +525,7 @@ def test_h_is_rounded_to_half_at_every_step(matrices):
     """One launch over all steps gives bit for bit the same result as one launch per step. Separate launches pass h
     on in 16 bits, so a launch over all steps must round h to 16 bits at every step, too."""
     case, found = draw(np.random.default_rng(6), sizes=(7, 3, 2, 5, 5), dtype=np.float16, mask=(7, 3, "P")), []
-    batch = patch.object(kernels_fused, "MATRIX_BATCH", 1 if matrices else 100)
+    batch = matrices_from(1 if matrices else 100)
     for steps in (1, 100):
         with on_metal(), batch, limited(launch_steps=steps):
             found.append(run(case, "fused", np.float16)[0])
@@ -527,7 +543,7 @@ def test_what_lies_in_the_padding_is_never_used(engine, layer, way):
     rng = np.random.default_rng(0)
     case = draw(rng, mask=(4, 2, "P"), dtype=np.float32, **options)
     cotangents = draw_cotangents(rng, forward(**case), np.float32)
-    with on_metal(), patch.object(kernels_fused, "MATRIX_BATCH", 2 if way.get("reverse") else 100):
+    with on_metal(), matrices_from(2 if way.get("reverse") else 100):
         clean = run(case, engine, np.float32, cotangents)
         spoilt = [cotangents[name] for name in ("h", "c", "gates") if name in cotangents]
         for array in (case["x"], case["mask"], *spoilt):

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from machine_code.times import moved_bytes, ours, packed_shapes
-from on_metal import ENGINES, on_metal
+from on_metal import ENGINES, matrices_from, on_metal
 from quantized_cases import PACKINGS, check_quantized, quantized_case
 
 from mlx_lstm.bench.tasks import Size
@@ -110,7 +110,7 @@ def test_fused_reads_what_registers_do_not_hold_at_every_step(op, B, rows):
 
 def test_a_batch_in_matrices_has_its_weights_unpacked():
     """For float32 arrays, `fused` dequantizes the weights before it computes 8 x 8 matrix products."""
-    with on_metal() as log, patch.object(fused, "MATRIX_BATCH", 3):
+    with on_metal() as log, matrices_from(3):
         check_quantized("fused", quantized_case((32, 4, "affine"), sizes=(2, 3, 32, 32, 32)))
     assert {"fused_arrange_quantized" in launch.name for launch in log} == {False}
 
@@ -124,16 +124,17 @@ def test_16_bits(B, packing, dtype, engine):
 
 
 @pytest.mark.parametrize(
-    "bits, B, largest", [(2, 1, 192), (4, 1, 192), (4, 2, 256), (5, 1, 160), (8, 1, 160), (8, 40, 192)]
+    "bits, B, cores, largest",
+    [(2, 1, 10, 256), (4, 2, 10, 256), (8, 1, 38, 256), (5, 16, 10, 192), (4, 32, 10, 160), (8, 32, 10, 128)],
 )
-def test_who_reads_them(bits, B, largest):
-    """`fused` is chosen for quantized weights up to the expected H, for float32 and float16 arrays."""
-    here = {"device": "gpu", "metal": True, "traced": False, "packing": Packing(32, bits, "affine")}
-    for dtype in (mx.float32, mx.float16):
-        found = {H: choose(sizes=(8, B, 32, H), dtype=dtype, **here) for H in (32, largest, largest + 32)}
-        assert [choice.engine for choice in found.values()] == ["fused", "fused", "stepwise"]
-        field = 4 if bits <= 4 else 8
-        assert found[32].reason == f"H = 32 <= {largest} in weights of {field} bits at B = {B}, predicted"
+def test_who_reads_them(bits, B, cores, largest):
+    """`fused` is chosen for quantized weights up to the expected H, for float32 arrays."""
+    here = {"device": "gpu", "metal": True, "traced": False, "packing": Packing(32, bits, "affine"), "cores": cores}
+    found = {H: choose(sizes=(8, B, 32, H), dtype=mx.float32, **here) for H in (32, largest, largest + 32)}
+    assert [choice.engine for choice in found.values()] == ["fused", "fused", "stepwise"]
+    field = 4 if bits <= 4 else 8
+    where = f"weights of {field} bits, at B = {B}, H = 32 on {cores} GPU cores, predicted"
+    assert found[32].reason.endswith(where)
 
 
 @pytest.mark.parametrize("packing", [(64, 4, "affine"), (16, 4, "nvfp4")], ids=str)

@@ -3,6 +3,7 @@ the library uses it, and when the default table is used instead."""
 
 import json
 import shutil
+import subprocess
 import warnings
 from pathlib import Path
 from unittest.mock import patch
@@ -13,7 +14,7 @@ import pytest
 from on_metal import on_metal
 
 import mlx_lstm
-from mlx_lstm import gru, lstm, rnn
+from mlx_lstm import gru, lstm, machine, rnn
 from mlx_lstm.bench import tune as tune_module
 from mlx_lstm.bench.__main__ import main
 from mlx_lstm.bench.tasks import Size
@@ -21,6 +22,7 @@ from mlx_lstm.bench.tune import Grid, measure_point, measure_row, row_of, tune, 
 from mlx_lstm.engines import choice, choose, tuning
 from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.metal import fused
+from mlx_lstm.engines.problem import Limits
 from mlx_lstm.engines.tuning import PREDICTED, Table
 
 TINY = Grid(units=(3,), batches=(1, 9), dtypes=("float32", "float16"), steps=2, checked=2, turns=1, seconds=0.0)
@@ -285,6 +287,7 @@ def test_a_cut_counts_where_it_is_worth_it(monkeypatch, capsys):
     assert tune_module.best_cut("float32", 32, Grid()) == (4, 16)
     assert "rows 4 spare 16 0.800 ms" in capsys.readouterr().out
     times |= {(4, 0): 0.98, (1, 8): 1.0, (1, 16): 1.0, (1, 32): 1.0, (2, 8): 1.0, (2, 16): 1.0, (2, 32): 1.0}
+    times |= dict.fromkeys([(8, 8), (8, 16), (8, 32)], 1.0)
     assert tune_module.best_cut("float32", 32, Grid()) is None
     times[None] = "discarded: no pipeline"
     assert tune_module.best_cut("float32", 32, Grid()) == (2, 0)
@@ -361,3 +364,66 @@ def test_a_folder_that_cannot_be_written(capsys, no_cuts):
     said = capsys.readouterr()
     assert "cannot write /proc/mlx-lstm/engines.json" in said.err and "--tune-file names another place" in said.err
     assert "float32 B = 1 H = 3:" in said.out
+
+
+# --- The number of GPU cores -----------------------------------------------------------------------------------------
+
+
+IOREG = (
+    b'+-o AGXAcceleratorG14X  <class AGXAcceleratorG14X>\n    {\n      "gpu-core-count" = 38\n      "model" = "M2"\n'
+)
+
+
+def test_the_system_counts_gpu_cores(monkeypatch):
+    """On a Mac the command ioreg is asked once per process. A missing command, a hang, or an answer without a plausible
+    number count as no answer. Other systems are not asked."""
+    asked = []
+
+    def answering(answer):
+        def run(command, **options):
+            asked.append(command)
+            if isinstance(answer, Exception):
+                raise answer
+            return subprocess.CompletedProcess(command, 0, stdout=answer)
+
+        monkeypatch.setattr(machine.subprocess, "run", run)
+        machine.counted_gpu_cores.cache_clear()
+        return max((machine.counted_gpu_cores() for _ in range(2)), key=bool)
+
+    assert answering(IOREG) is None and not asked  # this machine is not a Mac
+    monkeypatch.setattr(machine.sys, "platform", "darwin")
+    assert answering(IOREG) == 38 and len(asked) == 1
+    for none in (b"", b'"gpu-core-count" = "many"', b'"gpu-core-count" = 0', b'"gpu-core-count" = 99999', b"\xff\xfe"):
+        assert answering(none) is None
+    for error in (FileNotFoundError(), PermissionError(), subprocess.TimeoutExpired("ioreg", 2)):
+        assert answering(error) is None
+    monkeypatch.undo()
+    machine.counted_gpu_cores.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("chip", "architecture", "cores"),
+    [
+        ("Apple M1", "applegpu_g13g", 10),
+        ("Apple M4 Pro", "applegpu_g16s", 18),
+        ("Apple M2 Max", "applegpu_g14s", 38),
+        ("Apple M3 Ultra", "applegpu_g15d", 76),
+        ("Apple Silicon", "applegpu_g18d", 76),
+        ("Apple Silicon", "applegpu_g18p", 5),
+        ("unknown", "unknown", 10),
+        ("", "", 10),
+        ("AMD EPYC", "x86_64s", 10),
+    ],
+)
+def test_a_name_suggests_a_number_of_cores(chip, architecture, cores):
+    assert tuning.suggested_cores({"chip": chip, "architecture": architecture}) == cores
+
+
+def test_limits_get_the_cores_of_this_gpu(monkeypatch):
+    monkeypatch.setattr(tuning, "counted_gpu_cores", lambda: 30)
+    tuning.gpu_cores.cache_clear()
+    tuning.on_this_gpu.cache_clear()
+    assert tuning.on_this_gpu(Limits()).cores == 30 and tuning.on_this_gpu(Limits(cores=8)).cores == 8
+    monkeypatch.undo()
+    tuning.gpu_cores.cache_clear()
+    tuning.on_this_gpu.cache_clear()

@@ -109,7 +109,7 @@ def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
     H = max((H for H in grid.units if H <= CUT_AT), default=min(grid.units))
     size, best = Size(grid.steps, B, H, H), None
     for step in ("rows", "spare"):
-        rows = best.rows if best else rows_for(LSTMCell(), B, H, 1)
+        rows = best.rows if best else rows_for(LSTMCell(), B, H, DTYPES[dtype].size, 1, tuning.gpu_cores())
         tried = [Cut(rows) for rows in ROWS] if step == "rows" else [Cut(rows, spare) for spare in SPARE]
         times = measure({cut: ("fused", cut) for cut in (best, *tried)}, size, dtype, grid)
         print(

@@ -1,4 +1,4 @@
-"""Run a stack of layers, forward and backward, by the ops of cuDNN's three versions.
+"""Run a stack of recurrent layers, forward and backward, as the three versions of TensorFlow's CudnnRNN op do.
 
 Every op makes a `Stack`, which does the work and uses the op's name in errors. In V1 and V2 all sequences of the batch
 have length T, there is no projection, and time is the first axis.

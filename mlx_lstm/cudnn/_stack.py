@@ -83,9 +83,9 @@ class Stack(NamedTuple):
             if is_training:
                 shapes = [] if every else reserve_shapes(where, x, dropout)
                 return output, output_h, output_c, pack(shapes, results, input.dtype)
-            # Let a gradient raise an error, but only if the arrays have values. While `mx.compile` or an export traces
-            # the op they have none; then leave the graph as it is, since it could not be exported with the error's
-            # custom function.
+            # Without training, asking for a gradient has to raise an error. A custom function in the graph raises it,
+            # and a graph with this function cannot be exported. So add the function only if the arrays have values:
+            # they have none while `mx.compile` or an export traces the op.
             inputs_used = [input, input_h, params, *([input_c] if where.mode == "lstm" else [])]
             if is_transforming() and have_values(inputs_used, transforming=True):
                 output, output_h, output_c = without_gradient(self.original, output, output_h, output_c)
@@ -147,8 +147,8 @@ class Stack(NamedTuple):
         return self.states(of_layers([arrays[name] for arrays in layers], where.D))
 
     def check(self, inputs: Inputs, sequence_lengths: recurrence.Lengths) -> tuple[Layout, mx.array | None]:
-        """Check arrays and attributes. Return the layout of the parameter buffer, and the lengths, or None if all
-        are T."""
+        """Check arrays and attributes. Return the layout of the parameter buffer, and the sequence lengths, or None if
+        all lengths equal T."""
         op, attributes, (input, input_h, input_c, params) = self.op, self.attributes, inputs
         check_flag(op, "time_major", self.time_major)
         check_option(op, "batch_major_states", self.batch_major_states, ("transpose", "reinterpret"))
@@ -279,7 +279,8 @@ def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str,
 
 
 def pack(shapes: list[dict[str, tuple[int, int, int]]], results: list[dict[str, Any]], dtype: mx.Dtype) -> mx.array:
-    """Store each layer's results in one array, the reserve space, and return this array; it is empty if `shapes` is."""
+    """Store each layer's results in one array, the reserve space, and return this array. It is empty if `shapes` is
+    empty."""
     named = [(name, arrays[name]) for layer, arrays in zip(shapes, results, strict=False) for name in layer]
     parts = [(mx.swapaxes(array, 1, 2) if name in BATCH_LAST else array).reshape(-1) for name, array in named]
     return mx.concatenate(parts) if parts else mx.zeros((0,), dtype)
@@ -288,7 +289,7 @@ def pack(shapes: list[dict[str, tuple[int, int, int]]], results: list[dict[str, 
 def unpack(
     op: str, original: str, shapes: list[dict[str, tuple[int, int, int]]], reserve_space: mx.array, dtype: mx.Dtype
 ) -> list[Arrays]:
-    """Return the arrays of each layer that the reserve space holds, as views."""
+    """Return the arrays that the forward pass saved in the reserve space, as one dict of views per layer."""
     if isinstance(reserve_space, mx.array) and reserve_space.ndim == 0:
         raise ValueError(f"To use {original} in gradients, is_training must be set to True.")
     sizes = [prod(shape) for layer in shapes for shape in layer.values()]

@@ -13,9 +13,10 @@ import mlx.core as mx
 from ..checks import FLOATS, check_option, fail
 from . import tuning
 from .cells import AnyCell, Cell, LSTMCell, PointwiseCell
-from .packing import Packing, field_of
-from .problem import Chunks, Problem
-from .tuning import PACKED, PREDICTED, Table
+from .packing import Packing
+from .predicted import predict
+from .problem import CORES, LIMITS, Chunks, Problem, longest_whole
+from .tuning import PREDICTED, Table
 
 ENGINES = ("fused", "stepwise", "numpy", "ops")
 """The engines. `fused`: our Metal shaders, with the whole sequence in one launch. `stepwise`: our Metal shaders,
@@ -36,11 +37,6 @@ Metal allows at most 1024 threads."""
 FUSED_NUMBERS = 16
 """The largest number of gates, states, inputs of each step and parameters of a cell of the user's own, all added up,
 for which `fused` has registers."""
-
-LONGEST = {"numpy": 0, "ops": 256, "stepwise": 4096, "fused": 4096}
-"""The largest number of steps for which an engine builds one graph of the whole sequence. 0: `numpy` does not build
-a graph. A step of `ops` takes about 40 KB of the host's memory, forward and backward. A step of `stepwise` takes a
-launch and an array in each of the two passes."""
 
 GATES = {"ops": 2**20, "stepwise": 2**24, "fused": 2**24}
 """If a sequence is divided because of its length: the largest number of gates (steps x batch x G H) in one chunk. On
@@ -83,6 +79,7 @@ def choose(
     op: str = "lstm",
     refused: Mapping[str, str] = NONE,
     packing: Packing | None = None,
+    cores: int = CORES,
 ) -> Choice:
     """Choose the engine of a recurrence, and say why.
 
@@ -96,10 +93,11 @@ def choose(
         bidirectional (bool): whether both directions run. Default: `False`.
         projection (bool): whether h is projected. Default: `False`.
         requested (str): the engine that the caller forces. Default: `None`, the best that can run.
-        table (Table): the faster Metal engine by dtype, batch and H. Default: the predicted table.
+        table (Table): measured Metal engines by dtype, batch and H. Default: none, the choice is predicted.
         op (str): the op that an error names. Default: `"lstm"`.
         refused (mapping): engines whose kernels failed a test run on this machine, each with the reason. Default: none.
         packing (Packing): how the recurrent weights are quantized. Default: `None`, they are not.
+        cores (int): number of GPU cores, by which the faster engine is predicted. Default: 10.
 
     Raises:
         ValueError: an argument has a value that is not listed above, `requested` cannot run here, or no engine can.
@@ -122,7 +120,8 @@ def choose(
     check_option(op, "device", device, ("cpu", "gpu"))
     T, B, _, H = sizes
     names = ("Wp",) if projection else ()
-    problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, packing=packing, plain=True)
+    options = {"packing": packing, "plain": True, "limits": LIMITS._replace(cores=cores)}
+    problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, **options)
     return decide(problem, table, op, requested, device, metal, traced, refused=refused)
 
 
@@ -139,9 +138,9 @@ def decide(
 ) -> Choice:
     """Return what `choose` returns, for a problem whose arguments have already been checked."""
     check_engine(op, requested)
-    B, H, dtype, packing = problem.B, problem.H, problem.dtype, problem.packing
+    B, H, dtype, packing, cell = problem.B, problem.H, problem.dtype, problem.packing, problem.cell
     check_device(op, dtype, device)
-    reasons = {**refused, **obstacles(problem.cell, H, device, metal, traced, "Wp" in problem.names)}
+    reasons = {**refused, **obstacles(cell, H, device, metal, traced, "Wp" in problem.names)}
     if requested is not None:
         if requested in reasons:
             raise ValueError(f"[{op}] engine={requested!r} cannot run: {reasons[requested]}.")
@@ -150,10 +149,13 @@ def decide(
         return Choice("ops", "one small step inside a transformation of MLX")
     if "numpy" not in reasons:
         return Choice("numpy", "the stream's device is the CPU")
-    if packing is None:
+    if table.engines and packing is None:
         engine, reason = table.preferred(dtype, B, H)
+    elif "fused" in reasons or isinstance(cell, PointwiseCell):  # there is no choice to predict
+        engine, reason = "fused", reasons.get("stepwise", "")
     else:
-        engine, reason = PACKED.preferred(f"weights of {field_of(packing)} bits", B, H)
+        engine, reason = predict(cell, dtype, B, H, problem.cores, problem.directions, packing)
+        reason = f"{reason}, {table.source if packing is None else 'predicted'}"
     if engine not in reasons:
         return Choice(engine, reason)
     if isinstance(problem.cell, PointwiseCell) and "fused" not in reasons:  # it has no `stepwise`
@@ -250,11 +252,6 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
         return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True)
     longest, gates = longest_whole(engine, problem), B * width
     return Chunks(max(1, min(longest, GATES[engine] // gates)), recomputes=False) if 0 < longest < T else None
-
-
-def longest_whole(engine: str, problem: Problem) -> int:
-    """Return the largest number of steps for which an engine builds one graph of the whole sequence."""
-    return LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked
 
 
 Stream = mx.Stream | mx.Device | None

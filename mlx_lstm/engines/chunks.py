@@ -21,13 +21,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .choice import longest_whole
 from .directions import half, join, join_gradients, one_direction, part, state_before
 from .ops import sweep as ops
 from .ops.packed import dequantized
 from .ops.sweep import initial_states
 from .packing import packed_names
-from .problem import Array, Arrays, Chunks, Problem, masks_differ
+from .problem import Array, Arrays, Chunks, Problem, longest_whole, masks_differ
 from .tracing import have_values
 
 SEQUENCES = ("h", "c", "gates")

@@ -24,6 +24,9 @@ from .cells import AnyCell
 from .packing import Packing
 
 Array = mx.array
+CORES = 10
+"""The number of GPU cores for which work is divided if the real number is not known."""
+
 Arrays = dict[str, Array]
 """Arguments, results, cotangents or gradients of a call, by the names that the module's docstring lists."""
 
@@ -54,15 +57,14 @@ class Limits(NamedTuple):
         Not measured.
     rows_left: how many arrays the steps of `stepwise` may leave for the last launch. Metal binds up to 31 arrays.
     unchunked: the largest number of steps that are not divided into chunks, or None for the limit of the engine.
-    groups: the number of threadgroups below which `stepwise` uses smaller tiles. GPUs have 8 to 40 cores. A core
-        without work costs more time than reading operands and weights more often. Not measured.
+    cores: the number of GPU cores, by which work is divided among threadgroups; 0 for those of this machine.
     """
 
     index: int = 2**31
     launch_steps: int = 4096
     rows_left: int = 20
     unchunked: int | None = None
-    groups: int = 32
+    cores: int = 0
 
 
 LIMITS = Limits()
@@ -76,10 +78,12 @@ def limited(
     launch_steps: int | None = None,
     rows_left: int | None = None,
     unchunked: int | None = None,
+    cores: int | None = None,
 ) -> Iterator[None]:
     """Run the calls inside the context with other limits. A limit that is None stays unchanged. The limits are part
     of the key of every cache, so kernels for different limits are not confused."""
     changes = {"index": index, "launch_steps": launch_steps, "rows_left": rows_left, "unchunked": unchunked}
+    changes["cores"] = cores
     limits = limits_in_effect.get()._replace(**{name: size for name, size in changes.items() if size is not None})
     token = limits_in_effect.set(limits)
     try:
@@ -136,6 +140,11 @@ class Problem(NamedTuple):
         factor."""
         return 2 if self.bidirectional else 1
 
+    @property
+    def cores(self) -> int:
+        """The number of GPU cores, by which work is divided among threadgroups."""
+        return self.limits.cores or CORES
+
     def steps(self) -> range:
         """The time indices of one direction, in the order in which they are processed."""
         return range(self.T - 1, -1, -1) if self.reverse else range(self.T)
@@ -145,3 +154,14 @@ def masks_differ(arrays: Arrays) -> bool:
     """Return whether the call has a mask that differs from step to step."""
     mask = arrays.get("mask")
     return mask is not None and mask.ndim == 3 and mask.shape[0] > 1
+
+
+LONGEST = {"numpy": 0, "ops": 256, "stepwise": 4096, "fused": 4096}
+"""The largest number of steps for which an engine builds one graph of the whole sequence. 0: `numpy` does not build
+a graph. A step of `ops` takes about 40 KB of the host's memory, forward and backward. A step of `stepwise` takes a
+launch and an array in each of the two passes."""
+
+
+def longest_whole(engine: str, problem: Problem) -> int:
+    """Return the largest number of steps for which an engine builds one graph of the whole sequence."""
+    return LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked

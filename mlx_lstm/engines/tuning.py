@@ -1,7 +1,8 @@
-"""Tables that say which Metal engine is faster at which sizes, and how `fused` divides its work.
+"""The table of measurements that says which Metal engine is faster at which sizes, and how `fused` divides its work;
+and the number of GPU cores, from which both are predicted without measurements.
 
-One table is predicted by a model. `python -m mlx_lstm.bench --tune` measures another table on a user's Mac and
-writes it to a file. This file is used only with the chip, system, versions and kernels with which it was measured.
+`python -m mlx_lstm.bench --tune` measures the table on a user's Mac and writes it to a file. This file is used only
+with the chip, system, versions and kernels with which it was measured.
 """
 
 import hashlib
@@ -18,8 +19,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..files import parse_json, size_of
-from ..machine import VERSION, installed_version, shader_folder
-from .problem import Cut
+from ..machine import VERSION, counted_gpu_cores, installed_version, shader_folder
+from .problem import CORES, Cut, Limits
 
 Row = tuple[tuple[int, str], ...]
 
@@ -46,10 +47,9 @@ class Table(NamedTuple):
 
         Example:
             >>> import mlx.core as mx
-            >>> from mlx_lstm.engines.tuning import PREDICTED
-            >>> engine, reason = PREDICTED.preferred(mx.float32, 32, 512)
-            >>> engine, reason.partition(" in ")[2]
-            ('stepwise', 'float32 at B = 32, predicted')
+            >>> from mlx_lstm.engines.tuning import Table
+            >>> Table("measured", {"float32": {1: ((128, "fused"),)}}).preferred(mx.float32, 32, 64)
+            ('fused', 'H = 64 <= 128 in float32 at B = 32, measured')
         """
         name, _, row = self.row_at(dtype, B)
         where = f"in {name} at B = {B}, {self.source}"
@@ -79,19 +79,35 @@ class Table(NamedTuple):
         return name, least, batches[least]
 
 
-WIDE = {1: ((160, "fused"),), 17: ((128, "fused"),), 65: ((192, "fused"),)}
-NARROW = {1: ((224, "fused"),), 17: ((192, "fused"),), 65: ((224, "fused"),)}
-PREDICTED = Table("predicted", {"float32": WIDE, "float16": NARROW, "bfloat16": NARROW})
-"""The predicted table: up to these values of H `fused` is the faster engine. The model predicts that `fused` needs
-no more time than `stepwise` for forward and backward, on most of five chips and for every B of the row, and that no
-kernel of `fused` spills registers. H is a multiple of 32. A new row begins at the B from which a threadgroup of
-`fused` takes more items. `fused_until` in tests/machine_code/times.py computes the values. Not measured."""
+PREDICTED = Table("predicted", {})
+"""The table without measurements. Where it is used, `predicted.predict` says which engine is faster."""
 
-OF_4 = OF_8 = {1: ((256, "fused"),)}
-PACKED = Table("predicted", {"weights of 4 bits": OF_4, "weights of 8 bits": OF_8})
-"""The predicted table for a forward pass with quantized weights, by the bits per weight in the lanes of `fused`. Up
-to these values of H, with groups of 64 weights, `fused` is predicted to need no more time than `stepwise` on most of
-five chips. Not measured."""
+CORES_OF_KINDS = {"Pro": 18, "Max": 38, "Ultra": 76}
+"""GPU cores of a chip by the last word of its name. The real numbers differ by up to a quarter between generations."""
+
+CORES_OF_LETTERS = {"p": 5, "s": 38, "d": 76}
+"""GPU cores by the last letter of the architecture's name: `p` a phone, `s` a Max, `d` an Ultra."""
+
+
+@cache
+def gpu_cores() -> int:
+    """Return the number of GPU cores of this machine: as the system counts them, else as the name of the chip or of
+    the GPU's architecture suggests, else 10."""
+    return counted_gpu_cores() or suggested_cores(machine())
+
+
+@cache
+def on_this_gpu(limits: Limits) -> Limits:
+    """Return the limits with the number of GPU cores of this machine, unless they name another number."""
+    return limits if limits.cores else limits._replace(cores=gpu_cores())
+
+
+def suggested_cores(about: Mapping[str, str]) -> int:
+    """Return how many GPU cores the name of a chip suggests, or the name of its GPU's architecture. about: what
+    `machine` returns."""
+    kind, letter = about["chip"].split(" ")[-1], about["architecture"][-1:]
+    known = CORES_OF_LETTERS.get(letter, CORES) if about["architecture"].startswith("applegpu") else CORES
+    return CORES_OF_KINDS.get(kind, known)
 
 
 def cache_file() -> Path:

@@ -16,7 +16,8 @@ from .layouts import Given, check_descriptor, check_leading_ones, gradient_list,
 
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b"}
 GRADIENTS |= {"init_state": "h0", "secondary_bias": "bhn"}
-"""The arguments in the order of Apple's list of gradients, and their names in the recurrence."""
+"""The arguments that have a gradient, in the order of Apple's list of gradients. Each value is the argument's name in
+`mlx_lstm.recurrence`."""
 
 WORDS = GRADIENTS | {"mask": "mask", "source_gradient": "dh", "z_state": "gates", "output_fwd": "h"}
 WORDS |= {"state_gradient": "dhT"}
@@ -28,11 +29,12 @@ class GRUDescriptor:
 
     Args:
         reverse, bidirectional (bool): as in `LSTMDescriptor`.
-        training (bool): `gru` returns what `gru_gradients` needs.
+        training (bool): `gru` also returns the array that `gru_gradients` needs.
         reset_gate_first (bool): the gate order on every axis of three blocks is r, z, o, not z, r, o.
         reset_after (bool): r multiplies the recurrent product of o, not the h that enters it.
         flip_z (bool): z is the weight of o, not of h[t-1]. Apple's text on the op says so, and so do users of the op;
-            Apple's text on the property says the opposite. E:gru_flavours decides.
+            Apple's text on the property says the opposite. The experiment E:gru_flavours decides, see
+            `mlx_lstm.mpsgraph`.
         update_gate_activation, reset_gate_activation, output_gate_activation (str): the activations of z, r, o, as in
             `LSTMDescriptor`.
     """
@@ -64,7 +66,8 @@ def gru(
     engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
-    r"""`GRUWithSourceTensor:recurrentWeight:inputWeight:bias:initState:mask:secondaryBias:descriptor:name:`.
+    r"""Run a GRU over a sequence. Apple's name of the op is
+    `GRUWithSourceTensor:recurrentWeight:inputWeight:bias:initState:mask:secondaryBias:descriptor:name:`.
 
     .. math::
 
@@ -86,8 +89,8 @@ def gru(
 
     Returns:
         list: h [T, N, H]; with training zState, the gates after their activations [T, N, 3H]. Both are twice as wide
-        with bidirectional. Apple does not say what its zState holds, so pass it to `gru_gradients` only:
-        E:gru_flavours.
+        with bidirectional. Apple does not say what its zState holds, so pass it to `gru_gradients` only. The
+        experiment E:gru_flavours decides, see `mlx_lstm.mpsgraph`.
 
     Example:
         >>> import mlx.core as mx
@@ -126,7 +129,8 @@ def gru_gradients(
     engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
-    """`GRUGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:outputFwd:stateGradient:...`
+    """Return the gradients of `gru`. Apple's name of the op is
+    `GRUGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:outputFwd:stateGradient:...`.
 
     Args:
         source, recurrent_weight, input_weight, bias, init_state, mask, secondary_bias, descriptor, hard_sigmoid,
@@ -136,7 +140,8 @@ def gru_gradients(
         z_state (array): the second result of `gru` with training, [T, N, 3H]; twice as wide with bidirectional.
         output_fwd (array): the first result of `gru`, [T, N, H]; twice as wide with bidirectional.
         leading_ones (sequence of str): names out of `"bias"`, `"secondary_bias"`: these gradients get two leading axes
-            of 1. E:gru_flavours decides. Default: none, every gradient has its argument's shape.
+            of 1. The experiment E:gru_flavours decides, see `mlx_lstm.mpsgraph`. Default: none, every gradient has its
+            argument's shape.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, init_state, secondary_bias, in this order,

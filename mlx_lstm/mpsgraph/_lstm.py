@@ -16,7 +16,8 @@ from .layouts import Given, check_descriptor, check_leading_ones, gradient_list,
 
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b"}
 GRADIENTS |= {"peephole": "peephole", "init_state": "h0", "init_cell": "c0"}
-"""The arguments in the order of Apple's list of gradients, and their names in the recurrence."""
+"""The arguments that have a gradient, in the order of Apple's list of gradients. Each value is the argument's name
+in `mlx_lstm.recurrence`."""
 
 WORDS = GRADIENTS | {"mask": "mask", "source_gradient": "dh", "z_state": "gates", "cell_output_fwd": "c"}
 WORDS |= {"state_gradient": "dhT", "cell_gradient": "dcT"}
@@ -31,7 +32,7 @@ class LSTMDescriptor:
             bidirectional.
         bidirectional (bool): run both directions.
         produce_cell (bool): `lstm` returns the cell states, too.
-        training (bool): `lstm` returns what `lstm_gradients` needs.
+        training (bool): `lstm` also returns the arrays that `lstm_gradients` needs.
         forget_gate_last (bool): the gate order on every axis of four blocks is i, z, f, o, not i, f, z, o.
         input_gate_activation, forget_gate_activation, cell_gate_activation, output_gate_activation, activation (str):
             the activations of i, f, z, o, and g, the activation between c and h; each is one of `"none"`, `"relu"`,
@@ -69,13 +70,17 @@ def lstm(
     engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
-    r"""`LSTMWithSourceTensor:recurrentWeight:inputWeight:bias:initState:initCell:mask:peephole:descriptor:name:`.
+    r"""Run an LSTM over a sequence. Apple's name of the op is
+    `LSTMWithSourceTensor:recurrentWeight:inputWeight:bias:initState:initCell:mask:peephole:descriptor:name:`.
 
     .. math::
 
         [i, f, z, o]_t &= s\left((h_{t-1} \odot m) R^T + x_t W^T + b + p \odot c_{t-1}\right) \\
         c_t &= f_t \odot c_{t-1} + i_t \odot z_t \\
         h_t &= o_t \odot g(c_t)
+
+    Names such as E:peephole are experiments that decide on a Mac what Apple's texts leave unclear, see
+    `mlx_lstm.mpsgraph`.
 
     Args:
         source (array): [T, N, I]; without input_weight [T, N, 4H], which is added to the gates directly.
@@ -90,11 +95,11 @@ def lstm(
         descriptor (LSTMDescriptor, optional): Default: `LSTMDescriptor()`. With bidirectional, the forward direction
             first: source without input_weight [T, N, 8H], recurrent_weight [2, 4H, H], input_weight [8H, I], bias [8H],
             states [N, 2H], mask broadcastable to [N, 2H], peephole [2, 4H].
-        output_peephole (str): o reads c[t-1], `"previous"`, as in Apple's formula, or c[t], `"current"`, as in Apple's
-            older MPSLSTMDescriptor. E:peephole decides.
-        hard_sigmoid (str): hard_sigmoid is clip(x/5 + 0.5, 0, 1), `"x/5"`, as in Apple's other frameworks, or
-            clip(x/6 + 0.5, 0, 1), `"x/6"`; MPSGraph's texts do not say. E:hard_sigmoid decides.
-        mask_layout (str): the layout of mask, which Apple's texts do not say. `"channels"`: as described under mask.
+        output_peephole (str): the cell state that o reads. `"previous"`: c[t-1], as in Apple's formula. `"current"`:
+            c[t], as in Apple's older MPSLSTMDescriptor. E:peephole decides.
+        hard_sigmoid (str): the formula of hard_sigmoid, which MPSGraph's texts do not give. `"x/5"`: clip(x/5 + 0.5,
+            0, 1), as in Apple's other frameworks. `"x/6"`: clip(x/6 + 0.5, 0, 1). E:hard_sigmoid decides.
+        mask_layout (str): the layout of mask, which Apple's texts do not give. `"channels"`: as described under mask.
             `"directions"`: with bidirectional, broadcastable to [2, N, H]. `"steps"`: broadcastable to [T, N, H] or [T,
             N, 2H], one per step. The last two need a mask. E:mask decides.
         training_returns_cell (bool): whether, with training, the cell states are returned even without produce_cell.
@@ -152,7 +157,8 @@ def lstm_gradients(
     engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
-    """`LSTMGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:cellOutputFwd:stateGradient:cellGradient:...`
+    """Return the gradients of `lstm`. Apple's name of the op is
+    `LSTMGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:cellOutputFwd:stateGradient:cellGradient:...`.
 
     Only two results of the forward pass are needed, z_state and cell_output_fwd. No gate is computed again.
 
@@ -169,7 +175,8 @@ def lstm_gradients(
         cell_gradient (array, optional): a gradient of c, in the shape and at the steps of state_gradient.
         leading_ones (sequence of str): names out of `"bias"`, `"peephole"`: these gradients get two leading axes of 1.
             PyTorch receives [1, 1, 8H] for bias from Apple's op with bidirectional, and squeezes it; with one direction
-            it takes any shape. E:grads and E:peephole decide. Default: none, every gradient has its argument's shape.
+            it takes any shape. The experiments E:grads and E:peephole decide, see `mlx_lstm.mpsgraph`. Default: none,
+            every gradient has its argument's shape.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, peephole, init_state, init_cell, in this

@@ -14,11 +14,13 @@ from ..engines.choice import Engine
 from .layouts import Given, check_descriptor, check_leading_ones, gradient_list, translated
 
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}
-"""The arguments in the order of Apple's list of gradients, and their names in the recurrence."""
+"""The arguments that have a gradient, in the order of Apple's list of gradients. Each value is the argument's name
+in `mlx_lstm.recurrence`."""
 
 WORDS = GRADIENTS | {"mask": "mask", "source_gradient": "dh", "state_gradient": "dhT"}
 Z_STATES = {"preactivations": "gates", "activations": "h"}
-"""What zState may hold, and the name of the recurrence's output with these values."""
+"""What Apple's zState, an array that the gradient op reads, may hold. Each value is the name of the output of
+`recurrence.rnn` with these values."""
 
 
 @dataclass(kw_only=True)
@@ -27,7 +29,7 @@ class SingleGateRNNDescriptor:
 
     Args:
         reverse, bidirectional (bool): as in `LSTMDescriptor`.
-        training (bool): `single_gate_rnn` returns what `single_gate_rnn_gradients` needs.
+        training (bool): `single_gate_rnn` also returns the array that `single_gate_rnn_gradients` needs.
         activation (str): the activation of h, as in `LSTMDescriptor`. Default: `"relu"`, as in Apple's descriptor.
     """
 
@@ -53,7 +55,8 @@ def single_gate_rnn(
     engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
-    r"""`singleGateRNNWithSourceTensor:recurrentWeight:inputWeight:bias:initState:mask:descriptor:name:`.
+    r"""Run a plain RNN over a sequence. Apple's name of the op is
+    `singleGateRNNWithSourceTensor:recurrentWeight:inputWeight:bias:initState:mask:descriptor:name:`.
 
     .. math::
 
@@ -64,8 +67,8 @@ def single_gate_rnn(
         source, recurrent_weight, input_weight, bias, init_state, mask: as in `mpsgraph.lstm`, with H for every 4H and
             2H for every 8H.
         descriptor (SingleGateRNNDescriptor, optional): Default: `SingleGateRNNDescriptor()`.
-        z_state_holds (str): zState is z, `"preactivations"`, as in the formula, or s(z), `"activations"`, as in the
-            LSTM. E:single_gate decides.
+        z_state_holds (str): what zState holds. `"preactivations"`: z, as in the formula. `"activations"`: s(z), as in
+            the LSTM. The experiment E:single_gate decides, see `mlx_lstm.mpsgraph`.
         hard_sigmoid, mask_layout, checkpoint_every, engine, stream: as in `mpsgraph.lstm`.
 
     Returns:
@@ -107,7 +110,8 @@ def single_gate_rnn_gradients(
     engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
-    """`singleGateRNNGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:stateGradient:...`
+    """Return the gradients of `single_gate_rnn`. Apple's name of the op is
+    `singleGateRNNGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:stateGradient:...`.
 
     Args:
         source, recurrent_weight, input_weight, bias, init_state, mask, descriptor, z_state_holds, hard_sigmoid,
@@ -117,7 +121,8 @@ def single_gate_rnn_gradients(
         z_state (array): the second result of `single_gate_rnn` with training, [T, N, H]; twice as wide with
             bidirectional.
         leading_ones (sequence of str): `("bias",)` if the gradient of bias is to get two leading axes of 1.
-            E:single_gate decides. Default: none, every gradient has its argument's shape.
+            The experiment E:single_gate decides, see `mlx_lstm.mpsgraph`. Default: none, every gradient has its
+            argument's shape.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, init_state, in this order, without

@@ -27,8 +27,8 @@ LEADING_ONE = ("init_state", "init_cell", "state_gradient", "cell_gradient")
 
 
 def layouts(G: int, bidirectional: bool, projects: bool) -> dict[str, list[str]]:
-    """Return the layout of each argument as a list with one text per axis, such as "T", "2" or "4H". projects: whether
-    the op multiplies source by an input_weight."""
+    """Return the layout of each argument as a list with one text per axis, such as "T", "2" or "4H". G: the op's number
+    of gates. projects: whether the op multiplies source by an input_weight."""
     D = 2 if bidirectional else 1
     own = ["2"] if bidirectional else []
     H, DH, GH, DGH = ("H" if n == 1 else f"{n}H" for n in (1, D, G, D * G))

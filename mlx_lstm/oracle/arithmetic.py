@@ -1,9 +1,9 @@
-"""The arithmetic of the float64 oracle: operations that are rounded to a dtype, activations, and slopes of
-activations.
+"""The arithmetic of the float64 oracle (the slow reference implementation): operations that are rounded to a dtype,
+activations, and slopes of activations.
 
-The oracle's formulas take an `Arithmetic` called `fl`; `fl(...)` marks the rounding of one operation. For float64
-`fl` does nothing. For another dtype it rounds, so that the same formula is computed in that dtype. `closeness`
-passes an `Arithmetic` that adds random errors, in order to derive bounds on the errors of results.
+The oracle's formulas take an `Arithmetic` called `fl`; `fl(...)` marks the rounding of one operation. For float64 `fl`
+does nothing. For another dtype it rounds, so that the same formula is computed in that dtype. `closeness` passes an
+`Arithmetic` that adds random errors, in order to derive bounds on the errors of results.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,8 @@ Array = np.ndarray
 Tensors = dict[str, Array]
 
 ACTIVATION_UNITS = 8
-"""The error that an activation may have before it is stored: 8 unit roundoffs, which are 4 units of the last place."""
+"""The largest error of an activation function's result before the result is stored: 8 unit roundoffs, which are 4
+units of the last place."""
 
 
 class Arithmetic:

@@ -42,12 +42,13 @@ COMMON = {
     "bidirectional": False,
     "lengths": None,
     "hold": None,
-    "engine": None,
-}  # the oracle accepts an engine's name but ignores it
+    "engine": None,  # the oracle accepts an engine's name but ignores it
+}
 
 
 def sides(case: Case) -> list[Case]:
-    """Return one case per direction that the case runs: one, or two if it is bidirectional."""
+    """Split a case (a dict of arrays and options) into one case per direction: two if the case is bidirectional, else
+    one."""
     return [side_of(case, d) for d in range(2)] if case.get("bidirectional") else [case]
 
 
@@ -72,8 +73,8 @@ def side_of(case: Case, d: int) -> Case:
 
 
 def is_shared(case: Case, name: str) -> bool:
-    """Return whether both directions use this array as a whole. They share an x that is not projected, a mask of
-    width 1 and a keep of shape [T,B]."""
+    """Return whether both directions use this array as a whole. Such arrays are an x that Wx still has to multiply, a
+    mask of width 1, and a keep (factor on the carried states) of shape [T,B]."""
     if name == "keep":
         return np.ndim(case["keep"]) == 2
     if name == "mask":
@@ -106,7 +107,7 @@ def join_sides(case: Case, results: list[tuple[Tensors, Tensors]], fl: Arithmeti
 
 def complete(case: Case, fl: Arithmetic) -> Side:
     """Return the case with sizes and defaults filled in. Defaults: an absent state is 0, an absent mask is 1, absent
-    lengths are T, and without `hold` no step is held."""
+    lengths are T. Without `hold`, no step is held (holding a step leaves the states unchanged)."""
     op = case.get("op", "lstm")
     options = OPTIONS[op] | COMMON
     unknown = set(case) - set(TAKEN[op]) - set(options) - {"op"}

@@ -12,23 +12,24 @@ from .case import Side, Step
 
 
 def block(p: Side, array: Array, gate: str) -> Array:
-    """Return the [..., H] block of one gate in a [..., GH] array."""
+    """Return the block [..., H] of one gate in an array [..., GH], which holds the blocks of all G gates side by
+    side."""
     start = p.H * p.gate_order.index(gate)
     return array[..., start : start + p.H]
 
 
 def blocks(p: Side, array: Array) -> Tensors:
-    """Split a [..., GH] array into a dict from gate to a [..., H] array."""
+    """Split an array [..., GH] into a dict from the letter of each gate to the gate's block [..., H]."""
     return {k: block(p, array, k) for k in p.gate_order}
 
 
 def rows(p: Side, gate: str) -> Array:
-    """Return the [H,P] rows of one gate in the matrix Wh [GH,P]."""
+    """Return the rows [H,P] of one gate in the recurrent matrix Wh [GH,P], which holds the rows of all G gates."""
     return block(p, p.Wh.T, gate).T
 
 
 def join(p: Side, named: Tensors) -> Array:
-    """Join a dict from gate to [..., H] into one array [..., GH], in gate_order."""
+    """Join a dict from the letter of each gate to its block [..., H] into one array [..., GH], in gate_order."""
     return np.concatenate([named[k] for k in p.gate_order], axis=-1)
 
 
@@ -39,8 +40,8 @@ def input_part(p: Side, x: Array, fl: Arithmetic) -> Array:
 
 
 def through(p: Side, gate: str, y: Array, gradient: Array, dgates: Array, fl: Arithmetic) -> Array:
-    """Return the gradient of a gate's preactivation. y: the gate's value. The gradient of y is the sum of `gradient`
-    and of the gate's block in the cotangent `dgates` [B,GH]."""
+    """Return the gradient of a gate's preactivation. y: the gate's value after its activation. The gradient of y is
+    `gradient` plus the gate's block of `dgates` [B,GH], the cotangent of the gates as outputs of the op."""
     return fl(fl(gradient + block(p, dgates, gate)) * SLOPES[p.act[gate]](y, fl))
 
 
@@ -65,7 +66,8 @@ def lstm_step(
 
 
 def lstm_preactivations(p: Side, x: Array, h_in: Array, c_prev: Array, fl: Arithmetic) -> Tensors:
-    """Return an LSTM's preactivations [B,H] by gate, without the output gate's peephole to the c of the same step."""
+    """Return an LSTM's preactivations [B,H] by gate. If the output gate has a peephole to the c of the same step, this
+    peephole is not included, because that c is not known yet."""
     a = blocks(p, fl(input_part(p, x, fl) + fl.dot(h_in, p.Wh.T)))
     a["f"] = fl(a["f"] + fl(p.forget_bias))
     for k in peeping_back(p):
@@ -84,8 +86,8 @@ def peeping_back(p: Side) -> str:
 
 
 def lstm_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
-    """Return the gradients of one step. dh [B,P] and dc [B,H] are the total cotangents of the step's h and c, dgates
-    [B,4H] the cotangent of the step's gates.
+    """Return the gradients of one LSTM step. dh [B,P] and dc [B,H] are the total cotangents of the step's h and c,
+    dgates [B,4H] the cotangent of the step's gates.
 
         h = m Wp^T      m = o act_out(c)      o = act(a_o + p_o c)      c = f c_prev + i g
 

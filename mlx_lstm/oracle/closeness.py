@@ -1,8 +1,8 @@
 """The tolerances of all tests: a result may differ from the float64 oracle only as much as rounding explains.
 
-`assert_close` allows a multiple of the error of the same formula in the same dtype. `bounds` derives a limit from the
-inputs alone, which `assert_within` enforces. No number in this file is fitted to the results of an engine: if a check
-fails, look for the error in the engine.
+`assert_close` allows a multiple of the error that the oracle's formula has in the same dtype. `bounds` derives a limit
+from the inputs alone, which `assert_within` enforces. No number in this file is fitted to the results of an engine: if
+a check fails, look for the error in the engine.
 """
 
 from collections.abc import Callable
@@ -45,10 +45,11 @@ def float_of(dtype: DTypeLike) -> Float:
 
 
 def assert_close(name: str, got: ArrayLike, same_dtype: ArrayLike, ref64: Array, *, factor: float = 2.0) -> None:
-    """Assert that the error of `got` is at most `factor` times the error of the same formula in that dtype, plus a
-    small floor for rounding.
+    """Assert that the error of `got` is at most `factor` times the error of `same_dtype`, plus a small floor for
+    rounding. Both errors are distances from the float64 result `ref64`. `same_dtype` is the result of the same formula
+    in the dtype of `got`.
 
-    max|got - ref64| <= factor * max|same_dtype - ref64| + 4 eps * max|ref64|. NaN, another shape or another dtype
+    max|got - ref64| <= factor * max|same_dtype - ref64| + 4 eps * max|ref64|. A NaN, a wrong shape or a wrong dtype
     fails.
     """
     same_dtype = np.asarray(same_dtype)
@@ -59,8 +60,8 @@ def assert_close(name: str, got: ArrayLike, same_dtype: ArrayLike, ref64: Array,
 
 
 def assert_within(name: str, got: ArrayLike, ref64: ArrayLike, bound: Array | float) -> None:
-    """Assert |got - ref64| <= bound, where `bound` is one number or one number per element. Values that are not
-    finite and another shape fail."""
+    """Assert |got - ref64| <= bound, where `bound` is one number or one number per element. A value that is not finite
+    or a wrong shape fails."""
     got, ref64 = np.asarray(got), np.asarray(ref64)
     if got.shape != ref64.shape:
         raise AssertionError(f"{name}: shape {got.shape}, expected {ref64.shape}")
@@ -79,8 +80,8 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
     """Return {name: bound}: the largest error of each result that a right implementation in `dtype` may have.
 
     There is a bound for each output, and for each gradient if cotangents are given. The bounds depend only on the case.
-    Its arrays must have values of `dtype` and keep relu and hard_sigmoid off their kinks, where rounding makes a
-    gradient jump.
+    Its arrays must have values of `dtype` and keep the arguments of relu and hard_sigmoid away from their kinks, where
+    rounding makes a gradient jump.
 
     First-order error analysis says that the error of a result is the sum, over all operations, of the operation's error
     times the result's sensitivity to this error. The errors have known limits, with u the unit roundoff of `dtype` and
@@ -90,12 +91,13 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
         activation              4 ulp = 8 v |result|, then stored
         dot, sum of K terms     v sqrt(K) sum|terms|, in any order, then stored (Higham and Mary, SIAM J. Sci. Comput.,
                                 2019: roundings are not all of one sign, so the K of the worst case becomes sqrt(K))
-        dot, quantized weights  another v sqrt((n + 4) sum over the groups of (C X)^2) for groups of n weights: a kernel
-                                may sum (2^f + q) x and x over a group and then compute scale (the first sum - 2^f the
-                                second) + bias times the second. X, the larger one of the sum of the positive and of the
-                                sum of the negative |x|, bounds the sum of x over any part of the group. C bounds the
-                                factors of X in both sums: C^2 = (2 scale 2^f)^2 + (scale 2^f + |bias|)^2. C is the
-                                imaginary part of the first weight of each group
+        dot, quantized weights  another v sqrt((n + 4) sum over the groups of (C X)^2). A group is n weights
+                                scale q + bias with integers q. A kernel may compute two sums over a group,
+                                S = sum (2^f + q) x and s = sum x, and then scale (S - 2^f s) + bias s. X bounds the sum
+                                of x over any part of the group: it is the larger one of the sum of the positive x and
+                                the sum of the negative |x|. C bounds the factors of X in both sums:
+                                C^2 = (2 scale 2^f)^2 + (scale 2^f + |bias|)^2. The case passes C as the imaginary part
+                                of the first weight of each group
         z a + (1 - z) b         u (|z a| + 2 |(1 - z) b| + |result|), or as b + z (a - b): u (2 |z (a - b)| + |result|);
                                 either is right, so the larger
         underflow               the smallest subnormal of `dtype`, or the smallest normal of the accumulator if larger
@@ -117,8 +119,9 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
 
 
 def bounds_of(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> dict[str, float]:
-    """Return {name: bound} for the results of `values`, a function of an `Arithmetic`; see `bounds`. `trials`: the
-    number of evaluations with random errors; fewer give equal or narrower bounds."""
+    """Return {name: bound}: the largest error that each result of `values` may have in `dtype`, derived as in
+    `bounds`. `values` is a function that computes the results in an `Arithmetic`. `trials`: the number of evaluations
+    with random errors; fewer give equal or narrower bounds."""
     return exact_and_bounds(values, dtype, trials)[1]
 
 
@@ -159,10 +162,11 @@ def keeps_off_kinks(case: Case, dtype: DTypeLike) -> bool:
     """Return whether no rounding in `dtype` can move an argument of relu or a hard sigmoid across a kink. At a kink
     the gradient jumps, so it has no error bound.
 
-    An argument must be farther from a kink than the sum of two errors. The first is the argument's own bound,
-    multiplied by `gain` as in the trials of `bounds`. The second is the error of the activation itself: at most the
-    error of a result of 1, because a hard sigmoid rises to 1 within 2 |kink|. An argument that is exactly 0 does not
-    count, as in `kink_distance`.
+    An argument must be farther from a kink than the sum of two errors. The first is the argument's own error bound
+    times `Noise.gain`, because `bounds` adds random errors that are `gain` times larger than real ones. The second
+    stands for the error of the activation itself, relative to a result of at most 1. A shift of the argument by 2
+    |kink| times this error changes the result as much, because the slope of a hard sigmoid is 1 / (2 |kink|). An
+    argument that is exactly 0 does not count, because rounding leaves it 0.
     """
     names = [name for name, _ in activation_arguments(**case)]
     if not KINKS.keys() & set(names):
@@ -233,10 +237,11 @@ class Noise(Arithmetic):
 
 
 def errors_of_groups(a: Array, factors: Array) -> Array | float:
-    """Return the rounding errors of a [M, K] @ b [K, N] that quantization adds, in unit roundoffs of the accumulator.
-    factors [K, N]: the imaginary part of b, which is not 0 for the first weight of each group (see `bounds`).
+    """Return the additional rounding errors of the product a [M, K] @ b [K, N] with quantized weights b, in unit
+    roundoffs of the accumulator. factors [K, N]: the imaginary part of b, which is not 0 for the first weight of each
+    group (see `bounds`).
 
-    If b has the groups along its other axis, the result is 0: a kernel multiplies such weights as other matrices.
+    If the groups lie along N instead of K, return 0: a kernel then multiplies b like a matrix that is not quantized.
     """
     starts = np.flatnonzero((factors != 0).any(axis=1))
     if len(starts) == len(factors):

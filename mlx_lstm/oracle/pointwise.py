@@ -1,7 +1,9 @@
-"""A cell given as a graph of operations (`mlx_lstm.engines.cell_graph.CellGraph`), run over a sequence and back in
-NumPy float64, with the rounding of an `Arithmetic` after each operation.
+"""Reference implementation of a cell that a user defines: it runs the cell's graph of operations
+(`mlx_lstm.engines.cell_graph.CellGraph`) over a sequence, forward and backward, in NumPy float64. An `Arithmetic`
+rounds the result of each operation.
 
-Letters in shapes: T steps, B batch, H units, G gates, S states, U inputs of each step, V parameters.
+Letters in shapes: T time steps, B batch, H hidden units, G gates (blocks of H preactivations), C states besides h, U
+inputs of the cell at each step, V parameter vectors.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +20,12 @@ EXACT: dict[str, Callable[..., Array]] = {
     "gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal, "eq": np.equal,
     "ne": np.not_equal, "and": np.logical_and, "or": np.logical_or, "not": np.logical_not,
 }  # fmt: skip
-"""Operations without rounding."""
+"""NumPy functions by the name of the graph's operation. Their results are exact, so they are not rounded."""
 
 ROUNDED: dict[str, Callable[..., Array]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "sqrt": np.sqrt,
 }  # fmt: skip
-"""Operations that are rounded once."""
+"""NumPy functions by the name of the graph's operation. Their only error is that the result is rounded once."""
 
 FUNCTIONS: dict[str, Callable[..., Array]] = {
     "exp": np.exp, "expm1": np.expm1, "log": np.log, "log2": np.log2, "log10": np.log10, "log1p": np.log1p,
@@ -32,18 +34,23 @@ FUNCTIONS: dict[str, Callable[..., Array]] = {
     "tan": np.tan, "sinh": np.sinh, "cosh": np.cosh, "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan,
     "asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh, "atan2": np.arctan2, "erf": np.vectorize(erf),
 }  # fmt: skip
-"""Functions with the error that `ACTIVATION_UNITS` allows. `exp` and the others have it relative to the result, or for
-an argument of many units, relative to the change that a rounding of the argument makes."""
+"""NumPy functions by the name of the graph's operation. An engine's result may have the error `ACTIVATION_UNITS`,
+relative to the result, before it is rounded."""
 
 COMPARISONS = ("gt", "ge", "lt", "le", "max", "min", "eq", "ne")
 
 
 class Run:
-    """One direction of a call: its arrays in float64, the graph, and the values of every step."""
+    """Runs a cell's graph over a sequence in one direction. Holds the arrays in float64 and the values that the
+    graph's nodes had at every step."""
 
     def __init__(self, graph: Any, case: dict[str, Any], fl: Arithmetic):
-        """case: x [T, B, I] (or [T, B, G H]), Wx, Wh, b, h0, c0, inputs [T, B, U H], params [V H], mask, keep
-        [T, B, 1], by name, with lengths and reverse."""
+        """Prepare a run of `graph` in the arithmetic `fl`.
+
+        case: a dict of the arrays x [T, B, I] (without Wx: x Wx^T [T, B, G H]), Wx, Wh, b, h0, c0, inputs [T, B, U H]
+        (the cell's inputs at each step), params [V H], mask, keep [T, B, 1] (factor on the carried states), and of the
+        options lengths and reverse.
+        """
         self.graph, self.fl = graph, fl
         load = {name: fl.load(np.asarray(a, np.float64)) for name, a in case.items() if name not in NOT_FLOATS}
         self.a: Tensors = load
@@ -53,14 +60,15 @@ class Run:
         self.lengths: Array = np.full(self.B, self.T) if lengths is None else np.asarray(lengths)
         self.times: list[int] = list(range(self.T))[:: -1 if case.get("reverse") else 1]
         self.values: dict[int, dict[int, Array]] = {}
-        self.nearest: float = np.inf  # how near the operands of a comparison came to each other
+        self.nearest: float = np.inf  # the smallest distance between the operands of a comparison
 
     def on(self, t: int) -> Array:
-        """Return which items have not ended at step t, bool [B, 1]."""
+        """Return for each sequence of the batch whether it has not ended at step t, bool [B, 1]."""
         return (self.lengths > t)[:, None]
 
     def compute(self, values: dict[int, Array], outputs: Sequence[int]) -> None:
-        """Compute the nodes from which the outputs follow, into `values`."""
+        """Compute all nodes of the graph that the nodes `outputs` depend on, and add their values to the dict `values`
+        (number of the node: value)."""
         nodes, fl = self.graph.nodes, self.fl
         todo, stack = set(), list(outputs)
         while stack:
@@ -80,12 +88,12 @@ class Run:
                 values[n] = fl((ROUNDED if op in ROUNDED else FUNCTIONS)[op](*operands), units)
 
     def blocks(self, array: Array | None, count: int) -> list[Array]:
-        """Return the blocks of H of an array."""
+        """Split the last axis of an array into `count` blocks of H elements. For None return an empty list."""
         return [] if array is None else [array[..., k * self.H : (k + 1) * self.H] for k in range(count)]
 
     def forward(self) -> Tensors:
-        """Run all steps. Return h [T, B, H], hT and, with more states, c [T, B, C H], cT; keep the values of each
-        step."""
+        """Run all steps and save the values of each step for `backward`. Return h [T, B, H], hT [B, H] and, if the
+        cell has more states than h, c [T, B, C H] and cT [B, C H]."""
         a, fl, graph = self.a, self.fl, self.graph
         c0 = a.get("c0")
         state = [a["h0"], *self.blocks(c0, graph.states - 1)]
@@ -107,7 +115,8 @@ class Run:
         return outputs
 
     def inputs(self, t: int, on: Array, state: list[Array]) -> dict[int, Array]:
-        """Return the values of the graph's inputs at step t."""
+        """Return {number of the node: value} for the graph's input nodes at step t, which are preactivations,
+        recurrent products, states, inputs of the step and parameters."""
         a, fl, graph, G = self.a, self.fl, self.graph, self.graph.gates
         x = np.where(on, a["x"][t], 0)
         z = x if "Wx" not in a else fl.dot(x, a["Wx"].T)
@@ -130,7 +139,7 @@ class Run:
         return mask if mask.ndim < 3 else mask[t if len(mask) > 1 else 0]
 
     def backward(self, cotangents: Tensors) -> Tensors:
-        """Run all steps back. Return the gradients of all arrays, by name."""
+        """Run all steps in reverse order. Return the gradients of all arrays, by name."""
         a, fl, graph, H = self.a, self.fl, self.graph, self.H
         zeros = np.zeros((self.B, H))
         cot = {name: fl.load(value) for name, value in cotangents.items()}
@@ -169,7 +178,8 @@ class Run:
         return self.collect(rows, d)
 
     def collect(self, rows: dict[int, Tensors], d: list[Array]) -> Tensors:
-        """Return the gradients of the arrays of the call. d: those of the first states."""
+        """Return the gradients of the arrays of the call, by name. rows: the gradients of each step by name. d: the
+        gradients of the initial states."""
         a, fl = self.a, self.fl
         whole = {name: np.stack([rows[t][name] for t in range(self.T)]) for name in rows[0]}
         live = np.stack([self.on(t) for t in range(self.T)])
@@ -203,10 +213,11 @@ NOT_FLOATS = ("lengths", "reverse")
 def evaluate_graph(
     graph: Any, case: dict[str, Any], cotangents: Tensors | None, fl: Arithmetic
 ) -> tuple[Tensors, Tensors]:
-    """Run one direction in the arithmetic `fl`. Return (outputs, gradients) as float64 arrays: h [T, B, H], hT [B, H],
-    cT [B, C H], and the gradient of each array of the case. If cotangents is None, there are no gradients.
+    """Run a cell's graph over a sequence in one direction, in the arithmetic `fl`. Return (outputs, gradients) as
+    float64 arrays: h [T, B, H], hT [B, H], for more states c [T, B, C H] and cT [B, C H], and the gradient of each
+    array of the case. If cotangents is None, there are no gradients.
 
-    graph: a `CellGraph`. case: see `Run`.
+    graph: a `CellGraph`. case: a dict of arrays and options, see `Run`.
     """
     with np.errstate(all="ignore"):
         run = Run(graph, case, fl)
@@ -215,8 +226,9 @@ def evaluate_graph(
 
 
 def comparison_distance(graph: Any, case: dict[str, Any]) -> float:
-    """Return how near the two operands of a comparison, a maximum or a minimum come to each other, and how near an
-    argument comes to a jump of floor, ceil, round, sign or abs. There rounding can make a result jump."""
+    """Return how near a call comes to a point where rounding can make a result or its slope jump: the smallest
+    distance between the two operands of a comparison, a maximum or a minimum, and between an argument of floor, ceil,
+    round, sign or abs and a jump of that function or its slope."""
     with np.errstate(all="ignore"):
         run = Run(graph, case, Arithmetic(np.float64))
         run.forward()
@@ -236,6 +248,6 @@ def comparison_distance(graph: Any, case: dict[str, Any]) -> float:
 
 
 def reads_gradient(graph: Any, n: int) -> bool:
-    """Return whether a node depends on a gradient of the new states."""
+    """Return whether node n depends on a gradient of the new states, which is known in the backward pass only."""
     op, args, value = graph.nodes[n]
     return (op == "input" and value[0] == "d") or any(reads_gradient(graph, k) for k in args)

@@ -1,8 +1,7 @@
-"""The ops of `mlx_lstm.recurrence` in NumPy float64. The code is slow and simple, and shares nothing with the
-engines.
+"""The ops of `mlx_lstm.recurrence` in NumPy float64. The code is slow and simple, and shares no code with the engines.
 
-Other modules of this package: `case` defines the arguments and the letters in shapes, `cells` defines one time step
-of each cell, `arithmetic` defines the rounded operations, called `fl`.
+Other modules of this package: `case` defines the arguments and the letters in shapes, `cells` defines one time step of
+each cell, `arithmetic` defines the rounded operations, called `fl`.
 """
 
 from typing import Any
@@ -39,8 +38,8 @@ def backward(case: Case, cotangents: Cotangents, *, dtype: DTypeLike = np.float6
 def evaluate(
     case: Case, cotangents: Cotangents | None, fl: Arithmetic, frozen_clip: Array | None = None
 ) -> tuple[Tensors, Tensors]:
-    """Run a case in the arithmetic `fl`. Return (outputs, gradients) as float64 arrays. If cotangents is None, there
-    are no gradients."""
+    """Run a case (a dict of an op's arguments) in the arithmetic `fl`. Return (outputs, gradients) as float64 arrays.
+    If cotangents is None, there are no gradients."""
     results = []
     for d, side in enumerate(sides(case)):
         p = complete(side, fl)
@@ -115,8 +114,8 @@ def unroll(p: Side, fl: Arithmetic, frozen_clip: Array | None = None) -> tuple[T
 
 
 def padded(on: Array, value: Array) -> Array:
-    """Return `value` where `on` is true, else 0. Selecting is necessary instead of multiplying, because sequences
-    that are held or have ended may contain NaN."""
+    """Return `value` where `on` is true, else 0. This selects instead of multiplying by 0, because the value may be
+    NaN for sequences that are held or have ended."""
     return np.where(on, value, 0.0)
 
 

@@ -201,7 +201,7 @@ class Call(NamedTuple):
             wants_last=wants_last,
             cotangents=cotangents,
             packing=packing,
-            limits=limits_in_effect.get(),
+            limits=tuning.on_this_gpu(limits_in_effect.get()),
         )
         metal = choice.has_metal()
         op = self.cell.op if cotangents is None else f"{self.cell.op}_gradients"

@@ -10,7 +10,7 @@ from ..engines import cells
 from ..engines.cell_graph import from_json
 from ..engines.cells import AnyCell, LSTMCell, PointwiseCell
 from ..engines.metal import fused, pointwise
-from ..engines.metal.fused import SWEEPS, index_of, tiling_of
+from ..engines.metal.fused import SWEEPS, index_of
 from ..engines.metal.stepwise import index_bits, stepwise_rows, tile_of
 from ..engines.packing import Packing, is_packed
 from ..engines.problem import Chunks, Cut, Limits, Problem
@@ -24,8 +24,8 @@ SMALL = 8
 """Metal binds arrays with fewer elements than this in another address space, which makes a different kernel."""
 
 BATCHES = (1, 3, 9, 17, 31, 33, 65, 128, 256, 512, 1024)
-"""Batch sizes of trials: one from every range of batch sizes that use the same kernels, mostly near the lower end of
-the range."""
+"""Batch sizes of trials: one from every range of batch sizes that use the same kernels of `stepwise`, mostly near the
+lower end of the range."""
 
 USUAL = ("h",)
 """The outputs that have a cotangent in most losses. The trial of a training call computes the gradients of such a
@@ -91,14 +91,19 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         wide = index_of(problem) == mx.uint64
         if len(fused.division(problem, problem.masks_differ)) > 1:
             limits = limits._replace(launch_steps=2)
-        B, H, P = smallest_fused(problem)
+        rows = rows_of(problem)
+        B, H, P = next((B for B in batches(problem) if rows < B), problem.B), problem.H, problem.P
+        problem, limits = (
+            problem._replace(cut=Cut(rows, problem.cut.spare if problem.cut else 0)),
+            limits._replace(cores=0),
+        )
     else:
         problem = problem._replace(cut=None)
         wide, left = index_bits(problem) == 64, limits.rows_left // 2 if "Wp" in problem.names else limits.rows_left
         if joins := left < problem.T:
             limits = limits._replace(rows_left=JOINING_LEFT)
-        B, H, P, groups = smallest_stepwise(problem)
-        limits = limits._replace(groups=groups)
+        B, H, P, cores = smallest_stepwise(problem)
+        limits = limits._replace(cores=cores)
     if wide:
         limits = limits._replace(index=0)
     small = problem.B * min(problem.H, problem.P) < SMALL
@@ -142,20 +147,14 @@ def without_numbers(cell: AnyCell) -> AnyCell:
     return cell._replace(cell_clip=clip, forget_bias=bias)
 
 
-def smallest_fused(problem: Problem) -> tuple[int, int, int]:
-    """Return (B, H, P) of the trial of a whole-sequence kernel: the smallest batch with the same tiling, and the
-    call's H and P."""
-    names, bare = set(problem.names), fused.readable(problem, problem.names, problem.dtype)
-    inputs = {"peephole", "bhn", "mask", "keep", "lengths"} & names
-    if "keep" in inputs:  # kernels read a mask that includes keep; those of a plain RNN read no separate keep
-        inputs = inputs - ({"keep"} if problem.cell.op == "rnn" else set()) | {"mask"}
-
-    def tilings(B: int) -> list[object]:
-        return [tiling_of(sweep, bare._replace(B=B), problem.dtype, inputs) for sweep in SWEEPS]
-
-    wanted = tilings(problem.B)
-    B = next((B for B in batches(problem) if B > 1 and tilings(B) == wanted), problem.B)
-    return B, problem.H, problem.P
+def rows_of(problem: Problem) -> int:
+    """Return how many batch items a threadgroup of `fused` computes. The number depends on the batch and on the GPU's
+    cores. A trial asks for it directly, so that its own batch is small."""
+    if problem.cut:
+        return problem.cut.rows
+    bare = fused.readable(problem, problem.names, problem.dtype)
+    own = (problem.H, problem.dtype.size, problem.directions, problem.cores, bare.packing)
+    return fused.rows_for(problem.cell, problem.B, *own)
 
 
 def smallest_pointwise(problem: Problem) -> tuple[int, int, int]:
@@ -173,8 +172,8 @@ def smallest_pointwise(problem: Problem) -> tuple[int, int, int]:
 
 
 def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
-    """Return (B, H, P, groups) of the trial of the stepwise kernels: the smallest sizes, and a limit on the number of
-    threadgroups, with which the matrix products use the same tiles as those of the call."""
+    """Return (B, H, P, cores) of the trial of the stepwise kernels: the smallest sizes, and a number of GPU cores,
+    with which the matrix products use the same tiles as those of the call."""
     wanted = tile_of(problem, problem.H), tile_of(problem, problem.P)
 
     def smallest(width: int, weight: str) -> int:
@@ -191,12 +190,12 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     H = smallest(problem.H, "Wp" if "Wp" in problem.names else "Wh")  # the weight whose rows are H long
     P = smallest(problem.P, "Wh")
     for B in batches(problem):
-        for groups in (problem.limits.groups, *range(1, 2 * B)):
-            small = problem._replace(B=B, limits=problem.limits._replace(groups=groups))
+        for cores in (problem.limits.cores, *range(1, 2 * B)):
+            small = problem._replace(B=B, limits=problem.limits._replace(cores=cores))
             same = stepwise_rows(B) == stepwise_rows(problem.B)
             if same and (tile_of(small, H), tile_of(small, P)) == wanted:
-                return B, H, P, groups
-    return problem.B, problem.H, problem.P, problem.limits.groups
+                return B, H, P, cores
+    return problem.B, problem.H, problem.P, problem.limits.cores
 
 
 def batches(problem: Problem) -> list[int]:

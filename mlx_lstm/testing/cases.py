@@ -27,14 +27,14 @@ MASKS = [(T, B, "P"), (B, "P"), (1, "P"), ("P",), (T, 1, 1), (1,), ()]
 HOLD = [[0, 1], [1, 0], [0, 1], [1, 1]]
 ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_sixth")
 KINK_MARGIN = 1e-2
-"""The least distance of preactivations from a kink of their activation, so that finite differences do not cross it: a
-thousand times their step."""
+"""The least distance of preactivations from a kink (a jump of the slope) of their activation. It is a thousand times
+the step of the tests' finite differences, so that they do not cross the kink."""
 ROUNDING_MARGIN = 1e-4
-"""The least distance of preactivations from a kink in tests where only float32 rounding, no finite difference, moves
-them."""
+"""The least distance of preactivations from a kink (a jump of the slope) in tests without finite differences, where
+only float32 rounding moves the preactivations."""
 
-# Each entry of these tables has arguments of `draw` except sizes and dtype. Shapes in it are for a batch of 2;
-# `at_batch` converts them to other batch sizes.
+# The tables below map names to options, which are arguments of `draw` except sizes and dtype. Shapes in the options
+# are for a batch of 2; `at_batch` converts them to other batch sizes.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "projected_x": {"projected_x": True},
@@ -95,11 +95,12 @@ BIDIRECTIONAL = {
 
 CELLS = {f"gru_{name}": {"op": "gru", **option} for name, option in GRU.items()}
 CELLS |= {f"rnn_{name}": {"op": "rnn", **option} for name, option in RNN.items()}
-"""The options that tests draw for a GRU and a plain RNN. OPTIONS has those of an LSTM."""
+"""The options with which tests draw calls of a GRU and a plain RNN, as {name: arguments of `draw`}. `OPTIONS` has the
+options for an LSTM."""
 BOTH = {
     f"{op}_both_{name}": {"op": op, **option} for op, table in BIDIRECTIONAL.items() for name, option in table.items()
 }
-"""The options that tests draw for bidirectional layers of all cells, in the format of OPTIONS."""
+"""The options with which tests draw calls of bidirectional layers of all cells, as {name: arguments of `draw`}."""
 EVERY_OPTION = OPTIONS | CELLS | BOTH
 
 GATES = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
@@ -158,8 +159,8 @@ def draw(
 
 
 def stored(arrays: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
-    """Return the arrays converted to a dtype. For the name of an MLX dtype the arrays are float32 with values that
-    the MLX dtype can represent."""
+    """Return the arrays converted to a dtype. If `dtype` is the name of an MLX dtype, the arrays are float32 with
+    values that the MLX dtype can represent."""
     if not isinstance(dtype, str):
         return {name: array.astype(dtype) for name, array in arrays.items()}
     return as_represented({name: array.astype(np.float32) for name, array in arrays.items()}, dtype)
@@ -193,7 +194,7 @@ def draw_away_from_kinks(
 
 
 def at_batch(options: Mapping[str, Any], B: int) -> dict[str, Any]:
-    """Return an entry of the tables of options, converted from a batch of 2 to a batch of B."""
+    """Convert a dict of options for `draw` from a batch of 2 to a batch of B."""
     changed = dict(options)
     if "lengths" in changed:
         changed["lengths"] = (changed["lengths"] * B)[:B]
@@ -205,7 +206,8 @@ def at_batch(options: Mapping[str, Any], B: int) -> dict[str, Any]:
 
 
 def split(case: Case) -> tuple[str, dict[str, np.ndarray], dict[str, Any]]:
-    """Split a case into (op, arrays, options). `options` has all arguments that are not arrays."""
+    """Split a case (a dict of an op's arguments) into (op, arrays, options). `options` has all arguments that are not
+    arrays."""
     arrays = {name: case[name] for name in ARRAYS if case.get(name) is not None}
     options = {name: value for name, value in case.items() if name not in ARRAYS and name != "op"}
     return case.get("op", "lstm"), arrays, options
@@ -224,7 +226,7 @@ def run(
     cotangents: Mapping[str, np.ndarray] | None = None,
     weights: Mapping[str, Quantized] = MappingProxyType({}),
 ) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """Run the case's op on an engine and return (outputs, gradients) by name.
+    """Run a case (a dict of an op's arguments) on an engine and return (outputs, gradients) by name.
 
     With cotangents only the outputs that have a cotangent are computed; without cotangents there are no gradients.
     `weights` are quantized weights, without gradients, that replace the case's arrays of the same names.
@@ -249,7 +251,7 @@ def run(
 def infer(
     case: Case, engine: str, dtype: mx.Dtype, weights: Mapping[str, Quantized] = MappingProxyType({})
 ) -> dict[str, mx.array]:
-    """Run the case's op with `training=False` and return its outputs, without gates."""
+    """Run a case (a dict of an op's arguments) with `training=False` and return the outputs, without gates."""
     op, arrays, options = split(case)
     floats = {name: to_mlx(array, dtype) for name, array in arrays.items() if name not in weights}
     arguments: dict[str, Any] = {"Wx": None, **floats, **options, **weights}

@@ -11,8 +11,8 @@ from ..oracle.arithmetic import Tensors
 from ..oracle.closeness import TRIALS, Values, exact_and_bounds, largest
 
 LARGE = 100_000
-"""From this number of elements on, FEW evaluations with random errors are enough to find the largest error of a
-tensor."""
+"""For a tensor with at least this number of elements, FEW evaluations with random errors are enough to find its error
+bound."""
 FEW = 2
 
 

@@ -19,7 +19,8 @@ PEEPHOLES = ("wci", "wcf", "wco")
 
 
 def check_lstm_block_cell(op: str, arrays: Arrays, use_peephole: bool) -> None:
-    """Check the arguments of LSTMBlockCell, or of its gradient op if `arrays` also has the names in `SAVED`."""
+    """Check the arguments of LSTMBlockCell, or of its gradient op, for which `arrays` also has the forward op's
+    outputs, named in `SAVED`."""
     check_flag(op, "use_peephole", use_peephole)
     check_kinds(op, arrays)
     ranks = {"b": 1} | dict.fromkeys(PEEPHOLES, 1)

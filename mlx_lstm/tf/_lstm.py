@@ -143,8 +143,9 @@ def lstm_block_cell_grad(
     from dicfo: [x_grad, h_prev_grad] = dicfo w^T, w_grad = [x, h_prev]^T dicfo, and b_grad = the sum of dicfo over N.
     `mx.grad` of `lstm_block_cell` returns them directly. The clip passes gradients unchanged.
 
-    Differs from TensorFlow: co is computed again from cs; peepholes enter once on every device (TensorFlow's
-    CUDA source adds them twice), and always enter (where TensorFlow reuses their memory, it reads zeros).
+    Differs from TensorFlow: co is computed again from cs. The peepholes' part is added once on every device, whereas
+    TensorFlow's CUDA source adds it twice. Where TensorFlow reuses the memory of the peepholes for their gradients, it
+    reads zeros instead of the peepholes; this op never does.
 
     Args:
         x, cs_prev, h_prev, w, wci, wcf, wco, b: the arguments of `lstm_block_cell`. Only the shapes of x, h_prev, w and
@@ -167,8 +168,8 @@ def lstm_block_cell_grad(
     check_lstm_block_cell(op, names | saved | {"cs_grad": cs_grad, "h_grad": h_grad}, use_peephole)
     with on(stream, op):
         gates = joined([array[None] for array in in_order(ICFO, i, f, ci, o)])
-        # Without Wx, `lstm_gradients` takes x as the input's part of the preactivations and returns the gradient of the
-        # preactivations. It uses only the shape of x.
+        # Without Wx, `lstm_gradients` takes x as the input's part of the preactivations and returns the gradient of
+        # the preactivations. It uses only the shape of x, so pass `gates`, which has this shape, as x.
         arrays = lstm_arguments(ICFO, names, use_peephole) | {"x": gates, "Wx": None}
         arrays |= {"gates": gates, "c": cs[None], "dh": h_grad[None], "dc": cs_grad[None]}
         d = lstm_gradients(**arrays, engine=engine)
@@ -257,9 +258,9 @@ def block_lstm_grad(
 ) -> BlockLSTMGradOutput:
     """Return the gradient of `block_lstm`; equals `tf.raw_ops.BlockLSTMGrad`.
 
-    Nothing at t >= seq_len_max is read, and x_grad is 0 there; with seq_len_max = 0 all gradients are 0, also the
-    gradients of the states. The gradient does not depend on cell_clip and forget_bias, so the op does not have these
-    arguments.
+    No array is read at steps t >= seq_len_max, and x_grad is 0 there. With seq_len_max = 0 all gradients are 0, also
+    the gradients of the states. The gradient does not depend on cell_clip and forget_bias, so the op does not have
+    these arguments.
 
     Differs from TensorFlow: co is computed again from cs. The gradient of w is one matrix product over all steps. With
     N = 0 it is 0; TensorFlow leaves it unwritten.

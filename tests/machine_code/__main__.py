@@ -2,6 +2,7 @@
 machine_code --help` explains the options that count one layer or predict its time."""
 
 import argparse
+from itertools import product
 from pathlib import Path
 
 from mlx_lstm.bench.files import write_records
@@ -16,6 +17,7 @@ from .compiler import machine_code
 from .count import WORDS
 from .instructions import FILE, Counted
 from .table import CELLS, Case, cases, kernels, make, write
+from .times import CHIPS
 
 FIRST = ("kernel", "dtype", "B", "H", "per", "registers", "scratch", "instructions", "multiply_adds", "ratio")
 COLUMNS = (*FIRST, *list(WORDS)[1:], "control", "unknown")
@@ -74,20 +76,22 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--sizes", nargs="+", type=parse_size, metavar="T,B,I,H", default=SIZES, help="with --model: the layers")
     add("--passes", nargs="+", choices=PASSES, default=[*PASSES], help="with --model; backward includes forward")
+    names = [chip.name for chip in CHIPS]
+    add("--chips", nargs="+", choices=names, default=["M1", "M2 Max"], help="with --model; default: M1 and M2 Max")
     add("--bits", type=int, choices=WIDTHS["affine"][1], help="with --model: of our weights, in groups of 64")
     add("--csv", metavar="FILE", help="with --model: write the figures to FILE, too")
     return parser
 
 
 def show_predictions(options: argparse.Namespace) -> int:
-    """Print one table of predicted times for every size and pass."""
+    """Print one table of predicted times for every size, pass and chip."""
     records, packing = [], Packing(64, options.bits, "affine") if options.bits else None
-    for size in options.sizes:
-        for which in options.passes:
-            engines = predictions.engines_at(size, options.engine)
-            lines = predictions.predict(size, options.dtype, which, engines, packing)
-            print(f"{predictions.group_text(size, options.dtype, which, lines, packing)}\n", flush=True)
-            records += predictions.csv_records(size, options.dtype, which, lines)
+    chips = [chip for chip in CHIPS if chip.name in options.chips]
+    for size, which, chip in product(options.sizes, options.passes, chips):
+        asked = predictions.Asked(size, which, options.dtype, chip, packing)
+        lines = predictions.predict(asked, predictions.engines_at(size, options.engine))
+        print(f"{predictions.group_text(asked, lines)}\n", flush=True)
+        records += predictions.csv_records(asked, lines)
     print(predictions.LEGEND)
     if options.csv:
         write_records(options.csv, records)

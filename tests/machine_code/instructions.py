@@ -134,8 +134,14 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
 def constant_of(launch: Launch, name: str, absent: int) -> int:
     """Return the integer that a launch's source gives to one of its template parameters, or `absent` if the source
     has no such parameter. Its text is the only place that always knows the real size of a tile."""
-    found = re.search(rf"^constexpr int {name} = (\d+);", launch.text, flags=re.M)
-    return int(found[1]) if found else absent
+    return constants_of(launch.text).get(name, absent)
+
+
+@cache
+def constants_of(text: str) -> dict[str, int]:
+    """Return the integers that a kernel's source defines as constants, by name."""
+    found: list[tuple[str, str]] = re.findall(r"^constexpr int (\w+) = (\d+);", text, flags=re.M)
+    return {name: int(digits) for name, digits in found}
 
 
 @cache

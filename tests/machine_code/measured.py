@@ -56,7 +56,8 @@ def times_of(report: Mapping[str, Any], chip: Chip) -> list[Time]:
             continue
         size, which, dtype = Size(*(int(record[name]) for name in "TBIH")), record["pass"], record["dtype"]
         arguments = size, DTYPES[dtype]
-        problem, graph = of_mlx(*arguments, which) if layer == MLX else ours(*arguments, layer, which)
+        mine = layer != MLX
+        problem, graph = ours(*arguments, layer, which, cores=chip.cores) if mine else of_mlx(*arguments, which)
         built, evaluated = host_seconds(layer, which, size.T), evaluation_seconds(graph, problem, chip)
         apart = (record.get("build_s"), built), (record.get("evaluation_s"), evaluated)
         times.append(Time(size, which, dtype, layer, *apart, (record["median_s"], built + evaluated)))

@@ -15,6 +15,7 @@ from .instructions import counted, has_product
 from .launches import Graph, Launch
 from .times import (
     CHIPS,
+    Chip,
     encoding_seconds,
     evaluation_seconds,
     floor_bytes,
@@ -39,7 +40,7 @@ host's work before the evaluation, which a function of mx.compile saves.
 
 class Prediction(NamedTuple):
     """One printed line: the predicted figures of all launches with the same name, or of a whole layer. moved, floor:
-    the bytes moved, and the least possible. seconds, bounds: for each chip the predicted time, and what limits it."""
+    the bytes moved, and the least possible. seconds: the predicted time. bound: what limits the time."""
 
     layer: str
     launch: str
@@ -47,37 +48,46 @@ class Prediction(NamedTuple):
     moved: float
     floor: float
     apart: float  # moved / floor, both without our recurrent weights
-    seconds: tuple[float, ...]
-    bounds: tuple[str, ...]
-
-    def over(self, other: "Prediction") -> str:
-        """Return how many times longer this line takes than another line, for each chip: "12.3, 4.5, 6.7"."""
-        return ", ".join(f"{mine / theirs:.1f}" for mine, theirs in zip(self.seconds, other.seconds, strict=True))
+    seconds: float
+    bound: str
 
 
-def predict(
-    size: Size, dtype: str, which: str, engines: Iterable[str], packing: Packing | None = None
-) -> list[Prediction]:
-    """Return the predicted lines of all layers for one size and pass. `packing`: how our layers' weights are
-    quantized. The last line of each layer is the whole layer."""
+class Asked(NamedTuple):
+    """What is predicted: the size of a layer, its pass and dtype, the chip, and how our layers' weights are
+    quantized."""
+
+    size: Size
+    which: str
+    dtype: str
+    chip: Chip
+    packing: Packing | None = None
+
+    def graph(self, engine: str) -> tuple[Problem, Graph]:
+        """Return the `Problem` and the launches of our layer on an engine. The chip's number of cores decides how
+        the work is divided."""
+        options = {"packing": self.packing, "cores": self.chip.cores}
+        return ours(self.size, DTYPES[self.dtype], engine, self.which, **options)
+
+
+def predict(asked: Asked, engines: Iterable[str]) -> list[Prediction]:
+    """Return the predicted lines of all layers. The last line of each layer is the whole layer."""
     lines: list[Prediction] = []
     for engine in engines:
-        problem, graph = ours(size, DTYPES[dtype], engine, which, packing=packing)
-        kinds = dict.fromkeys(launch.name for launch in graph.launches)
-        for kind in kinds:
+        problem, graph = asked.graph(engine)
+        for kind in dict.fromkeys(launch.name for launch in graph.launches):
             alike = [launch for launch in graph.launches if launch.name == kind]
-            lines.append(line_of(engine, kind, alike, problem))
-        lines += sums(engine, which, graph, problem)
-    problem, graph = of_mlx(size, DTYPES[dtype], which)
-    return [*lines, sums("mlx.nn.LSTM", which, graph, problem)[-1]]
+            lines.append(line_of(engine, kind, alike, problem, asked.chip))
+        lines += sums(engine, asked, graph, problem)
+    problem, graph = of_mlx(asked.size, DTYPES[asked.dtype], asked.which)
+    return [*lines, sums("mlx.nn.LSTM", asked, graph, problem)[-1]]
 
 
-def estimates(size: Size, dtype: str, which: str, engines: Iterable[str], packing: Packing | None = None) -> list[str]:
+def estimates(asked: Asked, engines: Iterable[str]) -> list[str]:
     """Return one note about each kernel whose instructions were not counted at this size: the note names the kernel
     from which they are estimated."""
     notes: dict[str, None] = {}
     for engine in engines:
-        problem, graph = ours(size, DTYPES[dtype], engine, which, packing=packing)
+        problem, graph = asked.graph(engine)
         for launch in graph.launches:
             if has_product(launch) and not launch.name.endswith("_joining"):
                 line, own = counted(launch, problem)
@@ -87,16 +97,15 @@ def estimates(size: Size, dtype: str, which: str, engines: Iterable[str], packin
     return list(notes)
 
 
-def line_of(layer: str, kind: str, launches: Sequence[Launch], problem: Problem) -> Prediction:
+def line_of(layer: str, kind: str, launches: Sequence[Launch], problem: Problem, chip: Chip) -> Prediction:
     """Return one printed line of predictions: the sums over several launches of a layer that have the same name."""
     moved = sum(moved_bytes(launch, problem) for launch in launches)
     floor = sum(floor_bytes(launch, problem) for launch in launches)
-    parts = [[parts_of(launch, problem, chip) for launch in launches] for chip in CHIPS]
-    seconds = tuple(sum(max(each.values()) for each in of_chip) for of_chip in parts)
-    bounds = tuple(longest(of_chip) for of_chip in parts)
+    parts = [parts_of(launch, problem, chip) for launch in launches]
+    seconds = sum(max(each.values()) for each in parts)
     apart = sum(moved_bytes(launch, problem, weights=False) for launch in launches)
     apart /= sum(floor_bytes(launch, problem, weights=False) for launch in launches)
-    return Prediction(layer, kind, len(launches), moved, floor, apart, seconds, bounds)
+    return Prediction(layer, kind, len(launches), moved, floor, apart, seconds, longest(parts))
 
 
 def longest(parts: Iterable[dict[str, float]]) -> str:
@@ -109,21 +118,18 @@ def longest(parts: Iterable[dict[str, float]]) -> str:
     return max(total, key=total.__getitem__)
 
 
-def sums(layer: str, which: str, graph: Graph, problem: Problem) -> tuple[Prediction, Prediction, Prediction]:
+def sums(layer: str, asked: Asked, graph: Graph, problem: Problem) -> tuple[Prediction, Prediction, Prediction]:
     """Return (building, between, whole): the line for the time in which the host builds the graph, the line for the
     time that passes between the launches of a layer, and the line for the whole layer."""
-    work, host = line_of(layer, "all", graph.launches, problem), host_seconds(layer, which, problem.T)
-    evaluating = [evaluation_seconds(graph, problem, chip) for chip in CHIPS]
-    between = tuple(whole - part for whole, part in zip(evaluating, work.seconds, strict=True))
-    bounds = []
-    for chip in CHIPS:
-        parts = gpu_parts(graph, problem, chip)
-        gpu, most = sum(parts.values()), max(parts, key=parts.__getitem__)
-        encoding = encoding_seconds(graph)
-        bounds.append("building" if host > max(gpu, encoding) else "encoding" if encoding > gpu else most)
-    building = Prediction(layer, "building", 0, 0, 0, 0, (host,) * len(CHIPS), ("",) * len(CHIPS))
-    whole = work._replace(seconds=tuple(host + seconds for seconds in evaluating), bounds=tuple(bounds))
-    return building, building._replace(launch="between launches", seconds=between), whole
+    work = line_of(layer, "all", graph.launches, problem, asked.chip)
+    host = host_seconds(layer, asked.which, problem.T)
+    evaluating, encoding = evaluation_seconds(graph, problem, asked.chip), encoding_seconds(graph)
+    parts = gpu_parts(graph, problem, asked.chip)
+    gpu, most = sum(parts.values()), max(parts, key=parts.__getitem__)
+    bound = "building" if host > max(gpu, encoding) else "encoding" if encoding > gpu else most
+    building = Prediction(layer, "building", 0, 0, 0, 0, host, "")
+    between = building._replace(launch="between launches", seconds=evaluating - work.seconds)
+    return building, between, work._replace(seconds=host + evaluating, bound=bound)
 
 
 def engines_at(size: Size, asked: list[str] | None) -> list[str]:
@@ -133,24 +139,21 @@ def engines_at(size: Size, asked: list[str] | None) -> list[str]:
     return [engine for engine in METAL_ENGINES if engine not in refused and (not asked or engine in asked)]
 
 
-def group_text(size: Size, dtype: str, which: str, lines: list[Prediction], packing: Packing | None = None) -> str:
-    """Return the printed table of predictions for one size and pass, with a title and notes."""
+def group_text(asked: Asked, lines: list[Prediction]) -> str:
+    """Return the printed table of predictions for one size, pass and chip, with a title and notes."""
     cells = [["layer", "launch", "launches", "moved MB", "floor MB", "moved/floor", "apart from weights"]]
-    cells[0] += [*(f"{chip.name} ms" for chip in CHIPS), "bound by"]
+    cells[0] += ["predicted ms", "bound by"]
     for line in lines:
-        times = (f"{1e3 * seconds:.3f}" for seconds in line.seconds)
-        cells.append([line.layer, line.launch, *traffic_cells(line), *times, ", ".join(dict.fromkeys(line.bounds))])
-    arguments = {"sizes": size, "dtype": DTYPES[dtype], "device": "gpu", "metal": True, "traced": False}
-    default = choose(**arguments, packing=packing)
+        cells.append([line.layer, line.launch, *traffic_cells(line), f"{1e3 * line.seconds:.3f}", line.bound])
+    arguments = {"sizes": asked.size, "dtype": DTYPES[asked.dtype], "device": "gpu", "metal": True, "traced": False}
+    default = choose(**arguments, packing=asked.packing, cores=asked.chip.cores)
     theirs = lines[-1]
     wholes = [line for line in lines[:-1] if line.launch == "all"]
-    engines = dict.fromkeys(line.layer for line in lines[:-1])
-    notes = estimates(size, dtype, which, engines, packing)
-    notes += [f"{theirs.layer} over {line.layer}, predicted: {theirs.over(line)}" for line in wholes]
-    packed = f"   weights of {packing.bits} bits" if packing else ""
-    title = f"T,B,I,H = {size}   {which}   {dtype}{packed}   predicted times   "
-    title += f"default engine {default.engine}: {default.reason}"
-    return "\n".join([title, table(cells, left=2), *notes])
+    notes = estimates(asked, dict.fromkeys(line.layer for line in lines[:-1]))
+    notes += [f"{theirs.layer} over {line.layer}, predicted: {theirs.seconds / line.seconds:.1f}" for line in wholes]
+    packed = f"   weights of {asked.packing.bits} bits" if asked.packing else ""
+    title = f"{asked.chip.name}   T,B,I,H = {asked.size}   {asked.which}   {asked.dtype}{packed}"
+    return "\n".join([title, f"default engine {default.engine}: {default.reason}", table(cells, left=2), *notes])
 
 
 def traffic_cells(line: Prediction) -> list[str]:
@@ -167,12 +170,9 @@ def traffic_cells(line: Prediction) -> list[str]:
     ]
 
 
-def csv_records(size: Size, dtype: str, which: str, lines: Iterable[Prediction]) -> list[dict[str, object]]:
-    """Return the predicted lines as records for a CSV file. Each record also holds the layer's size, dtype and pass."""
-    records = []
-    for line in lines:
-        record: dict[str, object] = size._asdict() | {"dtype": dtype, "pass": which} | line._asdict()
-        del record["seconds"], record["bounds"]
-        record |= {f"predicted_s_{chip.name}": value for chip, value in zip(CHIPS, line.seconds, strict=True)}
-        records.append(record | {f"bound_{chip.name}": bound for chip, bound in zip(CHIPS, line.bounds, strict=True)})
-    return records
+def csv_records(asked: Asked, lines: Iterable[Prediction]) -> list[dict[str, object]]:
+    """Return the predicted lines as records for a CSV file. Each record also holds the layer's size, dtype and pass,
+    and the chip."""
+    about = asked.size._asdict() | {"dtype": asked.dtype, "pass": asked.which, "chip": asked.chip.name}
+    records = [about | line._asdict() for line in lines]
+    return [record | {"predicted_s": record.pop("seconds")} for record in records]

@@ -4,11 +4,15 @@ import csv
 import hashlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines.metal.fused import rows_for
 from mlx_lstm.engines.packing import Packing
+from mlx_lstm.engines.predicted import WIDEST, predict
 from mlx_lstm.testing.cases import DTYPES
 
 from .compiler import HERE, machine_code
@@ -24,7 +28,7 @@ CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn": RNNCell(), "gru-before": G
 class Case(NamedTuple):
     """A layer whose kernels are counted. which: "backward" for both passes of training, "forward" for inference
     only. projected: the size P of a projected h, or 0 without projection. packing: how the weights are quantized, or
-    None."""
+    None. rows: the batch items of a threadgroup of `fused`, or 0 for the default number."""
 
     engine: str
     cell: str
@@ -34,23 +38,41 @@ class Case(NamedTuple):
     projected: int = 0
     which: str = "backward"
     packing: Packing | None = None
+    rows: int = 0
+
+
+CORES = (7, 8, 10, 14, 16, 18, 19, 20, 24, 30, 32, 38, 40, 60, 64, 76, 80)
+"""The numbers of GPU cores of Apple's chips."""
+
+BATCHES = (*range(1, 17), *range(20, 65, 4), 80, 96, 128, 160, 192, 256, 512)
+"""The batch sizes for which the default is looked up."""
+
+BATCH_OF_ROWS = {1: 1, 2: 32, 4: 64, 8: 128}
+"""For each number of batch items of a threadgroup of `fused`: a batch size at which it is usual."""
+
+
+@cache
+def defaults() -> frozenset[Case]:
+    """Return the layers whose kernels of `fused` may run by default, on a GPU with any number of cores. H is a
+    multiple of 32."""
+    found = set()
+    for cell, dtype, H, B, cores in product(CELLS, DTYPES, range(32, WIDEST + 1, 32), BATCHES, CORES):
+        if predict(CELLS[cell], DTYPES[dtype], B, H, cores).engine == "fused":
+            rows = rows_for(CELLS[cell], B, H, DTYPES[dtype].size, 1, cores)
+            found.add(Case("fused", cell, dtype, BATCH_OF_ROWS[rows], H, rows=rows))
+    return frozenset(found)
 
 
 def cases() -> Iterator[Case]:
-    """Yield the layers whose kernels are counted. For each engine, these are the sizes for which it is the default,
-    and some larger sizes. The larger sizes serve to predict up to which size `fused` is faster than `stepwise`."""
-    wide = [(B, H) for B in (1, 32, 128) for H in (64, 96, 112, 128, 160, 192, 224, 256)] + [(64, 128)]
-    narrow = [(B, H) for B in (1, 32, 128) for H in (96, 112, 128, 160, 192, 224, 256)]
-    few = [(1, 128), (32, 128), (32, 160), (128, 128), (128, 160), (128, 224)]
-    fused = {"float32": wide, "float16": narrow, "bfloat16": few}
-    yield from (Case("fused", "lstm", dtype, B, H) for dtype in fused for B, H in fused[dtype])
-    fewer = {"float32": ((1, 128), (32, 64), (32, 128), (128, 128), (128, 160))}
-    fewer["float16"] = ((1, 128), (32, 128), (32, 160), (128, 224))
-    for cell in ("gru", "rnn"):
-        yield from (Case("fused", cell, dtype, B, H) for dtype in fewer for B, H in fewer[dtype])
-    yield Case("fused", "gru-before", "float32", 32, 128)
-    inference = ((1, 64), (1, 128), (32, 64), (32, 128), (128, 128))
-    yield from (Case("fused", "lstm", "float32", B, H, which="forward") for B, H in inference)
+    """Yield the layers whose kernels are counted. For `fused` these are the layers for which it is the default, and
+    larger sizes of an LSTM, which show that larger kernels are slower or spill registers."""
+    yield from sorted(defaults(), key=lambda case: (case.cell, case.dtype, case.rows, case.H))
+    wide = [(rows, H) for rows in (1, 2, 8) for H in (64, 96, 112, 128, 160, 192, 224, 256)]
+    at = BATCH_OF_ROWS
+    for dtype in ("float32", "float16"):
+        yield from (Case("fused", "lstm", dtype, at[rows], H, rows=rows) for rows, H in wide)
+    inference = [(rows, H) for rows in (1, 2) for H in (64, 128)] + [(8, 128)]
+    yield from (Case("fused", "lstm", "float32", at[rows], H, which="forward", rows=rows) for rows, H in inference)
     for dtype in DTYPES:
         yield from (Case("stepwise", "lstm", dtype, B, 256) for B in (1, 4, 16, 32))
     yield from (Case("stepwise", "lstm", "float32", B, 512) for B in (1, 4, 32))
@@ -68,10 +90,11 @@ def cases() -> Iterator[Case]:
     few += [(1, H, Packing(32, bits, "affine")) for H in (96, 160, 224) for bits in (4, 8)]
     few += [(1, 128, packing) for packing in (packings[2], packings[4], *packings[7:])]
     for B, H, packing in few:
-        yield Case("fused", "lstm", "float32", B, H, which="forward", packing=packing)
+        yield Case("fused", "lstm", "float32", B, H, which="forward", packing=packing, rows=1 if B == 1 else 2)
     yield from (Case("fused", "lstm", "float16", 1, H, which="forward", packing=packings[3]) for H in (128, 192))
     for cell in ("gru", "gru-before", "rnn"):
-        yield from (Case("fused", cell, "float32", B, 128, which="forward", packing=packings[3]) for B in (1, 32))
+        for rows in (1, 2):
+            yield Case("fused", cell, "float32", at[rows], 128, which="forward", packing=packings[3], rows=rows)
     yield Case("stepwise", "lstm", "float16", 1, 256, which="forward", packing=packings[3])
     yield Case("stepwise", "gru", "float32", 1, 256, which="forward", packing=packings[3])
 
@@ -83,6 +106,7 @@ def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
     for case in chosen:
         size = Size(3, case.B, 8, case.H)
         options = {"cell": CELLS[case.cell], "projected": case.projected, "packing": case.packing}
+        options |= {"rows": case.rows}
         problem, graph = ours(size, DTYPES[case.dtype], case.engine, case.which, **options)
         for launch in graph.launches:
             if has_product(launch) and not launch.name.endswith("_joining"):

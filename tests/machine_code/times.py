@@ -10,7 +10,6 @@ the time that MLX needs to encode the launches if that is longer, and `ROUND_TRI
 overlap, because MLX sends nothing to the GPU before the evaluation. The same rules apply to `mlx.nn.LSTM`.
 """
 
-from collections.abc import Iterable
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -20,12 +19,13 @@ import mlx.nn as nn
 from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.cells import Cell, LSTMCell
-from mlx_lstm.engines.choice import FUSED_LIMIT, METAL_ENGINES
-from mlx_lstm.engines.metal.fused import FusedTiling, fused_tiling
+from mlx_lstm.engines.choice import FUSED_LIMIT
+from mlx_lstm.engines.metal.fused import FusedTiling, fits_matrices, fused_tiling, rows_for
 from mlx_lstm.engines.ops.packed import dequantized
 from mlx_lstm.engines.packing import WEIGHTS as PACKABLE
 from mlx_lstm.engines.packing import Packing
-from mlx_lstm.engines.problem import Problem
+from mlx_lstm.engines.predicted import predict
+from mlx_lstm.engines.problem import CORES, LIMITS, Cut, Problem
 
 from . import traffic
 from .instructions import WEIGHTS, has_product, reads_packed, work_of
@@ -182,6 +182,7 @@ def tiling_of(launch: Launch, problem: Problem, size: int) -> FusedTiling:
     """Return the tiling of a `fused` kernel: batch rows per threadgroup, and the part of the weights that is
     resident in registers. `size`: bytes per element of the arrays."""
     options = {"backward": "backward" in launch.name, "directions": problem.directions, "cut": problem.cut}
+    options["cores"] = problem.cores
     packing = problem.packing if reads_packed(launch) else None
     return fused_tiling(problem.cell, problem.B, problem.H, size, packing=packing, **options)
 
@@ -324,20 +325,29 @@ def ours(
     bidirectional: bool = False,
     projected: int = 0,
     packing: Packing | None = None,
+    cores: int = CORES,
+    rows: int = 0,
 ) -> tuple[Problem, Graph]:
     """Return the `Problem` and the launches of one layer on one of our engines. which: the pass; "backward" includes
     the forward pass. projected: the size P of a projected h, or 0 without projection. packing: how the weights are
-    quantized."""
+    quantized. cores: the number of GPU cores. rows: the batch items of a threadgroup of `fused`, or 0 for the default
+    number."""
     T, B, width, H = size
-    D, own, rows = (2, (2,), 2 * cell.gates * H) if bidirectional else (1, (), cell.gates * H)
+    D, own, gates = (2, (2,), 2 * cell.gates * H) if bidirectional else (1, (), cell.gates * H)
     P = projected or H
-    shapes = {"x": (T, B, width), "Wx": (rows, width), "Wh": (*own, cell.gates * H, P), "b": (rows,)}
+    shapes = {"x": (T, B, width), "Wx": (gates, width), "Wh": (*own, cell.gates * H, P), "b": (gates,)}
     shapes |= {"Wp": (*own, P, H)} if projected else {}
     given: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {name: (shape, dtype) for name, shape in shapes.items()}
     for name in [name for name in PACKABLE if packing and name in shapes]:
         given |= packed_shapes(name, *given[name], packing)
     backward = which == "backward"
-    problem = Problem(T, B, H, P, cell, training=backward, bidirectional=bidirectional, packing=packing)
+    options = {
+        "training": backward,
+        "bidirectional": bidirectional,
+        "packing": packing,
+        "limits": LIMITS._replace(cores=cores),
+    }
+    problem = Problem(T, B, H, P, cell, dtype, cut=Cut(rows) if rows else None, **options)
     module = ENGINE_MODULES[engine]
 
     # MLX cannot export a function that contains our custom gradient, so call the forward and backward pass directly.
@@ -384,29 +394,23 @@ def of_mlx(size: Size, dtype: mx.Dtype, which: str) -> tuple[Problem, Graph]:
     return Problem(T, B, H, H, LSTM), trace(both, [mx.zeros(shape, dtype) for shape in shapes])
 
 
-def fused_wins(
-    dtype: mx.Dtype, B: int, H: int, T: int = 32, which: str = "backward", packing: Packing | None = None
-) -> bool:
-    """Return whether `fused` is predicted to take at most the time of `stepwise` for a pass of an LSTM, on at least
-    two of the three chips. Return False if a kernel of `fused` spills registers."""
-    layers = {engine: ours(Size(T, B, H, H), dtype, engine, which, packing=packing) for engine in METAL_ENGINES}
-    problem, graph = layers["fused"]
+def step_seconds(
+    dtype: mx.Dtype, B: int, H: int, chip: Chip, engine: str, rows: int = 0, cell: Cell = LSTM, T: int = 6
+) -> float | None:
+    """Return the predicted seconds of T steps, forward and backward, without what a call takes besides its steps.
+    rows: the batch items of a threadgroup of `fused`. Return None if a kernel spills registers."""
+    problem, graph = ours(Size(T, B, H, H), dtype, engine, "backward", cell, cores=chip.cores, rows=rows)
     if any(counted_line(launch, problem)[0].spills for launch in graph.launches if has_product(launch)):
-        return False
-    wins = 0
-    for chip in CHIPS:
-        seconds = {
-            engine: total_seconds(graph, problem, chip, host_seconds(engine, which, T))
-            for engine, (problem, graph) in layers.items()
-        }
-        wins += seconds["fused"] <= seconds["stepwise"]
-    return 2 * wins > len(CHIPS)
+        return None
+    return sum(gpu_parts(graph, problem, chip).values()) + T * HOST[engine, "backward"][1]
 
 
-def fused_until(dtype: mx.Dtype, batches: Iterable[int]) -> int:
-    """Return the largest H, a multiple of 32, up to which `fused` is predicted to be at least as fast as `stepwise`
-    in training, at each of these batch sizes."""
-    largest = 0
-    while largest < FUSED_LIMIT["lstm"] and all(fused_wins(dtype, B, largest + 32) for B in batches):
-        largest += 32
-    return largest
+def default_over_best(dtype: mx.Dtype, B: int, H: int, chip: Chip, cell: Cell = LSTM) -> float:
+    """Return the predicted time of the default engine and division of work, over the shortest predicted time of all
+    engines and divisions."""
+    times: dict[tuple[str, int], float | None] = {("stepwise", 0): step_seconds(dtype, B, H, chip, "stepwise", 0, cell)}
+    for rows in (1, 2, 8 if fits_matrices(cell, H) else 4) if FUSED_LIMIT[cell.op] >= H else ():
+        times["fused", rows] = step_seconds(dtype, B, H, chip, "fused", rows, cell)
+    engine = predict(cell, dtype, B, H, chip.cores).engine
+    default = times[engine, rows_for(cell, B, H, dtype.size, 1, chip.cores) if engine == "fused" else 0]
+    return default / min(filter(None, times.values())) if default else float("inf")

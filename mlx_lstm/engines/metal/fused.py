@@ -8,6 +8,7 @@ gets dequantized weights instead.
 """
 
 from collections.abc import Collection
+from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ from ..directions import half
 from ..ops.packed import matrix, scales_of
 from ..ops.sweep import gradients_after_sweep
 from ..packing import Packing, field_of, is_packed
-from ..problem import Arrays, Cut, Problem
+from ..problem import CORES, Arrays, Cut, Problem
 from .kernel import (
     STRUCTS,
     Inputs,
@@ -269,7 +270,7 @@ def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]
     """Return, for each launch in the order of processing, its number of steps and its array of sizes.
     metal/fused.metal lists the sizes. The array has fewer than 8 elements, so that MLX binds it in constant memory."""
     T, B, D = problem.T, problem.B, problem.directions
-    groups = D * B // tiling_of("forward", problem, mx.float32).rows
+    groups = D * B // tiling_of("forward", problem, problem.dtype).rows
     steps = max(1, problem.limits.launch_steps // max(1, groups // FEWEST_CORES))
     bounds = [(start, min(start + steps, T)) for start in range(0, T, steps)]
     sizes = [(start, stop, T, B, D, problem.reverse, masks_differ) for start, stop in bounds]
@@ -405,7 +406,7 @@ WORKING_REGISTERS = {
     ("lstm", "backward"): {1: 44, 2: 64, 8: 64},
     ("gru", "forward"): {1: 40, 2: 56, 4: 84, 8: 60},
     ("gru", "backward"): {1: 52, 2: 72, 4: 108, 8: 64},
-    ("rnn", "forward"): {1: 36, 2: 56, 4: 92, 8: 56},
+    ("rnn", "forward"): {1: 40, 2: 56, 4: 92, 8: 56},
     ("rnn", "backward"): {1: 44, 2: 60, 4: 92, 8: 56},
 }
 """The number of registers that a thread needs besides its resident weights, by cell, pass and batch items of a
@@ -421,10 +422,24 @@ OPTION_REGISTERS = {"mask": 4, "keep": 4, "lengths": 8, "peephole": 4, "bhn": 4}
 """The number of additional registers of a thread for each optional input. The numbers come from the same source as
 WORKING_REGISTERS."""
 
-MATRIX_BATCH = 65
-"""The smallest batch, summed over both directions, for which the kernel multiplies 8 x 8 matrices. A threadgroup
-then computes 8 items, so smaller batches would leave GPU cores without work. Predicted by a model of the hardware,
-not measured."""
+WIDEST_MATRICES = {4: 192, 2: 224}
+"""The largest H for which 8 x 8 matrices are multiplied by default, by bytes per element. For larger H the registers
+of a thread do not suffice, and the kernel would spill some of them to memory."""
+
+CYCLES = {"lanes": 0.018, "packed": 0.028, "matrices": 0.013}
+"""Cycles of a GPU core per weight and batch item of a step: for the product in lanes, the same with quantized weights,
+and the product of 8 x 8 matrices. The numbers come from machine code that Mesa's compiler generates for the M1."""
+
+WAIT = 840
+"""Cycles of a step in which a threadgroup waits for a barrier and for the cell: 0.6 us. Assumed."""
+
+REGISTER_BYTES, BYTES_PER_CYCLE = 208 * 1024, 32
+"""Published for the M1: the bytes of all registers of a GPU core, and the bytes that a core loads per cycle from its
+L2 cache."""
+
+SIMPLER = 1.05
+"""A division of work that is predicted to take at most this many times the shortest time is preferred if it is
+simpler, because predictions are not exact. Fewer batch items are simpler."""
 
 THREADGROUP_BYTES = 32768
 """Metal's limit on the memory of one threadgroup, in bytes."""
@@ -463,16 +478,17 @@ def fused_tiling(
     more: int = 0,
     cut: Cut | None = None,
     packing: Packing | None = None,
+    cores: int = CORES,
 ) -> FusedTiling:
     """Return how one pass is divided among threads.
 
     more: the number of registers that the options of the call need. cut: a measured choice of rows and registers, or
-    None. packing: how the weights of a forward pass are quantized, or None; a vector of a lane is then four words of
-    packed weights.
+    None. cores: the number of GPU cores. packing: how the weights of a forward pass are quantized, or None; a vector
+    of a lane is then four words of packed weights.
     """
     lanes, gates = LANES[cell.op], cell.gates
     sweep = "backward" if backward else "forward"
-    wanted = cut.rows if cut else rows_for(cell, B, H, directions)
+    wanted = cut.rows if cut else rows_for(cell, B, H, itemsize, directions, cores, packing)
     matrices = wanted == 8 and fits_matrices(cell, H) and packing is None
     # A step has one or two products. lengths: how many terms each output of a product sums.
     lengths = [H, 2 * H] if backward and two_products(cell) else [gates * H if backward else H]
@@ -511,11 +527,40 @@ def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int,
     return span, -(-slots * words // 4)
 
 
-def rows_for(cell: AnyCell, B: int, H: int, directions: int) -> int:
+@lru_cache(4096)
+def rows_for(
+    cell: AnyCell, B: int, H: int, itemsize: int, directions: int, cores: int, packing: Packing | None = None
+) -> int:
     """Return how many batch items a threadgroup computes; 8 if it multiplies 8 x 8 matrices. With more items, each
     weight is read for more of them. With fewer items, there are enough threadgroups for all cores."""
-    matrices = directions * B >= MATRIX_BATCH and fits_matrices(cell, H)
-    return 8 if matrices else 1 if B <= 16 else 2 if B <= 64 else 4
+    matrices = packing is None and fits_matrices(cell, H) and WIDEST_MATRICES[itemsize] >= H
+    times = {
+        rows: step_cycles(cell, B, H, itemsize, directions, cores, rows, packing)
+        for rows in (1, 2, 8 if matrices else 4)
+    }
+    return next(rows for rows, time in times.items() if time <= SIMPLER * min(times.values()))
+
+
+def step_cycles(
+    cell: AnyCell, B: int, H: int, itemsize: int, directions: int, cores: int, rows: int, packing: Packing | None
+) -> float:
+    """Return the predicted cycles of a GPU core for one time step, forward and backward, if a threadgroup computes
+    `rows` batch items. Quantized weights have no backward pass, so the forward pass alone counts.
+
+    The core that gets the most threadgroups determines the time. It runs as many at the same time as fit in its
+    registers; these work while others wait.
+    """
+    total = 0.0
+    for backward in (False,) if packing else (False, True):
+        tiling = fused_tiling(cell, B, H, itemsize, backward=backward, cut=Cut(rows), packing=packing)
+        form = "matrices" if tiling.matrices else "packed" if packing else "lanes"
+        numbers = cell.gates * H * H if packing else 4 * tiling.threads * tiling.weights
+        loaded = 4 * tiling.threads * tiling.weights * (4 if packing else itemsize) * (1 - tiling.resident_part)
+        work = max(CYCLES[form] * numbers * tiling.rows, loaded / BYTES_PER_CYCLE)
+        each = -(-directions * -(-B // tiling.rows) // cores)
+        together = max(1, REGISTER_BYTES // (4 * tiling.registers * tiling.threads))
+        total += max(each * work, -(-each // together) * (work + WAIT))
+    return total
 
 
 def rows_of(cell: AnyCell, sweep: str, wanted: int, threads: int, packed: bool) -> int:
@@ -543,6 +588,7 @@ def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[s
         more=more,
         cut=problem.cut,
         packing=packing,
+        cores=problem.cores,
     )
 
 

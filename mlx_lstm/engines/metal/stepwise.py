@@ -253,10 +253,10 @@ def tile_of(problem: Problem, width: int) -> tuple[int, int]:
     rows = stepwise_rows(problem.B)
     if rows < 8:
         return rows, 8
+    # A core without work costs more time than reading operands and weights more often. Not measured.
     tiles = TILES[rows]
     groups = [-(-problem.B // high) * -(-width // wide) * problem.directions for high, wide in tiles]
-    fewest = problem.limits.groups
-    return next((tile for tile, count in zip(tiles, groups, strict=True) if count >= fewest), tiles[-1])
+    return next((tile for tile, count in zip(tiles, groups, strict=True) if count >= problem.cores), tiles[-1])
 
 
 def index_bits(problem: Problem) -> int:

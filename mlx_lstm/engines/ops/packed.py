@@ -3,7 +3,6 @@
 import mlx.core as mx
 import numpy as np
 
-from ..choice import current_device
 from ..packing import WEIGHTS, Packing, field_of, is_packed, packed_names
 from ..problem import Arrays
 from ..tracing import have_values, is_transforming
@@ -58,7 +57,7 @@ def times_input(packing: Packing | None, arrays: Arrays, rows: mx.array) -> mx.a
     # Arrays without values may come from mx.vmap, which does not support quantized products. MLX cannot tell them from
     # arrays of mx.compile or of an export. So the matrix is used only on the CPU, where traced graphs are slow anyway,
     # and only in mode affine, because an export cannot write the dequantization of the other modes.
-    traced = packing.mode == "affine" and current_device() == "cpu" and is_transforming()
+    traced = packing.mode == "affine" and mx.default_device() == mx.cpu and is_transforming()
     if traced and not have_values([rows, *(array for name, array in arrays.items() if name[:2] == "Wx")]):
         return rows @ matrix(packing, arrays, "Wx", rows.dtype).T
     return mx.quantized_matmul(rows, arrays["Wx"], scales, biases, **packing._asdict())

@@ -1,0 +1,95 @@
+"""Predict which Metal engine is faster, from the sizes of a recurrence and the number of GPU cores.
+
+The prediction is a small model of the hardware: how many cycles a time step takes on the core that gets the most
+work. tests/machine_code has a larger model, which counts every launch and every instruction. The tests check that both
+models agree. No Mac has measured the numbers below.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .cells import AnyCell
+from .metal.fused import BYTES_PER_CYCLE, SIMPLER, rows_for, step_cycles
+from .metal.stepwise import UNITS, stepwise_rows, tile_of
+from .packing import Packing, field_of
+from .problem import LIMITS, Problem
+
+LAUNCH = 5500
+"""Cycles from one launch of `stepwise` to the next one that waits for it, besides its work: 3.9 us."""
+
+BUILDING = {"forward": 5200, "both": 12900}
+"""Cycles in which the host builds the launches of one step, forward, or forward and backward: 3.7 and 9.2 us. The GPU
+waits meanwhile if a program evaluates each call. Measured on an AMD EPYC."""
+
+TURN = 370
+"""Cycles in which a threadgroup waits for the weights of one turn of its product: 0.27 us."""
+
+TERMS = {"lanes": 128, "tiles": 32}
+"""The number of terms of each sum that one turn of a product adds: in lanes, for fewer than 8 batch items, or in
+tiles."""
+
+CYCLES = {1: 0.030, 4: 0.016, 8: 0.017, 16: 0.014, 32: 0.013}
+"""Cycles of a GPU core per weight and batch item of a step, by the batch items of a threadgroup. The numbers come from
+machine code that Mesa's compiler generates for the M1."""
+
+WIDEST = 256
+"""The largest H for which the instructions and registers of kernels of `fused` were counted. A kernel that was not
+counted may spill registers, so it does not run by default."""
+
+CACHE_BYTES = 9
+"""Bytes per cycle that a core loads from the cache that all cores share, if all cores load."""
+
+
+class Prediction(NamedTuple):
+    """The engine that is predicted to be the faster one, and the reason as text."""
+
+    engine: str
+    reason: str
+
+
+@lru_cache(4096)
+def predict(
+    cell: AnyCell, dtype: mx.Dtype, B: int, H: int, cores: int, directions: int = 1, packing: Packing | None = None
+) -> Prediction:
+    """Return the faster Metal engine for a batch of B items and H hidden units on a GPU with `cores` cores, with the
+    reason. The prediction is for a forward and a backward pass; quantized weights have a forward pass only.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.engines.cells import LSTMCell
+        >>> from mlx_lstm.engines.predicted import predict
+        >>> [predict(LSTMCell(), mx.float32, 64, 256, cores).engine for cores in (8, 40)]
+        ['fused', 'stepwise']
+    """
+    if H > WIDEST:
+        return Prediction("stepwise", f"H = {H} > {WIDEST}, up to which kernels of fused were counted")
+    rows = rows_for(cell, B, H, dtype.size, directions, cores, packing)
+    fused = step_cycles(cell, B, H, dtype.size, directions, cores, rows, packing)
+    share = fused / stepwise_cycles(cell, dtype, B, H, cores, directions, packing)
+    weights = f", weights of {field_of(packing)} bits," if packing else ""
+    where = f"in {str(dtype).removeprefix('mlx.core.')}{weights} at B = {B}, H = {H} on {cores} GPU cores"
+    reason = f"fused takes {share:.2g} of the time of stepwise {where}"
+    return Prediction("fused" if share <= SIMPLER else "stepwise", reason)
+
+
+def stepwise_cycles(
+    cell: AnyCell, dtype: mx.Dtype, B: int, H: int, cores: int, directions: int, packing: Packing | None
+) -> float:
+    """Return the predicted cycles of one time step of `stepwise`, with the time in which the host builds its
+    launches."""
+    problem = Problem(2, B, H, H, cell, dtype, bidirectional=directions == 2, limits=LIMITS._replace(cores=cores))
+    numbers = directions * cell.gates * H * H
+    size = field_of(packing) / 8 if packing else dtype.size
+    total = BUILDING["forward" if packing else "both"]
+    for backward in (False,) if packing else (False, True):
+        rows, units = tile_of(problem, H) if backward else (stepwise_rows(B), UNITS[cell.op])
+        down = -(-B // rows)
+        groups = directions * down * -(-H // units)
+        one = CYCLES[rows] * numbers * down * rows / groups
+        waits = TURN * (cell.gates * H if backward else H) / TERMS["lanes" if rows < 8 else "tiles"]
+        loaded = numbers * down * size / (CACHE_BYTES * cores)
+        each = -(-groups // cores)
+        total += LAUNCH + max(each * one, one + waits, loaded, numbers * size / groups / BYTES_PER_CYCLE * each)
+    return total
