@@ -17,8 +17,8 @@ from ._keys import STYLES, WAYS
 from .weights import describe, differences, stacked
 
 LOSSES = {"bx": "two biases are one now, their sum, which nothing splits again", "bh": ""}
-"""Texts to print for some differences between the old and the new file, by name. Nothing is printed for
-an empty text."""
+"""The texts that report expected differences between the old and the new file, by the name of the bias that differs.
+An empty text is not printed."""
 
 LINE = 1000
 """The most characters of a printed line, since a foreign file may have names of any length."""

@@ -17,13 +17,13 @@ from .weights import OURS, Weights, held, one_bias, reorder
 
 ENDING = ".mlpackage"
 ORDER = "ifog"
-"""The gate order of MIL's operation lstm: input, forget, output and cell gate."""
+"""The gate order of the operation lstm in MIL, the language of Core ML models: input, forget, output and cell gate."""
 
 ACTIVATIONS = {"sigmoid": "sigmoid", "tanh": "tanh", "relu": "relu", "identity": "linear"}
-"""This package's names of activations, and MIL's."""
+"""This package's names of activations, each with the name in MIL, the language of Core ML models."""
 
 LONGEST = 65536
-"""The largest number of steps that a written model accepts. Core ML wants a bound."""
+"""The largest number of steps that a written model accepts. Core ML requires a limit for an axis of any length."""
 
 
 def load() -> Any:
@@ -38,7 +38,8 @@ def load() -> Any:
 
 
 def write(path: Path, layers: Mapping[str, Weights], force: bool) -> None:
-    """Write a package. It is complete before it gets its name; an old package is removed last."""
+    """Write the layers as a Core ML package. The package is written under a temporary name and then renamed, so
+    `path` never names an incomplete package. An old package is removed last."""
     arrays = {name: mil_arrays(weights) for name, weights in layers.items()}
     if path.exists() and not (path.is_dir() and (path / "Manifest.json").is_file()):
         fail("convert", f"{path} must be a Core ML package, to be replaced by force,", "something else")
@@ -55,8 +56,8 @@ def write(path: Path, layers: Mapping[str, Weights], force: bool) -> None:
 
 
 def model_of(tools: Any, layers: Mapping[str, Weights], arrays: dict[str, list[Arrays]]) -> Any:
-    """Return a model of coremltools. For each stack of K layers with D directions its inputs are x [T, 1, I], h_0 and
-    c_0 [K D, 1, H], its outputs h [T, 1, D H], h_n and c_n [K D, 1, H]."""
+    """Return a coremltools model of all stacks of layers. A stack of K layers with D directions has the inputs
+    x [T, 1, I], h_0 and c_0 [K D, 1, H], and the outputs h [T, 1, D H], h_n and c_n [K D, 1, H]."""
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import Function, Program, get_new_symbol
 
@@ -90,13 +91,14 @@ def model_of(tools: Any, layers: Mapping[str, Weights], arrays: dict[str, list[A
 
 
 def add_stack(mb: Any, name: str, weights: Weights, arrays: list[Arrays], inputs: list[Any]) -> list[Any]:
-    """Add the operations of a stack of layers to a program. Return its outputs h, h_n, c_n. mb: MIL's builder."""
+    """Add the operations of a stack of layers to a Core ML program, and return the stack's outputs h, h_n, c_n. mb:
+    the class `Builder` of coremltools, which makes operations; inputs: x, h_0 and c_0."""
     x, *first = inputs
     K, D, H = len(weights.layers), weights.directions, weights.hidden_size
     last: list[list[Any]] = [[], []]
     for k, layer in enumerate(arrays):
         states = []
-        for state in first:  # rows [D, 1, H] of the layer, side by side: [1, D H]
+        for state in first:  # the layer's rows [D, 1, H] of h_0 or c_0, joined to [1, D H] for lstm
             rows = mb.slice_by_size(x=state, begin=[k * D, 0, 0], size=[D, 1, H])
             states.append(mb.reshape(x=mb.transpose(x=rows, perm=[1, 0, 2]), shape=[1, D * H]))
         direction = "bidirectional" if D == 2 else "reverse" if weights.reverse else "forward"
@@ -111,14 +113,15 @@ def add_stack(mb: Any, name: str, weights: Weights, arrays: list[Arrays], inputs
 
 
 def title(name: str, word: str) -> str:
-    """Return the name of an input, an output or an operation. MIL allows letters, digits and underscores only."""
+    """Return the name of an input, an output or an operation of a stack in a Core ML model. Core ML allows letters,
+    digits and underscores only, so other characters become underscores."""
     whole = "".join(c if c.isascii() and c.isalnum() else "_" for c in (f"{name}_{word}" if name else word))
     return whole if not whole[0].isdigit() else f"_{whole}"
 
 
 def mil_arrays(weights: Weights) -> list[Arrays]:
-    """Return for each layer the weights by the names of MIL's operation, float32 in its gate order. Raise ValueError
-    for options that the operation lacks."""
+    """Return for each layer a dict of float32 arrays with the names and the gate order of Core ML's operation lstm.
+    Raise ValueError for options that this operation lacks."""
     op = "convert"
     if not isinstance(weights.cell, LSTMCell):
         why = "as Core ML's gru has no bias inside of its reset gate" if weights.cell.op == "gru" else "for Core ML"
@@ -126,7 +129,8 @@ def mil_arrays(weights: Weights) -> list[Arrays]:
     clips = weights.cell.cell_clip is not None
     weights = held(op, weights, options=True, reverse=True)
     if clips or any("peephole" in each for layer in weights.layers for each in layer):
-        # MIL's documentation does not say what is clipped, nor which c the output gate's peephole reads.
+        # Both are refused: Core ML's documentation does not say which value is clipped, nor whether the output gate's
+        # peephole reads the old or the new c.
         fail(op, f"layers of a {ENDING} file must have no cell_clip and no peephole", weights)
     activations(weights.cell)
     layers = []
@@ -142,7 +146,8 @@ def mil_arrays(weights: Weights) -> list[Arrays]:
 
 
 def activations(cell: Any) -> dict[str, str]:
-    """Return MIL's names of the activations of an LSTM."""
+    """Return an LSTM's activations as arguments of Core ML's operation lstm. Raise ValueError for activations that
+    this operation lacks."""
     i, f, g, o, h = cell.activations
     if not {i, g, h} <= ACTIVATIONS.keys() or not i == f == o:
         rule = f"activations must be {', '.join(ACTIVATIONS)}, the same for i, f and o, as Core ML has them,"

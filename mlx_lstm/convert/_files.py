@@ -116,16 +116,16 @@ def write(
     ways: Sequence[str] | None = None,
     force: bool = False,
 ) -> None:
-    """Write these recurrent layers to a file, whose ending selects the format. The file is written completely or not at
-    all.
+    """Write recurrent layers to a file, whose ending selects the format. The file is written completely or not at all.
 
     Args:
-        path (str or Path): as in `read`; `.keras` and `.h5` become complete Keras models of these layers, `.onnx` a
-            model with a chain of nodes for each name. Other arrays are written to `.safetensors` and `.npz` only. Also
-            `.mlpackage`, a Core ML model of LSTMs (with coremltools), which is written only: float32, inputs x [T, 1,
-            I], h_0 and c_0, outputs h, h_n and c_n, after the stack's name if it has one.
+        path (str or Path): a file with one of the endings that `read` takes, or `.mlpackage`. `.keras` and `.h5` become
+            complete Keras models of these layers, `.onnx` a model with a chain of nodes for each name. Only
+            `.safetensors` and `.npz` hold other arrays. `.mlpackage` is a Core ML model of LSTMs (with coremltools),
+            which `read` cannot read: in float32, with inputs x [T, 1, I], h_0 and c_0 and outputs h, h_n and c_n; their
+            names begin with the stack's name if it has one.
         model (Model or dict): what `read` returns, or `Weights` by name.
-        style (str): whose names the keys have in `.safetensors` and `.npz`: `"torch"`, `"mlx"`, `"two-biases"`,
+        style (str): the names that the keys have in `.safetensors` and `.npz`: `"torch"`, `"mlx"`, `"two-biases"`,
             `"keras"`, `"ops"`.
         keys (str, optional): a template for the keys, as in `read`, such as `"{name}.{layer}.{way}.{array}"`.
         ways (sequence of str, optional): the names of the two directions. Default: as in the style, or forward and
@@ -166,7 +166,8 @@ def write(
 
 
 def replace(path: Path, work: Callable[[Path], Any], force: bool) -> Any:
-    """Call `work` with a temporary path of the same ending; then let the finished file replace `path`."""
+    """Call `work` with a temporary path that has the same ending as `path`, and rename the file that `work` writes
+    there to `path`. Return the result of `work`."""
     if path.exists():
         size_of(path)  # raises for a device, which must not be replaced
     return write_whole(path, work, force=force, ending=ending_of(path))
@@ -216,8 +217,8 @@ def ending_of(path: Path) -> str:
 
 
 def named(path: Path, work: Callable[[], Any]) -> Any:
-    """Return the result of `work()`. If `work` raises a ValueError whose text does not begin with the file's path, put
-    the path before the text, or in place of its first word if this is "it"."""
+    """Return the result of `work()`, which reads the file at `path`. If `work` raises a ValueError, add the path to
+    the error text, unless the text begins with it; a first word "it" is replaced by the path."""
     try:
         return work()
     except ValueError as error:
@@ -232,8 +233,8 @@ def named(path: Path, work: Callable[[], Any]) -> Any:
 
 
 def told_by(layers: Mapping[str, Weights]) -> dict[str, str]:
-    """Return metadata for a safetensors file: the options of the cells that differ from the defaults, by layer, as
-    JSON."""
+    """Return the metadata for a safetensors file: for each layer, as JSON, the options of its cell that differ from
+    the defaults."""
     options = {name: weights.options for name, weights in layers.items()}
     options = {name: {key: o[key] for key in o if key != "bidirectional"} for name, o in options.items()}
     options = {name: found for name, found in options.items() if found}
@@ -241,7 +242,7 @@ def told_by(layers: Mapping[str, Weights]) -> dict[str, str]:
 
 
 def told_options(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Read the cells' options, by layer, from the metadata of a safetensors file."""
+    """Read from the metadata of a safetensors file the options of each layer's cell, as `told_by` wrote them."""
     try:
         return {str(name): dict(options) for name, options in parse_json(metadata.get(METADATA, "{}")).items()}
     except (ValueError, TypeError, AttributeError):

@@ -1,12 +1,13 @@
-"""The process that reads a HDF5 file for `_hdf5`, run as a script: `_hdf5_child.py MOST [PATH]`, else from stdin.
+"""A script that reads an HDF5 file in a child process for `_hdf5`: `_hdf5_child.py MOST [PATH]`. Without PATH it
+reads the file from stdin. MOST is the largest number of bytes that all arrays together may have.
 
-HDF5 does not validate its files: a damaged file may make it hang, crash, or take all memory. In a child process this
-does no harm. This script imports nothing from the package, since that import would take longer than all other work.
+HDF5 does not validate its files: a damaged file may make it hang, crash, or take all memory. In a child process none
+of these harms the user's process. This script imports nothing from the package, since that import would take longer
+than all other work.
 
-The output: a line of JSON, {"attributes": ..., "arrays": ..., "others": ...} or {"error": ...}, then the arrays' bytes
-one after the other. `attributes` maps an object's path and an attribute's name to a list of texts; `arrays` maps a path
-to [dtype, shape]; `others` is the number of datasets that hold no numbers. MOST: the largest number of bytes that all
-arrays together may have.
+The output is a line of JSON, {"attributes": ..., "arrays": ..., "others": ...} or {"error": ...}, then the bytes of
+the arrays one after the other. `attributes` maps an object's path and an attribute's name to a list of texts;
+`arrays` maps a path to [dtype, shape]; `others` is the number of datasets that hold no numbers.
 """
 
 import io
@@ -22,7 +23,6 @@ import numpy as np
 
 ATTRIBUTES = ("model_config", "keras_version", "layer_names", "weight_names", "name")
 """The attributes that are read. Keras splits a long list into several attributes and adds a number to each name."""
-
 
 LINKS_INSIDE = (0, 1)
 """HDF5's H5L_TYPE_HARD and H5L_TYPE_SOFT: links that stay in the file."""
@@ -69,7 +69,8 @@ def contents(file: Any, most: int) -> Contents:
 
 
 def foreign(path: bytes, info: Any) -> bytes | None:
-    """Return the path of a link that points to another file, else None. A path ends h5py's visit of all links."""
+    """Return the path of a link that points to another file, and None for any other link. h5py stops its visit of
+    all links as soon as this function returns a path."""
     return None if info.type in LINKS_INSIDE else path
 
 

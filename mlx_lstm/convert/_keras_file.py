@@ -79,7 +79,8 @@ def read(path: Path) -> Found:
 
 
 def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, Any]:
-    """Return the arrays of a file that lists its arrays by layer, under keys "layer//array"."""
+    """Return the arrays of a file in which each layer has a list of its arrays' names, as Keras writes `.h5`. The
+    keys of the returned dict are "layer//array"."""
     arrays = {}
     for layer in layers:
         for name in file.texts(root + layer, "weight_names"):
@@ -116,7 +117,7 @@ def snake(name: str) -> str:
 
 
 class Direction(NamedTuple):
-    """The arrays of one direction in a file. place, name, own: as in `Known`, of the layer that has this direction;
+    """The arrays of one direction of a layer in a file. place, name, own: the layer's path and names, as in `Known`;
     way: "", "forward" or "backward"; keys: the keys of the arrays, in Keras' order."""
 
     place: str
@@ -127,7 +128,8 @@ class Direction(NamedTuple):
 
 
 def names_in_new(file: _hdf5.Contents) -> list[Direction]:
-    """Return the directions in a Keras 3 file, where a group `cell/vars` holds two matrices and maybe a bias."""
+    """Find the layers of a Keras 3 file; return one `Direction` for each direction of each layer. A group
+    `cell/vars` in the file holds the arrays of a direction: two matrices and maybe a bias."""
     groups: dict[str, list[str]] = {}
     for key in file.arrays:
         parent, _, last = key.rpartition("/")
@@ -150,7 +152,8 @@ def names_in_new(file: _hdf5.Contents) -> list[Direction]:
 
 
 def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
-    """Return the directions in an `.h5` file: each is a `recurrent_kernel` with the other arrays of its group."""
+    """Find the layers of an `.h5` file; return one `Direction` for each direction of each layer. A direction has an
+    array `recurrent_kernel`, and the other arrays in the same group of the file belong to it."""
     directions: list[Direction] = []
     parents = dict.fromkeys(key.rpartition("/")[0] for key in arrays)
     taken: set[tuple[str, str]] = set()
@@ -182,8 +185,9 @@ def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
 
 
 def gathered(arrays: Mapping[str, Any], directions: list[Direction], known: Mapping[str, Known], slope: str) -> Found:
-    """Build layers from the directions. Return them in the model's order, and the arrays that belong to no layer.
-    slope: the slope of hard_sigmoid, "x/5" or "x/6"."""
+    """Build `Weights` from the arrays of all directions. Return the layers in the order of the model's
+    configuration, the arrays that belong to no layer, the keys of each layer, and notes. slope: the slope of
+    hard_sigmoid in this version of Keras, "x/5" or "x/6"."""
     layers: dict[str, list[Direction]] = {}
     legacy = any("//" in key for key in arrays)
     for each in directions:
@@ -210,7 +214,7 @@ def gathered(arrays: Mapping[str, Any], directions: list[Direction], known: Mapp
 
 
 def can_tell(config: Mapping[str, Any]) -> bool:
-    """Return whether this configuration of a layer describes a single recurrent cell, maybe inside a Bidirectional."""
+    """Return whether a layer's configuration describes a single recurrent cell, maybe inside a Bidirectional."""
     inner = config["config"]
     if config["class_name"] == "RNN":
         return isinstance(inner.get("cell"), Mapping) and inner["cell"].get("class_name") in KINDS
@@ -223,7 +227,7 @@ def natural(text: str) -> list[Any]:
 
 
 def plain(key: str) -> str:
-    """Return an array's key for a file format without folders: dots in place of slashes."""
+    """Return the key of an array of a Keras file for file formats without folders: dots take the place of slashes."""
     layer, _, name = key.rpartition("//")
     return (name if not layer or name.startswith(f"{layer}/") else f"{layer}/{name}").replace("/", ".")
 
@@ -232,7 +236,8 @@ def plain(key: str) -> str:
 
 
 class KerasLayer(NamedTuple):
-    """A layer to be written. spec: its description as Keras serializes it; ways: the arrays of its directions."""
+    """A Keras layer to be written. spec: its description as Keras serializes it; ways: for each direction, its
+    arrays."""
 
     spec: dict[str, Any]
     ways: list[list[np.ndarray]]
@@ -352,7 +357,8 @@ def write_new(file: Any, made: Mapping[str, list[KerasLayer]]) -> None:
 
 
 def write_legacy(file: Any, made: Mapping[str, list[KerasLayer]], config: dict[str, Any]) -> None:
-    """Write an `.h5` file as Keras does: a group for each layer or model, and lists of the arrays' names."""
+    """Write an `.h5` file in the layout of Keras: a group for each layer or model, and in each group the list of its
+    arrays' names."""
     file.attrs["model_config"], file.attrs["keras_version"] = json.dumps(config), VERSION
     root = file.create_group("model_weights")
     groups = {name: each for name, each in made.items()} if len(made) > 1 else {}

@@ -43,10 +43,10 @@ PATH_WAY = re.compile(rf"(?<![A-Za-z])({'|'.join(WAY_WORDS)})(?![A-Za-z])")
 
 
 class Group(NamedTuple):
-    """The keys of one layer and direction. own: the part of the keys before the array's word; name: that part
-    without direction and layer; layer, way: their numbers, None if the keys do not contain them; numbered: whether
-    the keys mark the layer's number as such (`_l0`); keys: by the array's word; form: a key with NUL in place of
-    that word."""
+    """The keys of one layer and direction, such as lstm.weight_ih_l0 and lstm.weight_hh_l0. own: the parts of the
+    keys that only this group has; name: `own` without direction and layer number; layer, way: these two numbers,
+    None if the keys do not contain them; numbered: whether the keys mark the layer's number as such (`_l0`); keys:
+    the keys by the word for the array, such as weight_ih; form: a key with NUL in place of this word."""
 
     own: str
     name: str
@@ -57,7 +57,8 @@ class Group(NamedTuple):
     form: str
 
     def title(self, leaf: str) -> str:
-        """Return the key of the array with this word. If the array is missing, return the key that it would have."""
+        """Return the key of the array with the word `leaf`, such as weight_ih. If the file lacks this array, return
+        the key that it would have."""
         return self.keys.get(leaf, self.form.replace("\0", leaf))
 
 
@@ -162,7 +163,8 @@ def from_names(arrays: Mapping[str, Any], *, nonlinearity: str | None = None) ->
         nonlinearity (str, optional): the nonlinearity of a plain RNN. Default: tanh.
 
     Returns:
-        Weights: the arrays as they are. MLX differentiates a sum or a transposed array that had to be made.
+        Weights: the given arrays. Where the format needs a sum or a transposed array, MLX makes it, and gradients flow
+        through it to the given arrays.
 
     Raises:
         ValueError: the arrays are not those of one layer or stack, or a shape does not fit.
@@ -193,7 +195,7 @@ def names_counted_by(key: str, names: Container[str]) -> list[str]:
     counted = []
     for number in re.finditer(r"\d+(?=\.)", key):
         start, end = number.span()
-        # The name may end before the number, with or without a dot between them, or after some of its digits.
+        # A name may end before the number, with or without the dot between them, or within the number's digits.
         dot = [start - 1] if key[:start].endswith(".") else []
         counted += [key[:k] for k in [*dot, *range(start, end)][:MOST_DIGITS] if key[:k] in names]
     return counted
@@ -241,8 +243,9 @@ def fits(whole: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], D:
 
 
 def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list[Arrays]:
-    """Return a list of dicts of arrays, by the names that `Weights` uses: one dict, or two if both directions share
-    the group's arrays. Raise a ValueError that names a missing or unexpected key."""
+    """Return the arrays of a group of keys as a list of dicts, by the names that `Weights` uses. The list has one
+    dict, or two if both directions share the group's arrays. Raise a ValueError that names a missing or unexpected
+    key."""
     for one, other in PARTNERS.items():
         if (one in group.keys) != (other in group.keys):
             there, missing = (one, other) if one in group.keys else (other, one)
@@ -272,13 +275,14 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
 
 
 def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
-    """Return one direction's arrays in the gate order and with the biases that `Weights` uses."""
+    """Return one direction's arrays with the gate order and the biases `bx` and `bh` that `Weights` has. order: the
+    gate order in the file, if it is not the usual one."""
     matrix = next(leaf for leaf in group.keys if ENTRIES[leaf] == "Wh")
     kind = OF_GATES[gates_of("convert", words, group.title(matrix))]
     if "bhn" in words and kind != "gru":
         fail("convert", f"{group.title('bhn')} must not be there, as {group.title(matrix)} is no GRU's,", "this key")
     if "bhn" in words and "b" in words and words["b"].shape == words["bhn"].shape:
-        # Some programs give the whole recurrent bias of a GRU, [3H], the name of its candidate's part.
+        # Some programs call a GRU's whole recurrent bias [3H] "bhn", the name of its candidate's part [H] here.
         words["bx"], words["bh"] = words.pop("b"), words.pop("bhn")
     if order is not None:
         usual = OURS[kind]

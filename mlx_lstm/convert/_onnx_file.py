@@ -30,7 +30,8 @@ def load() -> Any:
 
 
 def read(path: Path, external_data: bool) -> tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str]]:
-    """Read an ONNX file. Return its layers by node name, the other initializers, the keys of each layer, and notes."""
+    """Read an ONNX file. Return its layers by node name, the other initializers, the keys of each layer's arrays,
+    and notes on inputs that are not weights."""
     onnx = load()
     try:
         model = onnx.load(path, load_external_data=False)
@@ -77,7 +78,7 @@ def read(path: Path, external_data: bool) -> tuple[dict[str, Weights], dict[str,
         H = layers[name].hidden_size
         for word in ("initial_h", "initial_c"):
             sizes = list(constants[names[word]].dims) if names.get(word) in constants else [H]
-            if sizes[-1:] != [H]:  # torch.onnx.export drops an LSTM's projection, but not its width in the states
+            if sizes[-1:] != [H]:  # torch.onnx.export drops an LSTM's projection, but the states keep its width
                 fail("convert", f"{word} of {name} must be of the width H = {H}: was there a projection?", sizes)
         keys[name] = [names[word] for word in arrays]
         used |= set(keys[name])

@@ -6,9 +6,10 @@ all matrices come first and all biases after them, ordered by layer, then by dir
     W_g [H, in] for each gate, R_g [H, S] for each gate, Pr [P, H] with a projection
     bW_g [H]    for each gate, bR_g [H]   for each gate
 
-in is the input's size I for layer 0 (0 with skip_input, where layer 0 has no input matrices), D S for the other layers;
-S, the width of h, is P = num_proj, or H = num_units without projection. Gates: lstm i, f, c, o; gru r, u, n; rnn_relu
-and rnn_tanh have one. Keras, jax and PyTorch rely on this layout; TensorFlow's documentation calls the buffer opaque.
+The number of columns `in` is the input's size I for layer 0 (0 with skip_input, where layer 0 has no input matrices),
+and D S for the other layers. S, the width of h, is P = num_proj, or H = num_units without projection. Gates: lstm i, f,
+c, o; gru r, u, n; rnn_relu and rnn_tanh have one. Keras, jax and PyTorch rely on this layout; TensorFlow's
+documentation calls the buffer opaque.
 """
 
 from itertools import accumulate
@@ -82,9 +83,8 @@ class Layout(NamedTuple):
 
 
 def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
-    """Return each layer's arrays as the recurrence takes them, with the biases in two parts.
-
-    `Wx` (unless skipped), `Wh`, `Wp` (with a projection), `bW` and `bR` [D, G H].
+    """Return for each layer a dict of its arrays in the shapes that the recurrence takes: `Wx` (unless layer 0 has
+    no input matrices), `Wh`, `Wp` (with a projection), and the two biases `bW` and `bR` [D, G H].
 
     All are views of the buffer, except the `Wx` of two directions: other matrices lie between its halves.
     """

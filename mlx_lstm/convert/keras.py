@@ -158,8 +158,8 @@ def direction(
     biases: Sequence[Sequence[int]],
     of: str = "",
 ) -> Arrays:
-    """Return one direction's arrays for `Weights`, from kernel [I, GH], recurrent_kernel [H, GH] and maybe bias.
-    biases: the allowed shapes of the bias, with the last axis divided by H."""
+    """Return one direction's arrays for `Weights`, from Keras' kernel [I, GH], recurrent_kernel [H, GH] and maybe
+    bias. biases: the allowed shapes of the bias, with the last axis divided by H."""
     G = {"lstm": 4, "gru": 3, "rnn": 1}[kind]
     shapes = [np.shape(array) for array in (kernel, recurrent_kernel, bias)]
     H = shapes[1][0] if len(shapes[1]) == 2 else 0

@@ -40,8 +40,8 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str = "tanh") ->
 
     Args:
         layers: one layer, or a list of layers; each reads the output of the layer before.
-        reverse (optional): as many layers again, which read their input from the end to the start; as in
-            `mlx_lstm.nn.stack`.
+        reverse (optional): the layers of the second direction, which read their input from the end to the start, one
+            for each of `layers`; as in `mlx_lstm.nn.stack`.
         nonlinearity (str): the nonlinearity of a plain RNN, as `mlx_lstm.rnn` names it. Default: `"tanh"`.
 
     Returns:

@@ -91,7 +91,8 @@ def activation_names(op: str, descriptor: Any, names: Sequence[str], hard_sigmoi
 
 
 def flipped(arrays: Arrays) -> Arrays:
-    """Return a GRU's arrays with the part of the update gate negated, since sigmoid(-a) is 1 - sigmoid(a)."""
+    """Return a GRU's arrays with the rows of the update gate negated. This turns z into 1 - z, since sigmoid(-a) is
+    1 - sigmoid(a)."""
     parts = {name: mx.split(array, 3) for name, array in arrays.items()}
     return {name: mx.concatenate([r, -z, n]) for name, (r, z, n) in parts.items()}
 

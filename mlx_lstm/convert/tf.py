@@ -90,7 +90,7 @@ def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
 
 
 def from_tf_gru(w_ru: Any, w_c: Any, b_ru: Any, b_c: Any) -> Weights:
-    """Return the weights of TensorFlow's `GRUBlockCell`, which resets before the product.
+    """Return the weights of TensorFlow's `GRUBlockCell`, a GRU that resets before the recurrent product.
 
     Args:
         w_ru, w_c (array): [I + H, 2H], [I + H, H], the rows of the input first.

@@ -1,5 +1,5 @@
-"""The class `Weights`: a stack of recurrent layers in one form, to and from which all formats are converted. The
-gate orders of all formats."""
+"""The class `Weights`: a stack of recurrent layers in one form. All conversions between formats go through it. This
+module also has the gate orders of all formats."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ MPSGRAPH = {"lstm": ("ifgo", "igfo"), "gru": ("zrn", "rzn"), "rnn": ("h", "h")}
 
 CHOICES = {"act": ACTIVATIONS, "reset": ("after", "before"), "output_peephole": ("current", "previous")}
 CHOICES |= {"flip_z": (False,), "gate_order": tuple(OURS.values())}
-"""The cell options whose value is a text, and the allowed values."""
+"""The cell options that have only a few allowed values, and these values."""
 
 WORDS = {"Wx": "GH", "Wh": "GH", "bx": "GH", "bh": "GH", "peephole": "GH", "Wp": "P"}
 """One direction's arrays, and their number of rows: GH, for G gates of H units, or P, the width of a projected h."""
@@ -136,7 +136,7 @@ def stacked(op: str, parts: Sequence[Weights]) -> Weights:
 
 
 def describe(weights: Weights) -> str:
-    """Return a short text on weights: cell, sizes, layers, directions, options."""
+    """Return a short text that describes weights: cell, sizes, layers, directions, options."""
     words = {"lstm": "LSTM", "gru": "GRU", "rnn": "RNN"}[weights.cell.op]
     sizes = f"{words}, {weights.input_size} -> {weights.hidden_size}"
     sizes += f", projected to {weights.proj_size}" if weights.proj_size else ""
@@ -172,7 +172,7 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
                 if word not in arrays:
                     fail(op, f"{title(k, d, word)} must be there", "no such array")
             for word, array in arrays.items():
-                # To make the title takes longer than this check. So the title is made for a wrong array only.
+                # Building the title takes longer than this check, so it is built for a wrong array only.
                 if list(array.shape) != shapes[word] or array.dtype not in FLOATS:
                     check_array(op, title(k, d, word), array, shapes[word], why=f", as H is {rows // G},")
     return weights
@@ -233,15 +233,16 @@ def with_forget_bias(arrays: Arrays, forget_bias: float) -> Arrays:
 
 
 def one_bias(cell: Cell, arrays: Arrays) -> Arrays:
-    """Return `b`, the sum of both biases, and `bhn` of a GRU that resets after the product.
+    """Return a dict with `b`, the sum of a direction's two biases. For a GRU that resets after the product, `b`
+    lacks the candidate's second bias, which the dict has as `bhn`.
 
-    If one bias is 0, the sum equals the other bias to the last bit.
+    If one of the two biases is 0, `b` equals the other bias bit for bit.
     """
     if "bx" not in arrays and "bh" not in arrays:
         return {}
     bx, bh = two_biases(arrays)
     after = isinstance(cell, GRUCell) and cell.reset == "after"
-    # A 0 in bh is added as -0.0: x + -0.0 equals x to the last bit even for x = -0.0, but -0.0 + 0.0 is 0.0.
+    # A 0 in bh is added as -0.0, so that the sum equals bx bit for bit: -0.0 + -0.0 is -0.0, but -0.0 + 0.0 is 0.0.
     b = join_biases(bx, mx.where(bh == 0, mx.array(-0.0, bh.dtype), bh), gru=after)["b"]
     return {"b": b} | ({"bhn": bh[bh.shape[0] // 3 * 2 :]} if after else {})
 

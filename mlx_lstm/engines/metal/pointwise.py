@@ -185,8 +185,8 @@ def tiling_of(sweep: str, cell: PointwiseCell, B: int, H: int, itemsize: int) ->
     most = registers_of(threads)
 
     def working(rows: int) -> int:
-        more = max(0, cell.carried - 1) + cell.graph.inputs + cell.graph.params + max(0, G - 4)
-        return WORKING_REGISTERS[sweep][rows] + 4 * rows * more
+        per_row = 2 * max(0, cell.carried - 1) + cell.graph.inputs + 2 * max(0, G - 4)
+        return WORKING_REGISTERS[sweep][rows] + rows * per_row + cell.graph.params
 
     length, group = G * H if back else H, 4 * lanes * units
     runs = -(-length // group)
