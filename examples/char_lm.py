@@ -85,7 +85,8 @@ class Settings(NamedTuple):
     dtype: str = "float32"
 
 
-YOUNG = {"dtype": "float32"}  # values of settings that older checkpoints lack; a checkpoint leaves them out
+# Settings that older checkpoints lack, with their value there. `write` leaves out a setting that has this value.
+YOUNG = {"dtype": "float32"}
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}  # no float16: it needs a scaled loss, see docs/training.md
 RANGES = {  # [lowest, limit) of the options that are numbers
     **dict.fromkeys(("steps", "batch", "window", "embedding", "hidden", "evaluations"), (1, math.inf)),
@@ -114,7 +115,7 @@ HELP = Settings(
 
 
 class Corpus(NamedTuple):
-    """The text as codes, which are indices into the alphabet; the validation text starts at `split`."""
+    """The text as codes, which are indices into the alphabet. `split`: the index where the validation text starts."""
 
     alphabet: str
     codes: np.ndarray
@@ -144,7 +145,8 @@ def documentation() -> str:
 
 
 def kneser_ney(counts: np.ndarray, lower: np.ndarray) -> np.ndarray:
-    """Return probabilities from counts [..., V]: a discount is taken from each count and given to the lower order."""
+    """Return Kneser-Ney probabilities from counts [..., V]. A discount is taken from each count and redistributed by
+    `lower`, the probabilities of a model that reads one character less."""
     once, twice = (counts == 1).sum(), (counts == 2).sum()
     discount = once / (once + 2 * twice) if once else 0.5
     total, kinds = counts.sum(-1, keepdims=True), (counts > 0).sum(-1, keepdims=True)
@@ -231,7 +233,7 @@ class CharLM(nn.Module):
         steps."""
         if self.dtype == mx.float32:
             return self.forward(codes, state, dropped)
-        weights = self.parameters()  # kept in float32: the optimizer's steps are finer than 16 bits
+        weights = self.parameters()  # stay float32: the optimizer's steps are too small for 16 bits
         self.set_dtype(self.dtype)
         dropped = None if dropped is None else dropped.astype(self.dtype)
         logits, state = self.forward(codes, tuple(array.astype(self.dtype) for array in state), dropped)
@@ -363,10 +365,10 @@ class Run:
         return place | {"losses": self.losses, "validation": self.validation}
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint under another name, then rename it, so that `path` is always a complete checkpoint, old or
-        new.
+        """Write a checkpoint under another name, then rename it, so that `path` is always a complete checkpoint, old
+        or new.
 
-        Until then the new file is next to `path`, in a folder that no other user can open.
+        Until it is renamed, the new file is next to `path`, in a folder that no other user can open.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
@@ -443,8 +445,8 @@ def check_sizes(arrays: dict[str, mx.array], settings: Settings, symbols: int) -
 
 
 def check_progress(numbers: dict, steps: int, columns: int) -> None:
-    """Raise ValueError unless a run of so many steps on so many columns of text can have the numbers in a
-    checkpoint."""
+    """Raise ValueError if the numbers in a checkpoint are impossible for a run of `steps` steps on a text of
+    `columns` columns."""
     for name, limit in {"step": steps, "position": columns}.items():
         if not 0 <= numbers[name] <= limit:
             raise ValueError(f"number {name} must lie in 0..{limit} but is {numbers[name]}")
@@ -496,8 +498,8 @@ def ctrl_c() -> Iterator[threading.Event]:
 def train(run: Run, checkpoint: Path, console: Console, seconds: float | None = None) -> bool:
     """Train to the last step and return True; after `seconds` or Ctrl-C return False. Always write a checkpoint.
 
-    All processes stop at the same step, and the first one writes. If one is lost, `Lost` is raised after each other one
-    has written the checkpoint, as nobody knows whether the first one lives.
+    All processes stop at the same step, and the first one writes. If a process is lost, which may be the first one,
+    every other process writes the checkpoint and raises `Lost`.
     """
 
     def save() -> None:

@@ -72,7 +72,7 @@ def loss(policy, played, state):
     keep = mx.concatenate([mx.ones((GAMES, 1), mx.bool_), ~played["ends"][:, :-1]], axis=1)  # False: a new episode
     scores = policy(played["seen"], state, keep)
     surprise = nn.losses.binary_cross_entropy(scores, played["right"].astype(mx.float32), reduction="none")
-    apart = mx.abs(scores - played["scores"]).max()  # from the scores of single steps
+    apart = mx.abs(scores - played["scores"]).max()  # largest difference from the scores of single steps
     return (surprise * played["rewards"]).sum() / GAMES, apart
 
 

@@ -58,7 +58,7 @@ def main(layers=2, units=640, bits=0):
     if units % 32:
         sys.exit(f"units must be a multiple of 32, a group of weights, but are {units}.")
     if not bits:
-        print("bits   weights   all arrays   a step   one in a hundred   off by", flush=True)  # then children print
+        print("bits   weights   all arrays   a step   one in a hundred   off by", flush=True)  # children print rows
         for width in (32, 8, 4):
             subprocess.run([sys.executable, __file__, str(layers), str(units), str(width)], check=True)
         return

@@ -31,8 +31,8 @@ def zoneout_lstm(a: Arrays, state: Arrays, hold_h: Array, hold_c: Array) -> tupl
 
     Gates i, f, g, o; states h, c; inputs hold_h, hold_c: 1 where h or c keeps its old value, else 0. Draw them for
     each step and unit: `mx.random.bernoulli(p, (T, B, H))`. At inference the paper uses the probabilities p themselves:
-    the values may be anything from 0 to 1. :math:`h' = hold_h h + (1 - hold_h) h_{lstm}`, and so for c; the next h_lstm
-    reads the c before zoneout.
+    the values may be anything from 0 to 1. :math:`h' = hold_h h + (1 - hold_h) h_{lstm}`, :math:`c' = hold_c c + (1 -
+    hold_c) c_{lstm}`, where h_lstm and c_lstm are the result of `lstm`: h_lstm is computed from c_lstm, not from c'.
     """
     h, c = state
     new_h, new_c = lstm(a, state)
@@ -103,8 +103,8 @@ def gru(a: Arrays, state: Arrays) -> tuple[Array, ...]:
 def augru(a: Arrays, state: Arrays, attention: Array) -> tuple[Array, ...]:
     r"""Run a step of a GRU whose update gate is scaled by attention (AUGRU; Zhou et al., "DIEN", arXiv:1809.03672).
 
-    Gates r, u, n, `apart=True`; state h; inputs attention, one score per step: an array [T, B, 1]. :math:`u' =
-    attention \sigma(u)`, :math:`h' = (1 - u') h + u' n`.
+    Gates r, u, n; call with `apart=True`; state h; inputs attention, one score per step: an array [T, B, 1]. :math:`u'
+    = attention \sigma(u)`, :math:`h' = (1 - u') h + u' n`, with n as in `gru`.
     """
     (xr, hr), (xu, hu), (xn, hn) = a
     (h,) = state
@@ -132,7 +132,8 @@ def minimal_gru(a: Arrays, state: Arrays) -> tuple[Array, ...]:
 def minimal_gru_log(a: Arrays, state: Arrays) -> tuple[Array, ...]:
     r"""Run a step of minGRU with the positive candidate of the paper's log-space version. Call with `Wh=None`.
 
-    Gates z, n; state h. As `minimal_gru`, with :math:`n + 0.5` for :math:`n \ge 0` and :math:`\sigma(n)` below.
+    Gates z, n; state h. It is `minimal_gru` with another candidate in place of n: :math:`n + 0.5` where :math:`n \ge
+    0`, :math:`\sigma(n)` elsewhere.
     """
     z, n = a
     return minimal_gru((z, mx.where(n >= 0, n + 0.5, mx.sigmoid(n))), state)

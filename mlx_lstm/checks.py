@@ -1,5 +1,5 @@
-"""Check arguments of public functions before any work is done: `ValueError("[op] rule but got value")`. Show each
-warning once, at the caller's line."""
+"""Check the arguments of public functions before any work is done; an error text has the form "[op] rule but got
+value." Show each warning once, at the caller's line."""
 
 import math
 import sys
@@ -28,7 +28,7 @@ class ArraySpec(NamedTuple):
 
 
 def fail(op: str, rule: str, value: object) -> NoReturn:
-    """Raise a ValueError for a wrong argument, in the form that this package uses everywhere."""
+    """Raise a ValueError for a wrong argument, with a text in the form that all functions of this package use."""
     raise ValueError(f"[{op}] {rule} but got {value}.")
 
 
@@ -117,7 +117,7 @@ def check_integer(op: str, name: str, value: object, *, least: int | None = None
 
 
 def check_every(op: str, every: Any) -> int | str | None:
-    """Check the option `checkpoint_every` and return it: a number of steps as Python's int, "auto", or None."""
+    """Check the option `checkpoint_every`: a number of steps, "auto" or None. Return it; a number becomes an int."""
     if every is None or (isinstance(every, str) and every == "auto"):
         return every
     if not isinstance(every, Integral) or isinstance(every, bool) or every < 1:

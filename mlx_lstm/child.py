@@ -20,7 +20,7 @@ from typing import IO, Any, cast
 from .machine import child_environment
 
 LINES = 6
-"""The largest number of lines quoted from what a failed child printed. A compiler may have printed pages."""
+"""The largest number of lines that an error text quotes from a failed child. A compiler may have printed pages."""
 
 KEPT = 5000
 """How many of the first and of the last lines of a child's stderr are stored."""
@@ -84,13 +84,13 @@ class Child:
 
     def receive(self, patience: float | None = None) -> dict[str, Any]:
         """Return the child's answer to the request sent before. Raise TimeoutError if there is none after `patience`
-        seconds; the child may still answer later. Raise ChildError if the child could not do it, or ended."""
+        seconds; the child may still answer later. Raise ChildError if the request failed or the child ended."""
         try:
             line = self.lines.get(timeout=patience)
         except Empty:
             raise TimeoutError from None
         if not line:
-            self.lines.put("")  # for the next call
+            self.lines.put("")  # the next call finds the end of the output again
             code = self.end()
             text = excerpt(f"the process ended {ended(code)}:\n{self.said() or 'it said nothing'}")
             raise ChildError(text, lost=True, code=code)
@@ -102,8 +102,8 @@ class Child:
             raise ChildError(excerpt(f"the process gave a broken answer:\n{line}"), lost=True) from None
 
     def ask(self, patience: float | None = None, **request: Any) -> dict[str, Any]:
-        """Send a request to the child and return the answer. Raise ChildError if the child could not do it, ended,
-        or has not answered after `patience` seconds. A child that hangs is killed."""
+        """Send a request to the child and return the answer. Raise ChildError if the request failed, if the child
+        ended, or if it has not answered after `patience` seconds. A child that hangs is killed."""
         self.send(**request)
         try:
             return self.receive(patience)
@@ -132,7 +132,7 @@ class Child:
         return self.process.returncode or 0
 
     def close(self) -> str:
-        """End the child process and return what it wrote to stderr. A child that works for two more seconds is
+        """End the child process and return what it wrote to stderr. A child that still runs after two seconds is
         killed."""
         self.end(patience=2)
         for reader, stream in zip(self.readers, (self.answers, self.stderr), strict=True):
@@ -142,7 +142,7 @@ class Child:
 
 
 def fail(error: object) -> dict[str, Any]:
-    """Raise the error that a child has answered."""
+    """Raise a ChildError with the error text that a child sent as its answer."""
     raise ChildError(excerpt(str(error)))
 
 
@@ -154,7 +154,8 @@ def ended(code: int) -> str:
 
 
 def excerpt(text: str) -> str:
-    """Return at most LINES lines of a text: the first two, then lines that name an error, else the last lines."""
+    """Return at most LINES lines of a text: the first two, then lines that contain "error" or, if there are
+    none, the last lines."""
     lines = [line.rstrip()[:200] for line in text.splitlines() if line.strip()]
     if len(lines) <= LINES:
         return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Read files from unknown sources safely, and write files completely or not at all.
 
-Such a file may declare a wrong format, wrong sizes or wrong names. The sizes that it declares are compared with the
-bytes that it stores before memory is allocated for them; `shown` makes its names safe to print.
+A file from an unknown source may declare a wrong format, wrong sizes or wrong names. The sizes that it declares are
+compared with the bytes that it stores before memory is allocated for them; `shown` makes its names safe to print.
 """
 
 import errno
@@ -107,7 +107,8 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the arrays of a safetensors file by key, and the file's metadata. NumPy arrays are views of the file."""
+    """Return the arrays of a safetensors file by key, and the file's metadata. NumPy arrays are views of the file,
+    which is mapped into memory."""
     size = size_of(path)
     if size < 8:
         broken(path, f"it has {size} bytes")
@@ -242,7 +243,7 @@ def write_whole(
         work (function): is called with a path and writes a file there.
         force (bool): replace a file that exists. Without it, a file that appears in the meantime is not replaced,
             either.
-        ending (str, optional): of the temporary name. Default: the last suffix of `path`.
+        ending (str, optional): the ending of the temporary file's name. Default: the last suffix of `path`.
 
     Raises:
         FileExistsError: `path` exists, without `force`.

@@ -98,9 +98,10 @@ def child_command(code: str, *arguments: str) -> list[str]:
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment for a child process: this process's, but with absolute entries only in PYTHONPATH.
+    """Return the environment for a child process: the current one, with only absolute entries left in PYTHONPATH.
 
-    Python reads PYTHONPATH before it runs the code of `child_command`: it looks there for `sitecustomize`.
+    The child's Python searches PYTHONPATH for `sitecustomize` when it starts, before `child_command` replaces its
+    import path.
     """
     paths = absolute(os.environ.get("PYTHONPATH", "").split(os.pathsep))
     others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -119,7 +120,7 @@ def absolute(paths: Iterable[object]) -> list[str]:
 
 
 def check_files(options: object, *names: str) -> None:
-    """Raise ValueError if one of a command's options `names` is a file that cannot be written."""
+    """Raise ValueError if a file that one of a command's options names cannot be written. names: these options."""
     for name in names:
         path = Path(getattr(options, name) or "")
         if not path.parent.is_dir():

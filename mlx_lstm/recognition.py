@@ -1,10 +1,10 @@
 """Find out which call of `lstm`, `gru` or `rnn` equals a recurrent cell that somebody wrote by hand.
 
-The cell is run with parameters that are 0 except for one block of H rows. The output then shows the part of this
-block: if it is, for example, the forget gate's matrix of x, only c changes, by the sigmoid of x times this matrix. So
-each block is tried once against each part of each cell, and the number of trials grows with the number of blocks, not
-with the number of their combinations. Blocks of the gate i and of the gate r show only while another gate is open:
-they are tried again with a block of g, or of n, that is not 0. At the end all values and gradients are compared.
+The cell runs for one step with parameters that are 0 except for one block of H rows. The output shows what this
+block is for: if it is, for example, the forget gate's matrix of x, only c changes, by the sigmoid of x times this
+matrix. So the number of runs grows with the number of blocks, not with the number of their combinations. The blocks
+of an LSTM's gate i and of a GRU's gate r have no effect while all other parameters are 0. They are tried again while
+a block of the gate g, or n, is not 0, either. At the end all values and gradients are compared over several steps.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,28 +23,30 @@ OP = "recognise"
 OPS = {"lstm": lstm, "gru": gru, "rnn": rnn}
 GATES = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
 HIDDEN = {"lstm": "i", "gru": "r", "rnn": ""}
-"""For each op the gate whose blocks change nothing while all other parameters are 0."""
+"""For each op the gate whose weights have no effect while all other parameters are 0."""
 
 OPENER = {"lstm": ("g", "x"), "gru": ("n", "h")}
-"""The part that is not 0 while the blocks of the `HIDDEN` gate are tried."""
+"""For each op the weights, as (gate, kind), that are not 0 while those of the `HIDDEN` gate are tried: they show its
+effect."""
 
 ROUNDING = 1e-4
-"""The largest relative difference that counts as rounding. float32 differs by about 1e-6, another formula by 1e-2."""
+"""The largest relative difference of equal results. Rounding in float32 gives about 1e-6, another formula 1e-2."""
 
 B, T = 3, 4
 
 Array = Any  # an array of NumPy or of MLX
 Part = tuple[str, str]
-"""(gate, kind) of a block. Kinds: "x" and "h" are matrices of the input and the state, "b" is a bias, "bhn" a bias
-inside of the reset gate's product, "p" a peephole."""
+"""What a block of weights is for: (gate, kind). Kinds: "x" and "h" are matrices of the input and the state, "b" is a
+bias, "bhn" a bias that the reset gate multiplies, "p" a peephole."""
 
 
 class Block(NamedTuple):
-    """H rows of a parameter, read in one way.
+    """H rows of one of the module's parameters, which may be the weights of one gate.
 
-    name: the key of the parameter; title: the parameter as an expression; view: the function that returns all rows of
-    the parameter, [k H, C] or [k H]; form: the text of this view, such as ".T"; columns: the text of the columns, such
-    as ":5"; row: the index of the block among the k blocks; kinds: the kinds that the shape allows.
+    name: the key of the parameter; title: the Python code for the parameter; view: the function that returns all
+    rows of the parameter, or of its transpose or of some columns, [k H, C] or [k H]; form: the code for this view,
+    such as ".T"; columns: the code for the columns, such as ":5"; row: the index of the block among the k blocks of
+    H rows; kinds: what the block may be (see `Part`), judging by its shape.
     """
 
     name: str
@@ -57,20 +59,22 @@ class Block(NamedTuple):
     kinds: tuple[str, ...]
 
     def text(self, rows: str = "") -> str:
-        """Return the expression of these rows of the parameter, or of all rows."""
+        """Return the Python code for these rows of the parameter, such as "self.weight[0:4]". Without `rows` return
+        the code for all rows."""
         index = f"[{rows or ':'}, {self.columns}]" if self.columns else rows and f"[{rows}]"
         return f"{self.title}{self.form}{index}"
 
 
 class Expression(NamedTuple):
-    """An argument of the call: its text, and a function that computes it from the parameters by name."""
+    """An argument of the call that `recognise` returns: its Python code, and a function that computes its value from
+    the module's parameters by name."""
 
     text: str
     value: Callable[[dict[str, mx.array]], mx.array]
 
 
 class Way(NamedTuple):
-    """A function of this package and its options, a hypothesis on what the cell computes."""
+    """A hypothesis on what the user's cell computes: a function of this package, such as "lstm", and its options."""
 
     op: str
     options: dict[str, Any]
@@ -79,8 +83,8 @@ class Way(NamedTuple):
 def recognise(module: nn.Module, step: Callable[[mx.array, Any], Any], D: int, H: int, *, name: str = "") -> str | None:
     """Return the call of `lstm`, `gru` or `rnn` that equals a recurrent cell written by hand, as a line to paste.
 
-    The function tries: it runs `step` with parameters of its own, finds out which rows of which parameter belong to
-    which gate, and compares values and gradients over several steps. So it does not matter how the cell is written or
+    The function runs `step` with parameters that it chooses, finds out which rows of which parameter belong to which
+    gate, and compares values and gradients over several steps. So it does not matter how the cell is written or
     what its parameters are called: one matrix or one for each gate, joined or separate weights of x and h, transposed
     or not, in any gate order, with no, one or two biases, a GRU that resets before or after its product, with z or 1 -
     z, an LSTM with a constant forget bias or with peepholes, a plain RNN with tanh, relu or sigmoid.
@@ -93,8 +97,8 @@ def recognise(module: nn.Module, step: Callable[[mx.array, Any], Any], D: int, H
             by `mx.compile` before.
         D (int): the number of features of x.
         H (int): the number of units, at least 2.
-        name (str): what the module is called where the line will stand, such as `"self"`. Default: the line has the
-            bare names of the parameters.
+        name (str): the name of the module in the returned line, such as `"self"`. Default: the line has the bare names
+            of the parameters.
 
     Returns:
         str or None: a call whose x is [T, B, D] and whose output is `.h`; add `h0=` and `c0=` for first states. None if
@@ -147,8 +151,9 @@ OTHERS += [Way("rnn", {"activation": word}) for word in ("tanh", "relu", "sigmoi
 
 
 def ways_of_lstm(baseline: np.ndarray | None, c: np.ndarray) -> list[Way]:
-    """Return the ways to try for a cell with the state (h, c). baseline: its h and c after a step whose parameters
-    are all 0. They show the forget bias: c is multiplied by the sigmoid of it."""
+    """Return the hypotheses to test for a cell with the state (h, c). baseline: the h and c that the cell returns
+    after one step with all parameters 0. Such a step multiplies c by the sigmoid of the forget bias, so the forget
+    bias can be computed from c."""
     if baseline is None:
         return []
     with np.errstate(all="ignore"):
@@ -163,7 +168,7 @@ def ways_of_lstm(baseline: np.ndarray | None, c: np.ndarray) -> list[Way]:
 
 
 class Trial:
-    """Runs of a cell with parameters that the trial chooses."""
+    """Run the user's cell for one step with chosen parameters on fixed random inputs, and cache the results."""
 
     module: nn.Module
     step: Callable[..., Any]
@@ -175,8 +180,8 @@ class Trial:
     c: np.ndarray
 
     def __init__(self, module: nn.Module, step: Callable[..., Any], shapes: dict[str, Any], D: int, H: int, name: str):
-        """Draw the inputs of a step. shapes: the shapes of all float parameters by key; name: what the line calls the
-        module."""
+        """Draw the inputs of a step. shapes: the shapes of all float parameters by key; name: the module's name in
+        the Python code that `recognise` returns."""
         self.module, self.step, self.shapes, self.D, self.H = module, step, shapes, D, H
         self.error: str = ""
         random = np.random.default_rng(0)
@@ -187,18 +192,21 @@ class Trial:
         self.known: dict[Any, np.ndarray | None] = {}
 
     def numbers(self, block: Block) -> np.ndarray:
-        """Return the numbers of a block in the trials: [H, C] or [H], always the same ones for the same block."""
+        """Return the random weights that a block has in a run in which it is not 0, [H, C] or [H]. They are always
+        the same for the same block."""
         C = {"x": self.D, "h": self.H}.get(block.kinds[0])
         random = np.random.default_rng([block.row, self.blocks.index(block)])
         return random.uniform(-1.5, 1.5, (self.H, C) if C else self.H) / np.sqrt(C or 1)
 
     def baseline(self, pair: bool) -> np.ndarray | None:
-        """Return the states after a step whose parameters are all 0, or None if the step raises an error."""
+        """Return the states after one step with all parameters 0, or None if the step raises an error. pair: whether
+        the state is (h, c), not only h."""
         return self.run(pair, ())
 
     def run(self, pair: bool, blocks: tuple[int, ...]) -> np.ndarray | None:
-        """Return the states [1 or 2, B, H] after a step in which all parameters but these blocks, indices of
-        `self.blocks`, are 0. Return None if the step raises an error or returns something else."""
+        """Return the states [1 or 2, B, H] after one step in which only these blocks, given as indices of
+        `self.blocks`, are not 0. Return None if the step raises an error or returns something else. pair: whether
+        the state is (h, c), not only h."""
         if (pair, blocks) in self.known:
             return self.known[pair, blocks]
         arrays = {key: np.zeros(shape, np.float32) for key, shape in self.shapes.items()}
@@ -212,13 +220,13 @@ class Trial:
         try:
             states = self.states(self.step(x, (h, c) if pair else h), pair)
             found = np.stack([np.array(state.astype(mx.float32)) for state in states])
-        except Exception as error:  # whatever a function of the user raises for a state that it does not take
+        except Exception as error:  # the user's function may raise any error for a state that it does not take
             self.error = f"{type(error).__name__}: {error}"
         self.known[pair, blocks] = found
         return found
 
     def states(self, result: Any, pair: bool) -> list[mx.array]:
-        """Return the states that a step returned, one or two, after checking their number and shapes."""
+        """Return the states that a step returned as a list, h or h and c, after checking their number and shapes."""
         states = list(result) if pair and isinstance(result, (tuple, list)) else [result]
         shapes = [getattr(state, "shape", type(state).__name__) for state in states]
         if shapes != [(B, self.H)] * (1 + pair):
@@ -231,19 +239,21 @@ class Trial:
 
 
 def title_of(key: str, module: str) -> str:
-    """Return the expression of a parameter: "self.layers[0].weight" for the key "layers.0.weight" of self."""
+    """Return the Python code for a parameter: "self.layers[0].weight" for the key "layers.0.weight" of a module
+    called self."""
     words = f"{module}.{key}".strip(".").split(".")
     return "".join(f"[{word}]" if word.isdecimal() else f".{word}" for word in words).removeprefix(".")
 
 
 def blocks_of(name: str, title: str, shape: tuple[int, ...], D: int, H: int) -> Iterator[Block]:
-    """Yield all ways to read a block of H rows from a parameter of this shape."""
+    """Yield every block of H rows that a parameter of this shape may consist of, also for its transpose and for a
+    part of its columns."""
     if len(shape) == 3 and shape[0] <= 8:
         for n in range(shape[0]):
             for block in blocks_of(name, title, shape[1:], D, H):
                 view = block.view
                 yield block._replace(form=f"[{n}]{block.form}", view=lambda a, n=n, view=view: view(a[n]))
-    if len(shape) == 2 and shape[0] <= 8 and shape[1] % H == 0:  # biases side by side on an axis
+    if len(shape) == 2 and shape[0] <= 8 and shape[1] % H == 0:  # several biases in one array, one per row
         for n, row in product(range(shape[0]), range(shape[1] // H)):
             yield Block(name, title, lambda a, n=n: a[n], f"[{n}]", "", row, shape[1] // H, ("b", "bhn", "p"))
     if len(shape) == 1 and shape[0] % H == 0:
@@ -271,7 +281,8 @@ def blocks_of(name: str, title: str, shape: tuple[int, ...], D: int, H: int) -> 
 
 
 def parts_of(way: Way, trial: Trial) -> dict[Part, list[Block]] | None:
-    """Return the blocks of each part of the cell, as far as `way` describes the cell; None if it does not at all."""
+    """Find out which blocks hold the weights of which gate if the cell computes what `way` says. Return a dict from
+    (gate, kind) to blocks, or None if the cell computes something else."""
     baseline = trial.baseline(way.op == "lstm")
     if baseline is None or not near(baseline, stepped(way, trial, {})):
         return None
@@ -293,8 +304,8 @@ def parts_of(way: Way, trial: Trial) -> dict[Part, list[Block]] | None:
 
 
 def part_of(way: Way, trial: Trial, n: int, gates: list[str], context: tuple[int, ...]) -> Part | None:
-    """Return the part of the cell whose formula explains what block n does, or None. context: the indices of other
-    blocks that are not 0, which belong to the opener."""
+    """Return the (gate, kind) of weights for which the formula of `way` changes the states as block n does, or None.
+    gates: the gates to test; context: the index of one other block that is not 0 (see `OPENER`), or nothing."""
     got = trial.run(way.op == "lstm", (*context, n))
     if got is None:
         return None
@@ -321,7 +332,8 @@ def sigmoid(x: Any) -> np.ndarray:
 
 
 def stepped(way: Way, trial: Trial, weights: dict[Part, np.ndarray]) -> np.ndarray:
-    """Return the states [1 or 2, B, H] after one step of a cell that has these weights; all others are 0."""
+    """Compute one step of the formula of `way` with these weights, while all other weights are 0. Return the states
+    [1 or 2, B, H]."""
     x, h, c, options = trial.x, trial.h, trial.c, way.options
     zero = np.zeros((1, 1))
 
@@ -336,7 +348,7 @@ def stepped(way: Way, trial: Trial, weights: dict[Part, np.ndarray]) -> np.ndarr
         return zero if W is None else h @ W.T
 
     def gate(name: str, c: np.ndarray | None = None, bias: float = 0.0) -> np.ndarray:
-        """Return a gate; c is what its peephole reads."""
+        """Return the value of a gate. c: the cell state that the gate's peephole reads."""
         peep = zero if c is None else weights.get((name, "p"), zero) * c
         return sigmoid(input_part(name) + state_part(name) + peep + bias)
 
@@ -357,7 +369,8 @@ def stepped(way: Way, trial: Trial, weights: dict[Part, np.ndarray]) -> np.ndarr
 
 
 def arguments_of(way: Way, parts: dict[Part, list[Block]], H: int) -> dict[str, Any] | None:
-    """Return the arguments of the call, expressions and options; None if a gate lacks a matrix or has two."""
+    """Return the arguments of the call by name: an `Expression` for each array, and the options. Return None if a
+    gate lacks a matrix or has two."""
     gates = GATES[way.op]
     if any(len(parts.get((gate, kind), [])) != 1 for gate in gates for kind in "xh"):
         return None
@@ -390,7 +403,7 @@ def order_of(blocks: list[list[Block]], gates: str) -> str:
 
 def joined(blocks: list[list[Block]], order: str, H: int) -> Expression:
     """Return the expression of an argument that holds the blocks of all gates one after the other. Several blocks of
-    a gate, which are biases, are added."""
+    one gate are several biases, so they are added."""
     # Whole parameters, whose rows have the call's gate order, are written without slices: "ih.bias + hh.bias".
     columns = list(zip(*blocks, strict=True)) if len({len(each) for each in blocks}) == 1 and blocks[0] else []
     if columns and all(order_of([[block] for block in column], order) == order for column in columns):
@@ -413,18 +426,18 @@ def joined(blocks: list[list[Block]], order: str, H: int) -> Expression:
 
 
 def whole(block: Block, arrays: dict[str, mx.array]) -> mx.array:
-    """Return all rows of the block's parameter."""
+    """Return all rows of the parameter to which a block belongs."""
     return block.view(arrays[block.name])
 
 
 def sliced(block: Block, H: int) -> str:
-    """Return the expression of one block."""
+    """Return the Python code for one block's rows of its parameter."""
     return block.text(f"{block.row * H}:{(block.row + 1) * H}" if block.k > 1 else "")
 
 
 def equals(way: Way, arguments: dict[str, Any], trial: Trial) -> bool:
-    """Return whether the call equals the cell over several steps: all values, and the gradients of all parameters, of
-    x and of the first states. All parameters are drawn at random."""
+    """Return whether the call with these arguments equals the user's cell over several steps: all values, and the
+    gradients of all parameters, of x and of the first states. The parameters are drawn at random."""
     random, H = np.random.default_rng(1), trial.H
     arrays = {
         key: mx.array(random.normal(size=shape) / np.sqrt(max(1, *shape, 1)), mx.float32)
@@ -464,7 +477,7 @@ def equals(way: Way, arguments: dict[str, Any], trial: Trial) -> bool:
 
 
 def line_of(way: Way, arguments: dict[str, Any]) -> str:
-    """Return the text of the call."""
+    """Return the call as a line of Python code."""
     texts = []
     for key, value in arguments.items():
         text = value.text if isinstance(value, Expression) else repr(value)

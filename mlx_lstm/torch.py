@@ -272,7 +272,7 @@ class Layers(nn.Module):
     def arrays(self, layer: int, now: bool = False) -> Arrays:
         """Return a layer's parameters as the recurrence takes them: one bias, both directions in one array.
 
-        `now`: the call computes now (not in a trace), so that joined arrays can be cached.
+        `now`: whether the call computes immediately, not in a trace, so that the joined arrays can be cached.
         """
         directions = []
         for ending in self.endings:
@@ -415,19 +415,19 @@ class LSTM(Layers):
 
         Args:
             input (array): [L, N, I]; [N, L, I] with `batch_first`; or [L, I].
-            hx (tuple, optional): (h_0 [K D, N, S], c_0 [K D, N, H]), without N for an input without it; layers come in
-                order, and in each layer the forward direction comes first. Default: zeros.
-            lengths (integer array or list, optional): [N], each in 0..L, in place of torch's packed sequences. Past its
-                length an item's output is 0 and its input is never read; its last state is the state after its last
-                step (`lengths[n] - 1`), where the second direction starts. The last state of the second direction is
-                the state at step 0.
+            hx (tuple, optional): (h_0 [K D, N, S], c_0 [K D, N, H]), without the axis N if `input` is [L, I]. Layers
+                come in order, and in each layer the forward direction comes first. Default: zeros.
+            lengths (integer array or list, optional): [N], the number of steps of each sequence, in 0..L, in place of
+                torch's packed sequences. Past the end of sequence n its output is 0 and its input is never read; its
+                last state is the state after step `lengths[n] - 1`, where the second direction starts. The last state
+                of the second direction is the state at step 0.
             key (array, optional): the random key of dropout, from `mx.random.key`: the same key drops the same
                 elements. Default: MLX's global generator; a compiled function takes `mx.random.state` as an input.
                 Inside `mx.checkpoint` pass a key: the generator would drop other elements when the layer runs again
                 for the gradient, and the gradient would be wrong.
             keep (array, optional): [L, N], [N, L] with `batch_first`, or [L]: a factor on the states of every layer
-                before each step, in the layer's own order, as in `mlx_lstm.lstm`: 0 where an episode begins. torch has
-                no keep and hold.
+                before each step, as in `mlx_lstm.lstm`: 0 where an episode begins. The second direction runs through
+                the factors in reverse. torch has no keep and hold.
             hold (array or list, optional): in the same shape, steps that leave the states of every layer as they are.
 
         Returns:
@@ -501,7 +501,7 @@ class GRU(Layers):
 
         Args:
             input (array): [L, N, I]; [N, L, I] with `batch_first`; or [L, I].
-            hx (array, optional): h_0 [K D, N, H], without N for an input without it. Default: zeros.
+            hx (array, optional): h_0 [K D, N, H], or [K D, H] for an input [L, I]. Default: zeros.
             lengths (integer array or list, optional): [N], as in `LSTM`.
             key, keep, hold (optional): as in `LSTM`.
 

@@ -79,12 +79,15 @@ HARMLESS = {
     "for (int e = 0; e < N; e += 4) {  the bound of < is one less",
     # With the smaller bound, the next loop adds the last numbers one by one.
     "for (; k + 3 < length; k += 128) accumulate<4>(rows, columns, 128, partial);  the bound of < is one less",
-    # With these changes, the code for a partly filled tile copies the last full tile, or an additional tile of padding.
-    "for (; left >= 32; left -= 32) {  >= becomes >",
-    "for (; left >= 32; left -= 32) {  the bound of >= is one more",
+    # With these changes, the code for the last numbers of K computes the last whole turn, or a turn without numbers.
+    "for (; left >= TURN; left -= TURN) {  >= becomes >",
+    "for (; left >= TURN; left -= TURN) {  the bound of >= is one more",
     "if (left > 0) {  > becomes >=",
-    # The loop has the same passes with both bounds: the last value of `part` is 24.
-    "for (int part = 0; part < 32; part += 8 * SLICES) {  the bound of < is one less",
+    # The inner loops skip rows from OWN on. The last value of `part` is the same with the smaller bound.
+    "for (int part = 0; part < OWN; part += 4) {  // four rows at a time: more would take too many registers"
+    "  < becomes <=",
+    "for (int part = 0; part < OWN; part += 4) {  // four rows at a time: more would take too many registers"
+    "  the bound of < is one less",
     # With one slice, the loop inside this block adds nothing.
     "if constexpr (SLICES > 1) {  // a thread adds up the sums of the cells it will compute  > becomes >=",
     # With <=, the loop also looks at entry 20, which is never the start of a row.
@@ -126,16 +129,8 @@ HARMLESS = {
     "const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;  < becomes <=",
     # With the smaller bound, one resident word is read from memory again.
     "if (n < RESIDENT) lane.words = lane.resident[n].words;  the bound of < is one less",
-    # Tiles have 32 weights, so with groups of 32 every tile begins a group. The only smaller group size is 16.
-    "if (row.k % GROUP == 0 || GROUP < 32)  < becomes <=",
-    "if (row.k % GROUP == 0 || GROUP < 32)  the bound of < is one less",
-    "constexpr int SHARE = GROUP < 32 ? GROUP / 4 : 8;  < becomes <=",
-    "constexpr int SHARE = GROUP < 32 ? GROUP / 4 : 8;  the bound of < is one less",
-    # 32 weights need BITS words, so either condition suffices for whole tiles. The bits of a group begin at a word.
-    "const uint own = 32 * place < BITS * numbers && place < BITS ? row.words[row.k / 32 * BITS + place] : 0u;"
-    "  < becomes <=",
-    "const uint own = 32 * place < BITS * numbers && place < BITS ? row.words[row.k / 32 * BITS + place] : 0u;"
-    "  the bound of < is one less",
+    # With groups of 16, every lane is the leader of its own group.
+    "if (GROUP > 16) {  > becomes >=",
     # With <=, the thread also computes dh of a sequence that has already ended, but nothing reads this dh.
     "if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);  < becomes <=",
 }
@@ -172,7 +167,10 @@ def trials(file, kind):
                 yield trial(engine, (4, B, 2, 10, 33), **options)
         options = {name: value for name, value in LAYERS[layer].items() if name in ("op", "reset")}
         yield trial(engine, (2, batches[-1], 2, 33, 33), bidirectional=engine == "fused", **options)
-    if file in ("quantized", "stepwise_quantized", "fused_quantized", "fused_arrange"):
+    if file == "stepwise_tiles":
+        yield trial("stepwise", (2, 9, 2, 32, 32))  # K = 32 and 128: the last quad of matrices is full
+        yield trial("stepwise", (2, 33, 2, 130, 130), op="gru")  # whole turns with three simdgroups, 11 rows each
+    if file in ("quantized", "stepwise_tiles", "stepwise_quantized", "fused_quantized", "fused_arrange"):
         for packing, sizes in FUSED_PACKED if "fused" in file else PACKED:
             op = "rnn" if sizes[3] in (80, 512) else "lstm"
             case, cotangents, weights, ref, limit = quantized_case(packing, sizes=sizes, quantize=("Wh",), op=op)

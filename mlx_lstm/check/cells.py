@@ -52,11 +52,14 @@ FORMS = (
 def verdict(form: Form) -> str:
     """Run both passes of a cell on engine `fused`. Return why its kernels are refused, or an empty text."""
     Wx, Wh = mx.ones((form.gates * H, 2)), mx.zeros((form.gates * H, H)) if form.recurrent else None
-    options: dict[str, Any] = {"inputs": [mx.ones((3, B, H))] * form.inputs, "params": [mx.ones(H)] * form.params}
+    inputs, params = [mx.ones((3, B, H))] * form.inputs, [mx.ones(H)] * form.params
 
     def loss(x: mx.array) -> mx.array:
         state = [mx.zeros((B, H))] * form.states
-        return pointwise(form.cell, x, Wx, Wh, None, state, **options, apart=form.apart, engine="fused")[0].sum()
+        h, _ = pointwise(
+            form.cell, x, Wx, Wh, None, state, inputs=inputs, params=params, apart=form.apart, engine="fused"
+        )
+        return h.sum()
 
     try:
         mx.eval(mx.grad(loss)(mx.ones((3, B, 2))))

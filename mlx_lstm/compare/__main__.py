@@ -35,14 +35,14 @@ from .report import (
 from .settle import settle
 
 KINK_MARGIN = 1e-3
-"""The least distance of arguments of relu and hard_sigmoid from their kinks, where gradients jump."""
+"""The least distance of arguments of relu and hard_sigmoid from a kink, where the slope jumps."""
 
 APPLY = {
     "arrays": ("op", "descriptor", "contenders", "all", "json", "plot"),
     "settle": ("json",),
     "golden": ("contenders", "cases", "all", "json", "plot", "record"),
 }
-"""The options that may be combined with each of these three options."""
+"""For each of the options --arrays, --settle and --golden, the names of the options that may be combined with it."""
 
 
 class Parser(argparse.ArgumentParser):

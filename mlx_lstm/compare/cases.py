@@ -1,4 +1,4 @@
-"""The cases of the comparison: calls of MPSGraph's ops with random arrays, forward and gradients.
+"""The cases of the command `compare`: calls of MPSGraph's ops with random arrays, forward and gradients.
 
 Names are as in `mlx_lstm.mpsgraph`: arguments in Python's spelling; a gradient is called "d" + the argument's name.
 """
@@ -47,8 +47,9 @@ ACTIVATION_PROPERTIES = {
 
 
 class CompareCase(NamedTuple):
-    """A call of an MPSGraph op: its name in reports, the op, the descriptor's properties that differ from Apple's
-    defaults (training and produce_cell are always set), and the arrays by argument. Absent arguments have no array."""
+    """A call of an MPSGraph op. The fields are its name in reports, the op, the descriptor's properties that differ
+    from Apple's defaults (training and produce_cell are always set), and the arrays by argument. Absent arguments
+    have no array."""
 
     name: str
     op: str
@@ -84,7 +85,8 @@ class CompareCase(NamedTuple):
 
     @property
     def gradients(self) -> list[str]:
-        """Return the names of the arguments that have a gradient, in Apple's order; none without the gradient of h."""
+        """Return the names of the arguments that have a gradient, in Apple's order. A case without the gradient of h
+        has no gradients."""
         if "source_gradient" not in self.arrays:
             return []
         upper = [name for name in self.arrays if name[-3:-1] == "_l"]
@@ -92,7 +94,8 @@ class CompareCase(NamedTuple):
 
     @property
     def results(self) -> list[str]:
-        """Return the names of all results of the case: of the forward op and of the gradient op."""
+        """Return the names of all results of the case, which are the results of the forward op and of the gradient
+        op."""
         return [*RESULTS[self.op], *(f"d{name}" for name in self.gradients)]
 
 
@@ -110,7 +113,8 @@ def draw(
 ) -> CompareCase:
     """Return a case of sizes (T, N, I, H) with random arrays for all arguments but those in `absent`.
 
-    Letters in `mask_shape` are sizes; `weights` is the standard deviation of the recurrent weights.
+    mask_shape: the shape of the mask, where T, N, H and DH (H times the number of directions) stand for sizes.
+    weights: the standard deviation of the recurrent weights.
     """
     bidirectional = descriptor.get("bidirectional", False)
     lengths = dict(zip("TNIH", sizes, strict=True))
@@ -145,7 +149,8 @@ def draw_stack(
 
 
 def through_layers(case: CompareCase, run: Callable[[CompareCase], Arrays]) -> Arrays:
-    """Call `run` for each layer of a stack, forward and then backward, and return the results of the stack."""
+    """Return the results of a stack of layers. `run` computes one layer: call it for each layer forward, then for
+    each layer in reverse order with the gradient from the layer above."""
     layers = case.layers
     if len(layers) == 1:
         return run(case)

@@ -1,5 +1,5 @@
-"""The contenders, which are the implementations to compare: MPSGraph, torch, our engines. Each says what it needs
-and which cases it can run.
+"""The implementations to compare, called contenders: MPSGraph, torch and our engines. Each contender says what it
+needs and which cases it can run.
 
 MPSGraph, torch on "mps" and our Metal engines each run in a child process, because they may end the process.
 """
@@ -59,7 +59,7 @@ class Contender(NamedTuple):
 
 
 def all_contenders() -> dict[str, Contender]:
-    """Return all contenders by name, in the order of the report."""
+    """Return all contenders (implementations to compare) by name, in the order of the report."""
     others = [
         in_a_child("mpsgraph", no_pyobjc, no_stack),
         in_a_child("torch-mps", no_torch_mps, torch_layer.hindrance),
@@ -69,7 +69,7 @@ def all_contenders() -> dict[str, Contender]:
 
 
 def no_pyobjc() -> str | None:
-    """Return the names of the missing modules of PyObjC as text, or None if all are installed."""
+    """Return which modules of PyObjC are missing, as text for the user, or None if all are installed."""
     absent = [name for name in PYOBJC if importlib.util.find_spec(name) is None]
     return f"no {', '.join(absent)}" if absent else None
 
@@ -80,7 +80,7 @@ def no_stack(case: CompareCase) -> str | None:
 
 
 def no_torch() -> str | None:
-    """Return a text if torch is missing, else None."""
+    """Return a text for the user if torch is not installed, else None."""
     return "no torch" if importlib.util.find_spec("torch") is None else None
 
 
@@ -159,8 +159,8 @@ def numbered(arrays: Arrays, kind: str) -> list[str]:
 
 
 def name_lists(case: CompareCase, forward: list[np.ndarray], backward: list[np.ndarray]) -> Outcome:
-    """Return MPSGraph's results by name. If its lists are not as long as Apple documents, return them with a
-    problem."""
+    """Return MPSGraph's results by name. If an op returned another number of results than Apple documents, the names
+    are unknown: then return the lists of results and describe the problem."""
     names = [*RESULTS[case.op]], [f"d{name}" for name in case.gradients]
     counts = [len(forward), len(backward)]
     if counts != [len(part) for part in names]:
@@ -172,8 +172,9 @@ def name_lists(case: CompareCase, forward: list[np.ndarray], backward: list[np.n
 
 
 def serve_cases(name: str) -> None:
-    """In the child process, answer requests to run the case in one file and write the results to another. Our
-    kernels run without the usual small test before their first use, because all results are compared anyway."""
+    """Serve requests in the child process. Each request names a file with a case to run and a file to write the
+    results to. Our kernels run without the usual small test before their first use, because all results are compared
+    anyway."""
 
     def answer(case: str, results: str) -> dict[str, Any]:
         loaded = load_case(case)

@@ -1,5 +1,5 @@
-"""Read arrays that a user saved from an app (a dump): find out what their names and layouts mean, and make a case
-from them."""
+"""Read arrays that a user saved from an app (together called a dump): find out what their names and layouts mean,
+and make a case (a call of an op) from them."""
 
 import difflib
 import math
@@ -23,7 +23,7 @@ ALWAYS = ("training", "produce_cell")
 
 class Dump(NamedTuple):
     """Arrays that a user saved from an app, together with the sizes T, N, I, H, G, D that explain their shapes. The
-    arguments are in `case`, in the layouts of the file; the results are separate."""
+    arguments are in `case`, in the layouts of the user's file; the results are in `results`."""
 
     case: CompareCase
     results: Arrays
@@ -50,7 +50,8 @@ class Dump(NamedTuple):
 
 
 Layout = tuple[str, Callable[[np.ndarray], np.ndarray]]
-"""(description, function): a layout in words, "" for the documented one, and the conversion to the documented one."""
+"""A pair (description, function). The description is a layout in words, "" for the documented layout. The function
+converts an array from this layout to the documented one."""
 
 
 def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
@@ -123,7 +124,7 @@ def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
 
 
 def read(file: str) -> Arrays:
-    """Return the arrays of a file or folder, by the names that they have there."""
+    """Return the arrays of a file or folder by their names in the file."""
     path = Path(file)
     try:
         if path.is_dir():
@@ -220,8 +221,8 @@ def understood(case: CompareCase, results: Arrays) -> list[Dump]:
 
 
 def reason_without_sizes(case: CompareCase) -> str:
-    """Return which array has a shape from which no sizes can be found: recurrentWeight, source or inputWeight. The
-    reason is text for an error message."""
+    """Explain in a text for an error message why no sizes can be found: name the array, out of recurrentWeight,
+    source and inputWeight, whose shape no sizes fit."""
     arrays, G, D = case.arrays, GATES[case.op], case.directions
     rows = f"{G}H" if G > 1 else "H"
     R, source = arrays["recurrent_weight"], arrays["source"]
@@ -239,7 +240,8 @@ def reason_without_sizes(case: CompareCase) -> str:
 
 
 def shaped(dump: Dump) -> list[tuple[str, np.ndarray]]:
-    """Return the arguments that have a documented layout, which are all but the mask, as (name, array)."""
+    """Return the arguments that have a documented layout, as (name, array). The mask is the only argument without
+    one."""
     return [(name, value) for name, value in dump.case.arrays.items() if name != "mask"]
 
 

@@ -109,7 +109,7 @@ def swapped(array: np.ndarray, axis: int) -> np.ndarray:
 
 
 def in_order(case: CompareCase, fl: Arithmetic, gate_order: str, tensor: str) -> np.ndarray:
-    """Return a result of the oracle after changing the gate order of all arrays."""
+    """Return one result of the oracle, computed as if all arrays of the case had the gate order `gate_order`."""
     return oracle_result(case, fl, tensor, gate_order=gate_order)
 
 

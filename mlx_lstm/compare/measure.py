@@ -48,8 +48,8 @@ class ComparisonRow(NamedTuple):
 
 
 def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[ComparisonRow]:
-    """Yield the comparisons of a case: every implementation with the oracle, and each of our engines with each other
-    implementation."""
+    """Yield the comparisons of all results of a case. Every implementation is compared with the float64 oracle, and
+    each of our engines with each implementation by others."""
     dtype = case.arrays["source"].dtype
     for name, outcome in outcomes.items():
         if outcome.problem:
@@ -68,8 +68,8 @@ def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[Compari
 def between(
     case: CompareCase, name: str, left: Arrays, other: str, right: Arrays, bounds: Arrays
 ) -> Iterator[ComparisonRow]:
-    """Compare the results that two implementations have in common. They may differ by twice the bound, since both
-    may have an error."""
+    """Compare the results that two implementations have in common. The results may differ by twice the error bound,
+    since both may have an error."""
     for tensor in (tensor for tensor in left if tensor in right):
         value, _ = without_leading_ones(right[tensor], left[tensor].shape)
         dtype = left[tensor].dtype
@@ -85,7 +85,8 @@ def compare(
     bound: np.ndarray | float,
     dtype: np.dtype,
 ) -> ComparisonRow:
-    """Compare a result with a reference. `bound` is one number, or one for each element."""
+    """Compare a result with a reference. `bound`, the largest error allowed, is one number or one number per
+    element."""
     shape = value.shape
     value, note = without_leading_ones(value, reference.shape)
     row = ComparisonRow(case.name, tensor, pair, "ok", shape, value.dtype.name, note=note)

@@ -1,7 +1,8 @@
 """Explain why arrays that a user saved from an app (a dump) differ from the float64 oracle. A *reading* is one
-interpretation: other layouts, gate orders or properties, or another meaning of Apple's documentation.
+interpretation of the arrays: other layouts, gate orders or properties, or another meaning of Apple's documentation.
 
-The readings are tried one by one, then in pairs. The nearest ones are compared within error bounds derived for each.
+The readings are tried one by one, then in pairs. For the readings nearest to the saved arrays, error bounds are
+derived and the arrays are compared within these bounds.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,7 @@ from .dump import Dump, possible_layouts
 from .experiments import preactivations, with_product
 from .judge import HARD_SIGMOIDS, evaluated, options
 
-NEAREST = 3  # number of readings that are compared within bounds
+NEAREST = 3  # number of readings (interpretations) that are compared within error bounds
 FEW = 2  # sequences of the batch that the search compares; the forward op computes each independently
 LETTERS = {"lstm": "ifzo", "gru": "zro", "single_gate_rnn": "h"}
 FLAGS = {"lstm": ("reverse",), "gru": ("reverse", "flip_z", "reset_after"), "single_gate_rnn": ("reverse",)}
@@ -119,7 +120,8 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
     alone = {name: value for name, value in dump.results.items() if name in RESULTS[case.op]}
     results, places = dump.results, {}
     if alone:
-        # The forward op computes the sequences of a batch independently, so comparing a few of them is enough.
+        # If the user saved results of the forward op, rank by these results alone. The forward op computes the
+        # sequences of a batch independently, so comparing a few of them is enough.
         results = alone
         arrays = {name: value for name, value in case.arrays.items() if name not in COTANGENTS[case.op]}
         for name, value in arrays.items():
@@ -199,13 +201,13 @@ OTHERWISE = {
     "by step": "in the order of the steps",
     "halved": "its second direction in the order of the steps",
 }
-"""What an app may have saved instead of the documented result, as text. Keys: the word at the end of a name that
-`predicted` returns."""
+"""What an app may have saved instead of the documented result, as text. A key is the word after the result's name in
+the names that `predicted` returns, such as "c squashed"."""
 
 
 def predicted(case: CompareCase, fl: Arithmetic, readings: dict[str, str]) -> Arrays:
-    """Return by name all results as documented, and what an app may have saved instead of them. "c squashed", for
-    example, is c after the last activation."""
+    """Return by name the documented results and the arrays that an app may have saved instead of them. "c squashed",
+    for example, is c after the last activation."""
     results = evaluated(case, fl, **readings)
     more = {"z_state before": preactivations(case, fl, **readings)} if case.op != "single_gate_rnn" else {}
     if case.op == "single_gate_rnn":
@@ -277,8 +279,8 @@ def of_layouts(dump: Dump) -> Iterator[Change]:
 
 
 def of_options(case: CompareCase) -> Iterator[Change]:
-    """Yield changes for the points that Apple's documentation leaves open. Options of `mlx_lstm.mpsgraph` or changes
-    to the case can express these."""
+    """Yield a change of interpretation for each point that Apple's documentation leaves open. An option of the
+    oracle or a change of the case expresses it."""
     if "peephole" in case.arrays:
         yield Change("peephole", "the output gate peeps at c[t] (E:peephole)", readings={"output_peephole": "current"})
     if "hard_sigmoid" in case.descriptor.values():
@@ -295,8 +297,8 @@ def of_options(case: CompareCase) -> Iterator[Change]:
 
 
 def moved(case: CompareCase) -> CompareCase:
-    """Return a case without a gradient of the last state. This gradient is added to the gradient of h at the last
-    time step instead."""
+    """Return the case without its gradient of the last state, which is added to the gradient of h at the last time
+    step instead."""
     arrays = {name: array for name, array in case.arrays.items() if name != "state_gradient"}
     arrays["source_gradient"] = case.arrays["source_gradient"].copy()
     arrays["source_gradient"][-1] += case.arrays["state_gradient"]
@@ -316,7 +318,7 @@ def documented(case: CompareCase) -> str:
 
 
 def orders(case: CompareCase) -> list[str]:
-    """Return all gate orders except the documented one."""
+    """Return all gate orders of the op except the order that Apple documents."""
     return ["".join(order) for order in permutations(documented(case)) if "".join(order) != documented(case)]
 
 
@@ -327,12 +329,13 @@ def spelled(order: str) -> str:
 
 
 def inverse(case: CompareCase, order: str) -> list[int]:
-    """Return a list with the position in `order` of each gate of the documented order."""
+    """Return for each gate of the documented order its position in the gate order `order`."""
     return [order.index(gate) for gate in documented(case)]
 
 
 def reorder(dump: Dump, case: CompareCase, names: list[str], order: str) -> Callable[[CompareCase], CompareCase]:
-    """Return a function that converts these arrays of a case from the gate order `order` to the documented one."""
+    """Return a function that converts the arrays `names` of a case from the gate order `order` to the documented
+    order."""
     places = {name: next(n for n, parts in enumerate(dump.groups(name)) if "G" in parts) for name in names}
 
     def apply(c: CompareCase) -> CompareCase:

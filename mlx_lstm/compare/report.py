@@ -38,13 +38,13 @@ def macos_build() -> str:
 
 
 def card_text(card: dict[str, str]) -> str:
-    """Return the description of the machine in a line, without packages that are not installed."""
+    """Return the description of the machine as one line of text, without packages that are not installed."""
     named = [f"{name} {value}" for name, value in card.items() if value not in ("-", "not installed")]
     return ", ".join(named).removeprefix("chip ").replace(", system ", ", ")
 
 
 def summary_text(rows: Sequence[ComparisonRow], cases: int) -> str:
-    """Return the verdict of all comparisons in a line."""
+    """Return the verdict of all comparisons as one line of text."""
     differ = sum(row.failed and row.tensor != "-" for row in rows)
     failed = sum(row.tensor == "-" for row in rows)
     words = [f"{differ} differ{'s' if differ == 1 else ''}" if differ else ""]
@@ -66,8 +66,8 @@ def pairs_text(rows: Sequence[ComparisonRow]) -> str:
 
 
 def failures_text(rows: Sequence[ComparisonRow]) -> str:
-    """Return the failures as text. Calls that failed are listed once per pair of implementations. For each tensor
-    follow the number of results that differ, the worst one, and the place of its first wrong value."""
+    """Return the failures as text. Calls that failed are listed once per pair of implementations. Then, for each
+    tensor that differs, follow the number of such results, the worst one, and the place of its first wrong value."""
     lines = []
     for pair in dict.fromkeys(row.pair for row in rows if row.tensor == "-"):
         failed = [row for row in rows if row.pair == pair and row.tensor == "-"]
@@ -76,7 +76,8 @@ def failures_text(rows: Sequence[ComparisonRow]) -> str:
         lines.append(f"{pair} failed in {len(failed)} cases{others}; first in {failed[0].case}:")
         lines.append(brief(failed[0].verdict))
     found: dict[tuple[str, str], list[ComparisonRow]] = {}
-    # A contender that differs from the oracle also differs from the other contenders: report it once.
+    # An implementation that differs from the oracle also differs from the other implementations. Report only the
+    # difference from the oracle.
     wrong = {(row.case, row.tensor, row.pair.split(" - ")[0]) for row in rows if row.failed and "oracle" in row.pair}
     for row in rows:
         told = "oracle" not in row.pair and any((row.case, row.tensor, one) in wrong for one in row.pair.split(" - "))
@@ -104,8 +105,8 @@ def brief(text: str) -> str:
 
 
 def severity(row: ComparisonRow) -> tuple[bool, float]:
-    """Return a sort key for a comparison: right results come before wrong ones, then those with the smaller ratio of
-    error to bound."""
+    """Return a sort key for a comparison: right results come before wrong ones. Among either, a smaller ratio of
+    error to bound comes first."""
     return row.failed, math.inf if math.isnan(row.over_bound) else row.over_bound
 
 

@@ -31,8 +31,8 @@ class Experiment(NamedTuple):
 
 class Finding(NamedTuple):
     """The result of an experiment on an open point of Apple's documentation. verdict: the reading (interpretation)
-    that fits, or why none fits. confirmed: whether it is our default reading. distances: the distance of each
-    reading from MPSGraph's result."""
+    that fits, or why none fits. confirmed: whether this reading is the default of `mlx_lstm.mpsgraph`. distances: the
+    distance of each reading's prediction from MPSGraph's result, divided by its error bound."""
 
     name: str
     question: str

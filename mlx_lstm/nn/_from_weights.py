@@ -28,7 +28,7 @@ from ..recurrence import (
 OP = "nn.from_weights"
 
 REVERSE = "layers must run forward, because the reverse direction starts at the end of the sequence,"
-"""Why a stepper refuses layers, for error texts."""
+"""The reason, in an error text, why a stepper refuses layers that run in reverse."""
 
 
 class Recurrence(nn.Module):

@@ -57,7 +57,7 @@ class Layer(nn.Module):
         self.checkpoint_every = check_every(self.op, checkpoint_every)
         rows, scale = self._gates * H, 1.0 / math.sqrt(H)
         shapes = {"Wx": (rows, I), "Wh": (rows, H), "b": (rows,), "bhn": (H,)}
-        # MLX draws in the same order, so that the same seed gives the same parameters.
+        # Draw in the order of mlx.nn's layer, so that the same seed gives the same parameters.
         for name, argument in self._names.items():
             is_absent = argument in ("b", "bhn") and not bias
             setattr(self, name, None if is_absent else mx.random.uniform(-scale, scale, shapes[argument]))
@@ -596,7 +596,7 @@ def check_input(op: str, x: object, D: int, Wx: Weight, is_step: bool) -> None:
     if x.dtype == mx.complex64:
         fail(op, "x must be real", x.dtype)
     if x.ndim < 2 - is_step or x.shape[-1] != D or 0 in x.shape[-2 + is_step :]:
-        check_loaded(op, Wx)  # first: packed weights in a float layer, or the reverse, give a wrong D
+        check_loaded(op, Wx)  # first, since packed weights in a float layer, or the reverse, give a wrong D
         axes, least = ("", "") if is_step else ("L, ", " with at least one step")
         fail(op, f"x must have shape [..., {axes}D = {D}]{least}", f"shape {list(x.shape)}")
 

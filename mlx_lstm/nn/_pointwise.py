@@ -1,4 +1,4 @@
-"""A layer with a cell of the user's own."""
+"""`Pointwise`, a recurrent layer whose cell is a function that the user writes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -115,8 +115,9 @@ class Pointwise(nn.Module):
             x (array): input, [B, L, D].
             state (sequence of array, optional): the first states, each [B, H], h first. Default: zeros.
             inputs (sequence of array): the cell's inputs of each step, broadcastable to [B, L, H].
-            lengths (integer array or list, optional): [B]; past its end an item's h is 0 and its state stays.
-            keep (array, optional): factor on the state before a step, broadcastable to [B, L].
+            lengths (integer array or list, optional): [B], the number of steps of each sequence, in 0..L. Past the end
+                of a sequence its h is 0 and its state stays.
+            keep (array, optional): factor on the states before each step, broadcastable to [B, L]: 0 resets them.
             hold (array or list, optional): steps that leave the state unchanged, broadcastable to [B, L].
 
         Returns:

@@ -64,7 +64,7 @@ def precision(
         yield
     finally:
         now = dict(flat(model))
-        # An array that is not the cast one was assigned inside of the block, and is kept.
+        # An array that is not the cast copy was assigned inside of the block: it stays in the model.
         back = {key: old[key] if now[key] is new[key] else now[key].astype(old[key].dtype) for key in old if key in now}
         model.update(tree_unflatten(list(back.items())))
 

@@ -89,7 +89,8 @@ def quantize(
 
 
 def float_layer(path: str, layer: nn.Module) -> str:
-    """Return a text on a recurrent layer that is not quantized and cannot be; an empty text for any other layer."""
+    """Return the reason why a recurrent layer stays in float, for a warning. Return an empty text for a layer that
+    is quantized, can be quantized, or is not recurrent."""
     if type(layer) in OURS:
         return f"{name_of(type(layer))}: call mlx_lstm.nn.replace first"
     if quantizes(layer) or isinstance(layer, QuantizedLayer):

@@ -191,8 +191,8 @@ def look_alike(name: str, layer: nn.Module) -> str:
 
 
 def kind_of_parameters(layer: nn.Module) -> str:
-    """Return "an LSTM", "a GRU" or "an RNN" if a module has the parameters of one, by any known names, else an empty
-    text."""
+    """Return "an LSTM", "a GRU" or "an RNN" if a module has the parameters of one, under the names of any known
+    format, else an empty text."""
     try:
         first = read("the layer", layer, False)[0][0]
     except ValueError:

@@ -346,7 +346,8 @@ def read(name: str, layer: Any, now: bool) -> Depths:
     training = getattr(layer, "training", True)
     for kind in KINDS:
         Wx, Wh = (shapes.get(key, ()) for key in list(kind._names)[:2])
-        whole_bhn = len(Wx) == 2 and shapes.get("bhn") == Wx[:1]  # both biases whole, which `from_names` reads
+        # In some formats bhn is a GRU's whole second bias [3H], not its part [H] as in mlx.nn: `from_names` reads it.
+        whole_bhn = len(Wx) == 2 and shapes.get("bhn") == Wx[:1]
         if held.keys() <= kind._names.keys() and len(Wx) == len(Wh) == 2 and Wx[0] == kind._gates * Wh[1]:
             if kind is GRU and whole_bhn:
                 continue
@@ -398,7 +399,7 @@ def cell_of(kind: type[Layer], layer: Any) -> Cell:
 
 
 def packings(layer: Depth) -> dict[str, tuple[int | str, ...]]:
-    """Return a dict from the name of each quantized weight to its group size, bits and mode."""
+    """Return for each quantized weight of a layer its group size, bits and mode, by the weight's name."""
     return {name: tuple(array.packing) for name, array in layer.arrays.items() if isinstance(array, Quantized)}
 
 
