@@ -1,10 +1,8 @@
 """LSTM, GRU and plain RNN layers for Apple Silicon, on MLX.
 
 lstm, gru, rnn               a layer over a sequence as a function; the gradient by itself: lstm_gradients, ...
-pointwise, recurrent         your own cell over a sequence: pointwise generates code for it, recurrent takes any step
-cells                        cells to use with pointwise, or to copy and change
-recognise                    finds the call that equals a cell written by hand; returns it as a line to paste
-join_directions              the arrays of two layers as those of one call with both directions
+pointwise, recurrent         your own cell over a sequence: pointwise generates code for it (see cells), recurrent not
+recognise, join_directions   the call that equals a cell written by hand; the arrays of two layers as one of both ways
 Quantized                    a weight as mx.quantize packs it
 nn                           layers as in mlx.nn: LSTM, GRU, RNN; replace() puts them into a model, stack() runs lists
 torch                        layers as in PyTorch: several layers, both directions, packed sequences as lengths
