@@ -1,5 +1,5 @@
-"""Random cells: pointwise functions of random operations, with random numbers of gates, states, inputs and parameters,
-and random options. `--fuzz N` runs a quarter of N cells; `--fuzz-seed` gives the seed."""
+"""Tests of random pointwise cells (functions of random operations), with random numbers of gates, states, inputs and
+parameters, and random options. `--fuzz N` runs N / 4 cells; `--fuzz-seed` gives the seed."""
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +22,8 @@ BINARY = (
 
 
 def random_form(rng):
-    """Draw a cell. It applies random operations to random values, and keeps the states small with tanh."""
+    """Return a random cell. Its function applies random operations to random values, and ends with tanh to keep the
+    states small."""
     gates, states = int(rng.integers(1, 7)), int(rng.integers(1, 6))
     inputs, params = int(rng.integers(0, 3)), int(rng.integers(0, 3))
     recurrent = bool(rng.random() < 0.8)
@@ -53,7 +54,9 @@ def random_options(rng):
 
 
 def check(seed):
-    """Check a random cell on `numpy`, `ops` and, for one cell of 25, `fused`. Return the engines that ran it."""
+    """Check a random cell against the float64 oracle on `numpy`, on `ops` and, if the seed is a multiple of 25, on
+    `fused`. Return the engines that ran the cell: none if rounding could decide a comparison of the cell, or if a
+    derivative is not finite."""
     rng = np.random.default_rng(seed)
     form, options = random_form(rng), random_options(rng)
     sizes = tuple(int(n) for n in rng.integers(1, 6, 4))
@@ -85,13 +88,15 @@ def seeds(seed, count):
 
 
 def test_some_random_cells_are_right():
-    """A few random cells have right values and gradients of all arrays on each engine, and in plain MLX."""
+    """A few random cells have right outputs and right gradients of all arrays on each engine and with `recurrent`,
+    which loops over plain MLX operations."""
     assert len([ran for seed in seeds(1, 40) if (ran := check(seed))]) > 20
 
 
 @pytest.mark.slow
 def test_random_cells_are_right(request):
-    """Many random cells have right values and gradients of all arrays on each engine, and in plain MLX."""
+    """Many random cells have right outputs and right gradients of all arrays on each engine and with `recurrent`,
+    which loops over plain MLX operations."""
     tried = [
         check(seed) for seed in seeds(request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz") // 4)
     ]

@@ -1,4 +1,5 @@
-"""The generated kernels of cells of the user's own: on a Mac its GPU runs them, elsewhere the emulator, which finds
+"""Tests of the Metal kernels that the library generates for pointwise cells, which are cells given as a Python
+function (`mlx_lstm.pointwise`). On a Mac the GPU runs the kernels. Elsewhere the emulator runs them, and also finds
 races and missing writes."""
 
 import json
@@ -31,7 +32,8 @@ REST = [
 
 
 def check(form, options, sizes, limits=None, dtype=np.float32, **emulator):
-    """Check values and gradients of a random call against the oracle."""
+    """Check outputs and gradients of the engine `fused` for a random call with this cell (`form`). They must differ
+    from the float64 oracle's by at most the error bounds. Return the log of kernel launches."""
     case, cotangents = draw_smooth(np.random.default_rng(3), form, options, sizes)
     if dtype != np.float32:
         case = {n: a if n in ("lengths", "reverse") else a.astype(dtype).astype(float) for n, a in case.items()}
@@ -46,32 +48,35 @@ def check(form, options, sizes, limits=None, dtype=np.float32, **emulator):
 
 @pytest.mark.parametrize("cell, option", CROSSED + REST)
 def test_every_cell_of_the_zoo_is_right(cell, option):
-    """The generated kernels give right values and gradients of all arrays, with every option."""
+    """The generated kernels of every cell in `mlx_lstm.cells` give right outputs and right gradients of all arrays,
+    with every set of options."""
     check(ZOO[cell], OPTIONS[option], (4, 3, 2, 19), order="random", seed=1)
 
 
 @pytest.mark.parametrize("cell", ["lstm", "slstm", "gru", "indrnn"])
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 1), (3, 20, 2, 9), (2, 70, 2, 33)])
 def test_sizes_that_use_other_tilings_are_right(cell, sizes):
-    """One, two and four batch items of a threadgroup, and sizes that do not fill a simdgroup, are right."""
+    """Results are right if a threadgroup computes one, two or four sequences of the batch, and if H is not a
+    multiple of the 32 lanes of a SIMD-group."""
     check(ZOO[cell], {"lengths": True}, sizes)
 
 
 @pytest.mark.parametrize("limits", [{"launch_steps": 2}, {"index": 0}, {"unchunked": 2}])
 def test_large_calls_are_right(limits):
-    """A pass in several launches, indices of 64 bits, and a sequence in chunks are right."""
+    """Results are right if a pass takes several launches, if indices have 64 bits, and if the sequence is computed
+    in chunks of time steps. The limits from which this happens are lowered here."""
     for cell in ("zoneout_lstm", "peephole_lstm"):
         check(ZOO[cell], {"lengths": True, "reverse": True, "keep": True, "mask": True}, (5, 3, 2, 19), limits)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_16_bits_are_right(dtype):
-    """Arrays of 16 bits are right to within their rounding."""
+    """Results for arrays of 16 bits are within the error bounds of their dtype."""
     check(ZOO["slstm"], {"lengths": True}, (4, 3, 2, 19), dtype=dtype)
 
 
 def test_many_gates_and_states_are_right():
-    """A cell with six gates, five states, inputs and parameters of all kinds has right kernels."""
+    """The kernels are right for a cell with six gates, five states, two inputs per step and two parameters."""
 
     def cell(a, state, u, v, p, q):
         i, f, g, o, k, e = a
@@ -97,8 +102,9 @@ NAMES = {"x", "Wx", "b", "h0"}
 
 @pytest.mark.parametrize("cell", ["lstm", "zoneout_lstm", "gru", "indrnn"])
 def test_a_trial_gets_the_graph(cell):
-    """The trial of a cell's kernels is sent to a child process as text that contains the graph, not the function. It is
-    right, and a wrong kernel is refused."""
+    """Before a cell's kernels are first used, a child process tries them on a small problem (the trial). It gets the
+    traced graph of the cell as text, without the Python function. The trial accepts right kernels and refuses a
+    wrong one."""
     form = ZOO[cell]
     names = NAMES | ({"Wh"} if form.recurrent else set()) | ({"c0"} if form.states > 1 else set())
     names |= ({"inputs"} if form.inputs else set()) | ({"params"} if form.params else set()) | {"lengths", "keep"}
@@ -117,12 +123,14 @@ def test_a_trial_gets_the_graph(cell):
 
 
 def test_the_guard_tries_the_kernels_of_a_cell():
-    """A call tries the kernels first where the GPU is real, and runs them afterwards."""
+    """A call of a pointwise cell launches its generated kernels. On a real GPU the library first tries them in a
+    child process."""
     assert any("pointwise" in launch.name for launch in check(ZOO["cifg"], {}, (4, 3, 2, 19)))
 
 
 def test_what_fused_cannot_run_is_refused_with_the_reason():
-    """A wide layer and a cell of too many numbers run on `ops`; forcing `fused` raises an error with the reason."""
+    """The default engine is `ops` for a layer that is too wide for `fused`. A request for `fused` raises an error
+    with the reason if the layer is too wide or the cell has too many numbers per unit."""
     graph = ZOO["lstm"].graph(3, 19)
     here = {"dtype": mx.float32, "device": "gpu", "metal": True, "traced": False}
     assert choose(sizes=(5, 3, 2, 256), cell=PointwiseCell(graph), **here).engine == "fused"
@@ -139,7 +147,8 @@ def test_what_fused_cannot_run_is_refused_with_the_reason():
 
 
 def test_check_tries_the_zoo(tmp_path, capsys):
-    """The command of `check --full` runs every cell of the zoo, and reports each refused one."""
+    """The command that `check --full` runs tries every cell of `mlx_lstm.cells`, and reports each cell that `fused`
+    refuses."""
     assert {form.cell.__name__ for form in check_cells.FORMS} == set(cells.__all__)
     assert [tuple(form) for form in check_cells.FORMS] == [tuple(form) for form in ZOO.values()]
     with on_metal(), patch.object(check_cells, "FORMS", check_cells.FORMS[:1]):
@@ -151,7 +160,7 @@ def test_check_tries_the_zoo(tmp_path, capsys):
 
 
 def test_both_directions_on_metal():
-    """Both directions give what two calls give."""
+    """A bidirectional call gives the same h on `fused` as on `ops`."""
     rng, H = np.random.default_rng(4), 5
     shapes = [(3, 2, 3), (4 * 2 * H, 3), (2, 4 * H, H), (8 * H,), (2, 2 * H), (2, 2 * H)]
     x, Wx, Wh, b, *state = (mx.array(rng.normal(size=shape).astype(np.float32)) for shape in shapes)

@@ -1,5 +1,5 @@
-"""Tests of `mlx_lstm.recognise`. It finds the call that equals a recurrent cell written by hand, and returns None for
-cells that no call equals."""
+"""Tests of `mlx_lstm.recognise`. It returns the source of a call of mlx-lstm that equals a recurrent cell written by
+hand, or None if no call equals the cell."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +18,7 @@ def drawn(*shape):
 
 
 class Cell(nn.Module):
-    """A module with the arrays and layers that it is made of."""
+    """A module whose attributes are the arrays and layers passed to the constructor."""
 
     def __init__(self, **parts):
         super().__init__()
@@ -33,7 +33,7 @@ def lstm_of(gates, state, bias=0.0):
 
 
 def joined_weights():
-    """One linear layer reads x and h side by side; gate order i, f, o, g."""
+    """Return an LSTM cell in which one linear layer reads x and h side by side, in the gate order i, f, o, g."""
     m = Cell(linear=nn.Linear(D + H, 4 * H))
 
     def step(x, state):
@@ -44,7 +44,8 @@ def joined_weights():
 
 
 def h_first():
-    """One linear layer reads h before x, in gate order f, i, g, o, and adds 1 to the forget gate."""
+    """Return an LSTM cell with one matrix, which reads h before x. The gate order is f, i, g, o, and 1 is added to
+    the argument of the forget gate."""
     m = Cell(kernel=drawn(H + D, 4 * H), bias=drawn(4 * H))
 
     def step(x, state):
@@ -56,7 +57,7 @@ def h_first():
 
 
 def torch_lstm():
-    """An LSTM cell with the names and the two biases of torch."""
+    """Return an LSTM cell with torch's parameter names and two biases."""
     m = Cell(weight_ih=drawn(4 * H, D), weight_hh=drawn(4 * H, H), bias_ih=drawn(4 * H), bias_hh=drawn(4 * H))
 
     def step(x, state):
@@ -67,7 +68,7 @@ def torch_lstm():
 
 
 def keras_lstm():
-    """An LSTM cell with the names of Keras, whose matrices are transposed."""
+    """Return an LSTM cell with Keras' parameter names and transposed matrices."""
     m = Cell(kernel=drawn(D, 4 * H), recurrent_kernel=drawn(H, 4 * H), bias=drawn(4 * H))
 
     def step(x, state):
@@ -77,7 +78,8 @@ def keras_lstm():
 
 
 def linear_per_gate():
-    """Each gate of an LSTM has a linear layer of x and one of h without a bias."""
+    """Return an LSTM cell in which each gate has its own linear layer of x, and its own linear layer of h without a
+    bias."""
     parts = {f"x_{gate}": nn.Linear(D, H) for gate in "ofgi"} | {f"h_{gate}": nn.Linear(H, H, False) for gate in "ofgi"}
     m = Cell(**parts)
 
@@ -90,7 +92,7 @@ def linear_per_gate():
 
 
 def no_bias_in_a_list():
-    """An LSTM cell without a bias, whose layers are in a list; gate order g, o, i, f."""
+    """Return an LSTM cell without a bias, whose layers are in a list. The gate order is g, o, i, f."""
     m = Cell(layers=[nn.Linear(D, 4 * H, False), nn.Linear(H, 4 * H, False)])
 
     def step(x, state):
@@ -101,7 +103,7 @@ def no_bias_in_a_list():
 
 
 def peeping():
-    """An LSTM cell with peepholes, stacked in one array; the output gate reads the new c."""
+    """Return an LSTM cell whose three peepholes are rows of one array. The output gate reads the new c."""
     m = Cell(W=drawn(4 * H, D), U=drawn(4 * H, H), b=drawn(4 * H), p=drawn(3, H))
 
     def step(x, state):
@@ -113,7 +115,7 @@ def peeping():
 
 
 def torch_gru():
-    """A GRU cell with the names of torch, which resets after the product."""
+    """Return a GRU cell with torch's parameter names, which applies the reset gate after the product."""
     m = Cell(weight_ih=drawn(3 * H, D), weight_hh=drawn(3 * H, H), bias_ih=drawn(3 * H), bias_hh=drawn(3 * H))
 
     def step(x, h):
@@ -127,8 +129,8 @@ def torch_gru():
 
 
 def keras_gru():
-    """A GRU cell with the names and the gate order of Keras, which resets after the product; both biases are rows of
-    one array."""
+    """Return a GRU cell with Keras' parameter names and gate order, which applies the reset gate after the product.
+    Both biases are rows of one array."""
     m = Cell(kernel=drawn(D, 3 * H), recurrent_kernel=drawn(H, 3 * H), bias=drawn(2, 3 * H))
 
     def step(x, h):
@@ -142,8 +144,8 @@ def keras_gru():
 
 
 def gru_before():
-    """A GRU as in a paper: it resets before the product, z is the weight of the candidate, and the candidate has a
-    linear layer of its own."""
+    """Return a GRU cell as in a paper: the reset gate is applied before the product, and the gate z multiplies the
+    candidate instead of the old h. The candidate has its own linear layer."""
     m = Cell(gates=nn.Linear(D + H, 2 * H), candidate=nn.Linear(D + H, H))
 
     def step(x, h):
@@ -157,7 +159,7 @@ def gru_before():
 
 
 def elman():
-    """A plain RNN with ReLU, as many features as units, and two linear layers with biases."""
+    """Return a plain RNN cell with ReLU and two linear layers with biases."""
     m = Cell(i2h=nn.Linear(D, H), h2h=nn.Linear(H, H))
 
     def step(x, h):
@@ -167,8 +169,8 @@ def elman():
 
 
 def stacked_matrices():
-    """An LSTM cell with one matrix for each gate, stacked in arrays of three axes, in bfloat16; another layer of the
-    module is not part of the cell."""
+    """Return an LSTM cell in bfloat16 with one matrix per gate, stacked in arrays of three axes. Another layer of
+    the module is not part of the cell."""
     m = Cell(W=drawn(4, D, H), U=drawn(4, H, H), b=drawn(4, H), head=nn.Linear(H, 2))
     m.set_dtype(mx.bfloat16)
 
@@ -186,8 +188,8 @@ CELLS += [keras_gru, gru_before, elman, stacked_matrices]
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.__name__)
 def test_finds_the_call_that_equals_a_cell_written_by_hand(cell):
-    """The line is the expected one. Evaluated over a sequence with first states and the module's own parameters, it
-    equals the loop over the cell's steps. The parameters are the same arrays as before."""
+    """`recognise` returns the expected source of a call and leaves the module's parameters as they are. The
+    evaluated call, with initial states, gives the same h over a sequence as a loop over the cell's steps."""
     mx.random.seed(1)
     module, step, expected = cell()
     before = [array for _, array in tree_flatten(module.parameters())]
@@ -214,7 +216,8 @@ def test_the_line_names_the_module():
 
 
 def test_as_many_features_as_units():
-    """With D = H the shapes do not tell the matrix of x from that of h, nor a matrix from its transpose."""
+    """`recognise` finds the call if D = H. In this case shapes alone cannot distinguish the matrix of x from that of
+    h, nor a matrix from its transpose."""
     m = Cell(one=drawn(4 * H, H), other=drawn(H, 4 * H), b=drawn(4 * H))
 
     def step(x, state):
@@ -224,7 +227,7 @@ def test_as_many_features_as_units():
 
 
 def coupled():
-    """The input gate is 1 minus the forget gate."""
+    """Return an LSTM cell whose input gate is 1 minus its forget gate."""
     m = Cell(linear=nn.Linear(D + H, 3 * H))
 
     def step(x, state):
@@ -236,7 +239,7 @@ def coupled():
 
 
 def normalised():
-    """A norm stands between the product and the gates."""
+    """Return an LSTM cell with a layer norm between the product and the gates."""
     m = Cell(linear=nn.Linear(D + H, 4 * H), norm=nn.LayerNorm(4 * H))
 
     def step(x, state):
@@ -247,7 +250,7 @@ def normalised():
 
 
 def minimal_gated():
-    """One gate both resets and updates."""
+    """Return a cell in which the same gate serves as reset gate and as update gate."""
     m = Cell(gate=nn.Linear(D + H, H), candidate=nn.Linear(D + H, H))
 
     def step(x, h):
@@ -258,7 +261,7 @@ def minimal_gated():
 
 
 def residual():
-    """The output of an LSTM has its previous value added."""
+    """Return an LSTM cell that adds a tenth of the previous h to its output."""
     m = Cell(linear=nn.Linear(D + H, 4 * H))
 
     def step(x, state):
@@ -270,7 +273,7 @@ def residual():
 
 
 def stopped():
-    """No gradient passes from step to step, though all values are those of an LSTM."""
+    """Return a cell with the outputs of an LSTM, but no gradient passes through h to the previous step."""
     m = Cell(linear=nn.Linear(D + H, 4 * H))
 
     def step(x, state):
@@ -281,7 +284,8 @@ def stopped():
 
 
 def compiled():
-    """A function that was compiled before has the parameters of that time."""
+    """Return an LSTM cell whose step was compiled and called before `recognise`. Its parameters are constants of the
+    compiled function, so changes to the module have no effect."""
     module, step, _ = joined_weights()
     fast = mx.compile(step)
     fast(mx.zeros((3, D)), (mx.zeros((3, H)), mx.zeros((3, H))))
@@ -289,7 +293,7 @@ def compiled():
 
 
 def one_hidden_weight_per_unit():
-    """Each unit reads only its own h."""
+    """Return an RNN cell in which each unit reads only its own h."""
     m = Cell(W=drawn(H, D), u=drawn(H))
 
     def step(x, h):

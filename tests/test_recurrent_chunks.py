@@ -1,4 +1,5 @@
-"""Tests of `recurrent` with `checkpoint_every`: the results and gradients are those without it, in bounded memory."""
+"""Tests of `recurrent` with `checkpoint_every`, which saves only the states between chunks of time steps and
+computes the other steps again in the gradient. Results must not change, and memory must stay bounded."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +18,7 @@ def numbers(*shape, key):
 
 
 class Cell(nn.Module):
-    """A cell with a norm, whose state is a dict with a counter of steps."""
+    """A cell with a layer norm. Its state is a dict of h and a counter of steps."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +40,8 @@ OPTIONS = {
 
 
 def results(model, every, options, keep=None):
-    """Return the outputs, the last state and all gradients of a loss, by name."""
+    """Return the outputs, the last state and all gradients of a loss, by name. `every` is the value of
+    `checkpoint_every`."""
     x = {"x": numbers(T, B, D, key=1), "noise": numbers(T, B, 1, key=2)}
     first = {"h": numbers(B, H, key=3), "count": mx.zeros((B, 1), mx.int32)}
 
@@ -61,8 +63,8 @@ def results(model, every, options, keep=None):
 @pytest.mark.parametrize("every", [1, 3, 7, 100, "auto"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_results_are_those_without_chunks(name, every):
-    """Outputs, states and the gradients of x, the first state, `keep` and all parameters of a captured module are the
-    same with and without `checkpoint_every`."""
+    """Results with and without `checkpoint_every` are the same: outputs, last states and the gradients of x, the
+    initial state, `keep` (a factor on the carried state) and all parameters of a captured module."""
     mx.random.seed(0)
     model = Cell()
     for keep in (None, mx.random.uniform(shape=(T, B))) if every == 3 else (None,):
@@ -79,7 +81,8 @@ def leaky(x, h, parameters):
 
 
 def test_gradients_by_finite_differences():
-    """The gradients of x, the state and the parameters equal central differences in float64, in chunks of three."""
+    """With chunks of three steps, the gradients of x, the state and the parameters equal central differences in
+    float64."""
     rng = np.random.default_rng(2)
     shapes = {"W": (H, H), "more": [(H,)]}
     parameters = {key: each for key, each in shapes.items()}
@@ -120,7 +123,8 @@ def test_second_derivatives_compile_and_16_bits():
 
 
 def test_memory_is_bounded():
-    """A gradient over 400 steps takes less than a third of the memory when the states of every 20th step are saved."""
+    """With `checkpoint_every=20`, a gradient over 400 steps takes less than a third of the memory that it takes
+    without checkpoints."""
     W, x, h = numbers(32, 32, key=8) * 0.1, numbers(400, 64, 32, key=9), mx.zeros((64, 32))
 
     def step(x, h, W):

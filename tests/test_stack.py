@@ -1,5 +1,5 @@
 """Tests of `mlx_lstm.nn.stack`, which runs a list of recurrent layers. Outputs, states and gradients equal those of
-a loop over the layers, and bad arguments are refused."""
+a loop over the layers, and wrong arguments raise an error."""
 
 from types import SimpleNamespace
 
@@ -68,8 +68,8 @@ def flat(found):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whoever_wrote_the_layer(kind, bias):
-    """`stack` accepts layers of MLX, our layers, other objects with the same attributes, and dicts of arrays. The
-    results are equal bit for bit."""
+    """`stack` accepts MLX's layers, our layers, other objects with the same attributes, and dicts of arrays. With
+    equal weights all of them give bit for bit the same results."""
     (layers,) = layers_of(kind, bias=bias)
     x = mx.random.normal((2, T, D))
     expected = flat(stack(layers, x))
@@ -199,8 +199,9 @@ def test_between_and_the_sum_of_directions(kind, axes, engine):
 
 
 class Grouped(mlx.nn.Module):
-    """Two layers of G GRUs side by side, each with its own part of the features, in one or both directions. The
-    features of the groups are shuffled between the layers, as in a grouped GRU of a speech enhancer."""
+    """A model of two recurrent layers, each made of G smaller layers (groups) side by side, in one or both
+    directions. Each group reads its own part of the features. The features are shuffled between the two layers, as
+    in a grouped GRU of a speech enhancer."""
 
     def __init__(self, kind, G, ways):
         super().__init__()
@@ -235,8 +236,8 @@ class Grouped(mlx.nn.Module):
 @pytest.mark.parametrize("ways", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_are_layers_side_by_side(kind, ways):
-    """`stack` with groups=3 equals a loop that runs each group on its part of the features. The outputs, the last
-    states and all gradients are compared."""
+    """`stack` with groups=3 equals a loop that runs each group of a layer on its own part of the features. Outputs,
+    last states and all gradients are compared."""
     mx.random.seed(7)
     model, x = Grouped(kind, 3, ways), mx.random.normal((2, T, 3 * D))
     expected, got = run(model, Grouped.loop, x), run(model, Grouped.by_stack, x)
@@ -246,8 +247,8 @@ def test_groups_are_layers_side_by_side(kind, ways):
 
 
 def test_groups_with_states_lengths_and_the_sum_of_directions():
-    """The states of groups go on from call to call, lengths hold for every group, and the sum of both directions is
-    as wide as one of them."""
+    """With groups, the states of one call can be passed to the next call, `lengths` apply to every group, and
+    merge='sum' adds the two directions of each group."""
     mx.random.seed(8)
     model, x = Grouped("GRU", 2, 1), mx.random.normal((2, T, 2 * D))
     layers = model.ways[0]
@@ -266,7 +267,8 @@ def test_groups_with_states_lengths_and_the_sum_of_directions():
 
 
 def names_of(kind, style, rng):
-    """Return {"": arrays} of a layer with both directions and two biases, by the names of a style, drawn at random."""
+    """Return {parameter name: random array} for a layer with both directions and two biases. `style` selects how the
+    parameters are named."""
     G = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind]
     shapes = {"weight_ih": (G * H, D), "weight_hh": (G * H, H), "bias_ih": (G * H,), "bias_hh": (G * H,)}
     words = {"weight_ih": "Wx", "weight_hh": "Wh"} if style != "torch" else {}
@@ -281,9 +283,9 @@ def names_of(kind, style, rng):
 @pytest.mark.parametrize("style", ["torch", "forward", "fwd"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_object_with_both_directions_by_any_names(kind, style):
-    """One object with the arrays of both directions runs under the names of torch and of programs that number no
-    layers. Outputs and gradients equal those of `mlx_lstm.torch` with the same arrays; in training and in
-    evaluation, where converted arrays are cached."""
+    """One dict with the arrays of both directions is accepted under torch's names and under names with suffixes such
+    as `_forward` or `_fwd`. Outputs and gradients equal those of `mlx_lstm.torch` with the same arrays, also on the
+    second call, when converted arrays are cached."""
     arrays = names_of(kind, style, np.random.default_rng(9))
     x = mx.random.normal((2, T, D), key=mx.random.key(9))
     layer = getattr(mlx_lstm.torch, kind)(D, H, bidirectional=True, batch_first=True)
@@ -307,8 +309,8 @@ def test_one_object_with_both_directions_by_any_names(kind, style):
 
 
 def test_further_names():
-    """`stack` reads torch's names of several layers, Keras' names, a projection, peepholes, and a GRU whose whole
-    recurrent bias is called `bhn`."""
+    """`stack` accepts torch's names for several layers and projections, Keras' names, peepholes, and a GRU whose
+    recurrent bias for all gates is called `bhn`."""
     mx.random.seed(10)
     x = mx.random.normal((2, T, D))
     deep = mlx_lstm.torch.LSTM(D, H, num_layers=3, bidirectional=True, batch_first=True, proj_size=3)
@@ -335,8 +337,8 @@ def test_further_names():
 
 
 def test_gradients_by_finite_differences():
-    """The gradients of `stack` with groups, two biases, both directions, their sum and a function between the layers
-    equal central differences, computed in float64 with two step sizes."""
+    """The gradients of `stack` equal central differences in float64 with two step sizes. The stack has groups, two
+    biases, both directions that are added, and a function between the layers."""
     rng = np.random.default_rng(11)
     named = [names_of("GRU", "forward", rng) for _ in range(4)]
     for arrays in named[2:]:

@@ -1,5 +1,5 @@
-"""Tests of `Stepper`, which runs one time step per call: values against the float64 oracle for every option, changed
-parameters, states, refused arguments, and the launches on a GPU."""
+"""Tests of `Stepper`, which runs one time step per call. They compare outputs and states with the float64 oracle for
+every option, change parameters between steps, pass wrong arguments, and count the launches on a GPU."""
 
 import subprocess
 import sys
@@ -30,12 +30,13 @@ STEP_OPTIONS = {
 
 
 def drawn(**options):
-    """Return a random case whose preactivations keep off the kinks of their activations."""
+    """Return a random case (dict of arrays and options). No argument of an activation is so close to a kink, such as
+    0 for relu, that rounding could move it across."""
     return draw_away_from_kinks(0, ROUNDING_MARGIN, **options)[0]
 
 
 def stepper_of(case, engine, dtype, batch):
-    """Return a stepper with the cell, the parameters and the first states of a case."""
+    """Return a stepper with the cell, the parameters and the initial states of a case (dict of arrays and options)."""
     op, arrays, options = split(case)
     options = {"act" if name == "activation" else name: value for name, value in options.items()}
     parameters = {name: to_mlx(arrays[name], dtype) for name in arrays if name not in ("x", "h0", "c0", "keep")}
@@ -50,8 +51,8 @@ def stepper_of(case, engine, dtype, batch):
 
 
 def check_case(case, engine, dtype, batch, name):
-    """Run the steps of a case one at a time, every second with arrays of NumPy. Compare all h and the last states with
-    the oracle."""
+    """Run the steps of a case one at a time, and pass x as a NumPy array at every second step. Check that all h and
+    the last states differ from the oracle's by at most the error bounds."""
     exact, bounds = exact_and_bounds(lambda fl: evaluate(case, None, fl)[0], dtype)
     stepper = stepper_of(case, engine, dtype, batch)
     assert stepper.engine_used.engine == engine
@@ -69,7 +70,7 @@ def check_case(case, engine, dtype, batch, name):
 
 
 def is_possible(option, engine):
-    """Return whether an engine can run an option: `fused` has no projection."""
+    """Return whether an engine can run an option: `fused` does not support a projection."""
     return engine != "fused" or not option.get("projection")
 
 
@@ -99,7 +100,8 @@ def test_every_option_equals_the_oracle(name, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
 def test_every_dtype_equals_the_oracle(dtype, engine, op):
-    """The results of 16-bit parameters are within the bounds of a whole sequence in this dtype."""
+    """The results of steps in 16-bit dtypes and float64 differ from the oracle's by at most the error bounds that a
+    whole sequence has in this dtype."""
     on_gpu = engine in ("fused", "stepwise")
     if on_gpu and dtype == np.float64:
         return
@@ -109,8 +111,8 @@ def test_every_dtype_equals_the_oracle(dtype, engine, op):
 
 
 def layers_of(kind):
-    """Return {name: (layer, its stepper's batch axes, a function that calls `step` or the layer)}. The function maps
-    (x, state) to (h, state)."""
+    """Return {name: (layer, batch axes of its stepper, reference)}. The reference is a function (x, state) -> (h,
+    state) that runs one time step without a stepper, by `step` or by a call of the layer."""
     as_list = lambda state: [] if state is None else state if isinstance(state, tuple) else [state]  # noqa: E731
     plain, quantized = (
         getattr(nn, kind)(I, 32),
@@ -165,8 +167,8 @@ def assert_close(one, other):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_equals_step_in_every_layer(kind, name):
-    """A stepper gives the outputs and states of the layer's own steps, in the same shapes and dtypes; `set_state` and
-    `reset` start it anew."""
+    """A stepper gives the same outputs and states as the layer's own steps, in the same shapes and dtypes. After
+    `reset` it continues from zero states, after `set_state` from the given state."""
     mx.random.seed(3)
     with mx.stream(mx.cpu):
         layer, batch, call = layers_of(kind)[name]
@@ -187,8 +189,8 @@ def test_equals_step_in_every_layer(kind, name):
 @pytest.mark.parametrize("name", ["layer", "quantized", "stack", "torch", "from_weights"])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_changed_parameters_are_seen(kind, name):
-    """After any change of a parameter the next step gives the result of a new stepper in the same state, or the same
-    error."""
+    """After any change of a parameter, the next step gives the same result as a new stepper in the same state, or
+    raises an error."""
     mx.random.seed(4)
     rng = np.random.default_rng(4)
     with mx.stream(mx.cpu):
@@ -234,8 +236,8 @@ def test_a_bias_that_comes_or_goes_is_seen():
 
 
 def test_what_is_refused():
-    """Wrong arguments, transformations and reverse layers raise a ValueError that names the stepper, and leave the
-    states unchanged."""
+    """Wrong arguments, MLX's transformations and reverse layers raise the expected ValueError. The states remain
+    unchanged."""
     layer = nn.LSTM(I, H)
     both = mlx_lstm.torch.LSTM(I, H, bidirectional=True)
     with mx.stream(mx.cpu):
@@ -277,8 +279,8 @@ def test_what_is_refused():
 
 
 def test_any_memory_order_and_dtype_of_x():
-    """x may be strided, lazy, of integers or bool, and of any float dtype. The result has the dtype of the
-    parameters."""
+    """x may be strided or an unevaluated array of MLX, and may have an integer or any float dtype. The result has
+    the dtype of the parameters."""
     rng = np.random.default_rng(5)
     whole = rng.integers(-2, 3, (I, 4)).astype(np.float32)
     with mx.stream(mx.cpu):
@@ -299,7 +301,8 @@ def test_any_memory_order_and_dtype_of_x():
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_products_in_blocks_equal_whole_products(kind, monkeypatch):
-    """Steps whose products are computed in blocks of rows give the same numbers as steps with whole products."""
+    """A step whose matrix product is computed in blocks of rows gives the same numbers, to rounding, as a step with
+    one whole product."""
     monkeypatch.setattr(products, "QUIET_NUMBERS", 50)
     with mx.stream(mx.cpu):
         layer, x = getattr(nn, kind)(I, H), mx.random.normal((2, I))
@@ -314,8 +317,8 @@ def test_products_in_blocks_equal_whole_products(kind, monkeypatch):
 
 @pytest.mark.parametrize("engine", ["fused", "stepwise"])
 def test_a_step_on_a_gpu_takes_one_launch_per_layer(engine):
-    """On a GPU a step launches one of our kernels per layer. The weights are put into the order of the lanes once, and
-    again after a change."""
+    """On a GPU a step launches our kernels once per layer with `fused` and twice with `stepwise`. The kernel that
+    rearranges the weights runs before the first step only. A step after a change of the weights uses the new values."""
     with on_metal() as log:
         layers = [nn.LSTM(I, H, engine=engine), nn.LSTM(H, H, engine=engine)]
         stepper, x = nn.stepper(layers, 2), mx.ones((2, I))
@@ -360,8 +363,8 @@ print(new_peak - peak, new_active - active)
 
 @pytest.mark.parametrize("count", [10_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_streamed_frames_are_flat_in_memory(count):
-    """Memory does not grow over many frames: a leak of one state (256 bytes) per frame would make the process grow by
-    2,500 KiB and more."""
+    """Memory does not grow over many frames (calls of one time step). A leak of one state (256 bytes) per frame
+    would make the process grow by at least 2,500 KiB, and the test allows 1,000 KiB."""
     command = [sys.executable, "-c", FRAMES, str(count)]
     printed = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True).stdout
     peak, active = map(int, printed.split())

@@ -1,6 +1,7 @@
-"""Count the instructions of the generated kernels of cells of the user's own, beside those of the built-in LSTM:
+"""Count the instructions of the kernels that are generated for pointwise cells (cells given as a Python function),
+and compare them with the kernels of the built-in LSTM:
 
-PYTHONPATH=tests python -m machine_code.cells [CELL ...]
+    PYTHONPATH=tests python -m machine_code.cells [CELL ...]
 """
 
 import inspect
@@ -25,7 +26,7 @@ SIZES = ((1, 128), (32, 128), (32, 256))
 
 
 def graph_of(form: Form, B: int, H: int, T: int = 3) -> Graph:
-    """Return the launches of both passes of a cell."""
+    """Return the kernel launches of the forward and the backward pass of a cell."""
     G, C = form.gates, form.states - 1
     shapes = {"x": (T, B, 8), "Wx": (G * H, 8), "Wh": (G * H, H), "b": (G * H,), "h0": (B, H), "c0": (B, C * H)}
     shapes |= {"inputs": (T, B, form.inputs * H), "params": (form.params * H,)}
@@ -44,22 +45,22 @@ def graph_of(form: Form, B: int, H: int, T: int = 3) -> Graph:
 
 
 def kernels(graph: Graph) -> Iterator[Launch]:
-    """Yield the launches that run all steps of a pass."""
+    """Yield the launches of the forward and backward kernels, which run all time steps of a pass."""
     for launch in graph.launches:
         if launch.ours and launch.name.endswith(("_fused_forward", "_fused_backward")):
             yield launch
 
 
 def counted(graph: Graph) -> dict[str, Count]:
-    """Return the counts of the forward and of the backward kernel."""
+    """Return the instruction counts of the forward and of the backward kernel, by pass."""
     return {
         launch.name.rpartition("_")[2]: count(machine_code(launch.text, launch.threads)) for launch in kernels(graph)
     }
 
 
 def main(names: list[str]) -> None:
-    """Print a line per cell, size and pass: lines of the cell's function, instructions per step, their ratio to the
-    built-in LSTM, registers and bytes of spilled registers."""
+    """Print one line per cell, size and pass: the number of lines of the cell's function, the instructions per step
+    and their ratio to the built-in LSTM, the registers, and the bytes of spilled registers."""
     print(f"{'cell':18} {'lines':>5} {'B':>3} {'H':>4} {'pass':9} {'instructions':>12} {'/ LSTM':>7} registers spilled")
     for B, H in SIZES:
         # The built-in kernel with the product in lanes and as many batch items: the generated kernels resemble it.
