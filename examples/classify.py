@@ -84,7 +84,7 @@ def naive_bayes(training, test, kinds):
 
 
 def main(steps=1000):
-    """Train the model, compare it with naive Bayes, and draw."""
+    """Train the model, compare it with naive Bayes, and draw the loss."""
     mx.random.seed(0)
     examples, kinds = data()
     training, test = examples[:-TEST], examples[-TEST:]

@@ -42,7 +42,7 @@ def options(layer: Layer | torch.nn.RNNBase) -> dict[str, Any]:
 
 
 def run_torch(layer: torch.nn.RNNBase, x: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """Run a torch layer. Return output, last h, and the gradients of output.sum() + h.sum() by all inputs."""
+    """Run a torch layer. Return output, last h, and the gradients of output.sum() + h.sum() by x and all parameters."""
     inputs = torch.tensor(x, requires_grad=True)
     packed = torch.nn.utils.rnn.pack_padded_sequence(inputs, torch.from_numpy(lengths), enforce_sorted=False)
     output, last = layer(packed)

@@ -56,7 +56,8 @@ def bits(model, x, y):
 
 
 def windows(numbers, starts):
-    """Return the windows that begin at these places, and the characters one place later."""
+    """Return the windows of the text that begin at `starts`, and their targets: the same windows one character
+    later."""
     rows = mx.array(numbers[starts[:, None] + np.arange(WINDOW + 1)])
     return rows[:, :-1], rows[:, 1:]
 

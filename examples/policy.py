@@ -18,7 +18,7 @@ from support.curves import draw
 
 from mlx_lstm.nn import LSTM
 
-GAMES, STEPS, HIDDEN = 64, 24, 32  # games at once, steps of a rollout
+GAMES, STEPS, HIDDEN = 64, 24, 32  # games in parallel, steps of a rollout, units of the LSTM
 
 
 class Corridors:

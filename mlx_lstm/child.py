@@ -77,7 +77,7 @@ class Child:
         return self.owner == os.getpid() and self.process.poll() is None
 
     def send(self, **request: Any) -> None:
-        """Send a request to the child. If the child has ended, `receive` says so."""
+        """Send a request to the child. If the child has ended, this raises no error: the next `receive` raises it."""
         with suppress(OSError):
             self.requests.write(json.dumps(request) + "\n")
             self.requests.flush()
@@ -164,8 +164,8 @@ def excerpt(text: str) -> str:
 
 
 def serve(answer: Callable[..., dict[str, Any]]) -> None:
-    """In the child process, answer the parent's requests until it closes the pipe. What libraries print goes to
-    stderr."""
+    """In the child process, answer the parent's requests by the function `answer` until the parent closes the pipe.
+    What libraries print goes to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

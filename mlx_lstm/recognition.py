@@ -385,7 +385,7 @@ def arguments_of(way: Way, parts: dict[Part, list[Block]], H: int) -> dict[str, 
     if any((gate, "p") in parts for gate in gates):
         arguments["peephole"] = joined([parts.get((gate, "p"), []) for gate in order], order, H)
     elif way.options.get("output_peephole") == "previous":
-        return None  # without peepholes it is the same as "current"
+        return None  # without peepholes it is the same as "current", which was tested before
     defaults = {"reset": "after", "flip_z": False, "activation": "tanh", "output_peephole": "current", "forget_bias": 0}
     options = {"gate_order": order} if order != gates else {}
     return arguments | options | {key: value for key, value in way.options.items() if value != defaults[key]}

@@ -130,7 +130,7 @@ class Layers(nn.Module):
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """Return the endings of parameter names, one per direction."""
+        """Return the endings of parameter names by direction: "" and, if the layer is bidirectional, "_reverse"."""
         return WAYS if self.bidirectional else WAYS[:1]
 
     def key(self, name: str, layer: int, ending: str) -> str:
@@ -167,10 +167,11 @@ class Layers(nn.Module):
         keep: mx.array | None,
         hold: Hold,
     ) -> tuple[mx.array, Arrays]:
-        """Run all layers with this `cell`; return the last layer's h, and the last states [K D, N, .] of all layers
-        by name.
+        """Run all layers. Return h of the last layer at every step, and the last states [K D, N, .] of all layers by
+        name.
 
-        `states` holds the first states by name; `None` stands for zeros.
+        `cell` is the formula of a step. `states` holds the states before the first step by name; `None` stands for
+        zeros.
         """
         check_array(self.op, "input", input, self.input_shape(input))
         batched, time_first = input.ndim == 3, input.ndim == 2 or not self.batch_first
@@ -270,7 +271,8 @@ class Layers(nn.Module):
         return ["N", "L", self.input_size] if self.batch_first else ["L", "N", self.input_size]
 
     def arrays(self, layer: int, now: bool = False) -> Arrays:
-        """Return a layer's parameters as the recurrence takes them: one bias, both directions in one array.
+        """Return a layer's parameters as `mlx_lstm.lstm`, `gru` or `rnn` takes them: one bias, both directions in
+        one array.
 
         `now`: whether the call computes immediately, not in a trace, so that the joined arrays can be cached.
         """
@@ -295,8 +297,8 @@ class Layers(nn.Module):
         return array
 
     def with_one_bias(self, arrays: dict[str, Any], small: Run) -> dict[str, Any]:
-        """Return the parameters of one direction by the names of the recurrence's arguments, with torch's two biases
-        joined into one."""
+        """Return the parameters of one direction by the argument names of `mlx_lstm.lstm`, `gru` or `rnn`, with
+        torch's two biases joined into one."""
         arrays = dict(arrays)
         biases: Any = {}
         if self.bias:
@@ -631,14 +633,14 @@ class QuantizedRNN(QuantizedLayer, RNN):
 
 
 class Cell(Layers):
-    """Base of `LSTMCell`, `GRUCell` and `RNNCell`: a layer that runs one step per call. Parameter names have no
-    ending."""
+    """Base class of `LSTMCell`, `GRUCell` and `RNNCell`: a layer that runs one step per call. Its parameter names have
+    no ending such as `_l0`."""
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool, engine: Engine | None):
         super().__init__(input_size, hidden_size, 1, bias, False, 0.0, False, 0, None, engine)
 
     def key(self, name: str, layer: int, ending: str) -> str:
-        """Return the name of a parameter."""
+        """Return the name of a parameter, which is `name`: a cell has one layer and one direction."""
         return name
 
     def one_step(self, cell: cells.Cell, input: mx.array, states: dict[str, Any]) -> Arrays:

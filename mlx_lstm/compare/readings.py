@@ -88,8 +88,8 @@ def search(dumps: list[Dump]) -> tuple[Reading, bool]:
 
 
 def nearest(candidates: list[tuple[Dump, tuple[Change, ...]]], title: str) -> Reading:
-    """Rank the candidates by their distance from the saved arrays. Among the nearest, return the first one that
-    explains all results. If none does, return the one that explains most."""
+    """Rank the interpretations `candidates` by their distance from the saved arrays. Among the nearest, return the
+    first one that explains all results. If none does, return the one that explains most."""
     with Progress() as progress:
         ranked = [(rank(*candidate), n) for n, candidate in enumerate(progress.each(candidates, title))]
     readings = []
@@ -346,7 +346,8 @@ def reorder(dump: Dump, case: CompareCase, names: list[str], order: str) -> Call
 
 
 def reordered(array: np.ndarray, axis: int, sizes: dict[str, int], index: list[int]) -> np.ndarray:
-    """Return an array with the G blocks of an axis of length [D] G H in another order."""
+    """Return an array with the blocks of its G gates in another order. Along the axis the blocks have H elements each,
+    and with two directions all gates of one direction come first."""
     parts = np.moveaxis(array, axis, 0).reshape(-1, sizes["G"], sizes["H"], *np.delete(array.shape, axis))
     return np.moveaxis(parts[:, index].reshape(-1, *np.delete(array.shape, axis)), 0, axis)
 

@@ -145,7 +145,7 @@ def title(name: str) -> str:
 
 
 def some(names: Iterable[str], most: int = 6) -> str:
-    """Return the first few names for printing, and the number of the other names."""
+    """Return the first few names as a text, with the number of the names left out."""
     names = list(names)
     return ", ".join(map(shown, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 

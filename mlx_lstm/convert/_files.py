@@ -24,8 +24,8 @@ METADATA = "mlx_lstm"
 
 class Model(NamedTuple):
     """The contents of a file. layers: the `Weights` of the recurrent layers by name; rest: all other arrays by key,
-    unchanged; keys: the keys of each layer; notes: texts on what was not read; metadata: the metadata of a
-    safetensors file."""
+    unchanged; keys: the keys in the file of each layer's arrays; notes: texts on what was not read; metadata: the
+    metadata of a safetensors file."""
 
     layers: dict[str, Weights]
     rest: dict[str, Any]
@@ -174,7 +174,7 @@ def replace(path: Path, work: Callable[[Path], Any], force: bool) -> Any:
 
 
 def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Sequence[str] | None) -> None:
-    """Write a file in the format that its ending names."""
+    """Write a model's layers and other arrays to a file, in the format that the file's ending names."""
     ending = ending_of(path)
     if ending not in (".safetensors", ".npz"):
         writer = _onnx_file.write if ending == ".onnx" else _keras_file.write

@@ -143,7 +143,7 @@ def names_in_new(file: _hdf5.Contents) -> list[Direction]:
         place = place[: match.start()] if match else place
         parts = [part for part in place.split("/") if part]
         steps = ["/".join(parts[: n + 1]) for n, part in enumerate(parts) if part not in ("layers", "cell", "cells")]
-        # Newer files store a layer's name; in older files it is the last part of the path.
+        # Newer files store each layer's name in an attribute. For older files the last part of the path is taken.
         names = [(file.texts(f"{step}/vars", "name") or [step.rpartition("/")[2]])[0] for step in steps]
         if all(np.ndim(file.arrays[key]) == 2 for key in keys[:2]) and len(keys) > 1:
             way = match[1] if match else ""

@@ -190,8 +190,8 @@ def from_names(arrays: Mapping[str, Any], *, nonlinearity: str | None = None) ->
 
 
 def names_counted_by(key: str, names: Container[str]) -> list[str]:
-    """Return those of `names` with which the key begins if a number follows them: for the key "a.12.weight" the
-    names "a" and "a.1"."""
+    """Return those of `names` that stand at the beginning of the key, before a number or within its digits:
+    for the key "a.12.weight" the names "a" and "a.1"."""
     counted = []
     for number in re.finditer(r"\d+(?=\.)", key):
         start, end = number.span()
@@ -209,14 +209,14 @@ def arranged(
     name: str, groups: list[Group], parts: dict[str, list[Arrays]], alone: bool
 ) -> list[tuple[str, dict[tuple[int, int], Group]]]:
     """Return the groups of one name as stacks: one stack if all groups fit together, else a separate stack for each
-    layer. A stack maps (layer, direction) to a group. alone: True if no other array in the file is numbered together
-    with these layers, as the other modules of a Sequential would be."""
+    layer. A stack maps (layer, direction) to a group. alone: whether no other array of the file has a key with a
+    number after `name`; a Sequential has such arrays if it has other modules between these layers."""
     whole = {(group.layer or 0, group.way or 0): group for group in groups}
     layers, ways = ({where[n] for where in whole} for n in range(2))
     full = len(whole) == len(groups) == len(layers) * len(ways) and ways in ({0}, {0, 1})
     full = full and layers == set(range(len(layers))) and len({group.way is None for group in groups}) == 1
     if full and len(ways) == 1 and groups[0].way == 0 and not groups[0].numbered:
-        full = False  # all keys have a word such as "forward": it is part of a name, not a direction
+        full = False  # all keys contain "forward", none "backward": it is part of a name, not a direction
     if groups[0].numbered or (
         full and fits(whole, parts, len(ways)) and (alone or (layers == {0} and groups[0].layer is None))
     ):
@@ -373,7 +373,7 @@ def keys_of(
 
 def in_style(weights: Weights, style: str) -> list[list[Arrays]]:
     """Return a list of layers, each a list of directions, each a dict of arrays by the names of a style. In the
-    style "ops" both directions share arrays."""
+    style "ops" an array holds both directions, so each layer has one dict."""
     if style == "ops":
         return [[arrays] for arrays in to_ops(weights)]
     if style == "mlx":

@@ -54,7 +54,7 @@ class Layout(NamedTuple):
 
     def matrices(self, layer: int) -> list[tuple[int, int]]:
         """Return the shapes of one direction's matrices in a layer, with the rows of all gates in one matrix: W [G
-        H, in], R [G H, S] and, with a projection, Pr [P, H]."""
+        H, in], R [G H, S] and, with a projection, Pr [P, H]. `in` is the width of the layer's input."""
         rows = self.G * self.H
         return [(rows, self.columns(layer)), (rows, self.S)] + ([(self.P, self.H)] if self.P else [])
 

@@ -68,7 +68,8 @@ def from_arrays(
     op: str, ways: Sequence[Sequence[Any]], config: Mapping[str, Any] | None, name: str, *, slope: str = "x/6"
 ) -> Weights:
     """Return the weights of a layer from each direction's kernel, recurrent_kernel and maybe bias. config: the layer
-    as Keras serialized it; if None, the shapes identify the cell. slope: the slope of hard_sigmoid."""
+    as Keras serialized it; if None, the shapes identify the cell. slope: the slope of hard_sigmoid, "x/5" (Keras 2)
+    or "x/6" (Keras 3)."""
     inner = None if config is None else wrapped(op, config, name)
     cudnn = [of_cudnn(*way) for way in ways]
     ways = [each for each in cudnn if each] if all(cudnn) else ways

@@ -84,7 +84,7 @@ def from_mpsgraph(
 
 
 def activation_names(op: str, descriptor: Any, names: Sequence[str], hard_sigmoid: str) -> tuple[str, ...]:
-    """Convert the activations in a descriptor to the names that the recurrence uses."""
+    """Return the activations in a descriptor, under the names that `mlx_lstm.lstm` and `gru` use."""
     check_option(op, "hard_sigmoid", hard_sigmoid, tuple(HARD_SIGMOIDS))
     words = ACTIVATIONS | {"hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
     return tuple(words[getattr(descriptor, name)] for name in names)
@@ -123,9 +123,8 @@ def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
         arguments = {}
         for name, array in arrays.items():
             axis = 1 if weights.directions == 2 and name in ("Wh", "peephole") else 0
-            if (
-                name != "bhn" and weights.directions == 2 and axis == 0
-            ):  # the rows of two directions, one below the other
+            # Where an array holds the rows of both directions, one below the other, each half is reordered separately.
+            if name != "bhn" and weights.directions == 2 and axis == 0:
                 array = mx.concatenate([reorder(half, OURS[cell.op], order) for half in mx.split(array, 2)])
             elif name != "bhn":
                 array = reorder(array, OURS[cell.op], order, axis)

@@ -278,8 +278,8 @@ def rows_reordered(arrays: Arrays, before: str, after: str) -> Arrays:
 
 
 def gate_order(op: str, text: str, usual: str) -> str:
-    """Convert a vendor's gate order to the letters of the recurrence. An LSTM's c or z becomes g. A GRU's u becomes
-    z, and h or c becomes n."""
+    """Convert the letters of a vendor's gate order to those that this package uses: an LSTM's c or z becomes g; a
+    GRU's u becomes z, and its h or c becomes n."""
     letters = {4: {"c": "g", "z": "g"}, 3: {"u": "z", "h": "n", "c": "n"}, 1: {}}[len(usual)]
     order = "".join(letters.get(letter, letter) for letter in text.lower()) if isinstance(text, str) else ""
     if sorted(order) != sorted(usual):

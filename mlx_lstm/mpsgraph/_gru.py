@@ -167,7 +167,7 @@ def gru_gradients(
 
 
 def translate(op: str, arrays: Given, descriptor: GRUDescriptor, hard_sigmoid: str, mask_layout: str) -> dict[str, Any]:
-    """Check Apple's arguments of a GRU, and return the arguments of the recurrence for them."""
+    """Check Apple's arguments of a GRU and convert them to arguments of `mlx_lstm.recurrence`."""
     check_descriptor(op, descriptor, GRUDescriptor)
     arguments = translated(op, arrays, 3, WORDS, descriptor, mask_layout)
     if "bhn" in arguments and not descriptor.reset_after:

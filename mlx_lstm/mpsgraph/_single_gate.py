@@ -152,7 +152,7 @@ def single_gate_rnn_gradients(
 def translate(
     op: str, arrays: Given, descriptor: SingleGateRNNDescriptor, z_state_holds: str, hard_sigmoid: str, mask_layout: str
 ) -> dict[str, Any]:
-    """Check Apple's arguments of a single-gate RNN, and return the arguments of the recurrence for them."""
+    """Check Apple's arguments of a single-gate RNN and convert them to arguments of `mlx_lstm.recurrence`."""
     check_descriptor(op, descriptor, SingleGateRNNDescriptor)
     check_option(op, "z_state_holds", z_state_holds, tuple(Z_STATES))
     words = WORDS | {"z_state": Z_STATES[z_state_holds]}

@@ -43,10 +43,8 @@ def layouts(G: int, bidirectional: bool, projects: bool) -> dict[str, list[str]]
 def translated(
     op: str, arrays: Given, G: int, words: dict[str, str], descriptor: Any, mask_layout: str
 ) -> dict[str, Any]:
-    """Check the layouts, and return the arrays and the direction as arguments of the recurrence.
-
-    `words` maps Apple's names to the recurrence's names.
-    """
+    """Check the layouts of an op's arrays, and convert the arrays and the direction to arguments of
+    `mlx_lstm.recurrence`. `words` maps Apple's names to the names of these arguments."""
     present = check_layouts(op, arrays, G, descriptor.bidirectional)
     check_option(op, "mask_layout", mask_layout, MASK_LAYOUTS)
     if mask_layout != MASK_LAYOUTS[0] and "mask" not in present:
@@ -104,8 +102,8 @@ def title(name: str) -> str:
 
 
 def check_mask(op: str, arrays: Arrays, bidirectional: bool, mask_layout: str) -> mx.array:
-    """Check the mask and convert it for the recurrence: broadcastable to [N, D H], or, with mask_layout "steps", to
-    [T, N, D H]."""
+    """Check the mask and convert it to the mask of `mlx_lstm.recurrence`, which broadcasts to [N, D H] or, with
+    mask_layout "steps", to [T, N, D H]."""
     mask, source, H = arrays["mask"], arrays["source"], arrays["recurrent_weight"].shape[-1]
     check_array(op, "mask", mask, list(getattr(mask, "shape", ())), source.dtype)
     (T, N, _), D, DH = source.shape, 2 if bidirectional else 1, "2H" if bidirectional else "H"
@@ -152,7 +150,7 @@ def gradient_list(
     """Return Apple's list of gradients: in the order of `words`, without gradients of arguments that are None.
 
     A gradient has the layout of its argument; the gradient of a state has no leading 1. Gradients of the names in
-    `leading_ones` get two leading axes of 1. `words` maps Apple's names to the recurrence's names.
+    `leading_ones` get two leading axes of 1. `words` maps Apple's names to the keys of `gradients`.
     """
     present = {name: gradients[word] for name, word in words.items() if arrays.get(name) is not None}
     return [array[None, None] if name in leading_ones else array for name, array in present.items()]

@@ -46,7 +46,7 @@ class Recurrence(nn.Module):
         self.engine = engine
         self.checkpoint_every = checkpoint_every
         self.layers = to_ops(weights)
-        # MLX does not count attributes as parameters if their names begin with an underscore.
+        # These are no parameters: MLX ignores attributes whose names begin with an underscore.
         self._cell, self._is_reverse = weights.cell, weights.reverse
         self._sizes = weights.directions, weights.input_size, weights.hidden_size, weights.proj_size
 

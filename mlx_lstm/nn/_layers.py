@@ -29,7 +29,8 @@ OPTIONS_OF_TORCH = ("num_layers", "bidirectional", "batch_first", "dropout", "pr
 
 
 class Layer(nn.Module):
-    """Base of `LSTM`, `GRU` and `RNN`: constructor, checks, and the call of the recurrence."""
+    """Base class of `LSTM`, `GRU` and `RNN`. It has the constructor, the checks of arguments, and the method that
+    runs all time steps."""
 
     op: str  # the layer's name in errors
     hidden_size: int
@@ -37,7 +38,7 @@ class Layer(nn.Module):
     checkpoint_every: int | str | None
     engine_used = engine_used
     _gates: int  # number of gates: a weight matrix has H rows for each gate
-    _names: ClassVar[dict[str, str]]  # {parameter: argument of the recurrence}, the input weight first
+    _names: ClassVar[dict[str, str]]  # {parameter: argument of mlx_lstm.lstm, gru or rnn}, the input weight first
 
     def __new__(cls: type[Self], *_: Any, **options: Any) -> Self:
         """Raise an error for options that only `mlx_lstm.torch` has, with a text that says where to find them."""
@@ -115,8 +116,8 @@ class Layer(nn.Module):
         return array
 
     def _arrays(self) -> dict[str, Any]:
-        """Return the parameters as a dict by the names of the recurrence's arguments, without biases that are
-        `None`."""
+        """Return the parameters as a dict by the argument names of `mlx_lstm.lstm`, `gru` or `rnn`, without biases
+        that are `None`."""
         arrays = {}
         for name, argument in self._names.items():
             if argument in ("Wx", "Wh") or getattr(self, name) is not None:
@@ -133,11 +134,11 @@ class Layer(nn.Module):
         *,
         is_step: bool = False,
     ) -> list[mx.array]:
-        """Run the recurrence and return as many states as `states` has, at every step: [..., L, H]. With `is_step`,
-        x is [..., D] and the results are [..., H].
+        """Run all time steps and return the states at every step, h and for an LSTM c: each [..., L, H]. With
+        `is_step`, x is [..., D] and the results are [..., H].
 
-        `states` holds the first h and c by the caller's names for them. The results have the dtype to which x, the
-        parameters and the states promote.
+        `states` holds the states before the first step by the names of the caller's arguments. The results have the
+        dtype to which x, the parameters and the states promote.
         """
         op, cell, arrays = self.op, self._cell(), self._arrays()
         D, H = arrays["Wx"].shape[1], arrays["Wh"].shape[1]
@@ -151,7 +152,7 @@ class Layer(nn.Module):
         shape = (*batch, H) if is_step else (*batch, L, H)
         if 0 in batch:
             return [mx.zeros(shape, dtype)] * len(states)
-        # The recurrence has one batch axis: x becomes [B, L, D], or [B, D], and the states become [B, H].
+        # `Call` takes exactly one batch axis, so x becomes [B, L, D], or [B, D], and the states become [B, H].
         small = by_mlx
         if len(batch) != 1:
             small = by_numpy if computes_now(self.engine) else by_mlx
@@ -258,9 +259,9 @@ class LSTM(Layer):
             x (array): [..., L, D]; any number of batch axes, none included.
             hidden (array, optional): the hidden state to start from, [..., H], with or without `cell`. Default: zeros.
             cell (array, optional): the cell state to start from, [..., H], with or without `hidden`. Default: zeros.
-            lengths (integer array or list, optional): [...], one per item, each in 0..L, for sequences that are padded
-                to L. Past an item's length both results are 0 and the input is never read. The last state of item n is
-                at step `lengths[n] - 1`. `mlx.nn.LSTM` has no lengths, keep and hold.
+            lengths (integer array or list, optional): [...], the number of steps of each sequence, in 0..L, if they are
+                padded to L. Past the end of a sequence both results are 0 and the input is never read. The last state
+                of sequence n is at step `lengths[n] - 1`. `mlx.nn.LSTM` has no lengths, keep and hold.
             keep (array, optional): [..., L], a factor on both states before each step, as in `mlx_lstm.lstm`: 0 where
                 an episode begins.
             hold (array or list, optional): [..., L], steps that leave both states as they are, as in `mlx_lstm.lstm`.
@@ -390,7 +391,7 @@ class GRU(Layer):
         Args:
             x (array): [..., L, D]; any number of batch axes, none included.
             hidden (array, optional): the hidden state to start from, [..., H]. Default: zeros.
-            lengths (integer array or list, optional): [...], one per item, as in `LSTM`.
+            lengths (integer array or list, optional): [...], one per sequence, as in `LSTM`.
             keep, hold (array, optional): [..., L], as in `LSTM`.
 
         Returns:
@@ -581,7 +582,8 @@ class QuantizedRNN(QuantizedLayer, RNN):
 
 
 def activation_of(nonlinearity: object) -> str:
-    """Return the name in `mlx_lstm.rnn` of a nonlinearity, which is a function of MLX."""
+    """Return the name that `mlx_lstm.rnn` uses for a nonlinearity, which is a function of MLX such as `nn.tanh`.
+    Raise ValueError for any other function."""
     # Compare one by one, since a module such as nn.Tanh() is not hashable.
     for function, name in NONLINEARITIES.items():
         if nonlinearity is function:
@@ -614,7 +616,7 @@ def check_loaded(op: str, Wx: Weight) -> None:
 
 
 def whole_state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx.array) -> mx.array:
-    """Return a first state broadcast to `shape` [..., H], where ... are the batch axes of x."""
+    """Return a state before the first step, broadcast to `shape` [..., H], where ... are the batch axes of x."""
     if not isinstance(array, mx.array):
         both = isinstance(array, tuple) and op.endswith("LSTM")
         instead = ": pass hidden and cell, not a tuple," if both else instead_of(array)

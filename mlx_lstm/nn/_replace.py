@@ -174,14 +174,15 @@ def convert(layer: nn.Module, kinds: Kinds) -> str:
     if kind in THEIRS:
         layer.engine = layer.checkpoint_every = None
     else:
-        for name in ("engine", "checkpoint_every", "_engine_used"):  # attributes that a layer of MLX lacks
+        for name in ("engine", "checkpoint_every", "_engine_used"):  # remove the attributes that a layer of MLX lacks
             layer.__dict__.pop(name, None)
     return ""
 
 
 def look_alike(name: str, layer: nn.Module) -> str:
-    """Return a text on a layer of another package that has the parameters of a recurrent layer: its class, and the
-    line that runs it. Return an empty text for any other layer. name: the layer's path in the model."""
+    """Return a text, for a warning, about a layer of another package that has the parameters of a recurrent layer:
+    its class, and the line that runs it. Return an empty text for any other layer. name: the layer's path in the
+    model."""
     if isinstance(layer, (Layer, *OURS)) or type(layer).__module__.partition(".")[0] == "mlx_lstm":
         return ""
     if not (kind := kind_of_parameters(layer)):

@@ -139,11 +139,11 @@ def stack(
         groups (int): G, the number of layers side by side, as in a grouped GRU: each reads its own G-th part of the
             features, and their outputs are concatenated. `layers` then holds K G layers: first the G groups of layer 0,
             then those of layer 1. `between(n, x)` gets and returns the features of all groups. Default: 1.
-        lengths (integer array or list, optional): [B], each in 0..T. Past its length an item's output is 0 and its
-            input is never read; its last state is the state after its last step (`lengths[n] - 1`), where the reversed
-            layers start. The last state of a reversed layer is the state at step 0.
-        keep (array, optional): [B, T], a factor on the states of every layer before each step, in the layer's own
-            order, as in `mlx_lstm.lstm`: 0 where an episode begins.
+        lengths (integer array or list, optional): [B], the number of steps of each sequence, in 0..T. Past the end of
+            sequence n its output is 0 and its input is never read; its last state is the state after step `lengths[n] -
+            1`, where the reversed layers start. The last state of a reversed layer is the state at step 0.
+        keep (array, optional): [B, T], a factor on the states of every layer before each step, as in `mlx_lstm.lstm`: 0
+            where an episode begins. The reversed layers run through the factors in reverse.
         hold (array or list, optional): [B, T], steps that leave the states of every layer as they are, as in
             `mlx_lstm.lstm`.
         checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in
@@ -192,7 +192,7 @@ def stack(
         states = [mx.zeros(shape, dtype) for shape in shapes.values()]
         width = groups * one.P * (directions if merge == "concat" else 1)
         return mx.zeros((*batch, T, width), dtype), tuple(states) if len(states) == 2 else states[0]
-    # The recurrence has one batch axis: x becomes [B, T, D], and the states of a layer become [B, H] or [B, 2H].
+    # `Call` takes exactly one batch axis, so x becomes [B, T, D], and a layer's states become [B, H] or [B, 2H].
     small = by_numpy if computes_now(one.engine) else by_mlx
     is_flat = len(batch) == 1
     x = x if is_flat else small(methodcaller("reshape", (-1, *x.shape[-2:])), x)
@@ -231,7 +231,7 @@ def check_x(x: object, D: int) -> None:
 
 
 def run_group(group: "Depth", arrays: Arrays, options: dict[str, Any]) -> dict[str, Any]:
-    """Run one layer, or one group of a layer, in one or both directions. Return the outputs of the recurrence."""
+    """Run one layer, or one group of a layer, in one or both directions. Return the outputs by name, such as "h"."""
     call = Call(group.cell, engine=group.engine, **options)
     outputs, choice = call.forward(arrays, return_gates=False, training=group.training)
     for layer in group.owners:

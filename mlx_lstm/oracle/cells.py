@@ -48,8 +48,8 @@ def through(p: Side, gate: str, y: Array, gradient: Array, dgates: Array, fl: Ar
 def lstm_step(
     p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None
 ) -> Step:
-    """Run one LSTM step from x [B,I] (or x Wx^T [B,4H]), h_in [B,P], which is h_prev times the mask, and c_prev [B,H].
-    With `shift` [B,H], add it to c instead of clipping c."""
+    """Run one LSTM step and return its values. Inputs are x [B,I] (or x Wx^T [B,4H]), h_in [B,P], which is h_prev times
+    the mask, and c_prev [B,H]. If `shift` [B,H] is given, add it to c instead of clipping c."""
     a = lstm_preactivations(p, x, h_in, c_prev, fl)
     gates = {k: ACTIVATIONS[p.act[k]](a[k], fl) for k in "ifg"}
     c_raw = fl(fl(gates["f"] * c_prev) + fl(gates["i"] * gates["g"]))
@@ -113,7 +113,8 @@ def lstm_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ar
 
 
 def gru_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None) -> Step:
-    """Run one GRU step from x [B,I] (or x Wx^T [B,3H]), h_prev [B,H], and h_in, which is h_prev times the mask.
+    """Run one GRU step and return its values. Inputs are x [B,I] (or x Wx^T [B,3H]), h_prev [B,H], and h_in, which is
+    h_prev times the mask.
 
     r, z = act(a + h_in Wh^T)
     n = act(a_n + r (h_in Wh_n^T + bhn)),  or with reset "before"  act(a_n + (r h_in) Wh_n^T)
@@ -160,8 +161,8 @@ def gru_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ari
 
 
 def rnn_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None) -> Step:
-    """Run one step of a plain RNN from x [B,I] (or x Wx^T [B,H]) and h_in [B,H], which is h_prev times the mask. In the
-    result, `gates` is the preactivation."""
+    """Run one step of a plain RNN and return its values. Inputs are x [B,I] (or x Wx^T [B,H]) and h_in [B,H], which is
+    h_prev times the mask. In the result, `gates` is the preactivation."""
     a = fl(input_part(p, x, fl) + fl.dot(h_in, p.Wh.T))
     return Step(h=ACTIVATIONS[p.activation](a, fl), c=c_prev, gates=a, a={"h": a})
 

@@ -15,12 +15,12 @@ from .cells import STEPS, block
 
 
 def forward(*, dtype: DTypeLike = np.float64, frozen_clip: Array | None = None, **case: Any) -> Tensors:
-    """Return the outputs of the op: h [T,B,DP], gates [T,B,DGH], hT [B,DP], and for an LSTM c and cT. Every
-    operation is rounded to `dtype`.
+    """Return the outputs of the op: h [T,B,DP], gates [T,B,DGH], hT [B,DP], and for an LSTM c and cT. D is the
+    number of directions, P the width of h, G the number of gates. Every operation is rounded to `dtype`.
 
-    `frozen_clip` [T,B,DH] is added to c in place of clipping. A clip passes gradients unchanged, as the addition of a
-    constant does. So a test by finite differences adds at all points the constant that clipping adds at the base point
-    (`clip_shift`).
+    `frozen_clip` [T,B,DH] is added to c in place of clipping. A clip passes gradients unchanged, as the addition of
+    a constant does. So a test by finite differences adds at all points the constant that clipping adds at the base
+    point (`clip_shift`).
     """
     fl = Arithmetic(dtype)
     return fl.store(evaluate(case, None, fl, frozen_clip)[0])
