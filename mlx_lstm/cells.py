@@ -74,10 +74,10 @@ def sum_peephole_lstm(a: Arrays, state: Arrays, p: Array) -> tuple[Array, ...]:
 def slstm(a: Arrays, state: Arrays) -> tuple[Array, ...]:
     r"""Run a step of sLSTM, the LSTM with exponential gates of xLSTM (Beck et al., arXiv:2405.04517, appendix A).
 
-    Gates i, f, z, o (the order of the paper and of FlashRNN); states h, c, n, m. Begin with zeros. The forget gate is
-    a sigmoid; :math:`m' = \max(\log \sigma(f) + m, i)` keeps the exponentials small. :math:`i' = e^{i - m'}`, :math:`f'
-    = e^{\log \sigma(f) + m - m'}`, :math:`c' = f' c + i' \tanh z`, :math:`n' = f' n + i'`, :math:`h' = \sigma(o) c' /
-    n'`.
+    Gates i, f, z, o (the order of the paper and of FlashRNN); states h, c, n, m, which begin as zeros. The forget gate
+    is a sigmoid; :math:`m' = \max(\log \sigma(f) + m, i)` keeps the exponentials small. :math:`i' = e^{i - m'}`,
+    :math:`f' = e^{\log \sigma(f) + m - m'}`, :math:`c' = f' c + i' \tanh z`, :math:`n' = f' n + i'`, :math:`h' =
+    \sigma(o) c' / n'`.
     """
     i, f, z, o = a
     _, c, n, m = state
@@ -89,10 +89,10 @@ def slstm(a: Arrays, state: Arrays) -> tuple[Array, ...]:
 
 
 def gru(a: Arrays, state: Arrays) -> tuple[Array, ...]:
-    r"""Run a step of a GRU as in cuDNN and PyTorch (Cho et al., arXiv:1406.1078). Call with `apart=True`.
+    r"""Run a step of a GRU as in cuDNN and PyTorch (Cho et al., arXiv:1406.1078).
 
-    Gates r, z, n; state h. :math:`n = \tanh(x_n + \sigma(r) p_n)`, :math:`h' = n + \sigma(z) (h - n)`, with the
-    input's part x_n and the recurrent part p_n.
+    Call `pointwise` with `apart=True`: each gate is then a pair (x, p), its parts from the input and from h. Gates r, z, n;
+    state h. :math:`n = \tanh(x_n + \sigma(r) p_n)`, :math:`h' = n + \sigma(z) (h - n)`.
     """
     (xr, hr), (xz, hz), (xn, hn) = a
     (h,) = state
@@ -103,8 +103,8 @@ def gru(a: Arrays, state: Arrays) -> tuple[Array, ...]:
 def augru(a: Arrays, state: Arrays, attention: Array) -> tuple[Array, ...]:
     r"""Run a step of a GRU whose update gate is scaled by attention (AUGRU; Zhou et al., "DIEN", arXiv:1809.03672).
 
-    Gates r, u, n; call with `apart=True`; state h; inputs attention, one score per step: an array [T, B, 1]. :math:`u'
-    = attention \sigma(u)`, :math:`h' = (1 - u') h + u' n`, with n as in `gru`.
+    Gates r, u, n; call `pointwise` with `apart=True`; state h; inputs attention, one score per step: an array [T, B,
+    1]. :math:`u' = attention \sigma(u)`, :math:`h' = (1 - u') h + u' n`, with n as in `gru`.
     """
     (xr, hr), (xu, hu), (xn, hn) = a
     (h,) = state
@@ -113,27 +113,29 @@ def augru(a: Arrays, state: Arrays, attention: Array) -> tuple[Array, ...]:
 
 
 def indrnn(a: Arrays, state: Arrays, u: Array) -> tuple[Array, ...]:
-    r"""Run a step of an independently recurrent network (IndRNN; Li et al., arXiv:1803.04831). Call with `Wh=None`.
+    r"""Run a step of an independently recurrent network (IndRNN; Li et al., arXiv:1803.04831).
 
-    One gate; state h; params u. :math:`h' = \max(a + u h, 0)`.
+    Call `pointwise` with `Wh=None`: there is no recurrent matrix. One gate a; state h; params u. :math:`h' = \max(a + u
+    h, 0)`.
     """
     return (mx.maximum(a[0] + u * state[0], 0),)
 
 
 def minimal_gru(a: Arrays, state: Arrays) -> tuple[Array, ...]:
-    r"""Run a step of minGRU (Feng et al., "Were RNNs all we needed?", arXiv:2410.01201). Call with `Wh=None`.
+    r"""Run a step of minGRU (Feng et al., "Were RNNs all we needed?", arXiv:2410.01201).
 
-    Gates z, n; state h. :math:`h' = (1 - \sigma(z)) h + \sigma(z) n`.
+    Call `pointwise` with `Wh=None`: there is no recurrent matrix. Gates z, n; state h. :math:`h' = (1 - \sigma(z)) h +
+    \sigma(z) n`.
     """
     (z, n), (h,) = a, state
     return (h + mx.sigmoid(z) * (n - h),)
 
 
 def minimal_gru_log(a: Arrays, state: Arrays) -> tuple[Array, ...]:
-    r"""Run a step of minGRU with the positive candidate of the paper's log-space version. Call with `Wh=None`.
+    r"""Run a step of minGRU with the positive candidate of the paper's log-space version.
 
-    Gates z, n; state h. It is `minimal_gru` with another candidate in place of n: :math:`n + 0.5` where :math:`n \ge
-    0`, :math:`\sigma(n)` elsewhere.
+    Call `pointwise` with `Wh=None`. Gates z, n; state h. It is `minimal_gru` with another candidate in place of n:
+    :math:`n + 0.5` where :math:`n \ge 0`, :math:`\sigma(n)` elsewhere.
     """
     z, n = a
     return minimal_gru((z, mx.where(n >= 0, n + 0.5, mx.sigmoid(n))), state)

@@ -1,5 +1,5 @@
-"""Random cases of the ops `lstm`, `gru`, `rnn`: the cases of `mlx_lstm.testing.cases` and helpers that only the
-tests need."""
+"""Random test cases of the ops `lstm`, `gru` and `rnn`. A case is a dict of arrays and options, drawn by
+`mlx_lstm.testing.cases`. This file adds helpers that only the tests need."""
 
 from types import MappingProxyType
 
@@ -57,16 +57,17 @@ OUTPUTS = OUTPUTS_OF["lstm"]
 
 
 def is_in_range(results):
-    """Return whether float32 can hold all these numbers and their squares. A GRU whose gates are unbounded can leave
-    this range within five steps."""
+    """Return whether float32 can hold all numbers in `results` and their squares. The results of a GRU with
+    unbounded gates can leave this range within five steps."""
     return all(np.abs(value).max(initial=0) < 1e18 for value in results.values())
 
 
 def combination(rng, sizes=SIZES, op="lstm", bidirectional=False):
-    """Draw a random value for every option of an op. Return the options."""
+    """Return a random value for every option of an op, as a dict {option: value}."""
     T, B = sizes[:2]
     pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
-    # A separate generator draws the options that were added later. An old seed still draws the same other options.
+    # A separate generator draws the options that were added later, so that a seed still gives the older options
+    # the same values.
     own = rng.spawn(1)[0]
     hold = own.random((T, B)) < own.random()
     states = ("b", "h0", "c0") if op == "lstm" else ("b", "h0")
@@ -129,10 +130,12 @@ def to_numpy(array):
 
 
 def run(case, engine, dtype, cotangents=None, weights=MappingProxyType({}), device=None):
-    """Run the case's op on an engine. Return (outputs, gradients), two dicts of NumPy arrays by name.
+    """Run a case (a dict of arrays and options) on an engine. Return (outputs, gradients), two dicts of NumPy arrays
+    by name.
 
-    The gradients belong to the outputs that have a cotangent. `weights`: quantized weights that replace weights of
-    the case. `device`: where to run instead of the engine's usual device in the tests.
+    With `cotangents` {output name: cotangent}, only these outputs are computed, and the gradients come from these
+    cotangents. `weights`: quantized weights that replace the case's weights of the same names. `device`: where to
+    run instead of the device that the tests usually choose for this engine.
     """
     with mx.stream(device or device_of(engine)):
         found = cases.run(case, engine, MLX_DTYPE[dtype], cotangents, weights)
@@ -187,5 +190,5 @@ def elementwise_bounds(case, dtype, cotangents):
 
 
 def joined(results):
-    """Merge outputs and gradients into one dict."""
+    """Merge the pair `results` = (outputs, gradients) into one dict."""
     return results[0] | results[1]

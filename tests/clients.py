@@ -70,9 +70,9 @@ class Predictor(nn.Module):
     """The prediction network of a transducer. Its layers are in nested dicts. The network calls the layers step by
     step and passes the states of all layers to the next step.
 
-    The original program has an error, which `right=False` reproduces. It passes x as [T, B, D] to `mlx.nn`, which
-    takes the axis before the last as time. If the batch has several sequences, the layers therefore run along the
-    batch.
+    The original program has an error, which `right=False` reproduces. The program passes x as [T, B, D] to layers of
+    `mlx.nn`, which treat the second-to-last axis as time. With several sequences per batch, these layers therefore
+    run along the batch axis.
     """
 
     def __init__(self, right=True):
@@ -314,13 +314,13 @@ CLIENTS = {
     ),
 }
 OWN = ("codec of its own", "two biases")
-"""The clients without a layer of `mlx.nn`."""
+"""Names of the models in this file that use no recurrent layer of `mlx.nn`."""
 
 
 def assert_same(got, rounded, exact):
-    """Check that each result is as close to the float64 result as the same formula computed in the result's dtype.
-    The error bound is the one of `closeness.assert_close` with one change: the terms of every sum have size 1, so a
-    sum whose terms cancel keeps their rounding errors."""
+    """Check that each result in `got` is about as close to the float64 result `exact` as `rounded`, which is the
+    same formula computed in the dtype of `got`. The error may be twice that of `rounded`, plus 4 eps times the
+    largest exact value or 1. The 1 allows for sums whose terms of size 1 cancel."""
     assert got.keys() == rounded.keys() == exact.keys()
     for name, value in exact.items():
         assert got[name].dtype == rounded[name].dtype, name
@@ -329,8 +329,9 @@ def assert_same(got, rounded, exact):
 
 
 def assert_by_differences(loss, values, rng):
-    """Check the gradients of a scalar function of trees of float64 arrays along three random directions, against
-    central differences. Their error falls with the square of the step, so the finer step bounds it by the coarser."""
+    """Check the gradients of `loss`, a scalar function of trees of float64 arrays, against central differences in
+    three random directions. The difference between results of a coarse and of a fine step bounds the error of the
+    fine one, because the error falls with the square of the step."""
     gradients = mx.grad(lambda values: loss(*values))(values)
     for _ in range(3):
         ways = tree_map(lambda array: mx.array(rng.normal(size=array.shape), mx.float64), values)
@@ -345,5 +346,6 @@ def assert_by_differences(loss, values, rng):
             for step in (2e-4, 1e-4)
         )
         assert abs(slope) > 1e-3
-        # Of coarse - fine three quarters of the coarse step's error remain, so a third of it is the fine step's.
+        # The coarse step is twice the fine step, so its error is about 4 times as large. Hence `coarse - fine` is
+        # about 3 times the error of `fine`.
         assert abs(fine - slope) <= abs(coarse - fine) + 1e-9 * abs(slope), (slope, coarse, fine)

@@ -15,7 +15,7 @@ SHADERS = Path(__file__).parents[1] / "metal"
 EMULATOR = Path(__file__).parent / "metal_emulator"
 
 FROM_WORKERS = []
-"""Files of shader coverage, one from each worker process of a run with -n."""
+"""Paths of shader coverage files, one per worker process of pytest-xdist (option -n)."""
 
 LEFT_OUT = Counter()
 """The number of tests deselected on a Mac, by reason."""

@@ -76,7 +76,7 @@ def kernel_texts(cases):
 
 
 def generated_texts():
-    """Return the sources of the kernels of the cells in `mlx_lstm.cells`."""
+    """Return the sources of the kernels that the library generates for the cells in `mlx_lstm.cells`."""
     with noted() as texts:
         assert not any(map(verdict, FORMS))
     return list(texts)

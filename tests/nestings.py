@@ -39,8 +39,8 @@ STEPS = {"lstm": (lstm_step, 4), "gru": (gru_step, 3), "rnn": (rnn_step, 1)}
 
 
 class Model:
-    """A small recurrence with random arrays: an LSTM, GRU or RNN of sizes (T, B, I, H). `loss` computes its loss
-    with `mlx_lstm`, and `plain` computes the same loss by a loop in plain MLX."""
+    """A small LSTM, GRU or RNN with random arrays. Its sizes are (time steps T, batch B, input I, hidden H). `loss`
+    computes a scalar loss with `mlx_lstm`, and `plain` computes the same loss by a loop in plain MLX."""
 
     def __init__(self, op="lstm", sizes=(3, 2, 2, 2), reverse=False, lengths=None, seed=0):
         T, B, I, H = sizes
@@ -88,8 +88,8 @@ class Model:
 
 
 def jacobian_rows(loss, theta):
-    """Return two rows: the gradient of the loss times 1, and times 0.5. mx.vmap maps the backward pass over these
-    two factors. Theta is the same for both rows."""
+    """Return an array with two rows: the gradient of the loss for the cotangent 1, and for the cotangent 0.5.
+    mx.vmap maps the backward pass over these cotangents; theta is the same for both."""
     pull = lambda d: mx.vjp(lambda theta: [loss(theta)], [theta], [d])[1][0]  # noqa: E731
     return mx.vmap(pull)(mx.array([1.0, 0.5], mx.float64))
 

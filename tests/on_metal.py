@@ -104,7 +104,7 @@ def pretend():
 pretended = ExitStack()
 
 
-# --- What to run -----------------------------------------------------------------------------------------------------
+# --- Cases, batch sizes and kernels that the tests run ---------------------------------------------------------------
 
 # Batch sizes that use different kernels. The number of batch rows per threadgroup depends on the batch size, and so do
 # the three ways to compute a product: by single lanes, by tiles, or by 8 x 8 matrices.
@@ -112,7 +112,8 @@ BATCHES = (1, 2, 9)
 
 
 def options_at(option, B):
-    """Return the options of an entry of EVERY_OPTION, with array shapes for a batch of B sequences."""
+    """Return the options that EVERY_OPTION has under the name `option`, with array shapes for a batch of B
+    sequences."""
     return at_batch(EVERY_OPTION[option], B)
 
 
@@ -146,8 +147,8 @@ def in_turns(cases, choices, others=False):
 
 
 def over_engines(table, choices):
-    """Return a list of (engine, name, choice) for test parameters. Each engine gets all choices but one for each
-    name of `table`. The engines leave out different choices, so that together they cover every choice."""
+    """Return test parameters (engine, name, choice). For each name of `table`, an engine gets all choices except
+    one. The engines leave out different choices, so that together they cover every choice."""
     turns = [(n, k, e) for n in range(len(table)) for k in range(len(choices) - 1) for e in range(len(ENGINES))]
     names = list(table)
     triples = [(ENGINES[e], names[n], choices[(n + k + e) % len(choices)]) for n, k, e in turns]
@@ -182,8 +183,8 @@ def crossed(table, fewest=7):
     cases, or 3 for a GRU with reset="before", because the options of a kind include that many shapes of a mask. The
     first case of a kind has no other option.
 
-    The number of directions does not change the source. So the cases of both directions are the cases of one
-    direction, and an option is only added if none of them has it.
+    The number of directions does not change a kernel's source. Therefore the bidirectional cases are copies of the
+    cases of one direction, and an option is only added if no copy has it.
     """
     groups = {}
     for option in table.values():
@@ -209,15 +210,16 @@ CROSSED = {
     for engine in ENGINES
     for name, case in crossed({key: value for key, value in EVERY_OPTION.items() if can_run(engine, value)}).items()
 }
-"""The cases of `crossed` for every option that an engine runs, by (engine, name)."""
+"""{(engine, name): case}, the cases into which `crossed` combines all options that the engine supports."""
 CROSSED_BATCHES = [(*pair, BATCHES[int(pair[1].rsplit("_", 1)[1]) % len(BATCHES)]) for pair in CROSSED]
-"""Every case of CROSSED with a batch size, as (engine, name, B). A case of both directions has the batch size of the
-case of one direction whose options it has, so that they share kernels."""
+"""(engine, name, batch size B) for every case of CROSSED. A bidirectional case has the same B as the case of one
+direction from which it was copied, so that both use the same compiled kernels."""
 
 
 def rows_from(batch):
-    """Return a function that replaces `fused.rows_for`. It multiplies 8 x 8 matrices from this batch size on (summed
-    over both directions). For smaller batches a threadgroup computes 1, 2 or 4 items in lanes."""
+    """Return a replacement for `fused.rows_for`, which chooses how many sequences a threadgroup computes. From
+    `batch` sequences on (counted in both directions) it chooses 8, for the kernel with 8 x 8 matrix products. For
+    smaller batches it chooses 1, 2 or 4, for the kernel without them."""
 
     def rows_for(cell, B, H, itemsize, directions, cores, packing=None):
         matrices = directions * B >= batch and fused.fits_matrices(cell, H)
@@ -227,5 +229,6 @@ def rows_from(batch):
 
 
 def matrices_from(batch):
-    """Return a patch, for `with`, that makes `fused` multiply 8 x 8 matrices from this batch size on."""
+    """Return a context manager in which `fused` uses its kernel with 8 x 8 matrix products from `batch` sequences
+    on. The sequences of both directions are counted."""
     return patch.object(fused, "rows_for", rows_from(batch))

@@ -1,7 +1,8 @@
-"""The recurrent parts of thirteen programs in small forms of our own. Each has the lines that such a program writes by
-hand (`before`), and those that do the same with mlx-lstm (`after`), on the same parameters.
+"""Thirteen small models whose recurrent parts are like those of real programs. Each model has two methods that
+compute the same result from the same parameters: `before` has the lines that such a program writes by hand, and
+`after` uses mlx-lstm.
 
-`python tests/programs.py` prints the number of lines of each.
+`python tests/programs.py` prints the number of lines of both methods.
 """
 
 import inspect
@@ -19,7 +20,7 @@ LENGTHS = mx.array([6, 2, 5])
 
 
 def holder(layer):
-    """Return a plain module with the parameters of a layer, as a program's own class would have them."""
+    """Return an `nn.Module` that has the parameters of `layer` but not its methods, like a program's own class."""
     module = nn.Module()
     for name, array in layer.parameters().items():
         module[name] = array
@@ -27,7 +28,7 @@ def holder(layer):
 
 
 class Speakers(nn.Module):
-    """Speaker segmentation: an LSTM of three layers in both directions with torch's parameters."""
+    """Speaker segmentation: a bidirectional LSTM of three layers with torch's parameter names."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +50,7 @@ class Speakers(nn.Module):
 
 
 class Pitch(nn.Module):
-    """Pitch estimation: a GRU in both directions with torch's parameters and two biases."""
+    """Pitch estimation: a bidirectional GRU with torch's parameter names and two biases per direction."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +71,7 @@ class Pitch(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The encoder of a variational autoencoder: it reads the last states of two layers."""
+    """The encoder of a variational autoencoder: a linear layer reads the last states of two LSTM layers."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +90,7 @@ class Encoder(nn.Module):
 
 
 class Voice(nn.Module):
-    """Speech synthesis: layers with a norm and a residual connection between them."""
+    """Speech synthesis: LSTM layers with a layer normalization and a residual connection between them."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +107,7 @@ class Voice(nn.Module):
 
 
 class Transducer(nn.Module):
-    """The prediction network of a transducer: one step at a time, with the states of all layers."""
+    """The prediction network of a transducer: it runs one time step per call and passes the states of all layers on."""
 
     def __init__(self):
         super().__init__()
@@ -131,7 +132,8 @@ class Transducer(nn.Module):
 
 
 class Groups(nn.Module):
-    """Noise reduction: grouped GRUs whose features are shuffled between the layers."""
+    """Noise reduction: each layer is two GRUs, one for each half of the features. The features are shuffled between
+    the layers."""
 
     def __init__(self):
         super().__init__()
@@ -154,7 +156,8 @@ class Groups(nn.Module):
 
 
 class Squeezed(nn.Module):
-    """Noise reduction: a GRU of several layers between two linear layers, with a skip connection and its states."""
+    """Noise reduction: two GRU layers between two linear layers, with a skip connection around all of them. The
+    model also returns the last states of the GRU layers."""
 
     def __init__(self):
         super().__init__()
@@ -174,7 +177,7 @@ class Squeezed(nn.Module):
 
 
 class Separator(nn.Module):
-    """Source separation: both directions with norms between, over windows of a spectrogram."""
+    """Source separation: two bidirectional LSTM layers with a layer normalization between them."""
 
     def __init__(self):
         super().__init__()
@@ -195,7 +198,8 @@ class Separator(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A classifier of padded texts: the sum of both directions at the last real step."""
+    """A classifier of padded texts: a linear layer reads the sum of the last states of both directions, without
+    padding."""
 
     def __init__(self):
         super().__init__()
@@ -213,7 +217,8 @@ class Classifier(nn.Module):
 
 
 class HandWritten(nn.Module):
-    """A classifier with an LSTM cell that is written by hand. `recognise` returns the line of `after`."""
+    """A classifier whose LSTM step is written by hand. Given `step`, the function `recognise` returns the call of
+    `lstm` that `after` makes."""
 
     def __init__(self):
         super().__init__()
@@ -239,7 +244,7 @@ class HandWritten(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A language model: dropout between the layers, states carried from window to window."""
+    """A language model: dropout between the LSTM layers. The states pass from one window of the text to the next."""
 
     def __init__(self):
         super().__init__()
@@ -265,7 +270,7 @@ class LanguageModel(nn.Module):
 
 
 class Spans(nn.Module):
-    """Extraction of names: both directions over padded texts; the padding is 0 in the output."""
+    """Extraction of names from padded texts: an LSTM in both directions, whose output is 0 in the padding."""
 
     def __init__(self):
         super().__init__()
@@ -315,7 +320,7 @@ def lines_of(method):
 
 
 def main():
-    """Print the number of lines of each program by hand and with mlx-lstm."""
+    """Print how many lines `before` and `after` have for each program."""
     for program in PROGRAMS:
         print(f"{program.__name__:14} {lines_of(program.before):3} -> {lines_of(program.after)}")
     before, after = (sum(lines_of(getattr(each, way)) for each in PROGRAMS) for way in ("before", "after"))

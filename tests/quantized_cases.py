@@ -12,7 +12,7 @@ from mlx_lstm.oracle import ARRAYS, backward, forward
 from mlx_lstm.oracle.closeness import assert_within, bounds
 
 PACKINGS = [(group, bits, mode) for mode, (groups, widths) in WIDTHS.items() for group in groups for bits in widths]
-"""All that MLX has."""
+"""Every (group size, bits, mode) of quantized weights that MLX supports."""
 
 WEIGHTS = ("Wx", "Wh", "Wp")
 

@@ -65,7 +65,7 @@ def quiet():
     return char_lm.Console(file=io.StringIO())
 
 
-# --- Resume ----------------------------------------------------------------------------------------------------------
+# --- Resuming a run bit for bit --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -450,7 +450,7 @@ def test_resume_refuses_settings_and_wants_a_checkpoint(tmp_path, capsys):
         assert stopped.value.code == 2 and part in capsys.readouterr().err
 
 
-# --- 16 bits ----------------------------------------------------------------------------------------------------------
+# --- Training in bfloat16 --------------------------------------------------------------------------------------------
 
 
 def test_bfloat16_is_in_the_weights_and_activations_and_nowhere_else(corpus):

@@ -225,7 +225,7 @@ def test_failures_are_told_once():
     assert engine_lines("ops", others)[-1] == "  and 4 other failures: see the file"
 
 
-# --- The cases -------------------------------------------------------------------------------------------------------
+# --- The cases that the command compares -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -263,7 +263,7 @@ def test_a_text_that_a_compiler_refuses_is_named(tmp_path, capsys):
     )
 
 
-# --- The rest of --full ----------------------------------------------------------------------------------------------
+# --- Commands that the option --full runs in addition ----------------------------------------------------------------
 
 
 @pytest.mark.not_on_a_mac("a Mac is simulated, or is to be missing")

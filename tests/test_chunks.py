@@ -204,7 +204,8 @@ def test_sums_over_chunks_overflow_without_a_warning():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("engine", ["numpy", "ops"])
 def test_sums_over_chunks_of_16_bits_have_more_digits(engine, way):
-    """The gradients of 16-bit weights are added up over chunks in float32. A float16 sum of 2048 and 1 is 2048."""
+    """The gradients of 16-bit weights are added up over chunks in float32. In float16 the sum 2048 + 1 would be
+    rounded to 2048."""
     cotangent = mx.array([1.0, 1, 1, 1, 2048], mx.float16).reshape(5, 1, 1)  # the last step comes first
     x, Wx, Wh, b = (make(shape, mx.float16) for make, shape in zip(MAKERS, SHAPES, strict=True))
     with mx.stream(mx.cpu), evaluating(way):
@@ -214,13 +215,13 @@ def test_sums_over_chunks_of_16_bits_have_more_digits(engine, way):
 
 
 MAKERS, SHAPES = (mx.ones, mx.ones, mx.zeros, mx.zeros), ((5, 1, 1), (1, 1), (1, 1), (1,))
-"""How the test above makes x, Wx, Wh and b, and their shapes."""
+"""Functions with which the test above makes x, Wx, Wh and b, and the shapes of these arrays."""
 
 
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 def test_a_sequence_that_ends_between_two_chunks(op):
-    """If the direction is reverse, a sequence starts from its first state in the chunk in which it ends, also where it
-    ends with the chunk."""
+    """In the reverse direction, a sequence of the batch starts from its initial state at its last real step. The
+    test has sequences whose last real step is inside a chunk, and others where it is the last step of a chunk."""
     case, cotangents = draw_away_from_kinks(6, sizes=(6, 4, 2, 3, 3), op=op, reverse=True, lengths=[2, 4, 6, 3])
     assert_right(case | {"checkpoint_every": 2}, cotangents, "numpy")
 
@@ -304,7 +305,7 @@ def test_transformations_of_numpy(kind):
             mx.eval(mx.jvp(lambda *a: loss(*a, **every), arrays, arrays))
 
 
-# --- Memory ----------------------------------------------------------------------------------------------------------
+# --- Peak memory of calls in chunks ----------------------------------------------------------------------------------
 
 
 def peak_of(function):
@@ -354,7 +355,7 @@ def test_long_sequences_of_ops_take_little_beside_what_is_kept():
     assert memory.above_start()[0] < 40e6  # a graph of all steps would take 80 MB
 
 
-# --- Layers ----------------------------------------------------------------------------------------------------------
+# --- Layers and vendors' ops pass `checkpoint_every` on --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [ours.LSTM, ours.GRU, ours.RNN, theirs.LSTM, theirs.GRU, theirs.RNN])
@@ -466,9 +467,9 @@ def test_a_wrong_number_is_refused(every):
 
 
 def test_what_auto_is():
-    """The value "auto" of `checkpoint_every` gives chunks of about sqrt(T) steps for T steps, and of a quarter of
-    that with engine `ops`. With engine `numpy`, a chunk has as many steps as fill one matrix product, if that is
-    more than sqrt(T), but at most T / 8."""
+    """The value "auto" of `checkpoint_every` divides T time steps into chunks of about sqrt(T) steps. With engine
+    `ops`, chunks have a quarter of these steps. With engine `numpy`, a chunk has as many steps as fill one matrix
+    product, if that is more than sqrt(T), but at most T / 8."""
 
     def chosen(engine, T, B, width, every):
         """Return the chunks that are chosen for a plain RNN cell (one gate) whose input and hidden size are `width`."""

@@ -213,7 +213,7 @@ def test_names_that_contain_the_word_of_a_direction(tmp_path):
     assert all(weights.directions == 1 for weights in found.values())
 
 
-# --- The same outputs ------------------------------------------------------------------------------------------------
+# --- Converted weights give the original outputs ---------------------------------------------------------------------
 
 
 def case_of(arrays, one, x):
@@ -504,7 +504,7 @@ def test_the_forget_bias_goes_into_the_bias():
     np.testing.assert_array_equal(np.array(convert.to_torch(weights)["bias_ih_l0"]), b)
 
 
-# --- MPSGraph, cuDNN: the ops themselves -----------------------------------------------------------------------------
+# --- MPSGraph and cuDNN: our ops take the converted arrays -----------------------------------------------------------
 
 
 def test_the_ops_take_what_is_written():
@@ -544,7 +544,7 @@ def test_flip_z_changes_signs():
         convert.from_mpsgraph([arrays], descriptor)
 
 
-# --- Files -----------------------------------------------------------------------------------------------------------
+# --- Writing files and reading them back -----------------------------------------------------------------------------
 
 
 def same_file(path, layers, **options):
@@ -758,7 +758,7 @@ def test_cudnn_layers_as_keras_2_reads_them(cell):
         np.testing.assert_array_equal(got, value.reshape(got.shape))
 
 
-# --- Keys of clients -------------------------------------------------------------------------------------------------
+# --- Weights files of the models in tests/clients.py -----------------------------------------------------------------
 
 KEYS = {
     "codec of mlx.nn": {"layers": 2},

@@ -1,5 +1,5 @@
-"""Tests of Core ML packages, which `convert.write` writes. coremltools reads them back and checks their operations.
-Only a Mac runs them."""
+"""Tests of the Core ML packages that `convert.write` writes. coremltools reads a package back, and NumPy computes
+its operations as Apple documents them, because only a Mac can run a package."""
 
 import inspect
 import re
@@ -19,15 +19,16 @@ ACTIVATIONS = {"sigmoid": lambda x: 1 / (1 + np.exp(-x)), "tanh": np.tanh, "relu
 
 
 def program_of(path):
-    """Return (specification, operations) of a package."""
+    """Return (specification, operations) of a Core ML package. The operations are those of its function main."""
     model = coremltools.models.MLModel(str(path), skip_model_load=True)
     spec = model.get_spec()
     return spec, load(spec, spec.specificationVersion, model.weights_dir).functions["main"].operations
 
 
 def one_direction(op, x, h, c, end, back):
-    """Compute one direction of MIL's operation lstm in float64, as Apple documents it: the rows of the weights are the
-    input, forget, output and cell gate."""
+    """Compute one direction of an operation `lstm` of MIL (Core ML's language) in float64, as Apple documents it.
+    The gates in the rows of the weights are input, forget, output, cell. `end` is the suffix of the weights' names.
+    Return (outputs of all steps, last h, last c)."""
     W, R, b = (getattr(op, f"{name}{end}") for name in ("weight_ih", "weight_hh", "bias"))
     b = 0 if b is None else b.val.astype(np.float64)
     gate, cell, out = (ACTIVATIONS[getattr(op, f"{name}activation").val] for name in ("recurrent_", "cell_", ""))
@@ -41,7 +42,7 @@ def one_direction(op, x, h, c, end, back):
 
 
 def run(operations, x, h_0, c_0):
-    """Run the operations lstm of a package one after the other. Return h, h_n and c_n of torch's shapes."""
+    """Run the LSTM operations of a Core ML package one after the other. Return (h, h_n, c_n) in the shapes of torch."""
     states, row = ([], []), 0
     for op in operations:
         if op.op_type != "lstm":
@@ -60,7 +61,8 @@ def run(operations, x, h_0, c_0):
 
 
 def test_the_gate_order_is_the_documented_one():
-    """Apple documents the gate order of MIL's operation lstm for each of its four matrices."""
+    """The documentation of MIL's operation lstm still states the gate order input, forget, output, cell for each of
+    the operation's four matrices. `convert.write` writes this order."""
     text = re.sub(r"\s+", " ", inspect.getdoc(MIL_LSTM))
     assert text.count("order of ``[input_gate, forget_gate, output_gate, cell_gate]``") == 4
 
@@ -69,8 +71,8 @@ def test_the_gate_order_is_the_documented_one():
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("K, D", [(1, 1), (3, 1), (2, 2)])
 def test_a_package_holds_the_layers_with_their_states(K, D, bias, name, tmp_path):
-    """The operations of a written package, computed as Apple documents them, give the outputs and the last states of
-    the layer. The package has inputs and outputs for the states, and any number of steps."""
+    """The operations of a written Core ML package, computed as Apple documents them, give the outputs and the last
+    states of the layer. The package takes and returns states and accepts any number of steps."""
     mx.random.seed(1)
     layer = mlx_lstm.torch.LSTM(I, H, K, bias, bidirectional=D == 2)
     path = tmp_path / "m.mlpackage"

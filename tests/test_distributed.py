@@ -130,9 +130,9 @@ def test_two_processes_as_a_user_starts_them(tmp_path):
 
 
 def test_killed_processes_leave_a_checkpoint_that_any_number_of_them_resumes(tmp_path):
-    """Any number of processes can resume the checkpoint of killed processes. One process saves at step 10. One of
-    three processes is then killed at step 25, the first of two at step 35. The survivor of the two writes the
-    checkpoint that it advises, from which one process finishes."""
+    """Any number of processes can resume the checkpoint that killed processes leave. One process saves at step 10.
+    Three processes resume, and one is killed at step 25. Two processes resume, and one is killed at step 35. One
+    process then finishes from the checkpoint that the survivor's error message names."""
     run, path = char_lm.Run(SETTINGS, CORPUS), tmp_path / "0" / "checkpoint.safetensors"
     for _ in range(10):
         run.train_step()
@@ -170,8 +170,9 @@ def test_processes_with_different_texts_are_refused(tmp_path):
     assert codes[0] == 1 and "process 0 of 2 has lost another" in said[0][1]
 
 
-# Code of a process that computes the gradient of a loss over the real steps of padded rows, in two ways: with `Ranks`,
-# and with MLX's `average_gradients`. Its argument is the file for the gradients.
+# Code of a process that differentiates the mean loss over the real steps of its share of padded sequences. It joins
+# the gradients of all processes in two ways: by the examples' class `Ranks`, and by MLX's `average_gradients`. Its
+# argument is the file into which it writes the gradients.
 VARIED = f"""
 import sys
 sys.path.insert(0, {str(SCRIPT.parent)!r})
@@ -202,8 +203,8 @@ mx.savez(sys.argv[1], **arrays)
 
 
 def test_two_processes_weigh_padded_rows_by_their_real_steps(tmp_path):
-    """The loss and the gradients of two processes, whose rows have 10 and 6 real steps, equal those of one process to
-    1e-6."""
+    """Two processes train on padded sequences, which have 10 real steps in one process and 6 in the other. The mean
+    loss over all real steps and its gradients equal those of one process to 1e-6."""
     gradients = {}
     for size in (1, 2):
         hosts = tmp_path / "hosts.json"

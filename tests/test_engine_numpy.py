@@ -105,7 +105,7 @@ def test_agrees_with_ops(monkeypatch, word, seed):
     rng = np.random.default_rng(seed)
     T, B, I, H = (int(rng.choice(sizes)) for sizes in ([1, 2, 5, 8], [1, 2, 5, 16, 17], [1, 3], [1, 2, 5]))
     monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", int(rng.choice([3 * B, 1024])))
-    # The engine copies its weights or not, depending on this limit. Both ways are tested.
+    # This limit decides whether the engine copies its weights. Random limits test both ways.
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", int(rng.choice([2 * B, 256])))
     poison_scratch(monkeypatch)
     sizes = T, B, I, H, 3
@@ -118,15 +118,16 @@ def test_agrees_with_ops(monkeypatch, word, seed):
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("word", OPS)
 def test_a_shrinking_batch_agrees_with_ops(monkeypatch, word, seed):
-    """Engine `numpy` runs sequences of different lengths in segments with fewer and fewer batch items. The results of
-    all options agree with engine `ops`."""
+    """For sequences of different lengths, engine `numpy` divides the time steps into segments and leaves out the
+    sequences that have ended. The results of all options agree with engine `ops`."""
     rng = np.random.default_rng(seed)
     T, B = int(rng.choice([5, 6, 8])), int(rng.choice([2, 3, 9, 33]))
     monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", int(rng.choice([2 * B, 1024])))
     poison_scratch(monkeypatch)
     sizes = T, B, 2, 3, 3
     _, arrays, options = split(draw(rng, sizes=sizes, **every_option(rng, word, sizes)))
-    options |= {"hold": None, "lengths": [int(length) for length in rng.integers(0, T, B)]}  # hold shortens lengths
+    # Held steps (option `hold`) would shorten the lengths, so this test has none.
+    options |= {"hold": None, "lengths": [int(length) for length in rng.integers(0, T, B)]}
     spoil_padding(arrays["x"], options["lengths"])
     ran, sweep = [], engine_numpy_ragged.sweep_forward
     monkeypatch.setattr(engine_numpy_ragged, "sweep_forward", lambda one, *a: [ran.append(one), sweep(one, *a)])
@@ -138,8 +139,8 @@ def test_a_shrinking_batch_agrees_with_ops(monkeypatch, word, seed):
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 @pytest.mark.parametrize("word", OPS)
 def test_a_shrinking_batch_agrees_in_16_bits_and_with_checkpoints(word, dtype, checkpoint_every):
-    """The gradients of sequences of different lengths agree with engine `ops` in 16 bits and with `checkpoint_every`.
-    Both engines compute in float32 and round the results once."""
+    """The gradients of sequences of different lengths agree with engine `ops`, also in 16 bits and with recomputed
+    steps (`checkpoint_every`). Both engines compute in float32 and round the results once."""
     rng, (T, B, H) = np.random.default_rng(0), (20, 9, 4)
     lengths, rows = rng.integers(0, T, B).tolist(), {"lstm": 4, "gru": 3, "rnn": 1}[word] * 2 * H
     shapes = (T, B, 3), (rows, 3), (2, rows // 2, H), (rows,)
@@ -289,8 +290,9 @@ def test_gradients_of_many_calls_are_not_in_memory_at_once(word, options):
 
 
 def gradients_asked(word, argnums, wrap=lambda loss: loss, **options):
-    """Return (left_out, gradients): what the engine leaves out, in the order of its backward passes, and the gradients
-    of a loss of two layers by x, Wx of the first layer, or both. wrap: a transformation of the loss."""
+    """Differentiate a loss of two layers with the same weights by `argnums`: 0 is the input x of the first layer, 1
+    is Wx. `wrap` transforms the loss first. Return (left_out, gradients). `left_out` has one entry per backward pass
+    of engine `numpy`: the names of the gradients that the pass does not compute."""
     rng, G, log = np.random.default_rng(0), {"lstm": 4, "gru": 3, "rnn": 1}[word], []
     backward = engine_numpy_sweep.backward
 
@@ -313,8 +315,9 @@ def gradients_asked(word, argnums, wrap=lambda loss: loss, **options):
 @pytest.mark.parametrize("options", [{}, {"checkpoint_every": 3}], ids=str)
 @pytest.mark.parametrize("word", OPS)
 def test_the_gradient_of_the_first_layer_s_input_is_computed_only_if_asked_for(word, options):
-    """A training step asks for the gradients of the parameters only. The engine then leaves out the gradient of the
-    data, and computes that of the second layer's input. All gradients are those of engine `ops`."""
+    """If a loss is differentiated by the weights only, engine `numpy` does not compute the gradient of the first
+    layer's input (the data). It does compute the gradient of the second layer's input. All gradients equal those of
+    engine `ops`."""
     asked, computed = [(), ("x",)], [(), ()]
     for argnums, wrap, expected in [
         (1, lambda loss: loss, asked),
@@ -334,8 +337,8 @@ def test_the_gradient_of_the_first_layer_s_input_is_computed_only_if_asked_for(w
 
 @pytest.mark.parametrize("word", OPS)
 def test_a_small_step_in_a_gradient_runs_on_ops(word):
-    """Engine `ops` runs a single small step inside a transformation, with the gradients of engine `numpy`. A large
-    step, several steps, and a step outside of a transformation run on engine `numpy`."""
+    """Inside a gradient, a single time step of a small layer runs on engine `ops` and gives the gradients of engine
+    `numpy`. A large step, several steps, and a step outside of a gradient run on engine `numpy`."""
     layer_of, engines = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[word], {}
     for H, B, T in [(4, 3, 1), (4, 3, 2), (128, 64, 1)]:
         layer, x = layer_of(4, H), mx.random.normal((B, T, 4))

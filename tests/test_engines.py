@@ -28,7 +28,7 @@ HALF, BRAIN, DOUBLE = {"dtype": mx.float16}, {"dtype": mx.bfloat16}, {"dtype": m
 
 
 def widest(dtype, cores, B=2, cell=LSTMCell()):  # noqa: B008 (a cell is a tuple and never changes)
-    """Return the largest H up to 256 for which `fused` is predicted to be the faster engine."""
+    """Return the largest hidden size H up to 256 for which `fused` is predicted to be the faster Metal engine."""
     return max(H for H in range(1, 257) if predict(cell, dtype, B, H, cores).engine == "fused")
 
 
@@ -106,7 +106,8 @@ def test_choice(machine, arguments, H, requested, expected):
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_the_choice_for_every_number_of_cores(cell, dtype):
     """For 7 to 80 GPU cores `fused` runs small layers and `stepwise` large ones. The reason names the number of
-    cores. Small GPUs multiply 8 x 8 matrices where large GPUs have a core for every two items."""
+    cores. With a batch of 128, a GPU with 8 cores uses 8 x 8 matrix products, while each threadgroup of a GPU with
+    80 cores computes two sequences."""
     for cores in range(7, 81):
         where = {"sizes": (8, 32, 3, 64), "dtype": dtype, "traced": False, "cell": cell, **MAC}
         choice = choose(**where, cores=cores)
@@ -117,7 +118,8 @@ def test_the_choice_for_every_number_of_cores(cell, dtype):
 
 
 def test_of_two_equal_divisions_the_simpler_one_runs():
-    """A threadgroup gets more items only if the predicted time then falls by more than 5 %."""
+    """A threadgroup of `fused` computes as few sequences as possible, unless more sequences per threadgroup reduce
+    the predicted time by more than 5 %."""
     for B in range(1, 65):
         times = {rows: step_cycles(LSTMCell(), B, 64, 4, 1, 10, rows, None) for rows in (1, 2, 8)}
         best = min(times.values())
@@ -125,7 +127,8 @@ def test_of_two_equal_divisions_the_simpler_one_runs():
 
 
 def test_a_call_is_divided_for_the_cores_of_this_gpu():
-    """A call divides its work for the number of GPU cores of the machine, or for the number that `limited` names."""
+    """A call of `fused` divides the batch among threadgroups for the GPU's number of cores, or for the number of
+    cores that the context manager `limited` sets."""
     seen = []
     arrays = [mx.zeros(shape) for shape in ((2, 32, 1), (256, 1), (256, 64))]
     with on_metal() as log:

@@ -182,7 +182,7 @@ def repeated(rng, array, dtype):
 FORMS = [lambda rng, array, dtype: to_mlx(array, dtype), unevaluated, strided, permuted, offset, repeated]
 
 
-# --- The recurrence --------------------------------------------------------------------------------------------------
+# --- Random calls of lstm, gru and rnn -------------------------------------------------------------------------------
 
 
 def drawn(rng, dtype, sizes, **options):
@@ -343,7 +343,7 @@ def threads(rng):
             np.testing.assert_array_equal(found, expected, err_msg=name)
 
 
-# --- The layers and the vendors' ops ---------------------------------------------------------------------------------
+# --- Random calls of layers and vendors' ops -------------------------------------------------------------------------
 
 NAMES_OF_NN = {
     "lstm": ("LSTM", {"b": "bias"}, ("hidden", "cell")),

@@ -190,7 +190,7 @@ def test_onnx_reads_other_files_only_if_asked(tmp_path, capsys):
     assert "lies beyond the end of short" in refusal(capsys, path, target, "--force", "--external-data")
 
 
-# --- 4. Temporary names, modes, files that appear --------------------------------------------------------------------
+# --- 4. Links at temporary names, file modes, files that appear during a write ---------------------------------------
 
 
 def test_temporary_names_follow_no_link(tmp_path, monkeypatch):
@@ -296,7 +296,7 @@ run_command(forever)
             (folder / name).unlink()
 
 
-# --- 5. Small files that declare much --------------------------------------------------------------------------------
+# --- 5. Small files that declare large sizes -------------------------------------------------------------------------
 
 
 def h5_of_fill_values(path):
@@ -411,7 +411,7 @@ def test_hdf5_that_does_not_end(tmp_path, capsys, monkeypatch):
         assert what in refusal(capsys, path, tmp_path / "out.npz")
 
 
-# --- 7. Many keys ----------------------------------------------------------------------------------------------------
+# --- 7. Files with many keys -----------------------------------------------------------------------------------------
 
 
 def test_reading_keys_takes_linear_time(tmp_path):
@@ -441,7 +441,7 @@ def test_reading_keys_takes_linear_time(tmp_path):
     assert counts[1] < 2.1 * counts[0]
 
 
-# --- 8. Names that forge ---------------------------------------------------------------------------------------------
+# --- 8. Names that forge lines of the command's output ---------------------------------------------------------------
 
 FORGED = "a\x1b[2J\r\n  read back: the same to the last bit\u202e" + "x" * 500
 
@@ -532,7 +532,7 @@ def test_names_in_a_golden_forge_no_line(tmp_path, capsys):
     assert out.replace("\n", "").isprintable() and "\n  read back" not in out
 
 
-# --- 9. Verdicts and tables of engines -------------------------------------------------------------------------------
+# --- 9. Broken cache files: results of trial runs, table of engines --------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -558,7 +558,7 @@ def test_broken_files_of_verdicts_and_engines_warn(text, tmp_path, monkeypatch):
             assert "is broken" in tuning.load(path).source
 
 
-# --- Robustness ------------------------------------------------------------------------------------------------------
+# --- Malformed headers and contents ----------------------------------------------------------------------------------
 
 ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 HEADERS = {

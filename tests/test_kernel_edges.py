@@ -21,8 +21,8 @@ from mlx_lstm.recurrence._trial import trial_of
 
 
 def computed(shaders, body, inputs, output):
-    """Run Metal source `body` with functions of metal/, one thread per element of the first input. Return the output
-    `found` as a NumPy array. output: its shape and dtype."""
+    """Run the Metal code `body`, which calls functions of the files `shaders`, with one thread per element of the
+    first input. Return the array `found` that the code writes. output: (shape, dtype) of `found`."""
     with on_metal(), mx.stream(mx.cpu):
         header = "using Index = long;\n" + kernels.header(shaders, body)
         kernel = mx.fast.metal_kernel("computed", list(inputs), ["found"], body, header)
@@ -34,7 +34,7 @@ def computed(shaders, body, inputs, output):
         return np.array(found)
 
 
-# --- Numbers ---------------------------------------------------------------------------------------------------------
+# --- Activations and infinite numbers --------------------------------------------------------------------------------
 
 
 def squashed(x, is_tanh):
@@ -78,7 +78,7 @@ def test_an_infinite_candidate_makes_an_infinite_h(engine, activation, flip_z):
         assert gru(x, None, mx.zeros((3, 1)), h0=h0, **options).h.item() == np.inf
 
 
-# --- Sizes -----------------------------------------------------------------------------------------------------------
+# --- Arrays that need 64-bit indices, and long sequences -------------------------------------------------------------
 
 RECORDER = """
 struct Recorder {
@@ -90,8 +90,8 @@ struct Recorder {
 
 
 def test_places_of_the_recurrent_input():
-    """`recurrent_input` computes right indices for arrays of more than 2^31 elements. The arrays of this test record
-    the index and have no memory."""
+    """The shader function `recurrent_input` computes right indices for arrays of more than 2^31 elements. The arrays
+    in this test only record the index, so they need no memory."""
     T, B, D, H = 70001, 601, 2, 1021
     t, b, j = T - 2, B - 1, H - 1
     body = f"""
@@ -118,8 +118,8 @@ recurrent_input<float>(a, uint3({b * H + j}, {t}, 1));
 
 @pytest.mark.parametrize("back", [False, True])
 def test_places_of_keep_and_of_the_candidates_product(back):
-    """The positions in `keep` and `q`, and their distances between two steps, are right in a sequence for which `keep`
-    has more than 2^31 numbers."""
+    """`fused` computes right indices into `keep` (factors on the state) and `q` (the candidate's recurrent product
+    of a GRU), and right distances between two steps, if `keep` has more than 2^31 numbers."""
     T, B, D, H = 70001, 2**15 + 3, 2, 1021
     t, b, unit, word = T - 1, B - 1, H - 1, str(back).lower()
     body = f"""
@@ -138,9 +138,11 @@ found[0] = at.keep, found[1] = next.keep, found[2] = at.q, found[3] = next.q;
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
 @pytest.mark.parametrize("cell", [LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell()], ids=str)
 def test_a_row_of_many_numbers_has_wide_indices(cell, dtype):
-    """`stepwise` uses 64-bit indices if one of its arrays, or the row that one launch writes, has 2^31 elements."""
+    """`stepwise` uses 64-bit indices if one of its arrays, or the block of numbers that one launch writes for a
+    step, has 2^31 elements."""
     for H, P in ((1024, 1024), (64, 640), (640, 64)):
-        for arrays in range(1, cell.gates + 3):  # gates, m and the gradient before the factor `keep`
+        # The block that a launch writes has at most the gates, m and the gradient before the factor `keep`.
+        for arrays in range(1, cell.gates + 3):
             carries = "c" in cell.outputs or cell.op == "gru"
             of_item = kernels_stepwise.row_length(Problem(1, 1, H, P, cell), max(H, P), arrays, carries, dtype)
             B = -(-LIMITS.index // of_item)
@@ -150,21 +152,21 @@ def test_a_row_of_many_numbers_has_wide_indices(cell, dtype):
 
 
 def test_steps_of_a_launch():
-    """`fused` divides a sequence into launches of at most 4096 steps, or fewer for more threadgroups than cores. The
-    number depends on no dtype."""
+    """`fused` divides a sequence into launches of at most 4096 steps, or of fewer steps if there are more
+    threadgroups than GPU cores. The number of steps is the same for float32 and float16."""
     for B, T, steps in ((1, 4096, [4096]), (1, 10000, [4096, 4096, 1808]), (64, 4096, [1024] * 4)):
         for dtype in (mx.float32, mx.float16):
             problem = Problem(T, B, 64, 64, LSTMCell(), dtype=dtype)
             assert [count for count, _ in kernels_fused.division(problem, False)] == steps
 
 
-# --- Quantized weights -----------------------------------------------------------------------------------------------
+# --- Long rows of quantized weights ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("B, H", [(1, 320), (3, 160)])
 def test_quantized_rows_that_take_more_than_one_turn(B, H):
-    """`stepwise` is right if the lanes need several turns for a row of quantized weights: with one sequence they take
-    256 weights per turn, with several sequences 128."""
+    """`stepwise` is right if a row of quantized weights is so long that the lanes of a SIMD group read it in several
+    passes: 256 weights per pass for one sequence, 128 for several sequences."""
     with on_metal() as log:
         check_quantized("stepwise", quantized_case((32, 8, "affine"), sizes=(2, B, 32, H, H), op="rnn"))
         check_quantized("stepwise", quantized_case((32, 4, "mxfp4"), sizes=(2, B, 32, H, H), op="rnn"))
@@ -173,8 +175,8 @@ def test_quantized_rows_that_take_more_than_one_turn(B, H):
 
 @pytest.mark.parametrize("B, H, least", [(1, 64, 32), (1, 320, 257), (1, 1024, 257), (3, 160, 129)])
 def test_the_trial_of_long_quantized_rows_takes_several_turns(B, H, least):
-    """If the lanes need several turns for a row of quantized weights in a call, they also do in the call's trial (the
-    small test run before the first use of kernels)."""
+    """If the lanes of a SIMD group need several passes for a row of quantized weights in a call, they also do in the
+    call's trial (the small test run before the first use of kernels)."""
     names = ("x", "Wx", "Wh", "Wh_scales", "Wh_biases", "b")
     problem = Problem(9, B, H, H, LSTMCell(), names=names, packing=Packing(32, 4, "affine"))
     small = trial_of("stepwise", problem).problem
@@ -192,7 +194,7 @@ WIDE = {
 
 @pytest.mark.parametrize("name", WIDE)
 def test_fused_with_quantized_weights(name):
-    """`fused` is right with quantized weights in both directions, and for the most units that it supports."""
+    """`fused` is right with quantized weights in both directions, and for the largest hidden sizes that it supports."""
     packing, sizes, options = WIDE[name]
     with on_metal() as log:
         check_quantized("fused", quantized_case(packing, sizes=sizes, quantize=("Wh",), **options))

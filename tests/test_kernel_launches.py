@@ -27,7 +27,7 @@ from mlx_lstm.engines.problem import Problem
 from mlx_lstm.machine import shader_folder
 from mlx_lstm.oracle import forward
 
-# --- Threads ---------------------------------------------------------------------------------------------------------
+# --- Thread counts and kernel names ----------------------------------------------------------------------------------
 
 
 LAYERS = {
@@ -79,8 +79,8 @@ def test_a_kernel_is_compiled_for_its_threads():
 
 
 def test_a_name_has_one_text():
-    """Two kernels with the same name always have the same source. MLX caches compiled kernels by name and compiles
-    again when the source for a name changes."""
+    """Two kernels with the same name always have the same source. Otherwise MLX, which caches compiled kernels by
+    name, would compile a kernel again whenever the source for its name changes."""
     texts = {}
     for layer, options in LIMITED.items():
         options = {name: value for name, value in options.items() if name != "peephole"}
@@ -89,7 +89,7 @@ def test_a_name_has_one_text():
             assert texts.setdefault(name, launch.source) == launch.source, (layer, name)
 
 
-# --- What a launch costs ---------------------------------------------------------------------------------------------
+# --- Numbers of launches and bytes -----------------------------------------------------------------------------------
 
 
 def launches_of(sizes, engine, **options):
@@ -200,9 +200,8 @@ def test_launches_of_stepwise_with_a_projection(T):
 @pytest.mark.parametrize("most", JOINED)
 @pytest.mark.parametrize(("left", "again"), [(LEFT, 0.6), (LEFT // 2, 1.1)])
 def test_rows_are_few_at_the_end_of_a_sweep(left, again, most):
-    """For any number of time steps T, at most `left` arrays remain after a pass over the steps, because launches
-    concatenate the arrays of several steps. Each step's row of numbers is copied about once per level of
-    concatenation."""
+    """After a pass of `stepwise` over any number of time steps T, at most `left` arrays remain, because launches
+    concatenate the arrays of several steps. Each step's numbers are copied about once per level of concatenation."""
     for T in (*range(1, 700), 1280, 1281, 5000, 10241):
         found, rows = joins(T, left, most)
         copied = [sum(join.steps) for join in found if join]
@@ -213,8 +212,8 @@ def test_rows_are_few_at_the_end_of_a_sweep(left, again, most):
 
 
 def test_a_launch_binds_at_most_31_arrays():
-    """A launch joins as many arrays as Metal can bind beside its others: 16 or 8. The call with most arrays still
-    binds 8."""
+    """No launch binds more than 31 arrays, Metal's limit. A launch that concatenates arrays therefore reads 16 of
+    them, or 8 if its other arguments leave no room for 16."""
     assert [joined_beside(others) for others in (11, 15, 16, 23)] == [16, 16, 8, 8]
     options = {"peephole": True, "mask": (30, 2, "P"), "keep": True, "lengths": np.array([30, 3])}
     for case in (options, {**options, "projection": True}, {**options, "op": "gru", "peephole": False}, {}):
@@ -226,8 +225,9 @@ def test_launches():
     """A call with its gradient has exactly the documented number of launches of our kernels.
 
     `fused` has two launches in the forward and two in the backward pass: one copies the weights into the kernel's
-    order, one computes all steps. One more launch lies between the passes. `stepwise` has one launch per step (two
-    with a projection), one after each pass, one for the input of the recurrent products and one for dh0.
+    order, one computes all steps. One more launch lies between the passes. In each pass, `stepwise` has one launch
+    per step (two with a projection) and one at the end. Two more launches compute the input of the recurrent
+    products and dh0.
     """
     assert [len(launches_of((T, 2, 3, 4, 2), "fused")) for T in (1, 9)] == [5, 5]
     assert [len(launches_of((T, 2, 3, 4, 2), "stepwise")) for T in (1, 9)] == [6, 22]
@@ -339,7 +339,7 @@ def test_fused_moves_hardly_more_than_every_array_once(options):
         assert moved["bytes_read"] + moved["bytes_written"] <= 1.15 * floor, (launch.name, moved, floor)
 
 
-# --- Around the kernels ----------------------------------------------------------------------------------------------
+# --- Exported functions, inference and garbage -----------------------------------------------------------------------
 
 
 def test_kernels_are_in_an_exported_function(tmp_path):

@@ -1,5 +1,5 @@
-"""Tests of the kernel tests. Each test damages our shaders in one place at a time and checks that the comparison
-with the oracle or the emulator notices every damage."""
+"""Check that the tests of the Metal kernels notice errors. Each test here damages the shaders in one place at a
+time. The comparison with the oracle, or the emulator, must notice every damage."""
 
 from types import MappingProxyType
 from unittest.mock import patch
@@ -30,7 +30,7 @@ LAYERS = {
     "projection_unmasked": {"projection": True, "mask": None},
 }
 
-# {shader file: ({engine: layers} that use the file, the batch sizes at which they use the file)}
+# {shader file: ({engine: names of LAYERS that use the file}, batch sizes at which they use the file)}
 USERS = {
     "stepwise": ({"stepwise": ["projection"]}, (4, 9)),
     "stepwise_lanes": ({"stepwise": ["projection"]}, (3, 4)),
@@ -180,14 +180,14 @@ def trials(file, kind):
     if file == "stepwise_lanes":
         yield trial("stepwise", (2, 3, 2, 7, 7))  # H = 7: three elements remain after the vectors of 4
     if file == "stepwise_rows":
-        for T in (20, 21, 36):  # joins of no array, of 2 arrays, and of as many as a launch may join
+        for T in (20, 21, 36):  # launches concatenate no array, 2 arrays, or as many as they may
             yield trial("stepwise", (T, 3, 2, 5, 5), op="rnn")
     if file == "fused_lanes":
         # The last gate's activation tanh shares one exp2 and one reciprocal with the other gates; relu does not.
         for last in ("relu", "tanh"):
             yield trial("fused", (3, 3, 2, 5, 5), activations=("sigmoid", "sigmoid", "tanh", last, "tanh"))
     if file == "fused_matrix":
-        yield trial("fused", (3, 9, 2, 5, 5))  # H = 5 is one part, so that no registers hold a second part
+        yield trial("fused", (3, 9, 2, 5, 5))  # H = 5 fits in one part of 8, so no registers hold a second part
     if file == "fused":
         yield trial("fused", (4, 3, 2, 10, 10), h0=None, c0=None)
     if file == "cell":
@@ -215,7 +215,8 @@ def notice(file, engine, case, cotangents, ref, limit, weights=MappingProxyType(
     with (
         on_metal(),
         limited(launch_steps=3),
-        # With so many working registers, only few weights fit in the remaining registers.
+        # So many working registers leave room for only a few weights. The kernel reads the other weights from memory,
+        # so that both ways are tested.
         patch.object(kernels_fused, "working_registers", lambda *_: 108),
         matrices_from(1 if "matrix" in file else 10 if file in BOTH_FORMS else 100),
         # With a limit of 1 byte, the backward kernel with matrix products has a single buffer and one more barrier.

@@ -24,13 +24,13 @@ from mlx_lstm.testing.cases import T as T_OF_OPTIONS
 
 T = 6
 
-# --- The options -----------------------------------------------------------------------------------------------------
+# --- Rows of options -------------------------------------------------------------------------------------------------
 
 ALL = {"mask": (T, "B", "P"), "keep": True, "lengths": True}
 BARE = {"mask": ("P",), "hold": True, "keep": True, "projected_x": True, "b": None, "h0": None}
 ROWS: dict[str, dict[str, Any]] = {
-    # Options that exclude each other, such as the two peepholes, are in different rows of the same cell. Each gate of
-    # a row has another activation, so that no kernel can take one gate for another.
+    # Each row is a set of options for one call. Options that exclude each other, such as the two kinds of peepholes,
+    # are in different rows. Each gate has a different activation, so that a kernel that confuses two gates is wrong.
     "lstm": {
         **ALL,
         "peephole": True,
@@ -63,12 +63,12 @@ ROWS: dict[str, dict[str, Any]] = {
     "rnn": {**ALL, "activation": "relu"},
     "rnn, bare": {**BARE, "activation": "hard_sigmoid"},
 }
-# The kernels read the direction at run time, so these rows need no kernels of their own.
+# The direction is a run-time argument of the kernels, so these additional rows compile no additional kernels.
 ROWS |= {f"{name}, reverse": ROWS[name] | {"reverse": True} for name in ("lstm", "gru", "gru_before", "rnn")}
 
 
 def cell_of(name):
-    """Return the cell of a row."""
+    """Return the name of a row's cell, which begins the row's name: "gru" for the row "gru, bare"."""
     return name.partition(",")[0]
 
 
@@ -86,13 +86,13 @@ def features(options):
     return found
 
 
-# --- The paths -------------------------------------------------------------------------------------------------------
+# --- Paths through the kernels ---------------------------------------------------------------------------------------
 
 
 class Path(NamedTuple):
     """A way through the kernels of an engine. product: how the recurrent product is computed. rare: whether the call
-    has everything that most calls do not have: several launches (or, in `stepwise`, rows that are joined), 64-bit
-    indices, 16-bit arrays and both directions."""
+    has everything that most calls do not have: several launches (in `stepwise` instead launches that concatenate
+    arrays of earlier steps), 64-bit indices, 16-bit arrays and both directions."""
 
     engine: str
     product: str
@@ -104,21 +104,22 @@ class Path(NamedTuple):
 
 PATHS = [Path("fused", product, rare) for product in ("lanes", "matrices") for rare in (False, True)]
 PATHS += [Path("stepwise", product, rare) for product in ("lanes", "tiles") for rare in (False, True)]
-# Quantized weights change how a product reads its weights, and nothing else.
+# With quantized weights a product only reads its weights in another way, so one path per kind of product is enough.
 PATHS += [Path("fused", "packed lanes", True), Path("stepwise", "packed lanes", True)]
 PATHS += [Path("stepwise", "packed tiles", True)]
 
 NEVER = {("matrices", "gru_before"): "two products per step leave no registers for matrices"}
-"""(product, cell) that no call has, and why."""
+"""{(product, cell): reason why no call has this combination}."""
 NEVER_OPTION = {("fused", "projection"): "`fused` has no projection"}
-"""(engine, option) that no call has, and why."""
+"""{(engine, option): reason why no call has this combination}."""
 
 
 def cases():
-    """Return (path, name of a row) for every row on every path, as pytest parameters.
+    """Return pytest parameters (path, row name) for every row of options on every path.
 
-    `test_options_crossed` runs every option on the paths that most calls take, so these paths are slow tests
-    here. A product with quantized weights does not see which options a call has, so one row per cell is enough.
+    `test_options_crossed` runs every option on the paths that most calls take, so these paths are slow tests here.
+    With quantized weights one row per cell is enough, because the code that reads these weights is the same for all
+    options.
     """
     found = []
     for path in PATHS:
@@ -130,8 +131,8 @@ def cases():
 
 
 def test_every_option_is_in_a_row():
-    """Each option of the tables in `testing.cases` is in a row of its cell, and the tests below run every row on
-    every path. A new option needs a place in a row."""
+    """Each option of the tables in `mlx_lstm.testing.cases` is in a row of ROWS, so that the tests below run it on
+    every path. A new option must be added to a row."""
     wanted, found = {}, {}
     for options in EVERY_OPTION.values():
         cell = options.get("op", "lstm") + ("_before" if options.get("reset") == "before" else "")
@@ -147,7 +148,8 @@ def test_every_option_is_in_a_row():
 
 
 def options_of(path, name):
-    """Return the options of a row on a path. In `stepwise` every LSTM has a projection, to a width above H."""
+    """Return the options with which row `name` runs on a path. In engine `stepwise` every LSTM has a projection to
+    more than H numbers."""
     options = dict(ROWS[name]) | {"op": name[:4] if name.startswith("lstm") else name[:3]}
     if cell_of(name) == "gru_before":
         options["reset"] = "before"
@@ -159,9 +161,9 @@ def options_of(path, name):
 
 
 def drawn(path, name):
-    """Draw a case of a row for a path. Return (case, cotangents, quantized weights, dtype)."""
+    """Return a random (case, cotangents, quantized weights, dtype) with the options of row `name` for a path."""
     B = 9 if path.product in ("matrices", "tiles", "packed tiles") else 3
-    # H is no multiple of 8, so that some lanes of the last simdgroup have no unit; P is larger than H.
+    # H = 12 is not a multiple of 8, so that some lanes of the last SIMD group compute no unit. P is larger than H.
     H, P = (16, 32) if "packed" in path.product else (12, 13)
     options, dtype = options_of(path, name), np.float32
     if path.rare:
@@ -200,7 +202,7 @@ def test_every_option_on_every_path(path, name):
 
 
 def assert_on_path(path, log):
-    """Check that the launches of a call are those of the path."""
+    """Check, by the log of kernel launches, that a call took the path."""
     passes = [launch for launch in log if re.search("fused_.*ward|stepwise", launch.name)]
     index = "ulong|long" if path.rare else "uint|int"
     assert passes and all(re.search(rf"Index = ({index});", launch.source) for launch in passes)

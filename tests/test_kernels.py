@@ -243,8 +243,9 @@ def test_long_products_of_many_items(sizes, dtype, options):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 3, 3), (30, 3, 2, 5, 5), (24, 9, 2, 5, 5), (2, 1, 1, 1, 1)], ids=str)
 def test_rows_that_the_forward_pass_keeps(sizes, dtype):
-    """If nobody asks for the gates of an LSTM, the backward pass of `stepwise` reads them from the rows that the
-    forward pass wrote, joined or not, and the forward pass copies no gates. The gradients are right."""
+    """If the caller does not ask for the gates of an LSTM, the forward pass of `stepwise` does not copy them into
+    one array. The backward pass reads them from the arrays that the launches of single or several steps wrote. The
+    gradients are right."""
     T, B = sizes[:2]
     options = {"bidirectional": True, "peephole": True, "lengths": np.arange(B) * 7 % (T + 1), "mask": (T, B, "P")}
     case, cotangents = draw_away_from_kinks(8, sizes=sizes, dtype=dtype, **options)

@@ -32,7 +32,7 @@ NAMES = {
     "gru": {"Wx": "Wx", "Wh": "Wh", "b": "b", "bhn": "bhn"},
     "rnn": {"Wxh": "Wx", "Whh": "Wh", "bias": "b"},
 }
-"""The parameters of MLX's layers, and the recurrence's names for them."""
+"""The names of the parameters in MLX's layers, and of the arguments of `mlx_lstm.lstm`, `gru` and `rnn`."""
 
 
 def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str = "tanh") -> Weights:

@@ -616,7 +616,7 @@ def check_loaded(op: str, Wx: Weight) -> None:
 
 
 def whole_state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx.array) -> mx.array:
-    """Return a state before the first step, broadcast to `shape` [..., H], where ... are the batch axes of x."""
+    """Return an initial state, broadcast to `shape` [..., H], where ... are the batch axes of x."""
     if not isinstance(array, mx.array):
         both = isinstance(array, tuple) and op.endswith("LSTM")
         instead = ": pass hidden and cell, not a tuple," if both else instead_of(array)

@@ -22,8 +22,8 @@ class Pointwise(nn.Module):
     a list `params` of arrays [H], all drawn from U(-1/sqrt(H), 1/sqrt(H)), as in `mlx.nn.LSTM`.
 
     Args:
-        cell (callable): `cell(a, state, *inputs, *params) -> state`, as in `mlx_lstm.pointwise`; for example one of
-            `mlx_lstm.cells`.
+        cell (callable): `cell(a, state, *inputs, *params) -> state`, as in `mlx_lstm.pointwise`, where a holds the
+            gates' preactivations; for example one of `mlx_lstm.cells`.
         input_size (int): size of the features, D.
         hidden_size (int): size of each state, H.
         gates (int): number of gates, G.

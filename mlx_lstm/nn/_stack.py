@@ -250,7 +250,7 @@ def call_between(between: Between, n: int, x: mx.array, axes: tuple[int, ...], D
 
 
 class Depth(NamedTuple):
-    """One direction of one layer, or both directions joined. The arrays have the names of the recurrence's arguments.
+    """One direction of one layer, or both directions joined. The arrays have the argument names of `mlx_lstm.lstm`.
 
     name: what error texts call the caller's object; titles: the object's names of the arrays; owners: the layers of
     `mlx_lstm.nn` that hold the arrays."""
@@ -298,7 +298,7 @@ def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, me
             if packings(other) != packings(one):
                 fail(OP, f"{other.name} must be quantized as {one.name}", packings(other) or "float weights")
             free = any_width and n >= groups
-            own = depths[n // groups * groups] if free and n % groups else one  # the groups of a layer are alike
+            own = depths[n // groups * groups] if free and n % groups else one  # a layer's groups have equal sizes
             check_parameters(other, own.arrays["Wx"].shape[1] if free else D, first)
         word, arrays = one.engine if engine is None else engine, [other.arrays for other in pair]
         # The joined arrays of two directions are cached while the parameters are the same.
@@ -310,7 +310,7 @@ def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, me
 
 def read_sides(layers: Sequence[Any], reverse: Sequence[Any], now: bool) -> list[list[Depth]]:
     """Read the parameters of all layers. Return one list of layers per direction, the forward direction first. now:
-    whether the call computes immediately."""
+    whether the call computes immediately, so that converted arrays may come from a cache."""
     sides: dict[str, list[Depth]] = {"layers": [], "reverse": []}
     for name, side in (("layers", layers), ("reverse", reverse)):
         if not isinstance(side, (list, tuple)):
@@ -376,13 +376,14 @@ def read(name: str, layer: Any, now: bool) -> Depths:
 
 
 def of_calls(weights: Weights) -> Weights:
-    """Convert the arrays of all layers by `of_call`."""
+    """Convert the arrays of all layers to the argument names of `mlx_lstm.lstm`, `gru` or `rnn`, as `of_call` does
+    for one direction."""
     return weights.map(partial(of_call, weights.cell))
 
 
 def of_call(cell: Cell, arrays: Arrays) -> Arrays:
-    """Convert one direction's arrays of `Weights` to the names of the recurrence's arguments; MLX differentiates the
-    sum of both biases."""
+    """Convert one direction's arrays of `Weights` to the argument names of `mlx_lstm.lstm`, `gru` or `rnn`. Two
+    biases become their sum, through which MLX differentiates."""
     biases = {name: arrays[name] for name in ("bx", "bh") if name in arrays}
     others = {name: array for name, array in arrays.items() if name not in biases}
     if not biases:
@@ -392,7 +393,7 @@ def of_call(cell: Cell, arrays: Arrays) -> Arrays:
 
 
 def cell_of(kind: type[Layer], layer: Any) -> Cell:
-    """Return the cell of a layer, which may be a layer of MLX or of another package."""
+    """Return the cell (the formula of a step) of a layer, which may be a layer of MLX or of another package."""
     if kind is RNN:
         return RNNCell(activation_of(getattr(layer, "nonlinearity", nn.tanh)))
     return LSTMCell() if kind is LSTM else GRUCell()
@@ -416,7 +417,7 @@ def check_parameters(layer: Depth, D: int, first: Depth) -> None:
 
 
 def first_states(state: Any, shapes: dict[str, tuple[int, ...]]) -> Arrays:
-    """Return the first states that the caller passed, as a dict by name, after checking their shapes."""
+    """Return the initial states that the caller passed, as a dict by name, after checking their shapes."""
     if len(shapes) == 1 or state is None:
         state = [state] * len(shapes)
     elif not isinstance(state, (tuple, list)) or len(state) != 2:
