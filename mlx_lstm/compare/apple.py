@@ -1,4 +1,4 @@
-"""Run a case on Apple's MPSGraph through PyObjC.
+"""Run a case (a call of an MPSGraph op with its arrays) on Apple's MPSGraph through PyObjC.
 
 This needs a Mac with the extra `compare`, and a separate process: MPSGraph ends the process for a shape that it
 rejects.
@@ -45,8 +45,8 @@ def arguments(selector: str) -> list[str]:
 
 
 def run(case: CompareCase) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Run a case on MPSGraph. Return (results of the forward op, results of the gradient op). The second list is
-    empty if the case has no cotangents."""
+    """Run a case (a call of an op with its arrays) on MPSGraph. Return (results of the forward op, results of the
+    gradient op). The second list is empty if the case has no cotangents."""
     import Metal
     import MetalPerformanceShadersGraph as G
     import objc

@@ -111,7 +111,7 @@ def engine(word: str) -> Contender:
 
 
 def run_engine(word: str, case: CompareCase) -> Outcome:
-    """Run a case on one of our engines in this process."""
+    """Run a case (a call of an op with its arrays) on one of our engines in this process."""
     with mx.stream(mx.cpu) if word == "numpy" else choice.NOWHERE:
         return Outcome(ours.run(case, word))
 

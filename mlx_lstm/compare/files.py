@@ -26,7 +26,7 @@ class Golden(NamedTuple):
 
 
 def save_case(file: str, case: CompareCase) -> None:
-    """Write a case to an .npz file."""
+    """Write a case (a call of an op with its arrays) to an .npz file."""
     meta = {"name": case.name, "op": case.op, "descriptor": case.descriptor}
     save_arrays(file, case.arrays | {"meta": as_json(meta)})
 

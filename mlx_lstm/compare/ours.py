@@ -1,4 +1,5 @@
-"""Run a case on `mlx_lstm.mpsgraph`: the forward op with all results, then the gradient op on these results."""
+"""Run a case (a call of an MPSGraph op with its arrays) on `mlx_lstm.mpsgraph`: the forward op with all results,
+then the gradient op on these results."""
 
 from typing import Any
 

@@ -105,8 +105,8 @@ def brief(text: str) -> str:
 
 
 def severity(row: ComparisonRow) -> tuple[bool, float]:
-    """Return a sort key for a comparison: right results come before wrong ones. Among either, a smaller ratio of
-    error to bound comes first."""
+    """Return a sort key for a comparison: right results come before wrong ones. Within both groups, a smaller ratio
+    of error to bound comes first."""
     return row.failed, math.inf if math.isnan(row.over_bound) else row.over_bound
 
 
@@ -127,8 +127,8 @@ def figure(value: float) -> str:
 
 
 def settle_text(findings: Sequence[Finding], measured: bool) -> str:
-    """Return as text the open points of Apple's documentation with MPSGraph's answers, or only the questions if
-    nothing was measured."""
+    """Return as text the points that Apple's documentation leaves open, with MPSGraph's answers. If nothing was
+    measured, return the questions only."""
     if not measured:
         return table([["E:", "question", "ours"], *([one.name, one.question, one.default] for one in findings)])
     confirmed = sum(one.confirmed for one in findings)

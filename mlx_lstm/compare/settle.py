@@ -82,12 +82,13 @@ def result(case: CompareCase, tensor: str, **readings: str) -> Distance:
 
 
 def shape(tensor: str, leading: int, case: CompareCase) -> Distance:
-    """Return a function of an outcome: 0 if a gradient has its argument's shape after `leading` axes of 1, else
-    infinity."""
+    """Return a function that takes an outcome (what MPSGraph returned for a case). It returns 0 if the gradient
+    `tensor` has its argument's shape after `leading` axes of 1, else infinity."""
     wanted = (1,) * leading + case.arrays[tensor.removeprefix("d")].shape
     return lambda outcome: 0.0 if tensor in outcome.results and outcome.results[tensor].shape == wanted else np.inf
 
 
 def count(results: int) -> Distance:
-    """Return a function of an outcome: 0 if the forward op returned this number of results, else infinity."""
+    """Return a function that takes an outcome (what MPSGraph returned for a case). It returns 0 if the forward op
+    returned this number of results, else infinity."""
     return lambda outcome: 0.0 if len(outcome.lists[0]) == results else np.inf

@@ -1,4 +1,5 @@
-"""Run a case on torch's layers, one layer or a stack, on the CPU or on "mps", where torch itself calls MPSGraph."""
+"""Run a case (a call of an MPSGraph op with its arrays) on torch's layers, one layer or a stack, on the CPU or on
+"mps", where torch itself calls MPSGraph."""
 
 from typing import Any
 
@@ -28,7 +29,8 @@ def hindrance(case: CompareCase) -> str | None:
 
 
 def run(case: CompareCase, device: str) -> Arrays:
-    """Run a case on torch's layer. Return the results that torch can compute: h and the gradients."""
+    """Run a case (a call of an op with its arrays) on torch's layer. Return the results that torch can compute: h and
+    the gradients."""
     import torch
 
     layer = make_layer(case).to(device)

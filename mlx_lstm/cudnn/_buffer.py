@@ -46,7 +46,7 @@ def layout(op: str, num_layers: int, num_units: int, input_size: int, attributes
 
 
 def check_attributes(op: str, attributes: Attributes) -> None:
-    """Check all attributes except num_proj, whose rule depends on the sizes."""
+    """Check the attributes of an op of `mlx_lstm.cudnn`, except num_proj, whose rule depends on the sizes."""
     check_option(op, "rnn_mode", attributes.rnn_mode, tuple(GATES))
     check_option(op, "input_mode", attributes.input_mode, INPUT_MODES)
     check_option(op, "direction", attributes.direction, DIRECTIONS)

@@ -35,14 +35,14 @@ def cudnn_rnn_params_size(
 ) -> mx.array:
     """Return the number of elements of the parameter buffer: TensorFlow's CudnnRNNParamsSize.
 
-    It equals the number of parameters of a `torch.nn.LSTM`, `GRU` or `RNN`. With skip_input layer 0 has no input
+    The size equals the number of parameters of a `torch.nn.LSTM`, `GRU` or `RNN`. With skip_input layer 0 has no input
     matrices.
 
     Args:
         num_layers, num_units, input_size (int): L, H, I.
         T (Dtype): dtype of the parameters. Default: `mlx.core.float32`.
         S (Dtype): dtype of the result, int32 or, from 2^31 elements on, int64. Default: `mlx.core.int32`.
-        rnn_mode, input_mode, direction, dropout, seed, seed2: as in `cudnn_rnn`. The last three change nothing.
+        rnn_mode, input_mode, direction, dropout, seed, seed2: as in `cudnn_rnn`. dropout and the seeds change nothing.
         num_proj (int): P, for an lstm only; 0 for no projection. Default: 0.
 
     Returns:
@@ -86,7 +86,7 @@ def cudnn_rnn_params_to_canonical(
         params (array): the buffer, [params_size].
         num_params (int): the number of weight arrays, which is also the number of biases. Per layer and direction it is
             8 for lstm, 6 for gru, 2 for the others.
-        rnn_mode, input_mode, direction, dropout, seed, seed2: as in `cudnn_rnn`. The last three change nothing.
+        rnn_mode, input_mode, direction, dropout, seed, seed2: as in `cudnn_rnn`. dropout and the seeds change nothing.
 
     Returns:
         CudnnRNNParamsToCanonicalOutput: weights, for each layer and direction W_g [H, in] of every gate, then R_g [H,

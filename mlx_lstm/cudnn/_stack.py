@@ -241,7 +241,7 @@ def scaled(h: mx.array, factors: mx.array | None) -> mx.array:
 
 
 def layer_arguments(where: Layout, layer: int, weights: Arrays, x: mx.array, states: Arrays) -> dict[str, Any]:
-    """Return a layer's arrays and options as arguments of the recurrence."""
+    """Return a layer's arrays and options as arguments of `mlx_lstm.recurrence`."""
     arrays: dict[str, Any] = {name: weights[name] for name in ("Wh", "Wp") if name in weights}
     arrays |= {name: rows[layer] for name, rows in states.items()}
     biases = join_biases(weights["bW"], weights["bR"], gru=where.mode == "gru")

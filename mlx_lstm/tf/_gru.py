@@ -41,7 +41,7 @@ def gru_block_cell(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> GRUBlockCellOutput:
-    """Run one step of a GRU that resets before the product; equals `tf.raw_ops.GRUBlockCell`.
+    """Run one step of a GRU whose reset gate r multiplies h_prev before the product; equals `tf.raw_ops.GRUBlockCell`.
 
         r, u = sigmoid([x, h_prev] w_ru + b_ru)      c = tanh([x, r h_prev] w_c + b_c)      h = u h_prev + (1 - u) c
 
