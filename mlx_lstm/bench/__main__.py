@@ -144,7 +144,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def size_option(text: str) -> Size:
     """Parse an option's value of the form T,B,I,H and return the `Size`. For a wrong value raise argparse's own
-    error, since argparse prints the text of no other error."""
+    error, since argparse prints the text of this error only."""
     try:
         return parse_size(text)
     except ValueError as error:
