@@ -91,8 +91,8 @@ def slstm(a: Arrays, state: Arrays) -> tuple[Array, ...]:
 def gru(a: Arrays, state: Arrays) -> tuple[Array, ...]:
     r"""Run a step of a GRU as in cuDNN and PyTorch (Cho et al., arXiv:1406.1078).
 
-    Call `pointwise` with `apart=True`: each gate is then a pair (x, p), its parts from the input and from h. Gates r, z, n;
-    state h. :math:`n = \tanh(x_n + \sigma(r) p_n)`, :math:`h' = n + \sigma(z) (h - n)`.
+    Call `pointwise` with `apart=True`: each gate is then a pair (x, p), its parts from x and h. Gates r, z,
+    n; state h. :math:`n = \tanh(x_n + \sigma(r) p_n)`, :math:`h' = n + \sigma(z) (h - n)`.
     """
     (xr, hr), (xz, hz), (xn, hn) = a
     (h,) = state

@@ -257,8 +257,8 @@ def test_scratch_of_the_numpy_engine_is_written_before_it_is_read(monkeypatch, r
 
 @cache
 def nearly_closed(op, dtype, sizes):
-    """Return the same as `judged`, with elementwise error bounds. The sigmoid gates are nearly closed: their biases
-    are between -30 and -8. An LSTM's c0 is of the size 1e4."""
+    """Return (case, cotangents, exact results, elementwise error bounds) for a case (dict of arrays and options)
+    whose sigmoid gates are nearly closed: their biases are between -30 and -8. The c0 of an LSTM is of the size 1e4."""
     rng, gates = np.random.default_rng(7), {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}[op]
     case = draw(rng, op=op, sizes=sizes, **({"activation": "sigmoid"} if op == "rnn" else {}))
     closed = np.repeat([gate not in "gn" for gate in gates], sizes[3])
@@ -266,7 +266,8 @@ def nearly_closed(op, dtype, sizes):
     if op == "lstm":
         case["c0"] *= 1e4
     case, cotangents, ref, _ = judged(case, draw_cotangents(rng, forward(**case)), dtype)
-    # 16-bit arrays are computed in float32, and only the results are rounded to 16 bits.
+    # The engines compute 16-bit arrays in float32 and round only the results to 16 bits. So the bounds are those of
+    # float32 plus one rounding to 16 bits.
     half = dtype in HALVES.values()
     limit = elementwise_bounds(case, np.float32 if half else dtype, cotangents)
     if half:
@@ -283,8 +284,8 @@ def nearly_closed(op, dtype, sizes):
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_a_nearly_closed_gate_lets_through_has_all_its_digits(engine, op, dtype, sizes):
-    """Outputs and all gradients are accurate element by element, even where an element is 1e-13 times its
-    neighbours."""
+    """If gates are nearly closed, outputs and all gradients are accurate element by element, even where an element
+    is 1e-13 times its neighbours."""
     case, cotangents, ref, limit = nearly_closed(op, dtype, sizes)
     outputs, gradients = run(case, engine, dtype, cotangents)
     for name, value in (outputs | gradients).items():

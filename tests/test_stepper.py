@@ -23,7 +23,7 @@ from mlx_lstm.recurrence import Stepper
 
 T, I, H = 4, 3, 8
 CELL = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}
-WITHOUT = {"projected_x", "mask", "lengths", "hold", "reverse"}  # options of a whole sequence, which no step has
+WITHOUT = {"projected_x", "mask", "lengths", "hold", "reverse"}  # options of a whole sequence, not of a step
 STEP_OPTIONS = {
     name: option for name, option in (OPTIONS | CELLS).items() if not WITHOUT & option.keys() and "both" not in name
 }

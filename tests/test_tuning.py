@@ -1,5 +1,5 @@
-"""Tests of the table that says which Metal engine is fastest on this machine: how it is measured and stored, when
-the library uses it, and when the default table is used instead."""
+"""Tests of the table that says which Metal engine is fastest on this machine. They check how the table is measured
+and stored, when the library uses it, and when the library uses its default table instead."""
 
 import json
 import shutil
@@ -75,8 +75,9 @@ def test_below_the_first_row_the_first_row_counts():
 
 
 def test_an_engine_that_was_discarded_is_never_answered():
-    """`choose` never selects an engine that the table marks as discarded, neither for H beyond the table row's last
-    entry nor where the row's engine cannot run. Other rows still use the engine, and a caller can request it."""
+    """`choose` never selects an engine that the table marks as discarded (wrong or failing) for a range of batch
+    sizes, not even if no other Metal engine can run. For other batch sizes it still selects the engine, and a caller
+    can request it."""
     table = Table("measured here", {"float32": {1: ((64, "fused"),), 16: ()}}, frozenset({("float32", 1, "stepwise")}))
     where = {"dtype": mx.float32, "device": "gpu", "metal": True, "traced": False, "table": table}
     at = {(B, H): choose(sizes=(3, B, 2, H), **where).engine for B in (1, 16) for H in (64, 65, 300)}

@@ -45,10 +45,10 @@ CORES = (7, 8, 10, 14, 16, 18, 19, 20, 24, 30, 32, 38, 40, 60, 64, 76, 80)
 """The numbers of GPU cores of Apple's chips."""
 
 BATCHES = (*range(1, 17), *range(20, 65, 4), 80, 96, 128, 160, 192, 256, 512)
-"""The batch sizes for which the default is looked up."""
+"""The batch sizes for which `defaults` asks whether `fused` is the default engine."""
 
 BATCH_OF_ROWS = {1: 1, 2: 32, 4: 64, 8: 128}
-"""For each number of batch items of a threadgroup of `fused`: a batch size at which it is usual."""
+"""{number of batch items that a threadgroup of `fused` computes: a batch size for which this number is usual}."""
 
 
 @cache

@@ -262,10 +262,10 @@ def parts_of_product(launch: Launch, problem: Problem, chip: Chip) -> dict[str, 
 
 
 def waits_of_product(launch: Launch, problem: Problem, chip: Chip, steps: int, turns: float) -> float:
-    """Return the seconds in which one threadgroup of a kernel with a recurrent product only waits. turns: how often
-    the loop of the product runs in a launch of `stepwise`."""
+    """Return the seconds in which one threadgroup of a kernel with a recurrent product only waits for loads and
+    barriers. turns: how often the loop of the product runs in a launch of `stepwise`."""
     if "fused" in launch.name:
-        late = 0 if launch.name.endswith("_fused_forward") else 1  # loads at the top of a step that are used at once
+        late = 0 if launch.name.endswith("_fused_forward") else 1  # waits for loads whose values a step needs at once
         sequences = sum(buffer.bytes for buffer in counted(launch, weights=False))
         return steps * (STEP_LATENCY + late * wait_seconds(max(sequences, L2_BYTES + 1), chip))
     weights = sum(buffer.bytes for buffer in launch.reads if buffer.name in WEIGHTS)
@@ -397,8 +397,9 @@ def of_mlx(size: Size, dtype: mx.Dtype, which: str) -> tuple[Problem, Graph]:
 def step_seconds(
     dtype: mx.Dtype, B: int, H: int, chip: Chip, engine: str, rows: int = 0, cell: Cell = LSTM, T: int = 6
 ) -> float | None:
-    """Return the predicted seconds of T steps, forward and backward, without what a call takes besides its steps.
-    rows: the batch items of a threadgroup of `fused`. Return None if a kernel spills registers."""
+    """Return the predicted seconds of T steps, forward and backward, without the time that a call takes once. rows:
+    the batch items of a threadgroup of `fused`, or 0 for the default number. Return None if a kernel spills
+    registers."""
     problem, graph = ours(Size(T, B, H, H), dtype, engine, "backward", cell, cores=chip.cores, rows=rows)
     if any(counted_line(launch, problem)[0].spills for launch in graph.launches if has_product(launch)):
         return None

@@ -110,7 +110,8 @@ def step_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, fl
         return twice((own + before * later) * step)
     if buffer.name == "gates":
         own = step if kind == "backward" else 0
-        # In a GRU's backward product the operand of the candidate gate is its dz times r.
+        # A GRU's backward pass multiplies the weights of the candidate gate by dz * r, so it also reads r, a third of
+        # the gates.
         extra = step / 3 * (later if kind == "backward" else 1) if op == "gru" else 0
         return own + extra, own + extra * product(problem, launch)[2]
     return step, step

@@ -1,7 +1,7 @@
-"""Compute which lines of a kernel ran. clang's --coverage option provides the lines of each basic block and counters
-of the jumps between blocks (edges).
+"""Compute which lines of a kernel ran. clang's --coverage option provides the lines of each basic block, and
+counters of the arcs (jumps between blocks).
 
-clang counts only the edges outside a spanning tree of the flow graph. The counts of the tree's edges follow, because
+clang counts only the arcs outside a spanning tree of the flow graph. The counts of the tree's arcs follow, because
 each block is left as often as it is entered. clang adds the counters before any optimisation, so two branches that
 the compiler merges later are still counted separately.
 """
