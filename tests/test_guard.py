@@ -779,7 +779,7 @@ def test_large_calls_have_small_trials():
     assert trial.problem[:4] == (10, 33, 32, 32) and trial.problem.limits == Limits(index=0, rows_left=9, cores=1)
     assert trial_of("stepwise", problem(T=64, B=5, H=1000, P=1000)).problem[:4] == (10, 3, 8, 8)
     packed = {"packing": Packing(64, 4, "affine"), "names": ("x", "Wh", "Wh_scales", "Wh_biases")}
-    # The lanes read more than 256 quantized weights of a row in several turns, also in the trial.
+    # Lanes read a row of more than 256 quantized weights in several passes, in the trial run (H = 320), too.
     assert trial_of("stepwise", problem(T=64, B=5, H=1024, P=1024, **packed)).problem[:4] == (10, 3, 320, 320)
     assert trial_of("stepwise", problem(T=64, B=5, H=128, P=128, **packed)).problem[:4] == (10, 3, 64, 64)
     # Kernels depend neither on numbers such as cell_clip nor on the order of the arrays.
