@@ -187,8 +187,8 @@ FAMILIES = {
 
 
 def assert_right_without(kernel, monkeypatch, said, kind):
-    """Check that the op computes right results with the next engine, with one warning per refused engine. The faulty
-    kernel would end the test if it ran."""
+    """Plant a fault of this kind in a kernel. Check that the op runs on the next engine with right results, and that
+    there is one warning per refused engine."""
     engines, options = FAMILIES[kernel]
     options = dict(options)
     sizes = (options.pop("T", 3), options.pop("B", 2), 3, 9, 5)
@@ -742,8 +742,8 @@ def test_a_trial_runs_the_kernels_of_the_call(call):
 
 
 def test_a_trial_is_cut_as_the_call():
-    """The trial run of a kernel divides its work into threadgroups in the same way as the user's call, if `--tune`
-    measured a better division for this machine."""
+    """The trial run of a kernel divides its work into threadgroups in the same way as the user's call, also if
+    `--tune` measured a better division for this machine."""
     with tuning.trying(Cut(8, 4)):
         assert_tries_the_same("fused", (2, 5, 3, 9, 9))
 

@@ -186,7 +186,7 @@ def trials(file, kind):
         for T in (20, 21, 36):  # launches concatenate no array, 2 arrays, or as many as they may
             yield trial("stepwise", (T, 3, 2, 5, 5), op="rnn")
     if file == "fused_lanes":
-        # The last gate's activation tanh shares one exp2 and one reciprocal with the other gates; relu does not.
+        # If the last gate's activation is tanh, all gates share one exp2 and one reciprocal; with relu they do not.
         for last in ("relu", "tanh"):
             yield trial("fused", (3, 3, 2, 5, 5), activations=("sigmoid", "sigmoid", "tanh", last, "tanh"))
     if file == "fused_matrix":
