@@ -107,8 +107,8 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
     evaluated with a random error added to every operation, between half of its limit and the whole limit, of either
     sign. Each such evaluation is a trial. Half of the trials repeat the same errors at each time step, as an
     activation's bias would. The largest change of a result over all trials (their number is TRIALS) is about twice the
-    root of the sum of squares of the terms. SAFETY times this change covers 36 equal terms of the same sign. Another
-    eps max|result| is added in case all random errors cancel.
+    root of the sum of squares of the terms. SAFETY times this change covers the worst case of up to 36 equal terms, in
+    which all their errors have the same sign. Another eps max|result| is added in case all random errors cancel.
     """
 
     def values(fl: Arithmetic) -> Tensors:
