@@ -137,8 +137,8 @@ def test_a_bias_counts_as_it_lies_in_memory():
 @pytest.mark.parametrize("chip", CHIPS, ids=[chip.name for chip in CHIPS])
 @pytest.mark.parametrize("dtype", [mx.float32, pytest.param(mx.float16, marks=pytest.mark.slow)], ids=str)
 def test_the_default_is_nearly_the_best(chip, dtype):
-    """The default engine, with its default division of work, is at most 1.3 times slower than the fastest engine and
-    division at all sizes, and at most 1.08 times slower at nine of ten sizes. Both times are predicted by the
+    """The default engine, with its default division of work, takes at most 1.3 times as long as the fastest engine
+    and division at all sizes, and at most 1.08 times as long at nine of ten sizes. Both times are predicted by the
     detailed model. The library chooses the default with a much simpler model."""
     ratios = {(B, H): default_over_best(dtype, B, H, chip) for B in (1, 16, 64, 128) for H in (64, 128, 192)}
     assert max(ratios.values()) < 1.3 and sorted(ratios.values())[len(ratios) * 9 // 10 - 1] < 1.08, ratios
@@ -209,8 +209,8 @@ def test_threadgroups_on_one_core_hide_the_waits_of_one_another():
 
 
 def test_a_product_with_few_tiles_leaves_cores_without_work():
-    """The gradient of the recurrent weights at H = 64 has 4 tiles of 64 x 64 numbers, so more than 4 cores do not
-    make it faster. A product whose tiles occupy all cores reaches 0.75 of the GPU's peak."""
+    """The gradient of the recurrent weights at H = 64 has 4 tiles of 64 x 64 numbers, so more cores do not make it
+    faster. A product whose tiles occupy all cores reaches about 0.75 of the GPU's peak."""
     small, large = (
         trace(lambda a, b: [a @ b], [mx.zeros((rows, K)), mx.zeros((K, columns))]).launches[0]
         for rows, K, columns in ((256, 2048, 64), (4096, 2048, 4096))

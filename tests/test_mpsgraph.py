@@ -61,8 +61,8 @@ def random_case(rng, op):
 
 
 def check(case, by_engine, **readings):
-    """Assert that every engine returns all results of the case in float32, and that they differ from the oracle's by
-    at most the error bounds."""
+    """Assert that every engine returns all results of a case (dict of arrays and options) in float32, and that they
+    differ from the oracle's by at most the error bounds."""
     for results in by_engine.values():
         assert list(results) == case.results
         assert {value.dtype for value in results.values()} == {np.dtype(np.float32)}

@@ -46,9 +46,9 @@ class UnfitError(Exception):
 
 
 def outcome(model, run, loss_of, expected):
-    """Evaluate a nested function of the loss with the options `RUNS[run]`. Return "right" if the value is close to
-    `expected`, or "refused" if the call raises an error that engines may raise. Otherwise raise AssertionError.
-    `loss_of` takes a loss and returns the nested function of theta."""
+    """Evaluate a nesting of transformations, such as grad of vmap, with the options `RUNS[run]`. Return "right" if
+    the value is close to `expected`, or "refused" if the call raises an error that engines may raise. Otherwise
+    raise AssertionError. `loss_of` takes a loss and returns the transformed function of theta."""
     options, unchunked = RUNS[run]
     try:
         with mx.stream(mx.cpu), limited(unchunked=unchunked):
@@ -309,8 +309,8 @@ def one_nesting(rng):
 
 
 def judge_by_differences(model, names):
-    """Check the reference value, which is forward mode of the nested plain loop, by finite differences. Return None
-    if they agree, otherwise an error text.
+    """Compare MLX's derivative of the nested plain loop, from which the expected values of this file come, with
+    finite differences. Return None if they agree, otherwise an error text.
 
     The steps are not smaller because MLX computes sin and cos of float64 only with float32 accuracy.
     """

@@ -166,7 +166,7 @@ def test_half_precision_is_no_worse_than_twice_its_formula(option, engine, word)
     outputs, gradients = run(case, engine, HALVES[word], cotangents)
     for name, value in (outputs | gradients).items():
         assert_close(name, value, same[name], ref[name])
-    # The gradient ops get saved outputs that were rounded to 16 bits, as in the oracle's formula in this dtype.
+    # Check the gradient ops, too. They get saved outputs that were rounded to 16 bits, like the oracle's formula.
     for name, value in run_gradients(case, engine, HALVES[word], cotangents).items():
         assert_close(name, value, same[name], ref[name])
 
@@ -420,8 +420,8 @@ def test_two_directions_are_joined(op):
         whole = back(x, **arrays, **recurrence.join_directions(*given), engine="ops", bidirectional=True)
         expected = recurrence.join_directions(*parts) | {"x": dx}
         for name, gradient in whole.items():
-            # The bidirectional call computes one matrix product for both directions. So the float64 sums have another
-            # order.
+            # Allow rounding errors: the bidirectional call computes one matrix product for both directions, so its
+            # sums have another order.
             np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=1e-13, err_msg=name)
 
 

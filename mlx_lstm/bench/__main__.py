@@ -46,8 +46,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Return the exit code: 0, 1 if a contender failed or its results were wrong, 2 for a wrong
-    option."""
+    """Run the command. Return the exit code: 0, 1 if an implementation failed or its results were wrong, 2 for a
+    wrong option."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
     options = parser.parse_args(arguments)

@@ -181,8 +181,8 @@ def measure(
 
 
 def refusal_of(engine: str, size: Size, dtype: str) -> str:
-    """Return what is wrong with an engine's results, or "". Each result must be within its bound of the float64
-    result, and within twice the bound of the result of the engine `ops`, since both engines have errors."""
+    """Return what is wrong with an engine's results, or "". Each result may differ from the float64 result by its
+    error bound, and from the result of the engine `ops` by twice the bound, since both engines have errors."""
     numbers = draw(size, dtype)
     judge = judge_layer(numbers, dtype, backward=True)
     names = PASSES["backward"]

@@ -54,8 +54,8 @@ class Finding(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A case of the grid with its arrays drawn. judge: compares results with the float64 oracle. weights: the
-    quantized weights."""
+    """A case of the command `check`, ready to run: the description of the case, its random arrays and the
+    cotangents. judge: compares results with the float64 oracle. weights: the quantized weights."""
 
     grid_case: GridCase
     case: dict[str, Any]
@@ -65,7 +65,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(grid_case: GridCase) -> Prepared:
-    """Draw the arrays of a case and compute its exact results."""
+    """Draw the random arrays of a case and compute the exact results."""
     case, cotangents = grid_case.draw()
     case, weights = grid_case.quantized(case)
 

@@ -160,8 +160,8 @@ def wide() -> Iterator[GridCase]:
 
 
 def quantized() -> Iterator[GridCase]:
-    """Yield layers with quantized weights. Some run the kernels that multiply lane by lane, others the kernels with
-    tiles."""
+    """Yield cases of layers with quantized weights. Some cases run the kernels that multiply lane by lane, others
+    the kernels with tiles."""
     four, eight, small = Packing(64, 4, "affine"), Packing(32, 8, "affine"), Packing(16, 4, "nvfp4")
     yield GridCase("lstm, 4 bits, 1 item", "float32", {"sizes": (3, 1, 64, 64, 64)}, packing=four)
     yield GridCase("gru, 8 bits, 9 items", "float32", {"op": "gru", "sizes": (3, 9, 32, 32, 32)}, packing=eight)
@@ -172,8 +172,9 @@ def quantized() -> Iterator[GridCase]:
 
 
 def others() -> Iterator[GridCase]:
-    """Yield the rarer cases: all batch sizes in 16 bits, with all arrays and bare; sizes of 1; indices of 64 bits;
-    wide layers in 16 bits; every kind of quantized weights; each option alone, with changing batch sizes and dtypes."""
+    """Yield the rarer cases: all batch sizes in 16 bits, with all arrays and without initial states; sizes of 1;
+    indices of 64 bits; wide layers in 16 bits; every kind of quantized weights; each option alone, with changing
+    batch sizes and dtypes."""
     for name in LAYERS:
         yield from (layer(name, B, dtype, bare) for dtype in DTYPES for B in BATCHES for bare in (False, True))
         one = LAYERS[name] | {"sizes": (1, 1, 1, 1, 1)}

@@ -183,9 +183,9 @@ def products(line: Counted) -> int:
 
 
 class Work(NamedTuple):
-    """What one SIMD-group executes in a launch. cycles: the cycles that a quarter of a GPU core needs for its
-    instructions. spills: how many loads and stores of spilled registers are among them. turns: how often its counted
-    loop runs. line, own: see `counted`."""
+    """What one SIMD-group executes in a launch. cycles: the cycles that a quarter of a GPU core needs for the
+    SIMD-group's instructions. spills: the number of loads and stores of spilled registers. turns: how often the loop
+    of the product runs. line, own: see `counted`."""
 
     cycles: float
     spills: float

@@ -165,8 +165,8 @@ def reads_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, f
 
 
 def times_read(launch: Launch, problem: Problem) -> float:
-    """Return how often a `fused` kernel reads each weight, on average. Resident weights are read once, the others
-    once per time step, and every group of batch rows reads its own copy."""
+    """Return how often a `fused` kernel reads each weight, on average. A threadgroup reads its resident weights
+    once, and all others once per time step. The weights are read again for every group of batch rows."""
     steps, tiling = launch.writes[0].shape[0], tiling_of(launch, problem, itemsize(launch))
     return ceil(problem.B / tiling.rows) * (tiling.resident_part + (1 - tiling.resident_part) * steps)
 
@@ -205,8 +205,9 @@ def parts_of(launch: Launch, problem: Problem, chip: Chip) -> dict[str, float]:
 
 
 def gemm_seconds(launch: Launch, chip: Chip) -> float:
-    """Return the predicted seconds of MLX's product of matrices besides its memory traffic. A product with few
-    tiles leaves cores without work. MLX divides the sums of the smallest products among several threadgroups."""
+    """Return the predicted seconds of MLX's product of matrices without the time for its memory traffic. A product
+    with few tiles leaves cores without work. MLX divides the sums of the smallest products among several
+    threadgroups."""
     *batch, rows, columns = launch.writes[0].shape
     K = launch.reads[0].shape[-1]
     tiles = prod(batch) * ceil(rows / GEMM_TILE) * ceil(columns / GEMM_TILE)

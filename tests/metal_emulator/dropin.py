@@ -34,8 +34,9 @@ class Dispatch:
     seconds: float
 
     def device_bytes(self, leave_out: Sequence[str] = ()) -> dict[str, int]:
-        """Return by name the bytes read and written in all buffers except those named in `leave_out`. The values
-        `distinct_...` count each byte once; the other values count every access."""
+        """Return {"bytes_read", "bytes_written", "distinct_read", "distinct_written": number of bytes}, summed over
+        all buffers except those named in `leave_out`. The values `distinct_...` count each byte once; the other
+        values count every access."""
         kept = [t for name, t in self.traffic.items() if name not in leave_out]
         fields = ("bytes_read", "bytes_written", "distinct_read", "distinct_written")
         return {f: sum(getattr(t, f) for t in kept) for f in fields}

@@ -2,9 +2,9 @@
 states.
 
 The results of each call are evaluated before the next call. In the pass `paced` each frame (the input of one step)
-arrives `PAUSE` seconds after the results of the frame before, as from a microphone. The measured time does not
-include the pauses. The LSTM, its numbers and its judge are the same as in the case `lstm`, because T single steps
-must give the result of the whole sequence.
+arrives `PAUSE` seconds after the results of the frame before, as from a microphone. The measured time does not include
+the pauses. The LSTM, its arrays and the comparison with float64 are the same as in the case `lstm`, because T single
+steps must give the result of the whole sequence.
 """
 
 import time
@@ -127,7 +127,7 @@ def torch_weights(numbers: Tensors) -> Tensors:
 
 
 def prepare_ours_torch(numbers: Tensors, task: Task) -> Work:
-    """Return `mlx_lstm.torch.LSTM`, on the engine that it chooses, ready to run."""
+    """Return `mlx_lstm.torch.LSTM`, on the engine that it chooses, ready to run one time step per call."""
     from mlx_lstm.torch import LSTM
 
     layer = LSTM(task.size.I, task.size.H)
@@ -135,7 +135,7 @@ def prepare_ours_torch(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_torch(numbers: Tensors, task: Task) -> Work:
-    """Return `torch.nn.LSTM` on the CPU, under `inference_mode`, ready to run."""
+    """Return `torch.nn.LSTM` on the CPU, under `inference_mode`, ready to run one time step per call."""
     import torch
 
     dtype = getattr(torch, task.dtype)
