@@ -23,8 +23,8 @@ KINDS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
 
 
 def has_product(launch: Launch) -> bool:
-    """Return whether the launch runs one of our kernels that computes a recurrent product. The kernel that only
-    rearranges weights for `fused` does not compute one."""
+    """Return whether the launch runs one of our kernels that multiply by the recurrent weights. The kernel that only
+    rearranges weights for `fused` is not one of them."""
     reads = any(buffer.name in WEIGHTS for buffer in launch.reads)
     return launch.ours and reads and "_fused_arrange" not in launch.name
 
