@@ -19,8 +19,8 @@ ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 
 
 def small(kind, dtype=np.float32):
-    """Return (arrays, call, loss) of a small case. `arrays` has all arrays that the cell supports, `call` is the op
-    as a function of these arrays, and `loss` is a number computed from the outputs."""
+    """Return (arrays, call, loss) of a small random LSTM, GRU or RNN. `arrays` has all arrays that the cell
+    supports, `call` is the op as a function of these arrays, and `loss` is a number computed from the outputs."""
     case, cotangents = draw_away_from_kinks(9, sizes=(2, 2, 2, 2, 3), **EVERY_ARRAY[kind] | {"mask": ("P",)})
     op, arrays, options = split(case)
     weights = {name: to_mlx(array, dtype) for name, array in cotangents.items()}

@@ -165,8 +165,8 @@ def reads_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, f
 
 
 def times_read(launch: Launch, problem: Problem) -> float:
-    """Return how often a `fused` kernel reads each weight, on average. Resident weights are read once, the others
-    once per time step, and every group of batch rows reads its own copy."""
+    """Return how often a `fused` kernel reads each weight, on average. A threadgroup reads its resident weights
+    once, and all others once per time step. The weights are read again for every group of batch rows."""
     steps, tiling = launch.writes[0].shape[0], tiling_of(launch, problem, itemsize(launch))
     return ceil(problem.B / tiling.rows) * (tiling.resident_part + (1 - tiling.resident_part) * steps)
 
@@ -205,8 +205,9 @@ def parts_of(launch: Launch, problem: Problem, chip: Chip) -> dict[str, float]:
 
 
 def gemm_seconds(launch: Launch, chip: Chip) -> float:
-    """Return the predicted seconds of MLX's product of matrices besides its memory traffic. A product with few
-    tiles leaves cores without work. MLX divides the sums of the smallest products among several threadgroups."""
+    """Return the predicted seconds of MLX's product of matrices without the time for its memory traffic. A product
+    with few tiles leaves cores without work. MLX divides the sums of the smallest products among several
+    threadgroups."""
     *batch, rows, columns = launch.writes[0].shape
     K = launch.reads[0].shape[-1]
     tiles = prod(batch) * ceil(rows / GEMM_TILE) * ceil(columns / GEMM_TILE)
@@ -262,10 +263,10 @@ def parts_of_product(launch: Launch, problem: Problem, chip: Chip) -> dict[str, 
 
 
 def waits_of_product(launch: Launch, problem: Problem, chip: Chip, steps: int, turns: float) -> float:
-    """Return the seconds in which one threadgroup of a kernel with a recurrent product only waits. turns: how often
-    the loop of the product runs in a launch of `stepwise`."""
+    """Return the seconds in which one threadgroup of a kernel with a recurrent product only waits for loads and
+    barriers. turns: how often the loop of the product runs in a launch of `stepwise`."""
     if "fused" in launch.name:
-        late = 0 if launch.name.endswith("_fused_forward") else 1  # loads at the top of a step that are used at once
+        late = 0 if launch.name.endswith("_fused_forward") else 1  # waits for loads whose values a step needs at once
         sequences = sum(buffer.bytes for buffer in counted(launch, weights=False))
         return steps * (STEP_LATENCY + late * wait_seconds(max(sequences, L2_BYTES + 1), chip))
     weights = sum(buffer.bytes for buffer in launch.reads if buffer.name in WEIGHTS)
@@ -397,8 +398,9 @@ def of_mlx(size: Size, dtype: mx.Dtype, which: str) -> tuple[Problem, Graph]:
 def step_seconds(
     dtype: mx.Dtype, B: int, H: int, chip: Chip, engine: str, rows: int = 0, cell: Cell = LSTM, T: int = 6
 ) -> float | None:
-    """Return the predicted seconds of T steps, forward and backward, without what a call takes besides its steps.
-    rows: the batch items of a threadgroup of `fused`. Return None if a kernel spills registers."""
+    """Return the predicted seconds of T steps, forward and backward, without the time that a call takes once. rows:
+    the batch items of a threadgroup of `fused`, or 0 for the default number. Return None if a kernel spills
+    registers."""
     problem, graph = ours(Size(T, B, H, H), dtype, engine, "backward", cell, cores=chip.cores, rows=rows)
     if any(counted_line(launch, problem)[0].spills for launch in graph.launches if has_product(launch)):
         return None
@@ -406,8 +408,8 @@ def step_seconds(
 
 
 def default_over_best(dtype: mx.Dtype, B: int, H: int, chip: Chip, cell: Cell = LSTM) -> float:
-    """Return the predicted time of the default engine and division of work, over the shortest predicted time of all
-    engines and divisions."""
+    """Return the ratio of two predicted times: that of the default engine and division of work, divided by the
+    shortest time of all engines and divisions."""
     times: dict[tuple[str, int], float | None] = {("stepwise", 0): step_seconds(dtype, B, H, chip, "stepwise", 0, cell)}
     for rows in (1, 2, 8 if fits_matrices(cell, H) else 4) if FUSED_LIMIT[cell.op] >= H else ():
         times["fused", rows] = step_seconds(dtype, B, H, chip, "fused", rows, cell)
