@@ -171,8 +171,8 @@ def counted(launch: Launch, problem: Problem) -> tuple[Counted, bool]:
 
 def products(line: Counted) -> int:
     """Return how many multiply-adds of one loop iteration belong to the product. Multiply-adds that unpack quantized
-    weights are left out. Kernels for few batch rows handle 16 or 32 weights of each column per iteration, as their
-    shader says."""
+    weights are left out. Kernels for few batch rows multiply 16 or 32 weights of each column per iteration; their
+    shader defines this number."""
     packed = re.search(r"_(affine|mxfp|nvfp)\d*_(\d)_bits$", line.kernel)
     if not packed:
         return line.multiply_adds

@@ -20,8 +20,9 @@ MLX = "mlx.nn.LSTM"
 
 
 class Time(NamedTuple):
-    """The measured and the predicted seconds of one pass of one layer. built, evaluated: the two parts of a call,
-    as (measured, predicted); measured is None if the report has the whole only. total: both parts together."""
+    """The measured and the predicted seconds of one pass of one layer. built, evaluated: the two parts of a call, as
+    (measured, predicted); measured is None if the report only has the time of the whole call. total: both parts
+    together."""
 
     size: Size
     which: str

@@ -162,8 +162,8 @@ def metal_kernel(
 def install() -> None:
     """Make `mx.fast.metal_kernel` build emulated kernels from now on.
 
-    Use it in a conftest: kernels that the library builds and caches then work in every later `emulated_metal`, and
-    behave as MLX's own kernels outside of it.
+    Use it in a conftest. Kernels that the library builds and caches then work in every later `emulated_metal`
+    context, and behave as MLX's own kernels outside of such a context.
     """
     mx.fast.metal_kernel = metal_kernel
 
