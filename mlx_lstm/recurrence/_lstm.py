@@ -85,8 +85,8 @@ def lstm(
             Default: `"current"`.
         mask (array, optional): factor on h[t-1] as it enters the recurrent product; broadcastable to [B, P], or to
             [T, B, P] for a mask per step. All gates share it. It does not change the carried state, on which `keep`
-            and `hold` act. A mask per gate, as in Keras' recurrent_dropout, needs a product per gate, which the kernels do
-            not support: docs/recipes.md shows how to write it.
+            and `hold` act. A mask per gate, as in Keras' recurrent_dropout, needs a product per gate, which the kernels
+            do not support: docs/recipes.md shows how to write it.
         keep (array, optional): factor on the carried state before a step: on h[t-1] and c[t-1] wherever the equations
             have them. Broadcastable to [T, B], or with both directions to [T, B, 2], one factor for each; bool,
             integers or floats. 0 resets an item: pass `keep=~done` if an episode ended before step t. The first step's
