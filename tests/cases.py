@@ -19,7 +19,7 @@ from mlx_lstm.oracle import evaluate
 from mlx_lstm.oracle.arithmetic import Arithmetic
 from mlx_lstm.oracle.closeness import SAFETY, TRIALS, Noise, float_of
 from mlx_lstm.testing import cases
-from mlx_lstm.testing.cases import (  # noqa: F401 (for the tests)
+from mlx_lstm.testing.cases import (  # noqa: F401 (other test files import these names from here)
     ACTIVATIONS,
     BOTH,
     CELLS,

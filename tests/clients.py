@@ -177,7 +177,7 @@ def detected(model, x):
 
 
 class Policy(nn.Module):
-    """An actor and a critic, both lists of lists of layers. They share one GRU layer."""
+    """An actor and a critic with one GRU layer in common. Each is a list of lists of layers."""
 
     def __init__(self):
         super().__init__()

@@ -14,6 +14,9 @@ import pytest
 SHADERS = Path(__file__).parents[1] / "metal"
 EMULATOR = Path(__file__).parent / "metal_emulator"
 
+collect_ignore = ["simulated_mac_children"]
+"""Folders in which pytest looks for no tests. Importing the module in this one makes the process a simulated Mac."""
+
 FROM_WORKERS = []
 """Paths of shader coverage files, one per worker process of pytest-xdist (option -n)."""
 

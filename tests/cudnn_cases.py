@@ -215,13 +215,13 @@ def buffer_of(case, gradients):
 
 def side_by_side(case, states, layer):
     """Return the states [B, D S] of one layer, taken from the states [L D, B, S] of a stack of L layers with D
-    directions."""
+    directions. S is the number of features of a state."""
     return np.concatenate(list(states[layer * case.D : (layer + 1) * case.D]), axis=-1)
 
 
 def stacked(case, layers, name):
     """Return the states [L D, B, S] of a stack of L layers with D directions, joined from the states [B, D S] of
-    each layer."""
+    each layer. S is the number of features of a state."""
     return np.concatenate([np.split(layer[name], case.D, axis=-1) for layer in layers])
 
 

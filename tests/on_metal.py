@@ -158,8 +158,8 @@ def over_engines(table, choices):
 def merged(case, option):
     """Return the union of two sets of options, or None if they set the same argument to different values.
 
-    Activations are compared gate by gate. They can be merged unless both sets replace the default activation of the
-    same gate, by different activations.
+    Two tuples of activations are compared gate by gate. They can be merged unless both replace the default
+    activation of the same gate by different activations.
     """
     both = case | option
     for name in case.keys() & option.keys():

@@ -1,5 +1,5 @@
-"""Calls of `mlx_lstm.pointwise` with the cells of `mlx_lstm.cells` and with random cells, and their comparison with the
-float64 oracle."""
+"""Random calls of `mlx_lstm.pointwise`, which runs a cell given as a function of one step, and their comparison with
+the float64 oracle. The cells are those of `mlx_lstm.cells` and random ones."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,9 @@ from mlx_lstm.oracle.pointwise import comparison_distance, evaluate_graph
 
 
 class Form(NamedTuple):
-    """A cell, and how many gates, states, inputs of each step and parameters it has."""
+    """A cell and the numbers of its gates, states, inputs of each step and parameters. apart: whether the cell gets
+    each gate as a pair (input product, recurrent product) instead of their sum. recurrent: whether there is a weight
+    matrix Wh."""
 
     cell: object
     gates: int
@@ -54,7 +56,8 @@ OPTIONS = {
 
 
 def draw(rng, form, options, sizes=SIZES):
-    """Draw the arrays of a call. Return (case, cotangents), dicts of float64 arrays with float32 values."""
+    """Return random (case, cotangents) for a call of a cell: a dict of its arrays and options, and a dict of the
+    cotangents of its outputs. The case's arrays are float64, rounded to float32."""
     T, B, I, H = sizes
     G, C = form.gates, form.states - 1
     shapes = {"x": (T, B, I), "Wx": (G * H, I), "Wh": (G * H, H), "b": (G * H,), "h0": (B, H), "c0": (B, C * H)}
@@ -66,7 +69,7 @@ def draw(rng, form, options, sizes=SIZES):
     case = {name: rng.normal(size=shape) for name, shape in shapes.items() if name not in absent}
     for name in {"Wx", "Wh"} & case.keys():
         case[name] /= np.sqrt(case[name].shape[-1])
-    if form.cell is cells.slstm:  # n, the sum of positive gates
+    if form.cell is cells.slstm:  # state n is a sum of positive gates: start it positive
         case["c0"][:, H : 2 * H] = 1 + np.abs(case["c0"][:, H : 2 * H])
     case = {name: array.astype(np.float32).astype(np.float64) for name, array in case.items()}
     if options.get("lengths"):
@@ -77,7 +80,8 @@ def draw(rng, form, options, sizes=SIZES):
 
 
 def run(form, case, cotangents, call, dtype=np.float32):
-    """Run `call(form, arrays, case)`, such as `by_pointwise`. Return outputs and gradients as NumPy arrays by name."""
+    """Run `call(form, arrays, case)`, e.g. `by_recurrent`. Return its outputs and gradients in one dict of NumPy
+    arrays by name."""
     names = [name for name, value in case.items() if name not in ("lengths", "reverse")]
     arrays = [to_mlx(case[name], dtype) for name in names]
 
@@ -97,7 +101,8 @@ def blocks(array, count):
 
 
 def arguments(form, a):
-    """Return the arguments of `pointwise` for the arrays of a case."""
+    """Return the arguments of `pointwise` for the arrays `a` of a case: ([x, Wx, Wh, b], states, other arguments by
+    name)."""
     state = (a["h0"], *blocks(a.get("c0"), form.states - 1))
     names = ("x", "Wx", "Wh", "b")
     given = [a.get(name) for name in names]
@@ -123,7 +128,8 @@ def by_pointwise(engine, **options):
 
 
 def by_recurrent(form, a, case):
-    """Call `recurrent` with the cell itself: a graph of plain MLX."""
+    """Compute a case with `mlx_lstm.recurrent`, which runs the cell step by step as a graph of plain MLX. Return its
+    result."""
     (x, Wx, Wh, b), state, more = arguments(form, a)
     z = x if Wx is None else x @ Wx.T
     z = z if b is None else z + b
@@ -147,7 +153,8 @@ def by_recurrent(form, a, case):
 
 
 def judged(form, case, cotangents, dtype="float32", trials=8):
-    """Return the exact results of a case, and a bound on the error of each."""
+    """Return (exact results, error bounds) of a case, two dicts by name. trials: the number of evaluations with
+    random rounding errors from which the bounds are derived."""
     graph = form.graph(case["h0"].shape[0], case["h0"].shape[1])
 
     def values(fl):
@@ -158,19 +165,20 @@ def judged(form, case, cotangents, dtype="float32", trials=8):
 
 
 def assert_right(got, exact, bounds, what=""):
-    """Assert that every result is within its bound."""
+    """Assert that each result differs from the exact result by at most its error bound."""
     assert got.keys() == exact.keys()
     for name in exact:
         assert_within(f"{what} {name}", got[name], exact[name], bounds[name])
 
 
 def is_smooth(form, case, margin=1e-3):
-    """Return whether no comparison of the cell is so close that rounding could decide it."""
+    """Return whether all comparisons in the cell (e.g. of a maximum) have operands that differ by more than
+    `margin`, so that rounding cannot change the outcome."""
     return comparison_distance(form.graph(*case["h0"].shape), case) > margin
 
 
 def draw_smooth(rng, form, options, sizes=SIZES):
-    """Draw a case without a close comparison."""
+    """Return random (case, cotangents) for which rounding cannot change the outcome of a comparison in the cell."""
     while True:
         case, cotangents = draw(rng, form, options, sizes)
         if is_smooth(form, case, 1e-4):

@@ -100,7 +100,7 @@ def install():
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", folder)]
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, *paths])
     runtime.library(), toolchain.zig()  # load the emulator's tools before they are hidden
-    sysconfig.get_config_vars()  # cached before the platform changes: a Mac's are missing on Linux
+    sysconfig.get_config_vars()  # Python caches Linux's values; later it would look for a Mac's, which are missing
     sys.modules["ziglang"] = None
     sys.platform, platform.mac_ver, subprocess.run = "darwin", lambda: ("26.0", ("", "", ""), "arm64"), run
     emulated.__enter__()

@@ -406,8 +406,8 @@ def test_command_of_another_case(tmp_path, capsys):
 
 
 def test_host_command(tmp_path, capsys):
-    """The option --host measures the forward and backward pass of every layer that supports the size. The test
-    checks only the order of magnitude of the times."""
+    """The option --host measures how long the CPU takes to build the graph of a call, for the forward and backward
+    pass of every layer that supports the size. The test checks only the order of magnitude of the times."""
     path = tmp_path / "host.csv"
     assert main(["--host", "--sizes", "16,2,8,8", "16,2,8,300", "--csv", str(path)]) == 0
     text = capsys.readouterr().out

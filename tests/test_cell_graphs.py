@@ -1,4 +1,5 @@
-"""Tracing of cells: the graph, its rewrites, what a forward pass saves, and what is refused."""
+"""Tests of the tracing of a cell (a function of one step) for `mlx_lstm.pointwise`: its graph, the rewrites of
+operations in the graph, what a forward pass saves for the gradient, and which cells are refused."""
 
 import json
 
@@ -24,13 +25,14 @@ SAVED = {
 
 @pytest.mark.parametrize("cell", SAVED)
 def test_what_is_saved_is_found(cell):
-    """The forward pass saves one number per gate: an LSTM's gates after activation, a GRU's with its recurrent part."""
+    """The forward pass saves one number per gate for the gradient, e.g. an LSTM's gates after activation. For a GRU
+    it also saves the recurrent product of the candidate."""
     graph = ZOO[cell].graph(2, 3)
     assert sorted(graph.nodes[n].op for n in graph.saved) == sorted(SAVED[cell])
 
 
 def test_a_graph_survives_json():
-    """A graph that was written as JSON and read again equals the original."""
+    """A cell's graph that was written as JSON and read again equals the original."""
     for form in ZOO.values():
         graph = form.graph(2, 3)
         again = from_json(json.loads(json.dumps(graph.to_json())))
@@ -38,7 +40,7 @@ def test_a_graph_survives_json():
         assert again != ZOO["indrnn" if form is not ZOO["indrnn"] else "lstm"].graph(2, 3)
 
 
-# --- Rewrites: each compared with the operation that it replaces ---
+# --- Rewrites of operations, compared with the original operations ---
 
 X, Y, P = "x0", "x1", ("gt", "x0", "x1")
 ORIGINALS = {
@@ -57,7 +59,8 @@ ORIGINALS = {
 
 
 def built(graph, term, rewrites):
-    """Add a term to a graph. Return its node. rewrites: whether the outermost operation may be rewritten."""
+    """Add a term, e.g. ("add", "x0", 0.0), to a cell's graph. Return the number of the term's node. rewrites:
+    whether the graph may replace the term's operations by simpler ones."""
     if isinstance(term, float):
         return graph.constant(term)
     if isinstance(term, str):
@@ -69,7 +72,7 @@ def built(graph, term, rewrites):
 
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_a_rewrite_keeps_the_value(name):
-    """Each rewrite replaces its operation, and the result is the same number."""
+    """If a cell's graph replaces an operation by a simpler one, the values stay the same."""
     rng, results = np.random.default_rng(0), []
     drawn = [mx.array(rng.normal(size=1000), mx.float64) for _ in range(2)]
     for rewrites in (False, True):
@@ -86,13 +89,14 @@ def test_a_rewrite_keeps_the_value(name):
 
 
 def test_every_rewrite_has_a_case():
-    """No rewrite is without a test."""
+    """Each rewrite of operations in REWRITES is tested by an operation in ORIGINALS."""
     names = {rewrite.__name__ for rewrites in REWRITES.values() for rewrite in rewrites} - {"fold"}
     assert names == {name.partition(" ")[0] for name in ORIGINALS} - {"fold"}
 
 
 def test_gradients_are_finite_where_plain_mlx_overflows():
-    """The rewritten gradients of tanh and maximum stay finite at preactivations where cosh overflows."""
+    """In a cell, the gradients of tanh and maximum are finite and right for arguments up to 1000. A formula that
+    divides by the square of cosh would overflow there."""
 
     def cell(a, state):
         return (mx.maximum(mx.tanh(a[0]), 0.5) + state[0],)
@@ -105,7 +109,7 @@ def test_gradients_are_finite_where_plain_mlx_overflows():
     np.testing.assert_allclose(np.array(mx.grad(loss)(x))[0, 0], [0, 0, slope, 0], atol=1e-7)
 
 
-# --- Operations ---
+# --- Operations of MLX inside a cell ---
 
 UNARY = {
     "exp": mx.exp, "expm1": mx.expm1, "log": lambda x: mx.log(1 + x * x), "log2": lambda x: mx.log2(1 + x * x),
@@ -140,7 +144,8 @@ OPERATIONS |= {f"binary {n}": lambda a, state, f=f: (mx.tanh(f(a[0], state[0])),
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_of_mlx_is_right_in_a_cell(name):
-    """A cell with this operation has right values and gradients on each engine of the CPU, as plain MLX has."""
+    """A cell with this operation of MLX has right values and gradients on the CPU engines and in `recurrent`, which
+    runs the cell as plain MLX. Engine `numpy` is not tested with erf."""
     form = Form(OPERATIONS[name], 1)
     case, cotangents = draw(np.random.default_rng(11), form, {}, (2, 2, 2, 4))
     exact, bounds = judged(form, case, cotangents)
@@ -150,7 +155,7 @@ def test_an_operation_of_mlx_is_right_in_a_cell(name):
     assert_right(run(form, case, cotangents, by_recurrent), exact, bounds, "recurrent")
 
 
-# --- Refusals ---
+# --- Cells that are refused ---
 
 WEIGHTS, HALF = mx.ones((3, 3)), mx.array(0.5)
 
@@ -228,7 +233,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("cell", REFUSED, ids=lambda cell: cell.__name__.strip("<>"))
 def test_a_cell_that_is_not_pointwise_is_refused(cell):
-    """The error names the operation, the function, the file and the line, and says what to do instead."""
+    """A cell that is not pointwise, e.g. one with a matrix product or a softmax, is refused. The error names the
+    operation, the function, the file and the line, and says what to do instead."""
     with pytest.raises(ValueError, match=r"^\[pointwise\] the cell must compute each number by itself \(") as caught:
         pointwise(cell, mx.ones((2, 2, 3)), None, None, None, (mx.zeros((2, 3)),))
     text = str(caught.value)
@@ -238,7 +244,8 @@ def test_a_cell_that_is_not_pointwise_is_refused(cell):
 
 
 def test_an_array_of_a_transformation_around_the_cell_is_refused():
-    """A cell that reads an array of the function which MLX differentiates would lose this array's gradient."""
+    """A cell is refused if it reads an array of the surrounding function that MLX differentiates, compiles or maps.
+    Otherwise the array's gradient would be lost."""
 
     def loss(u):
         cell = lambda a, state: (mx.tanh(a[0] + u * state[0]),)  # noqa: E731

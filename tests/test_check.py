@@ -127,7 +127,7 @@ def test_a_damaged_kernel_is_found(tmp_path, capsys, start, damage, engine, said
 
 
 def prepared_case(name):
-    """Return the prepared case of the command's grid that has this name and float32 arrays."""
+    """Return the case of the check command that has this name and float32 arrays, prepared for a comparison."""
     return prepare(next(case for case in grid() if (case.name, case.dtype) == (name, "float32")))
 
 
@@ -238,8 +238,8 @@ def test_every_problem_shows_something(full):
 
 
 def test_every_file_of_the_shaders_is_compiled():
-    """The default cases and the cells of the zoo compile code from every Metal shader file. Only the cases of --full
-    compile kernels with 64-bit indices."""
+    """The check command's default cases, together with the cells of `mlx_lstm.cells`, compile code from every Metal
+    shader file. Only the cases of --full compile kernels with 64-bit indices."""
     texts = kernel_texts(grid())
     named = set(re.findall(r'#line \d+ "(\w+\.metal)"', "".join(texts + generated_texts())))
     assert named == {path.name for path in ROOT.glob("metal/*.metal")}

@@ -26,7 +26,7 @@ def dumped(op="lstm", seed=0, readings=(), **options):
 
 
 def told(tmp_path, capsys, arrays, *options, op="lstm"):
-    """Write the arrays to a file and run the command on the file. Return (exit code, printed text)."""
+    """Write the arrays to a file and run `mlx_lstm.compare --arrays` on it. Return (exit code, printed text)."""
     np.savez(tmp_path / "dump.npz", **arrays)
     try:
         arguments = ["--arrays", str(tmp_path / "dump.npz"), "--op", op, "--contenders", "ops", *options]

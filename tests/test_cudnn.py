@@ -398,8 +398,8 @@ def test_dropout_between_layers_only():
 
 
 def test_seeds():
-    """Seeds may be any integers. The random key consists of the low 32 bits of `seed` and the low 32 bits of
-    `seed2`."""
+    """The seeds of dropout may be any integers. The random key consists of the low 32 bits of `seed` and the low 32
+    bits of `seed2`."""
     shape, rows = (4, 3, 5), {"input_h": mx.zeros((2, 3, 5)), "input_c": mx.zeros((2, 3, 5))}
     size = cudnn.cudnn_rnn_params_size(2, 5, 5).item()
     inputs = {"input": mx.zeros(shape), **rows, "params": mx.random.normal((size,), key=mx.random.key(0))}

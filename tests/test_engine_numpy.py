@@ -89,7 +89,7 @@ def every_option(rng, word, sizes):
     extreme, for example all lengths 0."""
     T, B, *_ = sizes
     options = combination(rng, sizes, word, bidirectional=bool(rng.integers(2)))
-    if word == "gru":  # unbounded gates r and z would let h grow without limit
+    if word == "gru":  # bounded r and z: otherwise h could grow without limit
         options["activations"] = (*rng.choice(["tanh", "sigmoid", *HARD_SIGMOIDS], 2), options["activations"][2])
     for name, limits in {"lengths": ([T] * B, [0] * B), "mask": ((T, 1, 1), ())}.items():
         if rng.random() < 0.4:
@@ -233,8 +233,8 @@ def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():
 @pytest.mark.parametrize("batch_major", [False, True])
 @pytest.mark.parametrize("word", OPS)
 def test_no_sequence_is_copied(monkeypatch, word, batch_major):
-    """NumPy allocates much less memory than one sequence takes, in the forward pass and in the gradient, for arrays
-    of any layout. Outputs do not count, because they are in MLX's memory."""
+    """In the forward pass and in the gradient, NumPy allocates much less memory than one array of all time steps
+    takes, whatever the memory layout of the arguments. Outputs do not count, because they are in MLX's memory."""
     monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", 32)
     T, B, I, H = 256, 16, 8, 8
     op, gradients_of = OPS[word]

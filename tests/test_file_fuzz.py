@@ -75,7 +75,7 @@ def convert_all(kind, folder, first, last):
     Print each file's number before its conversion, and the exit code and a list of errors after it."""
     import json
 
-    import h5py  # noqa: F401 (before memory is measured)
+    import h5py  # noqa: F401 (here, so that the memory of the import is not measured)
     import onnx  # noqa: F401
 
     from mlx_lstm.convert import _hdf5, _hdf5_child

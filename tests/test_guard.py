@@ -187,8 +187,8 @@ FAMILIES = {
 
 
 def assert_right_without(kernel, monkeypatch, said, kind):
-    """Check that the op computes right results with the next engine, with one warning per refused engine. The faulty
-    kernel would end the test if it ran."""
+    """Plant a fault of this kind in a kernel. Check that the op runs on the next engine with right results, and that
+    there is one warning per refused engine."""
     engines, options = FAMILIES[kernel]
     options = dict(options)
     sizes = (options.pop("T", 3), options.pop("B", 2), 3, 9, 5)
@@ -244,7 +244,8 @@ def test_any_fault_in_any_kernel(kernel, kind, monkeypatch, said):
 
 REASON = """print(json.dumps({"answer": {"reason": "its trial on this machine failed: %s"}}), flush=True)"""
 
-# {a fault: (what a child process does with a trial, what the warning says about the fault, whether it is stored)}
+# {fault: (code that a child process runs instead of a trial run, part of the user's warning, whether the fault is
+# stored for other processes)}
 ENDINGS = {
     "a kernel does not compile": (REASON % "error: use of undeclared identifier", "error: use of undeclared", True),
     "too many threads": (REASON % "Thread group size (1024) is greater", "failed: Thread group size (1024)", True),
@@ -393,7 +394,7 @@ def test_eight_threads_make_one_trial(monkeypatch, said):
 
 
 def time_passes():
-    """Wait 0.2 seconds, long enough for other threads to arrive."""
+    """Wait 0.2 seconds, so that other threads reach the same trial run before it ends."""
     threading.Event().wait(0.2)
 
 
@@ -411,7 +412,7 @@ for width in range(10 + 40 * (which % 4), 50 + 40 * (which % 4)):
 
 
 def test_eight_processes_lose_no_verdict(tmp_path):
-    """Eight processes that store 40 verdicts each at the same time lose none of them."""
+    """Eight processes store 40 verdicts (results of trial runs) each at the same time, and none is lost."""
     environment = os.environ | {"HOME": str(tmp_path)}
     command = [sys.executable, "-c", RECORDING]
     processes = [subprocess.Popen([*command, str(n)], env=environment) for n in range(8)]
@@ -422,8 +423,9 @@ def test_eight_processes_lose_no_verdict(tmp_path):
 
 
 def test_a_verdict_counts_for_one_version_of_everything(monkeypatch):
-    """A verdict is stored for one chip, one version of macOS, of MLX and of mlx-lstm, and one source of the kernels. If
-    one of them changes, even macOS 26.0 to 26.1, the kernels are tried again."""
+    """A verdict (the result of a trial run of kernels) is stored for one chip, one version of macOS, of MLX and of
+    mlx-lstm, and one source of the kernels. If one of them changes, even macOS 26.0 to 26.1, the kernels are tried
+    again."""
     trials = counted(monkeypatch)
     machine = {"chip": "M4", "architecture": "g16", "system": "macOS 26.0", "mlx": "0.32.1", "mlx_lstm": "0.1.0"}
     machine["kernels"] = "0123"
@@ -433,7 +435,7 @@ def test_a_verdict_counts_for_one_version_of_everything(monkeypatch):
         monkeypatch.setattr(tuning, "machine", lambda change=change: machine | change)
         in_a_new_process()
         _guard.refusal("fused", problem())
-    assert len(trials) == len(changes) - 1  # at the end the first machine, which has a verdict
+    assert len(trials) == len(changes) - 1  # the last machine is the first one, which has a verdict
     monkeypatch.undo()
     monkeypatch.setattr(tuning.platform, "mac_ver", lambda: ("26.1", ("", "", ""), "arm64"))
     monkeypatch.setattr(tuning.sys, "platform", "darwin")
@@ -444,8 +446,9 @@ def test_a_verdict_counts_for_one_version_of_everything(monkeypatch):
 
 @contextmanager
 def counted_kernels():
-    """Count trials and kernels without running any. Kernels return zeros, and every trial passes. Yield (goes, tried,
-    used): for each go the number of kernels that it tries, the sources that trials run, and those that calls run."""
+    """Count the kernels of trial runs and of calls, but run none. Kernels return zeros, and every trial run passes.
+    Yield (goes, tried, used): the number of new kernels in each request for trial runs, the sources of these
+    kernels, and the names and arguments of the kernels that calls launch."""
     goes, used, judge = [], set(), _judge.Judge()
 
     def metal_kernel(**definition):
@@ -472,9 +475,9 @@ def counted_kernels():
 
 @pytest.mark.parametrize("H, most, kernels", [(256, 8, 45), (128, 8, 26)])
 def test_a_program_makes_few_trials(H, most, kernels):
-    """A program that trains, evaluates and streams tries few kernels beyond those that it uses, in few goes. It has
-    two layers; batches of 32 and last ones of 17 and 5; evaluation of other batches; one sequence step by step; a
-    bidirectional GRU; and float16. Building the graphs is enough to see the launches."""
+    """A program that trains, evaluates and streams with several batch sizes, layers and dtypes requests at most
+    `most` trial runs, which test at most `kernels` kernels. No kernel runs before its trial run. Building the graphs
+    is enough to count the launches."""
 
     def train(run, B, dtype=mx.float32):
         mx.grad(lambda x: run(x).sum())(mx.zeros((B, 100, H), dtype))
@@ -507,8 +510,9 @@ def test_a_program_makes_few_trials(H, most, kernels):
 
 
 def test_a_loss_of_other_outputs_has_its_own_trial(monkeypatch, said):
-    """Where a loss depends on other outputs than h, the trial of its backward kernels runs when the gradient is asked
-    for. If it fails, engine `ops` computes the right gradient; a caller who forces the engine gets the reason."""
+    """If a loss depends on outputs other than h, its backward kernels have a separate trial run when the gradient is
+    requested. If this trial run fails, engine `ops` computes the right gradient. A caller who requests the refused
+    engine gets the reason as an error."""
     asked = []
 
     def try_out(trials):
@@ -532,8 +536,8 @@ def test_a_loss_of_other_outputs_has_its_own_trial(monkeypatch, said):
 
 
 def test_every_loss_has_a_trial_that_passes(said):
-    """The gradients of a loss of any outputs are computed by our kernels: in training, in evaluation, and where
-    gates are returned. Each set of outputs has at most one trial of its own, which passes."""
+    """Our kernels compute the gradients of a loss of any outputs: in training, in evaluation, and if gates are
+    returned. A set of outputs needs at most one additional trial run, which passes."""
     layer, x, _ = layer_and_data()
     names = ("h", "c", "gates", "hT", "cT")
     losses = [("h",), ("c",), ("h", "gates"), ("hT",), ("cT", "c"), ("gates",), names]
@@ -738,8 +742,8 @@ def test_a_trial_runs_the_kernels_of_the_call(call):
 
 
 def test_a_trial_is_cut_as_the_call():
-    """The trial run of a kernel divides its work into threadgroups in the same way as the user's call, if `--tune`
-    measured a better division for this machine."""
+    """The trial run of a kernel divides its work into threadgroups in the same way as the user's call, also if
+    `--tune` measured a better division for this machine."""
     with tuning.trying(Cut(8, 4)):
         assert_tries_the_same("fused", (2, 5, 3, 9, 9))
 
@@ -775,7 +779,7 @@ def test_large_calls_have_small_trials():
     assert trial.problem[:4] == (10, 33, 32, 32) and trial.problem.limits == Limits(index=0, rows_left=9, cores=1)
     assert trial_of("stepwise", problem(T=64, B=5, H=1000, P=1000)).problem[:4] == (10, 3, 8, 8)
     packed = {"packing": Packing(64, 4, "affine"), "names": ("x", "Wh", "Wh_scales", "Wh_biases")}
-    # The lanes read more than 256 quantized weights of a row in several turns, also in the trial.
+    # Lanes read a row of more than 256 quantized weights in several passes, in the trial run (H = 320), too.
     assert trial_of("stepwise", problem(T=64, B=5, H=1024, P=1024, **packed)).problem[:4] == (10, 3, 320, 320)
     assert trial_of("stepwise", problem(T=64, B=5, H=128, P=128, **packed)).problem[:4] == (10, 3, 64, 64)
     # Kernels depend neither on numbers such as cell_clip nor on the order of the arrays.

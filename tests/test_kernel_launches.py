@@ -391,7 +391,8 @@ def test_metal_kernel_is_called_in_one_place():
 
 
 def test_fused_writes_no_gates_in_inference():
-    """With training=False, `fused` writes no gates, and a gradient computes them again."""
+    """With training=False, the forward pass of `fused` does not write the gates. If a gradient is requested
+    nevertheless, a second forward pass computes them."""
     case = draw(np.random.default_rng(0), dtype=np.float32)
     cotangents = {"h": np.ones((4, 2, 2), np.float32)}
     with on_metal() as log:

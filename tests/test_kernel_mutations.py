@@ -61,8 +61,8 @@ PACKED = [
     *[((16, 4, "nvfp4"), (2, B, 2, 48, 48)) for B in (1, 8)],
     *[(packing, (2, 1, 2, 32, 32)) for packing in ((32, 4, "mxfp4"), (32, 1, "affine"))],
 ]
-# Quantized cases for `fused`: ((group size, bits, mode), (T, B, I, H, P)). They differ in the constant SPAN of
-# metal/fused_quantized.metal.
+# Quantized cases for `fused`: ((group size, bits, mode), (T, B, I, H, P)). They give the constant SPAN, the number of
+# neighbouring weights that a lane reads, different values.
 FUSED_PACKED = [
     *[((64, 3, "affine"), (2, 1, 2, H, H)) for H in (64, 128, 256)],
     *[((32, bits, "affine"), (2, 17, 2, 32, 32)) for bits in (4, 5)],
@@ -79,20 +79,22 @@ HARMLESS = {
     "for (int e = 0; e < N; e += 4) {  the bound of < is one less",
     # With the smaller bound, the next loop adds the last numbers one by one.
     "for (; k + 3 < length; k += 128) accumulate<4>(rows, columns, 128, partial);  the bound of < is one less",
-    # With these changes, the code for the last numbers of K computes the last whole turn, or a turn without numbers.
+    # A product takes TURN terms per loop pass. With these changes, the code for the remaining terms takes the last TURN
+    # terms, or no terms. The sum is the same.
     "for (; left >= TURN; left -= TURN) {  >= becomes >",
     "for (; left >= TURN; left -= TURN) {  the bound of >= is one more",
     "if (left > 0) {  > becomes >=",
-    # The inner loops skip rows from OWN on. The last value of `part` is the same with the smaller bound.
+    # With <=, an additional loop pass does nothing, because inner loops skip rows from OWN on. With the smaller bound,
+    # the last value of `part` is the same.
     "for (int part = 0; part < OWN; part += 4) {  // four rows at a time: more would take too many registers"
     "  < becomes <=",
     "for (int part = 0; part < OWN; part += 4) {  // four rows at a time: more would take too many registers"
     "  the bound of < is one less",
-    # With one slice, the loop inside this block adds nothing.
+    # With >=, the block also runs for one slice. Its loop then adds nothing.
     "if constexpr (SLICES > 1) {  // a thread adds up the sums of the cells it will compute  > becomes >=",
     # With <=, the loop also looks at entry 20, which is never the start of a row.
     "for (int n = 1; n < 20; ++n) {  < becomes <=",
-    # With the smaller bound, one resident weight is read from memory again.
+    # With the smaller bound, a weight that is already in a register is read from memory. Its value is the same.
     "if (n < RESIDENT) weights = float4(resident[n]);  the bound of < is one less",
     # In this branch `lane` is never GATE_N, so > and >= give the same value.
     "return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);  > becomes >=",
@@ -120,16 +122,16 @@ HARMLESS = {
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  the bound of < is one less",
     "if (k + first < uint(K)) multiply(rows, weights, columns, place, part);  the bound of < is one less",
     "inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }  < becomes <=",
-    # With >=, bits of the next word are added, but a later mask removes them.
+    # With >=, bits of the next word are added, too, but a later mask removes them.
     "if (shift + BITS > 32) bits |= words[word + 1] << (32 - shift);  > becomes >=",
     # If SPAN equals SIZE, both branches give the same PIECE. SPAN and SIZE are powers of two.
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  < becomes <=",
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  the bound of < is one less",
     # The changed condition matters only for factor 0, which belongs to slot 0 in both branches.
     "const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;  < becomes <=",
-    # With the smaller bound, one resident word is read from memory again.
+    # With the smaller bound, a word that is already in a register is read from memory. Its value is the same.
     "if (n < RESIDENT) lane.words = lane.resident[n].words;  the bound of < is one less",
-    # With groups of 16, every lane is the leader of its own group.
+    # With >=, groups of 16 run this block, too. It changes nothing, because every lane then leads its own group.
     "if (GROUP > 16) {  > becomes >=",
     # With <=, the thread also computes dh of a sequence that has already ended, but nothing reads this dh.
     "if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);  < becomes <=",
@@ -168,8 +170,9 @@ def trials(file, kind):
         options = {name: value for name, value in LAYERS[layer].items() if name in ("op", "reset")}
         yield trial(engine, (2, batches[-1], 2, 33, 33), bidirectional=engine == "fused", **options)
     if file == "stepwise_tiles":
-        yield trial("stepwise", (2, 9, 2, 32, 32))  # K = 32 and 128: the last quad of matrices is full
-        yield trial("stepwise", (2, 33, 2, 130, 130), op="gru")  # whole turns with three simdgroups, 11 rows each
+        yield trial("stepwise", (2, 9, 2, 32, 32))  # products of 32 and 128 terms: the last four matrices are full
+        # Products have more terms than one loop pass takes (128), and three SIMD groups compute 11 rows each.
+        yield trial("stepwise", (2, 33, 2, 130, 130), op="gru")
     if file in ("quantized", "stepwise_tiles", "stepwise_quantized", "fused_quantized", "fused_arrange"):
         for packing, sizes in FUSED_PACKED if "fused" in file else PACKED:
             op = "rnn" if sizes[3] in (80, 512) else "lstm"
@@ -183,7 +186,7 @@ def trials(file, kind):
         for T in (20, 21, 36):  # launches concatenate no array, 2 arrays, or as many as they may
             yield trial("stepwise", (T, 3, 2, 5, 5), op="rnn")
     if file == "fused_lanes":
-        # The last gate's activation tanh shares one exp2 and one reciprocal with the other gates; relu does not.
+        # If the last gate's activation is tanh, all gates share one exp2 and one reciprocal; with relu they do not.
         for last in ("relu", "tanh"):
             yield trial("fused", (3, 3, 2, 5, 5), activations=("sigmoid", "sigmoid", "tanh", last, "tanh"))
     if file == "fused_matrix":

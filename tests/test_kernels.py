@@ -331,7 +331,7 @@ between_steps<false>(sweep, {G}, {H}, next);
     ids=str,
 )
 def test_nan_stays_nan(engine, options):
-    """NaN in x reaches h. Metal's own max and clamp would replace NaN by a number."""
+    """NaN in x reaches h, although Metal's own max and clamp would replace NaN by a number."""
     case = draw(np.random.default_rng(0), sizes=(3, 2, 2, 3, 3), dtype=np.float32, **options)
     case["x"][1, 0] = np.nan
     with on_metal():

@@ -1,5 +1,5 @@
-"""Tests of the performance model of `bench --model`: predicted launches and bytes equal the emulator's counts, and
-the thresholds between engines follow from predicted times."""
+"""Tests of the performance model of `bench --model`, which predicts times on Apple's GPUs. Predicted launches and
+bytes must equal the emulator's counts, and the default engine must be nearly the fastest by predicted times."""
 
 import csv
 import json
@@ -50,7 +50,8 @@ ON_THE_EMULATOR = pytest.mark.not_on_a_mac("bytes: the emulator counts them")
 
 def seen_by_the_emulator(size, dtype, engine, **layer):
     """Run a training step on the Metal emulator. Return three counters by kernel name: launches, bytes moved (every
-    access counts) and bytes touched (each address counts once). Buffers that hold sizes are not counted."""
+    access counts) and bytes touched (each address counts once). Buffers that only contain array sizes are not
+    counted."""
     rng = np.random.default_rng(0)
     case = draw(rng, sizes=(*size, size.H), dtype=dtype, **layer)
     case = {name: value for name, value in case.items() if name not in ("h0", "c0", "bhn")}
@@ -87,8 +88,8 @@ def check_against_the_emulator(engine, size, dtype, **layer):
     [
         *((engine, Size(3, B, 5, 40), np.float32) for engine in ENGINES for B in (1, 2, 6, 9, 40)),
         *((engine, Size(2, 2, 3, 24), np.float16) for engine in ENGINES),
-        ("stepwise", Size(30, 2, 3, 8), np.float32),  # some launches also concatenate rows of old steps
-        ("fused", Size(2, 130, 3, 12), np.float32),  # `fused` uses its kernel with matrix products
+        ("stepwise", Size(30, 2, 3, 8), np.float32),  # some launches also concatenate arrays of old steps
+        ("fused", Size(2, 130, 3, 12), np.float32),  # `fused` uses its kernel of 8 x 8 matrix products
         # Not all weights fit in registers. A threadgroup computes two sequences of the batch.
         ("fused", Size(2, 17, 3, 112), np.float32),
     ],
@@ -136,9 +137,9 @@ def test_a_bias_counts_as_it_lies_in_memory():
 @pytest.mark.parametrize("chip", CHIPS, ids=[chip.name for chip in CHIPS])
 @pytest.mark.parametrize("dtype", [mx.float32, pytest.param(mx.float16, marks=pytest.mark.slow)], ids=str)
 def test_the_default_is_nearly_the_best(chip, dtype):
-    """At no size is the default engine, with its default division of work, predicted to take more than 1.3 times the
-    shortest time of all engines and divisions, on any chip; at nine of ten sizes it takes at most 1.08 times this
-    time. The library predicts with few numbers, the model with the counts of all launches and instructions."""
+    """The default engine, with its default division of work, takes at most 1.3 times as long as the fastest engine
+    and division at all sizes, and at most 1.08 times as long at nine of ten sizes. Both times are predicted by the
+    detailed model. The library chooses the default with a much simpler model."""
     ratios = {(B, H): default_over_best(dtype, B, H, chip) for B in (1, 16, 64, 128) for H in (64, 128, 192)}
     assert max(ratios.values()) < 1.3 and sorted(ratios.values())[len(ratios) * 9 // 10 - 1] < 1.08, ratios
 
@@ -150,7 +151,7 @@ def test_the_default_of_other_cells_is_nearly_the_best(cell):
 
 
 def test_the_page_about_engines_shows_the_default():
-    """docs/engines.md shows up to which H `fused` is the default on GPUs with 8, 10, 20, 38 and 80 cores."""
+    """docs/engines.md shows the largest H for which `fused` is the default on GPUs with 8, 10, 20, 38 and 80 cores."""
     page = (Path(__file__).parents[1] / "docs/engines.md").read_text()
     for dtype, name in ((mx.float32, "float32"), (mx.float16, "float16, bfloat16")):
         for B in (1, 16, 64, 256):
@@ -175,9 +176,9 @@ def test_the_rule_against_what_was_published_of_mlx():
 
 @pytest.mark.parametrize("B", [1, 32])
 def test_a_sweep_takes_what_its_instructions_take(B):
-    """The predicted time of a recurrence kernel is longer than the time of its instructions alone, because the model
-    adds latencies to the instructions' time. Each of the four quarters of a GPU core executes one SIMD-group
-    instruction per cycle."""
+    """The predicted time of a kernel with a recurrent product is longer than the time of its instructions alone,
+    because the model adds latencies. Each of the four quarters of a GPU core executes one instruction of a
+    SIMD-group per cycle."""
     problem, graph = ours(Size(50, B, 64, 64), mx.float32, "fused", "backward")
     for launch in graph.launches:
         if has_product(launch):
@@ -189,8 +190,8 @@ def test_a_sweep_takes_what_its_instructions_take(B):
 
 
 def test_the_gpu_waits_while_the_graph_is_built():
-    """Building comes before the evaluation, so its time is added to the time of the GPU. MLX encodes launches while
-    the GPU computes earlier ones, so of these two times only the longer one counts."""
+    """MLX builds the graph before it evaluates it, so the predicted time adds the time to build to the time of the
+    GPU. MLX encodes launches while the GPU computes earlier ones, so only the longer of these two times counts."""
     problem, graph = of_mlx(Size(3, 1, 8, 8), mx.float32, "forward")
     free, busy = (total_seconds(graph, problem, CHIPS[0], host) for host in (0.0, 1.0))
     assert free < 0.01 and busy == pytest.approx(free + 1.0)
@@ -208,8 +209,8 @@ def test_threadgroups_on_one_core_hide_the_waits_of_one_another():
 
 
 def test_a_product_with_few_tiles_leaves_cores_without_work():
-    """The gradient of the recurrent weights at H = 64 has 4 tiles of 64 x 64 numbers, so more cores than 4 do not
-    make it faster. A product whose tiles fill all cores takes a fraction of the peak."""
+    """The gradient of the recurrent weights at H = 64 has 4 tiles of 64 x 64 numbers, so more cores do not make it
+    faster. A product whose tiles occupy all cores reaches about 0.75 of the GPU's peak."""
     small, large = (
         trace(lambda a, b: [a @ b], [mx.zeros((rows, K)), mx.zeros((K, columns))]).launches[0]
         for rows, K, columns in ((256, 2048, 64), (4096, 2048, 4096))
@@ -248,8 +249,9 @@ def test_model_command(tmp_path, capsys):
 
 
 def test_a_report_of_a_mac_beside_the_model(tmp_path, capsys):
-    """`--model REPORT` prints the measured times of a report of `mlx_lstm.check` beside the predicted ones, for the
-    chip of the report, and one line for each doubt about the model that the report settles."""
+    """`--model REPORT` prints the measured times in a report of `mlx_lstm.check` beside the predicted ones, for the
+    chip of the report. It also prints one line for each uncertain assumption of the model (`DOUBTS`) that the report
+    checks."""
 
     def record(size, which, layer, dtype="float32", seconds=1e-3):
         contender, engine = ("mlx.nn.LSTM", "-") if layer == "mlx" else ("mlx_lstm.lstm", layer)
@@ -276,7 +278,8 @@ def test_a_report_of_a_mac_beside_the_model(tmp_path, capsys):
 
 
 def test_the_chip_of_a_report():
-    """A chip that the model does not know is represented by the one with the nearest number of cores."""
+    """A report from a chip that the model does not know is compared with the known chip that has the nearest number
+    of cores."""
     chip, note = chip_of({"chip": "Apple M7 Pro", "gpu_cores": "18"})
     assert chip == CHIPS[2]._replace(cores=18) and note.endswith("as of the M4 Pro")
     chip, note = chip_of({"chip": "Apple M1", "gpu_cores": "unknown"})

@@ -61,8 +61,8 @@ def random_case(rng, op):
 
 
 def check(case, by_engine, **readings):
-    """Assert that every engine returns all results of the case in float32, and that they differ from the oracle's by
-    at most the error bounds."""
+    """Assert that every engine returns all results of a case (dict of arrays and options) in float32, and that they
+    differ from the oracle's by at most the error bounds."""
     for results in by_engine.values():
         assert list(results) == case.results
         assert {value.dtype for value in results.values()} == {np.dtype(np.float32)}
@@ -82,7 +82,7 @@ def check_within(case, by_engine, exact, limit):
 
 
 def has_metal(engine, case):
-    """Return whether the Metal engine supports the cell and the direction of the case."""
+    """Return whether the Metal engine supports the cell of a case (dict of arrays and options) in its direction."""
     sizes = (*case.arrays["source"].shape, case.hidden)
     options = {"dtype": mx.float32, "device": "gpu", "metal": True, "traced": False}
     options |= {"cell": CELLS[case.op], "bidirectional": case.bidirectional, "requested": engine}
@@ -163,7 +163,8 @@ def test_gradients_of_the_forward_op_are_those_of_the_gradient_op(op):
 
 
 def last(case, states):
-    """Return [N, D H]: the state after the last step of each of the D directions."""
+    """Return the last states as one array [N, D H], from the states of all time steps in D directions. The last
+    state of the reverse direction is at the first time step."""
     if not case.bidirectional:
         return states[0 if case.descriptor.get("reverse") else -1]
     forward, reverse = mx.split(states, 2, axis=-1)
@@ -333,8 +334,8 @@ def test_single_gate_state_after_the_activation():
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("op", CASES)
 def test_a_leading_axis_of_1_of_states_does_not_come_back(op, both):
-    """Initial states may have a leading axis of size 1, as PyTorch passes them. Their gradients do not have this
-    axis: PyTorch adds it itself."""
+    """Initial states may have a leading axis of size 1, as PyTorch passes them. Their gradients are returned without
+    this axis, because PyTorch adds it itself."""
     case = draw(np.random.default_rng(0), op, bidirectional=both)
     led = {name: array[None] for name, array in case.arrays.items() if name in LEADING_ONE}
     plain, led = ours.run(case, "ops"), ours.run(case._replace(arrays=case.arrays | led), "ops")
@@ -384,8 +385,8 @@ def test_every_wrong_layout_names_apples_argument_and_the_layout(op, bidirection
         for size in wrong:
             with pytest.raises(ValueError, match=r"\[mpsgraph\." + op + r"_gradients\] .* must have layout \[") as info:
                 function(**arrays | {name: mx.zeros(size)}, descriptor=descriptor)
-            # `source` and `recurrent_weight` define the sizes. If one of their axes is longer, the error names another
-            # array, which no longer fits.
+            # The sizes are read from `source` and `recurrent_weight`. So a longer axis of one of these two arrays
+            # raises an error about another array, which then does not fit. Such errors are not checked.
             if name not in ("source", "recurrent_weight") or len(size) != len(shape):
                 assert title(name) in str(info.value) and f"[{', '.join(shapes[name])}]" in str(info.value)
 

@@ -41,14 +41,14 @@ RUNS = {  # name: (options of the call, longest sequence that is not evaluated i
 
 
 class UnfitError(Exception):
-    """Raised for a nesting whose right result is unknown: MLX cannot differentiate or compile even the plain loop in it
-    (`checkpoint` and `compile` in some nestings), or its slope is too steep for finite differences."""
+    """Raised for a nesting whose right result is unknown. Either MLX cannot differentiate or compile even the plain
+    loop in it (some nestings with `checkpoint` or `compile`), or its slope is too steep for finite differences."""
 
 
 def outcome(model, run, loss_of, expected):
-    """Evaluate a nested function of the loss with the options `RUNS[run]`. Return "right" if the value is close to
-    `expected`, or "refused" if the call raises an error that engines may raise. Otherwise raise AssertionError.
-    `loss_of` takes a loss and returns the nested function of theta."""
+    """Evaluate a nesting of transformations, such as grad of vmap, with the options `RUNS[run]`. Return "right" if
+    the value is close to `expected`, or "refused" if the call raises an error that engines may raise. Otherwise
+    raise AssertionError. `loss_of` takes a loss and returns the transformed function of theta."""
     options, unchunked = RUNS[run]
     try:
         with mx.stream(mx.cpu), limited(unchunked=unchunked):
@@ -62,9 +62,9 @@ def outcome(model, run, loss_of, expected):
 
 
 def judged(model, names, runs, inner=None):
-    """Return {run: "right" or "refused"} for a nesting of transformations and each run of `runs`. With `inner`,
-    theta is first multiplied by a factor that depends on another nested derivative, so that a differentiation has
-    already happened when the recurrence runs."""
+    """Evaluate a nesting of transformations with each of the options `RUNS[run]` for `run` in `runs`. Return {run:
+    "right" or "refused"}. With `inner`, theta is first multiplied by a factor that depends on another nested
+    derivative, so that a differentiation has already happened when the recurrence runs."""
 
     def loss_of(loss):
         if inner is None:
@@ -260,8 +260,8 @@ with ThreadPoolExecutor(4) as pool:
 
 @pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_process_ends_after_calls_in_threads(count):
-    """A process that called layers in threads ends without an error. MLX's per-thread caches keep no object of this
-    package; MLX may free such an object while Python shuts down."""
+    """A process that called layers in threads ends without an error. MLX may free its per-thread caches while Python
+    shuts down, so the caches must not contain an object of this package."""
     for _ in range(count):
         ended = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True, env=dict(os.environ))
         assert (ended.returncode, ended.stderr) == (0, "")
@@ -269,14 +269,15 @@ def test_a_process_ends_after_calls_in_threads(count):
 
 # --- Random nestings -------------------------------------------------------------------------------------------------
 
-# MLX had no third forward-mode derivative of the condition that makes chunks wait for each other.
+# (71, 18) takes a third forward-mode derivative. MLX lacks it for `mx.any`, which the library used to make one chunk of
+# time steps wait for the one before.
 FAILED_ONCE = [(71, 18)]
 """(seed, number) of random nestings that failed before a fix of the library."""
 
 
 def random_nesting(seed, number):
-    """Check one random nesting. Return a Counter of the outcomes "right" and "refused" over three runs. A nesting
-    that raises UnfitError is drawn again."""
+    """Check a random nesting with three random entries of `RUNS`. Return a Counter of the outcomes "right" and
+    "refused". If a nesting raises UnfitError, draw another one."""
     for attempt in range(100):
         try:
             return one_nesting(np.random.default_rng([seed, number, attempt]))
@@ -308,8 +309,8 @@ def one_nesting(rng):
 
 
 def judge_by_differences(model, names):
-    """Check the reference value, which is forward mode of the nested plain loop, by finite differences. Return None
-    if they agree, otherwise an error text.
+    """Compare MLX's derivative of the nested plain loop, from which the expected values of this file come, with
+    finite differences. Return None if they agree, otherwise an error text.
 
     The steps are not smaller because MLX computes sin and cos of float64 only with float32 accuracy.
     """
@@ -341,7 +342,8 @@ def test_nestings_that_failed_once():
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_many_random_nestings(request, record_property, part):
-    """Many random nestings give the right derivative or refuse. All failures are reported together."""
+    """Every engine computes the right derivative of many random nestings, or refuses them with an error. All
+    failures are reported together."""
     seed, count = request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz")
     tried, failures = Counter(), []
     for number in range(part, count, PARTS):

@@ -56,8 +56,8 @@ def check_gradients(case, cotangents, directions=units):
             far_below, below, above, far_above = (loss(name, case[name] + k * STEP * direction) for k in (-2, -1, 1, 2))
             expected.append((8 * (above - below) - (far_above - far_below)) / (12 * STEP))
             got.append(np.sum(gradient * direction))
-        # The rounding error of the loss, divided by STEP, is about 1e-11 of the loss. The truncation error, of order
-        # STEP**4, is smaller.
+        # A finite difference has a rounding error of about 1e-11 of the loss and a smaller truncation error, of order
+        # STEP**4. So a tolerance of 1e-8 is wide enough.
         assert_within(name, got, np.array(expected), 1e-8 * max(size, np.abs(expected).max(initial=0)))
 
 
@@ -151,8 +151,9 @@ def test_equals_tensorflow_block_lstm(version):
 
 
 def test_equals_tensorflow_gru_block_cell():
-    """A loop over time with TensorFlow's GRU cell gives the oracle's outputs and gradients. TensorFlow's cell resets
-    before the product, its u is our z, and its callers must sum the weight gradients over time."""
+    """A loop over time with TensorFlow's GRU cell gives the oracle's outputs and gradients. TensorFlow's cell
+    applies the reset gate before the product, and its u is our z. The weight gradients of its steps must be summed
+    over time."""
     ops = pytest.importorskip("tensorflow").raw_ops
     rng = np.random.default_rng(4)
     case = draw(rng, op="gru", reset="before", dtype=np.float32)
@@ -196,8 +197,8 @@ def test_sigmoid_has_all_its_digits():
 
 @pytest.mark.parametrize("reset", ["after", "before"])
 def test_flip_z_is_an_update_gate_of_the_other_sign(reset):
-    """A GRU with `flip_z` (h = z n + (1 - z) h instead of (1 - z) n + z h) and negated weights of the gate z gives
-    the same h, because sigmoid(-a) = 1 - sigmoid(a)."""
+    """The option `flip_z` exchanges the roles of z and 1 - z in a GRU: h = z n + (1 - z) h instead of (1 - z) n + z
+    h. With `flip_z` and negated weights of the gate z, h is the same, because sigmoid(-a) = 1 - sigmoid(a)."""
     case = draw(np.random.default_rng(5), op="gru", reset=reset, mask=(B, "P"))
     sign = np.repeat([1.0, -1.0, 1.0], H)
     negated = {"Wx": case["Wx"] * sign[:, None], "Wh": case["Wh"] * sign[:, None], "b": case["b"] * sign}
@@ -323,8 +324,8 @@ def test_bounds_allow_both_ways_to_blend():
 
 @pytest.mark.parametrize("K", [1, 100, 10000])
 def test_the_error_of_a_sum_grows_with_the_root_of_its_length(K):
-    """The error that a dot product of K equal terms may have is sqrt(K) roundings of the accumulator and one of the
-    dtype, each relative to the sum."""
+    """The oracle's random rounding moves a dot product of K equal terms by at most about sqrt(K) rounding errors of
+    the accumulator and one rounding error of the dtype. Both are relative to the sum."""
     for seed in range(20):
         noise = Noise(np.float32, seed, False)
         moved = abs(noise.dot(np.ones((1, K)), np.ones((K, 1))).item() - K) / K
@@ -333,8 +334,9 @@ def test_the_error_of_a_sum_grows_with_the_root_of_its_length(K):
 
 
 def test_the_error_of_quantized_weights_grows_with_their_groups():
-    """Each group of quantized weights adds its own error to a dot product. A group of 32 weights whose factor is 1
-    adds sqrt(32 + 4) roundings of the sum of |x|, or of half of it if the signs of x differ."""
+    """`errors_of_groups` adds the allowed errors of all groups of quantized weights like independent random errors,
+    so 4 groups have twice the error of 1. A group of 32 weights whose scale is 1 adds sqrt(32 + 4) rounding errors
+    of the sum of |x|. If half of the x are negative, the error is half as large."""
     for groups, sign, largest in ((1, 1, 32), (4, 1, 2 * 32), (4, -1, 32)):
         a = np.where(np.arange(32 * groups) % 2, 1.0, sign)[None]
         factors = np.zeros((32 * groups, 3))
@@ -345,8 +347,8 @@ def test_the_error_of_quantized_weights_grows_with_their_groups():
 
 @pytest.mark.parametrize("activation", KINKS)
 def test_kinks_are_as_near_as_rounding_comes(activation):
-    """`keeps_off_kinks` returns False for a sum that rounding can move across a kink: a sum whose terms nearly
-    cancel, and a sum right next to the kink."""
+    """A kink is a point where an activation's slope jumps, such as 0 for relu. `keeps_off_kinks` returns False for a
+    sum that rounding can move across a kink: a sum whose terms nearly cancel, or a sum right next to the kink."""
     case = {"op": "rnn", "activation": activation, "Wx": np.ones((1, 2)), "Wh": np.zeros((1, 1))}
 
     def keeps_off(dtype, *terms):
@@ -354,7 +356,7 @@ def test_kinks_are_as_near_as_rounding_comes(activation):
 
     for kink in KINKS[activation]:
         assert kink_distance(**case, x=np.array([[[2.0**24, 0.5 + kink - 2.0**24]]])) == 0.5
-        assert not keeps_off(np.float32, 2.0**24, 0.5 + kink - 2.0**24)  # float32 has no odd numbers of this size
+        assert not keeps_off(np.float32, 2.0**24, 0.5 + kink - 2.0**24)  # near 2**24 float32 rounds by up to 1
         assert keeps_off(np.float64, 2.0**18, 0.5 + kink - 2.0**18) and keeps_off(np.float32, 8, 0.5 + kink - 8)
         for dtype in (np.float32, np.float16):
             eps = max(kink, 1) * np.finfo(dtype).eps

@@ -63,8 +63,8 @@ def first_column_everywhere(rng, array):
 
 
 def part_of_a_larger_one(rng, array):
-    """Return a view with as many rows as `array`. The view shows part of a larger array, in which the reversed rows
-    follow the rows: the first rows, the rows from the second on, or every second row."""
+    """Return a view of a larger array that holds the rows of `array` followed by the same rows in reverse order. The
+    view has as many rows as `array`: at random the first rows, the rows from the second on, or every second row."""
     wide = mx.concatenate([array, array[::-1]])
     mx.eval(wide)
     return (wide[: len(array)], wide[1 : 1 + len(array)], wide[::2])[rng.integers(3)]

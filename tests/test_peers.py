@@ -14,7 +14,8 @@ DIRECTIONS = pytest.mark.parametrize("bidirectional", [False, True], ids=["one",
 
 
 def drawn(**options):
-    """Return a random float32 (case, cotangents) with a cotangent for h only."""
+    """Return (case, cotangents) for a random LSTM, GRU or RNN in float32. The case is a dict of arrays and options.
+    Only the output h has a cotangent."""
     rng = np.random.default_rng(12)
     case = draw(rng, sizes=(*SIZES, H), dtype=np.float32, **options)
     width = case["h0"].shape[-1]

@@ -1,5 +1,5 @@
-"""`mlx_lstm.pointwise`: cells of the user's own on every engine of the CPU, against the float64 oracle, plain MLX and
-independent implementations."""
+"""Tests of `mlx_lstm.pointwise`, which runs a cell given as a Python function, on the CPU engines. Results are
+compared with the float64 oracle, plain MLX and independent implementations. Wrong arguments raise an error."""
 
 import mlx.core as mx
 import mlx.nn
@@ -26,7 +26,8 @@ from mlx_lstm.nn import Pointwise
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("cell", ZOO)
 def test_every_engine_of_the_cpu_is_right(cell, option):
-    """Every cell of the zoo gives right values and gradients of all arrays with every option; plain MLX does, too."""
+    """Every cell of `mlx_lstm.cells` gives right outputs and right gradients of all arrays with every set of
+    options. The same cells are also checked with `recurrent`, which loops over plain MLX operations."""
     form, options = ZOO[cell], OPTIONS[option]
     case, cotangents = draw_smooth(np.random.default_rng(1), form, options)
     exact, bounds = judged(form, case, cotangents)
@@ -38,7 +39,8 @@ def test_every_engine_of_the_cpu_is_right(cell, option):
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 2, 3, 4), (20, 17, 3, 6), (3, 33, 5, 2), (9, 1, 2, 3)])
 def test_odd_sizes_are_right(sizes):
-    """T = 1, B = 1, H = 1 and sizes that use other products are right."""
+    """Results are right for T, B or H of 1, and for sizes at which `numpy` computes its matrix products in other
+    ways."""
     for cell in ("lstm", "gru", "slstm", "indrnn"):
         case, cotangents = draw_smooth(np.random.default_rng(2), ZOO[cell], {"lengths": True}, sizes)
         exact, bounds = judged(ZOO[cell], case, cotangents)
@@ -48,7 +50,8 @@ def test_odd_sizes_are_right(sizes):
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 def test_other_dtypes_are_right(dtype):
-    """16-bit arrays are computed in float32, and float64 stays float64 on engine `numpy`."""
+    """Results of the engine `numpy` in float16 and in float64 have the dtype of the arguments and are within the
+    error bounds of this dtype."""
     case, cotangents = draw_smooth(np.random.default_rng(3), ZOO["slstm"], {"lengths": True})
     rounded = {n: a if n in ("lengths", "reverse") else a.astype(dtype).astype(np.float64) for n, a in case.items()}
     cotangents = {name: d.astype(dtype) for name, d in cotangents.items()}
@@ -59,7 +62,7 @@ def test_other_dtypes_are_right(dtype):
 
 
 def test_both_directions_are_two_calls():
-    """`bidirectional` equals two calls, one of them with `reverse`, whose results stand side by side."""
+    """A bidirectional call gives exactly the results of two calls, one of them with `reverse`, side by side."""
     rng, H = np.random.default_rng(4), 3
     form = Form(cells.zoneout_lstm, 4, 2, inputs=2)
     pairs = [draw(rng, form, {"keep": True}, (4, 2, 3, H))[0] for _ in range(2)]
@@ -87,7 +90,8 @@ def test_both_directions_are_two_calls():
 
 
 def test_an_lstm_of_ones_own_equals_lstm():
-    """The cell with the equations of an LSTM computes what `lstm` does, with every option of both."""
+    """`pointwise` with the LSTM cell of `mlx_lstm.cells` gives the same outputs and gradients as `lstm`, with all
+    options that both of them accept."""
     rng = np.random.default_rng(5)
     T, B, I, H = 6, 4, 3, 5
     a = {"x": (T, B, I), "Wx": (4 * H, I), "Wh": (4 * H, H), "b": (4 * H,), "h0": (B, H), "c0": (B, H)}
@@ -107,7 +111,7 @@ def test_an_lstm_of_ones_own_equals_lstm():
     d = [mx.array(rng.normal(size=shape), mx.float32) for shape in ((T, B, H), (B, H), (B, H))]
     (got, d_got), (wanted, d_wanted) = (mx.vjp(f, list(a.values()), d) for f in (own, ours))
     for one, other in zip(got + d_got, wanted + d_wanted, strict=True):
-        # Both are right to within rounding, which the other tests bound; the results differ by its order of magnitude.
+        # `pointwise` and `lstm` round differently, so allow a difference of 64 float32 roundings.
         assert np.abs(to_numpy(one) - to_numpy(other)).max() <= 64 * 2.0**-23 * (1 + np.abs(to_numpy(other)).max())
 
 
@@ -116,7 +120,8 @@ def sigmoid(x):
 
 
 def test_slstm_equals_a_loop_of_the_papers_equations():
-    """The sLSTM of the zoo equals a float64 loop of the paper's equations without stabiliser, from the zero state."""
+    """The sLSTM in `mlx_lstm.cells` equals a float64 loop of the paper's equations from zero states. The loop does
+    not use the paper's stabiliser, an additional state that prevents overflow."""
     rng, (T, B, I, H) = np.random.default_rng(6), (7, 3, 2, 4)
     x, Wx, Wh, b = (rng.normal(size=s) for s in ((T, B, I), (4 * H, I), (4 * H, H), (4 * H,)))
     zeros = [mx.zeros((B, H), mx.float64)] * 4
@@ -134,7 +139,7 @@ def test_slstm_equals_a_loop_of_the_papers_equations():
 
 
 def test_zoneout_equals_a_loop_of_the_papers_equations():
-    """The zoneout LSTM of the zoo equals a float64 loop of the paper's equations."""
+    """The zoneout LSTM in `mlx_lstm.cells` equals a float64 loop of the paper's equations."""
     rng, (T, B, I, H) = np.random.default_rng(7), (6, 2, 3, 5)
     x, Wx, Wh, b = (rng.normal(size=s) for s in ((T, B, I), (4 * H, I), (4 * H, H), (4 * H,)))
     holds = (rng.random((2, T, B, H)) < 0.3).astype(np.float64)
@@ -167,7 +172,8 @@ def call_of_slstm():
 
 @pytest.mark.filterwarnings("ignore:inside mx.compile")
 def test_mlx_transforms_it():
-    """Inside mx.compile, mx.checkpoint and mx.vmap a call gives the same values and gradients."""
+    """Inside mx.compile and mx.checkpoint a call of `pointwise` gives the same value and the same gradients. Inside
+    mx.vmap it gives the same value."""
     arrays = call_of_slstm()
     value, gradients = mx.value_and_grad(loss)(arrays)
     for transformed in (mx.compile(mx.value_and_grad(loss)), mx.value_and_grad(mx.checkpoint(loss))):
@@ -179,7 +185,8 @@ def test_mlx_transforms_it():
 
 
 def test_a_function_traced_first_inside_mx_compile_is_right():
-    """A cell that the library meets first while MLX traces a compiled function is traced all the same."""
+    """A cell gives right results even if its first call is inside mx.compile. The library then traces the cell's
+    function while MLX traces the compiled function."""
     arrays = call_of_slstm()
 
     def own(a, state):
@@ -192,7 +199,8 @@ def test_a_function_traced_first_inside_mx_compile_is_right():
 
 
 def test_ops_has_every_derivative_and_the_others_refuse():
-    """Engine `ops` has second derivatives and forward mode; `numpy` refuses them."""
+    """`pointwise` on the engine `ops` has second derivatives and forward mode. On `numpy` a second derivative raises
+    an error."""
     arrays = call_of_slstm()
     second = mx.grad(lambda Wh: mx.grad(lambda W: loss([*arrays[:2], W, *arrays[3:]], "ops"))(Wh).sum())(arrays[2])
     assert mx.isfinite(second).all() and mx.abs(second).max() > 0
@@ -203,7 +211,7 @@ def test_ops_has_every_derivative_and_the_others_refuse():
 
 
 def test_padding_is_not_read():
-    """NaN in the input and in the inputs of each step past an item's end reaches no result and no gradient."""
+    """Outputs and gradients are right although x and the inputs per step are NaN after the end of each sequence."""
     rng = np.random.default_rng(9)
     for cell in ("zoneout_lstm", "augru", "indrnn", "slstm"):
         form = ZOO[cell]
@@ -217,7 +225,7 @@ def test_padding_is_not_read():
 
 
 def test_h_of_the_shape_is_the_callers():
-    """A cell may read the shapes of its arguments: they are those of the call."""
+    """A cell's function may read the shapes of its arguments. It sees the batch size and H of the call."""
 
     def scaled(a, state):
         return (a[0] / state[0].shape[-1] + state[0] / state[0].shape[0],)
@@ -229,7 +237,8 @@ def test_h_of_the_shape_is_the_callers():
 
 
 def test_numpy_leaves_erf_to_ops():
-    """NumPy has no erf: engine `numpy` refuses the cell with this reason, and `ops` runs it."""
+    """NumPy has no erf. So for a cell that uses erf the default engine is `ops`, and a request for `numpy` raises an
+    error with this reason."""
 
     def gelu(a, state):
         return (mlx.nn.gelu(a[0] + state[0]),)
@@ -241,7 +250,8 @@ def test_numpy_leaves_erf_to_ops():
 
 
 def test_the_layer_runs_its_cell():
-    """The layer equals the function on its parameters, batch first, with parameters per unit and inputs."""
+    """The layer `nn.Pointwise` equals a call of `pointwise` with the layer's parameters, except that x has the batch
+    axis first. The layer also accepts cells with inputs per step and without recurrent weights."""
     mx.random.seed(10)
     layer = Pointwise(cells.peephole_lstm, 3, 4, gates=4, states=2, params=3)
     x = mx.random.normal((2, 5, 3))
@@ -288,7 +298,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_wrong_arguments_are_refused(text):
-    """A wrong argument raises an error that names it before anything runs."""
+    """A wrong argument of `pointwise` raises a ValueError that names the argument."""
     given = {"cell": cells.minimal_gru, "x": mx.ones((4, 2, 2)), "Wx": mx.ones((6, 2)), "Wh": mx.ones((6, 3))}
     given |= {"b": mx.ones(6), "state": (mx.zeros((2, 3)),)} | REFUSED[text]
     first = [given.pop(name) for name in ("cell", "x", "Wx", "Wh", "b", "state")]

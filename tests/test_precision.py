@@ -25,8 +25,9 @@ def arrays_of(model):
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 def test_gradients_and_parameters_stay_float32(dtype):
-    """In the block all float parameters have the 16-bit dtype. The gradients are float32 and equal those of a model
-    whose parameters were cast. After the block the parameters are float32 and unchanged."""
+    """Inside the block `with precision(model, dtype)` all float parameters have the 16-bit dtype. The gradients are
+    float32 and equal those of a model whose parameters were cast to 16 bits. After the block the parameters are
+    float32 and unchanged, except for the statistics that batch norm updates."""
     mx.random.seed(0)
     model, other, x = Model(), Model(), mx.random.normal((2, 5, 3)).astype(dtype)
     other.update(model.parameters())
@@ -47,7 +48,7 @@ def test_gradients_and_parameters_stay_float32(dtype):
         np.testing.assert_array_equal(np.array(got), np.array(want.astype(mx.float32)), err_msg=key)
     after = arrays_of(model)
     changed = {key for key in before if not mx.array_equal(after[key], before[key]).item()}
-    assert changed == {"norm.running_mean", "norm.running_var"}  # the block has assigned these
+    assert changed == {"norm.running_mean", "norm.running_var"}  # batch norm assigns these in the block
     assert {after[key].dtype for key in changed} == {mx.float32}
     assert mx.abs(after["norm.running_mean"]).max().item() > 0
 

@@ -437,8 +437,8 @@ def test_float_layers_that_stay_are_named():
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 @pytest.mark.parametrize("module", [mlx_lstm.nn, mlx_lstm.torch], ids=["nn", "torch"])
 def test_dequantize_makes_the_float_layer_again(module, kind, mode):
-    """`dequantize` returns a layer of the float class that computes the same results, with all parameters trainable
-    and the same modes. The quantized layer stays as it is."""
+    """`dequantize` returns a layer of the float class that computes the same results. All its parameters are
+    trainable, and it is in training or evaluation mode like the original layer. The quantized layer does not change."""
     mx.random.seed(4)
     layer = getattr(module, kind)(64, 64).eval()
     quantized = getattr(module, f"Quantized{kind}").from_layer(layer, mode=mode)

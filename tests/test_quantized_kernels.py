@@ -51,7 +51,7 @@ def test_cells_directions_options(name, engine):
 )
 def test_every_mode_width_and_group_is_read_once_a_step(packing):
     """For a batch of one sequence, a step of `stepwise` reads each byte of quantized weights, scales and biases
-    exactly once. The lanes of a SIMD group share each product here."""
+    exactly once. The test covers every quantization mode, number of bits and group size."""
     group = packing[0]
     H = {16: 48, 32: 64, 64: 64, 128: 128}[group]
     with on_metal() as log:
@@ -96,9 +96,9 @@ def test_fused_reads_every_mode_width_and_group_once_a_call(packing):
 
 @pytest.mark.parametrize("op, B, rows", [("lstm", 17, 2), ("gru", 65, 4)])
 def test_fused_reads_what_registers_do_not_hold_at_every_step(op, B, rows):
-    """If only some quantized weights fit in registers, `fused` reads these once per threadgroup and all others once
-    per threadgroup and step. The arrays are float16, for which `fused` never uses matrix products with quantized
-    weights."""
+    """If only some quantized weights fit in registers, `fused` reads the weights in registers once per threadgroup,
+    and all other weights once per threadgroup and step. The arrays are float16, for which `fused` never uses matrix
+    products with quantized weights."""
     with on_metal() as log, patch.object(fused, "working_registers", lambda *_: 116):
         check_quantized("fused", quantized_case((32, 4, "affine"), np.float16, (2, B, 32, 64, 64), op=op), np.float16)
     (sweep,) = (launch for launch in log if "fused_forward" in launch.name)
@@ -109,7 +109,8 @@ def test_fused_reads_what_registers_do_not_hold_at_every_step(op, B, rows):
 
 
 def test_a_batch_in_matrices_has_its_weights_unpacked():
-    """For float32 arrays, `fused` dequantizes the weights before it computes 8 x 8 matrix products."""
+    """For float32 arrays and a batch that `fused` computes with 8 x 8 matrix products, the weights are dequantized
+    before. So the kernel that rearranges quantized weights does not run."""
     with on_metal() as log, matrices_from(3):
         check_quantized("fused", quantized_case((32, 4, "affine"), sizes=(2, 3, 32, 32, 32)))
     assert {"fused_arrange_quantized" in launch.name for launch in log} == {False}
@@ -128,7 +129,8 @@ def test_16_bits(B, packing, dtype, engine):
     [(2, 1, 10, 256), (4, 2, 10, 256), (8, 1, 38, 256), (5, 16, 10, 192), (4, 32, 10, 160), (8, 32, 10, 128)],
 )
 def test_who_reads_them(bits, B, cores, largest):
-    """`fused` is chosen for quantized weights up to the expected H, for float32 arrays."""
+    """For float32 arrays and quantized weights, the default engine is `fused` up to the expected H, and `stepwise`
+    for the next larger H."""
     here = {"device": "gpu", "metal": True, "traced": False, "packing": Packing(32, bits, "affine"), "cores": cores}
     found = {H: choose(sizes=(8, B, 32, H), dtype=mx.float32, **here) for H in (32, largest, largest + 32)}
     assert [choice.engine for choice in found.values()] == ["fused", "fused", "stepwise"]
@@ -139,8 +141,8 @@ def test_who_reads_them(bits, B, cores, largest):
 
 @pytest.mark.parametrize("packing", [(64, 4, "affine"), (16, 4, "nvfp4")], ids=str)
 def test_predictions_know_the_bytes(packing):
-    """The predicted bytes of a step count quantized weights, scales and biases once, as the tests above measure in
-    the emulator."""
+    """In the predicted bytes of a `stepwise` launch, each byte of the quantized weights, scales and biases counts
+    once. Other tests of this file measure the same in the emulator."""
     problem, graph = ours(Size(3, 1, 64, 64), mx.float32, "stepwise", "forward", packing=Packing(*packing))
     step = next(launch for launch in graph.launches if "stepwise_forward" in launch.name)
     count = moved_bytes(step, problem) - moved_bytes(step, problem, weights=False)

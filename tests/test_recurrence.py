@@ -166,7 +166,7 @@ def test_half_precision_is_no_worse_than_twice_its_formula(option, engine, word)
     outputs, gradients = run(case, engine, HALVES[word], cotangents)
     for name, value in (outputs | gradients).items():
         assert_close(name, value, same[name], ref[name])
-    # The gradient ops get saved outputs that were rounded to 16 bits, as in the oracle's formula in this dtype.
+    # Check the gradient ops, too. They get saved outputs that were rounded to 16 bits, like the oracle's formula.
     for name, value in run_gradients(case, engine, HALVES[word], cotangents).items():
         assert_close(name, value, same[name], ref[name])
 
@@ -248,8 +248,8 @@ def test_batch_major_memory_comes_back_as_it_went_in():
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_scratch_of_the_numpy_engine_is_written_before_it_is_read(monkeypatch, reverse):
-    """Results are right although the scratch memory is filled with NaN before the call. Some steps lie after the end
-    of every sequence."""
+    """Results of the engine `numpy` are right although its scratch memory is filled with NaN before the call. At
+    some time steps all sequences of the batch have ended."""
     poison_scratch(monkeypatch)
     options = {"projection": True, "lengths": [2, 0], "mask": ("P",), "reverse": reverse}
     check(*with_engine(draw_away_from_kinks(3, **options)))
@@ -257,8 +257,8 @@ def test_scratch_of_the_numpy_engine_is_written_before_it_is_read(monkeypatch, r
 
 @cache
 def nearly_closed(op, dtype, sizes):
-    """Return the same as `judged`, with elementwise error bounds. The sigmoid gates are nearly closed: their biases
-    are between -30 and -8. An LSTM's c0 is of the size 1e4."""
+    """Return (case, cotangents, exact results, elementwise error bounds) for a case (dict of arrays and options)
+    whose sigmoid gates are nearly closed: their biases are between -30 and -8. The c0 of an LSTM is of the size 1e4."""
     rng, gates = np.random.default_rng(7), {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}[op]
     case = draw(rng, op=op, sizes=sizes, **({"activation": "sigmoid"} if op == "rnn" else {}))
     closed = np.repeat([gate not in "gn" for gate in gates], sizes[3])
@@ -266,7 +266,8 @@ def nearly_closed(op, dtype, sizes):
     if op == "lstm":
         case["c0"] *= 1e4
     case, cotangents, ref, _ = judged(case, draw_cotangents(rng, forward(**case)), dtype)
-    # 16-bit arrays are computed in float32, and only the results are rounded to 16 bits.
+    # The engines compute 16-bit arrays in float32 and round only the results to 16 bits. So the bounds are those of
+    # float32 plus one rounding to 16 bits.
     half = dtype in HALVES.values()
     limit = elementwise_bounds(case, np.float32 if half else dtype, cotangents)
     if half:
@@ -283,8 +284,8 @@ def nearly_closed(op, dtype, sizes):
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_a_nearly_closed_gate_lets_through_has_all_its_digits(engine, op, dtype, sizes):
-    """Outputs and all gradients are accurate element by element, even where an element is 1e-13 times its
-    neighbours."""
+    """If gates are nearly closed, outputs and all gradients are accurate element by element, even where an element
+    is 1e-13 times its neighbours."""
     case, cotangents, ref, limit = nearly_closed(op, dtype, sizes)
     outputs, gradients = run(case, engine, dtype, cotangents)
     for name, value in (outputs | gradients).items():
@@ -294,8 +295,8 @@ def test_what_a_nearly_closed_gate_lets_through_has_all_its_digits(engine, op, d
 @SINGLE_AND_DOUBLE
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gates_closed_beyond_the_range_of_exp(engine, dtype):
-    """Gates with arguments of -1e4 are 0, and NumPy does not warn that exp overflowed. The backward pass recomputes
-    a sigmoid of c."""
+    """Results are right and NumPy does not warn that exp overflowed if the arguments of gates are -1e4. The initial
+    c is -1e4, too, because the backward pass evaluates a sigmoid of c again."""
     case, cotangents = draw_away_from_kinks(3, activations=("sigmoid", "sigmoid", "tanh", "sigmoid", "sigmoid"))
     case |= {"b": np.full_like(case["b"], -1e4), "c0": np.full_like(case["c0"], -1e4)}
     with warnings.catch_warnings():
@@ -419,8 +420,8 @@ def test_two_directions_are_joined(op):
         whole = back(x, **arrays, **recurrence.join_directions(*given), engine="ops", bidirectional=True)
         expected = recurrence.join_directions(*parts) | {"x": dx}
         for name, gradient in whole.items():
-            # The bidirectional call computes one matrix product for both directions. So the float64 sums have another
-            # order.
+            # Allow rounding errors: the bidirectional call computes one matrix product for both directions, so its
+            # sums have another order.
             np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=1e-13, err_msg=name)
 
 

@@ -161,8 +161,9 @@ def test_what_is_left_is_named():
 
 
 def test_look_alikes_are_named_with_the_line_that_runs_them():
-    """`replace` names layers of other packages that have the parameters of a recurrent layer: a bidirectional wrapper
-    with two biases, a GRU with torch's names, an LSTM with MLX's names. The line in the warning runs them."""
+    """`replace` warns about layers of other packages that have the parameters of a recurrent layer: a bidirectional
+    wrapper with two biases, a GRU with torch's names, an LSTM with MLX's names. For each of them the warning
+    contains a call of `stack` that runs the layer."""
 
     class TorchGRU(mlx.nn.Module):
         def __init__(self):
@@ -186,7 +187,7 @@ def test_look_alikes_are_named_with_the_line_that_runs_them():
     ):
         assert f"({kind}: mlx_lstm.nn.stack([model.{path}], x) runs it)" in str(warning.message)
         assert mlx_lstm.nn.stack([layer], x if layer is not codec.lstm[0] else mx.zeros((2, 5, H)))[0].ndim == 3
-    assert str(warning.message).count("which has") == 4  # and codec.lstm[1]
+    assert str(warning.message).count("which has") == 4  # the three layers above, and codec.lstm[1]
     np.testing.assert_allclose(np.array(mlx_lstm.nn.stack([both], x)[0]), np.array(both(x)[0]), atol=1e-6)
     del model.ours[2]
     silently(replace, model, back=True)

@@ -52,10 +52,11 @@ print(layer.engine_used.engine, list(kept.values()))
 
 
 def test_kernels_are_tried_in_a_child_before_their_first_use(tmp_path):
-    """On a simulated Mac a layer trains and evaluates on our kernels. Before that, a child process of the library has
-    found the kernels of both right, in one go."""
+    """On a simulated Mac a layer trains and evaluates on our Metal kernels. Before their first use, the library has
+    run the kernels for training and for evaluation in a child process and has found both right."""
     paths = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HOME": str(tmp_path)}
-    paths |= {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))}  # the emulator's kernels
+    # HOME is empty, but the emulator may keep using its cache of compiled kernels.
+    paths |= {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))}
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, env=paths)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "fused ['', '']\n"

@@ -157,8 +157,9 @@ def check_half_of_gru(engine, seed, near):
 
 @pytest.mark.parametrize("engine", CPU_ENGINES)
 def test_gradient_of_the_preactivations_equals_to_rounding(engine):
-    """dicfo and cs_prev_grad agree with TensorFlow. Each of them is a sum of products; at most 16 roundings per term
-    are allowed, including those of tanh."""
+    """dicfo (the gradient of the preactivations) and cs_prev_grad (the gradient of the previous c) agree with
+    TensorFlow. Each of them is a sum of products. At most 16 rounding errors per term are allowed, including those
+    of tanh."""
     for seed in range(40):
         _, _, given, gradients = recorded("lstm_block_cell", seed)
         got, sizes = ours("lstm_block_cell_grad", given, engine), sizes_of_terms(given)
@@ -168,8 +169,8 @@ def test_gradient_of_the_preactivations_equals_to_rounding(engine):
 
 
 def sizes_of_terms(given):
-    """Return the values of the formulas of dicfo and cs_prev_grad with the absolute value of every term, as the
-    scale for rounding errors."""
+    """Return the formulas of dicfo (the gradient of the preactivations) and cs_prev_grad (the gradient of the
+    previous c), evaluated with the absolute value of every term. The values are the scale for rounding errors."""
     v = {name: np.abs(np.asarray(value, np.float64)) for name, value in given.items()}
     i, f, o, ci, co = (v[name] for name in ("i", "f", "o", "ci", "co"))
     wci, wcf, wco = (v[name] * v["use_peephole"] for name in ("wci", "wcf", "wco"))
@@ -327,8 +328,8 @@ def test_what_tensorflow_makes_of_its_own_gradients():
 
 
 def test_forward_and_second_derivatives_through_co():
-    """Forward-mode and second derivatives through the output co are right with the engine `ops`. co is computed
-    outside the engine."""
+    """Forward-mode and second derivatives through the output co, which is tanh of the cell state, are right with the
+    engine `ops`. co is computed outside the engine."""
     case = draw("block_lstm", 4, np.float64, SMALL, seq_len_max=3, cell_clip=-1.0)
     rng = np.random.default_rng(0)
     weight, along = (rng.normal(size=shape) for shape in ((3, 2, 4), case["w"].shape))

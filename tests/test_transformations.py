@@ -19,8 +19,8 @@ ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 
 
 def small(kind, dtype=np.float32):
-    """Return (arrays, call, loss) of a small case. `arrays` has all arrays that the cell supports, `call` is the op
-    as a function of these arrays, and `loss` is a number computed from the outputs."""
+    """Return (arrays, call, loss) of a small random LSTM, GRU or RNN. `arrays` has all arrays that the cell
+    supports, `call` is the op as a function of these arrays, and `loss` is a number computed from the outputs."""
     case, cotangents = draw_away_from_kinks(9, sizes=(2, 2, 2, 2, 3), **EVERY_ARRAY[kind] | {"mask": ("P",)})
     op, arrays, options = split(case)
     weights = {name: to_mlx(array, dtype) for name, array in cotangents.items()}
@@ -197,8 +197,8 @@ def test_vmap_over_the_bias_of_a_plain_layer_alone():
 
 @ALL_KINDS
 def test_compiled_with_lengths_as_an_argument(kind):
-    """A compiled function may take lengths as an argument that changes from call to call. The range of lengths is
-    not checked there, because a traced array has no values."""
+    """A compiled function may take lengths as an argument that changes from call to call. Inside the compiled
+    function the range of lengths is not checked, because a traced array has no values."""
     arrays, _, loss = small(kind)
     count = len(arrays)
     compiled = mx.compile(lambda n, *arrays: gradient(lambda *a: loss(*a, lengths=n), count)(*arrays))

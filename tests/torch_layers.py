@@ -37,7 +37,7 @@ def torch_layer(name, sizes, *, bidirectional, lengths, dtype):
     case |= options | {"b": case["b"] + b_hh, "x": x.detach().numpy(), "bidirectional": bidirectional}
     case |= {} if lengths is None else {"lengths": lengths}
     expected = weights_of(layer, lambda parameter: parameter.grad.numpy()) | {"x": x.grad.numpy()}
-    del expected["b_hh"]  # b_ih and b_hh are summed, so their gradients are equal
+    del expected["b_hh"]  # equals the gradient of b, because only the sum of both biases is used
     for name, state in states.items():
         case[name], expected[name] = side_by_side(name, state), side_by_side(name, state.grad)
     expected |= {name: side_by_side(name, value) for name, value in outputs.items()}
@@ -46,7 +46,8 @@ def torch_layer(name, sizes, *, bidirectional, lengths, dtype):
 
 def weights_of(layer, of):
     """Apply the function `of` to each parameter of the torch layer. Return the results in our layout and under our
-    names. b is b_ih. For a GRU, bhn is the candidate's part of b_hh, and this part of b_hh becomes 0."""
+    names. Our b is torch's b_ih. For a GRU, our bhn is the candidate gate's part of torch's b_hh, and this part of
+    the returned b_hh is 0."""
     suffixes = ("", "_reverse") if layer.bidirectional else ("",)
     parts = {name: [of(p) for suffix in suffixes for p in parameters(layer, name, suffix)] for name in THEIRS}
     own_axis = np.stack if layer.bidirectional else lambda arrays: arrays[0]
@@ -65,7 +66,8 @@ THEIRS = {"Wx": "weight_ih", "Wh": "weight_hh", "b": "bias_ih", "b_hh": "bias_hh
 
 
 def parameters(layer, name, suffix):
-    """Return [the torch parameter with our name `name` for one direction], or [] if the layer has no such parameter."""
+    """Return a list with one torch parameter: that with our name `name` for the direction `suffix`. Return [] if the
+    layer has no such parameter."""
     found = getattr(layer, f"{THEIRS[name]}_l0{suffix}", None)
     return [] if found is None else [found]
 

@@ -46,8 +46,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Return the exit code: 0, 1 if a contender failed or its results were wrong, 2 for a wrong
-    option."""
+    """Run the command. Return the exit code: 0, 1 if an implementation failed or its results were wrong, 2 for a
+    wrong option."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -144,7 +144,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def size_option(text: str) -> Size:
     """Parse an option's value of the form T,B,I,H and return the `Size`. For a wrong value raise argparse's own
-    error, since argparse prints the text of no other error."""
+    error, since argparse prints the text of this error only."""
     try:
         return parse_size(text)
     except ValueError as error:

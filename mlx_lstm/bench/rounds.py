@@ -60,8 +60,8 @@ class Measurement(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """How many times as long one implementation took as another: median, lowest and highest ratio over the rounds in
-    which both ran."""
+    """The time of one implementation divided by the time of another: the median, lowest and highest ratio over the
+    rounds in which both ran."""
 
     value: float
     low: float
@@ -82,7 +82,7 @@ def plan(seconds: float, rounds: int, once: float) -> Plan:
 
 
 def ratio(row: Measurement, reference: Measurement) -> Ratio | None:
-    """Return how many times as long `row` took as `reference`. Return None if one of them was not timed."""
+    """Return the time of `row` divided by the time of `reference`, or None if one of them was not timed."""
     pairs = zip(row.rounds, reference.rounds, strict=False)
     ratios = [statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
@@ -99,7 +99,7 @@ def needed_bytes(size: Size, which: str, dtype: str) -> int:
 
 
 def peak_ratio(row: Measurement) -> float | None:
-    """Return the peak of memory divided by `needed_bytes`. It exists for the case `lstm` only. The size of x is
+    """Return the peak of memory divided by `needed_bytes`. The ratio exists for the case `lstm` only. The size of x is
     added to the peak, since x exists before a run.
 
     On the GPU take the larger of two counts: resident memory may not include the GPU's memory, and MLX's own count
@@ -205,8 +205,8 @@ def wait_until_quiet(patience: float) -> None:
 
 
 def busy_seconds() -> float:
-    """Return the CPU time that all processes together have used so far, with the time taken by a hypervisor; 0
-    without /proc/stat."""
+    """Return the CPU time that all processes together have used so far, including the time that a hypervisor took
+    from this machine. Without /proc/stat return 0."""
     try:
         with open("/proc/stat") as file:
             user, nice, kernel, _, _, *others = map(int, file.readline().split()[1:9])

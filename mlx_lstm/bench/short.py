@@ -16,17 +16,19 @@ from .rounds import Measurement, label, measure, ratio
 from .tasks import PASSES, SIZES, Size, Task
 
 SETTLING = (
-    # Is the graph built before the GPU begins? (building and evaluating apart)
+    # Does the GPU wait while the graph is built? The times of building and of evaluating the graph tell.
     (Size(64, 32, 64, 64), "fused", ("backward",), ("float32",)),
-    # How long does a step of `stepwise` wait in the turns of its product?
+    # How long does a step of `stepwise` wait for the weights of its matrix product? The time per step tells.
     (Size(256, 32, 256, 256), "stepwise", ("backward",), ("float32",)),
-    # Does the backward pass of `fused` wait for the arrays that it reads at each step? (backward over forward)
+    # Does the backward pass of `fused` wait for the arrays that it reads at each step? Its time divided by the time of
+    # the forward pass tells.
     (Size(1024, 1, 64, 64), "fused", ("forward", "backward"), ("float32",)),
-    # Do weights in 16 bits leave more of them in registers? (float16 over float32)
+    # With weights in 16 bits, do more weights stay in registers? The time in float16 divided by the time in float32
+    # tells.
     (Size(64, 32, 128, 128), "fused", ("backward",), ("float32", "float16")),
 )
-"""The measurements that settle the doubts about the model of times in tests/machine_code, as (size, engine, passes,
-dtypes). The option `--full` makes them on a Mac's GPU."""
+"""The measurements that answer open questions about the model of times in tests/machine_code, as (size, engine,
+passes, dtypes). The option `--full` makes them on a Mac's GPU."""
 
 SECONDS, ROUNDS, QUIET = 1.0, 3, 2.0
 """Seconds to time each contender, its number of turns, and the seconds a turn waits for other processes to pause."""
@@ -57,7 +59,7 @@ def measure_sizes(
 
 
 def settle(engines: Sequence[str], progress: Progress) -> Iterator[list[Measurement]]:
-    """Yield the measurements that settle the doubts about the model of times: see `SETTLING`."""
+    """Yield the measurements that answer open questions about the model of times, see `SETTLING`."""
     for size, engine, passes, dtypes in SETTLING:
         for dtype in dtypes if engine in engines else ():
             progress.title = f"timing, for the model: {size}"

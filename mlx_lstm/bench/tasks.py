@@ -57,7 +57,7 @@ class Work(NamedTuple):
     `run`: it builds the graph that `mx.eval` then computes, so that both parts can be timed apart. `tensors` converts
     what `run` returned to float32 NumPy arrays with the names in the case's `passes`; in the case `lstm` these are h
     [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H]. `threads` is the number of threads that the framework
-    reports. `slept` returns for how many seconds the latest run slept, which are no part of its time.
+    reports. `slept` returns for how many seconds the latest run slept, which are not counted in its time.
     """
 
     run: Callable[[], Any]

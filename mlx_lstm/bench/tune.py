@@ -47,12 +47,12 @@ SPARE = (8, 16, 32)
 thread that hold no weights."""
 
 CUT_AT = 128
-"""The H at which cuts are timed, or the next smaller H that is measured. It is the largest H at which `fused` is
-predicted to be the faster engine."""
+"""The H at which cuts of `fused` are timed (rows per threadgroup and registers without weights). If this H is not
+measured, the next smaller H is used."""
 
 WORTH = 0.97
-"""A measured cut replaces the cut of the built-in rule if it takes at most this fraction of its time. The fraction is
-below 1, since measured times vary."""
+"""A measured cut of `fused` (a number of rows and of registers without weights) replaces the cut of the built-in rule
+if it takes at most this fraction of the rule's time. The fraction is below 1, since measured times vary."""
 
 
 def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (the default is a tuple and never changes)
@@ -181,8 +181,8 @@ def measure(
 
 
 def refusal_of(engine: str, size: Size, dtype: str) -> str:
-    """Return what is wrong with an engine's results, or "". Each result must be within its bound of the float64
-    result, and within twice the bound of the result of the engine `ops`, since both engines have errors."""
+    """Return what is wrong with an engine's results, or "". Each result may differ from the float64 result by its
+    error bound, and from the result of the engine `ops` by twice the bound, since both engines have errors."""
     numbers = draw(size, dtype)
     judge = judge_layer(numbers, dtype, backward=True)
     names = PASSES["backward"]

@@ -1,8 +1,9 @@
 """Run one contender alone in a process, which answers requests of `rounds`:
 
-    {"do": "check", "file": F}                   run once, save the results to F (.npz); how long it took, peak memory
-    {"do": "time", "seconds": S, "warmups": N}   run N times untimed, then timed until S seconds have passed: each
-                                                 run's seconds, and the CPU time of the whole turn
+    {"do": "check", "file": F}                   run once, save the results to F (.npz); answer the run's time and
+                                                 the peak memory
+    {"do": "time", "seconds": S, "warmups": N}   run N times untimed, then timed until S seconds have passed; answer
+                                                 each run's seconds and the CPU time of the whole turn
 
 Between requests the process waits in a blocking read. It answers only after SETTLE seconds, when its threads have
 stopped spinning (waiting in a busy loop). Every answer also contains the CPU time that the process used while it should
@@ -119,7 +120,7 @@ class Worker:
 
 def release_memory() -> None:
     """Return free memory to the system. Otherwise the next run could reuse the memory and would seem to need less.
-    malloc's memory is returned with glibc only."""
+    Only glibc has a function that returns malloc's free memory."""
     gc.collect()
     mx.clear_cache()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -152,7 +153,8 @@ class PeakMemory:
 
 
 def highest_resident() -> int:
-    """Return the peak of resident memory in bytes. On Linux `ru_maxrss` starts at the peak of the parent process."""
+    """Return the peak of resident memory in bytes. On Linux read /proc, because `ru_maxrss` starts at the peak of
+    the parent process."""
     try:
         return linux_memory("VmHWM")
     except OSError:

@@ -109,7 +109,7 @@ def check(selection: Selection, report: Report, options: argparse.Namespace) -> 
 
 def time_engines(selection: Selection, report: Report, options: argparse.Namespace, progress: Progress) -> None:
     """Time a training step at each size, without engines whose process ended or hung before. With --full also make
-    the measurements that correct the model of times."""
+    the measurements that correct the model of times in tests/machine_code."""
     sizes = short.default_sizes(selection.device, options.full) if options.sizes is None else options.sizes
     lost = {finding.engine for finding in report.findings if finding.lost}
     on_gpu = choice.has_metal() and selection.device == "gpu"

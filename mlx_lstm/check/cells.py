@@ -2,7 +2,8 @@
 
     python -m mlx_lstm.check.cells --json FILE
 
-The first call of a kernel is its trial, which compares it with the float64 oracle. So a cell that runs is right.
+Before the first use of a kernel, the library compares the kernel's results with the float64 oracle and refuses the
+kernel if they are wrong. So a cell that runs is right.
 """
 
 import argparse
@@ -21,8 +22,9 @@ B, H = 3, 40
 
 
 class Form(NamedTuple):
-    """How many gates, states, inputs of each step and parameters a cell has; whether its gates are pairs, and whether
-    it has a recurrent product."""
+    """The arguments that a cell needs. gates, states, inputs, params: how many gates, states, inputs per step and
+    parameter vectors the cell has. apart: whether it gets the parts of x and of h of each gate separately. recurrent:
+    whether h is multiplied by a matrix Wh."""
 
     cell: Callable[..., Any]
     gates: int
@@ -46,11 +48,12 @@ FORMS = (
     Form(cells.minimal_gru, 2, recurrent=False),
     Form(cells.minimal_gru_log, 2, recurrent=False),
 )
-"""The cells of `mlx_lstm.cells`."""
+"""All cells of `mlx_lstm.cells`, with the arguments that each needs."""
 
 
 def verdict(form: Form) -> str:
-    """Run both passes of a cell on engine `fused`. Return why its kernels are refused, or an empty text."""
+    """Run the forward and the backward pass of a cell on the engine `fused`. Return why the cell's kernels are refused,
+    or "" if they are right."""
     Wx, Wh = mx.ones((form.gates * H, 2)), mx.zeros((form.gates * H, H)) if form.recurrent else None
     inputs, params = [mx.ones((3, B, H))] * form.inputs, [mx.ones(H)] * form.params
 
@@ -69,7 +72,7 @@ def verdict(form: Form) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Print and write the verdict of each cell. Return 1 if one is refused, else 0."""
+    """Print the verdict of each cell and write all verdicts to a file. Return 1 if a cell is refused, else 0."""
     parser = argparse.ArgumentParser(prog="python -m mlx_lstm.check.cells", description=__doc__)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="where the verdicts are written")
     verdicts = {form.cell.__name__: verdict(form) for form in FORMS}

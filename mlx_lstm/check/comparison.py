@@ -54,8 +54,8 @@ class Finding(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A case of the grid with its arrays drawn. judge: compares results with the float64 oracle. weights: the
-    quantized weights."""
+    """A case of the command `check`, ready to run: the description of the case, its random arrays and the
+    cotangents. judge: compares results with the float64 oracle. weights: the quantized weights."""
 
     grid_case: GridCase
     case: dict[str, Any]
@@ -65,7 +65,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(grid_case: GridCase) -> Prepared:
-    """Draw the arrays of a case and compute its exact results."""
+    """Draw the random arrays of a case and compute the exact results."""
     case, cotangents = grid_case.draw()
     case, weights = grid_case.quantized(case)
 
@@ -78,7 +78,8 @@ def prepare(grid_case: GridCase) -> Prepared:
 
 
 def compare(prepared: Prepared, engine: str) -> Finding:
-    """Run a case on an engine and judge the results. An error of the engine becomes a finding, too."""
+    """Run a case on an engine and compare the results with float64. An exception of the engine is also returned as a
+    `Finding`."""
     grid_case, case, cotangents, judge, weights = prepared
     finding, dtype = Finding(grid_case.name, grid_case.dtype, engine), DTYPES[grid_case.dtype]
     start = time.perf_counter()
@@ -104,9 +105,6 @@ def as_numpy(arrays: Mapping[str, mx.array]) -> Tensors:
     """Evaluate MLX arrays and return them as float32 NumPy arrays."""
     mx.eval(list(arrays.values()))
     return {name: np.array(array.astype(mx.float32)) for name, array in arrays.items()}
-
-
-# --- In a child process ----------------------------------------------------------------------------------------------
 
 
 def findings(work: Work, cases: list[GridCase], full: bool, patience: float = PATIENCE) -> Iterator[Finding]:
@@ -135,8 +133,8 @@ def findings(work: Work, cases: list[GridCase], full: bool, patience: float = PA
 
 
 def serve_comparisons(which: str) -> None:
-    """In the child process, answer requests to compare an engine with the float64 oracle. Kernels run without the
-    usual small test before their first use, because all results are compared anyway."""
+    """Serve requests in the child process: each asks to compare an engine with the float64 oracle in a case. Kernels
+    run without the usual small test before their first use, because all results are compared anyway."""
     cases, prepared = grid(full=which == "full"), dict[int, Prepared]()
 
     def answer(n: int, engine: str) -> dict[str, Any]:

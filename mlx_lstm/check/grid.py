@@ -33,12 +33,14 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 BATCHES: dict[int, dict[str, Any]] = {1: {}, 4: {"bidirectional": True}, 17: {"reverse": True}, 66: {}}
-"""Batch sizes that select different kernels, each with options for the direction. `stepwise` computes a product lane by
-lane for less than 8 batch rows and in small tiles for less than 32; `fused` uses matrix instructions from 65 on."""
+"""Batch sizes that select different kernels, each with options for the direction. The engine `stepwise` computes a
+product lane by lane for less than 8 sequences, in small tiles for less than 32, else in large tiles. With many
+sequences the engine `fused` may use matrix instructions."""
 
 STEPS = 24
-"""Time steps of a case. The last kernel launch of `stepwise` can join the outputs of only 20 steps. With more steps, as
-here, `stepwise` has to join outputs before, too."""
+"""The number of time steps of a case. The engine `stepwise` writes an array per step, and its last kernel launch
+joins these arrays into sequences. This launch can read only some 20 arrays, so with more steps, as here, earlier
+launches have to join arrays, too."""
 
 BARE: dict[str, dict[str, None]] = {
     "lstm": {"h0": None, "c0": None},
@@ -48,8 +50,8 @@ BARE: dict[str, dict[str, None]] = {
 """The arguments that are None in a call without initial states, by op."""
 
 WIDE: dict[str, dict[str, Any]] = {
-    # Some of these layers keep all weights in registers, others only a part of the weights. The last has 1024 threads
-    # per threadgroup, Metal's limit. Sizes are T, B, I, H, P (P: the width of h).
+    # Some of these layers keep all weights in registers, others only a part of the weights. The last layer has 1024
+    # threads per threadgroup, Metal's limit. Sizes are T, B, I, H, P (P: the width of h).
     "lstm, 128 units": {"sizes": (2, 17, 8, 128, 128)},
     "lstm, 256 units": {"sizes": (2, 66, 8, 256, 256)},
     "gru, 128 units": {"op": "gru", "sizes": (2, 17, 8, 128, 128)},
@@ -57,7 +59,7 @@ WIDE: dict[str, dict[str, Any]] = {
 }
 
 UNBOUNDED = ("relu_gates", "identity_gates")
-"""Options under which h can grow without limit. With a large batch one of its values leaves the range of float16."""
+"""Options under which h can grow without limit. With a large batch some value of h leaves the range of float16."""
 KINKED = ("relu", "hard")
 """Options whose activations have kinks (jumps of the slope). With a large batch one argument is so near to a kink that
 rounding to 16 bits could move it across."""
@@ -70,7 +72,7 @@ class GridCase(NamedTuple):
     dtype: the name of the dtype.
     options: the arguments of `testing.cases.draw`.
     with_cotangent: the outputs that have a cotangent; () for all.
-    long: whether indices have 64 bits, as in arrays larger than a test can have.
+    long: whether kernels use indices of 64 bits, as they do for arrays that are too large for a test.
     packing: how the weights are quantized; None if they are not.
     """
 
@@ -94,7 +96,8 @@ class GridCase(NamedTuple):
         return case, {name: cotangents[name] for name in self.with_cotangent or cotangents}
 
     def quantized(self, case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Quantized]]:
-        """Return the case with its weights rounded by quantization, and the quantized weights."""
+        """Return (case, weights). The case has weights that are rounded by quantization; `weights` has the same
+        weights as `Quantized` for the engine. If the case is not quantized, return it unchanged and an empty dict."""
         if self.packing is None:
             return case, {}
         weights, rounded, dtype = {}, dict(case), DTYPES[self.dtype]
@@ -130,7 +133,7 @@ def grid(full: bool = False) -> list[GridCase]:
 
 def families() -> Iterator[GridCase]:
     """Yield a case for every kind of layer at every batch size in float32, and at two batch sizes in 16 bits. Some
-    layers are bare (see `layer`); the others have all arrays."""
+    layers have no initial states ("bare"), the others have all arrays."""
     for name in LAYERS:
         for B in BATCHES:
             yield layer(name, B, "float32", bare=B in (1, 66))
@@ -157,8 +160,8 @@ def wide() -> Iterator[GridCase]:
 
 
 def quantized() -> Iterator[GridCase]:
-    """Yield layers with quantized weights. Some run the kernels that multiply lane by lane, others the kernels with
-    tiles."""
+    """Yield cases of layers with quantized weights. Some cases run the kernels that multiply lane by lane, others
+    the kernels with tiles."""
     four, eight, small = Packing(64, 4, "affine"), Packing(32, 8, "affine"), Packing(16, 4, "nvfp4")
     yield GridCase("lstm, 4 bits, 1 item", "float32", {"sizes": (3, 1, 64, 64, 64)}, packing=four)
     yield GridCase("gru, 8 bits, 9 items", "float32", {"op": "gru", "sizes": (3, 9, 32, 32, 32)}, packing=eight)
@@ -169,8 +172,9 @@ def quantized() -> Iterator[GridCase]:
 
 
 def others() -> Iterator[GridCase]:
-    """Yield the rarer cases: all batch sizes in 16 bits, with all arrays and bare; sizes of 1; indices of 64 bits;
-    wide layers in 16 bits; every kind of quantized weights; each option alone, with changing batch sizes and dtypes."""
+    """Yield the rarer cases: all batch sizes in 16 bits, with all arrays and without initial states; sizes of 1;
+    indices of 64 bits; wide layers in 16 bits; every kind of quantized weights; each option alone, with changing
+    batch sizes and dtypes."""
     for name in LAYERS:
         yield from (layer(name, B, dtype, bare) for dtype in DTYPES for B in BATCHES for bare in (False, True))
         one = LAYERS[name] | {"sizes": (1, 1, 1, 1, 1)}

@@ -83,7 +83,8 @@ def engine_lines(engine: str, findings: Sequence[Finding]) -> list[str]:
 
 
 def failure_lines(wrong: Iterable[Finding]) -> list[str]:
-    """Return one line for all findings with the same error, and one for all wrong results of a layer."""
+    """Return the failures as lines of text: one line for all findings with the same error, and one line for all
+    wrong results of a layer."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in wrong:
         layer = finding.problem.partition(",")[0] if finding.tensor else ""

@@ -1,5 +1,5 @@
-"""Run a stack of layers, one call of the recurrence per layer. Store results in the reserve space and read them
-again."""
+"""Run a stack of recurrent layers: each layer is one call of `mlx_lstm.recurrence`. Store the results in the reserve
+space and read them again in the backward pass."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -43,8 +43,8 @@ class CudnnRNNBackpropOutput(NamedTuple):
 class Stack(NamedTuple):
     """The attributes of one call of a cuDNN op. `forward` and `backward` check all arguments and run the layers.
 
-    Between these methods and the recurrence everything is time-major, and states are [L, N, D S]: both directions of
-    a layer side by side. `op` is the name for errors, `original` TensorFlow's name of the forward op.
+    Between these methods and `mlx_lstm.recurrence` everything is time-major, and states are [L, N, D S]: both
+    directions of a layer side by side. `op` is the name for errors, `original` TensorFlow's name of the forward op.
     """
 
     op: str
@@ -257,7 +257,7 @@ def buffer_gradients(where: Layout, gradients: Arrays) -> Arrays:
     """Return a layer's gradients by the names of the arrays in the parameter buffer.
 
     The forward pass adds bW and bR, so both get the gradient of the sum. A GRU's candidate has a separate bR, called
-    bhn in the recurrence.
+    bhn in `mlx_lstm.recurrence`.
     """
     db = gradients["b"].reshape(where.D, -1)
     parts = {name: gradients[name] for name in ("Wx", "Wh", "Wp") if name in gradients} | {"bW": db, "bR": db}

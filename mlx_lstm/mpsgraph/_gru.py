@@ -1,5 +1,5 @@
-"""Run MPSGraph's GRU and GRUGradients. The docstring of `mlx_lstm.mpsgraph` describes what all its ops have in
-common."""
+"""Run Apple's GRU and GRUGradients of MPSGraph. The docstring of `mlx_lstm.mpsgraph` describes what all ops of the
+package have in common."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""Run MPSGraph's LSTM and LSTMGradients. The docstring of `mlx_lstm.mpsgraph` describes what all its ops have in
-common."""
+"""Run Apple's LSTM and LSTMGradients of MPSGraph. The docstring of `mlx_lstm.mpsgraph` describes what all ops of the
+package have in common."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

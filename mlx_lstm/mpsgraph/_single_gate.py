@@ -1,5 +1,5 @@
-"""Run MPSGraph's singleGateRNN and singleGateRNNGradients. The docstring of `mlx_lstm.mpsgraph` describes what all
-its ops have in common."""
+"""Run Apple's singleGateRNN and singleGateRNNGradients of MPSGraph. The docstring of `mlx_lstm.mpsgraph` describes
+what all ops of the package have in common."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -44,7 +44,7 @@ class Arithmetic:
         return self(np.real(value))
 
     def store(self, named: Tensors) -> Tensors:
-        """Convert a dict of results to the dtype."""
+        """Return a dict of results with every array converted to the dtype."""
         return {name: value.astype(self.dtype) for name, value in named.items()}
 
     def dot(self, a: Array, b: Array) -> Array:

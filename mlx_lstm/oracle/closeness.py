@@ -107,8 +107,8 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
     evaluated with a random error added to every operation, between half of its limit and the whole limit, of either
     sign. Each such evaluation is a trial. Half of the trials repeat the same errors at each time step, as an
     activation's bias would. The largest change of a result over all trials (their number is TRIALS) is about twice the
-    root of the sum of squares of the terms. SAFETY times this change covers 36 equal terms of the same sign. Another
-    eps max|result| is added in case all random errors cancel.
+    root of the sum of squares of the terms. SAFETY times this change covers the worst case of up to 36 equal terms, in
+    which all their errors have the same sign. Another eps max|result| is added in case all random errors cancel.
     """
 
     def values(fl: Arithmetic) -> Tensors:
@@ -131,7 +131,8 @@ def largest(array: ArrayLike) -> float:
 
 
 def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> tuple[Tensors, dict[str, float]]:
-    """Return (results of `values` in float64 by name, one bound per result on its largest error)."""
+    """Return (exact, bounds), two dicts by name: the results that `values` computes in float64, and for each result
+    the largest error that it may have in `dtype`, as one number."""
     exact, moved, underflow = sampled(values, dtype, trials)
     eps = float_of(dtype).eps
     bounds = {name: SAFETY * largest(moved[name]) + eps * largest(exact[name]) + underflow for name in exact}
@@ -139,8 +140,9 @@ def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> 
 
 
 def exact_and_element_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> tuple[Tensors, Tensors]:
-    """Return (results of `values` in float64 by name, one bound per element on its error). The bound of an element
-    comes from the changes of this element alone, so it may be narrower than the bound of the whole tensor."""
+    """Return (exact, bounds), two dicts by name: the results that `values` computes in float64, and for each element
+    the largest error that it may have in `dtype`. The bound of an element comes from the changes of this element
+    alone, so it may be narrower than the bound of the whole tensor."""
     exact, moved, underflow = sampled(values, dtype, trials)
     eps = float_of(dtype).eps
     return exact, {name: SAFETY * moved[name] + eps * np.abs(exact[name]) + underflow for name in exact}

@@ -64,8 +64,8 @@ def clip_shift(**case: Any) -> Array:
 
 
 def activation_arguments(*, fl: Arithmetic | None = None, **case: Any) -> list[tuple[str, Array]]:
-    """Return a list of (activation's name, its arguments), one entry for each activation at each time step.
-    Sequences of the batch that are held at this step, or have ended, are left out."""
+    """Return a list of (activation's name, its arguments), one entry for each activation at each time step. The
+    arguments leave out sequences of the batch that are held at the step or have ended."""
     fl, seen = fl or Arithmetic(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
         for t, s in unroll(p, fl)[1].items():
@@ -77,9 +77,11 @@ KINKS = {"relu": (0.0,), "hard_sigmoid": (-2.5, 2.5), "hard_sigmoid_sixth": (-3.
 
 
 def kink_distance(**case: Any) -> float:
-    """Return how near an argument of relu or a hard sigmoid comes to a kink, where rounding can make a gradient jump.
+    """Return how near an argument of relu or a hard sigmoid comes to a kink, where rounding can make a gradient
+    jump.
 
-    An exact 0 does not count: it comes from an activation that is flat there, and rounding leaves it 0.
+    An argument that is exactly 0 does not count: it comes from another activation that is flat there, and rounding
+    leaves it 0.
     """
     distances = (
         np.abs(argument[argument != 0] - kink).min(initial=np.inf)

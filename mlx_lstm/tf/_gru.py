@@ -1,4 +1,4 @@
-"""Run one step of TensorFlow's GRU block cell, and its gradient."""
+"""Run one step of TensorFlow's GRU block cell, or compute its gradient."""
 
 from typing import Any, NamedTuple
 

@@ -23,8 +23,8 @@ KINDS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
 
 
 def has_product(launch: Launch) -> bool:
-    """Return whether the launch runs one of our kernels that computes a recurrent product. The kernel that only
-    rearranges weights for `fused` does not compute one."""
+    """Return whether the launch runs one of our kernels that multiply by the recurrent weights. The kernel that only
+    rearranges weights for `fused` is not one of them."""
     reads = any(buffer.name in WEIGHTS for buffer in launch.reads)
     return launch.ours and reads and "_fused_arrange" not in launch.name
 
@@ -42,10 +42,10 @@ class Counted(NamedTuple):
     per: what one iteration of the counted loop is: a time step ("step"), or one turn of the loop over a product's
     terms ("turn"). rows, threads: batch rows and threads of a threadgroup. needed: multiply-adds of a lane's share
     of one product. registers: registers of 32 bits per thread. scratch: bytes of memory per thread for registers
-    that did not fit. spills: loads and stores of that memory. cycles: cycles of a quarter of a GPU core for one
-    SIMD-group and `instructions`. outside: cycles of the instructions that run once per launch. unknown: inner loops
-    whose number of iterations is not a constant; their instructions are counted once. text: a hash of the kernel's
-    source.
+    that did not fit. spills: loads and stores of that memory. cycles: how many cycles a quarter of a GPU core needs
+    to execute `instructions` for one SIMD-group. outside: cycles of the instructions that run once per launch.
+    unknown: inner loops whose number of iterations is not a constant; their instructions are counted once. text: a
+    hash of the kernel's source.
     """
 
     kernel: str
@@ -122,9 +122,9 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
         name += f"_{packed.mode}_{packed.bits}_bits"
         elements = problem.directions * problem.cell.gates * H * problem.P if per_step else elements * 32 // packed.bits
         dtype = next(word for word, kind in KINDS.items() if f"using S = {kind};" in launch.text)
-    rows = constant_of(launch, "ROWS", 8)  # the kernels that multiply 8 x 8 matrices have 8 rows, and no constant
-    # Threadgroups along the hidden units divide the weights of a product among them. Threadgroups along the batch
-    # do not: each of them reads all its units' weights.
+    rows = constant_of(launch, "ROWS", 8)  # kernels of 8 x 8 products do not define ROWS
+    # `down`: the number of threadgroups along the batch. Threadgroups along the hidden units divide the weights among
+    # them, but each threadgroup along the batch multiplies by all weights, so `needed` contains the factor `down`.
     down = launch.groups[not per_step]
     needed = round(rows * elements * down / prod(launch.groups) / launch.threads, 2)
     per = "step" if per_step else "turn"
@@ -133,7 +133,7 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
 
 def constant_of(launch: Launch, name: str, absent: int) -> int:
     """Return the integer that a launch's source gives to one of its template parameters, or `absent` if the source
-    has no such parameter. Its text is the only place that always knows the real size of a tile."""
+    has no such parameter. Only the source always tells the real size of a tile."""
     return constants_of(launch.text).get(name, absent)
 
 
@@ -171,8 +171,8 @@ def counted(launch: Launch, problem: Problem) -> tuple[Counted, bool]:
 
 def products(line: Counted) -> int:
     """Return how many multiply-adds of one loop iteration belong to the product. Multiply-adds that unpack quantized
-    weights are left out. Kernels for few batch rows handle 16 or 32 weights of each column per iteration, as their
-    shader says."""
+    weights are left out. Kernels for few batch rows multiply 16 or 32 weights of each column per iteration; their
+    shader defines this number."""
     packed = re.search(r"_(affine|mxfp|nvfp)\d*_(\d)_bits$", line.kernel)
     if not packed:
         return line.multiply_adds
@@ -183,9 +183,9 @@ def products(line: Counted) -> int:
 
 
 class Work(NamedTuple):
-    """What one SIMD-group executes in a launch. cycles: the cycles that a quarter of a GPU core needs for its
-    instructions. spills: how many loads and stores of spilled registers are among them. turns: how often its counted
-    loop runs. line, own: see `counted`."""
+    """What one SIMD-group executes in a launch. cycles: the cycles that a quarter of a GPU core needs for the
+    SIMD-group's instructions. spills: the number of loads and stores of spilled registers. turns: how often the loop
+    of the product runs. line, own: see `counted`."""
 
     cycles: float
     spills: float

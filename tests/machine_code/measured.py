@@ -1,7 +1,7 @@
 """Print the times that a Mac has measured beside the predicted ones, for the option --model REPORT.
 
-REPORT is the file that `python -m mlx_lstm.check` writes. With --full it contains the measurements that settle the
-doubts about the model; `DOUBTS` names each of them.
+REPORT is the file that `python -m mlx_lstm.check` writes. With --full the file also contains measurements that check
+uncertain assumptions of the model (`DOUBTS`).
 """
 
 import json
@@ -20,8 +20,9 @@ MLX = "mlx.nn.LSTM"
 
 
 class Time(NamedTuple):
-    """The measured and the predicted seconds of one pass of one layer. built, evaluated: the two parts of a call,
-    as (measured, predicted); measured is None if the report has the whole only. total: both parts together."""
+    """The measured and the predicted seconds of one pass of one layer. built, evaluated: the two parts of a call, as
+    (measured, predicted); measured is None if the report only has the time of the whole call. total: both parts
+    together."""
 
     size: Size
     which: str
@@ -33,9 +34,8 @@ class Time(NamedTuple):
 
 
 def chip_of(machine: Mapping[str, str]) -> tuple[Chip, str]:
-    """Return the chip that stands for the machine of a report, with the machine's own number of cores, and a note
-    about how far the two agree. A chip that is not in `CHIPS` is represented by the one with the nearest number of
-    cores."""
+    """Return (chip, note) for the machine of a report. The chip has the machine's own number of cores. If the
+    machine's chip is not in `CHIPS`, the one with the nearest number of cores replaces it, and the note names it."""
     counted = machine.get("gpu_cores", "")
     cores = int(counted) if re.fullmatch(r"[0-9]+", counted) else None
     name = machine.get("chip", "unknown").removeprefix("Apple ")
@@ -87,7 +87,7 @@ def cell(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.3f}"
 
 
-# --- The doubts ------------------------------------------------------------------------------------------------------
+# --- Uncertain assumptions -------------------------------------------------------------------------------------------
 
 Find = Callable[..., float | None]
 """A function (size, layer, pass, dtype, part) that returns the seconds of a part of a call: 0 building, 1 evaluating.
@@ -95,7 +95,7 @@ It returns None if they are not known."""
 
 
 def share_of_building(find: Find) -> float | None:
-    """Return the time of building as a fraction of the time of a call."""
+    """Return the time to build the graph of a call as a fraction of the time of the whole call."""
     at = Size(64, 32, 64, 64), "fused", "backward", "float32"
     return quotient(find(*at, 0), total(find(*at, 0), find(*at, 1)))
 
@@ -107,14 +107,14 @@ def step_of_stepwise(find: Find) -> float | None:
 
 
 def backward_over_forward(find: Find) -> float | None:
-    """Return the time of the backward pass of `fused` over the time of its forward pass."""
+    """Return the ratio of two times of `fused`: that of the backward pass divided by that of the forward pass."""
     at = Size(1024, 1, 64, 64), "fused"
     forward, both = (find(*at, which, "float32", 1) for which in ("forward", "backward"))
     return None if forward is None or both is None else quotient(both - forward, forward)
 
 
 def narrow_over_wide(find: Find) -> float | None:
-    """Return the time of `fused` in float16 over its time in float32."""
+    """Return the ratio of two times of `fused`: that in float16 divided by that in float32."""
     at = Size(64, 32, 128, 128), "fused", "backward"
     return quotient(find(*at, "float16", 1), find(*at, "float32", 1))
 
@@ -125,12 +125,12 @@ DOUBTS = {
     "backward over forward of fused at 1024,1,64,64; more if a step waits for its arrays": backward_over_forward,
     "float16 over float32 of fused at 64,32,128,128; 1 if no more weights stay in registers": narrow_over_wide,
 }
-"""What the model is unsure of: the sentence that is printed, and the figure that settles it."""
+"""Uncertain assumptions of the model, as {printed sentence: function that computes the figure to be compared}."""
 
 
 def doubts(times: Iterable[Time]) -> list[str]:
-    """Return one line for each doubt about the model that the measured times settle: the figure as measured, and as
-    predicted."""
+    """Return one line for each entry of `DOUBTS` (uncertain assumptions of the model) whose figure is in `times`.
+    The line gives the measured and the predicted figure."""
     by_key = {(time.size, time.layer, time.which, time.dtype): (time.built, time.evaluated) for time in times}
 
     def figure(settle: Callable[[Find], float | None], predicted: bool) -> float | None:

@@ -39,8 +39,9 @@ host's work before the evaluation, which a function of mx.compile saves.
 
 
 class Prediction(NamedTuple):
-    """One printed line: the predicted figures of all launches with the same name, or of a whole layer. moved, floor:
-    the bytes moved, and the least possible. seconds: the predicted time. bound: what limits the time."""
+    """One printed line: the predicted figures of all launches with the same name, or of a whole layer. moved: the
+    bytes moved. floor: the least possible number of bytes. seconds: the predicted time. bound: what limits the time,
+    e.g. memory."""
 
     layer: str
     launch: str
@@ -53,8 +54,8 @@ class Prediction(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What is predicted: the size of a layer, its pass and dtype, the chip, and how our layers' weights are
-    quantized."""
+    """The input of a prediction: the size of a layer, the pass, the dtype, the chip, and how the weights of our
+    layers are quantized."""
 
     size: Size
     which: str

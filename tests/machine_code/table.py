@@ -45,16 +45,16 @@ CORES = (7, 8, 10, 14, 16, 18, 19, 20, 24, 30, 32, 38, 40, 60, 64, 76, 80)
 """The numbers of GPU cores of Apple's chips."""
 
 BATCHES = (*range(1, 17), *range(20, 65, 4), 80, 96, 128, 160, 192, 256, 512)
-"""The batch sizes for which the default is looked up."""
+"""The batch sizes for which `defaults` asks whether `fused` is the default engine."""
 
 BATCH_OF_ROWS = {1: 1, 2: 32, 4: 64, 8: 128}
-"""For each number of batch items of a threadgroup of `fused`: a batch size at which it is usual."""
+"""{number of batch items that a threadgroup of `fused` computes: a batch size for which this number is usual}."""
 
 
 @cache
 def defaults() -> frozenset[Case]:
-    """Return the layers whose kernels of `fused` may run by default, on a GPU with any number of cores. H is a
-    multiple of 32."""
+    """Return all layers with a multiple of 32 as H for which `fused` is the default engine on a GPU with some number
+    of cores."""
     found = set()
     for cell, dtype, H, B, cores in product(CELLS, DTYPES, range(32, WIDEST + 1, 32), BATCHES, CORES):
         if predict(CELLS[cell], DTYPES[dtype], B, H, cores).engine == "fused":

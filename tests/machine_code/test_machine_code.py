@@ -69,13 +69,15 @@ def test_counting():
     assert (found.registers, found.scratch, found.unknown) == (13.5, 16, 0)
     kinds = {"device_loads": 1, "multiply_adds": 1, "moves": 2, "integer": 2, "transcendental": 1, "spills": 1}
     assert found.kinds == kinds | {"shuffles": 1, "control": 2}
-    assert found.cycles == 12  # the shuffle takes 2; exp2 and imad take 8 in a separate unit, at the same time
+    # Of the 11 instructions the shuffle takes 2 cycles and each other one takes 1. exp2 and imad also take 8 cycles
+    # in a separate unit, but at the same time.
+    assert found.cycles == 12
     assert found.outside == 4
 
 
 def test_a_loop_within_turns_as_often_as_it_counts():
-    """If the number of iterations of an inner loop is known, its instructions are counted once per iteration.
-    Otherwise they are counted once."""
+    """If the number of iterations of an inner loop is known, `count` counts its instructions once per iteration.
+    Otherwise it counts them once."""
     lines = "   r12 = iadd r12, #4, #0\n   while_icmp r12, #32, #0, n=1\n} -> block3 block4  from block2"
     nested = FINAL.replace("} -> block4  from block2", lines)
     found = count(STATISTICS.replace("15 inst", "17 inst") + BEFORE * 2 + nested)
@@ -176,8 +178,9 @@ def test_instructions_of_every_kind_add_up():
 
 
 def test_kernels_of_default_sizes_stay_within_the_budget():
-    """Kernels of `fused` that may run by default, on a GPU with any number of cores, spill no register. From H = 96
-    on they take at most 2.7 instructions per multiply-add, with bfloat16 3.7, as its conversions are instructions."""
+    """Kernels of `fused` that are the default on a GPU with some number of cores spill no register. From H = 96 on
+    they take at most 2.7 instructions per multiply-add. With bfloat16 the limit is 3.7, because conversions from
+    bfloat16 are separate instructions."""
     lines = {line.text: line for line in table()}
     for kernel in kernels(defaults()):
         line = lines[kernel.text]
@@ -212,8 +215,8 @@ def test_packed_weights_take_registers_only():
 
 
 def test_a_step_of_the_whole_sequence_with_packed_weights():
-    """At H = 128 and 256 no lane of `fused` has padding. There a time step of one batch row takes at most 3.7
-    instructions per weight of 4 or 8 bits, and 4.4 per small float."""
+    """At H = 128 and 256 no lane of `fused` works on padding. There a time step of one batch row takes at most 3.7
+    instructions per weight of 4 or 8 bits, and 4.4 per weight in a float format such as mxfp4."""
     lines = [line for line in table() if line.kernel.startswith("lstm_fused") and line.kernel.endswith("_bits")]
     assert {line.H for line in lines} == {64, 96, 128, 160, 192, 224, 256}
     for line in [line for line in lines if line.rows == 1 and line.H in (128, 256)]:

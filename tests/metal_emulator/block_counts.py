@@ -1,7 +1,7 @@
-"""Compute which lines of a kernel ran. clang's --coverage option provides the lines of each basic block and counters
-of the jumps between blocks (edges).
+"""Compute which lines of a kernel ran. clang's --coverage option provides the lines of each basic block, and
+counters of the arcs (jumps between blocks).
 
-clang counts only the edges outside a spanning tree of the flow graph. The counts of the tree's edges follow, because
+clang counts only the arcs outside a spanning tree of the flow graph. The counts of the tree's arcs follow, because
 each block is left as often as it is entered. clang adds the counters before any optimisation, so two branches that
 the compiler merges later are still counted separately.
 """
@@ -80,7 +80,7 @@ def read_notes(path: Path, source: str = "kernel.metal") -> list[FunctionBlocks]
     data = path.read_bytes()
     words = struct.unpack(f"<{len(data) // 4}I", data[: len(data) // 4 * 4])
     functions: list[FunctionBlocks] = []
-    position = 5 + words[3]  # magic, version, stamp, folder, flag
+    position = 5 + words[3]  # skip the header; its folder name takes words[3] words
     while position + 1 < len(words) and words[position]:
         tag, length = words[position], words[position + 1]
         body = words[position + 2 : position + 2 + length]

@@ -15,8 +15,9 @@ DEVICE_ONLY = "threadgroup_barrier(mem_flags::mem_device);"
 
 @dataclass(frozen=True)
 class Bug:
-    """A planted bug. category: the sort of mistake. kind: the kind of the expected finding, or None if no check can
-    find the bug. skew: number of elements by which inputs are moved from a 16-byte boundary."""
+    """A planted bug: a kernel with one mistake. category: the sort of mistake. kind: the kind of the expected
+    finding, or None if no check can find the bug. skew: number of elements by which inputs are moved from a 16-byte
+    boundary."""
 
     name: str
     category: str

@@ -117,8 +117,8 @@ def compiled_kernels() -> list[CompiledKernel]:
 
 
 def forget(kernel: CompiledKernel) -> None:
-    """Remove a kernel from the list of kernels of this process. If the kernel is compiled again, it is counted as a
-    new one."""
+    """Remove a kernel from the list of kernels of this process. If the kernel is compiled again, its coverage
+    counters start from 0."""
     for key in [key for key, loaded in _loaded.items() if loaded is kernel]:
         del _loaded[key]
 
@@ -130,8 +130,8 @@ def _rules_key(source: str, shim: Path) -> str:
     """Return a key that is the same for all kernels whose sources differ only in the kernel's name, in types and in
     values of constants.
 
-    The result of `ast_rules` is the same for all of them, so only one is checked. To dump the syntax tree of each
-    kernel would make compilation a sixth slower.
+    The check of the syntax tree (`ast_rules`) gives the same result for all of them, so only one of them is checked.
+    Checking every kernel would make compilation a sixth slower.
     """
     code = _CONSTANT.sub(r"\1;", blank_comments(source))
     code = re.sub(r"\bcustom_kernel_\w+|\b(?:float|half|bfloat16_t)\b", "", code)

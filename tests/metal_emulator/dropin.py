@@ -34,8 +34,9 @@ class Dispatch:
     seconds: float
 
     def device_bytes(self, leave_out: Sequence[str] = ()) -> dict[str, int]:
-        """Return by name the bytes read and written in all buffers except those named in `leave_out`. The values
-        `distinct_...` count each byte once; the other values count every access."""
+        """Return {"bytes_read", "bytes_written", "distinct_read", "distinct_written": number of bytes}, summed over
+        all buffers except those named in `leave_out`. The values `distinct_...` count each byte once; the other
+        values count every access."""
         kept = [t for name, t in self.traffic.items() if name not in leave_out]
         fields = ("bytes_read", "bytes_written", "distinct_read", "distinct_written")
         return {f: sum(getattr(t, f) for t in kept) for f in fields}
@@ -81,7 +82,7 @@ class EmulatedKernel:
         self._log(session, captured, grid, threadgroup, result)
         if result.findings and session.raise_on_findings:
             raise KernelError(name, result.findings)
-        if not result.outputs:  # the kernel never ran
+        if not result.outputs:  # a finding prevented the launch
             result.outputs = [np.full(b.size * b.dtype.itemsize, 0xFF, np.uint8) for b in buffers if b.output]
         typed = zip(result.outputs, call["output_shapes"], call["output_dtypes"], strict=True)
         return [to_mlx(raw, tuple(shape), dtype) for raw, shape, dtype in typed]
@@ -161,8 +162,8 @@ def metal_kernel(
 def install() -> None:
     """Make `mx.fast.metal_kernel` build emulated kernels from now on.
 
-    Use it in a conftest: kernels that the library builds and caches then work in every later `emulated_metal`, and
-    behave as MLX's own kernels outside of it.
+    Use it in a conftest. Kernels that the library builds and caches then work in every later `emulated_metal`
+    context, and behave as MLX's own kernels outside of such a context.
     """
     mx.fast.metal_kernel = metal_kernel
 

@@ -16,8 +16,8 @@ _POISON = {2: (np.uint16, 0x7FFF), 4: (np.uint32, 0x7FFFFFFF)}
 
 @dataclass
 class Options:
-    """The options of a launch, which `emulated_metal` explains. skew: number of elements by which inputs are moved
-    from a 16-byte boundary. Views of MLX arrays may also begin anywhere."""
+    """The options of a launch. The docstring of `emulated_metal` explains them. skew: number of elements by which
+    inputs are moved from a 16-byte boundary, because views of MLX arrays may begin at any element."""
 
     order: str = "forward"
     seed: int = 1
@@ -121,8 +121,8 @@ def _unwritten(buffer: Buffer, traffic: runtime.CTraffic) -> list[Finding]:
 
 
 def _poisoned(kernel: CompiledKernel, index: int, buffer: Buffer, values: np.ndarray) -> list[Finding]:
-    """Return a finding if an output element holds the NaN pattern with which memory was filled. Such an element was
-    computed from uninitialised values."""
+    """Return a finding if an output element has the NaN pattern with which uninitialised memory was filled before
+    the launch. Such an element was computed from uninitialised values."""
     is_float = buffer.dtype.kind == "f" or buffer.dtype.name == "bfloat16"
     if not is_float or buffer.dtype.itemsize not in _POISON:
         return []

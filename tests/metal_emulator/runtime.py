@@ -10,7 +10,7 @@ import numpy as np
 
 from .toolchain import runtime_library
 
-# Numbers of `Kind` in runtime/findings.h.
+# {number: name} of the kinds of findings. The numbers are those of the enum `Kind` in runtime/findings.h.
 KINDS = dict(
     enumerate(
         (
@@ -132,7 +132,8 @@ class Image:
             address = ctypes.addressof(arrays[i].values.contents)
             values = (c_uint64 * arrays[i].count).from_address(address)
             self._counters.append((arrays[i].function, np.ctypeslib.as_array(values)))
-            # Zero-initialised data lies behind the part of the image that is mapped from the file.
+            # The counters are zero-initialised data, which lies behind the part of the image that is mapped from the
+            # file. So extend the image's address range to include them.
             self.high = max(self.high, address + ctypes.sizeof(values))
 
     def counter_arrays(self) -> list[tuple[int, np.ndarray]]:

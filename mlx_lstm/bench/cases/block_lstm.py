@@ -1,8 +1,8 @@
 """The benchmark case `block_lstm`: `mlx_lstm.tf` against TensorFlow's raw ops on the CPU, computing all outputs of
 both ops.
 
-The LSTM, its numbers and its judge are the same as in the case `lstm`, except that TensorFlow's ops add 1 to the forget
-gate's preactivation. There is no clip and no peephole.
+The LSTM, its arrays and the comparison with float64 are the same as in the case `lstm`, except that TensorFlow's ops
+add 1 to the forget gate's preactivation. There is no clip and no peephole.
 """
 
 import os
@@ -63,7 +63,7 @@ NEEDED = ("x_grad", "w_grad", "b_grad")
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
-    """Return `mlx_lstm.tf.block_lstm` and `block_lstm_grad` on these numbers, ready to run."""
+    """Return `mlx_lstm.tf.block_lstm` and `block_lstm_grad`, prepared with the given arrays and ready to run."""
     from mlx_lstm import tf
 
     arrays = {name: mx.array(array).astype(DTYPES[task.dtype]) for name, array in op_arrays(numbers).items()}
@@ -90,8 +90,8 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_tensorflow(numbers: Tensors, task: Task) -> Work:
-    """Return `tf.raw_ops.BlockLSTM` and `BlockLSTMGrad` on the CPU on these numbers, ready to run one after the
-    other."""
+    """Return `tf.raw_ops.BlockLSTM` and `BlockLSTMGrad` on the CPU, prepared with the given arrays and ready to run
+    one after the other."""
     import tensorflow as tf
 
     tf.config.set_visible_devices([], "GPU")

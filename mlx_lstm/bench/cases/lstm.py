@@ -56,8 +56,8 @@ def prepare_mlx(numbers: Tensors, task: Task) -> Work:
 
 
 def mlx_work(forward: Callable[..., mx.array], numbers: Tensors, task: Task, *, batch_major: bool) -> Work:
-    """Return an MLX function from (x, Wx, Wh, b) to h, ready to run on these numbers. Gradients come from `mx.vjp`,
-    without a loss."""
+    """Return an MLX function from (x, Wx, Wh, b) to h, prepared with the given arrays and ready to run. Gradients
+    come from `mx.vjp`, without a loss."""
     arrays = {name: numbers[name] for name in ("x", "Wx", "Wh", "b", "dh")}
     if batch_major:
         arrays |= {name: np.ascontiguousarray(arrays[name].swapaxes(0, 1)) for name in ("x", "dh")}

@@ -55,7 +55,8 @@ def from_buffer(buffer: np.ndarray, like: Tensors) -> Tensors:
 
 
 def prepare_ours(cell: str, numbers: Tensors, task: Task) -> Work:
-    """Return `mlx_lstm.cudnn.cudnn_rnn` on these numbers, ready to run; gradients come from `mx.vjp`."""
+    """Return `mlx_lstm.cudnn.cudnn_rnn`, prepared with the given arrays and ready to run. Gradients come from
+    `mx.vjp`."""
     from mlx_lstm.cudnn import cudnn_rnn
 
     state = np.zeros((4, task.size.B, task.size.H), np.float32)

@@ -1,7 +1,7 @@
 """Compute in float64 the results of two bidirectional layers, LSTM or GRU, with two biases each as in torch and
 cuDNN.
 
-Each layer and direction has the ending of torch's names: "_l0", "_l0_reverse", "_l1", "_l1_reverse".
+The names of arrays end as in torch, to say the layer and direction: "_l0", "_l0_reverse", "_l1", "_l1_reverse".
 """
 
 from functools import partial

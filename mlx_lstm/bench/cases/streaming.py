@@ -1,8 +1,10 @@
-"""The benchmark case `streaming`: inference of T steps in T calls, each of which continues from the last call's states.
+"""The benchmark case `streaming`: inference of T steps in T calls, each of which continues from the last call's
+states.
 
-The results of each call are evaluated before the next call. In the pass `paced` each frame arrives `PAUSE` seconds
-after the results of the frame before, as from a microphone; the pauses are no part of the time. The LSTM, its numbers
-and its judge are the same as in the case `lstm`, because T single steps must give the result of the whole sequence.
+The results of each call are evaluated before the next call. In the pass `paced` each frame (the input of one step)
+arrives `PAUSE` seconds after the results of the frame before, as from a microphone. The measured time does not include
+the pauses. The LSTM, its arrays and the comparison with float64 are the same as in the case `lstm`, because T single
+steps must give the result of the whole sequence.
 """
 
 import time
@@ -25,8 +27,8 @@ asleep, and the caches of the CPU lose data."""
 
 
 class Frames:
-    """The frames of a task, to be iterated over many times, with pauses in the pass `paced`. `slept`: the seconds of
-    all pauses of the latest iteration."""
+    """The frames (inputs of single steps) of a task. They can be iterated over many times, with pauses in the pass
+    `paced`. `slept`: the seconds of all pauses of the latest iteration."""
 
     def __init__(self, frames: list[Any], task: Task):
         self.frames: list[Any] = frames
@@ -45,8 +47,8 @@ class Frames:
 
 def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors, task: Task, axis: int | None) -> Work:
     """Return an MLX layer that runs one time step per call, ready to be timed. `call(frame, state)` must return (h,
-    next state). A frame is the input of one step. `axis`: the frame's axis of time (of size 1), or None if it has
-    none."""
+    next state). A frame is the input of one step. `state`: the shape of a state. `axis`: where a frame needs a time
+    axis of size 1, or None if it needs none."""
     layer.update({name: mx.array(array) for name, array in weights.items()})
     layer.set_dtype(DTYPES[task.dtype])
     layer.eval()
@@ -70,7 +72,7 @@ def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
-    """Return `mlx_lstm.nn.LSTM`, called by its method `step`, ready to run."""
+    """Return `mlx_lstm.nn.LSTM`, ready to be timed. Its method `step` computes one time step per call."""
     from mlx_lstm.nn import LSTM
 
     layer = LSTM(task.size.I, task.size.H, engine=task.engine)
@@ -83,14 +85,15 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_stepper(numbers: Tensors, task: Task) -> Work:
-    """Return a stepper of `mlx_lstm.nn.LSTM`, ready to run. It keeps its states inside, so each run resets them."""
+    """Return a stepper of `mlx_lstm.nn.LSTM`, ready to be timed. A stepper keeps its states inside, so it is reset
+    before each run."""
     from mlx_lstm.nn import LSTM, Stepper
 
     layer = LSTM(task.size.I, task.size.H)
     made: list[Stepper] = []
 
     def call(frame: mx.array, state: tuple[mx.array, ...]) -> tuple[mx.array, tuple[mx.array, ...]]:
-        if state:  # only the first frame has a state
+        if state:  # `in_mlx` passes a state to the first call of a run only: then reset the stepper
             made[:] = made or [layer.stepper(task.size.B)]
             made[0].reset()
         return made[0](frame), ()
@@ -124,7 +127,7 @@ def torch_weights(numbers: Tensors) -> Tensors:
 
 
 def prepare_ours_torch(numbers: Tensors, task: Task) -> Work:
-    """Return `mlx_lstm.torch.LSTM`, on the engine that it chooses, ready to run."""
+    """Return `mlx_lstm.torch.LSTM`, on the engine that it chooses, ready to run one time step per call."""
     from mlx_lstm.torch import LSTM
 
     layer = LSTM(task.size.I, task.size.H)
@@ -132,7 +135,7 @@ def prepare_ours_torch(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_torch(numbers: Tensors, task: Task) -> Work:
-    """Return `torch.nn.LSTM` on the CPU, under `inference_mode`, ready to run."""
+    """Return `torch.nn.LSTM` on the CPU, under `inference_mode`, ready to run one time step per call."""
     import torch
 
     dtype = getattr(torch, task.dtype)
