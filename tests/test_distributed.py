@@ -203,8 +203,8 @@ mx.savez(sys.argv[1], **arrays)
 
 
 def test_two_processes_weigh_padded_rows_by_their_real_steps(tmp_path):
-    """Two processes train on padded sequences, which have 10 real steps in one process and 6 in the other. The mean
-    loss over all real steps and its gradients equal those of one process to 1e-6."""
+    """Two processes compute the mean loss over all real steps of padded sequences, with 10 real steps in one process
+    and 6 in the other. The loss and its gradients equal those of a single process to 1e-6."""
     gradients = {}
     for size in (1, 2):
         hosts = tmp_path / "hosts.json"

@@ -46,15 +46,15 @@ from mlx_lstm.oracle import evaluate, forward
 from mlx_lstm.oracle.arithmetic import ACTIVATION_UNITS
 from mlx_lstm.oracle.closeness import TRIALS, assert_within, exact_and_bounds, float_of, keeps_off_kinks
 
-# Some tests use infinities. NumPy's warnings about them are ignored.
+# Some random cases have infinities. NumPy's warnings about them are ignored.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 PARTS = 20
 """Number of parts into which the cases are split, so that several processes can share them."""
 
-# In the first two cases, engine `ops` returned NaN for a clipped infinite c.
+# (seed of the run, number of the case). In these two cases engine `ops` returned NaN for a clipped infinite c.
 FAILED_ONCE = [(20261122, 275), (20261122, 1065)]
-# In the third case, sums as large as 1e15 came too close to the kinks of hard sigmoids.
+# In this case, sums as large as 1e15 came too close to the kinks of hard sigmoids to be compared.
 FAILED_ONCE += [(20261123, 856)]
 """(seed, number) of each case that failed before a fix of the library or of the comparison with the oracle."""
 

@@ -163,7 +163,8 @@ def test_gradients_of_the_forward_op_are_those_of_the_gradient_op(op):
 
 
 def last(case, states):
-    """Return [N, D H]: the state after the last step of each of the D directions."""
+    """Return the last states as one array [N, D H], from the states of all time steps in D directions. The last
+    state of the reverse direction is at the first time step."""
     if not case.bidirectional:
         return states[0 if case.descriptor.get("reverse") else -1]
     forward, reverse = mx.split(states, 2, axis=-1)

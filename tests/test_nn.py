@@ -57,8 +57,8 @@ def test_values_and_gradients(shape, given, bias, engine):
     got, expected = (loss_and_gradients(layer, x, states, cotangents) for layer in (ours, theirs))
     assert got.keys() == expected.keys()
     for name, value in expected.items():
-        # Our layer and MLX's sum over steps and batch in different orders. The tolerance is a few rounding errors of
-        # the largest term.
+        # Our layer and MLX's layer add up steps and batch in different orders. The tolerance is a few rounding
+        # errors of the largest term.
         scale = max(1.0, np.abs(np.array(value)).max()) * np.sqrt(x.size)
         np.testing.assert_allclose(np.array(got[name]), np.array(value), rtol=0, atol=16 * 1.2e-7 * scale, err_msg=name)
 

@@ -356,7 +356,7 @@ def test_kinks_are_as_near_as_rounding_comes(activation):
 
     for kink in KINKS[activation]:
         assert kink_distance(**case, x=np.array([[[2.0**24, 0.5 + kink - 2.0**24]]])) == 0.5
-        assert not keeps_off(np.float32, 2.0**24, 0.5 + kink - 2.0**24)  # float32 has no odd numbers of this size
+        assert not keeps_off(np.float32, 2.0**24, 0.5 + kink - 2.0**24)  # near 2**24 float32 rounds by up to 1
         assert keeps_off(np.float64, 2.0**18, 0.5 + kink - 2.0**18) and keeps_off(np.float32, 8, 0.5 + kink - 8)
         for dtype in (np.float32, np.float16):
             eps = max(kink, 1) * np.finfo(dtype).eps

@@ -51,7 +51,7 @@ def test_cells_directions_options(name, engine):
 )
 def test_every_mode_width_and_group_is_read_once_a_step(packing):
     """For a batch of one sequence, a step of `stepwise` reads each byte of quantized weights, scales and biases
-    exactly once. The lanes of a SIMD group share each product here."""
+    exactly once. The test covers every quantization mode, number of bits and group size."""
     group = packing[0]
     H = {16: 48, 32: 64, 64: 64, 128: 128}[group]
     with on_metal() as log:
@@ -96,9 +96,9 @@ def test_fused_reads_every_mode_width_and_group_once_a_call(packing):
 
 @pytest.mark.parametrize("op, B, rows", [("lstm", 17, 2), ("gru", 65, 4)])
 def test_fused_reads_what_registers_do_not_hold_at_every_step(op, B, rows):
-    """If only some quantized weights fit in registers, `fused` reads these once per threadgroup and all others once
-    per threadgroup and step. The arrays are float16, for which `fused` never uses matrix products with quantized
-    weights."""
+    """If only some quantized weights fit in registers, `fused` reads the weights in registers once per threadgroup,
+    and all other weights once per threadgroup and step. The arrays are float16, for which `fused` never uses matrix
+    products with quantized weights."""
     with on_metal() as log, patch.object(fused, "working_registers", lambda *_: 116):
         check_quantized("fused", quantized_case((32, 4, "affine"), np.float16, (2, B, 32, 64, 64), op=op), np.float16)
     (sweep,) = (launch for launch in log if "fused_forward" in launch.name)

@@ -248,8 +248,8 @@ def test_batch_major_memory_comes_back_as_it_went_in():
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_scratch_of_the_numpy_engine_is_written_before_it_is_read(monkeypatch, reverse):
-    """Results are right although the scratch memory is filled with NaN before the call. Some steps lie after the end
-    of every sequence."""
+    """Results of the engine `numpy` are right although its scratch memory is filled with NaN before the call. At
+    some time steps all sequences of the batch have ended."""
     poison_scratch(monkeypatch)
     options = {"projection": True, "lengths": [2, 0], "mask": ("P",), "reverse": reverse}
     check(*with_engine(draw_away_from_kinks(3, **options)))
@@ -295,8 +295,8 @@ def test_what_a_nearly_closed_gate_lets_through_has_all_its_digits(engine, op, d
 @SINGLE_AND_DOUBLE
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gates_closed_beyond_the_range_of_exp(engine, dtype):
-    """Gates with arguments of -1e4 are 0, and NumPy does not warn that exp overflowed. The backward pass recomputes
-    a sigmoid of c."""
+    """Results are right and NumPy does not warn that exp overflowed if the arguments of gates are -1e4. The initial
+    c is -1e4, too, because the backward pass evaluates a sigmoid of c again."""
     case, cotangents = draw_away_from_kinks(3, activations=("sigmoid", "sigmoid", "tanh", "sigmoid", "sigmoid"))
     case |= {"b": np.full_like(case["b"], -1e4), "c0": np.full_like(case["c0"], -1e4)}
     with warnings.catch_warnings():

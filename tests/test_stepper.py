@@ -76,7 +76,7 @@ def is_possible(option, engine):
 
 ENGINES = ["numpy", "ops", "fused", "stepwise"]
 CALLS = [(name, engine) for name in STEP_OPTIONS for engine in ENGINES if is_possible(STEP_OPTIONS[name], engine)]
-ACTIVATIONS = ("_gates", "_output", "_candidate")  # the ends of the names of options that only change an activation
+ACTIVATIONS = ("_gates", "_output", "_candidate")  # last parts of the names of options that change only activations
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_changed_parameters_are_seen(kind, name):
                 for change in (*CHANGES, None):
                     old, state = mx.array(holder[key]), stepper.state()
                     if change is None:
-                        holder[key][0] = 1  # in place
+                        holder[key][0] = 1  # changes the parameter in place
                     else:
                         holder[key] = change(rng, holder[key])
                     got = outcome(lambda: stepper(x))

@@ -588,8 +588,8 @@ def test_the_dialect_is_torch_s_own_signature():
 
 
 def test_dropout_inside_of_a_checkpoint_needs_a_key():
-    """Inside `mx.checkpoint` the gradient of a layer with dropout is right with a `key`. Without a key MLX draws other
-    elements in the recomputation, so the gradient is wrong."""
+    """Inside `mx.checkpoint` the gradient of a layer with dropout is right with a `key`. Without a key MLX drops
+    other elements when it computes the layer again, so the gradient is wrong."""
     layer = ours.LSTM(3, 4, num_layers=2, dropout=0.5)
     x = mx.random.normal((9, 5, 3), key=mx.random.key(1))
     differences = []

@@ -197,8 +197,8 @@ def test_vmap_over_the_bias_of_a_plain_layer_alone():
 
 @ALL_KINDS
 def test_compiled_with_lengths_as_an_argument(kind):
-    """A compiled function may take lengths as an argument that changes from call to call. The range of lengths is
-    not checked there, because a traced array has no values."""
+    """A compiled function may take lengths as an argument that changes from call to call. Inside the compiled
+    function the range of lengths is not checked, because a traced array has no values."""
     arrays, _, loss = small(kind)
     count = len(arrays)
     compiled = mx.compile(lambda n, *arrays: gradient(lambda *a: loss(*a, lengths=n), count)(*arrays))

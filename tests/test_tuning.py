@@ -31,7 +31,8 @@ ENGINES = {"float32": {1: ((4, "stepwise"), (8, "fused")), 16: ((8, "ops"),)}}
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """Use a temporary folder as the user's cache folder. Yield the path of the table's file."""
+    """Use a temporary folder as the user's cache folder. Yield the path of the file that stores the table of the
+    fastest engines."""
     file = tmp_path / "cache" / "engines.json"
     monkeypatch.setattr(tuning, "cache_file", lambda: file)
     tuning.current.cache_clear()
@@ -41,8 +42,8 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def written(file, engines=ENGINES, cuts=(), **other):
-    """Write a table's file and return its path. `engines`: the preferred engines. `other`: replacements for the
-    entries that describe the machine on which the table was measured."""
+    """Write a file with a table of the fastest engines and return its path. `engines`: the preferred engines.
+    `other`: replacements for the entries that describe the machine on which the table was measured."""
     write(file, engines, [], cuts)
     content = json.loads(file.read_text())
     content["machine"] |= other
@@ -50,7 +51,7 @@ def written(file, engines=ENGINES, cuts=(), **other):
     return file
 
 
-# --- The table -------------------------------------------------------------------------------------------------------
+# --- The table of the fastest engines --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def written(file, engines=ENGINES, cuts=(), **other):
         (mx.float32, 15, 9, "stepwise"),  # H is larger than the row's last entry
         (mx.float32, 16, 8, "ops"),
         (mx.float32, 1000, 9, "stepwise"),
-        (mx.float16, 1, 4, "stepwise"),  # the table does not have this dtype
+        (mx.float16, 1, 4, "stepwise"),  # without a row for the dtype, `stepwise` is chosen
     ],
 )
 def test_a_table_decides(dtype, B, H, engine):
@@ -75,9 +76,9 @@ def test_below_the_first_row_the_first_row_counts():
 
 
 def test_an_engine_that_was_discarded_is_never_answered():
-    """`choose` never selects an engine that the table marks as discarded (wrong or failing) for a range of batch
-    sizes, not even if no other Metal engine can run. For other batch sizes it still selects the engine, and a caller
-    can request it."""
+    """If the table of the fastest engines marks an engine as discarded (wrong or failing) for a range of batch
+    sizes, `choose` never selects it there, not even if no other Metal engine can run. For other batch sizes it still
+    selects the engine, and a caller can request it."""
     table = Table("measured here", {"float32": {1: ((64, "fused"),), 16: ()}}, frozenset({("float32", 1, "stepwise")}))
     where = {"dtype": mx.float32, "device": "gpu", "metal": True, "traced": False, "table": table}
     at = {(B, H): choose(sizes=(3, B, 2, H), **where).engine for B in (1, 16) for H in (64, 65, 300)}
@@ -87,8 +88,8 @@ def test_an_engine_that_was_discarded_is_never_answered():
 
 
 def test_a_table_cannot_make_an_engine_run():
-    """`choose` selects an engine only within the engine's limits and only with Metal, whatever the table says. If
-    the caller requests an engine, the table has no effect."""
+    """`choose` selects an engine only within the engine's limits and only with Metal, whatever the table of the
+    fastest engines says. If the caller requests an engine, the table has no effect."""
     table = Table("measured here", {"float32": {1: ((1000, "fused"),)}})
     where = {"sizes": (3, 1, 2, 8), "dtype": mx.float32, "traced": False, "table": table}
     on_gpu = where | {"device": "gpu", "metal": True}
@@ -99,11 +100,11 @@ def test_a_table_cannot_make_an_engine_run():
     assert choose(**where, device="gpu", metal=False).engine == "ops"
 
 
-# --- Its file --------------------------------------------------------------------------------------------------------
+# --- The file that stores the table ----------------------------------------------------------------------------------
 
 
 def test_a_file_of_this_machine_counts(own_cache):
-    assert tuning.load(own_cache) is PREDICTED  # the file does not exist
+    assert tuning.load(own_cache) is PREDICTED  # there is no file, so the default table is used
     written(own_cache)
     assert tuning.load(own_cache) == Table(f"measured here, {own_cache}", ENGINES)
 
@@ -130,8 +131,8 @@ def test_a_changed_file_changes_the_hash_of_the_kernels(tmp_path, folder):
 
 @pytest.mark.parametrize("entry", ["chip", "architecture", "system", "mlx", "mlx_lstm", "kernels"])
 def test_a_file_of_another_machine_does_not(own_cache, entry):
-    """The library ignores a table's file, without a warning, if an entry of the file describes another machine. The
-    reason that is given for the choice of an engine names this entry."""
+    """The library ignores the file with the table of the fastest engines, without a warning, if an entry of the file
+    describes another machine. The reason that is given for the choice of an engine names this entry."""
     written(own_cache, **{entry: "another"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -213,12 +214,12 @@ def test_a_program_may_name_another_file(tmp_path):
     assert tuning.use(None) is PREDICTED
 
 
-# --- Measuring -------------------------------------------------------------------------------------------------------
+# --- Measuring the table ---------------------------------------------------------------------------------------------
 
 
 def test_tune_measures_writes_and_counts(own_cache, capsys, monkeypatch):
-    """`tune` measures engines and writes the table, which the library then uses. The emulator replaces the GPU, so
-    the times have no meaning."""
+    """`tune` measures all Metal engines and writes the table of the fastest ones, which the library then uses. The
+    emulator replaces the GPU, so the times have no meaning."""
     monkeypatch.setattr(tune_module, "ROWS", (2,))
     monkeypatch.setattr(tune_module, "SPARE", (8,))
     with on_metal():

@@ -37,7 +37,7 @@ def torch_layer(name, sizes, *, bidirectional, lengths, dtype):
     case |= options | {"b": case["b"] + b_hh, "x": x.detach().numpy(), "bidirectional": bidirectional}
     case |= {} if lengths is None else {"lengths": lengths}
     expected = weights_of(layer, lambda parameter: parameter.grad.numpy()) | {"x": x.grad.numpy()}
-    del expected["b_hh"]  # b_ih and b_hh are summed, so their gradients are equal
+    del expected["b_hh"]  # equals the gradient of b, because only the sum of both biases is used
     for name, state in states.items():
         case[name], expected[name] = side_by_side(name, state), side_by_side(name, state.grad)
     expected |= {name: side_by_side(name, value) for name, value in outputs.items()}

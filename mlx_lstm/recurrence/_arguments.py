@@ -28,9 +28,9 @@ def check_call(
     batch_first: bool = False,
     one_step: bool = False,
 ) -> tuple[Arrays, Packing | None, Sizes]:
-    """Check the arguments of a call. Return (arrays, packing, sizes): its arrays; the group size, bits and mode of
-    its quantized weights, or None if there are none; and the sizes (T, B, H, P) of one direction: steps, batch,
-    units, width of h.
+    """Check the arguments of a call. Return (arrays, packing, sizes): the arrays of the call; the group size, bits
+    and mode of its quantized weights, or None if there are none; and the sizes (T, B, H, P) of one direction: steps,
+    batch, units, width of h.
 
     inputs: arrays and `Quantized` weights by argument name. The parts of a `Quantized` weight are returned as
     separate arrays, under the names of `Quantized.arrays`. one_step: x is [B, I], without a time axis.
@@ -75,8 +75,8 @@ def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
 
 
 def common_dtype(values: Iterable[Any]) -> mx.Dtype:
-    """Return the dtype to which all arrays promote together. For a quantized weight this is decided by the dtype of
-    its biases; a quantized weight without biases is ignored."""
+    """Return the dtype to which all arrays promote together. A quantized weight takes part with the dtype of its
+    biases; a quantized weight without biases is ignored."""
     arrays = [value.biases if isinstance(value, Quantized) else value for value in values]
     return mx.result_type(*[array for array in arrays if array is not None])
 
@@ -152,7 +152,7 @@ def check_shapes(
 
 
 def check_pointwise(op: str, cell: PointwiseCell, bidirectional: bool, arrays: dict[str, ArraySpec]) -> Sizes:
-    """Check the shapes and dtypes of a call with a cell of the user's own. Return the sizes (T, B, H, H)."""
+    """Check the shapes and dtypes of a call with a cell written by the user. Return its sizes (T, B, H, H)."""
     x, D, G, graph = arrays["x"], 2 if bidirectional else 1, cell.gates, cell.graph
     check_sizes(op, "x", x)
     (T, B, I), H = x.shape, arrays["h0"].shape[-1] // D

@@ -1,9 +1,9 @@
-"""The chunks of `recurrent` with `checkpoint_every`: the gradient runs each chunk of steps again, so only the states at
-the start of each chunk are saved.
+"""The function `recurrent` with `checkpoint_every`: the sequence is divided into chunks of steps. Only the states at
+the start of each chunk are saved, and the gradient runs each chunk again.
 
-`mx.checkpoint` is not enough for this. It gives arrays that a function captures a gradient of 0, and MLX is free to run
-all chunks again at once. Here a gradient waits for the chunk after it, and the parameters of captured modules are
-inputs of the chunk.
+`mx.checkpoint` does not suffice for two reasons. An array that a function captures would get a gradient of 0, and
+MLX could run all chunks again at the same time. Here the gradient of a chunk waits for that of the following chunk,
+and the parameters of captured modules are inputs of a chunk.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,18 +22,19 @@ from ..engines.tracing import custom_function
 
 OP = "recurrent"
 DEEPEST = 6
-"""The depth to which captured objects are searched for modules and arrays."""
+"""The number of levels to which `captured_modules` searches what a function captures for modules and arrays."""
 
 Chunk = Callable[[int, Any, Any, Any], tuple[Any, Any]]
-"""`chunk(start, sequences, state, parameters) -> (outputs, state)`: run the steps from `start` on."""
+"""Type of a function that runs the steps of one chunk, which begins at step `start`:
+`chunk(start, sequences, state, parameters) -> (outputs, state)`."""
 
 
 def checkpointed(
     chunk: Chunk, every: int | str, step: Any, sequences: Any, state: Any, parameters: Any, reverse: bool
 ) -> tuple[Any, Any]:
-    """Run all chunks of a sequence. Return the outputs [T, B, ...] and the last state, whose gradient runs the chunks
-    again. every: the number of steps per chunk, or "auto". step: the user's function, whose captured modules are found.
-    sequences: a tree of arrays [T, ...]."""
+    """Run all chunks of a sequence. Return the outputs [T, B, ...] and the last state; their gradient runs the
+    chunks again. every: the number of steps per chunk, or "auto". step: the user's function, which may capture
+    modules; their parameters get gradients, too. sequences: a tree of arrays [T, ...]."""
     modules = captured_modules(step)
     floats = [[(key, a) for key, a in flat(module.parameters()) if is_float(a)] for module in modules]
     inputs = {"sequences": sequences, "state": state, "parameters": parameters}
@@ -43,7 +44,7 @@ def checkpointed(
     order = range(0, T, K)[:: -1 if reverse else 1]
 
     def run(start: int, piece: Any, state: Any, tree: Any) -> tuple[Any, Any]:
-        """Run one chunk with the parameters of the captured modules that `tree` holds."""
+        """Run one chunk. tree: the parameters of the user's function and of the modules that it captures."""
         keys = [[key for key, _ in each] for each in floats]
         with replaced(modules, [list(zip(*each, strict=True)) for each in zip(keys, tree["modules"], strict=True)]):
             return chunk(start, piece, state, tree["parameters"])
@@ -55,7 +56,8 @@ def checkpointed(
         state, pieces, outputs, starts = tree["state"], in_pieces(tree["sequences"], K), {}, {}
         for start in order:
             starts[str(start)] = state
-            # The products of the input do not need the state, so without waiting MLX might compute all of them first.
+            # The products of the input do not need the state. If they did not wait for it, MLX might compute those of
+            # all chunks first.
             piece = waiting(pieces[start // K], state)
             outputs[start], state = run(start, piece, state, tree)
         whole = mapped(in_time, *(outputs[start] for start in sorted(outputs)))
@@ -74,7 +76,8 @@ def checkpointed(
             d = gradients(work, given, (d_outputs[start // K], d_state))
             d_state = mapped(added, d["state"], d_starts[str(start)])
             d_shared = mapped(added, d_shared, d["shared"])
-            # The next chunk waits for all gradients of this chunk, also for those that nothing else needs now.
+            # Make the gradient of the chunk before wait for all gradients of this chunk, so that MLX never runs several
+            # chunks again at the same time.
             d_state = waiting(d_state, (d_shared, d["piece"]))
             d_pieces[start] = d["piece"]
         d_sequences = mapped(in_time, *(d_pieces[start] for start in sorted(d_pieces)))
@@ -88,13 +91,14 @@ def checkpointed(
 
 
 def results_of(run: Chunk, start: int, given: Any) -> Any:
-    """Run a chunk on a dict of its inputs."""
+    """Call `run` for one chunk whose inputs are in the dict `given`. Return its results."""
     return run(start, given["piece"], given["state"], given["shared"])
 
 
 def gradients(function: Callable[[Any], Any], given: Any, cotangents: Any) -> Any:
-    """Return the gradients of all arrays of the tree `given`, for cotangents of the tree of results. Arrays of
-    integers have no gradient: theirs is 0."""
+    """Return the gradients of a function with respect to all arrays of the tree `given`, which is its argument.
+    cotangents: the gradients of the function's results, as a tree like these. The gradient of an array of integers
+    is 0."""
     arrays = leaves(given)
     varied = [n for n, array in enumerate(arrays) if is_float(array)]
 
@@ -110,47 +114,49 @@ def gradients(function: Callable[[Any], Any], given: Any, cotangents: Any) -> An
 
 
 def mapped(function: Callable[..., Any], *trees: Any) -> Any:
-    """Apply a function to the arrays of trees of one structure; None stays None."""
+    """Apply a function to the corresponding arrays of trees that have the same structure. Return the tree of the
+    results, in which None stays None."""
     return tree_map(lambda *each: None if each[0] is None else function(*each), *trees)
 
 
 def in_time(*pieces: mx.array) -> mx.array:
-    """Join the pieces of an array along the axis of time."""
+    """Join the pieces of an array along the time axis."""
     return mx.concatenate(list(pieces))
 
 
 def is_float(array: mx.array) -> bool:
-    """Return whether an array may have a gradient."""
+    """Return whether an array can have a gradient, because its dtype is floating or complex."""
     return mx.issubdtype(array.dtype, mx.inexact)
 
 
 def added(one: mx.array, other: mx.array) -> mx.array:
-    """Return the sum of two gradients; that of integers stays 0."""
+    """Return the sum of two gradients of an array. If the array has integers, both gradients are 0, so return one of
+    them."""
     return one + other if is_float(one) else one
 
 
 def flat(tree: Any) -> list[tuple[str, Any]]:
-    """Return the leaves of a tree with their keys."""
+    """Return the leaves of a tree as pairs (key, leaf)."""
     found: Any = tree_flatten(tree)
     return found
 
 
 def leaves(tree: Any) -> list[mx.array]:
-    """Return the arrays of a tree."""
+    """Return a list of the arrays of a tree, without None."""
     return [array for _, array in flat(tree) if array is not None]
 
 
 def filled(tree: Any, values: Any) -> Any:
-    """Return a tree of the same structure with other arrays, in the order of `leaves`."""
+    """Return a tree of the same structure with the arrays `values`, in the order in which `leaves` lists them."""
     following = iter(values)
     return tree_map(lambda leaf: None if leaf is None else next(following), tree)
 
 
 def in_pieces(tree: Any, K: int) -> list[Any]:
-    """Split the arrays [T, ...] of a tree into pieces of K steps. Return a list of trees."""
+    """Split all arrays [T, ...] of a tree into pieces of K steps. Return a list with one tree per piece."""
     arrays = leaves(tree)
     bounds = list(range(K, len(arrays[0]), K)) if arrays else []
-    # Not array[start:stop]: its gradient is an array of all T steps for each piece.
+    # This uses mx.split instead of array[start:stop], whose gradient is an array of all T steps for each piece.
     pieces = [mx.split(array, bounds) for array in arrays]
     return [filled(tree, each) for each in zip(*pieces, strict=True)]
 
@@ -163,7 +169,7 @@ def waiting(tree: Any, before: Any) -> Any:
 
 @contextmanager
 def replaced(modules: list[nn.Module], parameters: list[Any]) -> Iterator[None]:
-    """Replace parameters of the modules inside the block; `parameters` holds for each module a list of (key, array)."""
+    """Inside the context, replace parameters of the modules. parameters: for each module a list of (key, new array)."""
     old = [dict(flat(module.parameters())) for module in modules]
     try:
         for module, new in zip(modules, parameters, strict=True):
@@ -200,7 +206,8 @@ def captured_modules(step: Any) -> list[nn.Module]:
 
 
 def parts_of(value: Any) -> list[tuple[str, Any]]:
-    """Return what an object refers to, with names: a function's variables, or the contents of a container."""
+    """Return the objects to which a value refers, as pairs (name, object): a function's variables, or the contents
+    of a container."""
     if isinstance(value, MethodType):
         return [("self", value.__self__), *parts_of(value.__func__)]
     if isinstance(value, partial):
@@ -219,13 +226,13 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
 
 
 def names_in(code: CodeType) -> list[str]:
-    """Return the global names that a function reads, also in functions inside of it."""
+    """Return the global names that the code of a function reads, including the functions defined inside of it."""
     inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in names_in(each)]
     return [*code.co_names, *inner]
 
 
 def cell_is_full(cell: Any) -> bool:
-    """Return whether a variable of an enclosing function has a value yet."""
+    """Return whether a variable of an enclosing function, held in a closure's cell, has a value yet."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

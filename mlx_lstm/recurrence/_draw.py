@@ -42,7 +42,8 @@ class Drawn(NamedTuple):
     outputs: Tensors
 
     def evaluate(self, cotangents: Tensors | None, fl: Arithmetic) -> tuple[Tensors, Tensors]:
-        """Return the outputs and the gradients of the case, computed by the float64 oracle."""
+        """Return the outputs and the gradients for the drawn arrays, computed by the float64 oracle. cotangents: the
+        gradients of the outputs, or None if no gradients are needed. fl: the arithmetic, which rounds to a dtype."""
         if "graph" not in self.case:
             return evaluate(self.case, cotangents, fl)
         arrays = {name: array for name, array in self.case.items() if name != "graph"}
@@ -81,9 +82,9 @@ def activations_of(cell: AnyCell) -> tuple[str, ...]:
 
 
 def draw_pointwise(problem: Problem, cell: PointwiseCell, rng: np.random.Generator, margin: float) -> Drawn:
-    """Draw random arrays for a trial of a cell of the user's own: again, until all outputs and gradients are finite and
-    small, and no comparison is close. Every second draw has positive states, inputs and parameters, for cells with
-    logarithms or roots of them."""
+    """Draw random arrays for a trial of a cell written by the user. Draw again until all outputs and gradients are
+    finite and small, and no comparison in the cell is so close that rounding could change its result. Every second
+    attempt has positive states, inputs and parameters, because the cell may compute their logarithms or roots."""
     T, B, graph, shapes = problem.T, problem.B, cell.graph, shapes_of(problem)
     drawn = None
     for n in range(2 * HALVINGS):
@@ -167,13 +168,14 @@ def output_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def zeros(problem: Problem) -> dict[str, mx.array]:
-    """Return the arrays of a trial with zeros as values. They select the same kernels as random numbers."""
+    """Return the arrays of a trial, filled with zeros. They select the same kernels as random numbers."""
     arrays = {name: mx.zeros(shape, problem.dtype) for name, shape in shapes_of(problem).items()}
     return quantized(problem, arrays)
 
 
 def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return the arrays, with the three arrays of a quantized weight for each weight that the problem has quantized."""
+    """Return the arrays for MLX: each weight that is quantized in the problem is replaced by three arrays, its
+    packed integers, scales and biases."""
     if problem.packing is not None:
         for name in [name for name in arrays if is_packed(name, problem.names)]:
             arrays = arrays | of_weight(name, arrays[name], problem.packing)

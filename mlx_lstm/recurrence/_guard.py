@@ -45,12 +45,12 @@ def guarded(chosen: Choice, problem: Problem, best: Callable[..., Choice]) -> Ch
 
 
 def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> Refusal | None:
-    """Return a function that says why the backward kernels of the chosen engine are refused, given the names of the
-    outputs that have a cotangent. Return None if no trial is needed.
+    """Return a function that says why the backward kernels of the chosen engine are refused. Its argument is the
+    tuple of the names of the outputs that have a cotangent (a gradient). Return None if no trial is needed.
 
-    The trial of a training call covers a loss of h alone. Other losses run other kernels, and which loss it is, is
-    known only when the gradient is asked for. A call that is not training runs the same backward kernels for every
-    loss. is_forced: whether the caller forced the engine; then the function raises ValueError instead.
+    The trial of a training call covers a loss of h alone. Other losses run other kernels, but MLX tells the loss
+    only when it computes the gradient. A call that is not training runs the same backward kernels for every loss.
+    is_forced: whether the caller forced the engine; then the function raises ValueError instead.
     """
     if chosen.engine not in METAL_ENGINES or problem.plain or _unguarded or not is_real():
         return None
@@ -114,8 +114,8 @@ def refusal(engine: str, problem: Problem) -> str:
 
 
 def tried(trial: Trial, others: list[Trial]) -> str:
-    """Try a trial's kernels and store the verdict. Return why they are refused, or an empty text. Try `others` in the
-    same go if they have no verdict: trials of calls that will probably follow."""
+    """Run a trial and store its verdict. Return why the kernels are refused, or an empty text. others: trials of
+    calls that will probably follow; those without a verdict run at the same time."""
     trials = [trial, *(other for other in others if verdicts.find(other.text()) is None)]
     found = try_out(trials)
     for each, verdict in zip(trials, found, strict=False):

@@ -30,7 +30,8 @@ def main() -> None:
 
 
 class Judge:
-    """The trials of one process, and the kernels that they have found correct."""
+    """The trials that run in one process. It remembers which kernels they found correct, so that these do not run
+    again."""
 
     def __init__(self) -> None:
         self.recorder = Recorder(mx.fast.metal_kernel)
@@ -149,7 +150,8 @@ def graph(
     cotangents: dict[str, mx.array],
     engine: str,
 ) -> dict[str, mx.array]:
-    """Return the graph of what `results` returns, with the time axis first."""
+    """Return the outputs and gradients that `results` describes as lazy MLX arrays, with the time axis first.
+    arrays: the inputs and weights."""
     floats = {name: array for name, array in arrays.items() if name not in packed_names(arrays)}
     # Quantized weights and lengths have no gradient.
     others = {name: array for name, array in arrays.items() if name not in floats}

@@ -84,9 +84,9 @@ def lstm(
         output_peephole (str): with `"current"` the peephole of o reads c[t]; with `"previous"` it reads c[t-1].
             Default: `"current"`.
         mask (array, optional): factor on h[t-1] as it enters the recurrent product; broadcastable to [B, P], or to
-            [T, B, P] for a mask per step. All gates share it. It leaves the carried c as it is; `keep` and `hold` act
-            on that. A mask per gate, as in Keras' recurrent_dropout, needs a product per gate, which the kernels do not
-            support: docs/recipes.md shows how to write it.
+            [T, B, P] for a mask per step. All gates share it. It does not change the carried state, on which `keep`
+            and `hold` act. A mask per gate, as in Keras' recurrent_dropout, needs a product per gate, which the kernels
+            do not support: docs/recipes.md shows how to write it.
         keep (array, optional): factor on the carried state before a step: on h[t-1] and c[t-1] wherever the equations
             have them. Broadcastable to [T, B], or with both directions to [T, B, 2], one factor for each; bool,
             integers or floats. 0 resets an item: pass `keep=~done` if an episode ended before step t. The first step's
@@ -102,14 +102,15 @@ def lstm(
         bidirectional (bool): run both directions. The arrays then hold the forward direction first: Wx [8H, I], b [8H],
             Wh [2, 4H, P], Wp [2, P, H], peephole [2, 4H], h0 [B, 2P], c0 [B, 2H], a mask that is not shared [.., 2P],
             a projected x [T, B, 8H]. All outputs are twice as wide. Default: `False`.
-        lengths (integer array or list, optional): [B], each in 0..T. Past its end an item's outputs are 0, its state is
-            carried unchanged and its input is not read; with `reverse` the item starts at its end. Under `mx.compile`
-            the range is not checked.
+        lengths (integer array or list, optional): [B], the number of steps of each item, 0..T. After the end of an item
+            its outputs are 0, its state is carried unchanged and its input is not read. With `reverse` the item starts
+            at its end. Under `mx.compile` the range is not checked.
         Wp (array, optional): projection of h, [P, H].
         return_gates (bool): whether `gates` is returned, else it is `None`. Default: `False`.
-        training (bool): `False` for inference. The forward pass then saves nothing for a gradient; if one is asked for
-            all the same, the forward pass runs again. A graph that MLX traces does not contain this package's gradient,
-            which `mx.export_function` could not write; MLX then differentiates the graph itself. Default: `True`.
+        training (bool): `False` for inference. The forward pass then saves nothing for a gradient; a gradient that is
+            asked for all the same runs the forward pass again. With `False`, a graph that MLX traces does not contain
+            this package's gradient, because `mx.export_function` could not write it; MLX differentiates the graph
+            itself. Default: `True`.
         checkpoint_every (int or str, optional): gradient checkpointing. In training, save only the states of every
             K-th step; the gradient recomputes K steps at a time. The result is exact. The memory holds K steps and
             T / K states instead of the gates and cell states of all steps, besides the outputs that the caller holds;

@@ -1,4 +1,5 @@
-"""`pointwise`: run a cell of the user's own, arithmetic on each unit alone, on the engines of this package."""
+"""The function `pointwise`: run a recurrent cell that the user wrote on the engines of this package. The cell's
+arithmetic treats each hidden unit by itself."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,8 +50,8 @@ def pointwise(
     arrays without values; engines run code generated from it. So it must not depend on anything but its arguments and
     constant numbers; an array from around it is refused. The page "Your own cell" lists the operations.
 
-    With the equations of an LSTM in `cell`, it equals `lstm`. It computes the same as `recurrent` with a step that
-    computes a and calls `cell`, which runs any function, but far slower.
+    With the equations of an LSTM in `cell`, it equals `lstm`. `recurrent` with a step that computes a and calls `cell`
+    gives the same results. It accepts any function, but is far slower.
 
     Args:
         cell (callable): `cell(a, state, *inputs, *params) -> state`. a: a tuple of G arrays [B, H], one per gate.
@@ -69,9 +70,9 @@ def pointwise(
         mask (array, optional): factor on h[t-1] as it enters the product, as in `lstm`.
         keep (array, optional): factor on all states before a step, as in `lstm`.
         hold (array or list, optional): steps at which an item's state is carried unchanged, as in `lstm`.
-        lengths (integer array or list, optional): [B], each in 0..T. Past its end an item's h is 0, its state is
-            carried unchanged and its input is not read. On engine `"ops"` the derivative of `cell` must be finite at
-            zeros in the input.
+        lengths (integer array or list, optional): [B], the number of steps of each item, 0..T. After the end of an item
+            its h is 0, its state is carried unchanged and its input is not read. On engine `"ops"` the derivative of
+            `cell` must be finite at zeros in the input.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`.
         bidirectional (bool): run both directions. The arrays then hold the forward direction first: Wx [2 G H, I], Wh
             [2, G H, H], b [2 G H], states [B, 2H], inputs [T, B, 2H], params [2H]. Default: `False`.
@@ -129,14 +130,15 @@ def pointwise(
 
 
 def directions(apart: object, bidirectional: object) -> int:
-    """Check the flags on which the shapes depend. Return the number of directions."""
+    """Check the flags `apart` and `bidirectional`. Return the number of directions, 1 or 2."""
     check_flag(OP, "apart", apart)
     check_flag(OP, "bidirectional", bidirectional)
     return 2 if bidirectional else 1
 
 
 def listed(name: str, arrays: Any) -> list[mx.array]:
-    """Return a tuple or list of arrays as a list. Raise an error for anything else."""
+    """Check that `arrays` is a tuple or list of MLX arrays. Return it as a list. name: the argument's name in
+    errors."""
     if not isinstance(arrays, (tuple, list)):
         fail(OP, f"{name} must be a tuple or list of arrays", type(arrays).__name__)
     for k, array in enumerate(arrays):
@@ -146,7 +148,8 @@ def listed(name: str, arrays: Any) -> list[mx.array]:
 
 
 def check_states(state: Any, D: int) -> tuple[list[mx.array], int, int]:
-    """Check the first states. Return them as a list, the batch size and H."""
+    """Check the first states. Return (states, B, H): the states as a list, the batch size, and the number of hidden
+    units. D: the number of directions."""
     states = listed("state", state)
     if not states:
         fail(OP, "state must have at least one array, h,", "none")
@@ -160,7 +163,8 @@ def check_states(state: Any, D: int) -> tuple[list[mx.array], int, int]:
 
 
 def check_sequences_of(inputs: Any, x: Any, width: int) -> list[mx.array]:
-    """Check the inputs of each step. Return them in the dtype of x and the shape [T, B, width]."""
+    """Check the argument `inputs`: arrays with values for each time step. Return them as a list, each in the dtype
+    of x and broadcast to [T, B, width]. width: the units of all directions."""
     check_array(OP, "x", x, ["T", "B", "I"])
     shape, whole = (*x.shape[:2], width), []
     for k, array in enumerate(listed("inputs", inputs)):
@@ -174,7 +178,8 @@ def check_sequences_of(inputs: Any, x: Any, width: int) -> list[mx.array]:
 
 
 def check_params(params: Any, width: int) -> list[mx.array]:
-    """Return the parameters as a list, each of which must have the shape [width]."""
+    """Check that each parameter has the shape [width]. Return the parameters as a list. width: the units of all
+    directions."""
     arrays = listed("params", params)
     for k, array in enumerate(arrays):
         check_array(OP, f"params[{k}]", array, [width], None, ", one number per unit,")
@@ -182,7 +187,8 @@ def check_params(params: Any, width: int) -> list[mx.array]:
 
 
 def gates_of(x: mx.array, Wx: Any, Wh: Any, width: int, apart: bool) -> int:
-    """Return the number of gates, from the rows of Wx or the width of x. width: D H."""
+    """Check the shape of Wx or of the projected x. Return the number of gates, which is its rows or features divided
+    by `width`, the units of all directions."""
     if Wx is not None:
         check_array(OP, "Wx", Wx, ["G H", x.shape[-1]], x.dtype)
     rows = x.shape[-1] if Wx is None else Wx.shape[0]
@@ -195,7 +201,8 @@ def gates_of(x: mx.array, Wx: Any, Wh: Any, width: int, apart: bool) -> int:
 
 
 def side_by_side(arrays: list[Array], D: int) -> Array | None:
-    """Return arrays [..., D H] as one, [..., D n H], in which each direction has its n arrays side by side."""
+    """Join n arrays [..., D H] into one [..., D n H], in which the n arrays of each direction lie side by side. D:
+    the number of directions. Return None if there are no arrays."""
     if len(arrays) < 2:
         return arrays[0] if arrays else None
     if D == 1:
@@ -206,7 +213,7 @@ def side_by_side(arrays: list[Array], D: int) -> Array | None:
 
 
 def apart_again(joined: Array | None, n: int, D: int) -> list[Array]:
-    """Return the n arrays that `side_by_side` joined."""
+    """Return the n arrays that `side_by_side` joined into one. D: the number of directions."""
     if joined is None or n < 2:
         return [] if joined is None else [joined]
     if D == 1:

@@ -51,8 +51,8 @@ class QuantizedLayer(nn.Module):
 
         The float layer has the class that `from_layer` takes, such as `mlx_lstm.nn.LSTM`, and computes the same
         results. All its parameters can be trained. This layer stays as it is. Quantizing the new layer in the same way
-        gives this layer's weights again, up to rounding. The dtype is that of the scales; of the modes without biases,
-        whose scales are codes, float32.
+        gives this layer's weights again, up to rounding. The float weights have the dtype of the scales. In modes
+        without biases the scales are codes, and the float weights are float32.
         """
         new = self.of.__new__(self.of)
         nn.Module.__init__(new)

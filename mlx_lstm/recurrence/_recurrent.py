@@ -52,9 +52,10 @@ def recurrent(
         hold (array or list, optional): bool or integers, broadcastable to [T, B]: steps at which an item's state is
             carried unchanged (`keep` still applies), its outputs are 0 and its input is not read. Steps past an item's
             end are not held.
-        lengths (integer array or list, optional): [B], each in 0..T. Past its end an item's outputs are 0, its state is
-            carried unchanged and its input is not read: `step` gets zeros there, at which its derivative must be
-            finite. With `reverse` the item starts at its end. Under `mx.compile` the range is not checked.
+        lengths (integer array or list, optional): [B], the number of steps of each item, 0..T. After the end of an item
+            its outputs are 0, its state is carried unchanged and its input is not read: `step` gets zeros instead, at
+            which its derivative must be finite. With `reverse` the item starts at its end. Under
+            `mx.compile` the range is not checked.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`. For both
             directions call twice and concatenate the outputs.
         checkpoint_every (int or str, optional): for a gradient, save the states of every K-th step only, and run K

@@ -96,8 +96,8 @@ class Stepper:
         """Prepare a stream with states 0. Only the layers call this.
 
         op: the name in errors. read: returns the layers' cells and parameters. holders: the dicts or objects that hold
-        the arrays which `read` reads. batch: the sizes of the batch axes. is_stack: the states have a first axis, one
-        row per layer, also for one layer.
+        the arrays which `read` reads. batch: the sizes of the batch axes. is_stack: whether the states have a first
+        axis with one entry per layer, even for a single layer.
         """
         self._op, self._read, self._is_stack = op, read, is_stack
         self._holders = [holder if isinstance(holder, dict) else vars(holder) for holder in holders]
@@ -228,7 +228,7 @@ class Stepper:
         return sum(map(len, self._holders)) != self._count  # a parameter is new
 
     def _prepare_again(self) -> None:
-        """Take over changed parameters. The states stay."""
+        """Read the changed parameters, check them and choose an engine again. The states stay as they are."""
         new = Stepper(self._op, self._read, self._holders, batch=self._batch, is_stack=self._is_stack)
         states, zeros = self._states(), new._states()
         sizes = [[layer.shape for layer in layers] for layers in states.values()]
@@ -262,7 +262,7 @@ class Stepper:
         return as_numpy(value) if isinstance(value, mx.array) else value
 
     def _factors(self, keep: Any) -> np.ndarray:
-        """Check the option `keep`. Return the factors [B]."""
+        """Check the option `keep` (a factor on the states). Return it as an array [B], with all batch axes in one."""
         array = self._real("keep", keep)
         if not broadcasts(array.shape, self._batch):
             fail(self._op, f"keep must broadcast to {list(self._batch)}", f"shape {list(array.shape)}")
@@ -315,13 +315,15 @@ def plan(op: str, cell: Cell, parameters: dict[str, Any], engine: str | None, B:
 
 
 def numpy_views(plan: Plan) -> Views:
-    """Return the parameters as the engine `numpy` reads them: float32 or float64, in memory that nobody changes."""
+    """Return a layer's parameters as the engine `numpy` reads them: float32 or float64 arrays of NumPy, in memory
+    that MLX does not overwrite."""
     arrays = dequantized(plan.problem.packing, for_engine("numpy", plan.arrays))
     return views({name: mx.stop_gradient(array) for name, array in arrays.items()})
 
 
 def launches_of(plan: Plan) -> tuple[Launch, Launch]:
-    """Return what a layer needs at every step without and with the option `keep`, for an engine other than `numpy`."""
+    """Return what a layer needs at every step, for an engine other than `numpy`: one record for steps without the
+    option `keep` (a factor on the states), and one for steps with it."""
     launch = launch_of(plan.choice.engine, plan.problem, plan.arrays)
     return launch, launch._replace(problem=plan.with_keep)
 

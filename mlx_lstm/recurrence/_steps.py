@@ -185,8 +185,9 @@ class Steps(NamedTuple):
         return self.taken(rows, mx.where(selected, times, self.T))
 
     def carried(self, states: Array, first: Array, live: Array, ran: Array, back: bool) -> Array:
-        """Return [T, B, .]: the latest state of one direction at every step, held steps included. `ran` [T, B]
-        counts the steps that have run up to each time index."""
+        """Return [T, B, .]: the latest state of one direction at every step, held steps included. states: the
+        engine's states, running steps in front. first: the first state. ran [T, B]: how many steps have run up to
+        each time index. back: whether the direction runs in reverse."""
         if not back:
             return self.taken(mx.concatenate([first, states]), ran)
         # The number of running steps before this time: in the engine's output the index of this step, if it runs, or

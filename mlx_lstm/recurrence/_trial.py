@@ -17,8 +17,8 @@ from ..engines.problem import Chunks, Cut, Limits, Problem
 
 STEPS = 3
 JOINING_STEPS, JOINING_LEFT = 10, 9
-"""For a trial of kernels that join the output arrays of several steps into one: the number of steps, and the limit
-on separate arrays. With these values one launch joins as many arrays as it can."""
+"""The number of steps of a trial: STEPS, or JOINING_STEPS for kernels that join the output arrays of several steps into
+one. Then JOINING_LEFT is the limit on separate arrays. With these values one launch joins as many arrays as it can."""
 
 SMALL = 8
 """Metal binds arrays with fewer elements than this in another address space, which makes a different kernel."""
@@ -115,9 +115,9 @@ def trial_of(engine: str, problem: Problem) -> Trial:
 
 
 def neighbours(engine: str, problem: Problem) -> list[Trial]:
-    """Return the trials of calls that will probably follow a call of this problem: evaluation after training, and for
-    a single step the same step with first states. They share kernels with the problem's own trial, so trying them in
-    one go costs less than a second go."""
+    """Return the trials of calls that will probably follow a call of this problem. Training is followed by
+    evaluation, and a single step without first states by a single step with them. These calls share kernels with the
+    problem's own trial, so one request for all of them takes less time than two requests."""
     if problem.cotangents is not None:
         return []
     if problem.training and not problem.plain:
@@ -148,8 +148,9 @@ def without_numbers(cell: AnyCell) -> AnyCell:
 
 
 def rows_of(problem: Problem) -> int:
-    """Return how many batch items a threadgroup of `fused` computes. The number depends on the batch and on the GPU's
-    cores. A trial asks for it directly, so that its own batch is small."""
+    """Return how many batch items a threadgroup of `fused` computes for this problem. The number depends on the
+    batch size and on the number of GPU cores. A trial asks the engine for this number directly, so the trial's own
+    batch can be small."""
     if problem.cut:
         return problem.cut.rows
     bare = fused.readable(problem, problem.names, problem.dtype)
@@ -158,8 +159,8 @@ def rows_of(problem: Problem) -> int:
 
 
 def smallest_pointwise(problem: Problem) -> tuple[int, int, int]:
-    """Return (B, H, P) of the trial of the kernels of a cell of the user's own: the smallest batch with the same
-    tiling."""
+    """Return (B, H, P) of the trial for a cell written by the user. B is the smallest batch size for which threads
+    divide the work as they do for the problem. H and P stay the same."""
 
     cell = pointwise.own_cell(problem)
 

@@ -99,7 +99,7 @@ def show_predictions(options: argparse.Namespace) -> int:
 
 
 def cells_of(line: Counted) -> list[str]:
-    """Return the printed cells of one line of the table of machine code."""
+    """Return the values of one line of machine_code.csv as texts, one for each column of the printed table."""
     ratio = line.instructions / line.multiply_adds if line.multiply_adds else 0.0
     values = line._asdict() | {"ratio": f"{ratio:.2f}"}
     return [f"{values[name]:g}" if isinstance(values[name], float) else str(values[name]) for name in COLUMNS]

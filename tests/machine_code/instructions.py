@@ -23,8 +23,8 @@ KINDS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
 
 
 def has_product(launch: Launch) -> bool:
-    """Return whether the launch runs one of our kernels that computes a recurrent product. The kernel that only
-    rearranges weights for `fused` does not compute one."""
+    """Return whether the launch runs one of our kernels that multiply by the recurrent weights. The kernel that only
+    rearranges weights for `fused` is not one of them."""
     reads = any(buffer.name in WEIGHTS for buffer in launch.reads)
     return launch.ours and reads and "_fused_arrange" not in launch.name
 
@@ -171,8 +171,8 @@ def counted(launch: Launch, problem: Problem) -> tuple[Counted, bool]:
 
 def products(line: Counted) -> int:
     """Return how many multiply-adds of one loop iteration belong to the product. Multiply-adds that unpack quantized
-    weights are left out. Kernels for few batch rows handle 16 or 32 weights of each column per iteration, as their
-    shader says."""
+    weights are left out. Kernels for few batch rows multiply 16 or 32 weights of each column per iteration; their
+    shader defines this number."""
     packed = re.search(r"_(affine|mxfp|nvfp)\d*_(\d)_bits$", line.kernel)
     if not packed:
         return line.multiply_adds

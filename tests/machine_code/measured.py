@@ -20,8 +20,9 @@ MLX = "mlx.nn.LSTM"
 
 
 class Time(NamedTuple):
-    """The measured and the predicted seconds of one pass of one layer. built, evaluated: the two parts of a call,
-    as (measured, predicted); measured is None if the report has the whole only. total: both parts together."""
+    """The measured and the predicted seconds of one pass of one layer. built, evaluated: the two parts of a call, as
+    (measured, predicted); measured is None if the report only has the time of the whole call. total: both parts
+    together."""
 
     size: Size
     which: str
@@ -106,14 +107,14 @@ def step_of_stepwise(find: Find) -> float | None:
 
 
 def backward_over_forward(find: Find) -> float | None:
-    """Return the time of the backward pass of `fused` over the time of its forward pass."""
+    """Return the ratio of two times of `fused`: that of the backward pass divided by that of the forward pass."""
     at = Size(1024, 1, 64, 64), "fused"
     forward, both = (find(*at, which, "float32", 1) for which in ("forward", "backward"))
     return None if forward is None or both is None else quotient(both - forward, forward)
 
 
 def narrow_over_wide(find: Find) -> float | None:
-    """Return the time of `fused` in float16 over its time in float32."""
+    """Return the ratio of two times of `fused`: that in float16 divided by that in float32."""
     at = Size(64, 32, 128, 128), "fused", "backward"
     return quotient(find(*at, "float16", 1), find(*at, "float32", 1))
 

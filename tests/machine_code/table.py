@@ -53,8 +53,8 @@ BATCH_OF_ROWS = {1: 1, 2: 32, 4: 64, 8: 128}
 
 @cache
 def defaults() -> frozenset[Case]:
-    """Return the layers whose kernels of `fused` may run by default, on a GPU with any number of cores. H is a
-    multiple of 32."""
+    """Return all layers with a multiple of 32 as H for which `fused` is the default engine on a GPU with some number
+    of cores."""
     found = set()
     for cell, dtype, H, B, cores in product(CELLS, DTYPES, range(32, WIDEST + 1, 32), BATCHES, CORES):
         if predict(CELLS[cell], DTYPES[dtype], B, H, cores).engine == "fused":

@@ -178,8 +178,9 @@ def test_instructions_of_every_kind_add_up():
 
 
 def test_kernels_of_default_sizes_stay_within_the_budget():
-    """Kernels of `fused` that may run by default, on a GPU with any number of cores, spill no register. From H = 96
-    on they take at most 2.7 instructions per multiply-add, with bfloat16 3.7, as its conversions are instructions."""
+    """Kernels of `fused` that are the default on a GPU with some number of cores spill no register. From H = 96 on
+    they take at most 2.7 instructions per multiply-add. With bfloat16 the limit is 3.7, because conversions from
+    bfloat16 are separate instructions."""
     lines = {line.text: line for line in table()}
     for kernel in kernels(defaults()):
         line = lines[kernel.text]

@@ -1,13 +1,14 @@
 """Predict how many bytes a launch moves and how long it takes on an Apple chip. No Mac has measured these times.
 
-A launch takes the longest of these: its instructions, its memory traffic, and its loads through caches. A core that
-has one threadgroup at a time also waits for the loads whose results the threadgroup needs at once; several
-threadgroups hide the waits of one another. The gap before a launch is `DEPENDENT` seconds if it waits for another
-launch, else `INDEPENDENT`.
+A launch takes as long as the slowest of these: executing its instructions, moving its data from and to memory, and
+loading through caches. A core that has one threadgroup at a time also waits for the loads whose results the
+threadgroup needs at once; several threadgroups hide the waits of one another. The gap before a launch is `DEPENDENT`
+seconds if it waits for another launch, else `INDEPENDENT`.
 
-A call whose results are evaluated at once takes the time to build its graph, then the sum of launches and gaps, or
-the time that MLX needs to encode the launches if that is longer, and `ROUND_TRIP`. Building and computing do not
-overlap, because MLX sends nothing to the GPU before the evaluation. The same rules apply to `mlx.nn.LSTM`.
+A call whose results are evaluated at once takes the sum of three times. First the CPU builds the graph. Then either
+the GPU runs all launches, with the gaps, or MLX encodes the launches, whichever takes longer. The third time is
+`ROUND_TRIP`. Building and computing do not overlap, because MLX sends nothing to the GPU before the evaluation. The
+same rules apply to `mlx.nn.LSTM`.
 """
 
 from math import ceil, prod
@@ -48,16 +49,17 @@ class Chip(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """The peak number of float32 operations per second. A core does 128 multiply-adds per cycle; one counts as
-        two operations."""
+        """Return the peak number of float32 operations per second. A core does 128 multiply-adds per cycle, and each
+        multiply-add counts as two operations."""
         return 256 * self.cores * self.clock
 
 
 CHIPS = (
-    # Clocks and cache sizes of the M1 and the M2 Max: metal-benchmarks (P. Turner). The clock of the M4s is computed
-    # from the 18.4 TFLOP/s that are published for 40 of their cores; the M3 Ultra's is assumed to be the M2 Max's. DRAM
-    # bandwidths: Apple. The M1's cache bandwidth: Chips and Cheese. The other cache bandwidths are estimated as twice
-    # the bandwidth of DRAM. The cache sizes of the M4, the M4 Pro and the M3 Ultra are assumed.
+    # Sources: metal-benchmarks (P. Turner) for clocks and cache sizes of the M1 and the M2 Max, Apple for the
+    # bandwidths of DRAM, Chips and Cheese for the M1's cache bandwidth. The clock of the M4s is computed from the
+    # 18.4 TFLOP/s that are published for 40 of their cores. Assumed: the M3 Ultra has the clock of the M2 Max, the
+    # other cache bandwidths are twice the bandwidth of DRAM, and the M4, the M4 Pro and the M3 Ultra have these cache
+    # sizes.
     Chip("M1", 8, 1.278e9, 68e9, 134e9, 8e6),
     Chip("M4", 10, 1.80e9, 120e9, 240e9, 8e6),
     Chip("M4 Pro", 20, 1.80e9, 273e9, 546e9, 24e6),
@@ -132,8 +134,8 @@ SPILL = 4 * 32
 
 
 def floor_bytes(launch: Launch, problem: Problem, *, weights: bool = True) -> float:
-    """Return the least bytes that a launch must move: the needed part of each input is read once, each output is
-    written once. `weights`: whether to include our kernels' recurrent weights."""
+    """Return the smallest number of bytes that a launch must move: the needed part of each input is read once, each
+    output is written once. `weights`: whether to include our kernels' recurrent weights."""
     reads = sum(reads_of(buffer, launch, problem)[0] for buffer in counted(launch, weights))
     return reads + sum(buffer.bytes for buffer in launch.writes)
 
@@ -229,8 +231,8 @@ def busiest(groups: int, together: int, work: float, waits: float) -> float:
 
 
 def wait_seconds(count: float, chip: Chip) -> float:
-    """Return the seconds from a load to its value, if the value is one of `count` bytes that kernels read again and
-    again."""
+    """Return the seconds from a load until its value arrives. Kernels load `count` bytes again and again, so `count`
+    decides which cache, or DRAM, the value comes from."""
     return WAITS["L2" if count <= L2_BYTES else "cache" if count < chip.cache_bytes / 2 else "DRAM"]
 
 
@@ -408,8 +410,8 @@ def step_seconds(
 
 
 def default_over_best(dtype: mx.Dtype, B: int, H: int, chip: Chip, cell: Cell = LSTM) -> float:
-    """Return the predicted time of the default engine and division of work, over the shortest predicted time of all
-    engines and divisions."""
+    """Return the ratio of two predicted times: that of the default engine and division of work, divided by the
+    shortest time of all engines and divisions."""
     times: dict[tuple[str, int], float | None] = {("stepwise", 0): step_seconds(dtype, B, H, chip, "stepwise", 0, cell)}
     for rows in (1, 2, 8 if fits_matrices(cell, H) else 4) if FUSED_LIMIT[cell.op] >= H else ():
         times["fused", rows] = step_seconds(dtype, B, H, chip, "fused", rows, cell)

@@ -103,7 +103,8 @@ def step_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, fl
     step of the array; a backward launch may also read a part of the step before."""
     T, op, kind = problem.T, problem.cell.op, kind_of(launch)
     step, later = buffer.bytes / T, (T - 1) / T
-    if buffer.name == "rows":  # the array with the row of a forward step; a backward step reads the gates in the row
+    # `rows` holds all that forward steps wrote, e.g. gates, c and h. A backward step reads the gates of one step.
+    if buffer.name == "rows":
         return twice(problem.cell.gates * problem.B * problem.directions * problem.H * itemsize(launch))
     if buffer.name == "states":
         own, before = STATES[op]

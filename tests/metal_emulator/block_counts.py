@@ -80,7 +80,7 @@ def read_notes(path: Path, source: str = "kernel.metal") -> list[FunctionBlocks]
     data = path.read_bytes()
     words = struct.unpack(f"<{len(data) // 4}I", data[: len(data) // 4 * 4])
     functions: list[FunctionBlocks] = []
-    position = 5 + words[3]  # magic, version, stamp, folder, flag
+    position = 5 + words[3]  # skip the header; its folder name takes words[3] words
     while position + 1 < len(words) and words[position]:
         tag, length = words[position], words[position + 1]
         body = words[position + 2 : position + 2 + length]

@@ -82,7 +82,7 @@ class EmulatedKernel:
         self._log(session, captured, grid, threadgroup, result)
         if result.findings and session.raise_on_findings:
             raise KernelError(name, result.findings)
-        if not result.outputs:  # the kernel never ran
+        if not result.outputs:  # a finding prevented the launch
             result.outputs = [np.full(b.size * b.dtype.itemsize, 0xFF, np.uint8) for b in buffers if b.output]
         typed = zip(result.outputs, call["output_shapes"], call["output_dtypes"], strict=True)
         return [to_mlx(raw, tuple(shape), dtype) for raw, shape, dtype in typed]
@@ -162,8 +162,8 @@ def metal_kernel(
 def install() -> None:
     """Make `mx.fast.metal_kernel` build emulated kernels from now on.
 
-    Use it in a conftest: kernels that the library builds and caches then work in every later `emulated_metal`, and
-    behave as MLX's own kernels outside of it.
+    Use it in a conftest. Kernels that the library builds and caches then work in every later `emulated_metal`
+    context, and behave as MLX's own kernels outside of such a context.
     """
     mx.fast.metal_kernel = metal_kernel
 

@@ -68,7 +68,7 @@ def _conditions(code: str) -> Iterator[tuple[int, int]]:
                 yield parts[0], parts[1]
         else:
             yield m.end(), end
-    for m in re.finditer(r"\s\?\s", code):  # the condition of a conditional expression
+    for m in re.finditer(r"\s\?\s", code):  # the condition of `a ? b : c` ends here
         start = max(code.rfind(c, 0, m.start()) for c in ";{}=,(")
         yield start + 1, m.start()
 

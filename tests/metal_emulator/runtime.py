@@ -10,7 +10,7 @@ import numpy as np
 
 from .toolchain import runtime_library
 
-# Numbers of `Kind` in runtime/findings.h.
+# {number: name} of the kinds of findings. The numbers are those of the enum `Kind` in runtime/findings.h.
 KINDS = dict(
     enumerate(
         (

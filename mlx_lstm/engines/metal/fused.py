@@ -44,7 +44,7 @@ SWEEPS = ("forward", "backward")
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """Run the forward pass. Return h [T, B, D H], gates [T, B, D G H] and hT [B, D H]; for an LSTM also c [T, B, D
-    H] and cT [B, D H], both in float32. Gates are returned only if the problem saves or returns them."""
+    H] and cT [B, D H], both in float32. Gates are returned only in training or if the caller asks for them."""
     dtype, mask = arrays["x"].dtype, whole_mask(problem, arrays)
     sweep = forward_sweep(problem, dtype, tuple(arrays), mask is not None and mask.shape[0] > 1)
     inputs: Inputs = {"mask": mask, "numbers": sweep.numbers}
@@ -184,7 +184,8 @@ VECTOR = "PackedVector<FIELD, GROUP, BIASED>"
 """The Metal type as which lanes read quantized weights."""
 
 LANE_FILES, QUANTIZED_FILES = ("fused_lanes",), ("quantized", "fused_quantized")
-"""The files of the product in lanes, and of quantized weights in it."""
+"""The shader files of the product in lanes (each lane multiplies a part of the weights), and the additional files for
+quantized weights."""
 
 ARRANGE_FILES = ("fused_matrix", "fused_arrange")
 """The shader files of the launches that copy weights into the order in which lanes read them. They serve the product
@@ -378,8 +379,8 @@ def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch:
 
 @cached
 def arrange_quantized(problem: Problem, names: tuple[str, ...], dtype: mx.Dtype) -> Launch:
-    """Return the launch that arranges quantized weights, [D, simdgroups, vectors, 32, 4 words];
-    metal/fused_arrange_quantized.metal."""
+    """Return the launch that copies quantized weights into the order in which lanes read them, [D, simdgroups,
+    vectors, 32, 4 words]. metal/fused_quantized.metal describes this order."""
     op, D, tiling = problem.cell.op, problem.directions, tiling_of("forward", problem, dtype)
     inputs = {"Wh": True, "Wh_scales": True, "Wh_biases": "Wh_biases" in names}
     outputs: Outputs = {"arranged": ((D, tiling.threads // 32, tiling.weights, 32, 4), mx.uint32)}
@@ -431,7 +432,7 @@ CYCLES = {"lanes": 0.018, "packed": 0.028, "matrices": 0.013}
 and the product of 8 x 8 matrices. The numbers come from machine code that Mesa's compiler generates for the M1."""
 
 WAIT = 840
-"""Cycles of a step in which a threadgroup waits for a barrier and for the cell: 0.6 us. Assumed."""
+"""The assumed number of cycles that a threadgroup waits at each step, for a barrier and for the cell: 0.6 us."""
 
 REGISTER_BYTES, BYTES_PER_CYCLE = 208 * 1024, 32
 """Published for the M1: the bytes of all registers of a GPU core, and the bytes that a core loads per cycle from its
@@ -577,8 +578,8 @@ def working_registers(cell: AnyCell, sweep: str, rows: int, packed: bool) -> int
 
 
 def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[str] = ()) -> FusedTiling:
-    """Return how a pass of this problem is divided among threads. names: the inputs of a launch, or None. Some
-    inputs need registers, so the division of a launch depends on its inputs."""
+    """Return how a pass of this problem is divided among threads. names: the names of a launch's inputs. Optional
+    inputs need additional registers, so the division depends on them."""
     more = sum(count for name, count in OPTION_REGISTERS.items() if name in names)
     packing = problem.packing if sweep == "forward" else None
     return fused_tiling(

@@ -1,7 +1,8 @@
-"""Engine `fused` for a cell of the user's own: the struct that metal/pointwise.metal describes, generated from the
-cell's graph, and the launches of the forward and the backward pass.
+"""Run a cell written by the user on the engine `fused`. This module generates the cell's Metal struct, which
+metal/pointwise.metal describes, from the graph of the cell's operations. It also builds the launches of the forward
+and the backward pass.
 
-Directions run one after the other in two launches, each on its part of the arrays.
+If a call runs both directions, they run one after the other, each on its part of the arrays.
 """
 
 from collections.abc import Collection
@@ -25,8 +26,9 @@ WORKING_REGISTERS = {
     "forward": {1: 44, 2: 64, 4: 92},
     "backward": {1: 48, 2: 68, 4: 108},
 }
-"""The number of registers that a thread needs besides its resident weights and those of further states, by pass and
-batch items of a threadgroup. The numbers come from the same source as `fused.WORKING_REGISTERS`."""
+"""The number of registers that a thread needs, by pass and batch items of a threadgroup. Not included are resident
+weights, and what grows with the cell's states, inputs, gates and parameters: `tiling_of` adds these. The numbers come
+from machine code that Mesa's compiler generates for the M1."""
 
 FILES = ("arrays", "cell", "fused", "fused_lanes", "pointwise")
 
@@ -42,32 +44,35 @@ INPUTS = {
 
 
 def lanes_of(cell: PointwiseCell) -> int:
-    """Return how many lanes share a unit."""
+    """Return how many lanes (GPU threads) share a hidden unit: 4, or 1 for a cell without a recurrent product."""
     return 4 if cell.recurrent else 1
 
 
 def scatters(cell: PointwiseCell) -> bool:
-    """Return whether each lane gets the recurrent product of its own gate only, which takes fewer additions."""
+    """Return whether each of a unit's four lanes gets the recurrent product of one gate only: lane k gets that of
+    gate k. Otherwise all lanes get the products of all gates, which takes more additions."""
     return cell.recurrent and cell.gates == 4 and not cell.graph.apart
 
 
 def gradient_nodes(graph: CellGraph) -> list[int]:
-    """Return the nodes whose values the backward pass stores: the gradients of the recurrent parts, then those of the
-    input's parts that differ."""
+    """Return the graph nodes whose values the backward pass stores. A preactivation has a recurrent part (from h)
+    and an input part (from x and b). First come the gradients of all recurrent parts, then the gradients of those
+    input parts that are different nodes."""
     products = graph.of_product()
     return [*products, *(n for n in dict.fromkeys(graph.gradients("x")) if n not in products)]
 
 
 def grouped(letter: str, nodes: list[int], lanes: int) -> list[tuple[str, list[int]]]:
-    """Return the registers in which lanes have nodes, as `Statements` takes them: register j has the nodes from
-    j * lanes."""
+    """Return registers as pairs (name, nodes), as `Statements` takes them. Register j has the name `letter` + j. Its
+    lane k holds node number j * lanes + k of `nodes`, or -1 if there are no more nodes."""
     parts = [nodes[start : start + lanes] for start in range(0, len(nodes), lanes)]
     return [(f"{letter}{j}", [*nodes, *[-1] * (lanes - len(nodes))]) for j, nodes in enumerate(parts)]
 
 
 @lru_cache(512)
 def struct_text(cell: PointwiseCell) -> str:
-    """Return the struct `Own` of a cell, which metal/pointwise.metal describes."""
+    """Return the Metal source of a cell's struct, which has the name `Own`. metal/pointwise.metal lists the members
+    of this struct."""
     graph, lanes = cell.graph, lanes_of(cell)
     numbers = {
         "GATES": graph.gates, "STATES": graph.states, "INPUTS": graph.inputs, "PARAMS": graph.params,
@@ -81,12 +86,12 @@ def struct_text(cell: PointwiseCell) -> str:
 
 
 def function_text(head: str, lines: list[str]) -> str:
-    """Return the source of a static function."""
+    """Return the source of a static Metal function. head: its name and parameters. lines: its statements."""
     return "static void " + head + " {\n" + "\n".join(lines) + "\n}\n"
 
 
 def of_lane(names: list[str], lanes: int) -> str:
-    """Return the expression that selects names[k] in lane k."""
+    """Return the Metal expression that has the value names[k] in lane k."""
     code = names[-1]
     for k in reversed(range(len(names) - 1)):
         code = f"lane == {k} ? {names[k]} : {code}" if lanes > 1 else names[0]
@@ -94,7 +99,8 @@ def of_lane(names: list[str], lanes: int) -> str:
 
 
 def own_blocks_text(graph: CellGraph, lanes: int) -> str:
-    """Return the function that selects a lane's blocks of the states besides h."""
+    """Return the source of the Metal function `own_blocks`. From all states s it selects those that the lane stores,
+    and writes them to c. h, the first state, is not among them."""
     names = [f"s[{k}]" for k in range(1, graph.states)]
     parts = [names[start : start + lanes] for start in range(0, len(names), lanes)]
     lines = [f"c[{j}] = {of_lane(part, lanes)};" for j, part in enumerate(parts)]
@@ -102,7 +108,8 @@ def own_blocks_text(graph: CellGraph, lanes: int) -> str:
 
 
 def forward_text(cell: PointwiseCell) -> str:
-    """Return the function of one forward step. s: on entry the states before it, on return the new ones."""
+    """Return the source of the Metal function that computes one forward step. Its parameter s holds the states: on
+    entry those before the step, on return the new ones."""
     graph, lanes = cell.graph, lanes_of(cell)
     lines: list[str] = []
     number, gates = graph.number, [graph.number.get(f"x{k}", -1) for k in range(graph.gates)]
@@ -132,12 +139,14 @@ def forward_text(cell: PointwiseCell) -> str:
 
 
 def backward_text(cell: PointwiseCell) -> str:
-    """Return the function of one backward step.
+    """Return the source of the Metal function that computes one backward step. These are its parameters:
 
-    y: the lane's saved blocks. h, c: h and the lane's blocks of the other states before the step, which the cell sees
-    times `factor`. now: on entry the states after the step, on return the states before it. back: on entry the
-    gradients of the states after the step, on return those of the states that the cell saw, past the product. d: the
-    lane's blocks of the gradients that `gradient_nodes` lists.
+    y: the lane's part of the numbers that the forward pass saved. h, c: h before the step, and the lane's part of
+    the other states before the step. factor: the value of `keep`; the forward step multiplied the states by it. u,
+    w: the inputs of the step, and the parameters. now: on entry the states after the step, on return those before
+    it. back: on entry the gradients of the states after the step; on return the gradients of the multiplied states,
+    without the part that flows through the recurrent product. d: the lane's part of the gradients that
+    `gradient_nodes` lists. du, dw: the gradients of u and w.
     """
     graph, lanes = cell.graph, lanes_of(cell)
     after, number = graph.known_after(), graph.number
@@ -202,8 +211,8 @@ def tiling_of(sweep: str, cell: PointwiseCell, B: int, H: int, itemsize: int) ->
 
 @lru_cache(256)
 def arrangement(sweep: str, cell: PointwiseCell, H: int, tiling: FusedTiling) -> mx.array:
-    """Return for each weight in the order in which lanes read them its place in Wh [G H, H], flattened; padding has the
-    place G H H, where the caller appends a zero. metal/fused_lanes.metal describes the order."""
+    """Return, for each weight in the order in which the lanes read them, its index in the flattened Wh [G H, H].
+    Padding has the index G H H, where the caller appends a zero. metal/fused_lanes.metal describes the order."""
     back, G = sweep == "backward", cell.gates
     lanes, units = lanes_of(cell), tiling.units
     index, vector, e = np.ogrid[: tiling.threads, : tiling.weights, :4]
@@ -219,7 +228,7 @@ def arrangement(sweep: str, cell: PointwiseCell, H: int, tiling: FusedTiling) ->
 
 
 def arranged(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
-    """Return the weights in the order in which lanes read them."""
+    """Return the recurrent weights Wh in the order in which the lanes of a pass read them, with zeros as padding."""
     cell = own_cell(problem)
     tiling = tiling_of(sweep, cell, problem.B, problem.H, Wh.dtype.size)
     padded = mx.concatenate([Wh.reshape(-1), mx.zeros((1,), Wh.dtype)])
@@ -227,7 +236,7 @@ def arranged(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
 
 
 def own_cell(problem: Problem) -> PointwiseCell:
-    """Return the cell of the problem."""
+    """Return the problem's cell, which must be a cell written by the user (a `PointwiseCell`)."""
     assert isinstance(problem.cell, PointwiseCell)
     return problem.cell
 
@@ -236,7 +245,8 @@ def own_cell(problem: Problem) -> PointwiseCell:
 
 
 def division(problem: Problem, differ: bool) -> list[tuple[int, mx.array]]:
-    """Return, for each launch in the order of processing, its number of steps and its array of sizes."""
+    """Return, for each launch in the order of processing, its number of steps and its array of sizes. differ:
+    whether each step has its own mask."""
     T, B = problem.T, problem.B
     groups = B // tiling_of("forward", own_cell(problem), B, problem.H, 4).rows
     steps = max(1, problem.limits.launch_steps // max(1, groups // FEWEST_CORES))
@@ -245,7 +255,8 @@ def division(problem: Problem, differ: bool) -> list[tuple[int, mx.array]]:
 
 
 def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, steps: int, names: Collection[str]) -> Outputs:
-    """Return the shape and dtype of each output, or None for those that are not written."""
+    """Return the shape and dtype of each output of a launch by name, or None for an output that is not written.
+    steps: the number of steps that the launch runs. names: the names of the launch's inputs."""
     cell, B, H, floats = own_cell(problem), problem.B, problem.H, mx.float32
     graph, C = cell.graph, cell.carried
 
@@ -266,8 +277,8 @@ def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, steps: int, names:
 
 @cached
 def sweep_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], differ: bool) -> tuple[Part, ...]:
-    """Return the launches of a pass. names: the inputs that this call has. differ: whether each step has a mask of its
-    own."""
+    """Return the launches of a forward or backward pass. names: the names of the inputs that this call has. differ:
+    whether each step has its own mask."""
     back, pieces = sweep == "backward", division(problem, differ)
     first = {*names, "sizes"}
     later = (
@@ -285,7 +296,8 @@ def sweep_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: tuple[str, ..
 def prepared_part(
     sweep: str, problem: Problem, dtype: mx.Dtype, present: Collection[str], steps: int, sizes: mx.array
 ) -> Part:
-    """Return one launch that runs `steps` steps of a pass. present: the inputs that it has."""
+    """Return one launch that runs `steps` steps of a forward or backward pass. present: the names of the inputs that
+    it has."""
     cell = own_cell(problem)
     text, tiling = struct_text(cell), tiling_of(sweep, cell, problem.B, problem.H, dtype.size)
     inputs = {name: name in present for name in INPUTS[sweep]}
@@ -297,7 +309,7 @@ def prepared_part(
     body = struct_of(fields) + f"threadgroup vec<float, 4> vectors[{max(1, tiling.bytes // 16)}];\n"
     body += f"pointwise_{sweep}<Own, {', '.join(template)}>(a, vectors, threadgroup_position_in_grid.xy, "
     body += "thread_position_in_threadgroup.x, threads_per_threadgroup.x);"
-    # MLX caches compiled code by the kernel's name, so the name contains the text of the cell.
+    # MLX caches compiled code by the kernel's name, so the name contains a hash of the cell's source.
     name = f"pointwise_{blake2b(text.encode(), digest_size=8).hexdigest()}_fused_{sweep}"
     groups = (-(-problem.B // tiling.rows), 1)
     shaders = (*FILES, f"pointwise_{sweep}")
@@ -309,7 +321,8 @@ def prepared_part(
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """Run the forward pass. Return h [T, B, D H], gates [T, B, D K H], hT [B, D H] and, with more states, c and cT."""
+    """Run the forward pass. Return h [T, B, D H], hT [B, D H], and gates [T, B, D K H]: the K numbers per unit that
+    the backward pass needs. If the cell has states besides h, also return them as c and cT."""
     if problem.bidirectional:
         return join([forward(one_direction(problem, d), part(arrays, d)) for d in range(2)])
     mask = whole_mask(problem, arrays)
@@ -326,7 +339,8 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 
 
 def given(problem: Problem, arrays: Arrays, mask: mx.array | None) -> Inputs:
-    """Return the inputs that both passes read, by the names of the kernels."""
+    """Return the arrays of the call that the kernels of both passes read, by the kernels' names of their inputs.
+    mask: the result of `whole_mask`."""
     inputs: Inputs = {"mask": mask}
     for name in ("h0", "inputs", "params", "lengths"):
         if name in arrays:
@@ -362,7 +376,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
 
 def gradients_after(problem: Problem, cell: PointwiseCell, arrays: Arrays, saved: Arrays, swept: Arrays) -> Arrays:
-    """Return the gradients of all arrays, from the results of the kernels: products and sums over all steps."""
+    """Return the gradients of all arrays. They are computed from the results of the backward kernels (`swept`) with
+    products and sums over all steps. saved: the outputs of the forward pass."""
     graph, G, H = cell.graph, cell.gates, problem.H
     d, stored = swept["d"], gradient_nodes(graph)
     x = [stored.index(n) for n in graph.gradients("x")]
@@ -391,8 +406,9 @@ def gradients_after(problem: Problem, cell: PointwiseCell, arrays: Arrays, saved
 
 
 def product_gradients(problem: Problem, arrays: Arrays, h: mx.array, dp: mx.array) -> Arrays:
-    """Return the gradients of Wh and mask, and the part of the gradient of `keep` that comes through the product. h
-    [T, B, H]: h before each step. dp [T B, G H]: the gradient of the recurrent product."""
+    """Return the gradients of Wh and mask, and the part of the gradient of `keep` (the factor on the states) that
+    flows through the recurrent product. h [T, B, H]: h before each step. dp [T B, G H]: the gradient of the
+    recurrent product."""
     lengths, mask = arrays.get("lengths"), arrays.get("mask")
     h = ops.without_padding(lengths, h)
     kept = ops.times_keep(arrays, h)

@@ -17,14 +17,15 @@ JOINED = (16, 8)
 """How many arrays one launch joins: 16 if Metal can bind them beside the launch's other arrays, else 8."""
 
 BOUND = 31
-"""How many arrays Metal binds to a launch."""
+"""The largest number of arrays that Metal binds to one launch."""
 
 LEFT = 20
-"""How many arrays may be left after the last step, with rows of all kinds."""
+"""How many arrays of rows may remain after the last step. With a projection both kinds of rows share this number."""
 
 
 class Join(NamedTuple):
-    """A join of neighbouring arrays: the index of the first array, and the number of rows of each."""
+    """A plan to join neighbouring arrays of rows into one array: the index of the first array, and the number of
+    rows in each."""
 
     first: int
     steps: tuple[int, ...]
@@ -91,7 +92,7 @@ class Rows:
         self.steps: tuple[int, ...] = ()
 
     def plan(self, most: int) -> None:
-        """Plan what each launch joins: at most `most` arrays."""
+        """Plan which arrays each launch joins. A launch joins at most `most` arrays."""
         plan, self.steps = joins(self.T, self.left, most)
         self.joins = iter(plan)
 

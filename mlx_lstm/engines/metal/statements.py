@@ -1,8 +1,9 @@
-"""Metal statements that compute the nodes of a cell's graph, for lanes that share a hidden unit.
+"""Generate the Metal statements that compute the nodes of a cell's graph. The lanes (GPU threads) that share a
+hidden unit run these statements together.
 
-With four lanes per unit, functions that take many instructions are computed by one lane each, at the same time: the
-four gates of an LSTM cost one activation. A "bundle" is a register in which lane k has the node number k of a list.
-Every other value is the same in all lanes of the unit.
+With four lanes per unit, each lane computes a different one of the costly functions at the same time: the
+activations of an LSTM's four gates take as long as one activation. A "bundle" is a register that holds a different
+node in each lane: lane k holds node number k of a list. Every other value is the same in all lanes of the unit.
 """
 
 from collections.abc import Sequence
@@ -24,19 +25,21 @@ OPERATIONS = {
     "gt": "{} > {}", "ge": "{} >= {}", "lt": "{} < {}", "le": "{} <= {}", "eq": "{} == {}", "ne": "{} != {}",
     "and": "{} && {}", "or": "{} || {}", "not": "!{}", "float": "({} ? 1.0f : 0.0f)", "select": "({} ? {} : {})",
 }  # fmt: skip
-"""The Metal expression of each operation. `squash` is in metal/cell.metal, `own_...` in metal/pointwise.metal."""
+"""The Metal expression of each operation of a graph. metal/cell.metal defines the function `squash`, and
+metal/pointwise.metal the functions `own_...`."""
 
 COSTLY = ("tanh", "sigmoid", "exp", "log", "log2", "log10", "log1p", "expm1", "erf", "logaddexp", "pow")
 COSTLY += ("sin", "cos", "tan", "sinh", "cosh", "asin", "acos", "atan", "asinh", "acosh", "atanh", "atan2")
 COSTLY += ("sqrt", "rsqrt")
-"""Operations that take so many instructions that lanes divide them among themselves."""
+"""Operations that take many instructions. The lanes of a unit divide these operations among themselves."""
 
 ALIKE = ({"tanh", "sigmoid"}, *({op} for op in COSTLY if op not in ("tanh", "sigmoid")))
-"""Sets of operations that one statement computes, each in a lane of its own: `squash` is tanh or sigmoid."""
+"""Sets of operations that one statement can compute together, each in a different lane. tanh and sigmoid are in one
+set, because the function `squash` computes both."""
 
 
 def literal(value: float) -> str:
-    """Return a number as Metal writes it."""
+    """Return a number as a float literal of Metal."""
     number = np.float32(value)
     if np.isnan(number):
         return "NAN"
@@ -47,10 +50,12 @@ def literal(value: float) -> str:
 
 
 class Statements:
-    """Writes statements for LANES lanes of a unit, 4 or 1."""
+    """A generator of Metal statements for the lanes of one unit. lanes: how many lanes share the unit, 4 or 1.
+    lines: the statements generated so far."""
 
     def __init__(self, graph: CellGraph, lanes: int, uniform: dict[int, str], bundles: list[tuple[str, list[int]]]):
-        """uniform: the names of values that all lanes have. bundles: registers (name, the node of each lane)."""
+        """Create a generator. uniform: the variable of each node that all lanes already have. bundles: the registers
+        that hold a different node in each lane, as pairs (name, the node of each lane)."""
         self.graph, self.lanes = graph, lanes
         self.uniform, self.bundles = dict(uniform), list(bundles)
         self.lines: list[str] = []
@@ -60,22 +65,25 @@ class Statements:
             self.uniform |= {n: name for name, nodes in bundles for n in nodes[:1]}
 
     def new(self, n: int, code: str) -> str:
-        """Write a statement that declares a value of the type of node n. Return its name."""
+        """Append a statement that declares a variable with the value `code` and the type of node n: bool or float.
+        Return the variable's name."""
         name = next(self.names)
         kind = "bool" if self.graph.nodes[n].op in CONDITIONS else "float"
         self.lines.append(f"const {kind} {name} = {code};")
         return name
 
     def is_known(self, n: int) -> bool:
-        """Return whether a node has a value already."""
+        """Return whether node n needs no new statement, because it is a constant or some lane already has its value."""
         return n in self.uniform or self.graph.nodes[n].op == "const" or self.place(n) is not None
 
     def place(self, n: int) -> tuple[str, int] | None:
-        """Return the register and the lane that has a node, or None."""
+        """Return (name, lane): the register that holds node n, and the lane that has it there. Return None if no
+        register holds node n."""
         return next(((name, nodes.index(n)) for name, nodes in self.bundles if n in nodes), None)
 
     def everywhere(self, n: int) -> str:
-        """Return the name of a value that all lanes have, or write the statements that compute it."""
+        """Return an expression that has the value of node n in all lanes: a variable or a literal. Append the
+        statements that compute the variable, if there is none yet."""
         node, place = self.graph.nodes[n], self.place(n)
         if n in self.uniform:
             return self.uniform[n]
@@ -88,8 +96,9 @@ class Statements:
         return self.uniform[n]
 
     def divide_work(self, outputs: Sequence[int]) -> None:
-        """Write the costly operations that the outputs need, level by level: the operations of a level do not need each
-        other, so that up to four of a kind run at the same time, one per lane."""
+        """Append statements for the costly operations that the outputs need, one level after the other. The
+        operations of a level do not depend on each other, so up to four of a kind run at the same time, one per
+        lane."""
         if self.lanes == 1:
             return
         nodes, level = self.graph.nodes, dict[int, int]()
@@ -107,8 +116,8 @@ class Statements:
                     group = group[4:]
 
     def compute_together(self, group: list[int]) -> None:
-        """Write one statement that computes up to four operations, each in the lane that has its operand, if there is
-        one."""
+        """Append one statement that computes up to four operations, each in a different lane. An operation gets the
+        lane that holds its operand, if there is such a lane and it is free."""
         nodes, lane_of = self.graph.nodes, dict[int, int]()
         for n in group:
             home = self.home(n)
@@ -128,11 +137,12 @@ class Statements:
         self.bundles.append((self.new(group[0], code), [-1 if n is None else n for n in wanted]))
 
     def condition(self, lanes: list[int]) -> str:
-        """Return the expression that is true in these lanes."""
+        """Return the Metal expression that is true in these lanes and false in all others."""
         return " || ".join(f"lane == {k}" for k in lanes)
 
     def home(self, n: int) -> int | None:
-        """Return a lane that has a value from which node n is computed, if only one lane has it."""
+        """Return the lane that holds a value from which node n is computed, if not all lanes have this value. Return
+        None if there is no such value."""
         for k in needed(self.graph.nodes, [n], self.uniform):
             place = self.place(k)
             if place is not None and k not in self.uniform:
@@ -140,14 +150,15 @@ class Statements:
         return None
 
     def merge(self, wanted: Sequence[int | None]) -> str:
-        """Return a register in which lane k has the node wanted[k], or anything if that is None."""
+        """Return the name of a register that holds node wanted[k] in lane k, or any value if wanted[k] is None.
+        Append the statements that compute the register, if there is none yet."""
         key = tuple(wanted)
         if key not in self.merged:
             self.merged[key] = self.merge_new(wanted)
         return self.merged[key]
 
     def merge_new(self, wanted: Sequence[int | None]) -> str:
-        """Write the statements of a register with other nodes in other lanes; see `merge`."""
+        """Do the work of `merge` for nodes that no earlier call wanted together."""
         nodes, lanes = self.graph.nodes, [k for k, n in enumerate(wanted) if n is not None]
         of = {k: n for k, n in enumerate(wanted) if n is not None}
         for name, have in self.bundles:
@@ -156,7 +167,7 @@ class Statements:
         first = of[lanes[0]]
         if len({*of.values()}) == 1 and (len(lanes) > 1 or self.is_known(first) or self.home(first) is None):
             return self.everywhere(first)
-        # The same operation in all lanes: merge its operands.
+        # If all lanes need the same operation, merge its operands, so that one statement computes it in all lanes.
         if (
             len({nodes[n].op for n in of.values()}) == 1
             and nodes[first].args
@@ -170,12 +181,13 @@ class Statements:
                 for a in range(len(nodes[first].args))
             ]
             return self.new(first, OPERATIONS[nodes[first].op].format(*merged))
-        # Else select: lanes of a kind together. Numbers that lanes have in one register are of a kind.
+        # Otherwise select a value by lane. Lanes whose values are in the same register, or are results of the same
+        # operation, form a group: one selection serves all of them.
         kinds: dict[object, list[int]] = {}
         for k, n in of.items():
             mine = next((name for name, have in self.bundles if have[k] == n), None)
             kinds.setdefault(mine or (n if self.is_known(n) else nodes[n].op), []).append(k)
-        # The largest group comes last, because its lanes need no comparison.
+        # The largest group comes last, because the last value in a chain of selections needs no comparison.
         groups = sorted(kinds.values(), key=len) if len(kinds) > 1 else [[k] for k in lanes]
         parts = [(group, self.merge([of[k] if k in group else None for k in range(4)])) for group in groups]
         code = parts[-1][1]
@@ -184,7 +196,8 @@ class Statements:
         return self.new(first, code)
 
     def align(self, operands: dict[int, list[int]]) -> None:
-        """Swap the two operands of lanes where they then resemble those of the first lane more."""
+        """Swap the two operands of a lane if they then resemble the operands of the first lane more, because merging
+        equal operands takes fewer statements. operands: the two operands of each lane."""
         nodes, (start, first), *others = self.graph.nodes, *operands.items()
 
         def likeness(k: int, pair: Sequence[int]) -> int:
@@ -199,12 +212,13 @@ class Statements:
                 operands[k] = pair[::-1]
 
     def in_lanes(self, outputs: Sequence[int]) -> list[str]:
-        """Return registers in which lane k has output LANES j + k."""
+        """Return the names of registers that hold the outputs: lane k of register j has output number lanes * j + k."""
         if self.lanes == 1:
             return [self.as_float(n, self.everywhere(n)) for n in outputs]
         parts = [list(outputs[start : start + 4]) for start in range(0, len(outputs), 4)]
         return [self.as_float(part[0], self.merge([*part, *[None] * (4 - len(part))])) for part in parts]
 
     def as_float(self, n: int, name: str) -> str:
-        """Return the expression of a value as a float."""
+        """Return the value of node n, which the variable `name` holds, as a Metal expression of type float. A bool
+        becomes 1 or 0."""
         return f"({name} ? 1.0f : 0.0f)" if self.graph.nodes[n].op in CONDITIONS else name

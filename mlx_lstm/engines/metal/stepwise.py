@@ -40,8 +40,8 @@ from .rows import LEFT, Join, Rows, joined_beside, starts_of
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """Run the forward pass. Return h [T, B, D P], gates [T, B, D G H] and hT [B, D P]; for an LSTM also c [T, B, D
-    H] and cT [B, D H], both in float32. Gates are returned only if the problem saves or returns them. If only the
-    backward pass reads them (`keeps_rows`), the arrays with the rows of the steps are returned instead of gates."""
+    H] and cT [B, D H], both in float32. Gates are returned only in training or if the caller asks for them. If only
+    the backward pass reads them (`keeps_rows`), the arrays that the steps wrote are returned instead of gates."""
     T, H, P, cell, Wp = problem.T, problem.H, problem.P, problem.cell, arrays.get("Wp")
     mask, z = whole_mask(problem, arrays), project(problem, arrays)
     row = nothing(row_type(z.dtype))
@@ -155,19 +155,21 @@ def sweep_backward(
 
 
 ROWS = "rows "
-"""The beginning of the names of the arrays with rows that the forward pass keeps for the backward pass."""
+"""The prefix of the names under which the forward pass returns its rows (the arrays that its launches wrote) for the
+backward pass."""
 
 
 def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
-    """Return whether the forward pass keeps its rows for the backward pass, instead of copying the gates out of them.
-    It does for an LSTM without a projection if the caller does not want the gates. The backward pass of a GRU reads
-    the gates of two steps at a time, and with a projection a last launch reads the gates of all steps."""
+    """Return whether the forward pass keeps its rows (the arrays that its launches wrote) for the backward pass,
+    instead of copying the gates out of them. It does for an LSTM without a projection if the caller does not ask for
+    the gates. The backward pass of a GRU reads the gates of two steps at a time, and with a projection a last launch
+    reads the gates of all steps."""
     return problem.training and not problem.return_gates and problem.cell.op == "lstm" and "Wp" not in names
 
 
 def kept_rows(problem: Problem, saved: Arrays) -> list[tuple[mx.array, mx.array]]:
-    """Return, for each step of the forward pass, the array that contains its row, and the row's number in this array.
-    Return an empty list if the forward pass kept no rows."""
+    """Return, for each step of the forward pass, the array that contains the step's row (what its launch wrote), and
+    the number of this row in the array. Return an empty list if the forward pass kept no rows."""
     pieces = [saved[name] for name in (f"{ROWS}{n}" for n in range(LEFT)) if name in saved]
     length = sum(piece.size for piece in pieces) // problem.T
     return [(piece, step_number(n)) for piece in pieces for n in range(piece.size // length)]
@@ -233,7 +235,7 @@ UNITS = {"lstm": 8, "gru": 8, "rnn": 32}
 
 SLICES = {8: 4, 16: 2}
 """How many simdgroups share eight columns of the product in tiles, by the number of columns. With quantized weights
-it is always one, because several would read the same words."""
+one simdgroup computes eight columns, because several would read the same words."""
 
 TILES = {8: ((8, 32), (8, 16), (8, 8)), 32: ((32, 32), (16, 32), (16, 16))}
 """The sizes (rows, columns) that the part of a threadgroup can have in a product in tiles, if a cell needs one
@@ -253,7 +255,7 @@ def tile_of(problem: Problem, width: int) -> tuple[int, int]:
     rows = stepwise_rows(problem.B)
     if rows < 8:
         return rows, 8
-    # A core without work costs more time than reading operands and weights more often. Not measured.
+    # Smaller tiles read operands and weights more often. We assume, but have not measured, that idle cores cost more.
     tiles = TILES[rows]
     groups = [-(-problem.B // high) * -(-width // wide) * problem.directions for high, wide in tiles]
     return next((tile for tile, count in zip(tiles, groups, strict=True) if count >= problem.cores), tiles[-1])
@@ -262,7 +264,8 @@ def tile_of(problem: Problem, width: int) -> tuple[int, int]:
 def index_bits(problem: Problem) -> int:
     """Return how many bits an array index has: 64 if an array may have too many elements for 32 bits. With 64 bits a
     step needs twice as many instructions outside of its product."""
-    # A row (the array of one launch) holds the gates, m and a float32 c. In 16-bit elements c takes two, so 3 more.
+    # A row (the array of one launch) holds per unit the gates, m and a float32 c. With 16-bit elements c takes two of
+    # them, so a unit takes 3 elements besides its gates.
     width, gates = max(problem.H, problem.P), problem.cell.gates + 3
     largest = problem.directions * gates * width * max(problem.T * problem.B, width)
     return 32 if largest < problem.limits.index else 64
@@ -360,7 +363,7 @@ class StepKernel:
         self.arrays += "uint3 group = threadgroup_position_in_grid;\n"
         self.call: str = f"{shader}<{', '.join(arguments)}>(a, sums, tiles, group, {LANE});\n"
         self.launch: Launch = self.prepare(self.name, self.arrays + self.call)
-        # Besides the inputs, a launch that joins binds `after`, `joined`, `starts` and `first`.
+        # A launch that joins binds 4 arrays besides its inputs: `after`, `joined`, `starts` and `first`.
         self.most: int = joined_beside(len(self.names) + 4)
         self.joins: dict[tuple[int, ...], tuple[Launch, list[mx.array]]] = {}
 
