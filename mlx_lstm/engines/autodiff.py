@@ -106,7 +106,7 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
     arrays, saved, cotangents = (for_engine(engine, values) for values in (arrays, saved, cotangents))
     if engine != "numpy":
         gradients = backward(problem, arrays, engine, None, cotangents, saved, {})
-    elif problem.plain:  # no derivative of the gradients can be asked for
+    elif problem.plain:  # nobody can ask for a derivative of the gradients
         gradients = numpy.backward(problem, arrays, dict(saved), cotangents)
     else:
         gradients = with_graphs_kept(lambda: backward(problem, arrays, engine, None, cotangents, saved, {}))
@@ -135,7 +135,8 @@ def differentiable(
     visible, hidden = saved_of(problem, engine, names) if chunked is None else chunked.saved_of(problem)
     saved: Saved = {}  # the arrays named in `hidden`, which only the backward pass sees
     used = set() if problem.training else set(visible)  # names of outputs that have a cotangent; taps add them
-    # The engine `numpy` leaves out the gradient of x if MLX does not ask for it, as for the data of a first layer.
+    # A mark tells the engine `numpy` whether MLX asks for the gradient of x. If not, as for the data of a first layer,
+    # this gradient is not computed.
     marks = engine == "numpy" and problem.training and MARKS_COME_FIRST
     mark = gradient_mark(arrays["x"], used) if marks else None
 
@@ -382,7 +383,7 @@ def with_quantized_constant(problem: Problem, arrays: Arrays) -> Arrays:
     return arrays | dict(zip(names, constants, strict=True))
 
 
-# --- Custom functions whose rules hold in every nesting --------------------------------------------------------------
+# --- Custom functions whose rules also hold in nested transformations ------------------------------------------------
 
 
 def all_of(*values: mx.array) -> tuple[mx.array, ...]:

@@ -101,7 +101,7 @@ def multiply_by_one(graph: Graph, a: int, b: int) -> int | None:
 
 
 def multiply_by_condition(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite float(p) * x as x if p else 0, which is 0 even for an infinite x. MLX writes the gradients of maximum
+    """Rewrite float(p) * x, p a condition, as x if p else 0, which is 0 even for an infinite x. MLX writes the gradients of maximum
     and minimum in this way."""
     for factor, x in ((a, b), (b, a)):
         if graph.nodes[factor].op != "float":

@@ -185,8 +185,8 @@ def unpacking(names: Sequence[str], array: str) -> list[str]:
 
 
 def negatable(graph: CellGraph) -> str:
-    """Return the letters of the gates whose preactivation is read only by one sigmoid. `JoinedProduct` can compute these
-    preactivations negated, which saves the sigmoid a pass over memory."""
+    """Return the letters of the gates whose preactivation is read only by one sigmoid. `JoinedProduct` can compute
+    these preactivations negated, which saves the sigmoid a pass over memory."""
     if graph.apart:
         return ""
     order = needed(graph.nodes, [*graph.forward, *graph.saved])
