@@ -100,7 +100,7 @@ def state_before(
     """Return the state [B, .] of one direction before the steps from `start` to `stop`. states: the state after each
     step. first: the first state.
 
-    The state of an item that has ended before these steps is arbitrary.
+    For a batch item that has ended before these steps the result is arbitrary.
     """
     last = stop if problem.reverse else start - 1
     if not 0 <= last < problem.T:

@@ -9,7 +9,7 @@ With one direction, T time, B batch, I input, H hidden, P the width of h (H, or 
 A cell of the user's own with C states besides h, U inputs of each step, V parameters and K saved values per unit has
 c, cT, c0 with C H in place of H, gates [T, B, K H], and the arrays inputs [T, B, U H] and params [V H].
 
-Wx, Wh and Wp may be quantized: the array then holds `Quantized.packed`, and `Wh_scales`, `Wh_biases` stand beside it.
+Wx, Wh and Wp may be quantized: `Wh` is then `Quantized.packed`, and `Wh_scales`, `Wh_biases` are additional entries.
 An array that the caller does not pass is missing from the dict. `directions` says how two directions share arrays.
 """
 
@@ -32,8 +32,8 @@ Arrays = dict[str, Array]
 
 
 class Cut(NamedTuple):
-    """A measured choice for `fused`: the batch items of a threadgroup (8: it multiplies 8 x 8 matrices), and how
-    many of a thread's spare registers hold no weights."""
+    """How `fused` divides its work, if a measurement chose it. rows: the batch items of a threadgroup (8: it multiplies
+    8 x 8 matrices). spare: how many registers of a thread must stay free of weights."""
 
     rows: int
     spare: int = 0
@@ -57,7 +57,7 @@ class Limits(NamedTuple):
         Not measured.
     rows_left: how many arrays the steps of `stepwise` may leave for the last launch. Metal binds up to 31 arrays.
     unchunked: the largest number of steps that are not divided into chunks, or None for the limit of the engine.
-    cores: the number of GPU cores, by which work is divided among threadgroups; 0 for those of this machine.
+    cores: the number of GPU cores, by which work is divided among threadgroups; 0 for the number of this machine.
     """
 
     index: int = 2**31

@@ -71,8 +71,8 @@ def runs(order: str, activations: tuple[str, ...], H: int, gates: str) -> list[R
     cell, or some).
 
     order: the cell's gates in their order in memory, such as "ifgo". activations: one per gate, in the order i, f,
-    g, o or r, z, n. Only these options are arguments, and no number such as the clip, so that numbers that change at
-    every call do not fill the cache.
+    g, o or r, z, n. A cell's numbers, such as the clip of c, are not arguments: a number that changes at every call
+    would fill the cache.
     """
     activation_of = dict(zip("ifgo" if len(order) == 4 else "rzn", activations, strict=False))
     result, stop = [], 0

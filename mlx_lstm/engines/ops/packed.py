@@ -25,7 +25,8 @@ def matrix(packing: Packing, arrays: Arrays, name: str, dtype: mx.Dtype) -> mx.a
 
 
 def judged(packing: Packing, arrays: Arrays, name: str) -> np.ndarray:
-    """Return the matrix of one quantized weight in the form that the float64 oracle takes.
+    """Return the matrix of one quantized weight in the form that the float64 oracle (the reference that tests compare
+    with) takes.
 
     In mode "affine" the matrix is complex. The real part is the weight. The imaginary part of the first weight of each
     group describes how a kernel may sum the group (see metal/quantized.metal). The oracle derives its error bound from

@@ -115,7 +115,7 @@ def step(
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
     """Return the gradients of all arrays, none of which is quantized.
 
-    saved: the outputs h, c and gates of the forward pass. cotangents: those of some outputs, by output name.
+    saved: the outputs h, c and gates of the forward pass. cotangents: the cotangents of some outputs, by name.
     """
     if isinstance(problem.cell, PointwiseCell):
         return gradients_by_mlx(forward, problem, arrays, cotangents)
@@ -269,7 +269,7 @@ def gru_recurrent_gradients(
     """Return the gradients of Wh and bhn of a GRU, and the gradient of h_in [T, B, H]. The gradient of h_in is None
     if the call has neither a mask nor `keep`, because only their gradients need it."""
     d, r = cells.by_gate(cell, dz), cells.by_gate(cell, gates)["r"]
-    # seen: for each gate, the array that the gate's rows of Wh multiply. Below, d["n"] becomes the gradient of the
+    # seen: for each gate the array that the gate's rows of Wh multiply. Below, d["n"] becomes the gradient of the
     # candidate's product.
     seen = dict.fromkeys("rz", h_in) | {"n": h_in if cell.reset == "after" else r * h_in}
     if cell.reset == "after":
@@ -335,7 +335,7 @@ def before_each_step(problem: Problem, states: Array, first: Array, lengths: Arr
     shifted = mx.concatenate([states[1:], first])
     if lengths is None:
         return shifted
-    # In reverse an item begins with its own last step, which is earlier than step T - 1 if the item is shorter.
+    # In reverse a batch item begins with its own last step, which is earlier than step T - 1 if the item is shorter.
     begins = mx.arange(problem.T)[:, None, None] == lengths[:, None] - 1
     return mx.where(begins, first, shifted)
 
