@@ -241,7 +241,8 @@ class Chunked:
         starts, sums = {name: f"{name[0]}_starts" for name in states_of(problem)}, {}
         shared = self.shared_by_steps(arrays)
         by_step, d_by_step, saved_by_step = (self.by_step(values) for values in (arrays, cotangents, saved))
-        # The cotangents of the states at the end of a chunk: first the caller's, then the ones from the later chunk.
+        # The cotangents of the states at the end of a chunk: first the caller's, then those that the later chunk
+        # returned.
         after = self.prepared({name: cotangents[name] for name in ("hT", "cT") if name in cotangents})
         for start, stop in reversed(self.bounds(problem)):
             chunk, n = problem._replace(T=stop - start), start // self.steps
@@ -414,8 +415,8 @@ def by_direction(problem: Problem, *values: Arrays) -> Iterator[tuple[int, Probl
 
 
 def lengths_of(arrays: Arrays, start: int, stop: int) -> Arrays:
-    """Return the arrays with `lengths` counted within the steps from `start` to `stop`: 0 for an item that ended
-    before, stop - start for an item that goes on."""
+    """Return the arrays with `lengths` counted within the steps from `start` to `stop`: 0 for a batch item that ended
+    before `start`, stop - start for an item that goes on."""
     if "lengths" not in arrays:
         return arrays
     return arrays | {"lengths": mx.clip(arrays["lengths"] - start, 0, stop - start)}
