@@ -1,5 +1,5 @@
-"""Let NumPy compute the small operations of a layer around a call, if the call itself runs on the CPU immediately.
-An operation of MLX wakes another thread. That takes as long as a step of a small layer."""
+"""Let NumPy compute the small operations of a layer before and after its recurrence, if the recurrence itself runs on
+the CPU immediately. Each operation of MLX wakes another thread, which takes as long as one step of a small layer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,8 @@ Run = Callable[..., Any]
 def computes_now(engine: str | None) -> bool:
     """Return whether a call on this engine computes its results on the CPU before it returns, and nobody can ask for
     a gradient. engine: a name, or None for the best engine."""
-    on_numpy = engine is None or (isinstance(engine, str) and engine == "numpy")  # other types raise an error later
+    # isinstance comes first, because `engine` may have a wrong type; this raises an error later.
+    on_numpy = engine is None or (isinstance(engine, str) and engine == "numpy")
     return on_numpy and choice.current_device() == "cpu" and not is_transforming()
 
 
@@ -29,8 +30,8 @@ def by_mlx(function: Run, *arrays: mx.array) -> Any:
 
 
 def by_numpy(function: Run, *arrays: mx.array) -> Any:
-    """Return function(*arrays), computed on NumPy's views if the arrays are small and share a dtype that NumPy has;
-    otherwise computed by MLX. The function must accept both kinds of arrays."""
+    """Return function(*arrays). NumPy computes it on views of the arrays if these are small and share a dtype that
+    NumPy has; otherwise MLX computes it. The function must accept both kinds of arrays."""
     dtypes, dtype = [array.dtype for array in arrays], arrays[0].dtype
     if dtypes.count(dtype) < len(dtypes) or dtype not in (mx.float32, mx.float64):
         return function(*arrays)
@@ -42,8 +43,8 @@ def by_numpy(function: Run, *arrays: mx.array) -> Any:
 
 
 def to_mlx(results: Any, dtype: mx.Dtype) -> Any:
-    """Return the lists and dicts with NumPy arrays replaced by MLX arrays. The arrays are copied, because MLX does
-    not accept every view."""
+    """Return `results`, an array or nested lists and dicts of arrays, with each NumPy array copied to an MLX array. MLX
+    does not accept every NumPy view, so views are copied, too."""
     if isinstance(results, np.ndarray):
         return mx.array(np.ascontiguousarray(results), dtype)
     if isinstance(results, dict):

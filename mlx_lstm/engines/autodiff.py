@@ -7,8 +7,8 @@ a graph. So each run is an `mx.custom_function` that tells MLX what to do instea
     the gradient           runs its backward pass, which is a graph    run their backward pass
     a second derivative    differentiates that graph, to any order     refuse
     forward mode           differentiates the forward graph            refuse
-    mx.vmap                maps both graphs                            do not come here: `numpy` is replaced by `ops`
-                                                                       before, and MLX refuses to map a Metal kernel
+    mx.vmap                maps both graphs                            does not happen: `ops` runs instead of `numpy`,
+                                                                       and MLX refuses to map a Metal kernel
 
 A derivative that is refused must also be refused inside mx.vmap. But the default rule of MLX for mx.vmap drops all
 other rules of a custom function; `without_derivatives` keeps them.
@@ -41,9 +41,9 @@ def module_of(problem: Problem, engine: str) -> Any:
 
 
 TAPS = (("h",), ("c",), ("gates",), ("hT", "cT"))
-"""Groups of outputs that share a tap (an identity function through which a cotangent comes back). A tap costs the
-host as much time as two launches. hT and cT are small, so zeros in place of a missing cotangent cost less than a
-second tap."""
+"""Groups of outputs that share a tap. A tap is an identity function after the outputs; its vjp rule notes that these
+outputs have a cotangent. A tap costs the host as much time as two kernel launches. hT and cT share one, because they
+are small: if one of them has no cotangent, zeros for it cost less than a second tap."""
 
 
 Refusal = Callable[[tuple[str, ...]], str]
@@ -55,13 +55,13 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
     """Run a recurrence on an engine. Return the outputs that the caller wants, by name; gates are None if the caller
     does not want them.
 
-    refusal: where it refuses the backward pass, engine `ops` computes the gradients.
+    refusal: returns a reason if the engine's backward pass must not run. Engine `ops` then computes the gradients.
 
     The gradient of the outputs is the engine's backward pass, unless the problem is `plain` (nobody can ask for a
-    gradient). x and the sequences are [B, T, .] with `batch_first`. For a single step x is [B, I].
+    gradient). x and the sequences are [B, T, .] with `batch_first`. For a single step x may be [B, I].
     """
     dtype, batch_first = problem.dtype, problem.batch_first
-    if problem.plain and engine == "numpy":  # engine `numpy` accepts both memory orders without an operation of MLX
+    if problem.plain and engine == "numpy":  # `numpy` reads both memory orders of x without an operation of MLX
         if dtype in HALVES:
             arrays = for_engine(engine, arrays)
         outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first, problem.wants_last)
@@ -106,7 +106,7 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
     arrays, saved, cotangents = (for_engine(engine, values) for values in (arrays, saved, cotangents))
     if engine != "numpy":
         gradients = backward(problem, arrays, engine, None, cotangents, saved, {})
-    elif problem.plain:  # no derivative of the gradients can be asked for
+    elif problem.plain:  # nobody can ask for a derivative of the gradients
         gradients = numpy.backward(problem, arrays, dict(saved), cotangents)
     else:
         gradients = with_graphs_kept(lambda: backward(problem, arrays, engine, None, cotangents, saved, {}))
@@ -135,7 +135,8 @@ def differentiable(
     visible, hidden = saved_of(problem, engine, names) if chunked is None else chunked.saved_of(problem)
     saved: Saved = {}  # the arrays named in `hidden`, which only the backward pass sees
     used = set() if problem.training else set(visible)  # names of outputs that have a cotangent; taps add them
-    # The engine `numpy` leaves out the gradient of x if MLX does not ask for it, as for the data of a first layer.
+    # A mark tells the engine `numpy` whether MLX asks for the gradient of x. If not, as for the data of a first layer,
+    # this gradient is not computed.
     marks = engine == "numpy" and problem.training and MARKS_COME_FIRST
     mark = gradient_mark(arrays["x"], used) if marks else None
 
@@ -145,15 +146,17 @@ def differentiable(
             saved.update({name: outputs.get(name) for name in hidden})
         if chunked is not None:
             outputs = chunked.stand_ins(outputs, visible)
-        # `stepwise` may return arrays with gates of several steps instead of the gates of all steps.
+        # `stepwise` may return the gates in several arrays of a few steps each. Their names are known only now.
         visible.extend(name for name in outputs if name.startswith(stepwise.ROWS) and name not in visible)
         return tuple([outputs[name] for name in visible])
 
     def vjp(primals: tuple[mx.array, ...], d_outputs: Any, outputs: Any) -> tuple[mx.array, ...]:
-        # For an output without a cotangent MLX passes zeros. These zeros are left out, as `used` does not contain them.
+        # For an output without a cotangent MLX passes zeros. Only the outputs named in `used` have one; the zeros are
+        # left out.
         wanted = used.intersection(problem.cell.outputs) if chunked is None else used
         cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in wanted}
-        # A second derivative also reaches the outputs past the taps, through the backward pass, which reads them.
+        # The backward pass reads the outputs directly, not through the taps. So in a second derivative any output may
+        # have a cotangent, and all of them are added to `used`.
         left_out = ("x",) if marks and MARK not in used else ()
         used.discard(MARK)
         used.update(visible)
@@ -162,9 +165,9 @@ def differentiable(
             gradients = plain_gradients(problem, dequantized(problem.packing, given), cotangents)
         else:
             gradients = backward(problem, given, engine, chunked, cotangents, shown, saved, left_out)
-        if chunked is None:  # release the gates; if MLX asks again, the engine computes them again
+        if chunked is None:  # release the gates; if MLX asks for the gradient again, the engine recomputes them
             saved.clear()
-        # MLX needs an array for each argument. Arguments without a gradient get zeros, which nobody can have asked for.
+        # MLX needs one result for each argument. Arguments without a gradient, such as lengths, get zeros.
         return tuple([gradients[name] if name in gradients else mx.zeros_like(given[name]) for name in names])
 
     def jvp(primals: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]) -> tuple[mx.array, ...]:
@@ -184,7 +187,8 @@ def differentiable(
     function.vjp(vjp)
     function.jvp(jvp)
     evaluated_chunks = chunked is not None and chunked.evaluates
-    # These evaluate their arguments, and MLX must not drop the graph of what it derives.
+    # `numpy` and evaluated chunks evaluate their arguments. MLX must not drop the graphs of these arguments when it
+    # differentiates them.
     evaluates = engine == "numpy" or evaluated_chunks
     results = with_graphs_kept(lambda: function(*arrays.values())) if evaluates else function(*arrays.values())
     outputs: Arrays = dict(zip(visible, results, strict=True))
@@ -199,8 +203,9 @@ def differentiable(
 def has_plain_gradient(problem: Problem) -> bool:
     """Return whether MLX's own gradient of the graph of engine `ops` is used, without a custom function.
 
-    MLX differentiates a cell of the user's own. For a single step of the other cells a custom function would have twice
-    the cost. The exceptions are options whose masked or infinite values would make MLX's gradient NaN.
+    It is used for a cell that the user wrote, and for a single step of any other cell, where a custom function would
+    cost twice as much. It is not used for quantized weights, nor for options whose masked or infinite values would make
+    MLX's gradient NaN: lengths and unbounded activations.
     """
     cell = problem.cell
     if isinstance(cell, PointwiseCell):
@@ -213,8 +218,9 @@ def has_plain_gradient(problem: Problem) -> bool:
 def tapped(
     names: list[str], values: list[mx.array], used: set[str], chunked: Chunked | None, mark: mx.array | None
 ) -> tuple[mx.array, ...]:
-    """Return the values after an identity function (a tap). When a cotangent comes back through the tap, the names
-    of the values are added to `used`. The tap also takes the mark, if there is one."""
+    """Return the values after an identity function (a tap). When a cotangent comes back through the tap, the names of
+    the values are added to `used`. mark: the result of `gradient_mark`, which the tap also takes as an argument, or
+    None."""
     if not names:
         return ()
     shows, marks = values if chunked is None else chunked.stood_for(names, values), () if mark is None else (mark,)
@@ -234,8 +240,9 @@ MARK = "the gradient of x"
 
 
 def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
-    """Return a scalar 0 that depends on x, for the taps after the outputs. If MLX asks for the gradient of x, it calls
-    the vjp rule of the scalar before that of the recurrence. The rule adds `MARK` to `used`."""
+    """Return a scalar 0 that depends on x, as an argument for the taps (identity functions after the outputs). If MLX
+    asks for the gradient of x, it calls the vjp rule of this scalar before the vjp rule of the recurrence, and the rule
+    adds `MARK` to `used`."""
 
     def note(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         used.add(MARK)
@@ -275,7 +282,8 @@ def backward(
     hidden: Saved,
     left_out: tuple[str, ...] = (),
 ) -> Arrays:
-    """Return the gradients of the arrays that have one. The gradients have all derivatives that the engine supports.
+    """Return the gradients of all arrays except lengths and quantized weights. MLX can differentiate these gradients
+    again as far as the engine supports it.
 
     outputs: the outputs of the forward pass that MLX sees. hidden: the arrays that were saved where MLX does not see
     them. left_out: names of gradients that nobody asks for, which the engine `numpy` need not compute.
@@ -303,7 +311,8 @@ def backward(
     values = (*arrays.values(), *cotangents.values(), *outputs.values())
     results = without_derivatives(gradients_of, error)(*values)
     gradients = dict(zip(names, results, strict=True))
-    # MLX computes all results of a custom function together. So products that shall stay lazy are outside of it.
+    # MLX computes all results of a custom function together. So the products of `multiplied`, which shall stay lazy,
+    # are outside of that function.
     return numpy.multiplied(gradients) if engine == "numpy" else gradients
 
 
@@ -332,7 +341,8 @@ def engine_gradients(
         return chunked.backward(problem, arrays, saved, cotangents, left_out)
     floats, cotangents = (for_engine(engine, values) for values in (dequantized(problem.packing, arrays), cotangents))
     gates = saved.get("gates")
-    # Without gates of all steps `ops` recomputes the forward pass.
+    # The backward pass of `ops` reads the gates of all steps in one array. If there is no such array, the forward pass
+    # runs again.
     if chunked or isinstance(gates, list) or (gates is None and problem.cell.op != "rnn"):
         saved = ops.forward(problem, floats)
     saved = {name: copied_to_mlx(a) if isinstance(a, np.ndarray) else a for name, a in saved.items() if a is not None}
@@ -373,7 +383,7 @@ def with_quantized_constant(problem: Problem, arrays: Arrays) -> Arrays:
     return arrays | dict(zip(names, constants, strict=True))
 
 
-# --- Custom functions whose rules hold in every nesting --------------------------------------------------------------
+# --- Custom functions whose rules also hold in nested transformations ------------------------------------------------
 
 
 def all_of(*values: mx.array) -> tuple[mx.array, ...]:
@@ -423,9 +433,9 @@ def tangents_of(
 ) -> list[mx.array]:
     """Return the tangents of a function's results, computed from the tangents of those values that have one.
 
-    MLX's default rule calls mx.jvp for all values, with zeros as the tangents of the others. But a value may be a
-    copy that an outer transformation made and that is no longer marked as its tracer. mx.jvp replaces such a copy by
-    the original, and the outer derivative by this value would silently be 0. Here the values without a tangent are
+    MLX's default rule calls mx.jvp for all values, with zero tangents for the values that have none. But such a value
+    may be a copy that an outer transformation made and that is no longer marked as its tracer. mx.jvp replaces the copy
+    by the original, and the outer derivative by this value would silently be 0. Here the values without a tangent are
     constants, which mx.jvp does not touch.
     """
     moving = {n: tangent for n, tangent in enumerate(tangents) if tangent is not None}

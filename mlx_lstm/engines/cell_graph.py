@@ -1,7 +1,7 @@
-"""A pointwise function as a graph of operations: its nodes, the rewrites that keep its precision, and the graph of a
-recurrent cell with that of its derivative, `CellGraph`.
+"""Pointwise functions as graphs of operations. `Graph` collects the operations and rewrites them so that results stay
+precise and finite. `CellGraph` is a recurrent cell with its derivative.
 
-`engines.cell_tracer` builds the graphs from functions of MLX; every engine writes its own code from them.
+`engines.cell_tracer` builds the graphs from functions that use MLX. Every engine generates its own code from a graph.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -34,7 +34,8 @@ class Graph:
         self.numbers: dict[Node, int] = {}
 
     def add(self, op: str, *args: int) -> int:
-        """Return the number of the node `op` of these operands, or of another node with the same value."""
+        """Add the operation `op` on the nodes `args`, and return the number of its node. If a rewrite applies, return
+        the number of a simpler node with the same value instead."""
         if op in COMMUTES:
             args = tuple(sorted(args))
         for rewrite in REWRITES.get(op, ()):
@@ -44,29 +45,30 @@ class Graph:
         return self.node(Node(op, args))
 
     def input(self, name: str) -> int:
-        """Return the number of the input with this name."""
+        """Return the number of the node for the input with this name. Add the node if it is missing."""
         return self.node(Node("input", (), name))
 
     def constant(self, value: float) -> int:
-        """Return the number of the node of this number."""
+        """Return the number of the node for this constant. Add the node if it is missing."""
         return self.node(Node("const", (), float(value)))
 
     def node(self, node: Node) -> int:
-        """Return the number of a node, which is added if there is no equal one."""
+        """Return the number of this node. Add the node unless the graph has an equal one."""
         if node not in self.numbers:
             self.numbers[node] = len(self.nodes)
             self.nodes.append(node)
         return self.numbers[node]
 
     def value(self, n: int) -> float | None:
-        """Return the number that node n is, or None if it is not a constant."""
+        """Return the value of node n if it is a constant, else None."""
         return self.nodes[n].value if self.nodes[n].op == "const" else None
 
 
 # --- Rewrites ---
 #
-# Each takes a graph and the operands of a new node. It returns the number of a node with the same value, or None.
-# tests/test_cell_graphs.py compares each with plain MLX where both are finite.
+# Each function takes a graph and the operands of a new node. It returns the number of a simpler node with the same
+# value, or None if the rewrite does not apply. tests/test_cell_graphs.py compares every rewrite with
+# the original operation in plain MLX.
 
 
 def add_zero(graph: Graph, a: int, b: int) -> int | None:
@@ -99,8 +101,8 @@ def multiply_by_one(graph: Graph, a: int, b: int) -> int | None:
 
 
 def multiply_by_condition(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite float(p) * x as x if p else 0, which is 0 even for an infinite x. MLX writes the gradients of maximum
-    and minimum in this way."""
+    """Rewrite float(p) * x, with a condition p, as x if p else 0, which is 0 even for an infinite x. MLX writes the
+    gradients of maximum and minimum as such products."""
     for factor, x in ((a, b), (b, a)):
         if graph.nodes[factor].op != "float":
             continue
@@ -152,7 +154,7 @@ def same_branches(graph: Graph, condition: int, x: int, y: int) -> int | None:
 
 
 def folded(op: str) -> Callable[..., int | None]:
-    """Return the rewrite that computes an operation of constants."""
+    """Return the rewrite that replaces the operation `op` on constants by its result, another constant."""
     compute: Callable[..., Any] = FOLDS[op]
 
     def fold(graph: Graph, *args: int) -> int | None:
@@ -182,8 +184,8 @@ REWRITES: dict[str, tuple[Callable[..., int | None], ...]] = {
 
 
 def needed(nodes: list[Node] | tuple[Node, ...], outputs: Iterable[int], leaves: Collection[int] = ()) -> list[int]:
-    """Return the nodes from which the outputs are computed, in an order in which they can be computed. The operands of
-    `leaves` are left out."""
+    """Return the nodes from which the outputs are computed, in an order in which they can be computed. The search stops
+    at the nodes in `leaves`, whose values are known without their operands."""
     found: set[int] = set()
     stack = list(outputs)
     while stack:
@@ -201,8 +203,9 @@ class CellGraph:
     `apart`, the recurrent part), s0, ... (the states; s0 is h), u0, ... (inputs of each step), w0, ... (parameters
     per unit) and d0, ... (the gradients of the new states).
 
-    forward: the new states. back: the gradients of x*, p*, s*, u*, w*, in this order. saved: the nodes of the forward
-    pass that the backward pass reads, besides the states and its own inputs.
+    apart: whether the function reads the input's part and the recurrent part of the preactivations separately. forward:
+    the nodes of the new states. back: the nodes of the gradients of x*, p*, s*, u*, w*, in this order. saved: the nodes
+    of the forward pass that the backward pass reads, besides the states and its own inputs.
     """
 
     nodes: tuple[Node, ...]
@@ -228,7 +231,7 @@ class CellGraph:
         self.nodes, self.apart, self.forward, self.back, self.saved = nodes, apart, forward, back, saved
         self.gates, self.states, self.inputs, self.params = counts
         self.number: dict[str, int] = {node.value: n for n, node in enumerate(nodes) if node.op == "input"}
-        self.function: Callable[..., list[Any]] | None = None  # the user's function of all inputs; absent in a trial
+        self.function: Callable[..., list[Any]] | None = None  # the user's function; None in a test run of kernels
         # A graph is part of the key of every cache, so its hash is computed once.
         self.content: tuple[Any, ...] = (repr(nodes), counts, apart, forward, back, saved)
         self.hash: int = hash(self.content)
@@ -252,7 +255,7 @@ class CellGraph:
         return [n for name, n in zip(self.names(), self.back, strict=True) if name[0] == letter]
 
     def of_product(self) -> list[int]:
-        """Return the gradients of the recurrent part of each preactivation."""
+        """Return the nodes of the gradients of the recurrent part of each preactivation."""
         return self.gradients("p") if self.apart else self.gradients("x")
 
     def known_after(self) -> dict[int, int]:
@@ -260,7 +263,8 @@ class CellGraph:
         return {n: k for k, n in enumerate(self.forward) if self.nodes[n].op not in ("const", "input")}
 
     def reads(self, name: str) -> bool:
-        """Return whether the backward pass reads an input, beyond what is saved."""
+        """Return whether the backward pass must read the input `name`, because the saved nodes and the new states are
+        not enough."""
         return name in self.number and self.number[name] in needed(
             self.nodes, self.back, {*self.saved, *self.known_after()}
         )
@@ -288,8 +292,8 @@ def from_json(content: list[Any]) -> CellGraph:
 def cell_graph(
     graph: Graph, counts: tuple[int, int, int, int], apart: bool, forward: list[int], back: list[int]
 ) -> CellGraph:
-    """Return the graph of a cell, without the nodes that neither its results nor its gradients need, and with the
-    nodes that the backward pass shall read from the forward pass."""
+    """Return the graph of a cell. Nodes that neither its results nor its gradients need are removed, and the nodes that
+    the forward pass saves for the backward pass are chosen."""
     whole = needed(graph.nodes, [*forward, *back])
     number = {n: k for k, n in enumerate(whole)}
     nodes = tuple(graph.nodes[n]._replace(args=tuple(number[k] for k in graph.nodes[n].args)) for n in whole)
@@ -299,8 +303,9 @@ def cell_graph(
 
 
 def to_save(cell: CellGraph) -> list[int]:
-    """Return the nodes that the forward pass saves: for each preactivation the last node that all its uses in the
-    backward pass go through, and that no gradient enters. For an LSTM these are its gates after activation.
+    """Return the nodes that the forward pass saves for the backward pass. For each preactivation this is the last node
+    through which the backward pass uses the preactivation and that does not depend on a gradient. For an LSTM these
+    nodes are the gates after activation.
 
     The new states need not be saved, because the outputs contain them.
     """

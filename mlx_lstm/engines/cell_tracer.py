@@ -1,5 +1,5 @@
 """Trace a recurrent cell that a user wrote with MLX's operations, and MLX's own derivative of it, into a `CellGraph`.
-Refuse what is not pointwise, with the operation and its line."""
+Refuse a cell that is not pointwise, with an error that names the operation and its line."""
 
 import linecache
 import sys
@@ -64,7 +64,7 @@ ADVICE = {
     "a cell computes in float32": ("AsType",),
     "use mx.where": ("a decision on values",),
 }
-"""What to do instead, by operation."""
+"""For each piece of advice in an error message, the operations for which it is given. A cell must not use them."""
 
 
 class Counts(NamedTuple):
@@ -77,7 +77,8 @@ class Counts(NamedTuple):
 
 
 class NotPointwise(Exception):
-    """A function does something that a graph of one number does not have. `what` names it."""
+    """Raised if a cell uses something that cannot be computed for each number separately. `what` names it, such as
+    "Matmul"."""
 
     def __init__(self, what: str):
         self.what = what
@@ -100,7 +101,7 @@ def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[i
 
 def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:
     """Return the graph of a cell and of MLX's derivative of it. `traced` describes the arguments."""
-    with mx.stream(mx.cpu):  # nothing runs; float64 arrays may only be made for the CPU
+    with mx.stream(mx.cpu):  # nothing runs, but MLX creates float64 arrays only on the CPU
         step = partial(called, cell, counts, apart)
         given = [mx.zeros(shape, dtype)] * (counts.gates * (1 + apart) + sum(counts[1:]))
         d_states = [mx.zeros(shape, dtype)] * counts.states
@@ -121,7 +122,7 @@ def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[in
 def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int], dtype: mx.Dtype) -> None:
     """Compare a graph with the function and with MLX's derivative of it, at random numbers in float64.
 
-    Values that one of them cannot compute are left out: a rewrite may be finite where MLX's formula overflows.
+    Numbers that are not finite on both sides are left out: a rewrite may be finite where MLX's formula overflows.
 
     Raises:
         RuntimeError: they differ, which is a defect of this package.
@@ -156,7 +157,8 @@ def names_of(counts: Counts, apart: bool) -> list[str]:
 
 
 def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.array) -> list[mx.array]:
-    """Call the cell with arrays in the order of `names_of`. Return the new states, checked."""
+    """Call the cell with arrays in the order of `names_of`. Return the new states. Raise an error if their number,
+    type, shape or dtype is wrong."""
     x, rest = arrays[: counts.gates], arrays[counts.gates :]
     a: Sequence[Any] = x
     if apart:
@@ -179,7 +181,8 @@ def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.ar
 
 
 def derivative(step: Callable[..., list[mx.array]], n: int, *arrays: mx.array) -> list[mx.array]:
-    """Return the gradients of the first n arrays. The others are the gradients of the results."""
+    """Return the gradients of `step` with respect to the first n arrays. The remaining arrays are the cotangents of the
+    results of `step`."""
     return mx.vjp(step, list(arrays[:n]), list(arrays[n:]))[1]
 
 
@@ -203,13 +206,16 @@ def exported(function: Callable[..., Any], given: list[mx.array]) -> Exported:
 
 
 def absorb(graph: Graph, function: Callable[..., Any], given: list[mx.array], names: list[str]) -> list[int]:
-    """Add a function to a graph. Return the nodes of its results. names: the names of its arguments."""
+    """Trace a function of MLX and add its operations to `graph`. Return the nodes of its results. names: the names of
+    its arguments."""
     content = exported(function, given)
-    if any(item.get("name") == "RandomBits" for item in content):  # before operations on the key, such as Split
+    # An error about random numbers names RandomBits, although the Split of their key may come first in the graph.
+    if any(item.get("name") == "RandomBits" for item in content):
         raise NotPointwise("RandomBits")
-    again = exported(function, given)  # while `content` lives, so that new constants of both have different addresses
+    # `content` is still alive, so constants that the function itself creates get other addresses in this second trace.
+    again = exported(function, given)
     captured = captured_arrays(content, again)
-    found: dict[str, int | None] = {}  # by the keys of MLX's graph; None: an array of different numbers
+    found: dict[str, int | None] = {}  # node by key of MLX's graph; None: an array whose numbers differ
     outputs: list[str] = []
     for item in content:
         if item["type"] == "inputs":
@@ -228,7 +234,7 @@ def absorb(graph: Graph, function: Callable[..., Any], given: list[mx.array], na
 
 
 def constant_of(graph: Graph, array: mx.array) -> int | None:
-    """Return the node of a constant, or None for an array of different numbers."""
+    """Return the node of a constant, or None for an array whose numbers are not all equal."""
     values = np.array(array.astype(mx.float64 if array.dtype == mx.float64 else mx.float32), copy=False).reshape(-1)
     if values.size == 0 or (values != values[0]).any():
         return None
@@ -237,10 +243,12 @@ def constant_of(graph: Graph, array: mx.array) -> int | None:
 
 
 def captured_arrays(content: Exported, again: Exported) -> set[str]:
-    """Return the keys of the constants that the function did not make itself.
+    """Return the keys of the constants that the function did not create itself. content, again: the graphs of two
+    traces of this function.
 
-    An array from around the function lies at the same address in both graphs, which are both alive. An array without
-    a value belongs to a transformation around the function.
+    Both graphs are alive, so a constant that the function creates has different addresses in them. An array from
+    outside of the function has the same address in both. An array without a value belongs to a transformation around
+    the function.
     """
     captured: set[str] = set()
     pairs = [
@@ -265,7 +273,7 @@ def address(array: mx.array) -> int:
 
 
 def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], captured: set[str]) -> int:
-    """Add one operation of MLX's graph. Return its node."""
+    """Add one operation of MLX's graph to `graph`. Return its node."""
     name, arguments = item["name"], item["arguments"]
     keys = [key for key, *_ in item["inputs"]]
     supported = {*UNARY, *BINARY, *VIEWS, "AsType", "Square", "Sqrt", "Log", "BitwiseBinary", "Select"}
@@ -302,7 +310,8 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
 
 
 def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype) -> int:
-    """Return the node of a conversion to another dtype: bool to numbers or back, or between the dtypes of constants."""
+    """Return the node of a conversion between bool and numbers, or of a constant to any dtype. Refuse other
+    conversions."""
     if after == mx.bool_:
         return n if is_bool else graph.add("ne", n, graph.constant(0))
     if is_bool:
@@ -325,8 +334,8 @@ def refuse(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.ar
 def line_of(step: Callable[..., Any], given: list[mx.array]) -> str:
     """Return the place of the first line of a cell whose results cannot be traced: ", file.py line 7: y = h @ W".
 
-    The cell runs once for each of its intermediate results, with only this result as output. The first one that
-    cannot be traced comes from the wanted line.
+    The cell runs once for each of its intermediate results, with only this result as output. The first result that
+    cannot be traced comes from the line that is to be found.
     """
     names, n = [f"x{k}" for k in range(len(given))], 0
     seen: list[tuple[mx.array, str, int]] = []
@@ -350,12 +359,12 @@ def line_of(step: Callable[..., Any], given: list[mx.array]) -> str:
 
 
 def place(file: str, line: int) -> str:
-    """Return a file's name, a line's number and its text."""
+    """Return text for an error message: a file's name, the number of a line, and the source of this line."""
     return f", {Path(file).name} line {line}: {linecache.getline(file, line).strip()}"
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file is neither this module nor a part of Python or MLX."""
+    """Return whether a file belongs to the user: it is neither this module nor a part of Python or MLX."""
     return file != __file__ and not file.startswith(("<frozen", MLX))
 
 
@@ -363,7 +372,7 @@ def is_users(file: str) -> bool:
 def recorded(seen: list[tuple[mx.array, str, int]]) -> Iterator[None]:
     """Record every array that appears in a variable or as a result of Python code inside this context, with the file
     and the number of the line that made it."""
-    known: dict[int, Any] = {}  # by identity; it holds the arrays, so that no other gets the identity of one of them
+    known: dict[int, Any] = {}  # by id; as the dict holds the arrays, no other object gets one of these ids
     before = sys.gettrace()
 
     def note(values: Any, frame: FrameType, line: int) -> None:

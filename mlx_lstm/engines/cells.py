@@ -1,4 +1,4 @@
-"""The options of the recurrent cells: gate order, activations and others. The cells have no arrays."""
+"""The options of the recurrent cells: gate order, activations and others. The classes hold no arrays."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
@@ -12,7 +12,7 @@ ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid", "hard_sigmoid", "hard_sigm
 is the one of torch and Keras 3. The slope of relu at 0 is 0."""
 
 HARD_SIGMOIDS = {"hard_sigmoid": 0.2, "hard_sigmoid_sixth": 1 / 6}
-"""The slope of each hard sigmoid between its kinks."""
+"""The slope of each hard sigmoid between the two points where it is clipped."""
 
 
 def known(engine: str, table: Mapping[str, Entry], name: str) -> Entry:
@@ -29,7 +29,7 @@ def gate_block(cell: "AnyCell", gate: str, hidden: int) -> slice:
     return slice(start, start + hidden)
 
 
-# These constants are typed here, because an annotation inside a NamedTuple would make a field.
+# These names are defined here with their types. Inside a NamedTuple an annotation would make them fields.
 LSTM_OUTPUTS: tuple[str, ...] = ("h", "c", "gates", "hT", "cT")
 OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
 
@@ -37,7 +37,7 @@ OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
 class LSTMCell(NamedTuple):
     """The options of an LSTM cell. `engines.ops.cells.lstm_step` has the equations.
 
-    gate_order: the order of the four H-blocks on every 4H axis.
+    gate_order: the order of the gates' blocks of H numbers on every axis of size 4H.
     activations: the activations of i, f, g, o and the output, in this order for every gate_order.
     output_peephole: whether the peephole of o reads c[t] ("current") or c[t-1] ("previous").
     cell_clip: the largest |c[t]|, or None for no limit. forget_bias: a number added to the preactivation of f.
@@ -49,8 +49,9 @@ class LSTMCell(NamedTuple):
     cell_clip: float | None = None
     forget_bias: float = 0.0
 
-    # Every cell has these attributes: the op's name, the numbers of gates, of blocks of H of the state c, and of blocks
-    # of H of the output `gates`, which the backward pass reads; the names of an engine's outputs.
+    # Every cell has these attributes. op: the name of the function for users. gates: the number of gates. carried: how
+    # many blocks of H numbers the state c has. kept: how many blocks of H numbers the output `gates` has, which the
+    # backward pass reads. outputs: the names of an engine's outputs.
     op = "lstm"
     gates = 4
     carried = 1
@@ -66,7 +67,7 @@ class LSTMCell(NamedTuple):
 class GRUCell(NamedTuple):
     """The options of a GRU cell. `engines.ops.cells.gru_step` has the equations.
 
-    gate_order: the order of the three H-blocks on every 3H axis: reset r, update z, candidate n.
+    gate_order: the order of the blocks of reset r, update z and candidate n on every axis of size 3H.
     activations: the activations of r, z, n, in this order for every gate_order.
     reset: whether r multiplies the candidate's recurrent product ("after") or the h that enters it ("before").
     flip_z: z is the weight of n in h[t]; otherwise it is the weight of h[t-1].
@@ -104,9 +105,9 @@ class RNNCell(NamedTuple):
 
 
 class PointwiseCell(NamedTuple):
-    """A cell of the user's own. Its state c is made of all states but h, side by side: [B, carried * H].
+    """A cell that the user wrote. Its state c holds all states except h, side by side: [B, carried * H].
 
-    graph: the traced function. recurrent: whether h enters a product with Wh; otherwise its units are independent.
+    graph: the traced function. recurrent: whether h is multiplied by Wh; otherwise the units are independent.
     """
 
     graph: CellGraph
@@ -122,7 +123,7 @@ class PointwiseCell(NamedTuple):
 
     @property
     def gate_order(self) -> str:
-        """One letter per preactivation, as other cells have names of gates."""
+        """One letter per preactivation (a, b, c, ...), in place of the gate names of other cells."""
         return "".join(chr(ord("a") + k) for k in range(self.graph.gates))
 
     @property
@@ -132,7 +133,7 @@ class PointwiseCell(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """The number of blocks of H that the forward pass saves."""
+        """The number of values per unit that the forward pass saves for the backward pass."""
         return len(self.graph.saved)
 
     @property

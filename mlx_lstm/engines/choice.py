@@ -35,13 +35,13 @@ FUSED_LIMIT = {"lstm": 256, "gru": 256, "rnn": 1024}
 Metal allows at most 1024 threads."""
 
 FUSED_NUMBERS = 16
-"""The largest number of gates, states, inputs of each step and parameters of a cell of the user's own, all added up,
-for which `fused` has registers."""
+"""The largest sum of gates, states, inputs of each step and parameters of a user's cell for which `fused` has enough
+registers."""
 
 GATES = {"ops": 2**20, "stepwise": 2**24, "fused": 2**24}
-"""If a sequence is divided because of its length: the largest number of gates (steps x batch x G H) in one chunk. On
-the GPU this is 64 MB in float32. At peak speed the smallest GPU multiplies so many gates by weights of width 512 in
-7 ms (not measured). macOS ends a launch that keeps the GPU from the display for too long. `ops` has a lower limit:
+"""The largest number of gate values (steps x batch x G H) in one chunk, if a sequence is divided because of its length.
+2^24 values are 64 MB in float32. At peak speed the smallest GPU needs 7 ms (not measured) to multiply so many values by
+weights of width 512; macOS ends a launch that keeps the GPU from the display for too long. `ops` has a lower limit:
 while MLX derives a gradient, it keeps all arrays of a chunk, about 16 times as much."""
 
 ROWS = 1024
@@ -50,8 +50,8 @@ chunk is small compared with its steps. The products of `numpy` take this many r
 would save little memory."""
 
 ONE_STEP = 2**19
-"""The largest number of multiplications of a single step's recurrent product for which `ops` runs instead of `numpy`
-inside a transformation."""
+"""For a call of a single step inside a transformation of MLX, such as mx.grad: the largest number of multiplications in
+its recurrent product for which `ops` runs instead of `numpy`."""
 
 NONE: Mapping[str, str] = MappingProxyType({})
 """No engine is refused."""
@@ -89,11 +89,11 @@ def choose(
         device (str): `"cpu"` or `"gpu"`, the device of the stream the op was called on.
         metal (bool): whether MLX can run Metal kernels here: it has its Metal backend, and the Mac has a GPU.
         traced (bool): whether an input is a placeholder of `mx.compile`, `mx.vmap` or an export, without a value yet.
-        cell (Cell): the cell. Default: an LSTM's.
+        cell (Cell): the options of the cell. Default: an LSTM.
         bidirectional (bool): whether both directions run. Default: `False`.
         projection (bool): whether h is projected. Default: `False`.
         requested (str): the engine that the caller forces. Default: `None`, the best that can run.
-        table (Table): measured Metal engines by dtype, batch and H. Default: none, the choice is predicted.
+        table (Table): the faster Metal engine by dtype, batch size and H. Default: no measurements but predictions.
         op (str): the op that an error names. Default: `"lstm"`.
         refused (mapping): engines whose kernels failed a test run on this machine, each with the reason. Default: none.
         packing (Packing): how the recurrent weights are quantized. Default: `None`, they are not.
@@ -151,14 +151,14 @@ def decide(
         return Choice("numpy", "the stream's device is the CPU")
     if table.engines and packing is None:
         engine, reason = table.preferred(dtype, B, H)
-    elif "fused" in reasons or isinstance(cell, PointwiseCell):  # there is no choice to predict
+    elif "fused" in reasons or isinstance(cell, PointwiseCell):  # at most one Metal engine can run
         engine, reason = "fused", reasons.get("stepwise", "")
     else:
         engine, reason = predict(cell, dtype, B, H, problem.cores, problem.directions, packing)
         reason = f"{reason}, {table.source if packing is None else 'predicted'}"
     if engine not in reasons:
         return Choice(engine, reason)
-    if isinstance(problem.cell, PointwiseCell) and "fused" not in reasons:  # it has no `stepwise`
+    if isinstance(problem.cell, PointwiseCell) and "fused" not in reasons:  # `stepwise` cannot run a user's cell
         return Choice("fused", reasons["stepwise"])
     if "stepwise" in reasons:
         return Choice("ops", reasons["numpy" if device == "cpu" else "stepwise"])
@@ -169,14 +169,14 @@ def decide(
 def is_small_step(cell: AnyCell, T: int, B: int, H: int) -> bool:
     """Return whether a call is a single step for which `ops` is faster than `numpy` in a gradient.
 
-    A program that calls a layer for each step has a long graph. In each call `numpy` evaluates arrays, and then MLX
-    visits all nodes of the graph.
+    A program that calls a layer for each step has a long graph. `numpy` evaluates arrays in each call, and each
+    evaluation visits all nodes of the graph so far.
     """
     return T == 1 and B * cell.gates * H**2 <= ONE_STEP
 
 
 def check_engine(op: str, engine: Any) -> Engine | None:
-    """Return `engine`, which is `None` or one of `ENGINES`."""
+    """Return `engine` if it is `None` or one of `ENGINES`. Otherwise raise an error."""
     if engine is not None and not (isinstance(engine, str) and engine in ENGINES):
         fail(op, f"engine must be one of {', '.join(ENGINES)}", repr(engine))
     return cast(Engine | None, engine)
@@ -247,7 +247,9 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
         # K steps per chunk. The T / K saved states and one chunk of K steps together need the least memory near
         # K = sqrt(T). A step of `ops` needs about 16 times the memory of a state, so its K is sqrt(T) / 4.
         auto = isqrt((T - 1) // (16 if engine == "ops" else 1)) + 1
-        if engine == "numpy":  # the gates and states of T / 8 steps take less than half the memory of h and dx
+        # Longer chunks have a smaller fixed cost. The gates and states of T / 8 steps take less than half the memory of
+        # h and dx.
+        if engine == "numpy":
             auto = max(auto, min(ROWS // B, T // 8))
         return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True)
     longest, gates = longest_whole(engine, problem), B * width

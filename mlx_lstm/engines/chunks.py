@@ -60,7 +60,7 @@ def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chun
     evaluates = longest_whole(engine, problem) < problem.T and have_values(list(arrays.values()))
     if not evaluates and (plain or not chunks.recomputes):
         return None
-    # Without training a gradient is unlikely, so its arrays are not saved but recomputed.
+    # Without training nobody is likely to ask for a gradient. So its arrays are recomputed instead of saved.
     recomputes = chunks.recomputes or not problem.training
     return Chunked(Chunks(chunks.steps, recomputes), engine, module, problem.batch_first, evaluates)
 
@@ -136,7 +136,8 @@ class Chunked:
         if self.engine != "numpy":  # engine `numpy` caches dequantized weights itself
             arrays = dequantized(problem.packing, arrays)
         (T, B, H, P), D, dtype = problem[:4], problem.directions, arrays["x"].dtype
-        if self.engine == "numpy" and dtype.size > 2:  # engine `numpy` allocates only its outputs at any length
+        # `numpy` runs without chunks here: at any length it needs memory only for its outputs.
+        if self.engine == "numpy" and dtype.size > 2:
             outputs = self.module.forward(problem._replace(training=False), arrays)
             return outputs | self.starts(problem, arrays, outputs)
         saved, sequences = self.results_saved(problem) if problem.training else [], {}
@@ -179,7 +180,7 @@ class Chunked:
         the states at the start of each chunk."""
         shared, by_step, starts = self.shared_by_steps(arrays), self.by_step(arrays), {}
         h0, c0 = initial_states(problem, arrays)
-        states = {"h0": h0, "c0": widened(c0)}  # engines return c in float32
+        states = {"h0": h0, "c0": widened(c0)}  # c is at least float32, as in the engines' outputs
         states = self.prepared({name: states[name] for name in states_of(problem)})
         if self.recomputes:
             problem = problem._replace(training=False)
@@ -210,9 +211,8 @@ class Chunked:
             problem, self.evaluates and have_values([*arrays.values(), *cotangents.values()], transforming=False)
         )
         sequences = {}
-        for name in (
-            name for name in with_steps(arrays) if name not in left_out
-        ):  # both directions are added up in float32
+        # The gradients of both directions are added up in float32.
+        for name in (name for name in with_steps(arrays) if name not in left_out):
             dtype = widened(arrays[name]).dtype if problem.bidirectional else arrays[name].dtype
             sequences[name] = SequenceBuffer(arrays[name].shape, dtype, self.batch_first, self.eager)
         with self.beside_the_engine():
@@ -241,7 +241,8 @@ class Chunked:
         starts, sums = {name: f"{name[0]}_starts" for name in states_of(problem)}, {}
         shared = self.shared_by_steps(arrays)
         by_step, d_by_step, saved_by_step = (self.by_step(values) for values in (arrays, cotangents, saved))
-        # The cotangents of the states at the end of a chunk: first the caller's, then the ones from the later chunk.
+        # The cotangents of the states at the end of a chunk: first the caller's, then those that the later chunk
+        # returned.
         after = self.prepared({name: cotangents[name] for name in ("hT", "cT") if name in cotangents})
         for start, stop in reversed(self.bounds(problem)):
             chunk, n = problem._replace(T=stop - start), start // self.steps
@@ -350,8 +351,8 @@ class Chunked:
 class SequenceBuffer:
     """A sequence [T, B, .] of one direction or of both, into which chunks write their parts.
 
-    With `batch_first` its memory is [B, T, .]. In eager mode (each chunk is evaluated) NumPy writes the rows. MLX
-    would copy the whole sequence for each chunk while it keeps its graph.
+    With `batch_first` its memory is [B, T, .]. In eager mode (each chunk is evaluated) NumPy writes the parts, because
+    MLX would copy the whole sequence for each chunk.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: mx.Dtype, batch_first: bool, eager: bool):
@@ -365,8 +366,8 @@ class SequenceBuffer:
             self.view = memory_of(self.memory)
 
     def write(self, d: int, start: int, stop: int, rows: Array) -> None:
-        """Write rows for the steps from `start` to `stop` of direction d. They fill this direction's half of the
-        last axis. If both directions share the sequence, they are added to it."""
+        """Write rows for the steps from `start` to `stop` of direction d into this direction's half of the last axis.
+        If both directions share the whole axis, add the rows of the second direction to those of the first."""
         first = 0 if rows.shape[-1] == self.width else d * rows.shape[-1]
         steps, columns = slice(start, stop), slice(first, first + rows.shape[-1])
         at = (slice(None), steps, columns) if self.batch_first else (steps, slice(None), columns)
@@ -414,8 +415,8 @@ def by_direction(problem: Problem, *values: Arrays) -> Iterator[tuple[int, Probl
 
 
 def lengths_of(arrays: Arrays, start: int, stop: int) -> Arrays:
-    """Return the arrays with `lengths` counted within the steps from `start` to `stop`: 0 for an item that ended
-    before, stop - start for an item that goes on."""
+    """Return the arrays with `lengths` counted within the steps from `start` to `stop`: 0 for a batch item that ended
+    before `start`, stop - start for an item that goes on."""
     if "lengths" not in arrays:
         return arrays
     return arrays | {"lengths": mx.clip(arrays["lengths"] - start, 0, stop - start)}
@@ -455,8 +456,8 @@ def copied_to_mlx(memory: np.ndarray) -> Array:
 
 
 def after_all(array: Array, others: list[Array]) -> Array:
-    """Return the array as a node of the graph that waits for the other arrays. `mx.depends` would do the same, but
-    mx.jvp does not support it."""
-    # A sum, because MLX has no third forward-mode derivative of `any`.
+    """Return the array as a node of the graph that MLX computes after the other arrays. `mx.depends` would do the same,
+    but mx.jvp does not support it."""
+    # The condition is computed from a sum, because MLX has no third forward-mode derivative of `any`.
     first = mx.stack([other[(0,) * other.ndim].astype(mx.float32) for other in others]).sum()
     return mx.where(first == first, array, array)

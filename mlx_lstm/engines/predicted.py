@@ -17,22 +17,24 @@ from .packing import Packing, field_of
 from .problem import LIMITS, Problem
 
 LAUNCH = 5500
-"""Cycles from one launch of `stepwise` to the next one that waits for it, besides its work: 3.9 us."""
+"""GPU cycles from the start of one launch of `stepwise` to the start of the next, which waits for it, without the work
+of the kernel: 3.9 us."""
 
 BUILDING = {"forward": 5200, "both": 12900}
-"""Cycles in which the host builds the launches of one step, forward, or forward and backward: 3.7 and 9.2 us. The GPU
-waits meanwhile if a program evaluates each call. Measured on an AMD EPYC."""
+"""GPU cycles that pass while the host builds the launches of one step, forward, or forward and backward: 3.7 and 9.2
+us. The GPU waits meanwhile if a program evaluates each call. Measured on an AMD EPYC."""
 
 TURN = 370
-"""Cycles in which a threadgroup waits for the weights of one turn of its product: 0.27 us."""
+"""Cycles for which a threadgroup waits for weights in each turn of the loop that computes its product (see `TERMS`):
+0.27 us."""
 
 TERMS = {"lanes": 128, "tiles": 32}
-"""The number of terms of each sum that one turn of a product adds: in lanes, for fewer than 8 batch items, or in
-tiles."""
+"""How many terms of each sum one turn of a product's loop adds. "lanes": kernels for fewer than 8 batch items. "tiles":
+kernels that multiply 8 x 8 matrices."""
 
 CYCLES = {1: 0.030, 4: 0.016, 8: 0.017, 16: 0.014, 32: 0.013}
-"""Cycles of a GPU core per weight and batch item of a step, by the batch items of a threadgroup. The numbers come from
-machine code that Mesa's compiler generates for the M1."""
+"""How many cycles a GPU core takes per weight and batch item in one step, by the number of batch items of a
+threadgroup. The numbers come from machine code that Mesa's compiler generates for the M1."""
 
 WIDEST = 256
 """The largest H for which the instructions and registers of kernels of `fused` were counted. A kernel that was not
@@ -77,7 +79,7 @@ def predict(
 def stepwise_cycles(
     cell: AnyCell, dtype: mx.Dtype, B: int, H: int, cores: int, directions: int, packing: Packing | None
 ) -> float:
-    """Return the predicted cycles of one time step of `stepwise`, with the time in which the host builds its
+    """Return the predicted cycles of one time step of `stepwise`, including the time in which the host builds its
     launches."""
     problem = Problem(2, B, H, H, cell, dtype, bidirectional=directions == 2, limits=LIMITS._replace(cores=cores))
     numbers = directions * cell.gates * H * H

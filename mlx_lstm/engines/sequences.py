@@ -1,5 +1,5 @@
-"""Compute the sequences that dialects return besides h, in the memory order of the engine: tanh(c), and all gates in
-one array."""
+"""Helpers for functions with TensorFlow's conventions: tanh(c) of a whole sequence, and separate gates joined in one
+array, both in the memory order of the engine."""
 
 import mlx.core as mx
 import numpy as np
@@ -38,5 +38,5 @@ def joined(blocks: list[mx.array]) -> mx.array:
     """Return the gates [T, B, G H] in one array. blocks: one array [T, B, H] per gate."""
     if choice.current_device() != "cpu":
         return mx.concatenate(blocks, axis=-1)
-    # Engine `numpy` reads them feature-major, [T, G H, B], without a copy.
+    # Engine `numpy` then reads the gates feature-major, [T, G H, B], without a copy.
     return mx.swapaxes(mx.concatenate([mx.swapaxes(block, 1, 2) for block in blocks], axis=1), 1, 2)

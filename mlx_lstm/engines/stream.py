@@ -13,7 +13,7 @@ from .ops.packed import dequantized
 from .problem import Arrays, Problem
 
 CARRIED = {"h0": "hT", "c0": "cT"}
-"""For each first state of a step the output of the step before that it is."""
+"""For each state before a step, the name of the previous step's output that holds it."""
 
 
 class Launch(NamedTuple):
@@ -29,7 +29,7 @@ def launch_of(engine: str, problem: Problem, arrays: Arrays) -> Launch:
     """Return what a layer needs at every step. arrays: the parameters, and an input "x" of any value.
 
     Everything that depends on the parameters alone is computed here: `ops` gets dequantized weights, and `fused` the
-    recurrent weights in the order in which lanes read them.
+    recurrent weights in the order in which its threads read them.
     """
     arrays = for_engine(engine, arrays)
     if engine == "ops":
@@ -48,8 +48,8 @@ class MLXStream:
     """
 
     def __init__(self, launches: list[tuple[Launch, Launch]], batch: tuple[int, ...], device: mx.Device):
-        """Prepare the layers with states 0. launches: for each layer the launch of a step without and with the option
-        `keep` (a factor on the states). device: where the steps run."""
+        """Prepare the layers with all states 0. launches: for each layer the launch of a step without and with the
+        option `keep` (a factor on the states). device: where the steps run."""
         self.launches, self.batch, self.device = launches, batch, device
         self.B: int = prod(batch)
         self.carried: list[Arrays] = [zero_states(launch) for launch, _ in launches]

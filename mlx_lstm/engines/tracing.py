@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 custom_function: Callable[[Callable[..., Any]], Any] = mx.custom_function
-"""`mx.custom_function`. MLX's type stubs do not say that the result returns what the function returns."""
+"""`mx.custom_function` with a type. MLX's type stubs do not say that the result returns what the function returns."""
 
 
 class Leaving(Exception):
@@ -66,8 +66,8 @@ probe = Probe()
 def is_transforming() -> bool:
     """Return whether MLX is transforming a function in this thread.
 
-    MLX has no function that tells. But MLX runs a compiled function in Python if an argument is a tracer. Otherwise
-    it runs the function in Python only once, to compile it. Outside of transformations this test takes a
+    MLX has no function for this question. But MLX runs a compiled function in Python if an argument is a tracer.
+    Otherwise it runs the function in Python only once, to compile it. Outside of transformations this test takes a
     microsecond. A test by an evaluation would take longer, because it wakes another thread.
     """
     before = probe.runs
@@ -132,8 +132,9 @@ def marks_come_first() -> bool:
     """Return whether a mark tells a vjp rule in time which gradient MLX asks for.
 
     A mark is a scalar that depends on one argument x of a function. The last function of a graph, called a tap, takes
-    the function's result and then the mark. MLX calls the vjp rules in reverse, so that of the mark comes before that
-    of the function. MLX does not call the mark's rule if nothing asks for the gradient of x. MLX documents neither.
+    the function's result and then the mark. MLX calls the vjp rules in reverse, so the mark's rule comes before the
+    function's rule. MLX does not call the mark's rule if nothing asks for the gradient of x. MLX documents neither
+    behaviour, so this function tests both.
     """
     called: list[str] = []
 

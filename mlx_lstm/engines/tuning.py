@@ -166,8 +166,8 @@ def load(file: Path) -> Table:
 
 
 def failures(measured: list[dict[str, Any]]) -> Iterator[tuple[str, int, str]]:
-    """Yield (dtype, B, engine) for every measurement that was discarded. For these `--tune` writes a reason instead
-    of milliseconds."""
+    """Yield (dtype, B, engine) for every measurement that was discarded. For a discarded one `--tune` has written a
+    reason instead of milliseconds."""
     for point in measured:
         words = (name for name in ("fused", "stepwise") if isinstance(point[name], str))
         yield from ((str(point["dtype"]), int(point["B"]), name) for name in words)

@@ -14,7 +14,7 @@ from ..files import parse_json, shown, size_of, write_whole
 from . import tuning
 
 MACHINES = 8
-"""How many environments the file keeps. Another version of MLX, or the kernels before a change, is a different
+"""How many environments the file keeps. Another version of MLX, or another version of the kernels, is a different
 environment."""
 
 _known: dict[str, str] = {}

@@ -18,7 +18,8 @@ InPlace = Callable[[np.ndarray, np.ndarray], object]
 
 
 def sigmoid(x: np.ndarray, out: np.ndarray) -> None:
-    """Write 1 / (1 + exp(-x)) to `out`. The formula through tanh would lose all digits of a nearly closed gate."""
+    """Write 1 / (1 + exp(-x)) to `out`. The formula 0.5 + 0.5 tanh(x / 2) would lose all digits of a nearly closed
+    gate."""
     np.negative(x, out=out)
     np.exp(out, out=out)
     np.add(out, ONE, out=out)
@@ -71,8 +72,8 @@ def runs(order: str, activations: tuple[str, ...], H: int, gates: str) -> list[R
     cell, or some).
 
     order: the cell's gates in their order in memory, such as "ifgo". activations: one per gate, in the order i, f,
-    g, o or r, z, n. Only these options are arguments, and no number such as the clip, so that numbers that change at
-    every call do not fill the cache.
+    g, o or r, z, n. A cell's numbers, such as the clip of c, are not arguments: a number that changes at every call
+    would fill the cache.
     """
     activation_of = dict(zip("ifgo" if len(order) == 4 else "rzn", activations, strict=False))
     result, stop = [], 0

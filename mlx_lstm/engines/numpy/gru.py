@@ -29,7 +29,7 @@ class GRUStep:
         """Allocate the scratch memory. streamed: the steps arrive one at a time (`engines.numpy.stream`)."""
         (_, B, H, _), dtype, order, activations = problem[:4], v["Wh"].dtype, cell.gate_order, cell.activations
         # r multiplies the recurrent product of the candidate, or the h that enters it. So this product cannot be joined
-        # with that of the input.
+        # with the product of the input.
         self.products: SeparateProducts = SeparateProducts(problem, v, mask)
         self.weights: Array = self.products.weights
         self.after: bool = cell.reset == "after"
@@ -44,7 +44,7 @@ class GRUStep:
         self.activate_n: InPlace = activation(activations[2])[0]
         self.unbounded: bool = activations[2] in UNBOUNDED
         self.Wh_n: Array = self.weights[self.block["n"]]
-        self.product: Array = self.gates  # the gates, in the blocks of rows in which the product computes them
+        self.product: Array = self.gates  # where the product is written: the gates, maybe divided by `in_blocks`
         if streamed and self.after:
             self.weights, self.product = in_blocks(self.weights, self.gates)
         self.bhn: Array | None = np.repeat(v["bhn"][:, None], B, axis=1) if "bhn" in v else None
@@ -77,7 +77,7 @@ class GRUStep:
             np.matmul(self.Wh_n, np.multiply(self.r, h_in, out=self.scratch), out=n)
         n += inputs[self.block["n"]]
         self.activate_n(n, n)
-        # h = z old + (1 - z) new, computed as new + z (old - new), which takes two passes less.
+        # h = z old + (1 - z) new, computed as new + z (old - new), which takes two passes over memory less.
         old, new = (n, h_prev) if self.flip else (h_prev, n)
         np.subtract(old, new, out=h)
         h *= z

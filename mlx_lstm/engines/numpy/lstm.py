@@ -59,7 +59,7 @@ class LSTMStep:
         order, negated = self.products.order, self.products.negated
         self.weights: Array = self.products.weights
         self.z: Array = np.empty((4 * H, B), dtype)
-        self.product: Array = self.z  # z, in the blocks of rows in which the product computes it
+        self.product: Array = self.z  # where the product is written: z, maybe divided by `in_blocks`
         if streamed:
             self.weights, self.product = in_blocks(self.weights, self.z)
         self.scratch: Array = np.empty((H, B), dtype)
@@ -70,7 +70,7 @@ class LSTMStep:
         self.peephole: dict[str, Array] = peephole_columns(cell, v, H, B)
         for gate in negated if self.peephole else "":
             np.negative(self.peephole[gate], out=self.peephole[gate])
-        # If gate o has a peephole that reads the new c, o is computed late: after c.
+        # If gate o has a peephole that reads the new c, o is computed late: after c, not with the other gates.
         late = "o" if self.peephole and cell.output_peephole == "current" else ""
         self.early: list[tuple[InPlace, Array]] = self.activations(cell, order, "ifg" if late else "ifgo")
         self.late: list[tuple[InPlace, Array]] = self.activations(cell, order, late)

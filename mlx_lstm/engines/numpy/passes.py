@@ -33,7 +33,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     GH], hT [B, P] and cT [B, H].
 
     A batch item that has ended, or has not begun in reverse, runs like the others, because its columns have no effect
-    on theirs. Afterwards its outputs are overwritten by 0.
+    on those of other items. Afterwards its outputs are overwritten by 0.
     """
     dtype, (T, B, H, _), keep, mask = v["x"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
     step = STEPS[type(problem.cell)][0](problem, problem.cell, v, mask)
@@ -42,7 +42,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     h, gates = out["h"], out["gates"].transpose(FEATURE_MAJOR) if "gates" in out else None
     if "c" in out:
         c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (problem.cell.carried * H, B), dtype)
-    else:  # of width 0, so that the loop below serves every cell
+    else:  # an empty c, so that the loop below serves every cell
         c, c_prev = np.empty((T, 0, B)), np.empty((0, B))
     c_kept = np.empty(c.shape[1:], dtype)  # keep * c_prev
     times, onwards = [t for t in problem.steps() if t < ends.longest], -1 if problem.reverse else 1
@@ -58,7 +58,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
             inputs = products.load(start)
         if inputs is not None:
             inputs_t = inputs[:, (t - start) * B : (t - start + 1) * B]
-        if problem.reverse and (begun := ends.at(t + 1)) is not None:  # these items begin with this step
+        if problem.reverse and (begun := ends.at(t + 1)) is not None:  # items that begin with this step
             h_prev[:, begun] = v["h0"][begun].T if "h0" in v else 0
             c_prev[:, begun] = v["c0"][begun].T if "c0" in v else 0
         if keep is not None:
@@ -73,7 +73,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
         h_prev, c_prev = h_new, c_t
     last = {"h": h_prev, "c": c_prev}
     if ends.shortest < T:
-        last = {name: state.copy() for name, state in last.items()}  # the memory of c_prev belongs to out["c"]
+        last = {name: state.copy() for name, state in last.items()}  # a copy: c_prev is a part of out["c"]
         close_ended(problem, v, out, ends, last)
     for name, state in last.items():
         if f"{name}T" in out:
@@ -182,7 +182,7 @@ class BackwardSweep:
             if isinstance(step, PointwiseStepBackward):
                 ended = np.flatnonzero(self.ends.lengths <= t) if t >= self.ends.shortest else None
                 step.finish(t, columns, ended, self.out)
-                if ended is not None:  # a formula of the user's may give NaN for zeros
+                if ended is not None:  # the user's formula may give NaN where its inputs are 0
                     for array in (dh, dc) if step.direct is None else (dh, dc, step.direct):
                         array[:, ended] = 0
             if mask is not None:
@@ -234,7 +234,8 @@ class BackwardSweep:
             rows[0] = first
             rows[1:] = states[: stop - 1]
             return rows
-        # In reverse an item begins with its own last step, which is earlier than step T - 1 if the item is shorter.
+        # In reverse a batch item begins with its own last step, which is earlier than step T - 1 if the item is
+        # shorter.
         inner = min(stop, problem.T - 1)
         rows[: inner - start] = states[start + 1 : inner + 1]
         rows[inner - start :] = first
@@ -263,7 +264,7 @@ class BackwardSweep:
 
 class Ends:
     """The lengths of the batch items: lengths [B], the shortest and the longest. Before step `shortest` no item has
-    ended; at step `longest` all items have."""
+    ended; at step `longest` all items have ended."""
 
     def __init__(self, problem: Problem, v: Views):
         self.lengths: Array = v["lengths"] if "lengths" in v else np.full(problem.B, problem.T)

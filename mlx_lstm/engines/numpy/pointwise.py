@@ -1,5 +1,5 @@
-"""A cell of the user's own on the engine `numpy`: its graph as NumPy statements that write in place, and one step
-forward and one step backward with them.
+"""A cell that the user wrote, on the engine `numpy`. The cell's graph is turned into NumPy statements that write in
+place; a forward step and a backward step run these statements.
 
 Every array of a step is feature-major, [n H, B], so that each gate and each state is one contiguous block.
 """
@@ -25,7 +25,7 @@ UFUNCS = {
     "atanh": "arctanh", "gt": "greater", "ge": "greater_equal", "lt": "less", "le": "less_equal", "eq": "equal",
     "ne": "not_equal", "and": "logical_and", "or": "logical_or", "not": "logical_not",
 }  # fmt: skip
-"""NumPy's function for each operation that is one."""
+"""For each operation of a graph that is a single NumPy function: the name of the function."""
 
 COMPOSED: dict[str, str] = {
     "sigmoid": "negative({0}, {out}); exp({out}, {out}); add({out}, one, {out}); divide(one, {out}, {out})",
@@ -33,17 +33,19 @@ COMPOSED: dict[str, str] = {
     "rsqrt": "sqrt({0}, {out}); divide(one, {out}, {out})",
     "float": "copyto({out}, {0})",
     "select": "copyto({out}, {2}); copyto({out}, {1}, where={0})",
-    # max(a, b) + log(1 + e) with e = exp(-|a - b|), and log(1 + e) = log(u) + (e - (u - 1)) / u with u = 1 + e. NumPy's
-    # own logaddexp takes one number at a time. fmin replaces the NaN of two equal infinities.
+    # logaddexp(a, b) = max(a, b) + log(1 + e) with e = exp(-|a - b|), and log(1 + e) = log(u) + (e - (u - 1)) / u with
+    # u = 1 + e. NumPy's own logaddexp is not vectorized. fmin replaces the NaN of two equal infinities by 1.
     "logaddexp": "subtract({0}, {1}, t0); abs(t0, t0); negative(t0, t0); exp(t0, t0); fmin(t0, one, t0); "
     "add(t0, one, t1); maximum({0}, {1}, out={out}); subtract(t1, one, t2); subtract(t0, t2, t0); divide(t0, t1, t0); "
     "log(t1, t1); add({out}, t1, {out}); add({out}, t0, {out})",
 }
-"""The statements of other operations. {0}, {1}, {2} are the operands, t0, t1, t2 are scratch arrays."""
+"""The statements that compute each other operation. {0}, {1}, {2} are the operands, {out} is the result, t0, t1, t2 are
+scratch arrays."""
 
 
 class Code(NamedTuple):
-    """Statements and what they need: the scratch arrays by name, and whether each is bool; constants by name."""
+    """Python statements that compute nodes of a graph, and what they need: the scratch arrays by name, with whether
+    each is bool, and the constants by name."""
 
     lines: tuple[str, ...]
     scratch: dict[str, bool]
@@ -52,7 +54,7 @@ class Code(NamedTuple):
 
 class Run(NamedTuple):
     """Nodes of one operation whose operands and results are neighbouring blocks, computed by one statement. source,
-    target: the expressions of these blocks. names: the names of the results."""
+    target: Python expressions for the block of operands and the block of results. names: the names of the results."""
 
     op: str
     nodes: tuple[int, ...]
@@ -62,14 +64,15 @@ class Run(NamedTuple):
 
 
 class Writer:
-    """Writes the statements that compute nodes of a graph, each into an array: the one that is given for it, an operand
-    that is not needed any more, or a scratch array."""
+    """Generate the statements that compute nodes of a graph. Each node is written into an array: its target, the array
+    of an operand that is not needed any more, or a scratch array."""
 
     def __init__(
         self, graph: CellGraph, known: Mapping[int, str], targets: Sequence[tuple[int, str]], runs: Sequence[Run] = ()
     ):
-        """known: the names of arrays that have values. targets: which nodes shall be computed, and into which arrays.
-        An array may be among both; it is then overwritten after its last use."""
+        """known: for each node whose value exists already, the name of its array. targets: which nodes shall be
+        computed, and into which arrays. If an array is both known and a target, it is overwritten after its last use.
+        runs: groups of nodes that one statement computes."""
         self.graph, self.names, self.lines = graph, dict(known), list[str]()
         self.scratch: dict[str, bool] = {}
         self.constants: dict[str, float] = {"one": 1.0}
@@ -110,7 +113,7 @@ class Writer:
         return name
 
     def call(self, op: str, operands: list[str], out: str) -> str:
-        """Return the statement of one operation."""
+        """Return the statement that computes one operation."""
         if op in UFUNCS:
             return f"{UFUNCS[op]}({', '.join(operands)}, out={out})"
         if op == "logaddexp":
@@ -118,17 +121,17 @@ class Writer:
         return COMPOSED[op].format(*operands, out=out)
 
     def write(self, place: int, n: int, target: str | None, copies: list[tuple[int, str]]) -> None:
-        """Write the statement of node n, the one at `place`. A target that is still read is written by a copy at the
-        end."""
+        """Append the statement that computes node n, at position `place` of the order. If a later statement still reads
+        the array of `target`, the result goes to a scratch array, and a copy at the end writes the target."""
         node, is_bool = self.graph.nodes[n], self.graph.nodes[n].op in CONDITIONS
         operands = [self.name(k) for k in node.args]
-        in_place = node.op in UFUNCS  # may write over an operand
+        in_place = node.op in UFUNCS  # a NumPy function may write over its operand
         if target is not None:
             late = self.read_until.get(target, -1)
             if late > place or (late == place and not in_place):
                 copies.append((n, target))
                 target = None
-        # Operands whose last use this is.
+        # Operands in scratch arrays that no later statement reads.
         dead = [k for k in dict.fromkeys(node.args) if self.last.get(k) == place and self.names.get(k) in self.scratch]
         out = target
         if out is None and in_place:
@@ -143,14 +146,16 @@ class Writer:
                 self.free[self.scratch[self.names[k]]].append(self.names[k])
 
     def code(self) -> Code:
-        """Return the statements."""
+        """Return the generated statements with their scratch arrays and constants."""
         return Code(tuple(self.lines), self.scratch, self.constants)
 
 
 def function_of(code: Code, parameters: str, unpacked: Sequence[str]) -> Callable[..., Any]:
-    """Return a function build(shape, dtype, fixed) that returns the function step(parameters), which runs statements.
+    """Return a function build(shape, dtype, fixed). It returns the function step(parameters), which runs the statements
+    of `code`.
 
-    fixed: arrays by name that the statements use in addition to the parameters. unpacked: statements in front.
+    fixed: arrays by name that the statements use in addition to the parameters. unpacked: statements that run first and
+    name parts of the parameters.
     """
     body = "\n    ".join([*unpacked, *code.lines, "pass"])
     text = f"def step({parameters}):\n    {body}\n"
@@ -168,20 +173,21 @@ def function_of(code: Code, parameters: str, unpacked: Sequence[str]) -> Callabl
 
 
 def columns(letter: str, count: int) -> list[str]:
-    """Return the names of the blocks of one array: s0, s1, ..."""
+    """Return `count` names for the blocks of an array: s0, s1, ... for the letter s."""
     return [f"{letter}{k}" for k in range(count)]
 
 
 def unpacking(names: Sequence[str], array: str) -> list[str]:
-    """Return the statement that names the blocks of H of an array [n H, B]."""
+    """Return a list with the statement that assigns the n blocks [H, B] of an array [n H, B] to n names. Return an
+    empty list without names."""
     if len(names) == 1:
         return [f"{names[0]} = {array}"]
     return [f"{', '.join(names)} = {array}.reshape({len(names)}, H, -1)"] if names else []
 
 
 def negatable(graph: CellGraph) -> str:
-    """Return the letters of the gates whose preactivation is only read by one sigmoid. A joined product gives them with
-    the other sign, which saves a pass over memory."""
+    """Return the letters of the gates whose preactivation is read only by one sigmoid. `JoinedProduct` can compute
+    these preactivations negated, which saves the sigmoid a pass over memory."""
     if graph.apart:
         return ""
     order = needed(graph.nodes, [*graph.forward, *graph.saved])
@@ -198,14 +204,14 @@ def negatable(graph: CellGraph) -> str:
 def forward_function(cell: PointwiseCell, order: str, negated: str) -> Callable[..., Any]:
     """Return the function that builds a forward step: step(z, xs, s0, c_prev, us, y, c, n0).
 
-    order: the order of the blocks of z; negated: those of them with the other sign. z [G H, B]: the preactivations, or
-    if the parts are apart, the recurrent part; xs [G H, B]: the input's part, if z does not contain it.
+    order: the order of the blocks of z. negated: the blocks that are negated. z [G H, B]: the preactivations, or
+    with `graph.apart` only the recurrent part. xs [G H, B]: the input's part, if z does not contain it.
     """
     graph = cell.graph
     blocks, kept = ("xs" if graph.apart or not cell.recurrent else "z"), columns("y", len(graph.saved))
     known = {n: name for name, n in graph.number.items() if name[0] in "psuw"}
     # Neighbouring gates with the same function are computed by one statement.
-    runs: list[tuple[str, list[int], list[int]]] = []  # op, saved nodes, places of the gates
+    runs: list[tuple[str, list[int], list[int]]] = []  # (op, indices into graph.saved, places of the gates in `order`)
     for k, n in enumerate(graph.saved):
         node = graph.nodes[n]
         gate = graph.nodes[node.args[0]].value if len(node.args) == 1 else None
@@ -241,7 +247,8 @@ def forward_function(cell: PointwiseCell, order: str, negated: str) -> Callable[
 
 
 class PointwiseStep:
-    """Compute one forward step of a cell of the user's own. The sweep sets `us`, the inputs of the step [U H, B]."""
+    """Compute one forward step of a cell that the user wrote. Before each step the caller sets `us`, the inputs of the
+    step [U H, B]."""
 
     def __init__(self, problem: Problem, cell: PointwiseCell, v: Views, mask: Array | None):
         (_, B, H, _), dtype, graph = problem[:4], v["x"].dtype, cell.graph
@@ -252,7 +259,7 @@ class PointwiseStep:
         self.apart: bool = graph.apart
         self.weights: Array | None = self.products.weights
         self.z: Array = np.empty((cell.gates * H, B), dtype)
-        self.saved: Array = np.empty((cell.kept * H, B), dtype)  # what would be saved, if the caller does not train
+        self.saved: Array = np.empty((cell.kept * H, B), dtype)  # used if the caller wants no gates
         self.us: Array = np.empty((graph.inputs * H, B), dtype)
         build = forward_function(cell, self.products.order, self.products.negated)
         self.step: Callable[..., None] = build((H, B), dtype, params_of(graph, v, H, B))
@@ -284,12 +291,13 @@ def params_of(graph: CellGraph, v: Views, H: int, B: int) -> dict[str, Array]:
 
 @lru_cache(256)
 def backward_function(cell: PointwiseCell) -> tuple[Callable[..., Any], tuple[int, ...]]:
-    """Return (build, other): the function that builds a backward step, and the gates whose input's part has another
-    gradient than the recurrent part.
+    """Return (build, other): the function that builds a backward step, and the numbers of the gates for which the
+    gradient of the input's part differs from that of the recurrent part.
 
-    The step is step(y, s0, c_prev, n0, c, us, d0, dc, dz, dx, direct, du, dw). dz [G H, B]: the gradient of the
-    recurrent parts. dx: that of the input's part of the gates in `other`. direct [H, B]: the gradient of h_prev past
-    the product. dc: the gradients of the other new states, overwritten with those of the states before.
+    The built function is step(y, s0, c_prev, n0, c, us, d0, dc, dz, dx, direct, du, dw). dz [G H, B]: the gradient of
+    the recurrent parts. dx: the gradient of the input's part of the gates in `other`. direct [H, B]: the part of the
+    gradient of h_prev that bypasses the recurrent product. dc: the gradients of the new states besides h; the step
+    overwrites them with the gradients of the states before it.
     """
     graph = cell.graph
     known = dict(zip(graph.saved, columns("y", len(graph.saved)), strict=True))
@@ -319,10 +327,10 @@ def passes_h(graph: CellGraph) -> bool:
 
 
 class PointwiseStepBackward:
-    """Compute one backward step of a cell of the user's own, and collect what the weight gradients need.
+    """Compute one backward step of a cell that the user wrote, and collect what the weight gradients need.
 
     `dz` [G H, n] collects the gradient of the recurrent parts of the preactivations for a chunk of n = steps x B
-    columns, `dx` that of the input's part where it differs; `end_chunk` copies it to `dz`.
+    columns. `dx` collects the gradient of the input's part where it differs; `end_chunk` copies it to `dz`.
     """
 
     def __init__(self, problem: Problem, cell: PointwiseCell, v: Views, saved: Views):
@@ -370,8 +378,9 @@ class PointwiseStepBackward:
             np.matmul(self.Wh_T, dz, out=dh)
 
     def finish(self, t: int, columns: slice, ended: Array | None, out: Views) -> None:
-        """Write the gradient of the inputs of step t and add that of the parameters. The items that have ended get
-        zeros, because what was computed for them may be NaN. ended: their indices, or None if there are none."""
+        """Write the gradient of the inputs of step t, and add the step's term to the gradient of the parameters. ended:
+        the indices of the batch items that have ended, or None. Their gradients become 0, because the computed values
+        may be NaN."""
         if ended is not None:
             for array in self.by_column:
                 array[:, columns][:, ended] = 0

@@ -79,7 +79,7 @@ class SeparateProducts:
         rows = cell.gates * H
         self.order: str = cell.gate_order
         self.x: Array = v["x"]
-        self.weights: Any = matrix(v["Wh"]) if "Wh" in v else None  # None: a cell without a product of h
+        self.weights: Any = matrix(v["Wh"]) if "Wh" in v else None  # None if no product of h is computed
         Wx, bias = matrix(v["Wx"]) if "Wx" in v else None, bias_of(problem, v)
         if Wx is None:
             self.block: int = 1
@@ -94,7 +94,7 @@ class SeparateProducts:
             Wx = np.concatenate([Wx, bias[:, None]], axis=1)
             self.padded, bias = np.ones((self.block, B, Wx.shape[1]), dtype), None
         self.Wx: Array | None = Wx
-        self.bias: Array | None = bias  # [GH]; without Wx [GH, B], as large as what it is added to
+        self.bias: Array | None = bias  # [GH]; without Wx repeated to [GH, B], the shape of x[t].T
         if Wx is not None:
             self.ahead: Array = columns_buffer(rows, self.block * B, B, dtype)  # the input parts of a block of steps
         elif bias is not None:
@@ -194,11 +194,11 @@ class WeightGradients:
         """
         self.out: Views = out
         self.written: set[int] = written
-        # A dict for each name: from the gradient's first row to its factors left [n, rows] and right [n, columns], both
-        # copied.
+        # For each name a dict from the first row of a block of the gradient to the block's factors, left [n, rows] and
+        # right [n, columns], both copied.
         self.factors: dict[str, dict[int, tuple[Array, Array]]] = {name: {} for name in factored}
         self.left: Array | None = None  # the latest left factor
-        self.begun: set[tuple[str, int | None]] = set()  # (name, first row) of what the first chunk has written
+        self.begun: set[tuple[str, int | None]] = set()  # (name, first row) of each block that has been written
 
     def accumulate(self, name: str, left: Array, right: Array, rows: slice = slice(None)) -> None:
         """Add left @ right to these rows of the gradient `name`, if that gradient is requested. The first chunk

@@ -1,4 +1,5 @@
-"""The passes of one direction over sequences of different lengths: the batch shrinks where sequences have ended.
+"""The passes of one direction over sequences of different lengths. The batch becomes smaller where sequences have
+ended.
 
 The steps are divided into segments. A segment runs only the batch items that have not ended before its first step, as
 a smaller call with copies of these items' parts of the arrays. Items that end within the segment run on until its last
@@ -17,8 +18,8 @@ from .passes import BackwardSweep, sweep_forward
 from .products import WeightGradients
 
 ENDED = 4
-"""A new segment starts only if so many batch items have ended in the current segment. In a batch of fewer than
-8 * ENDED items an eighth of them is enough."""
+"""A new segment starts only if at least this many batch items have ended in the current segment. In a batch of fewer
+than 8 * ENDED items an eighth of them is enough."""
 
 SAVED = 0.1
 """The smallest part of all (step, batch item) pairs that segments must save. Otherwise the copies of the arrays take
@@ -72,8 +73,8 @@ def segments(problem: Problem, v: Views) -> list[Segment]:
     T, B = problem[:2]
     if "lengths" not in v or T == 1:
         return []
-    # Items that have ended within a segment still cost time, the more the longer the segment. A segment itself costs as
-    # much as one or two steps. The sum is smallest near sqrt(T) steps.
+    # Batch items that have ended within a segment still cost time, the more the longer the segment. A segment itself
+    # costs as much as one or two steps. The sum is smallest near sqrt(T) steps.
     shortest, enough = isqrt(T), min(ENDED, B / 8)
     lengths, found, start = v["lengths"], [], 0
     live = np.flatnonzero(lengths > 0)
@@ -115,7 +116,7 @@ def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: V
         if f"{name}0" in v:
             state[...] = v[f"{name}0"]
     for name in {"h", "c", "gates"} & out.keys():
-        out[name].fill(0)  # the outputs of an item that has ended
+        out[name].fill(0)  # batch items that have ended keep this 0
     order = range(len(parts))
     for n in reversed(order) if problem.reverse else order:
         segment = parts[n]
@@ -149,7 +150,8 @@ def backward_in_segments(
 ) -> None:
     """Run all steps of one direction backward, segment by segment. Write all gradients that `products.out` contains.
 
-    saved: the outputs of the forward pass. gates: those of each segment, if the forward pass saved them that way.
+    saved: the outputs of the forward pass. gates: the gates of each segment; an empty list if the forward pass did not
+    save gates by segment.
     """
     (_, B, H, P), out, dtype = problem[:4], products.out, v["x"].dtype
     widths = {"h": P, "c": problem.cell.carried * H} if "c" in saved else {"h": P}

@@ -21,7 +21,7 @@ class RNNStep:
         self.products: JoinedProduct | SeparateProducts = input_products(problem, v, mask, "", streamed)
         self.weights: Array = self.products.weights
         self.z: Array = np.empty((problem.H, problem.B), v["Wh"].dtype)
-        self.product: Array = self.z  # z, in the blocks of rows in which the product computes it
+        self.product: Array = self.z  # where the product is written: z, maybe divided by `in_blocks`
         if streamed:
             self.weights, self.product = in_blocks(self.weights, self.z)
         self.activate: InPlace = activation(cell.act)[0]

@@ -74,7 +74,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
         out |= {name: last[f"{name}T"].memory[None] for name in widths}
     else:
         out |= {name: array.memory for name, array in last.items()}
-    with np.errstate(all="ignore"):  # see `each_direction`
+    with np.errstate(all="ignore"):  # no warnings; `each_direction` says why
         for d, one in each_direction(problem):
             own, own_out = of_direction(d, v), of_direction(d, out)
             if parts:
@@ -95,7 +95,7 @@ def backward(
 ) -> Arrays:
     """Return the gradients of all arrays except quantized weights and those that are left out.
 
-    saved: what `forward` returned. cotangents: those of some outputs, by output name. as_factors: return some weight
+    saved: what `forward` returned. cotangents: the cotangents of some outputs. as_factors: return some weight
     gradients as two factors, which `multiplied` then multiplies. left_out: () or ("x",).
     """
     if saved.get("gates") is None and not isinstance(problem.cell, RNNCell):
@@ -112,7 +112,8 @@ def backward(
         new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
     out = {name: array.memory for name, array in new.items()}
     for name in {"mask", "keep", "inputs"} & out.keys():
-        out[name].fill(0)  # the steps add to the mask's gradient, and write keep's only where a step runs
+        # The steps add to the gradient of the mask. They write those of `keep` and `inputs` only where a step runs.
+        out[name].fill(0)
     projects = "Wx" in v  # read from v: among the gradients Wx is missing if it is quantized
     written: set[int] = set()
     factors: Arrays = {}

@@ -14,9 +14,9 @@ from ..problem import Array
 class StepGradients(NamedTuple):
     """The gradients that one step of a cell sends back.
 
-    dz [B, GH]: the gradient of the input's part of the preactivations. dh [B, P]: that of mask * h_prev, which
-    enters the recurrent product. dc [B, H]: that of c_prev, for an LSTM only. direct [B, H]: for a GRU only, the
-    part of the gradient of h_prev that bypasses the product.
+    dz [B, GH]: the gradient of the input's part of the preactivations. dh [B, P]: the gradient of mask * h_prev, which
+    enters the recurrent product. dc [B, H]: the gradient of c_prev, for an LSTM only. direct [B, H]: for a GRU only,
+    the part of the gradient of h_prev that bypasses the product.
     """
 
     dz: Array
@@ -44,10 +44,10 @@ def double_sigmoid(x: Array) -> Array:
     """Return the sigmoid of a float64 array, computed with cosh and sinh, because MLX 0.32.4 computes mx.sigmoid and
     mx.exp of float64 only to the precision of float32."""
     negative = x < 0
-    # Not mx.abs, whose derivative at 0 is 0. The limit is 709: for larger x cosh overflows, and exp(-x) is too small
-    # for a normal number.
+    # mx.abs is not used, because its derivative at 0 is 0. The limit is 709: for larger x cosh overflows, and exp(-x)
+    # is too small for a normal number.
     size = mx.minimum(mx.where(negative, -x, x), 709)
-    small = mx.where(size >= 709, 0, 1 / (1 + mx.cosh(size) + mx.sinh(size)))  # NaN stays
+    small = mx.where(size >= 709, 0, 1 / (1 + mx.cosh(size) + mx.sinh(size)))  # NaN stays NaN
     return mx.where(negative, small, 1 - small)
 
 
@@ -177,7 +177,7 @@ def gru_step(cell: GRUCell, a: Array, h_in: Array, h: Array, Wh: Array, bhn: Arr
     n = y["n"] = activate(cell.activation("n"), z["n"] + recurrent)
     old, new = (n, h) if cell.flip_z else (h, n)
     h_new = new + y["z"] * (old - new)
-    if cell.activation("n") in UNBOUNDED:  # for an infinite n the formula above gives inf - inf, NaN
+    if cell.activation("n") in UNBOUNDED:  # for an infinite n the line above gives inf - inf = NaN
         h_new = mx.where(mx.isinf(n), y["z"] * old + (1 - y["z"]) * new, h_new)
     return mx.concatenate([y[gate] for gate in cell.gate_order], axis=-1), h_new
 

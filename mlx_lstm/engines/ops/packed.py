@@ -25,7 +25,8 @@ def matrix(packing: Packing, arrays: Arrays, name: str, dtype: mx.Dtype) -> mx.a
 
 
 def judged(packing: Packing, arrays: Arrays, name: str) -> np.ndarray:
-    """Return the matrix of one quantized weight in the form that the float64 oracle takes.
+    """Return the matrix of one quantized weight in the form that the float64 oracle (the reference that tests compare
+    with) takes.
 
     In mode "affine" the matrix is complex. The real part is the weight. The imaginary part of the first weight of each
     group describes how a kernel may sum the group (see metal/quantized.metal). The oracle derives its error bound from
@@ -55,8 +56,8 @@ def times_input(packing: Packing | None, arrays: Arrays, rows: mx.array) -> mx.a
         return rows @ arrays["Wx"].T  # not mx.addmm: MLX 0.32.4 refuses it under mx.vmap over b alone
     scales, biases = scales_of(arrays, "Wx", rows.dtype)
     # Arrays without values may come from mx.vmap, which does not support quantized products. MLX cannot tell them from
-    # arrays of mx.compile or of an export. So the matrix is used only on the CPU, where traced graphs are slow anyway,
-    # and only in mode affine, because an export cannot write the dequantization of the other modes.
+    # arrays of mx.compile or of an export. So the dequantized matrix is used only on the CPU, where traced graphs are
+    # slow anyway, and only in mode affine, because an export cannot write the dequantization of the other modes.
     traced = packing.mode == "affine" and mx.default_device() == mx.cpu and is_transforming()
     if traced and not have_values([rows, *(array for name, array in arrays.items() if name[:2] == "Wx")]):
         return rows @ matrix(packing, arrays, "Wx", rows.dtype).T

@@ -1,5 +1,5 @@
-"""A cell of the user's own in plain MLX operations: the function itself or, in a trial, which has no function, its
-graph."""
+"""Run a cell that the user wrote in plain MLX operations: call the user's function or, in a test run of kernels, which
+has no function, compute the nodes of the cell's graph."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -23,7 +23,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "and": mx.logical_and, "or": mx.logical_or,
     "not": mx.logical_not,
 }  # fmt: skip
-"""The function of MLX for each operation of a graph. "float" is missing, because it needs a dtype."""
+"""The function of MLX for each operation of a graph. "float" is missing, because the conversion needs a dtype."""
 
 
 def values_of(
@@ -49,14 +49,16 @@ def values_of(
 
 
 def blocks(array: Array | None, count: int) -> list[Array]:
-    """Return the blocks of H of an array [..., count * H]."""
+    """Split an array [..., count * H] into `count` blocks [..., H]. Return an empty list if there is no array or no
+    block."""
     return [] if array is None or count == 0 else list(mx.split(array, count, axis=-1))
 
 
 def pointwise_step(
     cell: PointwiseCell, z: Array, product: Array | None, h: Array, c: Array, inputs: Array | None, params: Array | None
 ) -> tuple[Array, Array, Array]:
-    """Run one step. Return (saved [B, K H], c [B, C H], h [B, H]). `saved` has zeros, because MLX derives the gradient.
+    """Run one step. Return (saved [B, K H], c [B, C H], h [B, H]). `saved` is all zeros: MLX derives the gradient, so
+    nothing need be saved for it.
 
     z, product [B, G H]: the input's and the recurrent part of the preactivations; product is None without Wh. h
     [B, H], c [B, C H]: the states before the step; c is not read if there is only h. inputs [B, U H]; params [V H].
@@ -80,7 +82,7 @@ def pointwise_step(
 def gradients_by_mlx(
     forward: Callable[[Problem, Arrays], Arrays], problem: Problem, arrays: Arrays, cotangents: Arrays
 ) -> Arrays:
-    """Return the gradients of all arrays but lengths, derived by MLX from the forward pass."""
+    """Return the gradients of all arrays except lengths. MLX derives them from the forward pass."""
     names = [name for name in arrays if name != "lengths"]
     lengths = {name: array for name, array in arrays.items() if name == "lengths"}
 
