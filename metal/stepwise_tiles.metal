@@ -122,7 +122,7 @@ void multiply_quad(
   }
 }
 
-// Multiply the numbers of a whole turn.
+// Multiply operands and weights of a whole turn (128 numbers of K).
 template <int ROWS, class C>
 void multiply_turn(
     thread const C& columns, threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
