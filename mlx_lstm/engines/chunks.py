@@ -257,7 +257,7 @@ class Chunked:
             gradients = self.module.backward(chunk, inputs, outputs, cotangents_of_chunk, **options)
             after = {f"{name[0]}T": gradients.pop(name) for name in starts}
             for name, of_chunks in starts.items():
-                if of_chunks in cotangents:  # true only in a second derivative
+                if of_chunks in cotangents:  # the starts have a cotangent only in a second derivative
                     after[f"{name[0]}T"] += cotangents[of_chunks][n, ...]
             terms = {name: widened(gradient) for name, gradient in gradients.items() if name not in sequences}
             self.write(sequences, d, start, stop, gradients, after | terms)

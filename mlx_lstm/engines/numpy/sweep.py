@@ -32,7 +32,7 @@ from .weights import with_float_weights
 
 Saved = dict[str, mx.array | Array | list[Array] | None]
 """The results of `forward` by name. Gates that only the backward pass reads are a NumPy array [T, B, D G H], or one
-such array for each segment of `ragged`."""
+such array for each segment (some steps of some batch items, see `ragged`)."""
 
 
 def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_last: bool = True) -> Saved:
