@@ -98,7 +98,7 @@ void load_resident(const device V* streamed, thread V (&resident)[SIZE]) {
   for (int n = 0; n < RESIDENT; ++n) resident[n] = streamed[32 * n];
 }
 
-// Return 0, but so that the compiler does not know it (B is never negative). The kernels add this 0 to the weight
+// Return 0 (B is never negative) in a way that the compiler cannot predict. The kernels add this 0 to the weight
 // pointer after each step, so that weights that are not in registers are read again at each step. Otherwise the
 // compiler would move these loads out of the loop over time and spill the registers.
 inline int opaque_zero(thread const Sweep& sweep) { return sweep.B >> 31; }
@@ -113,7 +113,7 @@ void fill_with_zeros(threadgroup V* vectors, int count, uint index, uint threads
   for (int n = int(index); n < count; n += int(threads)) vectors[n] = V(0.0f);
 }
 
-// N lanes share a unit. Return the value of `mine` in lane n of these lanes.
+// N lanes share a unit. Return the value that `mine` has in lane n of them.
 template <int N>
 float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)) : mine; }
 

@@ -94,9 +94,9 @@ void add_eight(
   }
 }
 
-// Add a lane's share of a product with quantized weights to sums[row][slot], like the add_product of fused_lanes.metal;
-// RUNS runs of 4 make one span. For each piece, sum number times x, and x alone. The scale and the bias of the
-// quantization group then turn these two sums into the product of weights and x.
+// Add a lane's share of a product with quantized weights to sums[row][slot], like add_product in fused_lanes.metal.
+// RUNS runs of 4 make one span. For each piece it sums x, and x times what number_at returns for the weights. The scale
+// and the bias of the quantization group then turn these two sums into the product of weights and x.
 template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD,
     int SIZE, bool BIASED>
 void add_product(

@@ -1,8 +1,8 @@
-// Whole-sequence kernels of a cell of the user's own: what its forward and its backward pass share.
+// What the forward and the backward whole-sequence kernel of a cell written by the user share.
 //
-// The cell is a struct that mlx_lstm/engines/metal/pointwise.py generates from the traced function. Shapes, for one
-// direction and with the numbers of the struct (G gates, C = STATES - 1 states besides h, U inputs of each step, V
-// parameters, K saved blocks, D blocks of gradients):
+// The cell is a struct that mlx_lstm/engines/metal/pointwise.py generates from the user's function. A block is H
+// numbers, one per unit. Shapes, for one direction (G gates, C = STATES - 1 states besides h, U inputs of each step, V
+// parameters, K blocks that the forward pass saves, D blocks of gradients):
 //   z       [T, B, G H]      h     [T, B, H]         h0, hT  [B, H]        inputs  [T, B, U H]   lengths  [B]
 //   gates   [T, B, K H]      c     [T, B, C H] float c0, cT  [B, C H] float params [V H]         keep     [T, B]
 //   mask    [T or 1, B, H], which already includes `keep`
@@ -12,26 +12,26 @@
 //   GATES, STATES, INPUTS, PARAMS, KEPT, GRADIENTS   the numbers G, C + 1, U, V, K, D
 //   LANES      the lanes of a unit: 4, or 1 for a cell without a product
 //   PRODUCTS   the gates that have a recurrent product: GATES or 0
-//   SCATTERS   whether each lane gets the sum of its own gate only, in sums[0]; else all lanes get all sums
+//   SCATTERS   whether each lane gets the product of its own gate only, in sums[0]; else all lanes get all products
 //   READS_H    whether the backward pass reads h before or after a step
 //   forward, backward   one step of one unit of one batch item. The lanes of a unit share the work: an array of blocks
 //              (z, gates, c, gradients) has block LANES j + lane in register j of a lane. All lanes have all states.
 // A threadgroup owns ROWS batch items, as in fused.metal; rows past the last item repeat it.
 
-// The number of registers in which a lane has its share of COUNT blocks; at least 1, because arrays of size 0 are not
-// allowed.
+// The number of registers that hold a lane's share of COUNT blocks. It is at least 1, because Metal has no arrays of
+// size 0.
 template <int COUNT, int LANES>
 constant constexpr int REGISTERS_OF = COUNT == 0 ? 1 : (COUNT + LANES - 1) / LANES;
 
-// A cell without a product has no weights: the pointer is never read.
+// Overload for a cell without a recurrent product, which has no weights: return a null pointer, which is never read.
 template <int COUNT, class V> const device V* vectors_of_lane(Absent, int, uint, uint) { return (const device V*)0; }
 
 // Return the position of `unit` in block `block` of a row of an array [rows, COUNT H]. at: the unit's position in the
-// same row of an array [rows, H]. One multiply-add per access: what is added is the same at all steps.
+// same row of an array [rows, H]. It takes one multiply-add, because the added number is the same at all steps.
 template <int COUNT, int H, class Index>
 Index place_of(Index at, int block, int unit) { return at * COUNT + Index(block * H + unit - COUNT * unit); }
 
-// Load a lane's blocks of a row. Lanes past the last block load the last one.
+// Load a lane's blocks of a row: block LANES j + lane into values[j], or the last block if there are fewer blocks.
 template <int COUNT, int LANES, int H, class Index, class A>
 void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[REGISTERS_OF<COUNT, LANES>]) {
 #pragma clang loop unroll(full)
@@ -41,7 +41,7 @@ void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[R
   }
 }
 
-// Store a lane's blocks to a row.
+// Store this lane's blocks in a row: values[j] as block LANES j + lane.
 template <int COUNT, int LANES, int H, class Index, class A>
 void store_blocks(A array, Index at, int lane, int unit, thread const float (&values)[REGISTERS_OF<COUNT, LANES>]) {
 #pragma clang loop unroll(full)
@@ -50,15 +50,15 @@ void store_blocks(A array, Index at, int lane, int unit, thread const float (&va
       store(array, place_of<COUNT, H>(at, LANES * j + lane, unit), values[j]);
 }
 
-// Load all COUNT blocks of a row into every lane.
+// Load all COUNT blocks of a row into every lane: block k into values[first + k].
 template <int COUNT, int H, class Index, class A, int SIZE>
 void load_all(A array, Index at, int unit, thread float (&values)[SIZE], int first) {
 #pragma clang loop unroll(full)
   for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, place_of<COUNT, H>(at, k, unit), 0.0f);
 }
 
-// Give a lane the sums of its unit. With SCATTERS, slot n of a lane belongs to gate n ^ lane, and sums[0] becomes the
-// whole sum of the lane's own gate; else every sum becomes whole in all lanes.
+// Add up what the lanes of a unit have computed. With SCATTERS, sums[n] is a part of the product of gate n ^ lane, and
+// sums[0] becomes the whole product of the lane's own gate. Otherwise all lanes get the whole products of all gates.
 template <class Cell, int SIZE>
 void sum_of_own_unit(thread float (&sums)[SIZE]) {
   if constexpr (Cell::SCATTERS != 0) {
@@ -71,7 +71,7 @@ void sum_of_own_unit(thread float (&sums)[SIZE]) {
   }
 }
 
-// Functions of MLX that Metal lacks, or computes with a larger error.
+// The functions below compute operations of MLX that Metal lacks, or that Metal computes with a larger error.
 
 inline float own_sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
 
@@ -79,13 +79,13 @@ inline float own_max(float a, float b) { return a > b || a != a ? a : b; }
 
 inline float own_min(float a, float b) { return a < b || a != a ? a : b; }
 
-// Kahan's log(1 + x): the rounding error of 1 + x is divided out.
+// Return log(1 + x) by Kahan's method, which divides the rounding error of 1 + x out.
 inline float own_log1p(float x) {
   const float u = 1.0f + x;
   return u == 1.0f || u - u != 0.0f ? (u == 1.0f ? x : log(u)) : log(u) * (x / (u - 1.0f));
 }
 
-// A Taylor polynomial near 0, where exp(x) - 1 loses digits.
+// Return exp(x) - 1. Near 0 this difference would lose digits, so a Taylor polynomial replaces it there.
 inline float own_expm1(float x) {
   const float tail = 0.0416666667f + x * (8.33333333e-3f + x * 1.38888889e-3f);
   const float near = x + x * x * (0.5f + x * (0.166666667f + x * tail));
@@ -97,8 +97,8 @@ inline float own_logaddexp(float a, float b) {
   return least - least != 0.0f || most - most != 0.0f ? most : most + own_log1p(exp(least - most));
 }
 
-// erf: a Taylor series up to |x| = 1, then 1 - exp(-x^2) times a continued fraction. (Abramowitz and Stegun, 7.1.5 and
-// 7.1.14.)
+// Return erf(x): a Taylor series up to |x| = 1, then 1 - exp(-x^2) times a continued fraction. (Abramowitz and Stegun,
+// 7.1.5 and 7.1.14.)
 inline float own_erf(float x) {
   const float s = x * x, t = fabs(x);
   float near = 0.0f, term = 1.0f, far = 0.0f;

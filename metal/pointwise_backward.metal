@@ -1,16 +1,16 @@
-// The backward pass of a cell of the user's own over a whole sequence. pointwise.metal describes the cell and the
+// The backward pass of a cell written by the user, over a whole sequence. pointwise.metal describes the cell and the
 // arrays of the forward pass. Further arrays:
 //   dh [T, B, H], dc [T, B, C H] float, dhT, dcT    cotangents, in the shapes of their outputs
-//   d        [T, B, D H]       gradients: first those of the products, then those parts of the input's that differ
+//   d        [T, B, D H]       gradients of the preactivations' recurrent parts, then of input parts where they differ
 //   du       [T, B, U H]       gradients of the inputs of each step
 //   dw       [groups, V H] float: gradients of the parameters, summed over the steps and items of a threadgroup
 //   carry    [T, B, (C + 1) H] float or absent: gradients of keep * state that bypass the product
 //   dh0, dc0                   gradients of the first states
-// `vectors` holds d of the products of the current step, the operand of the product with Wh, as a double buffer
-// [2][ROWS][padded G H]. One barrier per step separates writing it from the product that reads it.
+// `vectors` holds the gradients of a step's recurrent products, which the product with Wh reads. It is a double buffer
+// [2][ROWS][padded G H] in threadgroup memory. One barrier per step separates writing the gradients from the product.
 
-// Load the states before step n: h if the cell reads it, and a lane's blocks of the other states. item: the unit's
-// position in an array [B, H]. before: that in the previous step's part of an array [T, B, H].
+// Load the states before step n: h if the cell reads it, and this lane's blocks of the other states. item: the unit's
+// position in an array [B, H]. before: the unit's position in an array [T, B, H] at the step before n.
 template <class Cell, int H, class Index, class Arrays>
 void load_states_before(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index item, Index before, int length, int lane, int unit,
@@ -29,8 +29,8 @@ void load_states_before(
   }
 }
 
-// Store the results of one step of a batch item at position `at`: d, du and carry, zeros if the item has ended. Store d
-// of the products to `operand`, this item's operand of the product with Wh.
+// Store the results of one step of a batch item at position `at`: d, du and carry, or zeros if the item has ended. Also
+// store the gradients of the recurrent products in `operand`, which the product with Wh reads.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_step(
     thread const Arrays& a, bool live, bool real, int lane, int unit, Index at,
@@ -55,7 +55,7 @@ void store_step(
     store(a.carry, place_of<Cell::STATES, H>(at, k, unit), live ? back[k] : 0.0f);
 }
 
-// Store the gradients of the first states and of the parameters.
+// After the last processed step, store the gradients of the first states (dh0, dc0) and of the parameters (dw).
 template <class Cell, int H, int ROWS, class S, class Index, class Arrays>
 void store_ends(
     thread const Arrays& a, thread const Index (&item)[ROWS], uint group, bool writes, int unit,
@@ -126,7 +126,7 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
       for (int k = 0; k <= C; ++k) back[k] = ds[r][k] + outside[k];
       Cell::backward(lane, y, h, c, factor, u, w, now[r], back, d, du, dw_now);
       store_step<Cell, H, S>(a, live, real, lane, unit, at - earlier, d, du, back, current + r * ROW);
-      // Rows past the last item repeat it, but must not count twice in a sum.
+      // Rows past the last item repeat it. They are left out here, because the sum dw would count the item twice.
 #pragma clang loop unroll(full)
       for (int k = 0; k < Cell::PARAMS; ++k)
         dw[k] += live && int(group.x) * ROWS + r < sweep.B ? dw_now[k] : 0.0f;

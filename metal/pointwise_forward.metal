@@ -1,8 +1,8 @@
-// The forward pass of a cell of the user's own over a whole sequence. pointwise.metal describes the arrays and the
+// The forward pass of a cell written by the user, over a whole sequence. pointwise.metal describes the arrays and the
 // cell. `vectors` in threadgroup memory holds h of all units, times the mask, as a double buffer [2][ROWS][padded H].
-// With a product there is one barrier per step, between writing h and the next product that reads it.
+// If the cell has a recurrent product, one barrier per step separates writing h from the next product, which reads h.
 
-// Store the outputs of one step at position `at`, zeros if the item has ended. s: the states after the step.
+// Store the outputs of one step at position `at`, or zeros if the item has ended. s: the states after the step.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_outputs(
     thread const Arrays& a, bool live, int lane, int unit, Index at, thread const float (&s)[Cell::STATES],

@@ -5,7 +5,7 @@
 //   scales  [rows, K / GROUP]: floats, or 8 bits: powers of two (groups of 32) or 8-bit floats (groups of 16)
 //   biases  [rows, K / GROUP], or absent
 // In mode affine a weight is scale * q + bias of an integer q. In the other modes it is scale * q of a float q of 4 or
-// 8 bits, without biases. So the type of `biases`, Absent or not, selects between the two modes below.
+// 8 bits, without biases. So the type of `biases` selects the overload of a function below: Absent if not affine.
 //
 // A product does not compute the weights. It puts the bits of q into the mantissa of a half with a fixed exponent. For
 // an integer q this half is the number 2^BITS + q; for a small float q it is q / FACTOR. Both numbers are exact. One

@@ -47,9 +47,9 @@ inline int next_step(thread const Step& s, int length) {
   return t < length ? t : -1;
 }
 
-// Find the part of dz that one segment of K multiplies. With one segment these are all gates. A GRU has one segment per
-// gate, in the order of memory, so that the candidate's can be multiplied by r; or segments for r and z only, if the
-// reset comes before the product.
+// Initialize `row` with the part of dz that the product reads in segment number `segment` of K. If the cell has one
+// segment, it contains all gates. A GRU has one segment per gate, in the order of memory, so that the candidate's dz
+// can be multiplied by r. If its reset comes before the product, it has segments for r and z only.
 template <class Cell, class S, class Arrays>
 void find_row(thread const Following<Cell, S, Arrays>& x, int b, int segment, thread FollowingRow<S, Arrays>& row) {
   thread const Step& s = *x.s;

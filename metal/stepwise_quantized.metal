@@ -2,8 +2,8 @@
 //
 // With few batch items the product runs by lanes. Eight lanes form a team; a team computes every eighth column for all
 // rows. Its lanes split K; each takes TAKEN neighbouring weights at a time, which share one scale. The weights
-// themselves are never computed, only sums of their numbers times x. With many batch items the product runs in tiles:
-// weights are dequantized in registers on their way into the tile of stepwise_tiles.metal.
+// themselves are never computed, only sums of x times their integers or small floats. With many batch items the product
+// runs in tiles: weights are dequantized in registers on their way into the tile of stepwise_tiles.metal.
 
 // Return the quantized weights from row `row` on.
 template <int BITS, int GROUP, class A, class B>
@@ -149,7 +149,7 @@ struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
   float2 factors[2];
 };
 
-// Find column e, which is a row of weights. first: the first number of K; place: the row of this lane in a matrix.
+// Initialize column e of `own`: a row of weights. first: its first number of K; place: the lane's row in a matrix.
 template <int BITS, int GROUP, class A, class B>
 void find_column(
     thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, Packed<BITS, GROUP, A, B> weights, int e, Index row, int K,
@@ -160,7 +160,7 @@ void find_column(
   own.columns[e].biases = column.biases;
   own.k = first + 16 * place;
   own.lane = lane;
-  // The bits of a lane that count its row are 16, 4 and 2. 2, 4 or 8 neighbouring rows share a group.
+  // Bits 2, 4 and 16 of `lane` encode its row. 2, 4 or 8 rows share a group; in its first row their bits are 0.
   own.leader = lane & ~(GROUP == 16 ? 0 : GROUP == 32 ? 2 : GROUP == 64 ? 6 : 22);
 }
 

@@ -32,7 +32,7 @@ template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
   vec<S, 4> numbers[2][QUADS];
 };
 
-// Find column e, which is a row of weights. first: the first number of K; place: the row of this lane in a matrix.
+// Initialize column e of `own`: a row of weights. first: its first number of K; place: the lane's row in a matrix.
 template <int SLICES, class S>
 void find_column(
     thread LaneColumns<const device S*, SLICES>& own, const device S* weights, int e, Index row, int K, int first,
@@ -122,7 +122,7 @@ void multiply_quad(
   }
 }
 
-// Multiply the numbers of a whole turn.
+// Multiply operands and weights of a whole turn (128 numbers of K).
 template <int ROWS, class C>
 void multiply_turn(
     thread const C& columns, threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {

@@ -101,8 +101,8 @@ def multiply_by_one(graph: Graph, a: int, b: int) -> int | None:
 
 
 def multiply_by_condition(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite float(p) * x, p a condition, as x if p else 0, which is 0 even for an infinite x. MLX writes the gradients of maximum
-    and minimum in this way."""
+    """Rewrite float(p) * x, with a condition p, as x if p else 0, which is 0 even for an infinite x. MLX writes the
+    gradients of maximum and minimum as such products."""
     for factor, x in ((a, b), (b, a)):
         if graph.nodes[factor].op != "float":
             continue

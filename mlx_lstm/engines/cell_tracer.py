@@ -157,8 +157,8 @@ def names_of(counts: Counts, apart: bool) -> list[str]:
 
 
 def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.array) -> list[mx.array]:
-    """Call the cell with arrays in the order of `names_of`. Return the new states. Raise an error if their
-    number, type, shape or dtype is wrong."""
+    """Call the cell with arrays in the order of `names_of`. Return the new states. Raise an error if their number,
+    type, shape or dtype is wrong."""
     x, rest = arrays[: counts.gates], arrays[counts.gates :]
     a: Sequence[Any] = x
     if apart:
@@ -334,8 +334,8 @@ def refuse(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.ar
 def line_of(step: Callable[..., Any], given: list[mx.array]) -> str:
     """Return the place of the first line of a cell whose results cannot be traced: ", file.py line 7: y = h @ W".
 
-    The cell runs once for each of its intermediate results, with only this result as output. The first result
-    that cannot be traced comes from the line that is to be found.
+    The cell runs once for each of its intermediate results, with only this result as output. The first result that
+    cannot be traced comes from the line that is to be found.
     """
     names, n = [f"x{k}" for k in range(len(given))], 0
     seen: list[tuple[mx.array, str, int]] = []

@@ -54,7 +54,7 @@ ONE_STEP = 2**19
 its recurrent product for which `ops` runs instead of `numpy`."""
 
 NONE: Mapping[str, str] = MappingProxyType({})
-"""No engine is refused."""
+"""The default of the argument `refused`: no engine is refused."""
 
 
 class Choice(NamedTuple):

@@ -241,7 +241,8 @@ class Chunked:
         starts, sums = {name: f"{name[0]}_starts" for name in states_of(problem)}, {}
         shared = self.shared_by_steps(arrays)
         by_step, d_by_step, saved_by_step = (self.by_step(values) for values in (arrays, cotangents, saved))
-        # The cotangents of the states at the end of a chunk: first the caller's, then the ones from the later chunk.
+        # The cotangents of the states at the end of a chunk: first the caller's, then those that the later chunk
+        # returned.
         after = self.prepared({name: cotangents[name] for name in ("hT", "cT") if name in cotangents})
         for start, stop in reversed(self.bounds(problem)):
             chunk, n = problem._replace(T=stop - start), start // self.steps
@@ -256,7 +257,7 @@ class Chunked:
             gradients = self.module.backward(chunk, inputs, outputs, cotangents_of_chunk, **options)
             after = {f"{name[0]}T": gradients.pop(name) for name in starts}
             for name, of_chunks in starts.items():
-                if of_chunks in cotangents:  # true only in a second derivative
+                if of_chunks in cotangents:  # the starts have a cotangent only in a second derivative
                     after[f"{name[0]}T"] += cotangents[of_chunks][n, ...]
             terms = {name: widened(gradient) for name, gradient in gradients.items() if name not in sequences}
             self.write(sequences, d, start, stop, gradients, after | terms)
@@ -414,8 +415,8 @@ def by_direction(problem: Problem, *values: Arrays) -> Iterator[tuple[int, Probl
 
 
 def lengths_of(arrays: Arrays, start: int, stop: int) -> Arrays:
-    """Return the arrays with `lengths` counted within the steps from `start` to `stop`: 0 for an item that ended
-    before, stop - start for an item that goes on."""
+    """Return the arrays with `lengths` counted within the steps from `start` to `stop`: 0 for a batch item that ended
+    before `start`, stop - start for an item that goes on."""
     if "lengths" not in arrays:
         return arrays
     return arrays | {"lengths": mx.clip(arrays["lengths"] - start, 0, stop - start)}

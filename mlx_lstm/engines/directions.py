@@ -1,7 +1,7 @@
 """How the two directions of a bidirectional recurrence share arrays, and each direction's part of them.
 
-With D = 2 directions, the forward one first, and G gates (U inputs of each step and V parameters of a cell of the
-user's own, which also has several states side by side in c):
+With D = 2 directions, the forward one first, and G gates (a cell that the user wrote also has U inputs of each step, V
+parameters, and several states side by side in c):
 
     side by side on the last axis   h, hT, h0 [.., D P]   c, cT, c0 [.., D H]   gates [.., D G H]   mask [.., D P or 1]
                                     keep [T, B, D]

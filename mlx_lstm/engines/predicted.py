@@ -40,7 +40,7 @@ WIDEST = 256
 counted may spill registers, so it does not run by default."""
 
 CACHE_BYTES = 9
-"""Bytes per cycle that a core loads from the cache that all cores share, if all cores load."""
+"""How many bytes per cycle a core loads from the cache that all cores share, while all cores load from it."""
 
 
 class Prediction(NamedTuple):

@@ -6,8 +6,8 @@ With one direction, T time, B batch, I input, H hidden, P the width of h (H, or 
     h0 [B, P]   c0 [B, H]   mask, broadcastable to [T, B, P]   keep [T, B, 1]   lengths [B] int32
     results: h [T, B, P]   c [T, B, H]   gates [T, B, G H]   hT [B, P]   cT [B, H]; a gradient has its array's shape
 
-A cell of the user's own with C states besides h, U inputs of each step, V parameters and K saved values per unit has
-c, cT, c0 with C H in place of H, gates [T, B, K H], and the arrays inputs [T, B, U H] and params [V H].
+A user's cell with C states besides h, U inputs of each step, V parameters and K saved values per unit has c, cT, c0
+with C H in place of H, gates [T, B, K H], and the arrays inputs [T, B, U H] and params [V H].
 
 Wx, Wh and Wp may be quantized: `Wh` is then `Quantized.packed`, and `Wh_scales`, `Wh_biases` are additional entries.
 An array that the caller does not pass is missing from the dict. `directions` says how two directions share arrays.
@@ -55,7 +55,8 @@ class Limits(NamedTuple):
     launch_steps: the largest number of steps in one launch of `fused`. macOS ends a launch that keeps the GPU from the
         display for too long. A model predicts 1 to 10 microseconds per step up to H = 128, so 4 to 40 ms per launch.
         Not measured.
-    rows_left: how many arrays the steps of `stepwise` may leave for the last launch. Metal binds up to 31 arrays.
+    rows_left: each launch of `stepwise` writes its step's results to a new array, and later launches join these arrays
+        until at most this many are left. The last launch then reads all of them, and Metal binds up to 31 arrays.
     unchunked: the largest number of steps that are not divided into chunks, or None for the limit of the engine.
     cores: the number of GPU cores, by which work is divided among threadgroups; 0 for the number of this machine.
     """

@@ -48,8 +48,8 @@ class MLXStream:
     """
 
     def __init__(self, launches: list[tuple[Launch, Launch]], batch: tuple[int, ...], device: mx.Device):
-        """Prepare the layers with states 0. launches: for each layer the launch of a step without and with the option
-        `keep` (a factor on the states). device: where the steps run."""
+        """Prepare the layers with all states 0. launches: for each layer the launch of a step without and with the
+        option `keep` (a factor on the states). device: where the steps run."""
         self.launches, self.batch, self.device = launches, batch, device
         self.B: int = prod(batch)
         self.carried: list[Arrays] = [zero_states(launch) for launch, _ in launches]

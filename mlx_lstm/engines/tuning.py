@@ -43,7 +43,7 @@ class Table(NamedTuple):
     cuts: Mapping[tuple[str, int], Cut] = MappingProxyType({})
 
     def preferred(self, dtype: mx.Dtype | str, B: int, H: int) -> tuple[str, str]:
-        """Return the engine for a batch of B and H units, and the reason.
+        """Return the faster engine for a batch of B items and H hidden units, and the reason.
 
         Example:
             >>> import mlx.core as mx
@@ -174,7 +174,8 @@ def failures(measured: list[dict[str, Any]]) -> Iterator[tuple[str, int, str]]:
 
 
 def checked_row(row: Any) -> Row:
-    """Return a row of a table from a file. Raise an error if its form is wrong."""
+    """Return a row of a table (pairs of a largest H and an engine) that comes from a file. Raise an error if its form
+    is wrong."""
     pairs = tuple([(H, engine) for H, engine in row])
     if not all(type(H) is int and engine in ("fused", "stepwise", "ops") for H, engine in pairs):
         raise ValueError(f"a row is pairs of H and engine but got {row}")
@@ -184,7 +185,7 @@ def checked_row(row: Any) -> Row:
 
 
 def checked_cut(rows: Any, spare: Any) -> Cut:
-    """Return a cut from a file. Raise an error if its form is wrong."""
+    """Return a cut (how `fused` divides its work) that comes from a file. Raise an error if its form is wrong."""
     if rows not in (1, 2, 4, 8) or type(spare) is not int or spare < 0:
         raise ValueError(f"a cut is rows 1, 2, 4 or 8 and registers to spare but got {rows}, {spare}")
     return Cut(rows, spare)
@@ -207,7 +208,8 @@ def cut(dtype: mx.Dtype, B: int) -> Cut | None:
 
 @contextmanager
 def trying(cut: Cut | None) -> Iterator[None]:
-    """Make `fused` use this cut inside the context, whatever the table says. With None it uses its own rules."""
+    """Make `fused` divide its work by this cut inside the context, whatever the table says. If the cut is None, `fused`
+    uses its own rules."""
     _tried.append(cut)
     try:
         yield

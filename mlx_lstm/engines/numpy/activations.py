@@ -18,7 +18,8 @@ InPlace = Callable[[np.ndarray, np.ndarray], object]
 
 
 def sigmoid(x: np.ndarray, out: np.ndarray) -> None:
-    """Write 1 / (1 + exp(-x)) to `out`. The formula through tanh would lose all digits of a nearly closed gate."""
+    """Write 1 / (1 + exp(-x)) to `out`. The formula 0.5 + 0.5 tanh(x / 2) would lose all digits of a nearly closed
+    gate."""
     np.negative(x, out=out)
     np.exp(out, out=out)
     np.add(out, ONE, out=out)

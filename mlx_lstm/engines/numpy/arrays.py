@@ -45,8 +45,8 @@ def views(arrays: Arrays) -> Views:
 
 
 class NewArray:
-    """A new MLX array that NumPy fills: NumPy writes to `memory`, then `to_mlx` returns the MLX array. Its memory is
-    not initialized."""
+    """A new MLX array that NumPy fills: NumPy writes to `memory`, then `to_mlx` returns the MLX array. Its contents are
+    arbitrary at first."""
 
     def __init__(self, dtype: np.dtype, shape: tuple[int, ...]):
         self.dtype: mx.Dtype = mx.float64 if dtype == np.float64 else mx.float32

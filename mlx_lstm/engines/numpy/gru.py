@@ -29,7 +29,7 @@ class GRUStep:
         """Allocate the scratch memory. streamed: the steps arrive one at a time (`engines.numpy.stream`)."""
         (_, B, H, _), dtype, order, activations = problem[:4], v["Wh"].dtype, cell.gate_order, cell.activations
         # r multiplies the recurrent product of the candidate, or the h that enters it. So this product cannot be joined
-        # with that of the input.
+        # with the product of the input.
         self.products: SeparateProducts = SeparateProducts(problem, v, mask)
         self.weights: Array = self.products.weights
         self.after: bool = cell.reset == "after"

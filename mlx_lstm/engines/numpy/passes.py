@@ -73,7 +73,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
         h_prev, c_prev = h_new, c_t
     last = {"h": h_prev, "c": c_prev}
     if ends.shortest < T:
-        last = {name: state.copy() for name, state in last.items()}  # c_prev is a part of out["c"]
+        last = {name: state.copy() for name, state in last.items()}  # a copy: c_prev is a part of out["c"]
         close_ended(problem, v, out, ends, last)
     for name, state in last.items():
         if f"{name}T" in out:

@@ -54,7 +54,7 @@ class Code(NamedTuple):
 
 class Run(NamedTuple):
     """Nodes of one operation whose operands and results are neighbouring blocks, computed by one statement. source,
-    target: the expressions of these blocks. names: the names of the results."""
+    target: Python expressions for the block of operands and the block of results. names: the names of the results."""
 
     op: str
     nodes: tuple[int, ...]
@@ -173,12 +173,13 @@ def function_of(code: Code, parameters: str, unpacked: Sequence[str]) -> Callabl
 
 
 def columns(letter: str, count: int) -> list[str]:
-    """Return the names of the blocks of one array: s0, s1, ..."""
+    """Return `count` names for the blocks of an array: s0, s1, ... for the letter s."""
     return [f"{letter}{k}" for k in range(count)]
 
 
 def unpacking(names: Sequence[str], array: str) -> list[str]:
-    """Return the statement that names the blocks of H of an array [n H, B]."""
+    """Return a list with the statement that assigns the n blocks [H, B] of an array [n H, B] to n names. Return an
+    empty list without names."""
     if len(names) == 1:
         return [f"{names[0]} = {array}"]
     return [f"{', '.join(names)} = {array}.reshape({len(names)}, H, -1)"] if names else []

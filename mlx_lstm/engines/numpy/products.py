@@ -19,11 +19,12 @@ enough to stay in the CPU's cache until then."""
 
 
 QUIET_NUMBERS = 2**18
-"""The largest number of multiplications in one product of a streamed step. OpenBLAS uses all its threads for larger
-products, and afterwards the threads spin for 0.1 s."""
+"""The largest number of multiplications in one product, if steps arrive one at a time (a stream). OpenBLAS uses all its
+threads for larger products, and afterwards the threads spin for 0.1 s."""
 
 THREADED_NUMBERS = 2**20
-"""The number of multiplications of a streamed step above which all threads of BLAS shall compute the product."""
+"""If steps arrive one at a time (a stream): the number of multiplications of a step above which all threads of BLAS
+shall compute its product."""
 
 
 def input_products(
@@ -197,7 +198,7 @@ class WeightGradients:
         # For each name a dict from the first row of a block of the gradient to the block's factors, left [n, rows] and
         # right [n, columns], both copied.
         self.factors: dict[str, dict[int, tuple[Array, Array]]] = {name: {} for name in factored}
-        self.left: Array | None = None  # the latest left factor
+        self.left: Array | None = None  # the latest left factor, which the next gradient may share
         self.begun: set[tuple[str, int | None]] = set()  # (name, first row) of each block that has been written
 
     def accumulate(self, name: str, left: Array, right: Array, rows: slice = slice(None)) -> None:

@@ -116,7 +116,7 @@ def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: V
         if f"{name}0" in v:
             state[...] = v[f"{name}0"]
     for name in {"h", "c", "gates"} & out.keys():
-        out[name].fill(0)  # the outputs of an item that has ended
+        out[name].fill(0)  # batch items that have ended keep this 0
     order = range(len(parts))
     for n in reversed(order) if problem.reverse else order:
         segment = parts[n]

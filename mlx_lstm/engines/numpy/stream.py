@@ -83,7 +83,7 @@ class Stream:
         """
         k = self.k
         np.copyto(self.x[k], x)
-        with np.errstate(all="ignore"):  # overflow of exp in a gate that is 0 is no error, nor is infinity in x
+        with np.errstate(all="ignore"):  # exp may overflow in a gate that is 0, and x may be infinite
             if keep is not None:
                 for layer in self.layers:
                     layer.h[k] *= keep

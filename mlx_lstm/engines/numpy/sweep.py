@@ -32,7 +32,7 @@ from .weights import with_float_weights
 
 Saved = dict[str, mx.array | Array | list[Array] | None]
 """The results of `forward` by name. Gates that only the backward pass reads are a NumPy array [T, B, D G H], or one
-such array for each segment of `ragged`."""
+such array for each segment (some steps of some batch items, see `ragged`)."""
 
 
 def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_last: bool = True) -> Saved:
@@ -74,7 +74,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
         out |= {name: last[f"{name}T"].memory[None] for name in widths}
     else:
         out |= {name: array.memory for name, array in last.items()}
-    with np.errstate(all="ignore"):  # see `each_direction`
+    with np.errstate(all="ignore"):  # no warnings; `each_direction` says why
         for d, one in each_direction(problem):
             own, own_out = of_direction(d, v), of_direction(d, out)
             if parts:

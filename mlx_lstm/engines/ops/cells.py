@@ -14,9 +14,9 @@ from ..problem import Array
 class StepGradients(NamedTuple):
     """The gradients that one step of a cell sends back.
 
-    dz [B, GH]: the gradient of the input's part of the preactivations. dh [B, P]: that of mask * h_prev, which
-    enters the recurrent product. dc [B, H]: that of c_prev, for an LSTM only. direct [B, H]: for a GRU only, the
-    part of the gradient of h_prev that bypasses the product.
+    dz [B, GH]: the gradient of the input's part of the preactivations. dh [B, P]: the gradient of mask * h_prev, which
+    enters the recurrent product. dc [B, H]: the gradient of c_prev, for an LSTM only. direct [B, H]: for a GRU only,
+    the part of the gradient of h_prev that bypasses the product.
     """
 
     dz: Array

@@ -56,8 +56,8 @@ def times_input(packing: Packing | None, arrays: Arrays, rows: mx.array) -> mx.a
         return rows @ arrays["Wx"].T  # not mx.addmm: MLX 0.32.4 refuses it under mx.vmap over b alone
     scales, biases = scales_of(arrays, "Wx", rows.dtype)
     # Arrays without values may come from mx.vmap, which does not support quantized products. MLX cannot tell them from
-    # arrays of mx.compile or of an export. So the matrix is used only on the CPU, where traced graphs are slow anyway,
-    # and only in mode affine, because an export cannot write the dequantization of the other modes.
+    # arrays of mx.compile or of an export. So the dequantized matrix is used only on the CPU, where traced graphs are
+    # slow anyway, and only in mode affine, because an export cannot write the dequantization of the other modes.
     traced = packing.mode == "affine" and mx.default_device() == mx.cpu and is_transforming()
     if traced and not have_values([rows, *(array for name, array in arrays.items() if name[:2] == "Wx")]):
         return rows @ matrix(packing, arrays, "Wx", rows.dtype).T

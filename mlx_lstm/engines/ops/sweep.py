@@ -23,7 +23,8 @@ from .pointwise import gradients_by_mlx, pointwise_step
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """Run the forward pass. Return the cell's outputs by name: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; for
     an LSTM also c [T, B, D H] and cT [B, D H]."""
-    if isinstance(problem.cell, PointwiseCell):  # MLX derives its gradient, in which 0 times a NaN in padding were NaN
+    # MLX derives the gradient of a user's cell. There a NaN in the padding, times 0, would be NaN; so the padding is 0.
+    if isinstance(problem.cell, PointwiseCell):
         names = {"x", "inputs"} & arrays.keys()
         arrays = arrays | {name: without_padding(arrays.get("lengths"), arrays[name]) for name in names}
     z, arrays = project(problem, arrays), dequantized(problem.packing, arrays)
@@ -84,7 +85,7 @@ def live_items(arrays: Arrays, t: int) -> Array | None:
 
 def by_time(sequence: Array) -> list[Array]:
     """Split a sequence [T, B, .] into a list of its T steps [B, .]."""
-    # Not sequence[t]: under mx.compile(shapeless=True) MLX would silently keep the first call's shape of sequence[t].
+    # sequence[t] is not used: under mx.compile(shapeless=True) MLX would silently keep its shape of the first call.
     return [row.squeeze(0) for row in mx.split(sequence, sequence.shape[0])]
 
 
@@ -102,7 +103,7 @@ def step(
         return pointwise_step(problem.cell, z, product, h, c, inputs, arrays.get("params"))
     cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
     if isinstance(cell, LSTMCell):
-        # No mx.addmm here and in the cells: MLX 0.32.4 refuses it under vmap over x alone.
+        # mx.addmm is not used here and in the cells: MLX 0.32.4 refuses it under vmap over x alone.
         gates, c, m = cells.lstm_step(cell, z + h_in @ Wh.T, c, arrays.get("peephole"))
         return gates, c, m if Wp is None else m @ Wp.T
     if isinstance(cell, GRUCell):
@@ -154,7 +155,8 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
         if live is not None:
             dz, dh_t = mx.where(live, dz, 0), mx.where(live, dh_t, 0)
         by_step["dz"][t], by_step["dh"][t] = dz, dh_t
-        # Continue to the state before the step: through the mask, past the product, then through `keep`.
+        # The gradient of the state before the step: multiply by the mask, add what bypasses the product, then
+        # multiply by `keep`.
         dh_new = times_mask(arrays, back.dh, t)
         dh_new = dh_new if back.direct is None else dh_new + back.direct
         dc_new = dc if back.dc is None else back.dc
