@@ -149,7 +149,7 @@ struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
   float2 factors[2];
 };
 
-// Find column e, which is a row of weights. first: the first number of K; place: the row of this lane in a matrix.
+// Initialize column e of `own`: a row of weights. first: its first number of K; place: the lane's row in a matrix.
 template <int BITS, int GROUP, class A, class B>
 void find_column(
     thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, Packed<BITS, GROUP, A, B> weights, int e, Index row, int K,

@@ -32,7 +32,7 @@ template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
   vec<S, 4> numbers[2][QUADS];
 };
 
-// Find column e, which is a row of weights. first: the first number of K; place: the row of this lane in a matrix.
+// Initialize column e of `own`: a row of weights. first: its first number of K; place: the lane's row in a matrix.
 template <int SLICES, class S>
 void find_column(
     thread LaneColumns<const device S*, SLICES>& own, const device S* weights, int e, Index row, int K, int first,

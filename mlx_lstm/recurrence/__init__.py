@@ -3,8 +3,8 @@
 For users, and exported by `mlx_lstm`:
 
 - `lstm`, `gru` and `rnn` run forward, and MLX can differentiate them. `lstm_gradients`, `gru_gradients` and
-  `rnn_gradients` return the gradients from saved outputs. `recurrent` runs any cell
-  written by the user, `pointwise` a pointwise one on the engines.
+  `rnn_gradients` return the gradients from saved outputs. `recurrent` runs any cell written by the user. `pointwise`
+  runs a user's cell on the engines, if its arithmetic treats each hidden unit by itself.
 - `Quantized` is a weight as `mx.quantize` packs it; `join_directions` joins the arrays of two directions.
 
 For the modules above this one: the layers, and the functions in the style of other libraries:

@@ -183,7 +183,7 @@ class Call(NamedTuple):
         if not training or (device == "cpu" and may_be_numpy):
             values = [*arrays.values(), *others]
             free = not is_transforming()
-            # A small step then runs on the engine `ops`, which needs no values.
+            # In training a small step runs on the engine `ops`, which needs no values.
             small = training and self.engine is None and choice.is_small_step(self.cell, sizes[0], sizes[1], sizes[2])
             traced = not free and not small and not have_values(values, transforming=True)
         problem = Problem(

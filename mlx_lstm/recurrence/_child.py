@@ -76,7 +76,7 @@ def by_child(command: list[str], trials: list[Trial]) -> list[Verdict]:
             attempt = Attempt(command, trials)
             try:
                 attempt.run()
-            except TimeoutError:  # an OSError, too
+            except TimeoutError:  # comes first, because it is a subclass of OSError
                 attempt.note_hang()
             except OSError as error:
                 raise CannotBegin(str(error)) from None

@@ -105,7 +105,7 @@ class Steps(NamedTuple):
     def live(self) -> Array:
         """Return a bool array [T, B] that is true where a step runs: where it is not held, and the item has not
         ended."""
-        # Not `a & b`: mx.vmap in MLX 0.32.4 loses the mapped axis if only b is mapped.
+        # This is not `a & b`, because mx.vmap in MLX 0.32.4 loses the mapped axis if only b is mapped.
         return self.alive() if self.hold is None else mx.where(self.hold, False, self.alive())
 
     def engine_lengths(self) -> mx.array | None:
@@ -190,8 +190,8 @@ class Steps(NamedTuple):
         each time index. back: whether the direction runs in reverse."""
         if not back:
             return self.taken(mx.concatenate([first, states]), ran)
-        # The number of running steps before this time: in the engine's output the index of this step, if it runs, or
-        # else of the next running step.
+        # `before` counts the steps that run before this time index. In the engine's output this is the index of this
+        # step, if it runs, or otherwise of the next running step.
         before = ran - live.astype(mx.int32)
         return self.taken(mx.concatenate([states, first]), mx.where(before == ran[-1], self.T, before))
 

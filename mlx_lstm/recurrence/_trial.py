@@ -74,14 +74,15 @@ def dtype_word(problem: Problem) -> str:
 def trial_of(engine: str, problem: Problem) -> Trial:
     """Return the smallest trial that runs the same kernels as this engine and problem."""
     if problem.chunks is not None:
-        # The trial has two chunks, each the smallest problem that runs the same kernels. A chunk that is not recomputed
-        # is evaluated, which the engine does only for more than `unchunked` steps. So the trial sets this limit to 0.
+        # The trial has two chunks, each the smallest problem that runs the same kernels. If the gradient does not
+        # recompute chunks, the engine divides only sequences of more than `unchunked` steps. So the trial sets this
+        # limit to 0.
         one = trial_of(engine, problem._replace(T=problem.chunks.steps, chunks=None)).problem
         limits = one.limits if problem.chunks.recomputes else one.limits._replace(unchunked=0)
         return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
     joins, limits = False, problem.limits
     if isinstance(problem.cell, PointwiseCell):
-        # Both directions run the same kernels, one after the other.
+        # Both directions run the same kernels, one after the other. So the trial runs only one direction.
         problem = problem._replace(bidirectional=False, reverse=False)
         wide = index_of(problem) == mx.uint64
         if len(pointwise.division(problem, problem.masks_differ)) > 1:

@@ -162,8 +162,8 @@ def run(problem: Problem, parts: tuple[Part, ...], inputs: Inputs, carried: dict
 
 
 def joined(problem: Problem, pieces: list[mx.array]) -> mx.array:
-    """Return one sequence, joined from the sequences of all parts. `pieces` are in the order of the forward steps.
-    In a reverse direction this is the reverse of the order of time."""
+    """Return the whole sequence, joined from the pieces that the launches of a pass returned. `pieces` are in the
+    order of the forward steps, which is the reverse of the order of time in a reverse direction."""
     if problem.bidirectional:
         forward, reverse = ([half(piece, d) for piece in pieces] for d in range(2))
         return mx.concatenate([mx.concatenate(forward), mx.concatenate(reverse[::-1])], axis=-1)
@@ -399,8 +399,8 @@ def arrange_quantized(problem: Problem, names: tuple[str, ...], dtype: mx.Dtype)
 # --- Tiling ---
 
 REGISTERS = {384: 128, 448: 116, 512: 104, 576: 92, 640: 80, 704: 72, 768: 68, 832: 60, 896: 56, 1024: 52}
-"""For the largest number of threads of a threadgroup: how many 32-bit registers each thread can have. These numbers
-are published for the M1."""
+"""How many 32-bit registers each thread can have, by the largest number of threads of a threadgroup. These numbers are
+published for the M1."""
 
 WORKING_REGISTERS = {
     ("lstm", "forward"): {1: 44, 2: 64, 8: 60},

@@ -44,8 +44,8 @@ def cached(function: Function) -> Function:
 
 
 def forget() -> None:
-    """Drop all cached kernels, so that they are built again. A kernel built in the emulator evaluates its inputs,
-    and a kernel built by MLX cannot run in the emulator."""
+    """Drop all cached kernels, so that they are built again. The tests need this when they switch between MLX and
+    their emulator of a GPU, because a kernel built for one must not be used with the other."""
     for clear in _clear_caches:
         clear()
 
