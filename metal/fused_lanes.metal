@@ -17,7 +17,7 @@
 //   gate_block(lane)  the H-block of z, gates, dz that a lane has, or -1
 //   operand_block(lane)   in the backward pass, the H-block of the product's operand that a lane writes, or -1
 //   slot_block(n, lane)   the H-block of Wh whose row a lane has in slot n of its own unit
-//   constant_of       the lane's number of those that a unit reads once per launch
+//   constant_of       reads a lane's constant (its peephole weight, or bhn), once per launch
 //   sum_of_unit       sums over the lanes of a unit
 //   forward, backward one step; each lane computes its own gate
 template <class Cell> struct Lanes;

@@ -439,8 +439,8 @@ REGISTER_BYTES, BYTES_PER_CYCLE = 208 * 1024, 32
 L2 cache."""
 
 SIMPLER = 1.05
-"""A division of work that is predicted to take at most this many times the shortest time is preferred if it is
-simpler, because predictions are not exact. Fewer batch items are simpler."""
+"""Predicted times are not exact. So the simplest division of work is chosen whose predicted time is at most this many
+times the shortest one. Fewer batch items per threadgroup are simpler."""
 
 THREADGROUP_BYTES = 32768
 """Metal's limit on the memory of one threadgroup, in bytes."""
