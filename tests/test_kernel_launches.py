@@ -23,7 +23,7 @@ from mlx_lstm.engines.metal import fused as kernels_fused
 from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.engines.metal import stepwise as kernels_stepwise
 from mlx_lstm.engines.metal.rows import JOINED, LEFT, joined_beside, joins
-from mlx_lstm.engines.problem import Problem
+from mlx_lstm.engines.problem import LIMITS, Problem
 from mlx_lstm.machine import shader_folder
 from mlx_lstm.oracle import forward
 
@@ -302,10 +302,11 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
 
 @pytest.mark.parametrize("D", [1, 2])
 def test_a_step_back_has_threadgroups_for_many_cores(D):
-    """The tiles of a backward step are small enough to keep many GPU cores busy: at B = 32 and H = 256 there are at
+    """The tiles of a backward step are small enough to keep 32 GPU cores busy: at B = 32 and H = 256 there are at
     least 32 threadgroups. Larger problems use larger tiles, which read less memory."""
     for B, H, groups, tile in ((32, 256, 32, (16, 16)), (8, 256, 32, (8, 8)), (128, 1024, 128, (32, 32))):
-        problem = Problem(1, B, H, H, LSTMCell(), bidirectional=D == 2)
+        limits = LIMITS._replace(cores=32)
+        problem = Problem(1, B, H, H, LSTMCell(), bidirectional=D == 2, limits=limits)
         rows, columns = kernels_stepwise.tile_of(problem, H)
         assert (rows, columns) == tile or D == 2
         assert D * -(-B // rows) * -(-H // columns) >= groups

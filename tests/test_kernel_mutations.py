@@ -10,6 +10,8 @@ from cases import draw, draw_cotangents, elementwise_bounds, run
 from metal_emulator import coverage, mutations
 from metal_emulator.findings import KernelError
 from on_metal import matrices_from, on_metal
+from pointwise_cases import ZOO, assert_right, by_pointwise, draw_smooth, judged
+from pointwise_cases import run as run_cell
 from quantized_cases import quantized_case
 
 from mlx_lstm.engines.metal import fused as kernels_fused
@@ -50,6 +52,9 @@ USERS = {
     "fused_quantized": ({"fused": []}, ()),
     "fused_matrix": ({"fused": ["lstm", "gru"]}, (9, 19)),
     "recurrent_input": ({"fused": ["gru"]}, (3,)),
+    "pointwise": ({"fused": []}, ()),  # `trials` makes separate cases for cells given as a function
+    "pointwise_forward": ({"fused": []}, ()),
+    "pointwise_backward": ({"fused": []}, ()),
     "cell": ({"stepwise": ["projection"]}, (3,)),
     "cell_lstm": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3, 19)),
 }
@@ -68,6 +73,9 @@ FUSED_PACKED = [
     *[((32, bits, "affine"), (2, 17, 2, 32, 32)) for bits in (4, 5)],
     *[((16, 4, "nvfp4"), (2, 1, 2, H, H)) for H in (48, 80, 512)],  # H = 80 and 512 with a plain RNN cell
 ]
+# Cells given as a function, with sizes (T, B, I, H). Threadgroups compute one or several items of the batch.
+POINTWISE = [(cell, (4, 3, 2, 19)) for cell in ("slstm", "zoneout_lstm", "sum_peephole_lstm", "gru", "indrnn")]
+POINTWISE += [("peephole_lstm", (4, 41, 2, 9)), ("minimal_gru_log", (4, 1, 2, 33))]
 BOTH_FORMS = ("cell_lstm", "fused", "fused_arrange")
 """Shader files used by both kinds of products: by lanes and by 8 x 8 matrices."""
 
@@ -178,6 +186,11 @@ def trials(file, kind):
             op = "rnn" if sizes[3] in (80, 512) else "lstm"
             case, cotangents, weights, ref, limit = quantized_case(packing, sizes=sizes, quantize=("Wh",), op=op)
             yield "fused" if "fused" in file else "stepwise", case, cotangents, ref, limit, weights
+    if "pointwise" in file:
+        for cell, sizes in POINTWISE:
+            for options in ({"lengths": True, "keep": True, "mask": True}, {"lengths": True, "reverse": True}):
+                case, cotangents = draw_smooth(np.random.default_rng(3), ZOO[cell], options, sizes)
+                yield "pointwise", ZOO[cell], case, cotangents, *judged(ZOO[cell], case, cotangents)
     if file == "stepwise":
         yield trial("stepwise", (21, 1, 2, 2, 2), op="rnn")  # concatenates rows of fewer than 8 numbers
     if file == "stepwise_lanes":
@@ -212,9 +225,18 @@ def trial(engine, sizes, bounds=bounds, scale=1, **options):
     return engine, case, cotangents, ref, limit
 
 
+def notice_pointwise(form, case, cotangents, exact, limit):
+    """Run one case of a cell given as a function with the current shaders. Raise an error if the emulator reports
+    one, or if a result is wrong."""
+    with on_metal(order="random", seed=1), limited(launch_steps=3):
+        assert_right(run_cell(form, case, cotangents, by_pointwise("fused")), exact, limit)
+
+
 def notice(file, engine, case, cotangents, ref, limit, weights=MappingProxyType({})):
     """Run one case with the current shaders. Raise an error if the emulator reports one, if a result is wrong, or if
     NaN from the padding after the end of a sequence reaches a result."""
+    if engine == "pointwise":
+        return notice_pointwise(case, cotangents, ref, limit, weights)
     with (
         on_metal(),
         limited(launch_steps=3),

@@ -499,9 +499,11 @@ def test_odd_shapes_in_matrices(layer, sizes, directions):
 
 
 def test_wide_batches_run_in_matrices():
+    """`fused` multiplies 8 x 8 matrices if there are many sequences for each GPU core."""
     for sizes, directions in (((2, 129, 2, 5, 3), 1), ((2, 65, 2, 5, 3), 2)):
         options = {"sizes": sizes, "bidirectional": directions == 2}
-        _, log = check(*with_engine("fused", draw_away_from_kinks(3, ROUNDING_MARGIN, **options)))
+        with limited(cores=1):
+            _, log = check(*with_engine("fused", draw_away_from_kinks(3, ROUNDING_MARGIN, **options)))
         assert ["matrix" in launch.name for launch in log if "arrange" not in launch.name] == [True, False, True]
 
 

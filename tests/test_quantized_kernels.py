@@ -142,9 +142,10 @@ def test_who_reads_them(bits, B, cores, largest):
 @pytest.mark.parametrize("packing", [(64, 4, "affine"), (16, 4, "nvfp4")], ids=str)
 def test_predictions_know_the_bytes(packing):
     """In the predicted bytes of a `stepwise` launch, each byte of the quantized weights, scales and biases counts
-    once. Other tests of this file measure the same in the emulator."""
+    once. Other tests of this file measure the same in the emulator. The prediction is an average over the 3 steps,
+    and the first step reads no weights, because it has no product."""
     problem, graph = ours(Size(3, 1, 64, 64), mx.float32, "stepwise", "forward", packing=Packing(*packing))
     step = next(launch for launch in graph.launches if "stepwise_forward" in launch.name)
     count = moved_bytes(step, problem) - moved_bytes(step, problem, weights=False)
     shapes = packed_shapes("Wh", (256, 64), mx.float32, Packing(*packing)).values()
-    assert count == sum(math.prod(shape) * dtype.size for shape, dtype in shapes) < 256 * 64
+    assert 3 * count == pytest.approx(2 * sum(math.prod(shape) * dtype.size for shape, dtype in shapes))

@@ -28,9 +28,8 @@ TURN = 370
 """Cycles for which a threadgroup waits for weights in each turn of the loop that computes its product (see `TERMS`):
 0.27 us."""
 
-TERMS = {"lanes": 128, "tiles": 32}
-"""How many terms of each sum one turn of a product's loop adds. "lanes": kernels for fewer than 8 batch items. "tiles":
-kernels that multiply 8 x 8 matrices."""
+TERMS = 128
+"""How many terms of each sum one turn of a product's loop adds."""
 
 CYCLES = {1: 0.030, 4: 0.016, 8: 0.017, 16: 0.014, 32: 0.013}
 """How many cycles a GPU core takes per weight and batch item in one step, by the number of batch items of a
@@ -62,7 +61,7 @@ def predict(
         >>> import mlx.core as mx
         >>> from mlx_lstm.engines.cells import LSTMCell
         >>> from mlx_lstm.engines.predicted import predict
-        >>> [predict(LSTMCell(), mx.float32, 64, 256, cores).engine for cores in (8, 40)]
+        >>> [predict(LSTMCell(), mx.float32, 64, 192, cores).engine for cores in (8, 40)]
         ['fused', 'stepwise']
     """
     if H > WIDEST:
@@ -90,7 +89,7 @@ def stepwise_cycles(
         down = -(-B // rows)
         groups = directions * down * -(-H // units)
         one = CYCLES[rows] * numbers * down * rows / groups
-        waits = TURN * (cell.gates * H if backward else H) / TERMS["lanes" if rows < 8 else "tiles"]
+        waits = TURN * (cell.gates * H if backward else H) / TERMS
         loaded = numbers * down * size / (CACHE_BYTES * cores)
         each = -(-groups // cores)
         total += LAUNCH + max(each * one, one + waits, loaded, numbers * size / groups / BYTES_PER_CYCLE * each)
