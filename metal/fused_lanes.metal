@@ -46,8 +46,8 @@ template <int OPTIONS, int GATES>
 constant constexpr bool SQUASHES = SQUASHED<OPTIONS, 0> && (GATES < 2 || SQUASHED<OPTIONS, 1>) &&
                                    (GATES < 3 || SQUASHED<OPTIONS, 2>) && (GATES < 4 || SQUASHED<OPTIONS, 3>);
 
-// Return whether the activation of a lane's gate is tanh. This compares with constants, because shifting OPTIONS by the
-// lane's number would cost more.
+// Return whether the activation of a lane's gate is tanh. The function compares the gate's number with constants,
+// because shifting OPTIONS by this number would take more instructions.
 template <int OPTIONS, int GATES>
 bool is_tanh(int gate) {
   bool found = false;

@@ -181,7 +181,7 @@ LANES = {"lstm": 4, "gru": 4, "rnn": 1}
 fused_rnn.metal say what each lane does."""
 
 VECTOR = "PackedVector<FIELD, GROUP, BIASED>"
-"""The Metal type as which lanes read quantized weights."""
+"""The name of the Metal type in which lanes read quantized weights."""
 
 LANE_FILES, QUANTIZED_FILES = ("fused_lanes",), ("quantized", "fused_quantized")
 """The shader files of the product in lanes (each lane multiplies a part of the weights), and the additional files for
