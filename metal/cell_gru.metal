@@ -29,8 +29,8 @@ struct GRUCell {
   }
 
   // Return the new h, computed from the gates z and n and the h before the step. The second formula needs one
-  // instruction less. It would give inf - inf, NaN, for an infinite n, but n is infinite only with an unbounded
-  // activation.
+  // instruction less, but for an infinite n it would give inf - inf, which is NaN. n can be infinite only with the
+  // activations that use the first formula.
   static float state(float z, float n, float h_prev) {
     const float first = FLIPS_Z ? n : h_prev, second = FLIPS_Z ? h_prev : n;
     if (activation(GATE_N) == IDENTITY || activation(GATE_N) == RELU) return z * first + (1.0f - z) * second;

@@ -89,7 +89,7 @@ void fused_forward(
       const float factor = value_at(a.keep, at[r].keep, 1.0f);
       float state = factor * c_now[r];
       const S m = S(Unit::forward(lane, p, forget_bias, limit, factor * h_now[r], sums[r], state, y[r]));
-      // Past an item's end the state stays and the outputs are 0: selected, because the computed values may be NaN.
+      // Past an item's end the state stays and outputs are 0. Values are selected, not multiplied, as they may be NaN.
       h_now[r] = live ? float(m) : h_now[r];
       c_now[r] = live ? state : c_now[r];
       if (has_gate) store(a.gates, at[r].gate, live ? y[r] : 0.0f);

@@ -17,7 +17,7 @@
 //   gate_block(lane)  the H-block of z, gates, dz that a lane has, or -1
 //   operand_block(lane)   in the backward pass, the H-block of the product's operand that a lane writes, or -1
 //   slot_block(n, lane)   the H-block of Wh whose row a lane has in slot n of its own unit
-//   constant_of       the lane's number of those that a unit reads once per launch
+//   constant_of       reads a lane's constant (its peephole weight, or bhn), once per launch
 //   sum_of_unit       sums over the lanes of a unit
 //   forward, backward one step; each lane computes its own gate
 template <class Cell> struct Lanes;
@@ -46,8 +46,8 @@ template <int OPTIONS, int GATES>
 constant constexpr bool SQUASHES = SQUASHED<OPTIONS, 0> && (GATES < 2 || SQUASHED<OPTIONS, 1>) &&
                                    (GATES < 3 || SQUASHED<OPTIONS, 2>) && (GATES < 4 || SQUASHED<OPTIONS, 3>);
 
-// Return whether the activation of a lane's gate is tanh. This compares with constants, because shifting OPTIONS by the
-// lane's number would cost more.
+// Return whether the activation of a lane's gate is tanh. The function compares the gate's number with constants,
+// because shifting OPTIONS by this number would take more instructions.
 template <int OPTIONS, int GATES>
 bool is_tanh(int gate) {
   bool found = false;

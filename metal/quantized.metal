@@ -31,9 +31,9 @@ template <int BITS> constant constexpr float FACTOR = BITS == 4 ? 16384.0f : 256
 
 inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }
 
-// Return a word with two halves, made of two weights whose bits begin at bit `first` of the lower and of the upper half
-// of `word`. Integers are shifted to the top of the mantissa, under the exponent of 2^BITS. For small floats exponent
-// and mantissa move together, and the sign moves to the half's sign.
+// Return a word with two numbers of type half, made of two weights. Their bits begin at bit `first` of the lower and of
+// the upper 16 bits of `word`. Integers are shifted to the top of the mantissa, under the exponent of 2^BITS. For small
+// floats exponent and mantissa move together, and the sign moves to the half's sign.
 template <int BITS> uint with_exponents(uint bits) {
   constexpr uint MASK = ((1u << BITS) - 1) << (10 - BITS), EXPONENT = (15 + BITS) << 10;
   return (bits & (MASK << 16 | MASK)) | (EXPONENT << 16 | EXPONENT);

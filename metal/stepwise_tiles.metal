@@ -23,8 +23,8 @@
 // threadgroup memory.
 constant constexpr int TURN = 128, PITCH = TURN + 4;
 
-// The two columns of the product for which a lane holds weights: the rows of weights from the lane's first number on,
-// and the numbers of one turn. STEP: the distance between the quads of a simdgroup.
+// A lane holds weights of two columns of the product. columns: pointers to the lane's next weights of both columns.
+// numbers: the lane's weights of one turn. STEP: the distance between the quads of a simdgroup.
 template <class W, int SLICES> struct LaneColumns {};
 template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
   enum { SPAN = 4, QUADS = 4 / SLICES, STEP = 32 * SLICES };
@@ -53,7 +53,7 @@ void load_turn(thread LaneColumns<const device S*, SLICES>& own) {
   own.columns[1] += TURN;
 }
 
-// Convert the weights of quad n, w[column][matrix], to float.
+// Convert the lane's weights of quad n to float, and return them in w[column][matrix].
 template <int SLICES, class S>
 void weights_of(thread const LaneColumns<const device S*, SLICES>& own, int n, thread float (&w)[2][4]) {
 #pragma clang loop unroll(full)
@@ -82,7 +82,7 @@ void copy_turn(thread R (&rows)[OWN], int first, threadgroup float4* own) {
 }
 
 // Copy the last `left` numbers of the rows, fewer than 128, and zeros up to number `end`, rounded up to a multiple of
-// 32. A lane copies every 32nd number to `own`. Its rows begin at number 4 lane.
+// 32. A lane copies number `lane` and every 32nd number after it to `own`. (Its `rows` point to number 4 lane.)
 template <int COUNT, int STEP, int OWN, class R>
 void copy_rest(thread const R (&rows)[OWN], int first, int lane, int left, int end, threadgroup float* own) {
   for (int part = 0; part < end; part += 32) {
@@ -194,7 +194,7 @@ struct ByTiles {
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       if (left > 0) {
-        // A quad of quantized weights has numbers of the whole turn.
+        // A quad of quantized weights has numbers from the whole turn, so zeros must fill the tile to its end.
         const int end = Own::SPAN == 4 ? left : TURN;
         copy_rest<ROWS, STEP>(rows, simdgroup, lane, left, end, block.tiles + simdgroup * PITCH + lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);

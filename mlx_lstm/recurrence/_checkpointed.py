@@ -1,4 +1,4 @@
-"""The function `recurrent` with `checkpoint_every`: the sequence is divided into chunks of steps. Only the states at
+"""Gradient checkpointing of the function `recurrent`: the sequence is divided into chunks of steps. Only the states at
 the start of each chunk are saved, and the gradient runs each chunk again.
 
 `mx.checkpoint` does not suffice for two reasons. An array that a function captures would get a gradient of 0, and

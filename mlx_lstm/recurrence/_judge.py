@@ -38,12 +38,13 @@ class Judge:
         self.right: set[Text] = set()
 
     def count(self, *trials: Trial) -> dict[str, Any]:
-        """Answer how many kernels the trials launch that no earlier trial has found correct. Launch none of them."""
+        """Return {"kernels": the number of kernels that the trials will launch}, without those that earlier trials have
+        found correct. Launch none of them."""
         return {"kernels": len(set[Text]().union(*map(self.recorder.texts_of, trials)) - self.right)}
 
     def judge(self, trial: Trial) -> dict[str, Any]:
-        """Run a trial, unless earlier trials have found all its kernels correct. Answer the reason to refuse its
-        kernels, or an empty text."""
+        """Run a trial, unless earlier trials have found all its kernels correct. Return {"reason": why its kernels are
+        refused, or an empty text}."""
         texts = self.recorder.texts_of(trial)
         reason = "" if texts and texts <= self.right else verdict(trial)
         if not reason:

@@ -69,7 +69,7 @@ class QuantizedLayer(nn.Module):
         return new
 
     def take_over(self, layer: nn.Module) -> None:
-        """Copy the parameters and attributes of a layer, but not the information which parameters are frozen."""
+        """Copy the parameters and attributes of a layer. Which of its parameters are frozen is not copied."""
         nn.Module.__init__(self)
         state = {name: value for name, value in vars(layer).items() if name not in ("_no_grad", "_engine_used")}
         vars(self).update({"engine": None, "checkpoint_every": None} | state)  # MLX's own layers do not have these two

@@ -1,4 +1,4 @@
-"""`recurrent`: run a cell written by the user, in plain MLX, over a sequence."""
+"""The function `recurrent`: run a cell that the user wrote in plain MLX over a sequence."""
 
 from collections.abc import Callable
 from typing import Any

@@ -334,7 +334,7 @@ def is_real(array: mx.array | np.ndarray) -> bool:
 
 
 def as_numpy(array: mx.array | np.ndarray) -> np.ndarray:
-    """Return a copy of an array as a NumPy array, float32 for 16-bit floats of MLX."""
+    """Return a copy of an array as a NumPy array. The 16-bit floats of MLX become float32."""
     if isinstance(array, mx.array):
         array = array.astype(mx.float32) if array.dtype in HALVES else array
     return np.array(array, order="C")

@@ -72,7 +72,7 @@ def dtype_word(problem: Problem) -> str:
 
 
 def trial_of(engine: str, problem: Problem) -> Trial:
-    """Return the smallest trial that runs the same kernels as this engine and problem."""
+    """Return the smallest trial (a test run of kernels) that runs the same kernels as this engine for this problem."""
     if problem.chunks is not None:
         # The trial has two chunks, each the smallest problem that runs the same kernels. If the gradient does not
         # recompute chunks, the engine divides only sequences of more than `unchunked` steps. So the trial sets this

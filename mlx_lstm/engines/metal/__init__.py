@@ -1,1 +1,1 @@
-"""Engines `fused` and `stepwise`: the recurrence in our Metal shaders."""
+"""The engines `fused` and `stepwise`, which run the recurrence on the GPU in Metal shaders."""

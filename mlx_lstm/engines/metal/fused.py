@@ -181,7 +181,7 @@ LANES = {"lstm": 4, "gru": 4, "rnn": 1}
 fused_rnn.metal say what each lane does."""
 
 VECTOR = "PackedVector<FIELD, GROUP, BIASED>"
-"""The Metal type as which lanes read quantized weights."""
+"""The name of the Metal type in which lanes read quantized weights."""
 
 LANE_FILES, QUANTIZED_FILES = ("fused_lanes",), ("quantized", "fused_quantized")
 """The shader files of the product in lanes (each lane multiplies a part of the weights), and the additional files for
@@ -439,8 +439,8 @@ REGISTER_BYTES, BYTES_PER_CYCLE = 208 * 1024, 32
 L2 cache."""
 
 SIMPLER = 1.05
-"""A division of work that is predicted to take at most this many times the shortest time is preferred if it is
-simpler, because predictions are not exact. Fewer batch items are simpler."""
+"""Predicted times are not exact. So the simplest division of work is chosen whose predicted time is at most this many
+times the shortest one. Fewer batch items per threadgroup are simpler."""
 
 THREADGROUP_BYTES = 32768
 """Metal's limit on the memory of one threadgroup, in bytes."""

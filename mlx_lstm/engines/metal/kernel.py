@@ -99,7 +99,7 @@ class Definition(NamedTuple):
 
 
 DEFINED = re.compile(r"\b(?:struct|enum|using)\s+(\w+)|\bconstexpr\s+\w+\s+(\w+)|\b(\w+)\(")
-"""Finds the name of a definition in the source outside of braces: a type, a constant or a function."""
+"""A pattern that finds the name of a definition (a type, a constant or a function) in the source outside of braces."""
 
 
 @lru_cache(512)

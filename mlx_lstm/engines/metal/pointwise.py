@@ -339,7 +339,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 
 
 def given(problem: Problem, arrays: Arrays, mask: mx.array | None) -> Inputs:
-    """Return the arrays of the call that the kernels of both passes read, by the kernels' names of their inputs.
+    """Return the inputs that the kernels of both passes read: a dict from a kernel's name of an input to its array.
     mask: the result of `whole_mask`."""
     inputs: Inputs = {"mask": mask}
     for name in ("h0", "inputs", "params", "lengths"):

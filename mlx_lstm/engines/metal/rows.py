@@ -1,7 +1,7 @@
 """The rows that the launches of a `stepwise` pass write, and the plan that says which launches join rows.
 
 In MLX each launch writes new arrays, so each step writes one separate array, called a row. A last launch copies all
-rows into sequences. But this launch can read only some 20 arrays (10 of each kind if a projection writes a second
+rows into sequences. But this launch can read only about 20 arrays (10 of each kind if a projection writes a second
 kind of row). Therefore some launches of later steps also join N arrays into one. Each number is copied about logN(T
 / 20) times. N is 16 if the launch has few other arrays, so up to 320 steps no number is copied twice.
 """

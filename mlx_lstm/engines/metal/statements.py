@@ -158,7 +158,8 @@ class Statements:
         return self.merged[key]
 
     def merge_new(self, wanted: Sequence[int | None]) -> str:
-        """Do the work of `merge` for nodes that no earlier call wanted together."""
+        """Find a register for `merge`, or append the statements that compute one. Return the register's name. wanted:
+        the node that lane k shall hold, or None for any value."""
         nodes, lanes = self.graph.nodes, [k for k, n in enumerate(wanted) if n is not None]
         of = {k: n for k, n in enumerate(wanted) if n is not None}
         for name, have in self.bundles:
