@@ -114,7 +114,7 @@ def lstm(
         checkpoint_every (int or str, optional): gradient checkpointing. In training, save only the states of every
             K-th step; the gradient recomputes K steps at a time. The result is exact. The memory holds K steps and
             T / K states instead of the gates and cell states of all steps, besides the outputs that the caller holds;
-            docs/speed.md has the time. `"auto"` chooses a K near sqrt(T); for engine `"ops"` a quarter of that, for
+            docs/training.md has the time. `"auto"` chooses a K near sqrt(T); for engine `"ops"` a quarter of that, for
             `"numpy"` at least 1024 rows (steps times B), at most T / 8. Default: `None`, no checkpointing.
         engine (str, optional): `"fused"`, `"stepwise"` (Metal), `"numpy"` or `"ops"` to force an engine. Default: the
             best for the stream's device and the sizes, see `mlx_lstm.engines.choose`.
