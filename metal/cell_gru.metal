@@ -60,8 +60,8 @@ struct GRUCell {
   // Return the part of the gradient of h_prev that bypasses the recurrent products.
   static float past_products(float z, float dh) { return dh * (FLIPS_Z ? 1.0f - z : z); }
 
-  // Return the gradient of r's preactivation. dr: the gradient of r, which is the cotangent of r plus one term. The
-  // term is dz_n q or, if the reset comes before the product, the masked h times the gradient of r h.
+  // Return the gradient of r's preactivation. dr: the whole gradient of the gate r. It is the cotangent that the caller
+  // passes for r, plus the part through n: dz_n times n's recurrent product, or (reset before) masked h times d(r h).
   static float reset_backward(float r, float dr) { return dr * slope(activation(GATE_R), r); }
 
   // Compute one step in reverse. y: the gates. dh: on entry the gradient of the new h, on return the part of the

@@ -129,8 +129,8 @@ float mask_at(thread const Step& s, M mask, int t, int b, int j, int width) {
   return value_at(mask, place(s, s.own_mask * t, b, width) + j, 1.0f);
 }
 
-// Return how many elements the carried floats of this many units take at the beginning of a row (the array that one
-// launch writes).
+// Return how many elements of type S the float32 states of this many units take, or 0 if the launch carries none. They
+// are at the beginning of a row, which is the array that the launch of one step writes.
 template <class S, bool CARRIES>
 Index carried(Index units) { return CARRIES ? Index(sizeof(float) / sizeof(S)) * units : 0; }
 

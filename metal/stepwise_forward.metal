@@ -4,12 +4,12 @@
 //
 //   z         [T, B, D G H]  the input's part of the preactivations, blocks in the cell's gate order
 //   before    the row of the step processed before this one
-//   after     the row that this launch writes: c (if the cell has one), m [B, D H] (h, if not projected) and,
-//             if SAVES, the gates [B, D G H]; 0 past an item's end
+//   after     the row that this launch writes: c (if the cell has one), m [B, D H] (the cell's output: h, or with a
+//             projection the vector to be projected) and, if SAVES, the gates [B, D G H]; 0 past an item's end
 //   h_before  [B, D K]       with a projection, a row with h of the step before; the cells' rows then contain no h
 //   Wh        [D, G H, K]    peephole  [D, 4H]     bhn  [D H]
 //   h0, c0    [B, D K], [B, D H]: the first states of an item, at t = 0 or, in reverse, at its end
-//   mask      [T or 1, B, D K]     keep     [T, B, D]      lengths  [B]      numbers  forget_bias, limit
+//   mask      [T or 1, B, D K]     keep     [T, B, D]      lengths  [B]      numbers  [2]: forget bias, clip of c
 //
 // A threadgroup computes all gates of UNITS units of Product::ROWS batch items. First all its threads compute the
 // product, into `sums` [ROWS][gates][UNITS] in threadgroup memory; then every thread computes some cells. The product

@@ -1,10 +1,12 @@
 """Find out which call of `lstm`, `gru` or `rnn` equals a recurrent cell that somebody wrote by hand.
 
 The cell runs for one step with parameters that are 0 except for one block of H rows. The output shows what this
-block is for: if it is, for example, the forget gate's matrix of x, only c changes, by the sigmoid of x times this
-matrix. So the number of runs grows with the number of blocks, not with the number of their combinations. The blocks
-of an LSTM's gate i and of a GRU's gate r have no effect while all other parameters are 0. They are tried again while
-a block of the gate g, or n, is not 0, either. At the end all values and gradients are compared over several steps.
+block is for. If it is, for example, the forget gate's matrix W of x, only c changes: it is multiplied by
+sigmoid(W x). So the number of runs grows with the number of blocks, not with the number of their combinations.
+
+The blocks of an LSTM's gate i and of a GRU's gate r have no effect while all other parameters are 0. They are tried
+again, together with a block of gate g or n that is not 0. At the end all values and gradients are compared over
+several steps.
 """
 
 from collections.abc import Callable, Iterator

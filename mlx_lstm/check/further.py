@@ -38,8 +38,8 @@ def commands(metal: bool) -> dict[str, Command]:
 
 
 def run(name: str, command: Command) -> tuple[str, dict[str, Any]]:
-    """Run a command. Return a line about it, and a dict for the report: whether it failed, its exit code, what it
-    printed and wrote."""
+    """Run a command. Return a one-line summary, and a dict for the report: whether it failed, its exit code, the text
+    that it printed and the file that it wrote."""
     if command.hindrance:
         return f"{name:11}not run: {command.hindrance}", {"failed": False, "not run": command.hindrance}
     module, *options = command.line

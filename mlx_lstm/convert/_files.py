@@ -99,7 +99,8 @@ def read(
 
 
 def check_names(keys: object, ways: object) -> None:
-    """Check that `keys` is None or a text and that `ways` holds two different names of directions."""
+    """Check that `keys` is None or a str, and that `ways` holds two different strings: the words with which the
+    names in the file mark the forward and the reverse direction, such as "fw" and "bw"."""
     if keys is not None and not isinstance(keys, str):
         fail("convert", 'keys must be a form such as "{name}.{array}"', repr(keys))
     names = ways if isinstance(ways, (list, tuple)) else ()

@@ -87,7 +87,8 @@ class Chunked:
         self.eager: bool = evaluates
         self.takes_numpy: bool = False
         self.pending: list[Array] = []
-        # Sequences that MLX does not see, and the dtypes of their stand-ins: see `stand_ins`.
+        # The sequences that stay outside of MLX's graph, and the dtypes of the small arrays that MLX gets in their
+        # place: see `stand_ins`.
         self.held: Arrays = {}
         self.dtypes: dict[str, mx.Dtype] = {}
 

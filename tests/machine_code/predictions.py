@@ -158,8 +158,9 @@ def group_text(asked: Asked, lines: list[Prediction]) -> str:
 
 
 def traffic_cells(line: Prediction) -> list[str]:
-    """Return a line's printed cells that precede the times: number of launches, megabytes moved, least possible
-    megabytes, and two ratios. The cells are empty if the line has no launches."""
+    """Return the table cells that a line prints before the columns of times: the number of launches, the megabytes
+    moved, the least possible megabytes, the ratio of both, and the same ratio without the recurrent weights. The
+    cells are empty if the line has no launches."""
     if not line.floor:
         return [""] * 5
     return [
