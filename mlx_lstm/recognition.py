@@ -186,8 +186,8 @@ class Trial:
         the Python code that `recognise` returns."""
         self.module, self.step, self.shapes, self.D, self.H = module, step, shapes, D, H
         self.error: str = ""
-        random = np.random.default_rng(0)
-        self.x, self.h, self.c = (random.uniform(-1, 1, (B, width)) for width in (D, H, H))
+        draws = np.random.default_rng(0)
+        self.x, self.h, self.c = (draws.uniform(-1, 1, (B, width)) for width in (D, H, H))
         self.blocks: list[Block] = [
             each for key in shapes for each in blocks_of(key, title_of(key, name), shapes[key], D, H)
         ]
@@ -197,8 +197,8 @@ class Trial:
         """Return the random weights that a block has in a run in which it is not 0, [H, C] or [H]. They are always
         the same for the same block."""
         C = {"x": self.D, "h": self.H}.get(block.kinds[0])
-        random = np.random.default_rng([block.row, self.blocks.index(block)])
-        return random.uniform(-1.5, 1.5, (self.H, C) if C else self.H) / np.sqrt(C or 1)
+        draws = np.random.default_rng([block.row, self.blocks.index(block)])
+        return draws.uniform(-1.5, 1.5, (self.H, C) if C else self.H) / np.sqrt(C or 1)
 
     def baseline(self, pair: bool) -> np.ndarray | None:
         """Return the states after one step with all parameters 0, or None if the step raises an error. pair: whether
@@ -232,7 +232,8 @@ class Trial:
         states = list(result) if pair and isinstance(result, (tuple, list)) else [result]
         shapes = [getattr(state, "shape", type(state).__name__) for state in states]
         if shapes != [(B, self.H)] * (1 + pair):
-            raise ValueError(f"it returned {shapes}")
+            wanted = "(h, c), two arrays" if pair else "h, an array"
+            raise ValueError(f"it must return {wanted} [B, {self.H}], but returned {shapes}")
         return states
 
     def set(self, arrays: dict[str, mx.array]) -> None:

@@ -210,13 +210,16 @@ def test_what_is_refused(word):
         ("keep", np.ones((T, B)), "keep must be an mlx.core.array: make one by mx.array(...), but got ndarray."),
         ("hold", mx.ones((T + 1, B), mx.bool_), f"hold must broadcast to [T, B] = [{T}, {B}] but got shape [8, {B}]."),
         ("hold", mx.ones((T, B)), "hold must be bool or integers but got mlx.core.float32."),
+        ("keep", ~mx.zeros((T, B), mx.int32), "keep of integers must be 0 and 1 (for ~ use a bool array)"),
+        ("hold", ~mx.zeros((T, B), mx.int32), "hold of integers must be 0 and 1 (for ~ use a bool array)"),
+        ("hold", [[-2] * B] * T, "hold of integers must be 0 and 1 (for ~ use a bool array)"),
         ("hold", True, "hold must be an mlx.core.array but got bool."),
         ("hold", [[1, 0], [1]], "hold must be bool or integers, each row of as many, but got [[1, 0], [1]]."),
         ("hold", [["no"]], "hold must be bool or integers, each row of as many, but got [['no']]."),
     ]:
         with pytest.raises(ValueError) as error:
             getattr(recurrence, word)(**arrays, **{name: value})
-        assert str(error.value) == f"[{word}] {rule}"
+        assert str(error.value).startswith(f"[{word}] {rule}")
 
 
 EVERY_LAYER = {

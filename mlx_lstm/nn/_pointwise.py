@@ -6,11 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from ..checks import NO_UNITS, check_array, check_every, check_flag, check_integer, fail
 from ..engines.choice import Engine, check_engine
-from ..recurrence import Hold, Lengths, pointwise
+from ..recurrence import Hold, Lengths, pointwise, whole_steps
 
 OP = "nn.Pointwise"
 
@@ -44,7 +43,7 @@ class Pointwise(nn.Module):
         >>> from mlx_lstm.nn import Pointwise
         >>> layer = Pointwise(cells.slstm, 3, 4, gates=4, states=4)
         >>> layer
-        Pointwise(slstm, input_dims=3, hidden_size=4, gates=4, states=4, bias=True)
+        Pointwise(slstm, input_size=3, hidden_size=4, gates=4, states=4, bias=True)
         >>> h, state = layer(mx.ones((2, 10, 3)))
         >>> h, state = layer(mx.ones((2, 5, 3)), state)  # go on from the last state
         >>> h.shape, len(state)
@@ -95,7 +94,7 @@ class Pointwise(nn.Module):
 
     def _extra_repr(self) -> str:
         rows, I = self.Wx.shape
-        sizes = f"input_dims={I}, hidden_size={self.hidden_size}, gates={rows // self.hidden_size}"
+        sizes = f"input_size={I}, hidden_size={self.hidden_size}, gates={rows // self.hidden_size}"
         name = getattr(self._cell, "__name__", type(self._cell).__name__)
         return f"{name}, {sizes}, states={self._states}, bias={self.bias is not None}"
 
@@ -124,15 +123,15 @@ class Pointwise(nn.Module):
             tuple: h [B, L, H], and a tuple of the last states, each [B, H].
         """
         check_array(OP, "x", x, ["B", "L", self.Wx.shape[1]])
+        if isinstance(state, mx.array):
+            fail(OP, f"state must be a tuple or list of {self._states} arrays", "an array")
         if state is None:
             state = [mx.zeros((x.shape[0], self.hidden_size), x.dtype)] * self._states
         if len(state) != self._states:
             fail(OP, f"state must have {self._states} arrays", len(state))
         options: dict[str, Any] = {"lengths": lengths, "training": self.training, "engine": self.engine}
-        if keep is not None:
-            options["keep"] = mx.swapaxes(mx.broadcast_to(keep, x.shape[:2]), 0, 1)
-        if hold is not None:
-            options["hold"] = mx.swapaxes(mx.broadcast_to(mx.array(np.asarray(hold)), x.shape[:2]), 0, 1)
+        by_step = whole_steps(OP, keep, hold, x.shape[:2], "[B, L]")
+        options |= {name: mx.swapaxes(array, 0, 1) for name, array in by_step.items()}
         by_time = [mx.swapaxes(array, 0, 1) if array.ndim == 3 else array for array in inputs]
         h, last = pointwise(
             *(self._cell, mx.swapaxes(x, 0, 1), self.Wx, self.Wh, self.bias, state),

@@ -43,6 +43,8 @@ def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: E
         ((2, 4), (2, 2, 4))
     """
     check_engine(OP, engine)
+    if not isinstance(layers, (list, tuple)):
+        fail(OP, "layers must be a list of layers (one layer has the method `stepper`)", type(layers).__name__)
 
     def read() -> list[tuple[Any, dict[str, Any], Engine | None]]:
         sides = read_sides(layers, [], computes_now(engine))

@@ -18,7 +18,7 @@ from ..engines.problem import Arrays, Problem, limits_in_effect, masks_differ
 from ..engines.tracing import custom_function, have_values, is_transforming
 from ._arguments import Sizes, check_call, check_sequences
 from ._guard import guarded, guarded_gradients
-from ._steps import Steps, check_hold
+from ._steps import Steps, check_flags, check_hold
 
 Lengths = mx.array | Sequence[int] | None
 Hold = mx.array | Sequence[Sequence[bool]] | None
@@ -71,7 +71,7 @@ class Call(NamedTuple):
                 arrays = self.with_lengths(arrays, sizes, op)
                 problem, choice = self.plan(arrays, [], sizes, packing, return_gates, training, wants_last)
                 return self.run(problem, arrays, choice), choice
-            steps, call = self.steps(sizes, op)
+            steps, call = self.steps(arrays, sizes, op)
             inner = call.with_lengths(steps.to_engine(arrays), sizes, op)
             # With `hold` the engine does not run the held steps. So `steps.outputs` reads the last states of the call
             # from the sequences h and c, not from the engine.
@@ -115,7 +115,7 @@ class Call(NamedTuple):
         The engine's gradient op becomes the vjp of a custom function. MLX differentiates the operations of `Steps`
         before and after that function.
         """
-        (steps, call), x = self.steps(sizes, op), arrays["x"]
+        (steps, call), x = self.steps(arrays, sizes, op), arrays["x"]
         width = (2 if self.bidirectional else 1) * sizes[3]
         saved, cotangents = steps.saved(saved), cotangents or {"h": mx.zeros((*x.shape[:2], width), x.dtype)}
         quantized = packed_names(arrays)
@@ -144,9 +144,11 @@ class Call(NamedTuple):
         gradients = mx.vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]
         return dict(zip(names, gradients, strict=True))
 
-    def steps(self, sizes: Sizes, op: str) -> tuple[Steps, "Call"]:
-        """Return (steps, call): an object that applies the options `keep` and `hold` before and after an engine
-        runs, and a copy of this call without `hold`, which an engine can run."""
+    def steps(self, arrays: Arrays, sizes: Sizes, op: str) -> tuple[Steps, "Call"]:
+        """Check the numbers of the options `keep` and `hold`. Return (steps, call): an object that applies these
+        options before and after an engine runs, and a copy of this call without `hold`, which an engine can run."""
+        if "keep" in arrays:
+            check_flags(op, "keep", arrays["keep"])
         T, B = sizes[:2]
         lengths = whole_lengths(op, self.lengths, B, T, checked=self.lengths_checked)
         hold = None if self.hold is None else check_hold(op, self.hold, T, B, self.batch_first)

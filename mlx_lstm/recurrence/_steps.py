@@ -13,6 +13,7 @@ import numpy as np
 from ..checks import ArraySpec, fail, instead_of
 from ..engines.directions import half
 from ..engines.problem import Array, Arrays, masks_differ
+from ..engines.tracing import have_values
 
 
 def check_keep(op: str, keep: ArraySpec, T: int, B: int, D: int, batch_first: bool) -> None:
@@ -28,6 +29,16 @@ def check_keep_dtype(op: str, keep: ArraySpec | mx.array) -> None:
     """Check that `keep` does not have a complex dtype."""
     if keep.dtype == mx.complex64:
         fail(op, "keep must be real, an integer or bool", keep.dtype)
+    check_flags(op, "keep", keep)
+
+
+def check_flags(op: str, name: str, array: ArraySpec | mx.array) -> None:
+    """Check that an array of integers holds only 0 and 1. Other integers are most likely `~starts` of integers, which
+    is -1 and -2. The numbers cannot be checked inside of `mx.compile`, `mx.vmap` or an export."""
+    if not isinstance(array, mx.array) or not mx.issubdtype(array.dtype, mx.integer) or not have_values([array]):
+        return
+    if mx.any((array < 0) | (array > 1)).item():
+        fail(op, f"{name} of integers must be 0 and 1 (for ~ use a bool array)", f"from {array.min()} to {array.max()}")
 
 
 def check_hold(op: str, hold: Any, T: int, B: int, batch_first: bool) -> mx.array:
@@ -41,7 +52,8 @@ def check_hold(op: str, hold: Any, T: int, B: int, batch_first: bool) -> mx.arra
 
 
 def hold_array(op: str, hold: Any) -> mx.array:
-    """Return `hold` as an MLX array of bool or integers. Raise an error for other types and dtypes."""
+    """Return `hold` as an MLX array of bool or of the integers 0 and 1. Raise an error for other types, dtypes and
+    numbers."""
     if not isinstance(hold, (list, np.ndarray, mx.array)):
         fail(op, f"hold must be an mlx.core.array{instead_of(hold)}", type(hold).__name__)
     if isinstance(hold, mx.array):
@@ -53,6 +65,7 @@ def hold_array(op: str, hold: Any) -> mx.array:
             fail(op, "hold must be bool or integers, each row of as many,", hold)
     if array.dtype != mx.bool_ and not mx.issubdtype(array.dtype, mx.integer):
         fail(op, "hold must be bool or integers", array.dtype)
+    check_flags(op, "hold", array)
     return array
 
 
@@ -69,6 +82,7 @@ def whole_steps(op: str, keep: Any, hold: Any, shape: tuple[int, ...], axes: str
         if not isinstance(keep, mx.array):
             fail(op, f"keep must be an mlx.core.array{instead_of(keep)}", type(keep).__name__)
         check_keep_dtype(op, keep)
+        check_flags(op, "keep", keep)
         options["keep"] = keep
     for name, value in options.items():
         if not broadcasts(value.shape, shape):

@@ -166,7 +166,8 @@ def function_of(code: Code, parameters: str, unpacked: Sequence[str]) -> Callabl
         space |= {name: np.empty(shape, bool if is_bool else dtype) for name, is_bool in code.scratch.items()}
         space |= {name: np.array(value, dtype) for name, value in code.constants.items()}
         space |= fixed | {"H": shape[0]}
-        exec(compiled, space)
+        # The statements were generated from a graph of numbered nodes, so they contain no text of the caller's.
+        exec(compiled, space)  # nosec B102
         return space["step"]
 
     return build
