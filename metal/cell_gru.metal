@@ -6,8 +6,8 @@
 //   h = z h_prev + (1 - z) n,  or with flip_z  (1 - z) h_prev + z n
 // metal/README.md has the backward equations.
 //
-// The cell's own options: bit 23 says whether the reset comes before the candidate's product; bit 24 is flip_z. The
-// constant of a unit is bhn. It is 0 if the reset comes before the product.
+// The cell's own options: bit 23 is set if the reset comes before the candidate's product; bit 24 is flip_z. Each unit
+// reads one number once per launch, the bias bhn. It is 0 if the reset comes before the product.
 template <int OPTIONS>
 struct GRUCell {
   enum { GATE_R, GATE_Z, GATE_N, GATES = 3, CONSTANTS = 1, HAS_C = 0, PASSES_H = 1 };

@@ -88,7 +88,7 @@ const device S* either(Absent, const device S* dz) { return dz; }
 template <class S, class X>
 const device S* either(const device X* row, const device S*) { return (const device S*)row; }
 
-// Return the gradient of h_t[b, j]: the gradient from the next step plus the cotangent. width: the width of h.
+// Return the gradient of h_t[b, j]: the part from step t + 1 plus the gradient dh that the caller gives. width: of h.
 template <class Arrays>
 float dh_sum(
     thread const Step& s, thread const Arrays& a, threadgroup const float* sum, int length, int b, int j, int width) {

@@ -439,8 +439,9 @@ def sliced(block: Block, H: int) -> str:
 
 
 def equals(way: Way, arguments: dict[str, Any], trial: Trial) -> bool:
-    """Return whether the call with these arguments equals the user's cell over several steps: all values, and the
-    gradients of all parameters, of x and of the first states. The parameters are drawn at random."""
+    """Return whether `lstm`, `gru` or `rnn`, called with these arguments, equals the user's cell over several steps:
+    all values, and the gradients of all parameters, of x and of the first states. The parameters are drawn at
+    random."""
     random, H = np.random.default_rng(1), trial.H
     arrays = {
         key: mx.array(random.normal(size=shape) / np.sqrt(max(1, *shape, 1)), mx.float32)

@@ -337,8 +337,8 @@ def test_further_names():
 
 
 def test_gradients_by_finite_differences():
-    """The gradients of `stack` equal central differences in float64 with two step sizes. The stack has groups, two
-    biases, both directions that are added, and a function between the layers."""
+    """The gradients of `stack` equal central differences in float64 with two step sizes. The stack has groups of
+    layers, two biases, both directions, whose outputs are added, and a function between the layers."""
     rng = np.random.default_rng(11)
     named = [names_of("GRU", "forward", rng) for _ in range(4)]
     for arrays in named[2:]:

@@ -347,8 +347,8 @@ def test_infinite_biases_give_nan_without_a_warning(kind):
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_of_everything(kind, bidirectional):
-    """With dropout=1, upper layers get zeros, and the gradients of lower layers are zero where they come from upper
-    layers. Values and gradients agree with torch and have no NaN."""
+    """With dropout=1, upper layers get zeros as input, and no gradient flows from upper layers to lower ones. Values
+    and gradients agree with torch and have no NaN."""
     theirs, layer = layers(kind, num_layers=2, dropout=1.0, bidirectional=bidirectional)
     x, states = inputs(theirs, (5, 3, I), False, np.random.default_rng(7))
     expected, got = (run(one, x, states, drawing(8)) for run, one in ((run_torch, theirs), (run_ours, layer)))

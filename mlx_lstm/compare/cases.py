@@ -85,8 +85,8 @@ class CompareCase(NamedTuple):
 
     @property
     def gradients(self) -> list[str]:
-        """Return the names of the arguments that have a gradient, in Apple's order. A case without the gradient of h
-        has no gradients."""
+        """Return the names of the arguments for which the case computes a gradient, in Apple's order. A case that
+        passes no gradient of the output h runs only the forward op, so it has none."""
         if "source_gradient" not in self.arrays:
             return []
         upper = [name for name in self.arrays if name[-3:-1] == "_l"]

@@ -276,11 +276,12 @@ class Depth(NamedTuple):
 
 
 def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, merge: str, any_width: bool) -> Depths:
-    """Check that each layer fits the layer before and that both directions of a layer are alike. Return a list of
-    layers, each a list of its groups.
+    """Check that each layer fits the layer before and that both directions of a layer are alike. Return a list with
+    one entry per layer: the list of the layer's groups. Groups are layers that run side by side on parts of the
+    features.
 
     sides: the layers of each direction, as `read_sides` returns them. `engine` replaces the engines of the layers;
-    with `any_width` the layers from 1 on may read any number of features.
+    with `any_width` all layers but the first may read any number of features.
     """
     first, count = sides[0][0], len(sides[0])
     if count % groups:

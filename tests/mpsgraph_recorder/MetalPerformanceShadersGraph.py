@@ -1,12 +1,12 @@
 """Linux replacement for PyObjC's `MetalPerformanceShadersGraph`, for tests. It has the RNN ops with Apple's names
 and argument counts, records every call, and returns the results of the float64 oracle.
 
-The environment variable RECORDER (JSON) makes it return errors on purpose:
+The environment variable RECORDER (JSON) makes it differ from Apple's framework on purpose:
     {"plant": {"op": "lstm", "result": "dbias", "index": [3], "by": 0.1}}   this element of a result is wrong
     {"crash": "gru"}            the op ends the process, as MPSGraph does for a shape that it rejects
     {"readings": {...}}         the oracle uses another formula: keyword arguments of `judge.evaluated`
     {"leading_ones": ["dbias"]} these gradients have two more axes of size 1 in front
-    {"results": 2}              training without produceCell does not return the cell states
+    {"results": 2}              training without produceCell returns only 2 results, without the cell states
 """
 
 import json

@@ -478,7 +478,7 @@ def each_step(make: Make, problem: Problem, inputs: Inputs, rows: Rows | None = 
 
 
 # The functions below return the kernels of a step. Their arguments are the problem, the dtype of the arrays, the names
-# of the arrays that the call has, and whether the kernel writes one row (array) per step.
+# of the arrays that the call passes, and whether each step's launch writes an array of its own (a row).
 
 
 @cached
