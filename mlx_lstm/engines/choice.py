@@ -15,7 +15,7 @@ from . import tuning
 from .cells import AnyCell, Cell, LSTMCell, PointwiseCell
 from .packing import Packing
 from .predicted import predict
-from .problem import CORES, LIMITS, Chunks, Problem, longest_whole
+from .problem import CORES, LIMITS, Chunks, Problem
 from .tuning import PREDICTED, Table
 
 ENGINES = ("fused", "stepwise", "numpy", "ops")
@@ -239,10 +239,17 @@ def divide(problem: Problem, engine: str, every: int | str | None) -> Problem:
     return problem._replace(cut=cut, chunks=chunks)
 
 
+LONGEST = {"numpy": 0, "ops": 256, "stepwise": 4096, "fused": 4096}
+"""The largest number of steps for which an engine builds one graph of the whole sequence. 0: `numpy` does not build
+a graph. A step of `ops` takes about 40 KB of the host's memory, forward and backward. A step of `stepwise` takes a
+launch and an array in each of the two passes."""
+
+
 def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks | None:
     """Return how a call is divided into chunks of time, or None if it is not divided. every: the option
     `checkpoint_every`."""
     T, B, width = problem.T, problem.B, problem.cell.gates * problem.H
+    longest = LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked
     if every is not None:
         # K steps per chunk. The T / K saved states and one chunk of K steps together need the least memory near
         # K = sqrt(T). A step of `ops` needs about 16 times the memory of a state, so its K is sqrt(T) / 4.
@@ -251,9 +258,10 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
         # h and dx.
         if engine == "numpy":
             auto = max(auto, min(ROWS // B, T // 8))
-        return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True)
-    longest, gates = longest_whole(engine, problem), B * width
-    return Chunks(max(1, min(longest, GATES[engine] // gates)), recomputes=False) if 0 < longest < T else None
+        return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True, is_long=longest < T)
+    if not 0 < longest < T:
+        return None
+    return Chunks(max(1, min(longest, GATES[engine] // (B * width))), recomputes=False, is_long=True)
 
 
 Stream = mx.Stream | mx.Device | None

@@ -26,7 +26,7 @@ from .ops import sweep as ops
 from .ops.packed import dequantized
 from .ops.sweep import initial_states
 from .packing import packed_names
-from .problem import Array, Arrays, Chunks, Problem, longest_whole, masks_differ
+from .problem import Array, Arrays, Chunks, Problem, masks_differ
 from .tracing import have_values
 
 SEQUENCES = ("h", "c", "gates")
@@ -57,12 +57,12 @@ def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chun
     chunks, plain = problem.chunks, problem.plain
     if chunks is None or (plain and engine == "numpy"):
         return None
-    evaluates = longest_whole(engine, problem) < problem.T and have_values(list(arrays.values()))
+    evaluates = chunks.is_long and have_values(list(arrays.values()))
     if not evaluates and (plain or not chunks.recomputes):
         return None
     # Without training nobody is likely to ask for a gradient. So its arrays are recomputed instead of saved.
     recomputes = chunks.recomputes or not problem.training
-    return Chunked(Chunks(chunks.steps, recomputes), engine, module, problem.batch_first, evaluates)
+    return Chunked(chunks._replace(recomputes=recomputes), engine, module, problem.batch_first, evaluates)
 
 
 class Chunked:
@@ -77,7 +77,7 @@ class Chunked:
         """Prepare a run in chunks. module: the module of the engine, with the functions `forward` and `backward`.
         batch_first: whether sequences are batch-major in memory. evaluates: whether each chunk is evaluated before
         the next one."""
-        self.steps, self.recomputes = chunks
+        self.steps, self.recomputes = chunks.steps, chunks.recomputes
         self.engine: str = engine
         self.module: Any = module
         self.batch_first: bool = batch_first

@@ -40,11 +40,16 @@ class Cut(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """How a sequence is divided in time. It says how many steps a chunk has, and whether the backward pass
-    recomputes each chunk. If it does, the forward pass saves only the state at the start of each chunk."""
+    """How a sequence is divided in time.
+
+    steps: how many steps a chunk has. recomputes: whether the backward pass recomputes each chunk; if it does, the
+    forward pass saves only the state at the start of each chunk. is_long: whether the sequence has too many steps for
+    one graph of the engine, so that each chunk is evaluated before the next one.
+    """
 
     steps: int
     recomputes: bool
+    is_long: bool
 
 
 class Limits(NamedTuple):
@@ -155,14 +160,3 @@ def masks_differ(arrays: Arrays) -> bool:
     """Return whether the call has a mask that differs from step to step."""
     mask = arrays.get("mask")
     return mask is not None and mask.ndim == 3 and mask.shape[0] > 1
-
-
-LONGEST = {"numpy": 0, "ops": 256, "stepwise": 4096, "fused": 4096}
-"""The largest number of steps for which an engine builds one graph of the whole sequence. 0: `numpy` does not build
-a graph. A step of `ops` takes about 40 KB of the host's memory, forward and backward. A step of `stepwise` takes a
-launch and an array in each of the two passes."""
-
-
-def longest_whole(engine: str, problem: Problem) -> int:
-    """Return the largest number of steps for which an engine builds one graph of the whole sequence."""
-    return LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked

@@ -68,10 +68,10 @@ class Segment(NamedTuple):
 
 
 def segments(problem: Problem, v: Views) -> list[Segment]:
-    """Return the segments of a call in the order of time. Return an empty list if they would not save enough steps,
-    or if the call has no lengths."""
+    """Return the segments of a call with lengths, in the order of time. Return an empty list if they would not save
+    enough steps."""
     T, B = problem[:2]
-    if "lengths" not in v or T == 1:
+    if T == 1:
         return []
     # Batch items that have ended within a segment still cost time, the more the longer the segment. A segment itself
     # costs as much as one or two steps. The sum is smallest near sqrt(T) steps.

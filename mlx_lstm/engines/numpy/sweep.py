@@ -58,7 +58,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
         sequences["h"] = NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first)
         if "c" in widths:
             sequences["c"] = NewSequence(dtype, (T, B, widths["c"]), FEATURE_MAJOR, batch_first)
-    rows, parts = D * cell.kept * H, segments(problem, v)
+    rows, parts = D * cell.kept * H, segments(problem, v) if "lengths" in v else []
     hidden: list[Array] = []
     if problem.return_gates:
         sequences["gates"] = NewSequence(dtype, (T, B, rows), FEATURE_MAJOR, batch_first)
@@ -102,7 +102,7 @@ def backward(
         saved = forward(problem._replace(training=True), arrays)
     packing = problem.packing
     v, dv = views(arrays if packing is None else with_float_weights(packing, arrays)), views(cotangents)
-    parts, gates = segments(problem, v), saved.get("gates")
+    parts, gates = segments(problem, v) if "lengths" in v else [], saved.get("gates")
     arrays_saved = {name: a for name, a in saved.items() if isinstance(a, mx.array | np.ndarray)}
     outputs = {name: view(array) for name, array in arrays_saved.items() if name in ("h", "c", "gates")}
     wanted = [name for name in v if name not in ("x", "lengths") and not (packing and is_packed(name, arrays))]
