@@ -481,4 +481,4 @@ def test_what_auto_is():
     assert chosen("numpy", 5, 2, 8, 9).steps == 5
     assert chosen("ops", 4096, 2, 8, "auto").steps == 16
     assert [chosen(engine, 4096, 2, 8, None) for engine in ("numpy", "stepwise", "fused")] == [None] * 3
-    assert chosen("fused", 10**5, 4, 2**12, None) == (1024, False)
+    assert chosen("fused", 10**5, 4, 2**12, None) == (1024, False, True)
