@@ -189,7 +189,7 @@ void load_columns(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, bool in
       scale = scale_of<GROUP>(own.columns[e].scales[own.k / GROUP]);
       bias = value_at(own.columns[e].biases, own.k / GROUP, 0.0f);
     }
-    if (GROUP > 16) {
+    if constexpr (GROUP > 16) {
       scale = simd_shuffle(scale, ushort(own.leader));
       bias = of_leader(bias, own.leader, own.columns[e].biases);
     }

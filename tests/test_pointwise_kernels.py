@@ -90,6 +90,16 @@ def test_many_gates_and_states_are_right():
     check(Form(cell, 6, 5, 2, 2), {"lengths": True, "keep": True}, (3, 3, 2, 11))
 
 
+def test_functions_that_metal_lacks_are_right():
+    """The kernels compute erf and expm1 right for small and for large arguments, which take different formulas."""
+
+    def cell(a, state):
+        u, v = a
+        return (mx.erf(1.5 * u) + 0.2 * mx.expm1(0.5 * v) + 0.1 * state[0],)
+
+    check(Form(cell, 2), {"lengths": True}, (3, 3, 2, 11))
+
+
 def problem_of(form, names, **options):
     graph = form.graph(3, 19)
     given = {name for name in ("x", "Wx", "Wh", "b", "h0", "c0", "inputs", "params") if name in names}
