@@ -1,48 +1,25 @@
 """Random calls of `mlx_lstm.pointwise`, which runs a cell given as a function of one step, and their comparison with
 the float64 oracle. The cells are those of `mlx_lstm.cells` and random ones."""
 
-from typing import NamedTuple
-
 import mlx.core as mx
 import numpy as np
 from cases import to_mlx, to_numpy
 
 from mlx_lstm import cells, pointwise, recurrent
+from mlx_lstm.check import cells as check_cells
 from mlx_lstm.engines.cell_tracer import Counts, traced
 from mlx_lstm.oracle.closeness import assert_within, exact_and_bounds
 from mlx_lstm.oracle.pointwise import comparison_distance, evaluate_graph
 
 
-class Form(NamedTuple):
-    """A cell and the numbers of its gates, states, inputs of each step and parameters. apart: whether the cell gets
-    each gate as a pair (input product, recurrent product) instead of their sum. recurrent: whether there is a weight
-    matrix Wh."""
-
-    cell: object
-    gates: int
-    states: int = 1
-    inputs: int = 0
-    params: int = 0
-    apart: bool = False
-    recurrent: bool = True
+class Form(check_cells.Form):
+    """A cell and the numbers of its gates, states, inputs of each step and parameters, as in `check.cells`."""
 
     def graph(self, B, H, dtype=mx.float32):
         return traced(self.cell, Counts(self.gates, self.states, self.inputs, self.params), self.apart, (B, H), dtype)
 
 
-ZOO = {
-    "lstm": Form(cells.lstm, 4, 2),
-    "zoneout_lstm": Form(cells.zoneout_lstm, 4, 2, inputs=2),
-    "cifg": Form(cells.cifg, 3, 2),
-    "peephole_lstm": Form(cells.peephole_lstm, 4, 2, params=3),
-    "sum_peephole_lstm": Form(cells.sum_peephole_lstm, 4, 2, params=1),
-    "slstm": Form(cells.slstm, 4, 4),
-    "gru": Form(cells.gru, 3, apart=True),
-    "augru": Form(cells.augru, 3, inputs=1, apart=True),
-    "indrnn": Form(cells.indrnn, 1, params=1, recurrent=False),
-    "minimal_gru": Form(cells.minimal_gru, 2, recurrent=False),
-    "minimal_gru_log": Form(cells.minimal_gru_log, 2, recurrent=False),
-}
+ZOO = {form.cell.__name__: Form(*form) for form in check_cells.FORMS}
 SIZES = (5, 3, 2, 7)
 OPTIONS = {
     "plain": {},

@@ -51,7 +51,7 @@ BARE: dict[str, dict[str, None]] = {
 
 WIDE: dict[str, dict[str, Any]] = {
     # Some of these layers keep all weights in registers, others only a part of the weights. The last layer has 1024
-    # threads per threadgroup, Metal's limit. Sizes are T, B, I, H, P (P: the width of h).
+    # threads per threadgroup, which is Metal's limit. The sizes are T, B, I, H and P, where P is the width of h.
     "lstm, 128 units": {"sizes": (2, 17, 8, 128, 128)},
     "lstm, 256 units": {"sizes": (2, 66, 8, 256, 256)},
     "gru, 128 units": {"op": "gru", "sizes": (2, 17, 8, 128, 128)},

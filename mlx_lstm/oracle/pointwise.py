@@ -60,7 +60,6 @@ class Run:
         self.lengths: Array = np.full(self.B, self.T) if lengths is None else np.asarray(lengths)
         self.times: list[int] = list(range(self.T))[:: -1 if case.get("reverse") else 1]
         self.values: dict[int, dict[int, Array]] = {}
-        self.nearest: float = np.inf  # the smallest distance between the operands of a comparison
 
     def on(self, t: int) -> Array:
         """Return for each sequence of the batch whether it has not ended at step t, bool [B, 1]."""

@@ -29,16 +29,17 @@ def check_keep_dtype(op: str, keep: ArraySpec | mx.array) -> None:
     """Check that `keep` does not have a complex dtype."""
     if keep.dtype == mx.complex64:
         fail(op, "keep must be real, an integer or bool", keep.dtype)
-    check_flags(op, "keep", keep)
 
 
-def check_flags(op: str, name: str, array: ArraySpec | mx.array) -> None:
+def check_flags(op: str, name: str, array: mx.array) -> mx.array:
     """Check that an array of integers holds only 0 and 1. Other integers are most likely `~starts` of integers, which
-    is -1 and -2. The numbers cannot be checked inside of `mx.compile`, `mx.vmap` or an export."""
-    if not isinstance(array, mx.array) or not mx.issubdtype(array.dtype, mx.integer) or not have_values([array]):
-        return
+    is -1 and -2. Return such an array as bool, so that it is not checked again, and any other array unchanged. The
+    numbers cannot be checked inside of `mx.compile`, `mx.vmap` or an export."""
+    if not mx.issubdtype(array.dtype, mx.integer) or not have_values([array]):
+        return array
     if mx.any((array < 0) | (array > 1)).item():
         fail(op, f"{name} of integers must be 0 and 1 (for ~ use a bool array)", f"from {array.min()} to {array.max()}")
+    return array != 0
 
 
 def check_hold(op: str, hold: Any, T: int, B: int, batch_first: bool) -> mx.array:
@@ -65,8 +66,7 @@ def hold_array(op: str, hold: Any) -> mx.array:
             fail(op, "hold must be bool or integers, each row of as many,", hold)
     if array.dtype != mx.bool_ and not mx.issubdtype(array.dtype, mx.integer):
         fail(op, "hold must be bool or integers", array.dtype)
-    check_flags(op, "hold", array)
-    return array
+    return check_flags(op, "hold", array)
 
 
 def whole_steps(op: str, keep: Any, hold: Any, shape: tuple[int, ...], axes: str) -> dict[str, mx.array]:
@@ -82,8 +82,7 @@ def whole_steps(op: str, keep: Any, hold: Any, shape: tuple[int, ...], axes: str
         if not isinstance(keep, mx.array):
             fail(op, f"keep must be an mlx.core.array{instead_of(keep)}", type(keep).__name__)
         check_keep_dtype(op, keep)
-        check_flags(op, "keep", keep)
-        options["keep"] = keep
+        options["keep"] = check_flags(op, "keep", keep)
     for name, value in options.items():
         if not broadcasts(value.shape, shape):
             fail(op, f"{name} must broadcast to {axes} = {list(shape)}", f"shape {list(value.shape)}")

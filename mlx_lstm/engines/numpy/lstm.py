@@ -52,7 +52,8 @@ class LSTMStep:
     gates, or with the reciprocals of gates."""
 
     def __init__(self, problem: Problem, cell: LSTMCell, v: Views, mask: Array | None, streamed: bool = False):
-        """Allocate the scratch memory. streamed: the steps arrive one at a time (`engines.numpy.stream`)."""
+        """Allocate the arrays that every step overwrites. streamed: the steps arrive one at a time
+        (`engines.numpy.stream`)."""
         (_, B, H, _), dtype = problem[:4], v["Wh"].dtype
         reciprocal = reciprocal_gates(cell.activations)
         self.products: JoinedProduct | SeparateProducts = input_products(problem, v, mask, reciprocal, streamed)
@@ -156,7 +157,8 @@ class LSTMStepBackward:
     """The part of the gradient of h_prev that bypasses the recurrent product. An LSTM has none."""
 
     def __init__(self, problem: Problem, cell: LSTMCell, v: Views, saved: Views):
-        """Allocate the scratch memory. saved: the saved outputs, with gates [T, B, 4H]."""
+        """Allocate the arrays that every backward step overwrites. saved: outputs of the forward pass, among them the
+        gates [T, B, 4H]."""
         (_, B, H, P), dtype = problem[:4], v["Wh"].dtype
         self.gates_at = steps_of(saved["gates"])
         self.Wh_T: Array = transposed(v["Wh"], problem)
