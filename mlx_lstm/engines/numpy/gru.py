@@ -26,7 +26,8 @@ class GRUStep:
     """Compute one forward step of a GRU. Calling the object overwrites the preactivations [3H, B] with the gates."""
 
     def __init__(self, problem: Problem, cell: GRUCell, v: Views, mask: Array | None, streamed: bool = False):
-        """Allocate the scratch memory. streamed: the steps arrive one at a time (`engines.numpy.stream`)."""
+        """Allocate the arrays that every step overwrites. streamed: the steps arrive one at a time
+        (`engines.numpy.stream`)."""
         (_, B, H, _), dtype, order, activations = problem[:4], v["Wh"].dtype, cell.gate_order, cell.activations
         # r multiplies the recurrent product of the candidate, or the h that enters it. So this product cannot be joined
         # with the product of the input.
@@ -99,7 +100,8 @@ class GRUStepBackward:
     """
 
     def __init__(self, problem: Problem, cell: GRUCell, v: Views, saved: Views):
-        """Allocate the scratch memory. saved: the saved outputs, with gates [T, B, 3H]."""
+        """Allocate the arrays that every backward step overwrites. saved: outputs of the forward pass, among them the
+        gates [T, B, 3H]."""
         (_, B, H, _), dtype = problem[:4], v["Wh"].dtype
         self.after: bool = cell.reset == "after"
         self.flip: bool = cell.flip_z

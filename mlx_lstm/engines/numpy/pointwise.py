@@ -335,7 +335,8 @@ class PointwiseStepBackward:
     """
 
     def __init__(self, problem: Problem, cell: PointwiseCell, v: Views, saved: Views):
-        """Allocate the scratch memory. saved: the saved outputs h, c and gates [T, B, K H]."""
+        """Allocate the arrays that every backward step overwrites. saved: the outputs h, c and gates [T, B, K H] of the
+        forward pass."""
         (_, B, H, _), dtype, graph = problem[:4], v["x"].dtype, cell.graph
         build, self.other = backward_function(cell)
         self.step: Callable[..., None] = build((H, B), dtype, params_of(graph, v, H, B))

@@ -17,7 +17,8 @@ class RNNStep:
     """Compute one forward step of a plain RNN: h = s(preactivation)."""
 
     def __init__(self, problem: Problem, cell: RNNCell, v: Views, mask: Array | None, streamed: bool = False):
-        """Allocate the scratch memory. streamed: the steps arrive one at a time (`engines.numpy.stream`)."""
+        """Allocate the arrays that every step overwrites. streamed: the steps arrive one at a time
+        (`engines.numpy.stream`)."""
         self.products: JoinedProduct | SeparateProducts = input_products(problem, v, mask, "", streamed)
         self.weights: Array = self.products.weights
         self.z: Array = np.empty((problem.H, problem.B), v["Wh"].dtype)
@@ -61,7 +62,8 @@ class RNNStepBackward:
     """The part of the gradient of h_prev that bypasses the recurrent product. A plain RNN has none."""
 
     def __init__(self, problem: Problem, cell: RNNCell, v: Views, saved: Views):
-        """Allocate the scratch memory. saved: the saved outputs, with h [T, B, H]."""
+        """Allocate the arrays that every backward step overwrites. saved: outputs of the forward pass, among them h
+        [T, B, H]."""
         (_, B, H, _), dtype = problem[:4], v["Wh"].dtype
         self.activation_slope: InPlace = activation(cell.act)[1]
         self.h_at = steps_of(saved["h"])
