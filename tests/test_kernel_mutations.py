@@ -112,6 +112,22 @@ HARMLESS = {
     # gates one by one.
     "for (int gate = 0; gate < gates; ++gate)  < becomes <=",
     "for (int n = 0; n < GATES; ++n) found = found || (activation_of(OPTIONS, n) == TANH && gate == n);  < becomes <=",
+    # Without a product there is nothing to wait for, and the product has no terms.
+    *(
+        f"if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates {what}  > becomes >="
+        for what in (
+            "the zeros from d of the units",
+            "the zeros from the units' own h",
+            "the first h from the first product",
+            "new h from the next product",
+        )
+    ),
+    "if constexpr (P > 0) {  > becomes >=",
+    # The backward pass does not read what is saved after the end of an item.
+    "for (int j = 0; j < REGISTERS_OF<C, LANES>; ++j) c[j] = live ? c[j] : 0.0f;  the bound of < is one less",
+    "for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;  the bound of < is one less",
+    # The array has a number for each unit of the lane, so the additional sum is that of another unit, and is not used.
+    "for (int n = 0; n < Cell::PRODUCTS; ++n) sums[n] = sum_over_lanes<Cell::LANES>(sums[n]);  < becomes <=",
     # At 0.3 both formulas are precise enough.
     "return is_tanh && z < 0.3f ? near : far;  < becomes <=",
     "const float y = fast::divide(1.0f, 1.0f + exp2(power > 126.0f ? 126.0f : power));  > becomes >=",

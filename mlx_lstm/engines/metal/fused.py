@@ -268,10 +268,18 @@ def numbers_of(cell: AnyCell) -> mx.array | None:
 
 
 def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
+    """Return the launches of a pass with a built-in cell, as `launches_of_pass` does."""
+    return launches_of_pass(problem, tiling_of("forward", problem, problem.dtype).rows, masks_differ)
+
+
+def launches_of_pass(problem: Problem, rows: int, masks_differ: bool) -> list[tuple[int, mx.array]]:
     """Return, for each launch in the order of processing, its number of steps and its array of sizes.
-    metal/fused.metal lists the sizes. The array has fewer than 8 elements, so that MLX binds it in constant memory."""
+    metal/fused.metal lists the sizes. The array has fewer than 8 elements, so that MLX binds it in constant memory.
+
+    rows: how many batch items a threadgroup computes. masks_differ: whether each step has its own mask.
+    """
     T, B, D = problem.T, problem.B, problem.directions
-    groups = D * B // tiling_of("forward", problem, problem.dtype).rows
+    groups = D * B // rows
     steps = max(1, problem.limits.launch_steps // max(1, groups // FEWEST_CORES))
     bounds = [(start, min(start + steps, T)) for start in range(0, T, steps)]
     sizes = [(start, stop, T, B, D, problem.reverse, masks_differ) for start, stop in bounds]

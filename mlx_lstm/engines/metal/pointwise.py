@@ -17,7 +17,7 @@ from ..cells import PointwiseCell
 from ..directions import join, join_gradients, one_direction, part
 from ..ops import sweep as ops
 from ..problem import Arrays, Problem
-from .fused import FEWEST_CORES, THREADGROUP_BYTES, FusedTiling, Part, index_of, registers_of, run
+from .fused import THREADGROUP_BYTES, FusedTiling, Part, index_of, launches_of_pass, registers_of, run
 from .kernel import Inputs, Outputs, Template, cached, contiguous, fields_of, prepare, struct_of, whole_mask
 from .products import column_sums, project
 from .statements import Statements
@@ -244,16 +244,6 @@ def own_cell(problem: Problem) -> PointwiseCell:
 # --- Launches ---
 
 
-def division(problem: Problem, differ: bool) -> list[tuple[int, mx.array]]:
-    """Return, for each launch in the order of processing, its number of steps and its array of sizes. differ:
-    whether each step has its own mask."""
-    T, B = problem.T, problem.B
-    groups = B // tiling_of("forward", own_cell(problem), B, problem.H, 4).rows
-    steps = max(1, problem.limits.launch_steps // max(1, groups // FEWEST_CORES))
-    bounds = [(start, min(start + steps, T)) for start in range(0, T, steps)]
-    return [(b - a, mx.array((a, b, T, B, 1, problem.reverse, differ), mx.int32)) for a, b in bounds]
-
-
 def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, steps: int, names: Collection[str]) -> Outputs:
     """Return the shape and dtype of each output of a launch by name, or None for an output that is not written.
     steps: the number of steps that the launch runs. names: the names of the launch's inputs."""
@@ -279,7 +269,8 @@ def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, steps: int, names:
 def sweep_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], differ: bool) -> tuple[Part, ...]:
     """Return the launches of a forward or backward pass. names: the names of the inputs that this call has. differ:
     whether each step has its own mask."""
-    back, pieces = sweep == "backward", division(problem, differ)
+    rows = tiling_of("forward", own_cell(problem), problem.B, problem.H, 4).rows
+    back, pieces = sweep == "backward", launches_of_pass(problem, rows, differ)
     first = {*names, "sizes"}
     later = (
         first | ({"dhT", "dcT"} if back else {"h0", "c0"})
