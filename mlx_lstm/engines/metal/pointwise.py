@@ -244,6 +244,12 @@ def own_cell(problem: Problem) -> PointwiseCell:
 # --- Launches ---
 
 
+def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
+    """Return the launches of a pass with a cell of the user, as `launches_of_pass` does."""
+    rows = tiling_of("forward", own_cell(problem), problem.B, problem.H, 4).rows
+    return launches_of_pass(problem, rows, masks_differ)
+
+
 def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, steps: int, names: Collection[str]) -> Outputs:
     """Return the shape and dtype of each output of a launch by name, or None for an output that is not written.
     steps: the number of steps that the launch runs. names: the names of the launch's inputs."""
@@ -269,8 +275,7 @@ def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, steps: int, names:
 def sweep_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], differ: bool) -> tuple[Part, ...]:
     """Return the launches of a forward or backward pass. names: the names of the inputs that this call has. differ:
     whether each step has its own mask."""
-    rows = tiling_of("forward", own_cell(problem), problem.B, problem.H, 4).rows
-    back, pieces = sweep == "backward", launches_of_pass(problem, rows, differ)
+    back, pieces = sweep == "backward", division(problem, differ)
     first = {*names, "sizes"}
     later = (
         first | ({"dhT", "dcT"} if back else {"h0", "c0"})
