@@ -133,6 +133,25 @@ void product_of_columns(
   }
 }
 
+// Read the numbers of step n for a lane's two items, also the gates y and their cotangents d. earlier, step: as in
+// read_step.
+template <class Cell, int H, class Index, class Arrays>
+void read_items(
+    thread const Sweep& sweep, thread const Arrays& a, int n, thread const Item<Index> (&items)[2], Index earlier,
+    Index step, thread float (&y)[2][Cell::GATES], thread float (&d)[2][Cell::GATES],
+    thread StepNumbers (&numbers)[2]) {
+#pragma clang loop unroll(full)
+  for (int e = 0; e < 2; ++e) {
+    read_step<Cell>(sweep, a, n, items[e].at, earlier, step, numbers[e]);
+#pragma clang loop unroll(full)
+    for (int m = 0; m < Cell::GATES; ++m) {
+      const Index at = items[e].at.gate + Index(Cell::GATES) * earlier + Cell::block(m) * H;
+      y[e][m] = value_at(a.gates, at, 0.0f);
+      d[e][m] = value_at(a.dgates, at, 0.0f);
+    }
+  }
+}
+
 // The backward pass, with the arrays and the equation of fused_backward.metal. `vectors` [VECTORS][padded G H][8 items]
 // holds d of the current step: VECTORS is 2 (a double buffer), or 1 if threadgroup memory has no space for two.
 // Barriers: one per step, between writing d and the product; with a single buffer a second one, between the product and
@@ -141,6 +160,9 @@ template <class Cell, int H, int RESIDENT, int VECTORS, class Index, class S, cl
 void fused_matrix_backward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
   constexpr int GATES = Cell::GATES, K = GATES * H, HALF = 64 * PARTS_OF<K>, COUNT = (PARTS_OF<K> + 1) / 2;
+  // The numbers of the next step take registers during the product. If no register is left for weights, there is none
+  // for these numbers either.
+  constexpr bool AHEAD = RESIDENT > 0;
   Sweep sweep = {};
   read_sizes(a.sizes, group.y, sweep);
   const int unit = int(index) / 32 * 8 + row_of(int(lane)), column = column_of(int(lane));
@@ -160,48 +182,52 @@ void fused_matrix_backward(
   for (int e = 0; e < 2; ++e) {
     real[e] = b0 + e < sweep.B && unit < H;
     begin_item(sweep, a, b0 + e, GATES, 0, H, unit, real[e], items[e]);
-    items[e].now = real[e] ? float(a.states[items[e].at.state + earlier]) : 0.0f;
+    items[e].before = float(a.states[items[e].at.state + earlier]);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from d of the units
+  float y[2][GATES], d[2][GATES];
+  StepNumbers numbers[2];
+  if (AHEAD) read_items<Cell, H>(sweep, a, sweep.stop - 1, items, earlier, step, y, d, numbers);
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     threadgroup float* current = vectors + (VECTORS > 1 ? n & 1 : 0) * HALF;
+    if (!AHEAD) read_items<Cell, H>(sweep, a, n, items, earlier, step, y, d, numbers);
 #pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) {
       if (!real[e]) continue;
       const bool live = is_live(a.lengths, time_of(sweep, n), items[e].length);
       const Index at = items[e].at.gate;
-      float before, dc_or_q, number[1][4], y[GATES] = {}, d[GATES] = {}, dc = items[e].dc;
-      read_step<1, 1>(sweep, a, n, 0, items + e, earlier, step, number);
-      share_step<1>(number[0], a, items[e], before, dc_or_q);
-#pragma clang loop unroll(full)
-      for (int m = 0; m < GATES; ++m) {
-        y[m] = value_at(a.gates, at + Index(GATES) * earlier + Cell::block(m) * H, 0.0f);
-        d[m] = value_at(a.dgates, at + Index(GATES) * earlier + Cell::block(m) * H, 0.0f);
-      }
-      const float factor = value_at(a.keep, items[e].at.keep, 1.0f);
-      if (Cell::HAS_C) dc += dc_or_q;
-      Cell::backward(y, p, before * factor, items[e].now, dc_or_q, items[e].past, dc, d);
+      const float after = use_states<Cell>(sweep, a, n, step, numbers[e].state, items[e]), factor = numbers[e].keep;
+      float dc = items[e].dc + (Cell::HAS_C ? numbers[e].dc_or_q : 0.0f);
+      items[e].past = items[e].dh + numbers[e].dh;
+      items[e].mask = numbers[e].mask;
+      Cell::backward(y[e], p, factor * items[e].before, after, numbers[e].dc_or_q, items[e].past, dc, d[e]);
       store(a.carry, items[e].at.state, live ? dc + items[e].past : 0.0f);
       items[e].dc = live ? factor * dc : items[e].dc;
       items[e].past *= factor;
-      items[e].now = before;
 #pragma clang loop unroll(full)
       for (int m = 0; m < GATES; ++m) {
         const int block = Cell::block(m) * H;
-        const S result = S(live ? d[m] : 0.0f), operand = S(live ? Cell::product_gradient(m, y, d) : 0.0f);
+        const S result = S(live ? d[e][m] : 0.0f);
+        const S operand = S(live ? Cell::product_gradient(m, y[e], d[e]) : 0.0f);
         a.dz[at + block] = result;
         store(a.d_out, at + block, float(operand));
         current[8 * (block + unit) + column + e] = float(operand);
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // separates d of all units from the product that reads it
+    // Read the numbers of the next step. The launch's last step has no next one, it reads its own numbers again.
+    const int ahead = max(n - 1, sweep.start);
+    Place<Index> distance = {};
+    if (ahead != n) distance = next;
+#pragma clang loop unroll(full)
+    for (int e = 0; e < 2; ++e) advance(items[e].at, distance);
+    if (AHEAD) read_items<Cell, H>(sweep, a, ahead, items, earlier, step, y, d, numbers);
     float sum[2];
     product_of_columns<RESIDENT, K>(sum, resident, streamed, current);
 #pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) {
       const bool live = is_live(a.lengths, time_of(sweep, n), items[e].length);
       if (real[e] && live) items[e].dh = sum[e] * items[e].mask + items[e].past;
-      advance(items[e].at, next);
     }
     if (VECTORS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the product from the next d
     streamed += opaque_zero(sweep);
