@@ -59,7 +59,8 @@ void fused_forward(
   for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
     const long item = place_in(sweep, b, 1, 0, H, unit);
-    first_place<false>(sweep, b, GATES, block, H, unit, at[r]);
+    // A lane without a gate or without a unit reads the numbers of another one.
+    first_place<false>(sweep, b, GATES, max(block, 0), H, real ? unit : 0, at[r]);
     length[r] = value_at(a.lengths, b, sweep.T);
     h_now[r] = writes ? value_at(a.h0, item, 0.0f) : 0.0f;
     c_now[r] = writes ? value_at(a.c0, item, 0.0f) : 0.0f;
@@ -67,12 +68,24 @@ void fused_forward(
     if (writes) number_at(vectors, row, own) = h_now[r] * value_at(a.mask, at[r].mask, 1.0f);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the first h from the first product
+  float z[ROWS];
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) z[r] = float(a.z[at[r].gate + earlier]);
   for (int n = sweep.start; n < sweep.stop; ++n) {
     threadgroup float4* before = vectors + (TWO ? 0 : n & 1) * HALF;
     threadgroup float4* after = vectors + (TWO ? 0 : ~n & 1) * HALF;
-    float y[ROWS], sums[ROWS][UNITS * GATES] = {};
+    float y[ROWS], mask[ROWS], factor[ROWS], sums[ROWS][UNITS * GATES] = {};
+    // Read the next step's z and mask before the product, so that they arrive while it is computed. The launch's last
+    // step has no next one, it reads its own numbers again.
+    Place<Index> distance = {};
+    if (n < sweep.stop - 1) distance = next;
 #pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) y[r] = has_gate ? float(a.z[at[r].gate + earlier]) : 0.0f;
+    for (int r = 0; r < ROWS; ++r) {
+      y[r] = z[r];
+      z[r] = float(a.z[at[r].gate + distance.gate + earlier]);
+      mask[r] = value_at(a.mask, at[r].mask + distance.mask, 1.0f);
+      factor[r] = value_at(a.keep, at[r].keep, 1.0f);
+    }
     add_products<Cell, UNITS, ROWS, RUNS, Unit::FIRST, RESIDENT>(sums, resident, streamed, before + s, lane);
     if constexpr (TWO) {
 #pragma clang loop unroll(full)
@@ -86,17 +99,15 @@ void fused_forward(
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, time_of(sweep, n), length[r]);
-      const float factor = value_at(a.keep, at[r].keep, 1.0f);
-      float state = factor * c_now[r];
-      const S m = S(Unit::forward(lane, p, forget_bias, limit, factor * h_now[r], sums[r], state, y[r]));
+      float state = factor[r] * c_now[r];
+      const S m = S(Unit::forward(lane, p, forget_bias, limit, factor[r] * h_now[r], sums[r], state, y[r]));
       // Past an item's end the state stays and outputs are 0. Values are selected, not multiplied, as they may be NaN.
       h_now[r] = live ? float(m) : h_now[r];
       c_now[r] = live ? state : c_now[r];
       if (has_gate) store(a.gates, at[r].gate, live ? y[r] : 0.0f);
       if (writes) store(a.c, at[r].state, live ? state : 0.0f);
       if (writes) a.h[at[r].state] = live ? m : S(0.0f);
-      if (writes && (!is_present(a.mask) || n + 1 < sweep.stop))  // after the last step there is no mask to read
-        number_at(after, r * ROW, own) = h_now[r] * value_at(a.mask, at[r].mask + next.mask, 1.0f);
+      if (writes) number_at(after, r * ROW, own) = h_now[r] * mask[r];
       advance(at[r], next);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the new h of all units from the next step's product

@@ -412,9 +412,9 @@ published for the M1."""
 
 WORKING_REGISTERS = {
     ("lstm", "forward"): {1: 44, 2: 64, 8: 60},
-    ("lstm", "backward"): {1: 46, 2: 68, 8: 76},
+    ("lstm", "backward"): {1: 46, 2: 68, 8: 74},
     ("gru", "forward"): {1: 40, 2: 56, 4: 84, 8: 60},
-    ("gru", "backward"): {1: 52, 2: 76, 4: 110, 8: 76},
+    ("gru", "backward"): {1: 52, 2: 76, 4: 110, 8: 70},
     ("rnn", "forward"): {1: 40, 2: 56, 4: 92, 8: 56},
     ("rnn", "backward"): {1: 44, 2: 60, 4: 96, 8: 56},
 }
