@@ -80,6 +80,15 @@ void advance(thread Place<Index>& place, thread const Place<Index>& step) {
   place.keep += step.keep;
 }
 
+// Set `distance` to the distances `step`, or to 0 if there is no next step. A position that has advanced by it can be
+// read in both cases.
+template <class Index>
+void distance_to_next(bool exists, thread const Place<Index>& step, thread Place<Index>& distance) {
+  distance.state = exists ? step.state : 0, distance.gate = exists ? step.gate : 0;
+  distance.mask = exists ? step.mask : 0, distance.keep = exists ? step.keep : 0;
+  distance.q = exists ? step.q : 0;
+}
+
 // Return whether an item of this length has not ended at time index t.
 template <class L> bool is_live(L lengths, int t, int length) { return !is_present(lengths) || t < length; }
 

@@ -77,8 +77,8 @@ void fused_forward(
     float y[ROWS], mask[ROWS], factor[ROWS], sums[ROWS][UNITS * GATES] = {};
     // Read the next step's z and mask before the product, so that they arrive while it is computed. The launch's last
     // step has no next one, it reads its own numbers again.
-    Place<Index> distance = {};
-    if (n < sweep.stop - 1) distance = next;
+    Place<Index> distance;
+    distance_to_next(n < sweep.stop - 1, next, distance);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       y[r] = z[r];

@@ -217,8 +217,8 @@ void fused_matrix_backward(
     threadgroup_barrier(mem_flags::mem_threadgroup);  // separates d of all units from the product that reads it
     // Read the numbers of the next step. The launch's last step has no next one, it reads its own numbers again.
     const int ahead = max(n - 1, sweep.start);
-    Place<Index> distance = {};
-    if (ahead != n) distance = next;
+    Place<Index> distance;
+    distance_to_next(ahead != n, next, distance);
 #pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) advance(items[e].at, distance);
     if (AHEAD) read_items<Cell, H>(sweep, a, ahead, items, earlier, step, y, d, numbers);
