@@ -411,7 +411,7 @@ REGISTERS = {384: 128, 448: 116, 512: 104, 576: 92, 640: 80, 704: 72, 768: 68, 8
 published for the M1."""
 
 WORKING_REGISTERS = {
-    ("lstm", "forward"): {1: 44, 2: 64, 8: 60},
+    ("lstm", "forward"): {1: 44, 2: 64, 8: 62},
     ("lstm", "backward"): {1: 46, 2: 68, 8: 74},
     ("gru", "forward"): {1: 40, 2: 56, 4: 84, 8: 60},
     ("gru", "backward"): {1: 52, 2: 76, 4: 110, 8: 70},
