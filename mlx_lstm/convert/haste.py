@@ -140,7 +140,7 @@ def to_haste_indrnn(parameters: Any, *, prefix: str = "") -> Arrays:
         ValueError: an array is missing or unknown, or a shape does not fit.
     """
     op = "to_haste_indrnn"
-    arrays = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    arrays: Any = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     if not isinstance(arrays, Mapping):
         fail(op, "parameters must be a layer or a dict of arrays", type(arrays).__name__)
     if not {"Wx", "params"} <= arrays.keys() <= {"Wx", "bias", "params"} or len(arrays["params"]) != 1:
