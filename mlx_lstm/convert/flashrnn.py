@@ -100,7 +100,7 @@ def to_flashrnn(heads: Sequence[Weights]) -> Arrays:
             R = mx.stack([R[2], R[0], R[1]])
             b = mx.concatenate([biases.get("bhn", mx.zeros_like(b[0]))[None], b])
         whole.append((W, R, b))
-    return dict(zip("WRb", (mx.stack(parts, axis=1) for parts in zip(*whole, strict=True)), strict=True))
+    return {word: mx.stack([arrays[n] for arrays in whole], axis=1) for n, word in enumerate("WRb")}
 
 
 def from_flashrnn_slstm(W: Any, R: Any, b: Any) -> list[Arrays]:
@@ -138,7 +138,7 @@ def from_flashrnn_slstm(W: Any, R: Any, b: Any) -> list[Arrays]:
     return [{name: joined(array[:, n]) for name, array in given} for n in range(R.shape[1])]
 
 
-def to_flashrnn_slstm(heads: Sequence[Mapping[str, Any]]) -> Arrays:
+def to_flashrnn_slstm(heads: Sequence[Mapping[str, Any]]) -> dict[str, mx.array | None]:
     """Return the arguments of `from_flashrnn_slstm` from the parameters of each head.
 
     Args:
