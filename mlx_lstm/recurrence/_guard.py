@@ -45,14 +45,14 @@ def guarded(chosen: Choice, problem: Problem, best: Callable[..., Choice]) -> Ch
 
 
 def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> Refusal | None:
-    """Return a function that says why the backward kernels of the chosen engine are refused. Its argument is the
+    """Return a function that says why the backward kernels of the chosen Metal engine are refused. Its argument is the
     tuple of the names of the outputs that have a cotangent (a gradient). Return None if no trial is needed.
 
     The trial of a training call covers a loss of h alone. Other losses run other kernels, but MLX tells the loss
     only when it computes the gradient. A call that is not training runs the same backward kernels for every loss.
     is_forced: whether the caller forced the engine; then the function raises ValueError instead.
     """
-    if chosen.engine not in METAL_ENGINES or problem.plain or _unguarded or not is_real():
+    if problem.plain or _unguarded or not is_real():
         return None
 
     def refused(names: tuple[str, ...]) -> str:
