@@ -76,7 +76,8 @@ class MLXStream:
         return {name[0]: [layer[name].reshape(*self.batch, -1) for layer in self.carried] for name in names}
 
     def set_states(self, states: dict[str, list[np.ndarray]]) -> None:
-        """Set the states of all layers, given as `states` returns them."""
+        """Set the states of all layers. states: for h and, if the cell has it, c one array per layer, of the shape
+        (*batch, width)."""
         for layer, carried in enumerate(self.carried):
             for name, old in carried.items():
                 carried[name] = mx.array(states[name[0]][layer], old.dtype).reshape(old.shape)

@@ -105,7 +105,8 @@ class Stream:
         return states
 
     def set_states(self, states: dict[str, list[Array]]) -> None:
-        """Set the states of all layers, given as `states` returns them."""
+        """Set the states of all layers. states: for h and, if the cell has it, c one array per layer, of the shape
+        (*batch, width)."""
         for name, current in self.states().items():
             for old, new in zip(current, states[name], strict=True):
                 np.copyto(old, new)
