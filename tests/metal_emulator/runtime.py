@@ -33,7 +33,8 @@ ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 
 
 class CFinding(ctypes.Structure):
-    """The structure `Finding` of runtime/findings.h."""
+    """A defect that the emulator found in a kernel, as ctypes reads it from the C++ structure `Finding` of
+    runtime/findings.h. Both must have the same fields in the same order."""
 
     _fields_ = [(n, c_uint32) for n in ("kind", "thread", "other_thread", "group", "line", "column")] + [
         ("pc", c_uint64),
