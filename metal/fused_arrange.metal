@@ -3,7 +3,7 @@
 // fixed distances, and the vectors of neighbouring lanes lie side by side. So a lane needs no bounds checks and no
 // address arithmetic to read them. The kernel runs once per pass, with one thread per vector.
 //
-// H and COUNT are arguments of the launch, not of the templates, so that one compiled kernel serves layers of all sizes.
+// H and COUNT are arguments of the launch, not of the templates, so that one compiled kernel serves layers of any size.
 // `sizes` holds both.
 
 // Return weight k of the sum that `unit` computes, or 0 for padding. Forward it is number k in the row of Wh of `unit`

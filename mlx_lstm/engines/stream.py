@@ -17,8 +17,8 @@ CARRIED = {"h0": "hT", "c0": "cT"}
 
 
 class Launch(NamedTuple):
-    """What a layer needs at every step: the module of its engine, its problem of one step, and its parameters as the
-    engine reads them."""
+    """What a layer needs at every step: the module of its engine, the description of one step (sizes and options), and
+    its parameters as the engine reads them."""
 
     module: Any
     problem: Problem
@@ -48,8 +48,8 @@ class MLXStream:
     """
 
     def __init__(self, launches: list[tuple[Launch, Launch]], batch: tuple[int, ...], device: mx.Device):
-        """Prepare the layers with all states 0. launches: for each layer the launch of a step without and with the
-        option `keep` (a factor on the states). device: where the steps run."""
+        """Prepare the layers; all states are zero. launches: for each layer two `Launch` objects, for a step without
+        and with the option `keep` (a factor on the states). device: where the steps run."""
         self.launches, self.batch, self.device = launches, batch, device
         self.B: int = prod(batch)
         self.carried: list[Arrays] = [zero_states(launch) for launch, _ in launches]

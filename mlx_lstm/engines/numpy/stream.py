@@ -22,8 +22,8 @@ class StreamedLayer:
     """
 
     def __init__(self, problem: Problem, v: Views):
-        """Prepare a layer with state 0. v: the parameters in float32 or float64. Their memory must not change later.
-        The problem has one step."""
+        """Prepare a layer whose states are zero. v: the parameters in float32 or float64. Their memory must not change
+        later. problem: the description of a single step."""
         (_, B, H, _), dtype, cell = problem[:4], v["Wh"].dtype, problem.cell
         I = v["Wx"].shape[1]
         v = v | {"x": np.empty((1, B, I), dtype)}
