@@ -182,8 +182,8 @@ def crossed(table, fewest=7):
     each option is added to the smallest case that it can be merged with.
 
     A kind is an op with or without reset="before", in one or both directions. The options of a kind include masks of
-    `fewest` shapes (3 with reset="before"), and each shape needs its own case, so a kind has at least this many cases.
-    Its first case has no other option.
+    about `fewest` shapes, and each shape needs its own case. So the first `fewest` options (3 with reset="before") each
+    become a case, to which further options are added. Only the first case of a kind keeps a single option.
 
     The number of directions does not change a kernel's source. Therefore the bidirectional cases begin as copies of
     the cases of one direction, and an option that one of these cases already has is not added again.

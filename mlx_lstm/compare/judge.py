@@ -22,7 +22,7 @@ HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
 
 def expected(case: CompareCase, **readings: str) -> Arrays:
     """Return all results of a case (a call of an op) in float64 by name, in MPSGraph's layouts. `readings`: how to
-    interpret the points that Apple's documentation leaves open, see `options`."""
+    interpret the points that Apple's documentation leaves open, for example `hard_sigmoid="x/6"`."""
     return evaluated(case, Arithmetic(np.float64), **readings)
 
 

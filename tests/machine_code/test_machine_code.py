@@ -1,5 +1,5 @@
-"""Test machine_code.csv, the table of the number of instructions in each Metal kernel: it belongs to the current
-shaders, the instructions are counted correctly, and each kernel finds its line of the table. No test runs the
+"""Test machine_code.csv, the table of the number of instructions in each Metal kernel: the table was made from the
+current shaders, the instructions are counted correctly, and each kernel finds its line of the table. No test runs the
 compiler."""
 
 import mlx.core as mx
