@@ -26,7 +26,7 @@ operations, which runs on any device and defines the correct results."""
 Engine = Literal["fused", "stepwise", "numpy", "ops"]
 """The type of an option `engine`."""
 
-METAL_ENGINES = ("fused", "stepwise")
+METAL_ENGINES: tuple[Engine, ...] = ("fused", "stepwise")
 
 LSTM = LSTMCell()
 

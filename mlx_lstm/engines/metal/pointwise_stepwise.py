@@ -1,7 +1,7 @@
 """Run a cell written by the user on the engine `stepwise`, with one launch per time step.
 
-The launches are those of the module `stepwise`, with the shaders of metal/pointwise_stepwise.metal and the struct that the
-module `pointwise` generates, for one thread per unit. If both directions run, one launch computes both.
+The launches are those of the module `stepwise`, with the shaders of metal/pointwise_stepwise.metal and the struct
+that the module `pointwise` generates for one thread per unit. If both directions run, one launch computes both.
 """
 
 import mlx.core as mx
@@ -67,10 +67,9 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
 
 def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """Run the backward steps. Return arrays whose last axis has a part for each direction; metal/pointwise_backward.metal
-    describes the blocks of N gradients, U inputs, V parameters and C states besides h: d [T, B, D N H]; du [T, B, D U
-    H]; with `keep` also carry [T, B, D (C + 1) H]; dw [B, D V H], which is not yet summed over the batch; dh0 [B, D H]
-    and dc0 [B, D C H]."""
+    """Run the backward steps. Return d [T, B, D N H], du [T, B, D U H], dh0 [B, D H], dc0 [B, D C H] and, if the call
+    has `keep`, carry [T, B, D (C + 1) H]. metal/pointwise_backward.metal describes these arrays for one direction. Also
+    return dw [B, D V H], the gradients of the parameters, which are not yet summed over the batch."""
     T, B, H, D = problem.T, problem.B, problem.H, problem.directions
     cell, mask = own_cell(problem), mask_of(problem, arrays)
     row = nothing(row_type(saved["h"].dtype))
@@ -105,8 +104,8 @@ def forward_tile(problem: Problem) -> tuple[int, int, int]:
     if not cell.recurrent:
         return 1, 256, 256
     units = {1: 32, 2: 16}.get(cell.gates, 8)
-    # By lanes a thread has a sum for each gate and item, and by tiles a threadgroup has 32 KB for its sums and operands.
-    # Both limit the number of items if there are many gates.
+    # If the product runs in lanes, a thread has a sum for each gate and item. If it runs in tiles, a threadgroup has
+    # 32 KB for its sums and operands. So a cell with many gates gets another number of items.
     if rows == 4 and cell.gates > 8:
         rows = 8
     if rows == 32 and cell.gates > 15:
@@ -171,7 +170,7 @@ def gradients_launch(
 ) -> Sequences:
     """Return the launch that copies the results of a backward pass from its rows: all that `sweep_backward` returns,
     except dh0."""
-    (T, B, H, _), D, graph = problem[:4], problem.directions, own_cell(problem).graph
+    T, B, H, D, graph = *problem[:3], problem.directions, own_cell(problem).graph
     counts = {"STATES": graph.states, "PARAMS": graph.params}
     counts |= {"GRADIENTS": len(gradient_nodes(graph)), "INPUTS": graph.inputs}
 

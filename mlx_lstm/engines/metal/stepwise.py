@@ -433,6 +433,7 @@ def cell_files(problem: Problem) -> tuple[str, ...]:
     problem's cell or, for a cell written by the user, what its generated struct needs."""
     return "arrays", "cell", "pointwise" if problem.cell.op == "pointwise" else f"cell_{problem.cell.op}"
 
+
 LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 
 
