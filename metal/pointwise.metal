@@ -104,6 +104,5 @@ inline float own_erf(float x) {
   float near = 0.0f, term = 1.0f, far = 0.0f;
   for (int n = 0; n < 12; ++n) near += term / float(2 * n + 1), term *= -s / float(n + 1);
   for (int n = 28; n >= 1; --n) far = 0.5f * float(n) / (t + far);
-  far = 1.0f - exp(-s) * 0.564189584f / (t + far);
-  return t < 1.0f ? 1.12837917f * x * near : t > 4.0f ? (x < 0.0f ? -1.0f : 1.0f) : x < 0.0f ? -far : far;
+  return copysign(t < 1.0f ? 1.12837917f * t * near : 1.0f - exp(-s) * 0.564189584f / (t + far), x);
 }

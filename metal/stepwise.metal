@@ -30,6 +30,11 @@ inline Index place(thread const Step& s, int t, int b, int width) {
   return ((Index(t) * s.B + b) * s.D + s.d) * width;
 }
 
+// Return the position of batch item b of this step in an array [D, T, B, width].
+inline Index place_by_direction(thread const Step& s, int b, int width) {
+  return ((Index(s.d) * s.T + s.t) * s.B + b) * width;
+}
+
 // Return whether an item's state before this step is h0 and c0. At n = 0 this holds for all items. Items that run in
 // reverse and end before T also begin there: they have no other state yet.
 inline bool is_first(thread const Step& s, int length) { return s.n == 0 || (s.reverse && s.t + 1 == length); }

@@ -151,7 +151,7 @@ void stepwise_backward(
       // The carry is dc or, for a cell with PASSES_H, the part of dh that bypasses the product.
       float dh_or_past = Cell::PASSES_H ? carry + dh_t : dh_t;
       Cell::template constants<Index>(a, s.d, H, j, p);
-      const float q = value_at(a.q, ((Index(s.d) * s.T + s.t) * B + b) * H + j, 0.0f);
+      const float q = value_at(a.q, place_by_direction(s, b, H) + j, 0.0f);
       Cell::backward(y, p, before, float(a.states[now]), q, dh_or_past, carry, dz);
       if (Cell::PASSES_H) carry = dh_or_past;
       if (is_present(a.keep)) unscaled = carry, carry *= factor;

@@ -125,5 +125,5 @@ void stepwise_projected(thread const Arrays& a, uint3 thread_index) {
   if (b >= s.B) return;
   const float o = float(a.gates[place(s, s.t, b, 4 * s.H) + Cell::block(Cell::GATE_O) * s.H + j]);
   const float output = activate(Cell::activation(Cell::OUTPUT), a.states[place(s, s.t, b, s.H) + j]);
-  a.m[((Index(s.d) * s.T + s.t) * s.B + b) * s.H + j] = S(s.t < value_at(a.lengths, b, s.T) ? o * output : 0.0f);
+  a.m[place_by_direction(s, b, s.H) + j] = S(s.t < value_at(a.lengths, b, s.T) ? o * output : 0.0f);
 }

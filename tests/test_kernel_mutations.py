@@ -4,13 +4,15 @@ time. The comparison with the oracle, or the emulator, must notice every damage.
 from types import MappingProxyType
 from unittest.mock import patch
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from cases import draw, draw_cotangents, elementwise_bounds, run
 from metal_emulator import coverage, mutations
 from metal_emulator.findings import KernelError
 from on_metal import matrices_from, on_metal
-from pointwise_cases import ZOO, assert_right, by_pointwise, draw_smooth, judged
+from pointwise_cases import ZOO, Form, assert_right, by_pointwise, draw_smooth, judged
+from pointwise_cases import draw as draw_arrays
 from pointwise_cases import run as run_cell
 from quantized_cases import quantized_case
 
@@ -76,6 +78,9 @@ FUSED_PACKED = [
 # Cells given as a function, with sizes (T, B, I, H). Threadgroups compute one or several items of the batch.
 POINTWISE = [(cell, (4, 3, 2, 19)) for cell in ("slstm", "zoneout_lstm", "sum_peephole_lstm", "gru", "indrnn")]
 POINTWISE += [("peephole_lstm", (4, 41, 2, 9)), ("minimal_gru_log", (4, 1, 2, 33))]
+# Cells that compute one function of their preactivation, with the largest absolute preactivation. The functions use
+# different formulas for small and for large arguments.
+FUNCTIONS = [(mx.erf, 6.0), (mx.expm1, 1e-3), (mx.expm1, 2.0), (lambda u: mx.sign(u) + mx.sign(u - u), 1.0)]
 BOTH_FORMS = ("cell_lstm", "fused", "fused_arrange")
 """Shader files used by both kinds of products: by lanes and by 8 x 8 matrices."""
 
@@ -126,6 +131,15 @@ HARMLESS = {
     # The backward pass does not read what is saved after the end of an item.
     "for (int j = 0; j < REGISTERS_OF<C, LANES>; ++j) c[j] = live ? c[j] : 0.0f;  the bound of < is one less",
     "for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;  the bound of < is one less",
+    # The index COUNT - 1 gets the same block in both branches.
+    "const int block = COUNT % LANES == 0 || LANES * j + lane < COUNT ? LANES * j + lane : COUNT - 1;"
+    "  the bound of < is one less",
+    # Where two formulas meet, both are precise enough. The last terms of the series are smaller than a rounding error.
+    "return x * x < 0.04f ? near : exp(x) - 1.0f;  < becomes <=",
+    "return copysign(t < 1.0f ? 1.12837917f * t * near : 1.0f - exp(-s) * 0.564189584f / (t + far), x);  < becomes <=",
+    "for (int n = 0; n < 12; ++n) near += term / float(2 * n + 1), term *= -s / float(n + 1);  < becomes <=",
+    "for (int n = 0; n < 12; ++n) near += term / float(2 * n + 1), term *= -s / float(n + 1);"
+    "  the bound of < is one less",
     # The array has a number for each unit of the lane, so the additional sum is that of another unit, and is not used.
     "for (int n = 0; n < Cell::PRODUCTS; ++n) sums[n] = sum_over_lanes<Cell::LANES>(sums[n]);  < becomes <=",
     # At 0.3 both formulas are precise enough.
@@ -207,6 +221,12 @@ def trials(file, kind):
             for options in ({"lengths": True, "keep": True, "mask": True}, {"lengths": True, "reverse": True}):
                 case, cotangents = draw_smooth(np.random.default_rng(3), ZOO[cell], options, sizes)
                 yield "pointwise", ZOO[cell], case, cotangents, *judged(ZOO[cell], case, cotangents)
+    if file == "pointwise":
+        for function, most in FUNCTIONS:
+            form = Form(lambda a, state, function=function: (function(a[0]) + 0.1 * state[0],), 1, recurrent=False)
+            case, cotangents = draw_arrays(np.random.default_rng(3), form, {"b": None, "Wx": None}, (3, 1, 1, 33))
+            case["x"] = np.linspace(-most, most, 99, dtype=np.float32).astype(np.float64).reshape(3, 1, 33)
+            yield "pointwise", form, case, cotangents, *judged(form, case, cotangents)
     if file == "stepwise":
         yield trial("stepwise", (21, 1, 2, 2, 2), op="rnn")  # concatenates rows of fewer than 8 numbers
     if file == "stepwise_lanes":

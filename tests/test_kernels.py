@@ -295,6 +295,7 @@ def test_places_that_32_bits_do_not_count(T, B):
     rows = f"const Rows<int> rows = {{{{{', '.join(['piece'] * 20)}}}}};\nItemsRow<const device int*> row = {{}};\n"
     body = f"""
 *to++ = place(s, s.t, {b}, {G * H});
+*to++ = place_by_direction(s, {b}, {H});
 const Items<int> items = items_of(s, piece, {H});
 find_row(items, {b}, 0, row);
 *to++ = row.values - piece;
@@ -305,8 +306,8 @@ find_row(items, {b}, 0, row);
     inputs = {"piece": [0] * 8, "starts": [0] * 20 + [T], "kind": (length, H, 0)}
     # The expected offsets are for arrays of two directions. The kernel reads up to 20 arrays; here all T rows are in
     # the last one.
-    expected = [at * G * H, (b * 2 + 1) * H, t * length, 2 * at * H]
-    assert found_on_metal(shaders, step + rows + body, 4, inputs) == expected
+    expected = [at * G * H, ((T + t) * B + b) * H, (b * 2 + 1) * H, t * length, 2 * at * H]
+    assert found_on_metal(shaders, step + rows + body, 5, inputs) == expected
     body = f"""
 const Sweep sweep = {{0, {T}, {T}, {B}, 2, 1, true, true}};
 Place<ulong> at, next;

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..checks import check_option, fail
+from ..checks import check_array, check_option, fail
 from ..engines.cells import ACTIVATIONS
 from ..engines.directions import OWN_AXIS, part
 from ..engines.problem import Arrays
@@ -31,7 +31,7 @@ WAY_WORDS = {"forward": 0, "fwd": 0, "backward": 1, "bwd": 1, "back": 1, "revers
 ENTRIES = {"weight_ih": "Wx", "Wx": "Wx", "Wxh": "Wx", "kernel": "Wx"}
 ENTRIES |= {"weight_hh": "Wh", "Wh": "Wh", "Whh": "Wh", "recurrent_kernel": "Wh"}
 ENTRIES |= {"weight_hr": "Wp", "Wp": "Wp", "peephole": "peephole", "bias_ih": "bx", "bias_hh": "bh"}
-ENTRIES |= {"bias": "b", "b": "b", "bhn": "bhn"}
+ENTRIES |= {"bias": "b", "b": "b", "bhn": "bhn", "recurrent_bias": "bh"}
 """The words for arrays in the keys of all formats, and the arrays' names in `Weights`. Two names are not in
 `Weights`: b, a single bias, and bhn, the candidate's second bias in a GRU."""
 
@@ -255,9 +255,10 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
             fail("convert", f"{key} must not be quantized: mx.dequantize it first,", f"{key}_scales beside it")
     mine = {leaf: as_mlx(arrays[key]) for leaf, key in group.keys.items()}
     if "kernel" in mine:
-        if order is not None:
-            fail("convert", f"order must be left out for {group.own}, whose words are those of Keras,", repr(order))
-        return [keras_words(group, mine)]
+        if group.title("gamma") in arrays:
+            rule = f"{group.title('gamma')} must not be there: no cell normalises, but mlx_lstm.recurrent can,"
+            fail("convert", rule, "this key")
+        return [keras_words(group, mine, order)]
     words: Arrays = {}
     for leaf, array in mine.items():
         if ENTRIES[leaf] in words or (ENTRIES[leaf] == "b" and "bias_ih" in mine):
@@ -300,15 +301,24 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
     return words | from_one_bias(b, bhn)
 
 
-def keras_words(group: Group, given: Arrays) -> Arrays:
-    """Convert one direction's kernel, recurrent_kernel and bias of Keras to the arrays of `Weights`."""
+def keras_words(group: Group, given: Arrays, order: str | None) -> Arrays:
+    """Convert one direction's kernel, recurrent_kernel and bias of Keras to the arrays of `Weights`. The layers of
+    haste have the same names. haste's GRU has a second array, recurrent_bias; Keras stores both biases in one array.
+    order: the gate order in the file, if it is not Keras'."""
     R = given["recurrent_kernel"]
     kind = OF_GATES[gates_of("convert", {"Wh": R.T}, group.title("recurrent_kernel"))]
-    if extra := given.keys() - set(KERAS_NAMES):
+    allowed = {*KERAS_NAMES, *(["recurrent_bias"] if kind == "gru" else [])}
+    if extra := given.keys() - allowed:
         fail("convert", f"{group.title(min(extra))} must not be there, beside {', '.join(KERAS_NAMES)}", "this key")
+    arrays = [given.get(name) for name in KERAS_NAMES]
+    if "recurrent_bias" in given:
+        for name in ("bias", "recurrent_bias"):
+            check_array("convert", group.title(name), given.get(name), [R.shape[1]])
+        arrays[2] = mx.stack([given["bias"], given["recurrent_bias"]])
     of = f" of {group.own}" if group.own else ""
     biases = [[2, 3], [3]] if kind == "gru" else [[{"lstm": 4, "rnn": 1}[kind]]]
-    return direction("convert", kind, *(given.get(name) for name in KERAS_NAMES), biases=biases, of=of)
+    order = None if order is None else gate_order("convert", order, OURS[kind])
+    return direction("convert", kind, *arrays, biases=biases, of=of, order=order)
 
 
 def one_layer(

@@ -20,6 +20,7 @@ OURS = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
 """The gate order of `Weights`, torch, MLX and cuDNN (which calls it i, f, c, o and r, u, n)."""
 
 KERAS = {"lstm": "ifgo", "gru": "zrn", "rnn": "h"}
+HASTE = {"lstm": "igfo", "gru": "zrn"}
 ONNX = {"lstm": "iofg", "gru": "zrn", "rnn": "h"}
 TF = {"icfo": "igfo", "ifco": "ifgo"}
 """TensorFlow's gate orders of an LSTM, and the same orders in our letters: TensorFlow's c is g here."""
