@@ -81,7 +81,9 @@ def ratio_cell(figures: Ratio | None) -> str:
 
 
 def check_cells(row: Measurement) -> list[str]:
-    """Return the printed cells of a measurement's memory, largest ratio of error to bound, and number of threads."""
+    """Return five cells of the printed table for a measurement: the peak of memory in MiB, this peak divided by
+    the memory needed, the peak that MLX reports in MiB, the largest error divided by its bound, and the number of
+    threads."""
     peak, over_needed, verdict = row.peak, peak_ratio(row), row.verdict
     return [
         "-" if peak is None else f"{peak / MIB:.4g}",

@@ -41,12 +41,14 @@ def exact_and_limits(
 
 
 def evaluated(case: CompareCase, fl: Arithmetic, **readings: str) -> Arrays:
-    """Return all results of a case, computed by the oracle in the arithmetic `fl`."""
+    """Return all results of a case, computed by the oracle. `fl` is the arithmetic: it rounds each operation to its
+    dtype, or adds random errors."""
     return through_layers(case, lambda layer: of_layer(layer, fl, **readings))
 
 
 def of_layer(case: CompareCase, fl: Arithmetic, **readings: str) -> Arrays:
-    """Return the results of one layer, computed by the oracle in the arithmetic `fl`."""
+    """Return the results of one layer, computed by the oracle. `fl` is the arithmetic: it rounds each operation to its
+    dtype, or adds random errors."""
     cotangents = {COTANGENTS[name]: array for name, array in case.arrays.items() if name in COTANGENTS}
     outputs, gradients = evaluate(call_of(case, **readings), cotangents, fl)
     results = {name: outputs[word] for name, word in OUTPUTS.items() if word in outputs}

@@ -43,10 +43,13 @@ PATH_WAY = re.compile(rf"(?<![A-Za-z])({'|'.join(WAY_WORDS)})(?![A-Za-z])")
 
 
 class Group(NamedTuple):
-    """The keys of one layer and direction, such as lstm.weight_ih_l0 and lstm.weight_hh_l0. own: the parts of the
-    keys that only this group has; name: `own` without direction and layer number; layer, way: these two numbers,
-    None if the keys do not contain them; numbered: whether the keys mark the layer's number as such (`_l0`); keys:
-    the keys by the word for the array, such as weight_ih; form: a key with NUL in place of this word."""
+    """The keys of the arrays of one layer and direction, such as lstm.weight_ih_l0 and lstm.weight_hh_l0.
+
+    own: the part of the keys that only this group has. name: `own` without direction and layer number. layer: the
+    layer's number, way: the direction's number; None if the keys do not contain it. numbered: whether the keys mark
+    the layer's number as such (`_l0`). keys: for each array its key, by the last word of the key, such as weight_ih.
+    form: a key with NUL in place of this word.
+    """
 
     own: str
     name: str
@@ -63,8 +66,9 @@ class Group(NamedTuple):
 
 
 def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tuple[str, Group] | None:
-    """Return (word, group): the word for the array in a key, and the key's group, whose field `keys` is still empty.
-    Return None if the key belongs to no recurrent layer."""
+    """Split the key of an array into its parts. Return (word, group): the word that says which array it is, such as
+    weight_ih, and a new `Group` with layer, direction and name, to which the caller adds the key. Return None if the
+    key belongs to no recurrent layer."""
     if pattern is not None:
         match = pattern.fullmatch(key) or pattern.fullmatch("." + key)
         if match is None:
@@ -93,7 +97,8 @@ def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tup
 
 
 def merged(path: str, found: re.Match[str]) -> str:
-    """Return a path without the word for the direction, which `found` matched, and without one separator next to it."""
+    """Return `path` without the word for the direction, such as "forward", and without one separator next to it.
+    `found` is the match of this word."""
     before, after = path[: found.start()], path[found.end() :]
     return (before + after[1:] if not before or before[-1] == "." else before[:-1] + after).rstrip(".")
 
@@ -190,12 +195,13 @@ def from_names(arrays: Mapping[str, Any], *, nonlinearity: str | None = None) ->
 
 
 def names_counted_by(key: str, names: Container[str]) -> list[str]:
-    """Return those of `names` that stand at the beginning of the key, before a number or within its digits:
-    for the key "a.12.weight" the names "a" and "a.1"."""
+    """Return the strings in `names` with which a key begins, if they end just before a number or between its digits.
+    For the key "a.12.weight" they are "a" and "a.1": the key may mean layer 12 of "a", or layer 2 of "a.1"."""
     counted = []
     for number in re.finditer(r"\d+(?=\.)", key):
         start, end = number.span()
-        # A name may end before the number, with or without the dot between them, or within the number's digits.
+        # Where a name may end: before the number, with or without the dot between them, or between two digits. Collect
+        # those of these beginnings of the key that are names.
         dot = [start - 1] if key[:start].endswith(".") else []
         counted += [key[:k] for k in [*dot, *range(start, end)][:MOST_DIGITS] if key[:k] in names]
     return counted
@@ -208,9 +214,9 @@ MOST_DIGITS = 20
 def arranged(
     name: str, groups: list[Group], parts: dict[str, list[Arrays]], alone: bool
 ) -> list[tuple[str, dict[tuple[int, int], Group]]]:
-    """Return the groups of one name as stacks: one stack if all groups fit together, else a separate stack for each
-    layer. A stack maps (layer, direction) to a group. alone: whether no other array of the file has a key with a
-    number after `name`; a Sequential has such arrays if it has other modules between these layers."""
+    """Return the layers of one name as stacks: one stack if all of them fit together, else one stack per layer. A
+    stack maps (layer, direction) to the group of its keys. alone: False if other arrays of the file also have a number
+    after `name`, as in a Sequential with other modules between its recurrent layers."""
     whole = {(group.layer or 0, group.way or 0): group for group in groups}
     layers, ways = ({where[n] for where in whole} for n in range(2))
     full = len(whole) == len(groups) == len(layers) * len(ways) and ways in ({0}, {0, 1})
@@ -283,7 +289,8 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
     if "bhn" in words and kind != "gru":
         fail("convert", f"{group.title('bhn')} must not be there, as {group.title(matrix)} is no GRU's,", "this key")
     if "bhn" in words and "b" in words and words["b"].shape == words["bhn"].shape:
-        # Some programs call a GRU's whole recurrent bias [3H] "bhn", the name of its candidate's part [H] here.
+        # Here "bhn" is the name of a part of a GRU's recurrent bias: the candidate's part [H]. Some programs call the
+        # whole bias [3H] "bhn".
         words["bx"], words["bh"] = words.pop("b"), words.pop("bhn")
     if order is not None:
         usual = OURS[kind]
@@ -324,7 +331,8 @@ def keras_words(group: Group, given: Arrays, order: str | None) -> Arrays:
 def one_layer(
     where: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], options: Mapping[str, Any]
 ) -> Weights:
-    """Return the weights of a stack. `where` maps (layer, direction) to the group of keys."""
+    """Return the weights of a layer, or of a stack of layers. `where` maps (layer, direction) to a `Group`, the keys
+    of its arrays; `parts` has the arrays themselves."""
     directions = {
         (layer, way + d): arrays for (layer, way), group in where.items() for d, arrays in enumerate(parts[group.form])
     }

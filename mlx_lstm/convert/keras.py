@@ -161,8 +161,8 @@ def direction(
     order: str | None = None,
 ) -> Arrays:
     """Return one direction's arrays for `Weights`, from Keras' kernel [I, GH], recurrent_kernel [H, GH] and maybe
-    bias. biases: the allowed shapes of the bias, with the last axis divided by H. order: the gate order if it is not
-    Keras'."""
+    bias. biases: the allowed shapes of the bias, with the last axis counted in H; for a GRU [3] means shape [3H], [2,
+    3] means [2, 3H]. order: the gate order if it is not Keras'."""
     G = {"lstm": 4, "gru": 3, "rnn": 1}[kind]
     shapes = [np.shape(array) for array in (kernel, recurrent_kernel, bias)]
     H = shapes[1][0] if len(shapes[1]) == 2 else 0

@@ -197,10 +197,13 @@ def held(
     projection: bool = False,
     reverse: bool = False,
 ) -> Weights:
-    """Check that a format can store these weights; return them with the forget bias added to the bias. Raise
-    ValueError if the format lacks an option of the cell. The arguments say what the format can store: `options`, any
-    option of an LSTM and a GRU; `nonlinearity`, the activations of a plain RNN; `reset`, the kinds of GRU; a
-    projection; a layer that runs in reverse."""
+    """Return the weights with the forget bias added to the bias. Raise ValueError if a file format cannot store an
+    option of the cell.
+
+    The arguments describe the format. options: it stores all options of an LSTM and a GRU, such as activations, clip
+    and peepholes. nonlinearity: the activations that a plain RNN may have. reset: the values of `reset` that a GRU may
+    have. projection, reverse: it stores a projection, or a layer that runs in reverse.
+    """
     cell, refused = check_weights(op, weights).cell, {}
     if isinstance(cell, RNNCell):
         refused["activation"] = cell.act not in nonlinearity and cell.act

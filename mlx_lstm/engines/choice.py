@@ -140,7 +140,12 @@ def decide(
     *,
     refused: Mapping[str, str] = NONE,
 ) -> Choice:
-    """Return what `choose` returns, for a problem whose arguments have already been checked."""
+    """Return the engine that runs this problem, and the reason. Like `choose`, but for a problem whose arguments have
+    already been checked.
+
+    Without `requested` (the engine that the caller forces) this is the fastest engine that can run. traced: whether
+    arrays have no values yet. refused: engines that failed a test run, with reasons.
+    """
     check_engine(op, requested)
     B, H, dtype, packing, cell = problem.B, problem.H, problem.dtype, problem.packing, problem.cell
     check_device(op, dtype, device)

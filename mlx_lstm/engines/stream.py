@@ -83,7 +83,8 @@ class MLXStream:
 
 
 def zero_states(launch: Launch) -> Arrays:
-    """Return the states 0 of a layer, in the dtypes that its engine returns: c is always float32 or wider."""
+    """Return the first states of a layer, which are zeros, in the dtypes that its engine returns: c is always float32
+    or wider."""
     problem, dtype = launch.problem, launch.arrays["x"].dtype
     states = {"h0": mx.zeros((problem.B, problem.P), dtype)}
     if "c" in problem.cell.outputs:

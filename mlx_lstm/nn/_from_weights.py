@@ -139,12 +139,15 @@ def from_weights(
 
     Args:
         weights (Weights): as a reader of `mlx_lstm.convert` returns them, such as `from_onnx`.
-        checkpoint_every (int or str, optional): as in `mlx_lstm.lstm`. Default: `None`.
+        checkpoint_every (int or str, optional): in training, save the states of every K-th step only and compute the
+            other steps again for the gradient, as in `mlx_lstm.lstm`. Default: `None`, save all.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
 
     Returns:
-        Module: called as `layer(x, state, lengths=, keep=, hold=)` with x [B, T, I], it returns the output [B, T, D P]
-        and the last states, as `stack` does. Gate order i, f, g, o or r, z, n.
+        Module: called as `layer(x, state, lengths=, keep=, hold=)` with x [B, T, I], it returns the output [B, T, D P],
+        where D is the number of directions and P the width of h, and the last states. `stack` describes the shapes of
+        the states and the three options: lengths of sequences, factors on the states, steps that leave the states as
+        they are. Gate order i, f, g, o or r, z, n.
 
     Raises:
         ValueError: an argument breaks a rule.

@@ -180,9 +180,9 @@ def convert(layer: nn.Module, kinds: Kinds) -> str:
 
 
 def look_alike(name: str, layer: nn.Module) -> str:
-    """Return a text, for a warning, about a layer of another package that has the parameters of a recurrent layer:
-    its class, and the line that runs it. Return an empty text for any other layer. name: the layer's path in the
-    model."""
+    """Return a text for a warning if a layer of another package has the parameters of a recurrent layer; for any other
+    layer return "". The text names the layer's class, and a line of code that runs the layer with `mlx_lstm.nn.stack`.
+    name: the layer's path in the model."""
     if isinstance(layer, (Layer, *OURS)) or type(layer).__module__.partition(".")[0] == "mlx_lstm":
         return ""
     if not (kind := kind_of_parameters(layer)):

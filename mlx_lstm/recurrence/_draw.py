@@ -168,7 +168,8 @@ def output_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def zeros(problem: Problem) -> dict[str, mx.array]:
-    """Return the arrays of a trial, filled with zeros. They select the same kernels as random numbers."""
+    """Return arrays of zeros for a test run of kernels. They have the shapes and dtypes of the random arrays of this
+    test run, so the same kernels run."""
     arrays = {name: mx.zeros(shape, problem.dtype) for name, shape in shapes_of(problem).items()}
     return quantized(problem, arrays)
 
@@ -183,8 +184,11 @@ def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.arr
 
 
 def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """Return (case, arrays): the arguments of the oracle and the MLX arrays, rounded to the problem's dtype. `scale`
-    multiplies all terms of the preactivations except the offset `steer`."""
+    """Return (case, arrays): the arguments of the float64 oracle, and the MLX arrays, rounded to the problem's dtype.
+
+    parts: random arrays from `draw_parts`. Its array `steer` is a constant that is added to each preactivation, so
+    that the activations stay away from their kinks. scale: a factor on all other terms of the preactivations.
+    """
     values = {name: parts[name].copy() for name in problem.names if name in parts}
     for name in {"Wx", "Wh", "b", "bhn", "peephole"} & values.keys():
         values[name] *= scale

@@ -30,8 +30,8 @@ def main() -> None:
 
 
 class Judge:
-    """The trials that run in one process. It remembers which kernels they found correct, so that these do not run
-    again."""
+    """Runs trials (small test runs of kernels) in the child process. It remembers the kernels that were correct, so
+    that no later trial runs just to test them again."""
 
     def __init__(self) -> None:
         self.recorder = Recorder(mx.fast.metal_kernel)
@@ -43,8 +43,9 @@ class Judge:
         return {"kernels": len(set[Text]().union(*map(self.recorder.texts_of, trials)) - self.right)}
 
     def judge(self, trial: Trial) -> dict[str, Any]:
-        """Run a trial, unless earlier trials have found all its kernels correct. Return {"reason": why its kernels are
-        refused, or an empty text}."""
+        """Run a trial (a small test run of kernels). If earlier trials have already found all kernels of this trial
+        correct, do not run it. Return {"reason": text}: why kernels are refused, or an empty text if they are correct.
+        """
         texts = self.recorder.texts_of(trial)
         reason = "" if texts and texts <= self.right else verdict(trial)
         if not reason:
@@ -151,8 +152,9 @@ def graph(
     cotangents: dict[str, mx.array],
     engine: str,
 ) -> dict[str, mx.array]:
-    """Return the outputs and gradients that `results` describes as lazy MLX arrays, with the time axis first.
-    arrays: the inputs and weights."""
+    """Return the outputs, and the gradients under names such as "dWx", of one run on this engine, as lazy MLX arrays
+    with the time axis first. arrays: the inputs and weights. cotangents: of the outputs from which the gradients are
+    computed."""
     floats = {name: array for name, array in arrays.items() if name not in packed_names(arrays)}
     # Quantized weights and lengths have no gradient.
     others = {name: array for name, array in arrays.items() if name not in floats}

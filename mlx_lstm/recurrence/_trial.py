@@ -35,8 +35,9 @@ CELLS = {"lstm": cells.LSTMCell, "gru": cells.GRUCell, "rnn": cells.RNNCell}
 
 
 class Trial(NamedTuple):
-    """An engine and the small problem on which its kernels are tested. The small problem has lower limits where the
-    call's sizes exceed the normal limits, so that it runs the same kernels as the large call."""
+    """A test run of an engine's kernels: the engine and a small problem (sizes and options) that runs the same kernels
+    as a large call. An engine runs different kernels for sizes above certain limits (`Limits`). If the call exceeds
+    such a limit, the small problem has a lower limit, which it exceeds, too."""
 
     engine: str
     problem: Problem
@@ -74,9 +75,9 @@ def dtype_word(problem: Problem) -> str:
 def trial_of(engine: str, problem: Problem) -> Trial:
     """Return the smallest trial (a test run of kernels) that runs the same kernels as this engine for this problem."""
     if problem.chunks is not None:
-        # The trial has two chunks, each the smallest problem that runs the same kernels. If the gradient does not
-        # recompute chunks, the engine divides only sequences of more than `unchunked` steps. So the trial sets this
-        # limit to 0.
+        # The call runs in chunks, so the trial runs two chunks. `one` is the smallest problem that tests a single
+        # chunk. Chunks that are not recomputed are used only for sequences longer than the limit `unchunked`, so the
+        # trial sets this limit to 0.
         one = trial_of(engine, problem._replace(T=problem.chunks.steps, chunks=None)).problem
         limits = one.limits if problem.chunks.recomputes else one.limits._replace(unchunked=0)
         return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
@@ -118,9 +119,9 @@ def trial_of(engine: str, problem: Problem) -> Trial:
 
 
 def neighbours(engine: str, problem: Problem) -> list[Trial]:
-    """Return the trials of calls that will probably follow a call of this problem. Training is followed by
-    evaluation, and a single step without first states by a single step with them. These calls share kernels with the
-    problem's own trial, so one request for all of them takes less time than two requests."""
+    """Return trials (test runs of kernels) for calls that will probably follow a call of this problem. After training
+    comes evaluation. After a single step without first states comes a single step with them. The trials share kernels
+    with this call's own trial, so testing all in one request takes less time."""
     if problem.cotangents is not None:
         return []
     if problem.training and not problem.plain:
@@ -133,9 +134,12 @@ def neighbours(engine: str, problem: Problem) -> list[Trial]:
 
 
 def as_small(size: int, each: int, steps: int) -> int:
-    """Return `steps`, or another number of steps if `steps` does not fit: an array of `each` numbers per step must
-    lie in the same Metal address space as an array of `size` numbers. Metal has separate address spaces for arrays
-    below and above 8 elements."""
+    """Return the number of steps of a trial (a test run of kernels): `steps` or, if needed, another number.
+
+    Metal has separate address spaces for arrays below and above 8 elements, and a kernel is compiled for one of them.
+    size: the number of elements of an array in the call. each: the elements per step of this array in the trial. In
+    the trial the array must be in the same address space as in the call.
+    """
     if (size < SMALL) == (steps * each < SMALL):
         return steps
     return max(1, (SMALL - 1) // each) if size < SMALL else SMALL
@@ -183,13 +187,14 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     both = problem.bidirectional and not isinstance(problem.cell, PointwiseCell)
 
     def smallest(width: int, weight: str) -> int:
-        """Return the smallest width with the same remainder modulo 32 as `width`. For a quantized weight the width is
-        a whole number of groups."""
+        """Return the width (H or P) of the trial: the smallest one that leaves the same remainder modulo 32 as
+        `width`, so that the kernels handle their edges in the same way. If the weight is quantized, the width is a
+        whole number of groups."""
         group = problem.packing.group_size if problem.packing and is_packed(weight, problem.names) else 1
         least = width % 32 + (32 if width % 32 < SMALL else 0)
         if group > 1 and stepwise_rows(problem.B) < 8:
-            # Lanes read a row of quantized weights in turns of 128 or 256 weights. If the call's rows take several
-            # turns, those of the trial do, too.
+            # A loop in the kernel reads 128 or 256 quantized weights of a row in each iteration (turn). If the call's
+            # rows need several iterations, the trial's rows must, too, so that the same code is tested.
             least += 256 if width > 256 else 128 if width > 128 else 0
         return next((w for w in range(least, width, 32) if w % group == 0), width)
 

@@ -61,7 +61,8 @@ class Stream:
     """
 
     def __init__(self, problems: list[Problem], parameters: list[Views], batch: tuple[int, ...]):
-        """Prepare the layers with states 0. problems, parameters: one per layer; see `StreamedLayer`."""
+        """Prepare the layers; all states are zero. problems: the description of one step, for each layer. parameters:
+        a dict of NumPy arrays for each layer, whose memory must not change later."""
         self.layers: list[StreamedLayer] = [
             StreamedLayer(problem, v) for problem, v in zip(problems, parameters, strict=True)
         ]
