@@ -203,8 +203,9 @@ def test_launches_of_stepwise_with_a_projection(T):
 @pytest.mark.parametrize("most", JOINED)
 @pytest.mark.parametrize(("left", "again"), [(LEFT, 0.6), (LEFT // 2, 1.1)])
 def test_rows_are_few_at_the_end_of_a_sweep(left, again, most):
-    """After a pass of `stepwise` over any number of time steps T, at most `left` arrays remain, because launches
-    concatenate the arrays of several steps. Each step's numbers are copied about once per level of concatenation."""
+    """Each time step of `stepwise` writes an array, and later launches concatenate neighbouring arrays. For any number
+    of steps T, the number of arrays that remain at the end is at most `left`. Concatenated arrays may be concatenated
+    again; each step's numbers are copied about once for each such round."""
     for T in (*range(1, 700), 1280, 1281, 5000, 10241):
         found, rows = joins(T, left, most)
         copied = [sum(join.steps) for join in found if join]
@@ -227,10 +228,11 @@ def test_a_launch_binds_at_most_31_arrays():
 def test_launches():
     """A call with its gradient has exactly the documented number of launches of our kernels.
 
-    `fused` has two launches in the forward and two in the backward pass: one copies the weights into the kernel's
-    order, one computes all steps. One more launch lies between the passes. In each pass, `stepwise` has one launch
-    per step (two with a projection) and one at the end. Two more launches compute the input of the recurrent
-    products and dh0.
+    `fused` has two launches per pass: one copies the weights into the kernel's order, one computes all steps. Between
+    the passes one more launch, `recurrent_input`, prepares the gradient of Wh.
+
+    `stepwise` has one launch per step and pass (two with a projection), and one at the end of each pass. Two more
+    launches prepare the gradient of Wh and compute dh0.
     """
     assert [len(launches_of((T, 2, 3, 4, 2), "fused")) for T in (1, 9)] == [5, 5]
     assert [len(launches_of((T, 2, 3, 4, 2), "stepwise")) for T in (1, 9)] == [6, 22]

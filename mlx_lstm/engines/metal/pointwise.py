@@ -251,7 +251,8 @@ def own_cell(problem: Problem) -> PointwiseCell:
 
 
 def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
-    """Return the launches of a pass with a cell of the user, as `launches_of_pass` does."""
+    """Return (number of steps, array of sizes) for each launch of a forward or backward pass with a cell that the user
+    wrote."""
     rows = tiling_of("forward", own_cell(problem), problem.B, problem.H, 4).rows
     return launches_of_pass(problem, rows, masks_differ)
 
