@@ -447,8 +447,8 @@ def check_sizes(arrays: dict[str, mx.array], settings: Settings, symbols: int) -
 
 
 def check_progress(numbers: dict, steps: int, columns: int) -> None:
-    """Raise ValueError if the numbers in a checkpoint are impossible for a run of `steps` steps on a text of
-    `columns` columns."""
+    """Raise ValueError if the numbers in a checkpoint are impossible for a run of `steps` training steps on a text
+    that is cut into rows of `columns` characters."""
     for name, limit in {"step": steps, "position": columns}.items():
         if not 0 <= numbers[name] <= limit:
             raise ValueError(f"number {name} must lie in 0..{limit} but is {numbers[name]}")

@@ -39,7 +39,7 @@ def data():
 
 
 class Classifier(nn.Module):
-    """A model that reads the codes of letters and returns a score for each kind."""
+    """A model that reads the letters of names, as numbers, and returns a score for each category of characters."""
 
     def __init__(self, kinds):
         super().__init__()

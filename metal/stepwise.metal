@@ -62,8 +62,8 @@ template <> struct Neighbours<half> { using four = packed_half4; };
 template <> struct Neighbours<bfloat> { using four = packed_bfloat4; };
 #endif
 
-// Read N neighbouring elements, or N times `otherwise` if the array is absent. A `constant` array is read one element
-// at a time.
+// Read N neighbouring elements into `values`. If the array is absent, set all N values to `otherwise`. A `constant`
+// array is read one element at a time.
 template <int N> void take(Absent, int, float otherwise, thread float (&values)[N]) {
 #pragma clang loop unroll(full)
   for (int e = 0; e < N; ++e) values[e] = otherwise;
@@ -93,7 +93,7 @@ template <class A> A from(A array, Index index) { return array + index; }
 // functions: find_row initializes a row, move() advances it along K, and operands_at() reads N of its numbers. So one
 // product serves for a stored x, for mask * h and for r * dz.
 
-// A row of operands that is stored in an array.
+// The simplest row type: the operands are stored in an array, and `values` points to the next one.
 template <class A>
 struct ItemsRow {
   A values;
@@ -134,8 +134,8 @@ float mask_at(thread const Step& s, M mask, int t, int b, int j, int width) {
   return value_at(mask, place(s, s.own_mask * t, b, width) + j, 1.0f);
 }
 
-// Return how many elements of type S the float32 states of this many units take, or 0 if the launch carries none. They
-// are at the beginning of a row, which is the array that the launch of one step writes.
+// Return how many elements of type S the float states of `units` units take. They are at the beginning of a row (the
+// array that the launch of one step writes). Return 0 if the launch hands no state to the next step.
 template <class S, bool CARRIES>
 Index carried(Index units) { return CARRIES ? Index(sizeof(float) / sizeof(S)) * units : 0; }
 
@@ -152,7 +152,7 @@ inline void set_carry(device ushort* row, Index index, float value) {
   row[2 * index + 1] = words.y;
 }
 
-// If a row (the array that one launch writes) uses fewer than 8 elements, fill it up to 8 with zeros.
+// A row (the array of one launch) has at least 8 elements, so that Metal binds it as `device`. Unused ones become 0.
 template <class X>
 void pad_row(device X* row, Index used, uint3 group, int thread_index) {
   if (thread_index == 0 && group.x + group.y + group.z == 0)

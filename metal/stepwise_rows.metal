@@ -56,8 +56,9 @@ const device X* row_of(thread const Rows<X>& rows, const device int* starts, con
 
 // Copy the outputs of a forward pass from its rows; stepwise_forward.metal describes the arrays. hT and cT are the
 // states after an item's last step, or h0 and c0 if it has no step. Any output may be absent. With a projection h lies
-// in separate rows, which have no gates and no carry.
-template <int GATES, bool CARRIES, class S, class X, class Arrays>
+// in separate rows, which have no gates and no carry. GATES, CARRIES: how many blocks of `width` numbers a row has for
+// the gates, and for the floats of c.
+template <int GATES, int CARRIES, class S, class X, class Arrays>
 void stepwise_outputs(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {
   const Step s = step_of(int(thread_index.y), a.sizes, thread_index.z);
@@ -67,11 +68,12 @@ void stepwise_outputs(
   const int steps = value_at(a.lengths, b, s.T);
   const bool ends = steps == 0 ? s.n == 0 : s.t == (s.reverse ? 0 : steps - 1);
   const device X* row = row_of(rows, a.starts, kind, s.n);
-  const device S* arrays = (const device S*)row + carried<S, CARRIES>(units);
-  if constexpr (CARRIES) {
-    const float carry = carry_at(row, at);
-    store(a.c, now, carry);
-    if (ends) store(a.cT, at, steps == 0 ? value_at(a.c0, at, 0.0f) : carry);
+  const device S* arrays = (const device S*)row + carried<S, CARRIES != 0>(CARRIES * units);
+  for (int k = 0; k < CARRIES; ++k) {
+    const Index block = k * width + j, c_at = place(s, 0, b, CARRIES * width) + block;
+    const float carry = carry_at(row, c_at);
+    store(a.c, place(s, s.t, b, CARRIES * width) + block, carry);
+    if (ends) store(a.cT, c_at, steps == 0 ? value_at(a.c0, c_at, 0.0f) : carry);
   }
   const float output = float(arrays[at]);
   store(a.h, now, output);

@@ -402,8 +402,9 @@ def arguments_of(way: Way, parts: dict[Part, list[Block]], H: int) -> dict[str, 
 
 
 def order_of(blocks: list[list[Block]], gates: str) -> str:
-    """Return the gate order of a parameter whose rows are exactly these blocks, one for each gate; empty if the blocks
-    are not the rows of one parameter."""
+    """Return the gate order of the parameter whose rows are these blocks. `blocks` has for each of the `gates` a list
+    of blocks (H rows of a parameter each). Return "" if a gate has several blocks, or if the blocks are not all rows
+    of one parameter."""
     firsts = [each[0] for each in blocks if len(each) == 1]
     like = {(block.name, block.form, block.columns) for block in firsts}
     if len(firsts) != len(gates) or len(like) != 1 or firsts[0].k != len(gates):
@@ -412,8 +413,8 @@ def order_of(blocks: list[list[Block]], gates: str) -> str:
 
 
 def joined(blocks: list[list[Block]], order: str, H: int) -> Expression:
-    """Return the expression of an argument that holds the blocks of all gates one after the other. Several blocks of
-    one gate are several biases, so they are added."""
+    """Return the code of one argument of the call: the weights of all gates one after the other. `blocks` has for each
+    gate its blocks (H rows of a parameter each). Several blocks of one gate are several biases, so they are added."""
     # If the blocks are the rows of whole parameters, in the call's gate order, the code needs no slices: "ih.bias +
     # hh.bias". An entry of `columns` has the blocks of one such parameter.
     columns = list(zip(*blocks, strict=True)) if len({len(each) for each in blocks}) == 1 and blocks[0] else []

@@ -622,7 +622,7 @@ class QuantizedLSTM(QuantizedLayer, LSTM):
 
 
 class QuantizedGRU(QuantizedLayer, GRU):
-    """`GRU` with quantized weights; see `QuantizedLSTM`.
+    """`GRU` with quantized weights in all layers and directions, as in `QuantizedLSTM`.
 
     Example:
         >>> import mlx.core as mx
@@ -636,7 +636,7 @@ class QuantizedGRU(QuantizedLayer, GRU):
 
 
 class QuantizedRNN(QuantizedLayer, RNN):
-    """`RNN` with quantized weights; see `QuantizedLSTM`.
+    """`RNN` with quantized weights in all layers and directions, as in `QuantizedLSTM`.
 
     Example:
         >>> import mlx.core as mx

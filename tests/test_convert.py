@@ -224,7 +224,8 @@ def case_of(arrays, one, x):
 
 
 def through_layers(weights, x, fl):
-    """Return {"h": output} of a stack of layers, computed by the oracle in the arithmetic `fl`."""
+    """Return {"h": output} of a stack of layers, computed by the oracle. `fl` is the oracle's arithmetic, for example
+    that of float64."""
     for arrays, one in zip(convert.to_ops(weights), weights.each(), strict=True):
         x = evaluate(case_of(arrays, one, x), None, fl)[0]["h"]
     return {"h": x}
@@ -333,8 +334,9 @@ def golden(op):
 
 
 def test_files_of_onnx(tmp_path):
-    """The LSTM, GRU and RNN test models of the package onnx can be read after the test has stored their weights in
-    the model files. Our writer then returns these weights bit for bit."""
+    """`convert.read` reads the LSTM, GRU and RNN test models of the package onnx, and our writer returns the same
+    weights bit for bit. The models take their weights as inputs, so the test first stores the weights in the model
+    files, as in files of trained models."""
     onnx, node = pytest.importorskip("onnx"), pytest.importorskip("onnx.backend.test.case.node")
     for name in ("lstm", "gru", "rnn"):
         importlib.import_module(f"onnx.backend.test.case.node.{name}")

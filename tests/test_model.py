@@ -177,8 +177,8 @@ def test_the_rule_against_what_was_published_of_mlx():
 @pytest.mark.parametrize("B", [1, 32])
 def test_a_sweep_takes_what_its_instructions_take(B):
     """The predicted time of a kernel with a recurrent product is longer than the time of its instructions alone,
-    because the model adds latencies. Each of the four quarters of a GPU core executes one instruction of a
-    SIMD-group per cycle."""
+    because the model adds latencies. The instructions alone take `cycles` times SIMD-groups per core, divided by
+    ISSUE: a GPU core has four quarters, each of which executes one instruction of a SIMD-group per cycle."""
     problem, graph = ours(Size(50, B, 64, 64), mx.float32, "fused", "backward")
     for launch in graph.launches:
         if has_product(launch):

@@ -47,8 +47,9 @@ def group_text(rows: Sequence[Measurement]) -> str:
 
 
 def time_cells(row: Measurement) -> list[str]:
-    """Return the printed cells of a measurement's times: median, minimum, 20th and 80th percentile in milliseconds,
-    the number of runs, and the medians of both parts of a run, building a graph and evaluating it."""
+    """Return the cells of the printed table for the times of a measurement: median, minimum, 20th and 80th percentile
+    in milliseconds, the number of runs, and two more medians: of the time to build a graph and of the time to evaluate
+    it."""
     if not row.samples:
         return ["-"] * 5 + [""] * 2
     cells = [*(milliseconds(seconds) for seconds in spread(row).values()), str(len(row.samples))]

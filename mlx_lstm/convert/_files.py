@@ -23,9 +23,9 @@ METADATA = "mlx_lstm"
 
 
 class Model(NamedTuple):
-    """The contents of a file. layers: the `Weights` of the recurrent layers by name. keys: under which keys of the
-    file the arrays of each layer are, by the layer's name. rest: all other arrays by key, unchanged. notes: texts on
-    what was not read. metadata: the metadata of a safetensors file."""
+    """The contents of a file. layers: the `Weights` of the recurrent layers by name. keys: for each layer the keys
+    under which the file stores its arrays. rest: all other arrays by key, unchanged. notes: texts on what was not
+    read. metadata: the metadata of a safetensors file."""
 
     layers: dict[str, Weights]
     rest: dict[str, Any]

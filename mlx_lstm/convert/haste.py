@@ -104,7 +104,7 @@ def from_haste_indrnn(layer: Any, *, prefix: str = "") -> dict[str, Any]:
         dict: `Wx` [H, I], `bias` [H], and `params`, a list of the array u [H].
 
     Raises:
-        ValueError: as in `from_haste`.
+        ValueError: an array is missing or unknown, or a shape does not fit.
 
     Example:
         >>> import mlx.core as mx

@@ -104,7 +104,8 @@ class Weights(NamedTuple):
 
 
 def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
-    """Return a cell with these options, named as in `Weights.options`. Raise ValueError for an unknown option."""
+    """Return an LSTM, GRU or plain RNN cell with these options. They have the names of `Weights.options`, such as
+    reset or activations. Raise ValueError for an unknown option."""
     options = {{"activation": "act"}.get(key, key): value for key, value in options.items()}
     if unknown := options.keys() - set(CELLS[name]._fields):
         fail(op, f"options must be those of a {name} cell", ", ".join(sorted(unknown)))

@@ -173,9 +173,13 @@ def cudnn_rnn_canonical_to_params(
     """Join one array per gate into the buffer: TensorFlow's CudnnRNNCanonicalToParams.
 
     Args:
-        num_layers, num_units, input_size and the attributes: as in `cudnn_rnn_params_to_canonical`.
-        weights, biases (sequence of arrays): as `cudnn_rnn_params_to_canonical` returns them. Only the number of
-            elements of each array is checked, not its shape.
+        num_layers, num_units, input_size (int): the number of layers L, of units H and of input features I.
+        weights (sequence of arrays): for each layer and direction the matrices W_g [H, in] of every gate g, which
+            multiply the input, then R_g [H, H], which multiply h.
+        biases (sequence of arrays): the biases [H] in the same order. Of these arrays and of the weights only the
+            number of elements is checked, not the shape.
+        rnn_mode, input_mode, direction, dropout, seed, seed2: the kind of the layers, as in
+            `cudnn_rnn_params_to_canonical`.
 
     Returns:
         array: params, [params_size].
@@ -212,7 +216,11 @@ def cudnn_rnn_canonical_to_params_v2(
 
     Args:
         num_proj (int): P, for an lstm only; 0 for no projection. Default: 0.
-        All other arguments, and the result: as in `cudnn_rnn_canonical_to_params`.
+        All other arguments: the sizes, arrays and kind of the layers, as in `cudnn_rnn_canonical_to_params`. With a
+            projection its matrix [P, H] follows the R_g of its layer and direction.
+
+    Returns:
+        array: params, [params_size].
 
     Example:
         >>> import mlx.core as mx

@@ -196,8 +196,9 @@ def cudnn_rnn_v3(
         batch_major_states (str): an addition, for time_major=False. `"transpose"`: the states of item n are at index
             [n], as the original documents. `"reinterpret"`: the states are the memory of [L D, N, S] in another shape,
             as the original treats them. Default: `"transpose"`.
-        All other arguments: as in `cudnn_rnn`. Here auto_select compares I with H. The original compares I with
-            num_proj where there is one, which contradicts its CudnnRNNParamsSize.
+        All other arguments: the input, first states, parameters and options of `cudnn_rnn`. If input_mode is
+            auto_select, I is compared with H; the original compares I with num_proj if that is not 0, which
+            contradicts its CudnnRNNParamsSize.
 
     Returns:
         CudnnRNNV2Output: the outputs of `cudnn_rnn_v2`; host_reserved is always a scalar.

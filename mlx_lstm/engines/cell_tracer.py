@@ -100,7 +100,9 @@ def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[i
 
 
 def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:
-    """Return the graph of a cell and of MLX's derivative of it. `traced` describes the arguments."""
+    """Return the graph of a cell and of MLX's derivative of it. cell: the user's function cell(a, state, *inputs,
+    *params), which returns the new states. apart: whether it gets the input's part and the recurrent part of the
+    preactivations separately. shape: (B, H), the shape of each array. dtype: float32 or float64."""
     with mx.stream(mx.cpu):  # nothing runs, but MLX creates float64 arrays only on the CPU
         step = partial(called, cell, counts, apart)
         given = [mx.zeros(shape, dtype)] * (counts.gates * (1 + apart) + sum(counts[1:]))

@@ -558,7 +558,7 @@ class QuantizedLSTM(QuantizedLayer, LSTM):
 
 
 class QuantizedGRU(QuantizedLayer, GRU):
-    """`GRU` with quantized weights; see `QuantizedLSTM`.
+    """`GRU` with quantized weights, which stay quantized in memory, as in `QuantizedLSTM`.
 
     Parameters: `Wx`, `Wh` with scales and biases as in `QuantizedLSTM`; `b` [3H], `bhn` [H] as in `GRU`.
 
@@ -580,7 +580,7 @@ class QuantizedGRU(QuantizedLayer, GRU):
 
 
 class QuantizedRNN(QuantizedLayer, RNN):
-    """`RNN` with quantized weights; see `QuantizedLSTM`.
+    """`RNN` with quantized weights, which stay quantized in memory, as in `QuantizedLSTM`.
 
     Parameters: `Wxh`, `Whh`, each with scales and biases, `Wxh_scales`, `Wxh_biases` and so on; `bias` [H] as in `RNN`.
 

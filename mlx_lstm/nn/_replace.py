@@ -90,7 +90,7 @@ def replace(model: M, *, back: bool = False, engine: Engine | None = None) -> M:
 
 @contextmanager
 def patched(*, engine: Engine | None = None) -> Iterator[None]:
-    """Make every `mlx.nn.LSTM`, `GRU` and `RNN` that is built inside the block one of `mlx_lstm.nn`, as `replace` does.
+    """Replace every `mlx.nn.LSTM`, `GRU` and `RNN` that is built inside the block by a layer of `mlx_lstm.nn`.
 
     This is for code that builds a model and runs it immediately. The constructors of `mlx.nn` are replaced until the
     block ends: in every thread, and however the class was imported, also before the block. Blocks may overlap, nested

@@ -39,15 +39,16 @@ another trial would take a minute."""
 
 
 class Verdict(NamedTuple):
-    """The result of a trial of an engine's kernels. reason: why the kernels are refused; empty if they are correct.
-    lasting: True if the verdict is stored for this machine, False if it counts only in this process."""
+    """The result of a trial, a small test run of an engine's kernels. reason: why the kernels are refused; empty if
+    they are correct. lasting: True if the verdict is stored for this machine, False if it counts only in this process.
+    """
 
     reason: str
     lasting: bool = True
 
 
 class CannotBegin(Exception):
-    """Raised when no child process can run trials, for example because it cannot import MLX."""
+    """Raised when no child process can test kernels, for example because it cannot import MLX."""
 
 
 def verdict_of(reason: str) -> Verdict:
@@ -70,8 +71,9 @@ def forget() -> None:
 
 
 def by_child(command: list[str], trials: list[Trial]) -> list[Verdict]:
-    """Run trials of one engine in the child process and return their verdicts. The list ends with the first trial
-    that ended or blocked the child. Raise `CannotBegin` if no child process can run trials."""
+    """Run trials (small test runs of kernels) of one engine in the child process and return their results. The list
+    ends with the first trial that ended or blocked the child. Raise `CannotBegin` if no child process can run trials.
+    """
     with _lock:
         for _ in range(2):  # try a second time if a user or the system killed the child
             attempt = Attempt(command, trials)
@@ -163,7 +165,7 @@ class Attempt:
 
 
 def tell_waiting(engine: str, kernels: int | None) -> None:
-    """Print on standard error that the call waits for trials of an engine's kernels."""
+    """Print on standard error that the call waits until an engine's kernels have been tested."""
     what = "the Metal kernels" if kernels is None else f"{kernels} Metal kernel{'s' * (kernels != 1)}"
     text = f"mlx_lstm: trying {what} of engine {engine!r}, once on this machine, before their first use ..."
     print(text, file=sys.stderr, flush=True)

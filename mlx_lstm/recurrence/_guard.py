@@ -76,7 +76,8 @@ def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> R
 
 @contextmanager
 def unguarded() -> Iterator[None]:
-    """Run Metal kernels without a trial inside this context, in all threads, even kernels whose trial failed.
+    """Run Metal kernels without a test run before their first use inside this context, in all threads, even kernels
+    that have failed a test run.
 
     It is for commands that compare each result with an oracle themselves, or that show the compiler's messages.
     """
@@ -170,8 +171,8 @@ def tell(engine: str, following: str, reason: str) -> None:
 
 
 def command() -> list[str] | None:
-    """Return the command that starts the child process for trials. Return None if the executable is not a Python
-    interpreter, as in a frozen application."""
+    """Return the command that starts the child process in which kernels are tested. Return None if the executable is
+    not a Python interpreter, as in a frozen application."""
     if not has_interpreter():
         return None
     return child_command("from mlx_lstm.recurrence._judge import main; main()")

@@ -38,8 +38,8 @@ class Judge:
         self.right: set[Text] = set()
 
     def count(self, *trials: Trial) -> dict[str, Any]:
-        """Return {"kernels": the number of kernels that the trials will launch}, without those that earlier trials have
-        found correct. Launch none of them."""
+        """Return {"kernels": how many different kernels these trials (small test runs) will launch}. Kernels that
+        earlier trials have found correct do not count. No kernel is launched."""
         return {"kernels": len(set[Text]().union(*map(self.recorder.texts_of, trials)) - self.right)}
 
     def judge(self, trial: Trial) -> dict[str, Any]:
@@ -59,7 +59,7 @@ whether it has fewer than 8 elements (Metal binds such arrays in another address
 
 
 class Recorder:
-    """A replacement for `mx.fast.metal_kernel` that can record the sources of all kernels of a trial without
+    """A replacement for `mx.fast.metal_kernel` that can record the sources of all kernels of a test run without
     compiling them."""
 
     def __init__(self, build: Callable[..., Any]):
@@ -87,8 +87,8 @@ class Recorder:
         return launch
 
     def texts_of(self, trial: Trial) -> set[Text]:
-        """Return the sources of all kernels that a trial launches, without launching any. Return an empty set if
-        recording fails."""
+        """Return the sources of all kernels that a trial (a small test run) launches, without launching any. Return an
+        empty set if recording fails."""
         if trial not in self.recorded:
             problem, shapes = trial.problem, output_shapes(trial.problem)
             lengths = mx.full((problem.B,), problem.T, mx.int32)
@@ -105,7 +105,8 @@ class Recorder:
 
 
 def verdict(trial: Trial) -> str:
-    """Run a trial. Return why its kernels are refused, or an empty text if they are correct."""
+    """Test kernels: run a trial on random numbers and compare the results with the oracle. Return why its kernels are
+    refused, or an empty text if they are correct."""
     problem, rng = trial.problem, np.random.default_rng(0)
     drawn = draw(problem, rng)
     shapes = output_shapes(problem)
@@ -129,7 +130,8 @@ def first_lines(error: Exception) -> str:
 
 
 def cotangents_of(problem: Problem) -> tuple[str, ...]:
-    """Return the names of the outputs that get a cotangent in a trial; none for inference without a gradient."""
+    """Return the names of the outputs that get a cotangent in a test run of kernels; none for inference without a
+    gradient."""
     if problem.cotangents is not None:
         return problem.cotangents or shown_of(problem)
     return () if problem.plain else USUAL

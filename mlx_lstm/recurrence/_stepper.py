@@ -94,7 +94,7 @@ class Stepper:
         batch: int | Sequence[int],
         is_stack: bool,
     ):
-        """Prepare a stream with states 0. Only the layers call this.
+        """Prepare a stream whose states are zero. Only the layers call this.
 
         op: the name in errors. read: returns the layers' cells and parameters. holders: the dicts or objects that hold
         the arrays which `read` reads. batch: the sizes of the batch axes. is_stack: whether the states have a first
@@ -199,7 +199,7 @@ class Stepper:
         return f"Stepper({self._op}, x {list(self._shape)}, engine {self.engine_used.engine})"
 
     def _prepare(self) -> None:
-        """Read and check the parameters, choose an engine, and make a stream with states 0."""
+        """Read and check the parameters, choose an engine, and make a stream whose states are zero."""
         self._watched = watched(self._holders)
         self._count = sum(map(len, self._holders))
         layers = self._read()

@@ -126,8 +126,8 @@ class Steps(NamedTuple):
         return self.lengths if self.hold is None else self.live().astype(mx.int32).sum(axis=0)
 
     def to_engine(self, arrays: Arrays) -> Arrays:
-        """Return the arrays as an engine takes them: `keep` as [T, B, D], and with `hold` the running steps gathered
-        to the front."""
+        """Return the arrays as an engine takes them: `keep` as [T, B, D] and, with the option `hold`, only steps that
+        run: they are moved to the front of each sequence."""
         inner = dict(arrays)
         if "keep" in arrays:
             inner["keep"] = self.whole_keep(arrays)

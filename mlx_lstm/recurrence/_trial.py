@@ -43,7 +43,7 @@ class Trial(NamedTuple):
     problem: Problem
 
     def text(self) -> str:
-        """Return the trial as one line of JSON."""
+        """Return the trial, an engine and a problem, as one line of JSON."""
         problem = self.problem
         cell = problem.cell
         options = [cell.graph.to_json(), cell.recurrent] if isinstance(cell, PointwiseCell) else cell
@@ -52,7 +52,7 @@ class Trial(NamedTuple):
 
 
 def trial_from(text: str) -> Trial:
-    """Return the trial that a line of JSON describes; the inverse of `Trial.text`."""
+    """Return the trial (a test run of kernels) that a line of JSON describes; the inverse of `Trial.text`."""
     content = json.loads(text)
     fields = content["problem"]
     op, *options = fields["cell"]
@@ -82,7 +82,7 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         limits = one.limits if problem.chunks.recomputes else one.limits._replace(unchunked=0)
         return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
     joins, limits = False, problem.limits
-    if isinstance(problem.cell, PointwiseCell):
+    if isinstance(problem.cell, PointwiseCell) and engine == "fused":
         # Both directions run the same kernels, one after the other. So the trial runs only one direction.
         problem = problem._replace(bidirectional=False, reverse=False)
         wide = index_of(problem) == mx.uint64
@@ -106,6 +106,8 @@ def trial_of(engine: str, problem: Problem) -> Trial:
             limits = limits._replace(rows_left=JOINING_LEFT)
         B, H, P, cores = smallest_stepwise(problem)
         limits = limits._replace(cores=cores)
+        if isinstance(problem.cell, PointwiseCell):  # for these cells the oracle computes one direction
+            problem = problem._replace(bidirectional=False)
     if wide:
         limits = limits._replace(index=0)
     small = problem.B * min(problem.H, problem.P) < SMALL
@@ -153,8 +155,8 @@ def without_numbers(cell: AnyCell) -> AnyCell:
 
 
 def rows_of(problem: Problem) -> int:
-    """Return how many batch items a threadgroup of `fused` computes for this problem. The number depends on the
-    batch size and on the number of GPU cores. A trial asks the engine for this number directly, so the trial's own
+    """Return how many batch items a threadgroup of `fused` computes for this problem. The number depends on the batch
+    size and on the number of GPU cores. A trial (a test run of kernels) sets this number directly, so that its own
     batch can be small."""
     if problem.cut:
         return problem.cut.rows
@@ -164,8 +166,8 @@ def rows_of(problem: Problem) -> int:
 
 
 def smallest_pointwise(problem: Problem) -> tuple[int, int, int]:
-    """Return (B, H, P) of the trial for a cell written by the user. B is the smallest batch size for which threads
-    divide the work as they do for the problem. H and P stay the same."""
+    """Return (B, H, P) for the test run of the kernels of a cell written by the user. B is the smallest batch size for
+    which threads divide the work as they do for the problem. H and P stay the same."""
 
     cell = pointwise.own_cell(problem)
 
@@ -178,9 +180,11 @@ def smallest_pointwise(problem: Problem) -> tuple[int, int, int]:
 
 
 def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
-    """Return (B, H, P, cores) of the trial of the stepwise kernels: the smallest sizes, and a number of GPU cores,
+    """Return (B, H, P, cores) for the test run of the stepwise kernels: the smallest sizes, and a number of GPU cores,
     with which the matrix products use the same tiles as those of the call."""
     wanted = tile_of(problem, problem.H), tile_of(problem, problem.P)
+    # The trial of a cell written by the user runs one direction: the kernels read the number of directions at run time.
+    both = problem.bidirectional and not isinstance(problem.cell, PointwiseCell)
 
     def smallest(width: int, weight: str) -> int:
         """Return the width (H or P) of the trial: the smallest one that leaves the same remainder modulo 32 as
@@ -198,7 +202,7 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     P = smallest(problem.P, "Wh")
     for B in batches(problem):
         for cores in (problem.limits.cores, *range(1, 2 * B)):
-            small = problem._replace(B=B, limits=problem.limits._replace(cores=cores))
+            small = problem._replace(B=B, bidirectional=both, limits=problem.limits._replace(cores=cores))
             same = stepwise_rows(B) == stepwise_rows(problem.B)
             if same and (tile_of(small, H), tile_of(small, P)) == wanted:
                 return B, H, P, cores
@@ -206,8 +210,8 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
 
 
 def batches(problem: Problem) -> list[int]:
-    """Return the batch sizes that a trial may use. Metal binds arrays of fewer than 8 elements in another address
-    space; if the call has such arrays, the trial uses the call's own batch size."""
+    """Return the batch sizes that a test run of kernels may use. Metal binds arrays of fewer than 8 elements in
+    another address space; if the call has such arrays, the test run uses the call's own batch size."""
     if problem.B < SMALL and min(problem.H, problem.P) < SMALL:
         return [problem.B]
     return [B for B in BATCHES if "lengths" not in problem.names or (B < SMALL) == (problem.B < SMALL)]

@@ -63,8 +63,8 @@ def main(names: list[str]) -> None:
     and their ratio to the built-in LSTM, the registers, and the bytes of spilled registers."""
     print(f"{'cell':18} {'lines':>5} {'B':>3} {'H':>4} {'pass':9} {'instructions':>12} {'/ LSTM':>7} registers spilled")
     for B, H in SIZES:
-        # Compare with the built-in kernel that resembles the generated ones: it divides products among lanes, and a
-        # threadgroup computes as many sequences of the batch.
+        # Compare with the variant of the built-in LSTM kernel that resembles the generated kernels: it divides products
+        # among lanes, and its threadgroups compute as many sequences of the batch as those of the generated kernels.
         with patch.object(fused, "rows_for", lambda *_: 1 if B <= 16 else 2):  # noqa: B023
             own = counted(ours(Size(3, B, 8, H), mx.float32, "fused", "backward")[1])
         rows = {"built-in LSTM": own} | {name: counted(graph_of(ZOO[name], B, H)) for name in names}

@@ -268,7 +268,7 @@ def numbers_of(cell: AnyCell) -> mx.array | None:
 
 
 def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
-    """Return the launches of a pass with a built-in cell, as `launches_of_pass` does."""
+    """Return (number of steps, array of sizes) for each launch of a forward or backward pass with a built-in cell."""
     return launches_of_pass(problem, tiling_of("forward", problem, problem.dtype).rows, masks_differ)
 
 

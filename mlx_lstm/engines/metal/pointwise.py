@@ -1,6 +1,6 @@
 """Run a cell written by the user on the engine `fused`. This module generates the cell's Metal struct, which
 metal/pointwise.metal describes, from the graph of the cell's operations. It also builds the launches of the forward
-and the backward pass.
+and the backward pass. The module `pointwise_stepwise` runs such a cell on the engine `stepwise`.
 
 If a call runs both directions, they run one after the other, each on its part of the arrays.
 """
@@ -48,10 +48,10 @@ def lanes_of(cell: PointwiseCell) -> int:
     return 4 if cell.recurrent else 1
 
 
-def scatters(cell: PointwiseCell) -> bool:
+def scatters(cell: PointwiseCell, lanes: int = 4) -> bool:
     """Return whether each of a unit's four lanes gets the recurrent product of one gate only: lane k gets that of
     gate k. Otherwise all lanes get the products of all gates, which takes more additions."""
-    return cell.recurrent and cell.gates == 4 and not cell.graph.apart
+    return lanes == 4 and cell.recurrent and cell.gates == 4 and not cell.graph.apart
 
 
 def gradient_nodes(graph: CellGraph) -> list[int]:
@@ -70,19 +70,19 @@ def grouped(letter: str, nodes: list[int], lanes: int) -> list[tuple[str, list[i
 
 
 @lru_cache(512)
-def struct_text(cell: PointwiseCell) -> str:
+def struct_text(cell: PointwiseCell, lanes: int) -> str:
     """Return the Metal source of a cell's struct, which has the name `Own`. metal/pointwise.metal lists the members
-    of this struct."""
-    graph, lanes = cell.graph, lanes_of(cell)
+    of this struct. lanes: how many lanes share a unit, 4 or 1."""
+    graph = cell.graph
     numbers = {
         "GATES": graph.gates, "STATES": graph.states, "INPUTS": graph.inputs, "PARAMS": graph.params,
         "KEPT": len(graph.saved), "GRADIENTS": len(gradient_nodes(graph)), "LANES": lanes,
-        "PRODUCTS": graph.gates if cell.recurrent else 0, "SCATTERS": int(scatters(cell)),
+        "PRODUCTS": graph.gates if cell.recurrent else 0, "SCATTERS": int(scatters(cell, lanes)),
         "READS_H": int(graph.reads("s0") or graph.reads_after(0)),
     }  # fmt: skip
     enum = ", ".join(f"{name} = {value}" for name, value in numbers.items())
     blocks = own_blocks_text(graph, lanes)
-    return f"struct Own {{\nenum {{ {enum} }};\n{forward_text(cell)}{backward_text(cell)}{blocks}}};\n"
+    return f"struct Own {{\nenum {{ {enum} }};\n{forward_text(cell, lanes)}{backward_text(cell, lanes)}{blocks}}};\n"
 
 
 def function_text(head: str, lines: list[str]) -> str:
@@ -107,10 +107,16 @@ def own_blocks_text(graph: CellGraph, lanes: int) -> str:
     return function_text("own_blocks(int lane, thread const float* s, thread float* c)", lines)
 
 
-def forward_text(cell: PointwiseCell) -> str:
+def name_of(text: str) -> str:
+    """Return the name with which the kernels of a generated struct begin. MLX caches compiled code by the kernel's
+    name, so the name contains a hash of the struct's source."""
+    return f"pointwise_{blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
+def forward_text(cell: PointwiseCell, lanes: int) -> str:
     """Return the source of the Metal function that computes one forward step. Its parameter s holds the states: on
     entry those before the step, on return the new ones."""
-    graph, lanes = cell.graph, lanes_of(cell)
+    graph = cell.graph
     lines: list[str] = []
     number, gates = graph.number, [graph.number.get(f"x{k}", -1) for k in range(graph.gates)]
     uniform = {n: f"{name[0]}_in{name[1:]}" for name, n in number.items() if name[0] in "suw"}
@@ -122,7 +128,7 @@ def forward_text(cell: PointwiseCell) -> str:
             ""
             if not cell.recurrent or graph.apart
             else " + sums[0]"
-            if scatters(cell)
+            if scatters(cell, lanes)
             else f" + ({of_lane(own, lanes)})"
         )
         lines.append(f"const float a{j} = z[{j}]{product};")
@@ -138,7 +144,7 @@ def forward_text(cell: PointwiseCell) -> str:
     return function_text(head + "thread const float* w, thread float* s, thread float* y)", lines)
 
 
-def backward_text(cell: PointwiseCell) -> str:
+def backward_text(cell: PointwiseCell, lanes: int) -> str:
     """Return the source of the Metal function that computes one backward step. These are its parameters:
 
     y: the lane's part of the numbers that the forward pass saved. h, c: h before the step, and the lane's part of
@@ -148,7 +154,7 @@ def backward_text(cell: PointwiseCell) -> str:
     without the part that flows through the recurrent product. d: the lane's part of the gradients that
     `gradient_nodes` lists. du, dw: the gradients of u and w.
     """
-    graph, lanes = cell.graph, lanes_of(cell)
+    graph = cell.graph
     after, number = graph.known_after(), graph.number
     uniform = {n: f"n_in{k}" for n, k in after.items()}
     lines = [f"const float n_in{k} = now[{k}];" for k in after.values()]
@@ -245,7 +251,8 @@ def own_cell(problem: Problem) -> PointwiseCell:
 
 
 def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
-    """Return the launches of a pass with a cell of the user, as `launches_of_pass` does."""
+    """Return (number of steps, array of sizes) for each launch of a forward or backward pass with a cell that the user
+    wrote."""
     rows = tiling_of("forward", own_cell(problem), problem.B, problem.H, 4).rows
     return launches_of_pass(problem, rows, masks_differ)
 
@@ -295,7 +302,7 @@ def prepared_part(
     """Return one launch that runs `steps` steps of a forward or backward pass. present: the names of the inputs that
     it has."""
     cell = own_cell(problem)
-    text, tiling = struct_text(cell), tiling_of(sweep, cell, problem.B, problem.H, dtype.size)
+    text, tiling = struct_text(cell, lanes_of(cell)), tiling_of(sweep, cell, problem.B, problem.H, dtype.size)
     inputs = {name: name in present for name in INPUTS[sweep]}
     outputs = outputs_of(sweep, problem, dtype, steps, present)
     written = [name for name, output in outputs.items() if output is not None]
@@ -305,8 +312,7 @@ def prepared_part(
     body = struct_of(fields) + f"threadgroup vec<float, 4> vectors[{max(1, tiling.bytes // 16)}];\n"
     body += f"pointwise_{sweep}<Own, {', '.join(template)}>(a, vectors, threadgroup_position_in_grid.xy, "
     body += "thread_position_in_threadgroup.x, threads_per_threadgroup.x);"
-    # MLX caches compiled code by the kernel's name, so the name contains a hash of the cell's source.
-    name = f"pointwise_{blake2b(text.encode(), digest_size=8).hexdigest()}_fused_{sweep}"
+    name = f"{name_of(text)}_fused_{sweep}"
     groups = (-(-problem.B // tiling.rows), 1)
     shaders = (*FILES, f"pointwise_{sweep}")
     launch = prepare(name, shaders, inputs, outputs, template, body, groups, tiling.threads, own=text)

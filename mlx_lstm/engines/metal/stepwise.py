@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..cells import GRUCell, LSTMCell
+from ..cells import GRUCell, LSTMCell, PointwiseCell
 from ..ops.packed import scales_of
 from ..ops.sweep import gradients_after_sweep
 from ..packing import is_packed
@@ -32,6 +32,7 @@ from .kernel import (
     struct_of,
     whole_mask,
 )
+from .pointwise import name_of, struct_text
 from .products import candidates, gradients_in_few_launches, is_plain, project, recurrent_input, takes_product
 from .rows import LEFT, Join, Rows, joined_beside, starts_of
 
@@ -266,8 +267,10 @@ def index_bits(problem: Problem) -> int:
     step needs twice as many instructions outside of its product."""
     # A row (the array of one launch) holds per unit the gates, m and a float32 c. With 16-bit elements c takes two of
     # them, so a unit takes 3 elements besides its gates.
-    width, gates = max(problem.H, problem.P), problem.cell.gates + 3
-    largest = problem.directions * gates * width * max(problem.T * problem.B, width)
+    width, cell, blocks = max(problem.H, problem.P), problem.cell, problem.cell.gates + 3
+    if isinstance(cell, PointwiseCell):  # its rows may hold more; no array has more blocks than this sum
+        blocks += 2 * cell.gates + 4 * cell.graph.states + 2 * cell.graph.params + cell.graph.inputs + cell.kept
+    largest = problem.directions * blocks * width * max(problem.T * problem.B, width)
     return 32 if largest < problem.limits.index else 64
 
 
@@ -289,11 +292,11 @@ def row_type(dtype: mx.Dtype) -> mx.Dtype:
     return mx.float32 if dtype == mx.float32 else mx.uint16
 
 
-def row_length(problem: Problem, width: int, arrays: int, carries: bool, dtype: mx.Dtype) -> int:
+def row_length(problem: Problem, width: int, arrays: int, carries: int, dtype: mx.Dtype) -> int:
     """Return the number of elements of a row, the array that one launch writes. It contains `arrays` arrays [B, D
-    width]. If `carries`, it also contains c or the gradient of c as float32. The number is at least 8, because Metal
-    binds smaller arrays in another address space."""
-    words = 4 // dtype.size if carries else 0
+    width] and, as float32, `carries` more: c or the gradient of c. The number is at least 8, because Metal binds
+    smaller arrays in another address space."""
+    words = carries * (4 // dtype.size)
     return max(8, problem.B * problem.directions * width * (arrays + words))
 
 
@@ -332,7 +335,11 @@ class StepKernel:
     ):
         rows, columns = tile
         self.problem: Problem = problem
+        own = struct_text(problem.cell, 1) if isinstance(problem.cell, PointwiseCell) else ""
+        self.own: str = own
         self.name: str = shader if "gru" in shader else f"{problem.cell.op}_{shader}"
+        if own:
+            self.name = shader.replace("pointwise", name_of(own))
         self.output: tuple[int, mx.Dtype] = output
         self.inputs: dict[str, bool] = {field: field in present for field in fields.split()}
         self.names: list[str] = [field for field, is_there in self.inputs.items() if is_there]
@@ -341,19 +348,21 @@ class StepKernel:
         self.threads: int = (64 if quantized else 256) if lanes else 4 * columns * slices
         self.groups: tuple[int, ...] = -(-units[0] // units[1]), -(-problem.B // rows), problem.directions
         product = "QuantizedByLanes" if lanes and quantized else "ByLanes" if lanes else "ByTiles"
+        if isinstance(problem.cell, PointwiseCell) and not problem.cell.recurrent:
+            product = "NoProduct"
         product += "<ROWS, COLUMNS>" if lanes else "<ROWS, COLUMNS, SLICES>"
-        arguments = ([STRUCTS[problem.cell.op]] if cell else []) + [product]
+        arguments = (["Own" if own else STRUCTS[problem.cell.op]] if cell else []) + [product]
         arguments += ["S"] if saves is None else ["SAVES", "S"]
         self.template: Template = {"ROWS": rows, "COLUMNS": columns, "S": dtype, "X": row_type(dtype)}
         if not lanes:
             self.template["SLICES"] = slices
-        if cell:
+        if cell and not own:
             self.template["OPTIONS"] = cell_number(problem.cell, "peephole" in self.names)
         if saves is not None:
             self.template["SAVES"] = saves
         if quantized and problem.packing:
             self.template |= {"BITS": problem.packing.bits, "GROUP": problem.packing.group_size}
-        self.files: tuple[str, ...] = ("arrays", "cell", f"cell_{problem.cell.op}", "quantized", "stepwise")
+        self.files: tuple[str, ...] = (*cell_files(problem), "quantized", "stepwise")
         self.files += ("stepwise_lanes", "stepwise_tiles", *(("stepwise_quantized",) if quantized else ()))
         self.files += (*SHADERS[shader], "stepwise_rows")
         self.arrays: str = struct_of(fields_of((*self.inputs, "after"), {*self.names, "after"}))
@@ -378,7 +387,7 @@ class StepKernel:
         inputs = self.inputs | dict.fromkeys(pieces, True)
         groups = self.groups[0] + more_groups, *self.groups[1:]
         index, name = index_type(self.problem), named(name, self.problem)
-        return prepare(name, self.files, inputs, outputs, self.template, body, groups, self.threads, index)
+        return prepare(name, self.files, inputs, outputs, self.template, body, groups, self.threads, index, self.own)
 
     def joining(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
         """Return the launch that also joins arrays of earlier steps, and the arrays of sizes that it reads. steps:
@@ -411,8 +420,19 @@ SHADERS = {
     "stepwise_backward": ("stepwise_backward",),
     "stepwise_gru_reset_backward": ("stepwise_gru",),
     "stepwise_dh": ("stepwise_backward",),
+    **dict.fromkeys(
+        ("pointwise_stepwise_forward", "pointwise_stepwise_backward", "pointwise_stepwise_dh0"),
+        ("stepwise_forward", "stepwise_backward", "pointwise_stepwise"),
+    ),
 }
 """The files that each shader of a step needs, in addition to the files that all of them need."""
+
+
+def cell_files(problem: Problem) -> tuple[str, ...]:
+    """Return the names of the shader files that the source of a kernel begins with: helpers for its arrays, and the
+    problem's cell or, for a cell written by the user, what its generated struct needs."""
+    return "arrays", "cell", "pointwise" if problem.cell.op == "pointwise" else f"cell_{problem.cell.op}"
+
 
 LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 
@@ -460,10 +480,10 @@ def step_number(n: int) -> mx.array:
 
 
 def there(inputs: Inputs) -> tuple[Arrays, mx.Dtype]:
-    """Return the inputs that are not None, and the dtype of the call's arrays. The dtype is that of z or of the
-    copied weights, because quantized weights are integers."""
+    """Return the inputs that are not None, and the dtype of the call's arrays. The dtype is that of z, of the copied
+    weights (quantized weights are integers) or, for a cell without weights, of h."""
     present = {name: array for name, array in inputs.items() if array is not None}
-    return present, present["z" if "z" in present else "weights"].dtype
+    return present, next(present[name].dtype for name in ("z", "weights", "h") if name in present)
 
 
 Make = Callable[[Problem, mx.Dtype, tuple[str, ...], bool], StepKernel]
@@ -631,9 +651,10 @@ def prepare_sequences(
     outputs: Outputs,
     template: Template,
     body: str,
+    more_files: tuple[str, ...] = (),
 ) -> Sequences:
     """Return the launch of a shader that reads all rows of a pass. It has one thread per batch item, unit, step and
-    direction."""
+    direction. more_files: the shader's file, if it is not stepwise_rows.metal."""
     starts = starts_of(sum((steps for steps, _, _ in layout), ()), LEFT)
     numbers = [number for n, (_, size, width) in enumerate(layout) for number in (size, width, n * problem.T)]
     sizes = {"starts": mx.array(starts, mx.int32), "kinds": mx.array(numbers, mx.int32)}
@@ -641,7 +662,7 @@ def prepare_sequences(
     body = f"const Rows<X> rows = {{{{{', '.join(pieces)}}}}};\n{body}"
     template = template | {"S": dtype, "X": row_type(dtype)}
     groups = -(-problem.B * max(width for _, _, width in layout) // 256), problem.T, problem.directions
-    shaders = ("arrays", "cell", f"cell_{problem.cell.op}", "stepwise", "stepwise_rows")
+    shaders = (*cell_files(problem), "stepwise", "stepwise_rows", *more_files)
     every = inputs | dict.fromkeys((*pieces, *sizes), True)
     index = index_type(problem)
     launch = prepare(named(name, problem), shaders, every, outputs, template, body, groups, 256, index)
@@ -656,16 +677,16 @@ def outputs_launch(
 ) -> Sequences:
     """Return the launch that copies the outputs in `names` (some of h, c, gates, hT, cT) from the rows of a forward
     pass: the rows that the cells wrote and, with a projection, the rows with h."""
-    (T, B, H, P), D, gates = problem[:4], problem.directions, problem.cell.gates
+    (T, B, H, P), D, gates, c = problem[:4], problem.directions, problem.cell.kept, problem.cell.carried
     shapes = {
-        "c": ((T, B, D * H), mx.float32),
-        "cT": ((B, D * H), mx.float32),
+        "c": ((T, B, D * c * H), mx.float32),
+        "cT": ((B, D * c * H), mx.float32),
         "h": ((T, B, D * P), dtype),
         "hT": ((B, D * P), dtype),
         "gates": ((T, B, D * gates * H), dtype),
     }
     outputs: Outputs = {name: shape if name in names else None for name, shape in shapes.items()}
-    template: Template = {"GATES": gates if "gates" in names else 0, "CARRIES": "c" in names}
+    template: Template = {"GATES": gates if "gates" in names else 0, "CARRIES": c if "c" in names else 0}
     inputs = {name: name in present for name in ("h0", "c0", "lengths", "sizes")}
     fields = fields_of((*inputs, "starts", "kinds", *outputs), {*present, *names, "starts", "kinds"})
     end = "thread_position_in_grid);\n"
@@ -676,7 +697,7 @@ def outputs_launch(
         body = struct_of(fields | dict.fromkeys(("h0", "h", "hT"), "absent"))
         body += struct_of(fields | dict.fromkeys(("c0", "c", "cT", "gates"), "absent"), "Projected", "projected")
         body += f"stepwise_outputs<GATES, CARRIES, S>(rows, kinds, a, {end}"
-        body += f"stepwise_outputs<0, false, S>(rows, kinds + 3, projected, {end}"
+        body += f"stepwise_outputs<0, 0, S>(rows, kinds + 3, projected, {end}"
     name = f"{problem.cell.op}_stepwise_outputs" + "_projected" * (len(layout) > 1)
     return prepare_sequences(name, problem, dtype, layout, inputs, outputs, template, body)
 

@@ -43,15 +43,16 @@ class Segment(NamedTuple):
         return sequence[self.start : self.stop][:, self.items]
 
     def of_features(self, sequence: Array) -> Array:
-        """Return this segment's part of a feature-major sequence [T, B, .]. The part is feature-major, too: each step
-        is contiguous as [., B]."""
+        """Return a feature-major sequence [T, B, .] restricted to the steps and batch items of this segment. The
+        result is feature-major, too: each step is contiguous as [., B]."""
         steps = sequence[self.start : self.stop].transpose(FEATURE_MAJOR)
         if isinstance(self.items, slice):
             return steps.transpose(FEATURE_MAJOR)
         return np.take(steps, self.items, axis=2).transpose(FEATURE_MAJOR)
 
     def write(self, sequence: Array, part: Array) -> None:
-        """Write this segment's part of a sequence [T, B, .]. Feature-major sequences are written in memory order."""
+        """Write `part` into a sequence [T, B, .], at the steps and batch items of this segment. Feature-major
+        sequences are written in memory order."""
         target, source = sequence[self.start : self.stop], part
         if target.strides[1] < target.strides[2]:
             target.transpose(FEATURE_MAJOR)[:, :, self.items] = source.transpose(FEATURE_MAJOR)
@@ -59,7 +60,8 @@ class Segment(NamedTuple):
             target[:, self.items] = source
 
     def index(self, array: Array) -> tuple[Any, ...]:
-        """Return the index of this segment's part of an array that broadcasts to [T, B, .], such as a mask."""
+        """Return the index that selects the steps and batch items of this segment in an array that broadcasts to [T,
+        B, .], such as a mask."""
         whole = slice(None)
         steps, items = slice(self.start, self.stop), self.items
         sizes = (1,) * (3 - array.ndim) + array.shape

@@ -22,8 +22,8 @@ class StreamedLayer:
     """
 
     def __init__(self, problem: Problem, v: Views):
-        """Prepare a layer with state 0. v: the parameters in float32 or float64. Their memory must not change later.
-        The problem has one step."""
+        """Prepare a layer whose states are zero. v: the parameters in float32 or float64. Their memory must not change
+        later. problem: the description of a single step."""
         (_, B, H, _), dtype, cell = problem[:4], v["Wh"].dtype, problem.cell
         I = v["Wx"].shape[1]
         v = v | {"x": np.empty((1, B, I), dtype)}
@@ -105,7 +105,8 @@ class Stream:
         return states
 
     def set_states(self, states: dict[str, list[Array]]) -> None:
-        """Set the states of all layers, given as `states` returns them."""
+        """Set the states of all layers. states: for h and, if the cell has it, c one array per layer, of the shape
+        (*batch, width)."""
         for name, current in self.states().items():
             for old, new in zip(current, states[name], strict=True):
                 np.copyto(old, new)
