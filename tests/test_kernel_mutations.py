@@ -120,9 +120,8 @@ HARMLESS = {
     "return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);  > becomes >=",
     # With <=, one more matrix is read, but no product uses it. So the result is the same.
     "if (part + 1 < PARTS) simdgroup_load(right[1], vectors + 64 * (part + 1), 8);  < becomes <=",
-    # With <=, these loops also look at the activation of the output, which follows those of the gates. At worst the
+    # With <=, the loop also looks at the activation of the output, which follows those of the gates. At worst the
     # kernel then runs the slower code that computes gates one by one. This code gives the same result.
-    "for (int gate = 0; gate < gates; ++gate)  < becomes <=",
     "for (int n = 0; n < GATES; ++n) found = found || (activation_of(OPTIONS, n) == TANH && gate == n);  < becomes <=",
     # P is the number of products of a cell. With >=, a cell without products (P = 0) also waits at these barriers, and
     # runs the code that adds the products. There is no term to add, so the result is the same.
@@ -189,7 +188,7 @@ HARMLESS = {
     "if (n < RESIDENT) lane.words = lane.resident[n].words;  the bound of < is one less",
     # With >=, groups of 16 weights run this block, too. Each lane then leads its own group and gets its own values
     # back, so nothing changes.
-    "if (GROUP > 16) {  > becomes >=",
+    "if constexpr (GROUP > 16) {  > becomes >=",
     # With <=, the thread also computes dh of a sequence that has already ended. Nothing reads this dh, so the gradients
     # are the same.
     "if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);  < becomes <=",
@@ -357,6 +356,16 @@ def test_planted_damage_is_noticed(file, sound, damaged, prepare):
 def test_every_shader_with_a_bound_or_a_barrier_is_damaged():
     files = sorted(path.stem for path in shader_folder().glob("*.metal"))
     assert {file for file in files if any(damages(file, "bounds")) or any(damages(file, "barriers"))} == set(USERS)
+
+
+def test_every_damage_of_the_lists_can_be_made():
+    """Each entry of HARMLESS and UNSEEN is a line of a shader and a change of this line that `mutations` makes."""
+    made = set()
+    for file in USERS:
+        lines = kernels.shader_file(file).splitlines()
+        for mutation in damages(file, "bounds"):
+            made.add(f"{lines[mutation.line - 1].strip()}  {mutation.description.partition(': ')[2]}")
+    assert made >= HARMLESS | UNSEEN
 
 
 @pytest.mark.parametrize(
