@@ -546,8 +546,8 @@ def rows_for(
     """Return how many batch items a threadgroup computes; 8 means that it multiplies 8 x 8 matrices.
 
     If a threadgroup computes more items, each weight that it loads serves more items. If it computes fewer, there are
-    more threadgroups, so that all cores have work. Of the numbers whose predicted time is nearly the shortest, the smallest
-    one is chosen.
+    more threadgroups, so that all cores have work. Of the numbers whose predicted time is nearly the shortest, the
+    smallest one is chosen.
     """
     matrices = packing is None and fits_matrices(cell, H) and WIDEST_MATRICES[itemsize] >= H
     times = {
