@@ -85,7 +85,8 @@ class Settings(NamedTuple):
     dtype: str = "float32"
 
 
-# Settings that older checkpoints lack, with their value there. `write` leaves out a setting that has this value.
+# Settings that checkpoints of older versions lack, and the values that those versions used. `Run.write` does not store
+# a setting that has this value.
 YOUNG = {"dtype": "float32"}
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}  # no float16: it needs a scaled loss, see docs/training.md
 RANGES = {  # [lowest, limit) of the options that are numbers
@@ -157,9 +158,9 @@ def kneser_ney(counts: np.ndarray, lower: np.ndarray) -> np.ndarray:
 def trigram(codes: np.ndarray, size: int) -> np.ndarray:
     """Return [V, V, V], the probability of each character after two others, by interpolated Kneser-Ney.
 
-    The bigram and the unigram that it falls back to count the different contexts that a character follows, not its
-    occurrences; the last fallback is uniform. Other methods are hardly better: on this text modified Kneser-Ney
-    needs 0.004 bits per character less, Witten-Bell 0.01 more.
+    The trigram falls back to a bigram, the bigram to a unigram, the unigram to a uniform distribution. For these
+    fallbacks the number of a character is not how often it occurs, but in how many different contexts. Other methods
+    are hardly better: on this text modified Kneser-Ney needs 0.004 bits per character less, Witten-Bell 0.01 more.
     """
     counts = np.zeros((size, size, size))
     np.add.at(counts, (codes[:-2], codes[1:-1], codes[2:]), 1)
@@ -446,8 +447,8 @@ def check_sizes(arrays: dict[str, mx.array], settings: Settings, symbols: int) -
 
 
 def check_progress(numbers: dict, steps: int, columns: int) -> None:
-    """Raise ValueError if the numbers in a checkpoint are impossible for a run of `steps` steps on a text of
-    `columns` columns."""
+    """Raise ValueError if the numbers in a checkpoint are impossible for a run of `steps` training steps on a text
+    that is cut into rows of `columns` characters."""
     for name, limit in {"step": steps, "position": columns}.items():
         if not 0 <= numbers[name] <= limit:
             raise ValueError(f"number {name} must lie in 0..{limit} but is {numbers[name]}")
@@ -459,8 +460,8 @@ def check_progress(numbers: dict, steps: int, columns: int) -> None:
 
 
 def check_alike(kind: str, found: dict, expected: dict, form: Callable[[Any], str]) -> None:
-    """Raise ValueError unless two dicts have the same names, and `form` gives the same result for both values of a
-    name."""
+    """Raise ValueError unless two dicts have the same names, and `form` returns the same text for the two values of
+    each name. `form` returns for example the type of a value, or the dtype and shape of an array."""
     for name in sorted(found.keys() ^ expected.keys()):
         raise ValueError(f"{kind} {name} is {'unknown' if name in found else 'missing'}")
     for name, value in found.items():
@@ -619,8 +620,8 @@ def quantized_bits(run: Run, widths: list[int]) -> Iterator[tuple[int, float]]:
 
 
 def start(settings: Settings | None, checkpoint: Path, corpus: Corpus, engine: str | None, ranks: Ranks) -> Run:
-    """Return a new run, or the run in the checkpoint, the same in every process. Only the first process reads the
-    file."""
+    """Return a new training run, or continue the run that a checkpoint stored. All processes return the same run, but
+    only the first one reads the file."""
     if ranks.rank == 0:
         run = Run(settings, corpus, ranks) if settings else Run.load(checkpoint, corpus, engine, ranks)
         if ranks.size == 1:

@@ -28,7 +28,7 @@ LONGEST, BATCH, HIDDEN, TEST = 40, 64, 64, 2000
 
 
 def data():
-    """Return (name, kind) of characters in random order, without numbered names, and the 10 most frequent kinds."""
+    """Return the examples (name, category) of characters in random order, and the 10 most frequent categories."""
     found = [(unicodedata.name(chr(n), ""), unicodedata.category(chr(n))) for n in range(sys.maxunicode)]
     number = re.compile(r"-[0-9A-F]{4,}$|^HANGUL SYLLABLE")
     found = [(name, kind) for name, kind in found if 0 < len(name) <= LONGEST and not number.search(name)]
@@ -37,7 +37,7 @@ def data():
 
 
 class Classifier(nn.Module):
-    """A model that reads the codes of letters and returns a score for each kind."""
+    """A model that reads the letters of names, as numbers, and returns a score for each category of characters."""
 
     def __init__(self, kinds):
         super().__init__()
@@ -50,7 +50,7 @@ class Classifier(nn.Module):
 
 
 def batch_of(examples, kinds):
-    """Return codes [B, LONGEST], padded at the end; lengths [B]; the indices of the kinds [B]."""
+    """Return the names' letters as numbers [B, LONGEST], padded at the end, the lengths [B] and the categories [B]."""
     codes = mx.array([[LETTERS.index(letter) for letter in name.ljust(LONGEST)] for name, _ in examples])
     return codes, mx.array([len(name) for name, _ in examples]), mx.array([kinds.index(kind) for _, kind in examples])
 

@@ -4,8 +4,8 @@
 
 Both recurrences are cells in a few lines of MLX, which `mlx_lstm.nn.Pointwise` runs in generated code. sLSTM is the
 cell with exponential gates of xLSTM. The text is a part of Python's documentation (`pydoc_data.topics`, which comes
-with every Python); its last tenth is for validation. The last printed line has both errors there, in bits per
-character.
+with every Python); its last tenth is for validation. The last printed line shows the errors of both models on this
+last tenth, in bits per character.
 """
 
 import math
@@ -43,7 +43,8 @@ class Model(nn.Module):
         super().__init__()
         self.embedding, self.head = nn.Embedding(letters, 32), nn.Linear(HIDDEN, letters)
         self.recurrent = Pointwise(cell, 32, HIDDEN, gates=4, states=states)
-        # The forget gate is gate 1 of both cells. Its bias of 2 keeps the memory at the start.
+        # The forget gate is gate 1 of both cells. With a bias of 2 it is nearly open when the training begins, so the
+        # cell keeps its state over many steps.
         self.recurrent.bias = mx.concatenate([mx.full((HIDDEN,), 2.0 * (gate == 1)) for gate in range(4)])
 
     def __call__(self, x):

@@ -1,4 +1,4 @@
-// The GRU cell: one hidden unit of one batch item, forward and backward.
+// The GRU cell of one hidden unit and one batch item. a_k: the preactivation of gate k. s_k: its activation function.
 //
 //   r = s_r(a_r)   z = s_z(a_z)
 //   n = s_n(a_n + r q)   reset after the product: q is the candidate's recurrent product plus its bias bhn
@@ -6,8 +6,8 @@
 //   h = z h_prev + (1 - z) n,  or with flip_z  (1 - z) h_prev + z n
 // metal/README.md has the backward equations.
 //
-// The cell's own options: bit 23 is set if the reset comes before the candidate's product; bit 24 is flip_z. Each unit
-// reads one number once per launch, the bias bhn. It is 0 if the reset comes before the product.
+// Bits of OPTIONS that only this cell has: bit 23 is set if the reset comes before the candidate's product; bit 24 is
+// flip_z. The constant of a unit, read once per launch, is its bias bhn. It is 0 if the reset comes before the product.
 template <int OPTIONS>
 struct GRUCell {
   enum { GATE_R, GATE_Z, GATE_N, GATES = 3, CONSTANTS = 1, HAS_C = 0, PASSES_H = 1 };
@@ -28,9 +28,9 @@ struct GRUCell {
     return activate(activation(GATE_N), a + (RESETS_BEFORE ? q : r * q));
   }
 
-  // Return the new h, computed from the gates z and n and the h before the step. The second formula needs one
-  // instruction less, but for an infinite n it would give inf - inf, which is NaN. n can be infinite only with the
-  // activations that use the first formula.
+  // Return the new h, computed from the gates z and n and the h before the step. The formula b + z (a - b) needs one
+  // instruction less than z a + (1 - z) b. But for an infinite n it gives inf - inf, which is NaN. n can be infinite
+  // only with the activations identity and relu, so for them the longer formula is used.
   static float state(float z, float n, float h_prev) {
     const float first = FLIPS_Z ? n : h_prev, second = FLIPS_Z ? h_prev : n;
     if (activation(GATE_N) == IDENTITY || activation(GATE_N) == RELU) return z * first + (1.0f - z) * second;
@@ -60,8 +60,8 @@ struct GRUCell {
   // Return the part of the gradient of h_prev that bypasses the recurrent products.
   static float past_products(float z, float dh) { return dh * (FLIPS_Z ? 1.0f - z : z); }
 
-  // Return the gradient of r's preactivation. dr: the whole gradient of the gate r. It is the cotangent that the caller
-  // passes for r, plus the part through n: dz_n times n's recurrent product, or (reset before) masked h times d(r h).
+  // Return the gradient of r's preactivation. dr: the gradient of the gate r, which is its cotangent plus dz_n q or,
+  // if the reset comes before the product, plus the masked h times the gradient of r h.
   static float reset_backward(float r, float dr) { return dr * slope(activation(GATE_R), r); }
 
   // Compute one step in reverse. y: the gates. dh: on entry the gradient of the new h, on return the part of the

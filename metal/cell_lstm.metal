@@ -41,9 +41,9 @@ struct LSTMCell {
     return CLIPS ? within(-limit, c, limit) : c;
   }
 
-  // Compute one step and return m. sums: the recurrent products. y: on entry the input's part of the preactivations, on
-  // return the gates. c: on entry c_prev, on return the new c. The unnamed float parameter is h_prev, which only other
-  // cells need.
+  // Compute one step and return m = o s_output(c), which is h unless there is a projection. sums: the recurrent
+  // products. y: on entry the input's part of the preactivations, on return the gates. c: on entry c_prev, on return
+  // the new c. The unnamed float parameter is h_prev, which only other cells need.
   static float forward(
       thread const float (&sums)[4], thread const float (&p)[4], float forget_bias, float limit, float,
       thread float& c, thread float (&y)[4]) {
@@ -56,15 +56,15 @@ struct LSTMCell {
     return y[GATE_O] * activate(activation(OUTPUT), c);
   }
 
-  // Return the gradient of the new c. dc: the gradient from later steps plus the cotangent of c. dm: the gradient of m.
-  // s: s_output(c).
+  // Return the gradient of the new c. dc: the gradient from later steps plus the cotangent of c. dm: the gradient of m
+  // = o s, the output of the cell. s: s_output(c).
   static float state_backward(float dc, float dm, float o, float s) {
     return dc + dm * o * slope(activation(OUTPUT), s);
   }
 
-  // Return the gradient of a gate's preactivation. dy: the cotangent of the gate. The gate is one factor of a product,
-  // which is m for gate o and a term of c for the other gates. d: the gradient of that product. other: its other
-  // factor. slope: the derivative of the gate's activation.
+  // Return the gradient of a gate's preactivation. dy: the cotangent of the gate. The step multiplies the gate by one
+  // factor, for example i by g in c = f c_prev + i g. other: this factor. d: the gradient of the result, c (for gate
+  // o: m). slope: the derivative of the gate's activation.
   static float gate_backward(float dy, float d, float other, float slope) { return (dy + d * other) * slope; }
 
   // Compute one step in reverse. y: the gates. dm: on entry the gradient of m, on return 0, because h_prev is used only

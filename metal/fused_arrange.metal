@@ -3,12 +3,12 @@
 // fixed distances, and the vectors of neighbouring lanes lie side by side. So a lane needs no bounds checks and no
 // address arithmetic to read them. The kernel runs once per pass, with one thread per vector.
 //
-// H and COUNT are arguments of the launch, not of the templates, so that one compiled kernel serves layers of all sizes.
+// H and COUNT are arguments of the launch, not of the templates, so that one compiled kernel serves layers of any size.
 // `sizes` holds both.
 
-// Return weight k of the sum that a unit computes in its product, or 0 for padding. Forward this is number k of row
-// `unit` in H-block `block` of Wh. Backward (BACK) it is number k of column `unit`, over the rows that `block` selects:
-// one H-block, all rows (ALL), or all rows except those of the candidate, the last gate (BUT_CANDIDATE).
+// Return weight k of the sum that `unit` computes, or 0 for padding. Forward it is number k in the row of Wh of `unit`
+// in H-block `block`. Backward (BACK) it is number k in the column of `unit`; `block` selects the rows of this column:
+// one H-block, ALL, or all but the candidate's (BUT_CANDIDATE), the last gate's.
 constant constexpr int ALL = -1, BUT_CANDIDATE = -2;
 template <class Cell, bool BACK, class W>
 float weight_of(W Wh, int H, int unit, int block, int k) {
@@ -21,10 +21,10 @@ float weight_of(W Wh, int H, int unit, int block, int k) {
   return float(Wh[row * H + unit]);
 }
 
-// Find which weights belong in a vector of lane `index` for the product in lanes (fused_lanes.metal): the unit, the
-// block and the first k. A vector holds 4 neighbouring weights of one row. The vectors of a run of 4 follow one another
-// slot by slot: first the rows of the lane's own unit, then those of the other units (unit = slot ^ own). If a backward
-// step has two products, the vectors of the candidate's product come first.
+// Find the 4 weights of vector number `vector` of lane `index`, for the product in lanes (fused_lanes.metal): they are
+// in the row of `unit` in H-block `block` of Wh, from number k on. The lane has a vector of each row of its own unit,
+// then of the other units (unit = slot ^ own, exclusive or); then the next four numbers of the same rows, and so on.
+// If there are two products (backward), the candidate's vectors come first.
 template <class Cell, int UNITS, bool BACK>
 void place_in_lanes(int H, int index, int vector, thread int& unit, thread int& block, thread int& k) {
   constexpr int LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS, PER = BACK ? 1 : int(Cell::GATES);
@@ -39,8 +39,8 @@ void place_in_lanes(int H, int index, int vector, thread int& unit, thread int& 
   }
 }
 
-// Find which weights belong in a vector of lane `index` for the product in 8 x 8 matrices (fused_matrix.metal). A
-// vector holds the lane's two numbers of one matrix and its two numbers of the next matrix, whose k is 8 larger.
+// Find the weights of a vector of lane `index` for the product in 8 x 8 matrices (fused_matrix.metal): the unit, the
+// H-block of Wh and k. The vector holds weights k, k + 1 of one matrix, and k + 8, k + 9 of the next.
 template <class Cell, bool BACK>
 void place_in_matrices(int index, int vector, thread int& unit, thread int& block, thread int& k) {
   constexpr int PER = BACK ? 1 : int(Cell::GATES);

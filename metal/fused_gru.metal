@@ -30,8 +30,8 @@ struct Lanes<GRUCell<OPTIONS>> {
     if (WANTED & 4) slots[2] = sum_over_lanes<LANES>(slots[2]);
   }
 
-  // Compute one step and return the new h in lane 2. y: on entry the lane's part of z, on return its gate. bhn: the
-  // unit's bias. Lane 2 gets r from lane 0 (lane ^ 2) and z from lane 1 (lane ^ 3).
+  // Compute one step and return the new h in lane 2. y: on entry the input's part of the preactivation, on return the
+  // lane's gate. bhn: the unit's bias. Lane 2 gets r from lane 0 = 2 ^ 2, z from lane 1 = 2 ^ 3 (exclusive or).
   static float forward(
       int gate, float bhn, float, float, float h_prev, thread const float* sums, thread float&, thread float& y) {
     const float a = y + sums[0];

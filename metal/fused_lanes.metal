@@ -2,13 +2,13 @@
 // over lanes.
 //
 // LANES adjacent lanes (4, or 1 for the plain RNN cell) share a hidden unit. A group of GROUP = LANES UNITS adjacent
-// lanes shares UNITS units: lane s of a group is lane s % LANES of unit s / LANES. The lanes of a group split every
-// weight row of their units into runs of 4 numbers: lane s has the runs s, s + GROUP, ... So each number of the vector
-// is read by one lane of a group and multiplied by UNITS GATES weights. Then the lanes add up their sums.
+// lanes shares UNITS units: lane s of a group is lane s % LANES of unit s / LANES. Each row of weights is divided into
+// runs of 4 numbers. Lane s has the runs s, s + GROUP, ... of the rows of all units of its group. So only one lane of a
+// group reads a number of the vector, and multiplies it by UNITS GATES weights. Then the lanes add up their sums.
 //
-// Slot n of a lane belongs to unit (n / GATES) ^ (the lane's own unit), an exclusive or. So in every addition the
-// number that a lane sends and the number that it receives are in the same slots of all lanes: one shuffle and one
-// addition.
+// A lane has one sum per row, in slots: slot n belongs to unit (n / GATES) ^ (the lane's own unit), an exclusive or.
+// When lanes exchange sums, all of them send the same slot number and add to the same slot number. So an addition takes
+// one shuffle, and no lane has to select a slot.
 //
 // Lanes<Cell>, in fused_lstm.metal, fused_gru.metal and fused_rnn.metal, defines how the lanes of a unit compute a
 // step:
@@ -25,16 +25,16 @@ template <class Cell> struct Lanes;
 template <int LENGTH, int GROUP>
 constant constexpr int RUNS_OF = (LENGTH + 4 * GROUP - 1) / (4 * GROUP);
 
-// A lane's share of SLOTS rows of LENGTH weights, stored as COUNT vectors of type V. The lane has SPAN neighbouring
-// numbers of every row at a time, and RUNS runs of 4 numbers in total. fused_quantized.metal specializes this struct
-// for quantized weights.
+// A lane's share of SLOTS rows of LENGTH weights, stored as COUNT vectors of type V. Of each row the lane has RUNS
+// runs of 4 neighbouring numbers. SPAN: how many numbers follow one another before the other lanes' numbers come.
+// fused_quantized.metal specializes this struct for quantized weights.
 template <class V, int LENGTH, int GROUP, int SLOTS>
 struct LaneShare {
   enum { SPAN = 4, RUNS = RUNS_OF<LENGTH, GROUP>, COUNT = RUNS * SLOTS };
 };
 
-// Return the position in threadgroup memory of number n of a row that lanes share in spans of SPAN numbers. Memory
-// holds the first run of 4 of each lane, lane after lane, then the second run of each lane, and so on.
+// Return the position in threadgroup memory of number n of a vector. Each lane of a group has SPAN neighbouring
+// numbers. Memory holds the first 4 numbers of every lane, lane after lane, then the next 4 of every lane, and so on.
 template <int SPAN, int GROUP>
 int place_in_row(int n) { return SPAN == 4 ? n : (n % SPAN / 4 * GROUP + n / SPAN) * 4 + n % 4; }
 
@@ -71,10 +71,10 @@ float slope_own(int gate, float y) {
   else return slope(activation_of(OPTIONS, gate), y);
 }
 
-// Add a lane's share of a product to sums[row][slot]. The product multiplies SLOTS rows of weights with ROWS vectors x
-// in threadgroup memory, which are STRIDE apart. The lane has one weight vector per run and slot, beginning with its
-// vector FROM. Vectors with an index below RESIDENT are in registers; the others are read. Slot v is computed only if
-// bit v % PER of WANTED is set.
+// Add a lane's part of a product to sums[r][slot]: r stands for one of ROWS vectors x in threadgroup memory, STRIDE
+// apart, and a slot for one row of weights. The lane has a vector of 4 weights for each slot, and again for each of
+// its RUNS runs of 4 numbers, from vector FROM on. Vectors with an index below RESIDENT are in registers; the others
+// are read. Slot v is skipped unless bit v % PER of WANTED is set, because not every product needs all gates.
 template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, class V>
 void add_product(
     thread float (&sums)[ROWS][SLOTS], thread const V* resident, const device V* streamed,
@@ -102,10 +102,10 @@ void add_product(
   }
 }
 
-// Sum the slots over the lanes of a group with UNITS units of N lanes each, where each unit has PER slots. Afterwards a
-// lane has the slots of its own unit, summed over all lanes with the same index within their units. Each round halves
-// the slots: a lane sends the upper half, which belongs to the other lane's units, and adds what it receives to its
-// lower half.
+// Sum the slots over the lanes of a group of UNITS units with N lanes each. Every lane begins with PER slots for each
+// unit. In each round it sends the upper half of its slots, which belong to units of the other lane, and adds what it
+// receives to the lower half. At the end it has only the slots of its own unit. Each is a sum over one lane of every
+// unit; the N lanes of a unit are added up later.
 template <int UNITS, int PER, int WANTED, int N>
 void sum_over_units(thread float (&values)[UNITS * PER]) {
 #pragma clang loop unroll(full)

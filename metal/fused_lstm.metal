@@ -14,8 +14,8 @@ struct Lanes<LSTMCell<OPTIONS>> {
     return value_at(a.peephole, (4l * direction + Cell::block(lane)) * H + unit, 0.0f);
   }
 
-  // Sum the products over the lanes of a unit. On entry slot n of a lane belongs to gate n ^ lane. On return slot 0
-  // holds the whole sum of the lane's own gate.
+  // Sum the products over the lanes of a unit. On entry slot n of a lane holds its part of gate n ^ lane (exclusive
+  // or), so each lane has parts of all four gates. On return slot 0 holds the whole sum of the lane's own gate.
   template <int WANTED>
   static void sum_of_unit(thread float* slots, int) {
     slots[0] += simd_shuffle_xor(slots[2], 2);
@@ -47,8 +47,8 @@ struct Lanes<LSTMCell<OPTIONS>> {
     dc = Cell::state_backward(dc + dc_outside, dh, of_lane<LANES>(y, Cell::GATE_O), s);
     if constexpr (Cell::PEEPHOLE == Cell::O_SEES_CURRENT)
       dc += of_lane<LANES>(p * Cell::gate_backward(d, dh, s, own_slope), Cell::GATE_O);
-    // The factor by which each gate is multiplied: g for i and i for g (from the lane two away), c_prev for f,
-    // s_output(c) for o.
+    // The gradient of a gate is the gradient of a product times the other factor: g for i, i for g, c_prev for f, and
+    // s_output(c) for o. The lanes of i and g, which are two lanes apart, get it from each other.
     const float neighbour = simd_shuffle_xor(y, Cell::GATE_I ^ Cell::GATE_G);
     const float factor = gate == Cell::GATE_F ? c_prev : neighbour;
     d = Cell::gate_backward(d, gate == Cell::GATE_O ? dh : dc, gate == Cell::GATE_O ? s : factor, own_slope);

@@ -1,11 +1,11 @@
 // Quantized weights in the forward whole-sequence kernel with the product in lanes. fused_arrange.metal writes them in
 // the order described here; quantized.metal describes the format of the weights.
 //
-// Instead of runs of 4, a lane has SPAN neighbouring weights of every row, in PIECES pieces; each piece lies in one
-// quantization group of SIZE weights. An integer of up to 4 bits takes a field of 4 bits, a larger one a field of 8
-// bits, so eight neighbours fill WORDS = FIELD / 4 words. A lane's words are in the order in which it needs them: eight
-// weights of every slot, then the next eight of every slot, and behind each piece the scale and, if BIASED, the bias of
-// every slot, as floats.
+// A lane has SPAN neighbouring weights of each of SLOTS rows of Wh. A span has PIECES pieces. The weights of a piece
+// lie in one quantization group, of SIZE weights. A weight takes FIELD bits: 4, or 8 if it has more than 4 bits. So
+// eight weights fill WORDS = FIELD / 4 words. The words of a lane are in the order in which it needs them. For each
+// piece these are: eight weights of every row, then the next eight of every row, and so on; then the scale and, if
+// BIASED, the bias of every row, as floats.
 
 template <int FIELD, int SIZE, bool BIASED>
 struct PackedVector {
@@ -38,8 +38,8 @@ void load_resident(
   for (int n = 0; n < RESIDENT; ++n) resident[n].words = streamed[32 * n].words;
 }
 
-// State for reading a lane's words. resident: the vectors in registers. streamed: all vectors, in memory. words,
-// vector: the vector read last and its index.
+// State for reading a lane's words, which lie in vectors of 4. resident: the vectors in registers. streamed: all
+// vectors, in memory. words: the vector that was read last. vector: its index.
 template <class V>
 struct Words {
   thread const V* resident;
@@ -48,7 +48,7 @@ struct Words {
   int vector;
 };
 
-// Return word number `word` of a lane. Consecutive words of the same vector read this vector only once.
+// Return word number `word` of a lane. The vector of 4 words that contains it is read once and stays in `lane`.
 template <int RESIDENT, class V>
 uint word_at(thread Words<V>& lane, int word) {
   const int n = word / 4;
@@ -64,8 +64,8 @@ uint word_at(thread Words<V>& lane, int word) {
 template <bool BIASED> struct Biases { using type = float; };
 template <> struct Biases<false> { using type = Absent; };
 
-// Add to products[row][slot] the products of eight weights of every slot with eight numbers of x, and add these eight
-// numbers to x_sums[row]. first: the index of the first word of the weights.
+// Multiply the next eight weights of every slot (a row of Wh) by eight numbers of x, for every batch item r. Add the
+// results to products[r][slot], and the numbers of x to x_sums[r]. first: the index of the first word of the weights.
 template <int ROWS, int SLOTS, int GROUP, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD, int SIZE,
     bool BIASED>
 void add_eight(
@@ -94,9 +94,9 @@ void add_eight(
   }
 }
 
-// Add a lane's share of a product with quantized weights to sums[row][slot], like add_product in fused_lanes.metal.
-// RUNS runs of 4 make one span. For each piece it sums x, and x times what number_at returns for the weights. The scale
-// and the bias of the quantization group then turn these two sums into the product of weights and x.
+// Add a lane's part of a product with quantized weights to sums[r][slot], like add_product in fused_lanes.metal. For
+// each piece (weights of one quantization group) it computes two sums: of x, and of x times number_at(weight). From
+// both sums, of_group computes the product with the weights, by means of the group's scale and bias.
 template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD,
     int SIZE, bool BIASED>
 void add_product(

@@ -26,12 +26,12 @@ constant constexpr int REGISTERS_OF = COUNT == 0 ? 1 : (COUNT + LANES - 1) / LAN
 // Overload for a cell without a recurrent product, which has no weights: return a null pointer, which is never read.
 template <int COUNT, class V> const device V* vectors_of_lane(Absent, int, uint, uint) { return (const device V*)0; }
 
-// Return the position of `unit` in block `block` of a row of an array [rows, COUNT H]. at: the unit's position in the
-// same row of an array [rows, H]. It takes one multiply-add, because the added number is the same at all steps.
+// Return the position of `unit` in block `block`, in one row of an array [rows, COUNT H]. at: the unit's position in
+// the same row of [rows, H]. The term after + is the same at all steps: one multiply-add per step.
 template <int COUNT, int H, class Index>
 Index place_of(Index at, int block, int unit) { return at * COUNT + Index(block * H + unit - COUNT * unit); }
 
-// Load a lane's blocks of a row: block LANES j + lane into values[j], or the last block if there are fewer blocks.
+// Load a lane's blocks of a row. values[j] gets block (LANES * j + lane), or the last block if there are fewer blocks.
 template <int COUNT, int LANES, int H, class Index, class A>
 void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[REGISTERS_OF<COUNT, LANES>]) {
 #pragma clang loop unroll(full)
@@ -41,7 +41,7 @@ void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[R
   }
 }
 
-// Store this lane's blocks in a row: values[j] as block LANES j + lane.
+// Store this lane's blocks in a row. values[j] is block (LANES * j + lane).
 template <int COUNT, int LANES, int H, class Index, class A>
 void store_blocks(A array, Index at, int lane, int unit, thread const float (&values)[REGISTERS_OF<COUNT, LANES>]) {
 #pragma clang loop unroll(full)
@@ -57,8 +57,8 @@ void load_all(A array, Index at, int unit, thread float (&values)[SIZE], int fir
   for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, place_of<COUNT, H>(at, k, unit), 0.0f);
 }
 
-// Add up what the lanes of a unit have computed. With SCATTERS, sums[n] is a part of the product of gate n ^ lane, and
-// sums[0] becomes the whole product of the lane's own gate. Otherwise all lanes get the whole products of all gates.
+// Add up the partial products of a unit's lanes. If each lane gets only its own gate (SCATTERS), sums[n] is a part of
+// gate n ^ lane (exclusive or), and sums[0] becomes the lane's own gate. Otherwise all lanes get all gates.
 template <class Cell, int SIZE>
 void sum_of_own_unit(thread float (&sums)[SIZE]) {
   if constexpr (Cell::SCATTERS != 0) {
@@ -104,6 +104,5 @@ inline float own_erf(float x) {
   float near = 0.0f, term = 1.0f, far = 0.0f;
   for (int n = 0; n < 12; ++n) near += term / float(2 * n + 1), term *= -s / float(n + 1);
   for (int n = 28; n >= 1; --n) far = 0.5f * float(n) / (t + far);
-  far = 1.0f - exp(-s) * 0.564189584f / (t + far);
-  return t < 1.0f ? 1.12837917f * x * near : t > 4.0f ? (x < 0.0f ? -1.0f : 1.0f) : x < 0.0f ? -far : far;
+  return copysign(t < 1.0f ? 1.12837917f * t * near : 1.0f - exp(-s) * 0.564189584f / (t + far), x);
 }

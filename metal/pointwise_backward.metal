@@ -1,7 +1,7 @@
 // The backward pass of a cell written by the user, over a whole sequence. pointwise.metal describes the cell and the
 // arrays of the forward pass. Further arrays:
 //   dh [T, B, H], dc [T, B, C H] float, dhT, dcT    cotangents, in the shapes of their outputs
-//   d        [T, B, D H]       gradients of the preactivations' recurrent parts, then of input parts where they differ
+//   d        [T, B, D H]       gradients of all recurrent parts, then of those input parts that have another gradient
 //   du       [T, B, U H]       gradients of the inputs of each step
 //   dw       [groups, V H] float: gradients of the parameters, summed over the steps and items of a threadgroup
 //   carry    [T, B, (C + 1) H] float or absent: gradients of keep * state that bypass the product

@@ -4,14 +4,14 @@
 //   words   [rows, K BITS / 32] of 32 bits: the weights of a row as one string of bits, each with its lowest bit first
 //   scales  [rows, K / GROUP]: floats, or 8 bits: powers of two (groups of 32) or 8-bit floats (groups of 16)
 //   biases  [rows, K / GROUP], or absent
-// In mode affine a weight is scale * q + bias of an integer q. In the other modes it is scale * q of a float q of 4 or
-// 8 bits, without biases. So the type of `biases` selects the overload of a function below: Absent if not affine.
+// In mode affine a weight is scale * q + bias with an integer q. In the other modes it is scale * q with a float q of 4
+// or 8 bits, without biases. So the type of `biases` selects the overload of a function below: Absent if not affine.
 //
-// A product does not compute the weights. It puts the bits of q into the mantissa of a half with a fixed exponent. For
-// an integer q this half is the number 2^BITS + q; for a small float q it is q / FACTOR. Both numbers are exact. One
-// shift and a few masks convert two weights. Scale, bias and constants are applied once per group:
-//   affine:  sum of w x = scale * (sum of number x - 2^BITS * sum of x) + bias * sum of x
-//   others:  sum of w x = scale * FACTOR * sum of number x
+// A product of weights w and x does not compute w. A shift and a few masks turn the bits of q into a half v: for an
+// integer q, v = 2^BITS + q; for a small float q, v = q / FACTOR, with a constant FACTOR. Both are exact, and two
+// weights are converted at once. Scale and bias are applied once per group of weights:
+//   affine:  sum of w x = scale * (sum of v x - 2^BITS * sum of x) + bias * sum of x
+//   others:  sum of w x = scale * FACTOR * sum of v x
 
 template <int BITS, int GROUP, class A, class B>
 struct Packed {
@@ -31,9 +31,9 @@ template <int BITS> constant constexpr float FACTOR = BITS == 4 ? 16384.0f : 256
 
 inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }
 
-// Return a word with two numbers of type half, made of two weights. Their bits begin at bit `first` of the lower and of
-// the upper 16 bits of `word`. Integers are shifted to the top of the mantissa, under the exponent of 2^BITS. For small
-// floats exponent and mantissa move together, and the sign moves to the half's sign.
+// Return a word with two halves that represent two weights: 2^BITS + q for an integer q, or q / FACTOR for a small
+// float q. The bits of the weights begin at bit `first` of the lower and of the upper 16 bits of `word`. Integers go
+// to the top of the mantissa, behind the exponent of 2^BITS. A small float's sign moves separately.
 template <int BITS> uint with_exponents(uint bits) {
   constexpr uint MASK = ((1u << BITS) - 1) << (10 - BITS), EXPONENT = (15 + BITS) << 10;
   return (bits & (MASK << 16 | MASK)) | (EXPONENT << 16 | EXPONENT);
@@ -47,10 +47,10 @@ template <int BITS> uint halves_of(uint word, int first, Absent) {
   return (shifted(word, LOWEST - first) & (MASK << 16 | MASK)) | (shifted(word, 16 - BITS - first) & 0x80008000u);
 }
 
-// Return the number that represents weight e of `words`: 2^BITS + q for an integer q, or q / FACTOR for a small float
-// q. If BITS divides 16, one call of halves_of converts two weights: one from the lower half of a word and one
-// from the upper half. The calls for these two weights are equal, so the compiler computes only one of them in an
-// unrolled loop. For other BITS each weight is converted alone.
+// Return the number that represents weight e of `words` in a product: 2^BITS + q if q is an integer, or q / FACTOR if
+// q is a small float. If BITS divides 16, one call of halves_of converts two weights: one from the lower half of a
+// word and one from the upper half. For both weights the same call is made, and in an unrolled loop the compiler
+// computes it only once. For other BITS each weight is converted alone.
 template <int BITS, int WORDS, class B>
 float number_at(thread const uint (&words)[WORDS], int e, B biases) {
   const int word = BITS * e / 32, first = BITS * e % 32;
@@ -89,7 +89,7 @@ template <int GROUP> float scale_of(uchar bits) {
 }
 template <int GROUP, class S> float scale_of(S scale) { return float(scale); }
 
-// Return the value of q as a float, from the number that represents it: a small float if there are no biases, else an
-// integer.
+// Return the value of q as a float. number: what represents q in a product; it is q / FACTOR if q is a small float
+// (weights without biases), else 2^BITS + q.
 template <int BITS> float value_of(float number, Absent) { return FACTOR<BITS> * number; }
 template <int BITS, class B> float value_of(float number, B) { return number - float(1 << BITS); }

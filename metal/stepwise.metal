@@ -7,8 +7,8 @@
 // or ushort if S has 16 bits; a float then takes two elements. A row has at least 8 elements, because Metal would bind
 // a shorter array as `constant`.
 //
-//   sizes  T, B, H, K (the length of the product), D, whether the only direction is the reverse one, whether every step
-//          has a mask of its own
+//   sizes  T, B, H, K (how many terms a sum of the product has), D, whether the only direction is the reverse one,
+//          whether every step has a mask of its own
 //
 // Index, the integer type that counts the elements of an array, is declared before these files: int, or long if an
 // array may have 2^31 elements.
@@ -28,6 +28,11 @@ inline Step step_of(int n, const constant int* sizes, uint direction) {
 // Return the position of batch item b at time index t in an array [T, B, D width].
 inline Index place(thread const Step& s, int t, int b, int width) {
   return ((Index(t) * s.B + b) * s.D + s.d) * width;
+}
+
+// Return the position of batch item b of this step in an array [D, T, B, width].
+inline Index place_by_direction(thread const Step& s, int b, int width) {
+  return ((Index(s.d) * s.T + s.t) * s.B + b) * width;
 }
 
 // Return whether an item's state before this step is h0 and c0. At n = 0 this holds for all items. Items that run in
@@ -57,8 +62,8 @@ template <> struct Neighbours<half> { using four = packed_half4; };
 template <> struct Neighbours<bfloat> { using four = packed_bfloat4; };
 #endif
 
-// Read N neighbouring elements, or N times `otherwise` if the array is absent. A `constant` array is read one element
-// at a time.
+// Read N neighbouring elements into `values`. If the array is absent, set all N values to `otherwise`. A `constant`
+// array is read one element at a time.
 template <int N> void take(Absent, int, float otherwise, thread float (&values)[N]) {
 #pragma clang loop unroll(full)
   for (int e = 0; e < N; ++e) values[e] = otherwise;
@@ -88,7 +93,7 @@ template <class A> A from(A array, Index index) { return array + index; }
 // functions: find_row initializes a row, move() advances it along K, and operands_at() reads N of its numbers. So one
 // product serves for a stored x, for mask * h and for r * dz.
 
-// A row of operands that is stored in an array.
+// The simplest row type: the operands are stored in an array, and `values` points to the next one.
 template <class A>
 struct ItemsRow {
   A values;
@@ -129,8 +134,8 @@ float mask_at(thread const Step& s, M mask, int t, int b, int j, int width) {
   return value_at(mask, place(s, s.own_mask * t, b, width) + j, 1.0f);
 }
 
-// Return how many elements of type S the float32 states of this many units take, or 0 if the launch carries none. They
-// are at the beginning of a row, which is the array that the launch of one step writes.
+// Return how many elements of type S the float states of `units` units take. They are at the beginning of a row (the
+// array that the launch of one step writes). Return 0 if the launch hands no state to the next step.
 template <class S, bool CARRIES>
 Index carried(Index units) { return CARRIES ? Index(sizeof(float) / sizeof(S)) * units : 0; }
 
@@ -147,7 +152,7 @@ inline void set_carry(device ushort* row, Index index, float value) {
   row[2 * index + 1] = words.y;
 }
 
-// If a row (the array that one launch writes) uses fewer than 8 elements, fill it up to 8 with zeros.
+// A row (the array of one launch) has at least 8 elements, so that Metal binds it as `device`. Unused ones become 0.
 template <class X>
 void pad_row(device X* row, Index used, uint3 group, int thread_index) {
   if (thread_index == 0 && group.x + group.y + group.z == 0)

@@ -7,11 +7,11 @@
 //
 //   before    the row that the previous launch wrote, for the step processed after t in the forward pass
 //   after     the row that this launch writes: the carry (the gradient of c[t-1], or the part of the gradient of h[t-1]
-//             that bypasses the products) and dz [B, D G H]. Past an item's end both are copied from `before`. With
-//             `keep`, behind dz is the carry before the multiplication by keep, [B, D H] of S; 0 past an item's end
+//             that bypasses the products) and dz [B, D G H]. Past an item's end both are copied from `before`. With the
+//             option `keep` there follows the carry before it was multiplied by keep, [B, D H]; 0 past an item's end
 //   dh_now    [B, D P]      a row with dh_t, with a projection only
 //   weights   [D, H, K]     the transposed Wh, K = G H, or the transposed Wp, K = P
-//   rows, row the array that contains the row of this step's forward launch, and its number there, in place of `gates`
+//   rows, row instead of `gates`: an array with the results of several forward steps, and this step's index in it
 //   gates     [T, B, D G H]     states  [T, B, D H]: c, or h if there is no c     states0  [B, D H]: the first state
 //   q         [D, T, B, H]  the candidate's recurrent products of a GRU        peephole [D, 4H]
 //   mask      [T or 1, B, D P], including keep       keep  [T, B, D]  lengths [B]
@@ -30,8 +30,8 @@ struct FollowingRow {
   bool candidate;
 };
 
-// The operand of the product, from which find_row makes a row for each batch item. H: the length of a gate's block of
-// dz.
+// The operand of the product. From it find_row makes a FollowingRow for one batch item, from which the product reads
+// numbers. H: the length of a gate's block of dz.
 template <class Cell, class S, class Arrays>
 struct Following {
   using Row = FollowingRow<S, Arrays>;
@@ -47,9 +47,9 @@ inline int next_step(thread const Step& s, int length) {
   return t < length ? t : -1;
 }
 
-// Initialize `row` with the part of dz that the product reads in segment number `segment` of K. If the cell has one
-// segment, it contains all gates. A GRU has one segment per gate, in the order of memory, so that the candidate's dz
-// can be multiplied by r. If its reset comes before the product, it has segments for r and z only.
+// Initialize `row`: the dz of one batch item in part number `segment` of the product. A cell with one segment has all
+// gates in it. A GRU has one segment per gate, in the order of memory, so that only the candidate's dz is multiplied
+// by r. If its reset comes before the product, it has segments for r and z only.
 template <class Cell, class S, class Arrays>
 void find_row(thread const Following<Cell, S, Arrays>& x, int b, int segment, thread FollowingRow<S, Arrays>& row) {
   thread const Step& s = *x.s;
@@ -88,7 +88,7 @@ const device S* either(Absent, const device S* dz) { return dz; }
 template <class S, class X>
 const device S* either(const device X* row, const device S*) { return (const device S*)row; }
 
-// Return the gradient of h_t[b, j]: the part from step t + 1 plus the gradient dh that the caller gives. width: of h.
+// Return the gradient of h_t[b, j]: the part from the next step, or dhT at the end, plus the cotangent dh of step t.
 template <class Arrays>
 float dh_sum(
     thread const Step& s, thread const Arrays& a, threadgroup const float* sum, int length, int b, int j, int width) {
@@ -98,8 +98,8 @@ float dh_sum(
   return outside + *sum * mask_at(s, a.mask, next, b, j, width);
 }
 
-// Return number `at` of the gates in a row of the forward pass, which has `length` elements. The gates lie behind c and
-// h. If the call has no rows, return 0.
+// Return one gate of the forward pass: element `at` of row number `row` in `rows`. A row has `length` elements: c, h
+// and the gates that one forward launch wrote. Return 0 if there are no rows.
 template <class S> float gate_in_row(Absent, Absent, Index, Index) { return 0.0f; }
 template <class S, class X, class R>
 float gate_in_row(const device X* rows, R row, Index length, Index at) {
@@ -117,8 +117,8 @@ void stepwise_backward(
   const device S* dz_before = (const device S*)a.before + start;
   const Following<Cell, S, Arrays> x = {either(a.dh_now, dz_before), &a, &s, H};
   const Block own = {b0, j0, simdgroup, lane, sums, tiles};
-  // The first launch has no previous launch whose dz it could multiply. So it has no product, except that of dh_t with
-  // Wp.
+  // The first launch of a backward pass (`begins`) has no dz of a later step, which the product would multiply by Wh.
+  // So it skips the product. With a projection it must not, because the product then multiplies dh_t by Wp.
   const bool begins = s.n + 1 == s.T;
   if (!begins || is_present(a.dh_now))
     Product::template product<OneBlock, 0, COLUMNS, Cell::SEGMENTS>(
@@ -151,7 +151,7 @@ void stepwise_backward(
       // The carry is dc or, for a cell with PASSES_H, the part of dh that bypasses the product.
       float dh_or_past = Cell::PASSES_H ? carry + dh_t : dh_t;
       Cell::template constants<Index>(a, s.d, H, j, p);
-      const float q = value_at(a.q, ((Index(s.d) * s.T + s.t) * B + b) * H + j, 0.0f);
+      const float q = value_at(a.q, place_by_direction(s, b, H) + j, 0.0f);
       Cell::backward(y, p, before, float(a.states[now]), q, dh_or_past, carry, dz);
       if (Cell::PASSES_H) carry = dh_or_past;
       if (is_present(a.keep)) unscaled = carry, carry *= factor;

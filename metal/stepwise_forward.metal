@@ -3,10 +3,10 @@
 //   gates, state, h = cell(z_t, (mask_t * h_before) Wh^T, keep_t * state_before);   `mask` already includes `keep`
 //
 //   z         [T, B, D G H]  the input's part of the preactivations, blocks in the cell's gate order
-//   before    the row of the step processed before this one
-//   after     the row that this launch writes: c (if the cell has one), m [B, D H] (the cell's output: h, or with a
-//             projection the vector to be projected) and, if SAVES, the gates [B, D G H]; 0 past an item's end
-//   h_before  [B, D K]       with a projection, a row with h of the step before; the cells' rows then contain no h
+//   before    the array that the launch of the step processed before this one has written
+//   after     the array ("row") that this launch writes: c (if the cell has one); then m [B, D H], which is h or, with
+//             a projection, the vector to be projected; then, if SAVES, the gates [B, D G H]; 0 past an item's end
+//   h_before  [B, D K]       with a projection only: h of the step before, from a separate launch. K: the width of h
 //   Wh        [D, G H, K]    peephole  [D, 4H]     bhn  [D H]
 //   h0, c0    [B, D K], [B, D H]: the first states of an item, at t = 0 or, in reverse, at its end
 //   mask      [T or 1, B, D K]     keep     [T, B, D]      lengths  [B]      numbers  [2]: forget bias, clip of c
@@ -15,9 +15,9 @@
 // product, into `sums` [ROWS][gates][UNITS] in threadgroup memory; then every thread computes some cells. The product
 // ends with a barrier between the two parts. Product is ByLanes, ByTiles or QuantizedByLanes.
 
-// A row of the operand of the forward product: mask * h_before, of one batch item. An item begins with h0. If there is
-// no h0 it begins with zeros: the launch of step n = 0 has no product, and later launches find the zeros that the
-// launch before wrote, because such an item runs in reverse and was past its end.
+// A row of the operand of the forward product: mask * h_before, of one batch item. An item begins with h0. Without h0
+// it begins with zeros: at step n = 0 the product is skipped. An item that begins later runs in reverse and is shorter
+// than T; for its steps past the end, the launches have written zeros as h.
 template <class S, class Arrays>
 struct PreviousRow {
   const device S* h;
@@ -60,7 +60,7 @@ void operands_at(thread const PreviousRow<S, Arrays>& row, int k, thread float (
   for (int e = 0; e < N; ++e) values[e] *= factors[e];
 }
 
-// Return the length of the product with mask * h_before: K, or 0 at step n = 0 if there is no h0.
+// Return how many terms a sum of the product has: K, the width of h_before; or 0 at step n = 0 if there is no h0.
 template <class Arrays>
 int product_length(thread const Step& s, thread const Arrays& a) { return s.n > 0 || is_present(a.h0) ? s.K : 0; }
 
@@ -97,7 +97,7 @@ void stepwise_forward(
       y[gate] = float(a.z[place(s, s.t, b, GATES * H) + Cell::block(gate) * H + j]);
       q[gate] = sums[r * COLUMNS + gate * UNITS + cell % UNITS];
     }
-    // `state` is c or, for a cell with PASSES_H, h. So it is passed to the cell both as h_prev and as c.
+    // `state` is c (LSTM) or h (GRU). A cell reads only one of h_prev and c, so both parameters get `state`.
     if constexpr (CARRIES)
       state = starts ? value_at(a.c0, at, 0.0f) : carry_at(a.before, at);
     else if constexpr (Cell::PASSES_H != 0)

@@ -1,7 +1,7 @@
-// One step of a GRU whose reset comes before the candidate's product, in two launches, forward and backward.
+// One step of a GRU whose reset comes before the candidate's product: two launches forward, and two backward.
 
-// First launch of a forward step: compute r, z, and r * mask * h_before.
-//   reset_row  [3, B, D H]: r * mask * h_before, r, z; this launch writes it as `after`
+// First launch of a forward step: compute r, z, and r * mask * h_before, the operand of the candidate's product.
+//   after  [3, B, D H]: r * mask * h_before, then r, then z. The second launch reads this array as `reset_row`
 // stepwise_forward.metal describes the other arrays.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_gru_reset(
@@ -65,9 +65,9 @@ void stepwise_gru_candidate(
 
 // Second launch of a backward step: compute the gradient of r, and the gradient of h_before through the candidate's
 // product.
-//   now_row  the row that stepwise_backward wrote for this step; `after`: a copy of it that includes both gradients
+//   now_row  the array that stepwise_backward wrote for this step; `after`: a copy of it that includes both gradients
 //   weights  [D, H, H], the transposed Wh of the candidate
-// With `keep`, the numbers behind dz are copied. stepwise_backward.metal describes the other arrays.
+// With `keep`, the part behind dz in now_row is copied unchanged. stepwise_backward.metal describes the other arrays.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_gru_reset_backward(
     thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {

@@ -1,10 +1,10 @@
-// The recurrent product of a step for few batch items: one matrix-vector product per item. Reading the weights limits
-// its speed.
+// The recurrent product of a step for few batch items, whose speed is limited by reading the weights. A threadgroup
+// computes the batch items r from b0 on and, as columns n, UNITS units from j0 on of each gate from gate FIRST on.
 //
 //   sums[r, n] = sum over k of x(b0 + r, k) weights[row(n), k]
 //   row(n) = Gates::block(FIRST + n / UNITS) H + j0 + n % UNITS
 //
-//   x        the operand: find_row(x, b, segment, row) finds the numbers of batch item b in one of SEGMENTS parts of K
+//   x        the operand: find_row(x, b, segment, row) finds batch item b's numbers in one of SEGMENTS equal parts of k
 //   weights  [., K], H rows per gate
 //   sums     [ROWS, COLUMNS], in threadgroup memory; a barrier at the end separates the writes of the simdgroups from
 //            the reads of the cells

@@ -44,15 +44,15 @@ struct PackedColumn {
   Index words, group;
 };
 
-// The sums that a lane computes from the weights that it takes at a time: for every row and column the sum of number
-// times x, and for every row the sum of x. The struct also has the scale and the bias, which only the first lane of a
-// quantization group reads.
+// The sums of a lane over the TAKEN weights that it multiplies at a time. products[column][row]: of x times
+// number_at(weight). x_sums[row]: of x. scales, biases: of each column's quantization group; only the first lane of a
+// group reads them.
 template <int ROWS, int OWN>
 struct PartialSums {
   float products[OWN][ROWS], x_sums[ROWS], scales[OWN], biases[OWN];
 };
 
-// Multiply the weights that a lane takes at a time with its numbers of every row, and add the products to `part`.
+// Multiply the lane's next TAKEN weights of each column by x of every batch item, and add the results to `part`.
 template <int ROWS, int OWN, int BITS, int GROUP, class A, class B, class R>
 void multiply(
     thread R (&rows)[ROWS], Packed<BITS, GROUP, A, B> weights, thread PackedColumn (&columns)[OWN], uint place,
@@ -136,10 +136,10 @@ struct QuantizedByLanes {
 
 // --- The product in tiles ---
 
-// The two columns of the product for which a lane holds weights: two rows of quantized weights, and 16 neighbouring
-// weights of each for one turn, with their scale and bias. 16 weights lie in one quantization group; only the lane with
-// the group's first weights, the `leader`, reads its scale and bias. k: the first of the 16 weights. There is only one
-// slice: others would read the same words.
+// The weights that a lane holds for two columns of the product, which are two rows of quantized weights. In each turn
+// of 128 numbers it holds 16 neighbouring weights of each row, from number k on, and their scale and bias. If lanes
+// share a quantization group, only the one with the group's first weights, the `leader`, reads its scale and bias.
+// Several simdgroups (slices) do not divide a turn, because they would read the same words.
 template <int BITS, int GROUP, class A, class B>
 struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
   enum { SPAN = 16, QUADS = 4, STEP = 4, WORDS = (BITS + 1) / 2 };
@@ -149,7 +149,7 @@ struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
   float2 factors[2];
 };
 
-// Initialize column e of `own`: a row of weights. first: its first number of K; place: the lane's row in a matrix.
+// Let column e (0 or 1) of `own` be row `row` of the weights, from `first` on. place: the lane's row in a matrix.
 template <int BITS, int GROUP, class A, class B>
 void find_column(
     thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, Packed<BITS, GROUP, A, B> weights, int e, Index row, int K,
@@ -160,22 +160,22 @@ void find_column(
   own.columns[e].biases = column.biases;
   own.k = first + 16 * place;
   own.lane = lane;
-  // Bits 2, 4 and 16 of `lane` encode its row. 2, 4 or 8 rows share a group; in its first row their bits are 0.
+  // Bits 2, 4, 16 of `lane` are its matrix row. 2, 4 or 8 rows share a group; its first lane has 0 in 1, 2 or 3 bits.
   own.leader = lane & ~(GROUP == 16 ? 0 : GROUP == 32 ? 2 : GROUP == 64 ? 6 : 22);
 }
 
-// Return the bias that lane `leader` has, or 0 if there are no biases.
+// Return the bias that lane `leader`, the first lane of a quantization group, has read. Without biases return 0.
 inline float of_leader(float, int, Absent) { return 0.0f; }
 template <class B> float of_leader(float bias, int leader, B) { return simd_shuffle(bias, ushort(leader)); }
 
-// Read the lane's weights of a turn, or zeros if they are not `inside` the row, and advance to the next turn.
+// Read the lane's 16 weights of both columns, or zeros if not `inside` the row. Then let k be 128 numbers further.
 template <int BITS, int GROUP, class A, class B>
 void load_columns(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, bool inside) {
   constexpr int WORDS = (BITS + 1) / 2;
 #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
     float scale = 0.0f, bias = 0.0f;
-    // 16 weights are BITS halves of words. With an odd number of bits they need not begin with a whole word.
+    // 16 weights take 16 BITS bits, which are BITS ushorts. If BITS is odd, they may begin in the middle of a word.
     const device ushort* halves = (const device ushort*)own.columns[e].words + own.k / 16 * BITS;
 #pragma clang loop unroll(full)
     for (int n = 0; n < WORDS; ++n) {
@@ -205,7 +205,7 @@ void load_turn(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own) { load_col
 inline float weight_of(float q, float2 factors, Absent) { return factors.x * q; }
 template <class B> float weight_of(float q, float2 factors, B) { return factors.x * q + factors.y; }
 
-// Dequantize the weights of quad n, w[column][matrix].
+// Dequantize the lane's weights for four 8 x 8 matrices (quad number n). w[column][m]: the weight in matrix m.
 template <int BITS, int GROUP, class A, class B>
 void weights_of(
     thread const LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, int n, thread float (&w)[2][4]) {
@@ -218,7 +218,7 @@ void weights_of(
   }
 }
 
-// Multiply the last `left` numbers of K, fewer than 128 and whole spans of 16. place: the lane's row in a matrix.
+// Multiply the last `left` numbers of K, a multiple of 16 below 128. place: the lane's row in an 8 x 8 matrix.
 template <int ROWS, int BITS, int GROUP, class A, class B>
 void multiply_rest(
     thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, int left, int place, int,

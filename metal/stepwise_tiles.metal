@@ -1,18 +1,18 @@
 // The recurrent product of a step for many batch items: the equation of stepwise_lanes.metal, computed with 8 x 8
 // matrices.
 //
-// The product proceeds along K in turns of 128 numbers. In each turn the threads copy these numbers of ROWS rows of
-// operands as float into `tiles` in threadgroup memory, PITCH floats apart: a simdgroup copies a row, four numbers per
-// lane. Only one simdgroup uses a weight, so every lane reads its own weights from device memory. Simdgroup s computes
-// columns 8 s ... 8 s + 7 for all rows. With few columns SLICES simdgroups share a block of eight columns, and each
-// multiplies every SLICES-th quad of matrices. sums is [SLICES, ROWS, COLUMNS]; at the end its first slice holds
-// the result. With several slices, a thread may read only the sums of the cells thread_index, thread_index + THREADS,
-// ..., because it has added up these itself.
+// Each sum has K terms, which are added in turns of 128. In each turn the threads first copy 128 numbers of x of all
+// ROWS batch items, as float, into `tiles` in threadgroup memory, because all simdgroups read them. Rows of a tile are
+// PITCH floats apart. A weight is used by one simdgroup only, so lanes read their weights from device memory.
+// Simdgroup s computes columns 8 s ... 8 s + 7 of all rows. If there are few columns, SLICES simdgroups share eight
+// columns; each of these "slices" multiplies a part of the numbers of a turn. The results are sums [SLICES, ROWS,
+// COLUMNS]. At the end the slices are added up in the first one. A thread may then read only the sums that it has added
+// up itself: those of the cells thread_index, thread_index + THREADS, ...
 //
-// A sum may add its terms in any order. So the numbers of a turn are divided among 16 matrices in an order that gives
-// each lane neighbouring numbers: column c of left matrix m, m < 4, of a "quad" of matrices is number SPAN c + m of the
-// quad, and row c of the right matrix is the weight with the same number. Eight lanes read 8 SPAN neighbouring numbers
-// of a row of weights. Weights that are not quantized have SPAN = 4, and the quads begin 32 numbers apart.
+// Terms may be added in any order. So the 128 numbers of a turn are divided among 16 pairs of 8 x 8 matrices (a "quad"
+// is four pairs) in an order that gives each lane neighbouring numbers in memory. In pair m of a quad, column c of the
+// left matrix (x) and row c of the right matrix (weights) hold number SPAN c + m of the quad. Eight lanes read 8 SPAN
+// neighbouring weights. Weights that are not quantized have SPAN = 4, and the quads begin 32 numbers apart.
 //
 // Barriers: in each turn one between the copies and the products, and one between the products and the next turn's
 // copies; at the end one between the writes of all simdgroups and the reads of the sums.
@@ -23,8 +23,8 @@
 // threadgroup memory.
 constant constexpr int TURN = 128, PITCH = TURN + 4;
 
-// A lane holds weights of two columns of the product. columns: pointers to the lane's next weights of both columns.
-// numbers: the lane's weights of one turn. STEP: the distance between the quads of a simdgroup.
+// A lane holds weights of two columns of the product. columns: pointers to its next weights of both. numbers: its
+// weights of one turn (128 numbers of K), QUADS vectors of 4 per column. STEP: the distance between these vectors.
 template <class W, int SLICES> struct LaneColumns {};
 template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
   enum { SPAN = 4, QUADS = 4 / SLICES, STEP = 32 * SLICES };
@@ -32,7 +32,7 @@ template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
   vec<S, 4> numbers[2][QUADS];
 };
 
-// Initialize column e of `own`: a row of weights. first: its first number of K; place: the lane's row in a matrix.
+// Let column e (0 or 1) of `own` be row `row` of the weights, from `first` on. place: the lane's row in a matrix.
 template <int SLICES, class S>
 void find_column(
     thread LaneColumns<const device S*, SLICES>& own, const device S* weights, int e, Index row, int K, int first,
@@ -40,7 +40,7 @@ void find_column(
   own.columns[e] = weights + row * K + first + 32 * slice + 4 * place;
 }
 
-// Read the weights of a whole turn, and advance the columns to the next turn.
+// Read the lane's weights of both columns for a turn (128 numbers of K). Then let the pointers be 128 numbers further.
 template <int SLICES, class S>
 void load_turn(thread LaneColumns<const device S*, SLICES>& own) {
   using Four = typename Neighbours<S>::four;
@@ -53,15 +53,15 @@ void load_turn(thread LaneColumns<const device S*, SLICES>& own) {
   own.columns[1] += TURN;
 }
 
-// Convert the lane's weights of quad n to float, and return them in w[column][matrix].
+// Convert the lane's weights for four 8 x 8 matrices (quad number n) to float. w[column][m]: the weight in matrix m.
 template <int SLICES, class S>
 void weights_of(thread const LaneColumns<const device S*, SLICES>& own, int n, thread float (&w)[2][4]) {
 #pragma clang loop unroll(full)
   for (int part = 0; part < 8; ++part) w[part / 4][part % 4] = float(own.numbers[part / 4][n][part % 4]);
 }
 
-// Copy 128 numbers of COUNT rows into a tile. A simdgroup copies every STEP-th row, beginning with row `first`, to
-// `own`, and advances its rows.
+// Copy 128 numbers of COUNT rows of operands into a tile. This simdgroup copies rows `first`, first + STEP, ..., to
+// `own`, 4 numbers per lane. Then it moves `rows` on by 128 numbers.
 template <int COUNT, int STEP, int OWN, class R>
 void copy_turn(thread R (&rows)[OWN], int first, threadgroup float4* own) {
 #pragma clang loop unroll(full)
@@ -81,8 +81,8 @@ void copy_turn(thread R (&rows)[OWN], int first, threadgroup float4* own) {
   }
 }
 
-// Copy the last `left` numbers of the rows, fewer than 128, and zeros up to number `end`, rounded up to a multiple of
-// 32. A lane copies number `lane` and every 32nd number after it to `own`. (Its `rows` point to number 4 lane.)
+// Copy the last `left` < 128 numbers of each row into the tile, then zeros up to `end`, rounded up to a multiple of
+// 32. A lane copies numbers lane, lane + 32, ... (`rows` point to number 4 lane, so 3 lane is subtracted.)
 template <int COUNT, int STEP, int OWN, class R>
 void copy_rest(thread const R (&rows)[OWN], int first, int lane, int left, int end, threadgroup float* own) {
   for (int part = 0; part < end; part += 32) {
@@ -96,9 +96,9 @@ void copy_rest(thread const R (&rows)[OWN], int first, int lane, int left, int e
   }
 }
 
-// Multiply all rows with this simdgroup's columns, in the four matrices of a quad. A lane holds two neighbouring
-// numbers of each matrix: two of one row of the left matrix, the operands, and two of one row of the right matrix, w.
-// `operands` points to the lane's first four numbers.
+// Multiply all rows of x by eight columns of weights, in four pairs of 8 x 8 matrices (a quad). Lanes share a matrix:
+// each holds two neighbouring numbers of one row, of the left matrix (x) and of the right one (w[0][m], w[1][m]).
+// `operands` points to the lane's four first numbers, one per left matrix; the second ones lie SPAN numbers further.
 template <int ROWS, int SPAN>
 void multiply_quad(
     thread const float (&w)[2][4], threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
@@ -134,7 +134,7 @@ void multiply_turn(
   }
 }
 
-// Multiply the last `left` numbers of K, fewer than 128. place: the lane's row in a matrix.
+// Multiply the last `left` numbers of K, which are fewer than 128. place: the lane's row in an 8 x 8 matrix.
 template <int ROWS, class S, int SLICES>
 void multiply_rest(
     thread LaneColumns<const device S*, SLICES>& own, int left, int place, int slice,
@@ -194,7 +194,7 @@ struct ByTiles {
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       if (left > 0) {
-        // A quad of quantized weights has numbers from the whole turn, so zeros must fill the tile to its end.
+        // Each quad of quantized weights reads from the whole tile (128 numbers per row), so zeros must fill it.
         const int end = Own::SPAN == 4 ? left : TURN;
         copy_rest<ROWS, STEP>(rows, simdgroup, lane, left, end, block.tiles + simdgroup * PITCH + lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);

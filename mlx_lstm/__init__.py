@@ -1,8 +1,9 @@
 """LSTM, GRU and plain RNN layers for Apple Silicon, on MLX.
 
 lstm, gru, rnn               a layer over a sequence as a function; the gradient by itself: lstm_gradients, ...
-pointwise, recurrent         your own cell over a sequence: pointwise generates code for it (see cells), recurrent not
-recognise, join_directions   the call that equals a cell written by hand; the arrays of two layers as one of both ways
+pointwise, recurrent         run your own cell over a sequence; pointwise generates code for it, recurrent calls it
+recognise                    which of these functions computes the same as a cell that you wrote yourself
+join_directions              join the arrays of a forward and a reverse layer for one bidirectional call
 Quantized                    a weight as mx.quantize packs it
 nn                           layers as in mlx.nn: LSTM, GRU, RNN; replace() puts them into a model, stack() runs lists
 torch                        layers as in PyTorch: several layers, both directions, packed sequences as lengths

@@ -103,8 +103,9 @@ def gru(a: Arrays, state: Arrays) -> tuple[Array, ...]:
 def augru(a: Arrays, state: Arrays, attention: Array) -> tuple[Array, ...]:
     r"""Run a step of a GRU whose update gate is scaled by attention (AUGRU; Zhou et al., "DIEN", arXiv:1809.03672).
 
-    Gates r, u, n; call `pointwise` with `apart=True`; state h; inputs attention, one score per step: an array [T, B,
-    1]. :math:`u' = attention \sigma(u)`, :math:`h' = (1 - u') h + u' n`, with n as in `gru`.
+    The gates are r, u, n, the state is h. The input `attention`, an array [T, B, 1], is one score per step and
+    sequence. Call `pointwise` with `apart=True`: each gate is then a pair, its parts from x and from h. :math:`u' =
+    attention \sigma(u)`, :math:`h' = (1 - u') h + u' n`, with n as in `gru`.
     """
     (xr, hr), (xu, hu), (xn, hn) = a
     (h,) = state

@@ -43,12 +43,16 @@ bias, "bhn" a bias that the reset gate multiplies, "p" a peephole."""
 
 
 class Block(NamedTuple):
-    """H rows of one of the module's parameters, which may be the weights of one gate.
+    """H rows of one parameter of the user's module. They may be the weights of one gate.
 
-    name: the key of the parameter; title: the Python code for the parameter; view: the function that returns all
-    rows of the parameter, or of its transpose or of some columns, [k H, C] or [k H]; form: the code for this view,
-    such as ".T"; columns: the code for the columns, such as ":5"; row: the index of the block among the k blocks of
-    H rows; kinds: what the block may be (see `Part`), judging by its shape.
+    The rows belong to a view of the parameter: the parameter itself, its transpose, or some of its columns. The view
+    has k blocks, so its shape is [k H, C], or [k H] for a bias.
+
+        name: the parameter's key in the module        title: the Python code for the parameter
+        view: the function that returns the view       form: the code for it, such as ".T"
+        columns: the code for the columns, such as ":5"
+        row: which of the k blocks this one is
+        kinds: the uses that the block's shape allows (see `Part`)
     """
 
     name: str
@@ -194,8 +198,8 @@ class Trial:
         self.known: dict[Any, np.ndarray | None] = {}
 
     def numbers(self, block: Block) -> np.ndarray:
-        """Return the random weights that a block has in a run in which it is not 0, [H, C] or [H]. They are always
-        the same for the same block."""
+        """Return the random weights [H, C] or [H] for a block of rows. In each run of the cell all blocks are 0 except
+        one or two, which have these weights. The weights of a block are the same in every run."""
         C = {"x": self.D, "h": self.H}.get(block.kinds[0])
         draws = np.random.default_rng([block.row, self.blocks.index(block)])
         return draws.uniform(-1.5, 1.5, (self.H, C) if C else self.H) / np.sqrt(C or 1)
@@ -284,8 +288,9 @@ def blocks_of(name: str, title: str, shape: tuple[int, ...], D: int, H: int) -> 
 
 
 def parts_of(way: Way, trial: Trial) -> dict[Part, list[Block]] | None:
-    """Find out which blocks hold the weights of which gate if the cell computes what `way` says. Return a dict from
-    (gate, kind) to blocks, or None if the cell computes something else."""
+    """Find out which blocks (H rows of a parameter) hold the weights of which gate, if the cell computes the formula
+    that `way` names. Return a dict from (gate, kind) to blocks, or None if the cell computes something else. The kind
+    says what the weights multiply, see `Part`."""
     baseline = trial.baseline(way.op == "lstm")
     if baseline is None or not near(baseline, stepped(way, trial, {})):
         return None
@@ -307,8 +312,10 @@ def parts_of(way: Way, trial: Trial) -> dict[Part, list[Block]] | None:
 
 
 def part_of(way: Way, trial: Trial, n: int, gates: list[str], context: tuple[int, ...]) -> Part | None:
-    """Return the (gate, kind) of weights for which the formula of `way` changes the states as block n does, or None.
-    gates: the gates to test; context: the index of one other block that is not 0 (see `OPENER`), or nothing."""
+    """Return (gate, kind): the gate to which block n (H rows of a parameter) belongs, and what its weights multiply
+    (see `Part`). The formula that `way` names must give the same states with these weights as the cell with this
+    block. Return None if no gate fits. gates: the gates to test. context: the index of another block that is also not
+    0, because some gates have no effect alone; or ()."""
     got = trial.run(way.op == "lstm", (*context, n))
     if got is None:
         return None
@@ -335,8 +342,8 @@ def sigmoid(x: Any) -> np.ndarray:
 
 
 def stepped(way: Way, trial: Trial, weights: dict[Part, np.ndarray]) -> np.ndarray:
-    """Compute one step of the formula of `way` with these weights, while all other weights are 0. Return the states
-    [1 or 2, B, H]."""
+    """Compute one step of the formula that `way` names, such as a GRU's. `weights` holds the weights that are not 0,
+    by (gate, kind). Return the states [1 or 2, B, H]."""
     x, h, c, options = trial.x, trial.h, trial.c, way.options
     zero = np.zeros((1, 1))
 
@@ -395,8 +402,9 @@ def arguments_of(way: Way, parts: dict[Part, list[Block]], H: int) -> dict[str, 
 
 
 def order_of(blocks: list[list[Block]], gates: str) -> str:
-    """Return the gate order of a parameter whose rows are exactly these blocks, one for each gate; empty if the blocks
-    are not the rows of one parameter."""
+    """Return the gate order of the parameter whose rows are these blocks. `blocks` has for each of the `gates` a list
+    of blocks (H rows of a parameter each). Return "" if a gate has several blocks, or if the blocks are not all rows
+    of one parameter."""
     firsts = [each[0] for each in blocks if len(each) == 1]
     like = {(block.name, block.form, block.columns) for block in firsts}
     if len(firsts) != len(gates) or len(like) != 1 or firsts[0].k != len(gates):
@@ -405,9 +413,10 @@ def order_of(blocks: list[list[Block]], gates: str) -> str:
 
 
 def joined(blocks: list[list[Block]], order: str, H: int) -> Expression:
-    """Return the expression of an argument that holds the blocks of all gates one after the other. Several blocks of
-    one gate are several biases, so they are added."""
-    # Whole parameters, whose rows have the call's gate order, are written without slices: "ih.bias + hh.bias".
+    """Return the code of one argument of the call: the weights of all gates one after the other. `blocks` has for each
+    gate its blocks (H rows of a parameter each). Several blocks of one gate are several biases, so they are added."""
+    # If the blocks are the rows of whole parameters, in the call's gate order, the code needs no slices: "ih.bias +
+    # hh.bias". An entry of `columns` has the blocks of one such parameter.
     columns = list(zip(*blocks, strict=True)) if len({len(each) for each in blocks}) == 1 and blocks[0] else []
     if columns and all(order_of([[block] for block in column], order) == order for column in columns):
         firsts = [column[0] for column in columns]
@@ -429,12 +438,12 @@ def joined(blocks: list[list[Block]], order: str, H: int) -> Expression:
 
 
 def whole(block: Block, arrays: dict[str, mx.array]) -> mx.array:
-    """Return all rows of the parameter to which a block belongs."""
+    """Return all rows of the parameter from which `block` (H of its rows) was taken."""
     return block.view(arrays[block.name])
 
 
 def sliced(block: Block, H: int) -> str:
-    """Return the Python code for one block's rows of its parameter."""
+    """Return the Python code that selects a block of H rows from its parameter, such as "self.weight[0:4]"."""
     return block.text(f"{block.row * H}:{(block.row + 1) * H}" if block.k > 1 else "")
 
 

@@ -31,8 +31,8 @@ from .checks import (
     check_option,
     fail,
 )
-from .convert import Weights, to_torch
-from .convert.torch import NAMES, WAYS
+from .convert import Weights
+from .convert.torch import NAMES, WAYS, by_names
 from .engines import cells
 from .engines.at_once import Run, by_mlx, by_numpy, computes_now, derived
 from .engines.choice import Engine, check_engine
@@ -454,8 +454,11 @@ class GRU(Layers):
     else is as in `LSTM`, but there is no projection.
 
     Args:
-        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, checkpoint_every, engine: as in
-            `LSTM`.
+        input_size, hidden_size, num_layers (int): the size I of the features, the size H of the state, the number of
+            layers K.
+        bias, batch_first, dropout, bidirectional: as in `torch.nn.GRU`; `LSTM` here describes them, too.
+        checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in `LSTM`.
+        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
 
     Example:
         >>> import mlx.core as mx
@@ -503,9 +506,12 @@ class GRU(Layers):
 
         Args:
             input (array): [L, N, I]; [N, L, I] with `batch_first`; or [L, I].
-            hx (array, optional): h_0 [K D, N, H], or [K D, H] for an input [L, I]. Default: zeros.
-            lengths (integer array or list, optional): [N], as in `LSTM`.
-            key, keep, hold (optional): as in `LSTM`.
+            hx (array, optional): h_0 [K D, N, H], or [K D, H] for an input [L, I], with K layers and D directions.
+                Default: zeros.
+            lengths (integer array or list, optional): [N], the number of steps of each sequence, as in `LSTM`.
+            key (array, optional): the random key of dropout, as in `LSTM`.
+            keep (array, optional): factors on the states before each step, as in `LSTM`.
+            hold (array, optional): steps that leave the states as they are, as in `LSTM`.
 
         Returns:
             tuple: output [L, N, D H] (or [N, L, D H], or [L, D H]) and h_n, shaped as `hx`.
@@ -523,8 +529,11 @@ class RNN(Layers):
     there is no projection.
 
     Args:
-        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, checkpoint_every, engine: as in
-            `LSTM`.
+        input_size, hidden_size, num_layers (int): the size I of the features, the size H of the state, the number of
+            layers K.
+        bias, batch_first, dropout, bidirectional: as in `torch.nn.RNN`; `LSTM` here describes them, too.
+        checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in `LSTM`.
+        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
         nonlinearity (str): s, `"tanh"` or `"relu"`. Default: `"tanh"`.
 
     Example:
@@ -572,7 +581,12 @@ class RNN(Layers):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> tuple[mx.array, mx.array]:
-        """Return what `GRU` returns, for the same arguments."""
+        """Return (output, h_n): the last layer's h at every step [L, N, D H], and the last h of all layers [K D, N, H].
+
+        `input` is [L, N, I]. The other arguments are optional: the first h `hx` [K D, N, H], the number of steps of
+        each sequence `lengths` [N], the random key of dropout `key`, factors on the states `keep`, and steps that leave
+        the states as they are `hold`. They mean the same as in `GRU`, and the same other shapes are accepted.
+        """
         output, last = self.run(cells.RNNCell(self.nonlinearity), input, {"h": hx}, lengths, key, keep, hold)
         return output, last["h"]
 
@@ -584,10 +598,13 @@ class QuantizedLSTM(QuantizedLayer, LSTM):
     mode)` or `mlx_lstm.nn.quantize` to make one. It has the parameters of `LSTM`; a quantized weight has two more
     arrays whose names end in `_scales` and `_biases`, for example `weight_hh_l0`, `weight_hh_l0_scales`,
     `weight_hh_l0_biases`. All parameters are frozen. The width of h (H, or `proj_size`) must be a multiple of
-    `group_size`. A `weight_ih_lk` or `weight_hr_lk` whose number of columns is not a multiple stays a float weight.
+    `group_size`. If the number of columns of a `weight_ih_lk` or `weight_hr_lk` is not a multiple of it, this array
+    stays a float weight.
 
     Args:
-        as in `LSTM`, and the keywords group_size, bits and mode, as in `mlx_lstm.nn.QuantizedLSTM`.
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size, engine: the
+            arguments of `LSTM`.
+        group_size, bits, mode: how `mx.quantize` packs the weights, as in `mlx_lstm.nn.QuantizedLSTM`.
 
     Example:
         >>> import mlx.core as mx
@@ -605,7 +622,7 @@ class QuantizedLSTM(QuantizedLayer, LSTM):
 
 
 class QuantizedGRU(QuantizedLayer, GRU):
-    """`GRU` with quantized weights; see `QuantizedLSTM`.
+    """`GRU` with quantized weights in all layers and directions, as in `QuantizedLSTM`.
 
     Example:
         >>> import mlx.core as mx
@@ -619,7 +636,7 @@ class QuantizedGRU(QuantizedLayer, GRU):
 
 
 class QuantizedRNN(QuantizedLayer, RNN):
-    """`RNN` with quantized weights; see `QuantizedLSTM`.
+    """`RNN` with quantized weights in all layers and directions, as in `QuantizedLSTM`.
 
     Example:
         >>> import mlx.core as mx
@@ -640,7 +657,8 @@ class Cell(Layers):
         super().__init__(input_size, hidden_size, 1, bias, False, 0.0, False, 0, None, engine)
 
     def key(self, name: str, layer: int, ending: str) -> str:
-        """Return the name of a parameter, which is `name`: a cell has one layer and one direction."""
+        """Return the name of a parameter in a cell: `name` without an ending for layer and direction, since a cell has
+        only one of each."""
         return name
 
     def one_step(self, cell: cells.Cell, input: mx.array, states: dict[str, Any]) -> Arrays:
@@ -674,7 +692,9 @@ class LSTMCell(Cell):
     steps in one call, or to quantize the weights, make a layer of them: `from_weights(convert.from_torch(cell))`.
 
     Args:
-        input_size, hidden_size, bias, engine: as in `LSTM`.
+        input_size, hidden_size (int): the sizes I of the features and H of the states.
+        bias (bool): whether there are biases. Default: `True`.
+        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
 
     Example:
         >>> import mlx.core as mx
@@ -707,7 +727,9 @@ class LSTMCell(Cell):
 
 
 class GRUCell(Cell):
-    """`torch.nn.GRUCell` as an MLX layer; parameters as in `LSTMCell`, gate order r, z, n.
+    """`torch.nn.GRUCell` as an MLX layer: a `GRU` of one layer and direction that runs one step per call.
+
+    Parameters: `weight_ih` [3H, I], `weight_hh` [3H, H], `bias_ih`, `bias_hh` [3H]; gate order r, z, n.
 
     Example:
         >>> import mlx.core as mx
@@ -733,7 +755,9 @@ class GRUCell(Cell):
 
 
 class RNNCell(Cell):
-    """`torch.nn.RNNCell` as an MLX layer; parameters as in `LSTMCell`, `nonlinearity` as in `RNN`.
+    """`torch.nn.RNNCell` as an MLX layer: an `RNN` of one layer and direction that runs one step per call.
+
+    Parameters: `weight_ih` [H, I], `weight_hh` [H, H], `bias_ih`, `bias_hh` [H]. `nonlinearity` is "tanh" or "relu".
 
     Example:
         >>> import mlx.core as mx
@@ -762,7 +786,12 @@ class RNNCell(Cell):
         return super()._extra_repr() + (f", nonlinearity={self.nonlinearity}" if self.nonlinearity != "tanh" else "")
 
     def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
-        """Return h after a step, for the same arguments as `GRUCell`."""
+        """Return h after a step, [N, H] or [H].
+
+        Args:
+            input (array): [N, I] or [I].
+            hx (array, optional): h before the step, [N, H] or [H]. Default: zeros.
+        """
         return self.one_step(cells.RNNCell(self.nonlinearity), input, {"h": hx})["h"]
 
 
@@ -790,7 +819,8 @@ def from_weights(
         LSTM, GRU or RNN: the layer, with both biases or none.
 
     Raises:
-        ValueError: the cell has an option that torch's layers do not have.
+        ValueError: the cell has an option that torch's layers do not have; `mlx_lstm.nn.from_weights` takes all
+            options.
 
     Example:
         >>> import mlx.nn
@@ -798,7 +828,7 @@ def from_weights(
         >>> torch.from_weights(convert.from_mlx(mlx.nn.GRU(3, 4)), batch_first=True)
         GRU(3, 4, batch_first=True)
     """
-    arrays = to_torch(weights)
+    arrays = by_names("torch.from_weights", weights)
     sizes = {"input_size": weights.input_size, "hidden_size": weights.hidden_size, "num_layers": len(weights.layers)}
     options = {"bias": weights.has_bias, "batch_first": batch_first, "dropout": dropout, "engine": engine}
     options |= {"bidirectional": weights.directions == 2}

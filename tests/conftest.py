@@ -98,7 +98,8 @@ def pytest_testnodedown(node, error):
     output = getattr(node, "workeroutput", {})
     if path := output.get("shader_coverage"):
         FROM_WORKERS.append(Path(path))
-    # Each worker process collects all tests, so one worker's counts are enough. Adding them would count tests twice.
+    # Every worker process collects all tests, so all of them report the same numbers of deselected tests. Take the
+    # numbers of the last worker instead of adding them.
     LEFT_OUT.clear()
     LEFT_OUT.update(output.get("left_out", {}))
 

@@ -88,8 +88,8 @@ class Model:
 
 
 def jacobian_rows(loss, theta):
-    """Return an array with two rows: the gradient of the loss for the cotangent 1, and for the cotangent 0.5.
-    mx.vmap maps the backward pass over these cotangents; theta is the same for both."""
+    """Return two rows: the gradient of the function `loss` at the vector `theta`, and half of this gradient. They are
+    the results of one backward pass for the cotangents 1 and 0.5, over which mx.vmap maps."""
     pull = lambda d: mx.vjp(lambda theta: [loss(theta)], [theta], [d])[1][0]  # noqa: E731
     return mx.vmap(pull)(mx.array([1.0, 0.5], mx.float64))
 

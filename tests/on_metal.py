@@ -179,12 +179,14 @@ def crossed(table, fewest=7):
     """Combine the options in `table` into few test cases. Return {"gru_both_3": {"op": "gru", "reset": ..., ...}}.
 
     Most options change the source of a kernel, so a test case per option would compile a kernel per option. Instead,
-    each option is added to the smallest case that it can be merged with. Each kind of cell has at least `fewest`
-    cases, or 3 for a GRU with reset="before", because the options of a kind include that many shapes of a mask. The
-    first case of a kind has no other option.
+    each option is added to the smallest case that it can be merged with.
 
-    The number of directions does not change a kernel's source. Therefore the bidirectional cases are copies of the
-    cases of one direction, and an option is only added if no copy has it.
+    A kind is an op with or without reset="before", in one or both directions. The options of a kind include masks of
+    about `fewest` shapes, and each shape needs its own case. So the first `fewest` options (3 with reset="before") each
+    become a case, to which further options are added. Only the first case of a kind keeps a single option.
+
+    The number of directions does not change a kernel's source. Therefore the bidirectional cases begin as copies of
+    the cases of one direction, and an option that one of these cases already has is not added again.
     """
     groups = {}
     for option in table.values():

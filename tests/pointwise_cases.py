@@ -13,7 +13,7 @@ from mlx_lstm.oracle.pointwise import comparison_distance, evaluate_graph
 
 
 class Form(check_cells.Form):
-    """A cell and the numbers of its gates, states, inputs of each step and parameters, as in `check.cells`."""
+    """A cell that is given as a function, with the number of its gates, states, inputs of each step and parameters."""
 
     def graph(self, B, H, dtype=mx.float32):
         return traced(self.cell, Counts(self.gates, self.states, self.inputs, self.params), self.apart, (B, H), dtype)

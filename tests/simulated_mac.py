@@ -92,8 +92,8 @@ def pytest_addoption(parser):
 
 
 def install():
-    """Simulate the Mac in this process and in the Python processes that it starts. In a worker process of
-    pytest-xdist, the second call of this function does nothing."""
+    """Simulate the Mac in this process and in the Python processes that it starts. A worker process of pytest-xdist
+    calls this function twice, at Python's start and from pytest; the second call does nothing."""
     if sys.platform == "darwin":
         return
     folder = str(Path(__file__).with_name("simulated_mac_children"))

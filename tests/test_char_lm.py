@@ -540,8 +540,8 @@ def test_a_training_step_on_metal_equals_that_on_the_cpu(engine, corpus):
             start[name] * (1 - rate * decay) - rate * g / (np.abs(g) + 1e-8)
             for g in (gradients[name] + error, gradients[name] - error)
         )
-        # AdamW divides by 1 - 0.9 and by sqrt(1 - 0.999) in its first step. The rounding of 0.9 and 0.999 gives these
-        # small differences a large relative error.
+        # In its first step AdamW divides by 1 - 0.9 = 0.1 and by sqrt(1 - 0.999). 0.9 and 0.999 have rounding errors of
+        # up to eps / 2, which are large relative to the differences 0.1 and 0.001.
         correction = eps / 2 * (1 / 0.1 + 0.5 / 0.001)
         floor = 8 * eps * (np.abs(start[name]) + rate) + correction * rate
         got = np.array(array)
@@ -583,8 +583,8 @@ def dropout_of(run):
 
 
 def clipped(gradients, limit):
-    """Return {name: gradient in float64}. If the norm of all gradients together exceeds `limit`, they are scaled
-    down to this norm."""
+    """Return {name: gradient in float64}. If the norm of all gradients together exceeds `limit`, they are scaled so
+    that the norm becomes `limit`."""
     named = {name: np.array(array).astype(np.float64) for name, array in tree_flatten(gradients)}
     norm = np.sqrt(sum((array**2).sum() for array in named.values()))
     return {name: array * min(1.0, limit / norm) for name, array in named.items()}

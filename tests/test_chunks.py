@@ -332,9 +332,10 @@ def test_little_is_kept(engine, T):
 
     with mx.stream(mx.cpu):
         few, all_of_it = peak_of(lambda: step("auto")), peak_of(lambda: step(None))
-    # Memory is counted in arrays of the size of x, h or c. In memory are h, dx, one chunk and, in a compiled graph, c.
-    # A chunk of `numpy` has T / 8 steps and 4 arrays: two for c and two for h. A chunk of `ops` has at most sqrt(T)
-    # steps and 16 arrays as wide as the gates (4 H). The factor 1.25 covers all other memory.
+    # The unit of memory is an array of the size of x [T, B, H], as are h, dx and c. Memory holds h, dx, one chunk of
+    # steps and, in a compiled graph, c. A chunk of `numpy` has T / 8 steps and takes 4 arrays per step, two of c and
+    # two of h: 4 / 8 units. A chunk of `ops` has at most sqrt(T) steps and takes 16 arrays per step, each 4 times as
+    # wide as h. The factor 1.25 covers all other memory.
     of_chunk = 4 / 8 if engine == "numpy" else 16 * 4 / T**0.5
     assert few < 1.25 * (2 + compiled + of_chunk) * x.nbytes
     # Without `checkpoint_every`, engine `numpy` saves most arrays in NumPy's memory. MLX does not count this memory, so
@@ -451,8 +452,9 @@ def test_a_stack_of_a_dialect_keeps_little():
 
     with mx.stream(mx.cpu):
         few, all_of_it = peak_of(lambda: step("auto")), peak_of(lambda: step(None))
-    # Memory is counted in arrays of the size of h. A layer needs three arrays: h, the gradient of h and the gradient of
-    # the layer's input. Dropout needs three more arrays between two layers. A chunk of steps takes 4 / 8 of an array.
+    # The unit of memory is an array of the size of h [T, N, H]. A layer needs three: h, the gradient of h and the
+    # gradient of the layer's input. Dropout needs three more between two layers. A chunk has T / 8 steps and takes 4
+    # arrays per step, two of c and two of h: 4 / 8 units.
     assert few < 1.25 * (3 * L + 3 * (L - 1) + 4 / 8) * x.nbytes
     assert few < 0.6 * all_of_it
 

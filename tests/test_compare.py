@@ -99,8 +99,9 @@ def test_float16_reaches_mpsgraph_as_such(recorder):
 
 
 def test_everything_agrees_in_processes_of_their_own(tmp_path, on_path):
-    """The unpatched command starts child processes that call the MPSGraph recorder. All contenders (implementations
-    to compare) agree with each other and with the oracle."""
+    """The compare command works with child processes, which import the MPSGraph recorder in place of Apple's
+    framework. (Most tests of this file run everything in one process.) All contenders, the implementations to
+    compare, agree with each other and with the oracle."""
     names = ["lstm: uni, mask", "gru: bi, no bias", "single_gate_rnn: one of"]
     code, report = run(tmp_path, "--contenders", "mpsgraph", "ops", "--all", "--cases", *names)
     rows = report["rows"]

@@ -248,8 +248,9 @@ def recurrence_on_cpu(rng):
 
 
 def inferred(rng, case, engine, dtype, giver):
-    """Return the outputs computed without a gradient, either in a compiled function or from temporary arrays that
-    only the op holds."""
+    """Return the outputs computed without a gradient. Rarely the call runs in a compiled function. Otherwise its
+    arrays are temporary: nobody but the op holds them, so an op that frees or overwrites its arguments too early would
+    fail."""
     op, arrays, options = split(case)
     options |= {"engine": engine, "return_gates": True, "training": pick(rng, (False, True))}
 

@@ -63,8 +63,9 @@ def said(monkeypatch):
 
 @pytest.fixture
 def tried(monkeypatch):
-    """Let the guard test new kernels in this process, where the tests plant faults. Return a list that records the
-    engine of each trial run (a small test run of kernels)."""
+    """Make the library try its kernels in this process instead of a child process, so that a test can plant a
+    fault in them. Return a list that records the engine of each trial run (a small test run of kernels before
+    their first use)."""
     engines, verdict = [], _judge.verdict
     monkeypatch.setattr(_guard, "command", lambda: None)
     monkeypatch.setattr(_judge, "verdict", lambda trial: (engines.append(trial.engine), verdict(trial))[1])
@@ -215,8 +216,8 @@ IN_PROCESS = ("compile", "refused", "wrong")
 
 @pytest.mark.parametrize("kernel", FAMILIES)
 def test_a_fault_in_any_kernel(kernel, monkeypatch, said, tried):
-    """A fault in any kernel makes the library use the next engine. Each kernel gets one of the three faults that do
-    not end the process."""
+    """A fault in any kernel makes the library use the next engine. Each kernel gets one of three faults: it does not
+    compile, its launch raises an error, or it returns wrong numbers."""
     kind = IN_PROCESS[list(FAMILIES).index(kernel) % len(IN_PROCESS)]
     assert_right_without(kernel, monkeypatch, said, kind)
     assert "wrong numbers" in said[0] if kind == "wrong" else "trial on this machine failed" in said[0]
@@ -282,7 +283,8 @@ COUNTED = """print('{"answer": {"kernels": 1}}', flush=True)"""
 
 
 def in_python(code, monkeypatch):
-    """Let the guard run its trials in child processes that execute the Python source `code`."""
+    """Replace the child processes in which the library tries its kernels before their first use. The new child
+    processes execute the Python source `code`."""
     words = [sys.executable, "-c", f"import json, os, signal, sys, time; {code}"]
     monkeypatch.setattr(_child, "SECONDS", 1)
     monkeypatch.setattr(_guard, "command", lambda: words)
@@ -802,8 +804,9 @@ def test_kernels_of_large_calls_run_in_small_trials():
 
 
 def test_launches_of_one_limit_never_serve_another():
-    """Two trial runs that differ only in their index and launch limits use different kernels, although both run in
-    one process and share the caches of launches. The order of the trial runs does not matter."""
+    """Two trial runs (small test runs of kernels) that differ only in their limits use different kernels: one with
+    64-bit indices, one with 32-bit indices. Both run in one process, but neither gets the other's kernel from a cache,
+    whichever runs first."""
     for engine, word in (("fused", "using Index = ulong"), ("stepwise", "using Index = long")):
         wide = trial_of(engine, problem(T=2**26, B=3))
         narrow = wide._replace(problem=wide.problem._replace(limits=Limits()))

@@ -46,8 +46,8 @@ def squashed(x, is_tanh):
 @pytest.mark.not_on_a_mac("digits: those of a GPU's exp2 differ, within Metal's specification")
 @pytest.mark.parametrize("is_tanh", [True, False])
 def test_activations_have_the_stated_precision(is_tanh):
-    """tanh differs by at most 4 units in the last place from the exact value, also near 0, where it is a polynomial.
-    The sigmoid of x differs by at most 4 such units, or |x| below -4."""
+    """tanh differs from the exact value by at most 4 units in the last place, also near 0, where it is a polynomial.
+    The sigmoid differs by at most 4 units in the last place for x >= -4, and by at most -x units for x < -4."""
     rng = np.random.default_rng(0)
     sizes = np.concatenate([np.linspace(1e-4, 0.6, 500), np.exp(rng.uniform(-12, np.log(20), 500))])
     x = (sizes * rng.choice([-1, 1], sizes.size)).astype(np.float32)
@@ -141,7 +141,8 @@ def test_a_row_of_many_numbers_has_wide_indices(cell, dtype):
     """`stepwise` uses 64-bit indices if one of its arrays, or the block of numbers that one launch writes for a
     step, has 2^31 elements."""
     for H, P in ((1024, 1024), (64, 640), (640, 64)):
-        # The block that a launch writes has at most the gates, m and the gradient before the factor `keep`.
+        # The number of arrays in the block that a launch writes: at most one per gate, the array m, and the gradient
+        # before it is multiplied by `keep`, so gates + 2.
         for arrays in range(1, cell.gates + 3):
             carries = "c" in cell.outputs or cell.op == "gru"
             of_item = kernels_stepwise.row_length(Problem(1, 1, H, P, cell), max(H, P), arrays, carries, dtype)
@@ -175,8 +176,8 @@ def test_quantized_rows_that_take_more_than_one_turn(B, H):
 
 @pytest.mark.parametrize("B, H, least", [(1, 64, 32), (1, 320, 257), (1, 1024, 257), (3, 160, 129)])
 def test_the_trial_of_long_quantized_rows_takes_several_turns(B, H, least):
-    """If the lanes of a SIMD group need several passes for a row of quantized weights in a call, they also do in the
-    call's trial (the small test run before the first use of kernels)."""
+    """If the lanes of a SIMD group need several passes to read a row of quantized weights in a call, they also need
+    several passes in the call's trial (the small test run before the first use of kernels)."""
     names = ("x", "Wx", "Wh", "Wh_scales", "Wh_biases", "b")
     problem = Problem(9, B, H, H, LSTMCell(), names=names, packing=Packing(32, 4, "affine"))
     small = trial_of("stepwise", problem).problem

@@ -4,13 +4,15 @@ time. The comparison with the oracle, or the emulator, must notice every damage.
 from types import MappingProxyType
 from unittest.mock import patch
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from cases import draw, draw_cotangents, elementwise_bounds, run
 from metal_emulator import coverage, mutations
 from metal_emulator.findings import KernelError
 from on_metal import matrices_from, on_metal
-from pointwise_cases import ZOO, assert_right, by_pointwise, draw_smooth, judged
+from pointwise_cases import ZOO, Form, assert_right, by_pointwise, draw_smooth, judged
+from pointwise_cases import draw as draw_arrays
 from pointwise_cases import run as run_cell
 from quantized_cases import quantized_case
 
@@ -55,6 +57,7 @@ USERS = {
     "pointwise": ({"fused": []}, ()),  # `trials` makes separate cases for cells given as a function
     "pointwise_forward": ({"fused": []}, ()),
     "pointwise_backward": ({"fused": []}, ()),
+    "pointwise_stepwise": ({"stepwise": []}, ()),
     "cell": ({"stepwise": ["projection"]}, (3,)),
     "cell_lstm": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3, 19)),
 }
@@ -73,46 +76,56 @@ FUSED_PACKED = [
     *[((32, bits, "affine"), (2, 17, 2, 32, 32)) for bits in (4, 5)],
     *[((16, 4, "nvfp4"), (2, 1, 2, H, H)) for H in (48, 80, 512)],  # H = 80 and 512 with a plain RNN cell
 ]
-# Cells given as a function, with sizes (T, B, I, H). Threadgroups compute one or several items of the batch.
+# Cells given as a Python function, with sizes (T, B, I, H). The sizes are such that a threadgroup computes one sequence
+# of the batch in some cases and several in others.
 POINTWISE = [(cell, (4, 3, 2, 19)) for cell in ("slstm", "zoneout_lstm", "sum_peephole_lstm", "gru", "indrnn")]
 POINTWISE += [("peephole_lstm", (4, 41, 2, 9)), ("minimal_gru_log", (4, 1, 2, 33))]
+# Cells that compute one function of their preactivation, with the largest absolute preactivation. The functions use
+# different formulas for small and for large arguments.
+FUNCTIONS = [(mx.erf, 6.0), (mx.expm1, 1e-3), (mx.expm1, 2.0), (lambda u: mx.sign(u) + mx.sign(u - u), 1.0)]
 BOTH_FORMS = ("cell_lstm", "fused", "fused_arrange")
 """Shader files used by both kinds of products: by lanes and by 8 x 8 matrices."""
 
 BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
 
-# Damages that change no result, so that no test can notice them. The comment above each damage gives the reason.
+# Damages that change no result, so that no test can notice them. The comment above an entry, or above several entries,
+# gives the reason.
 HARMLESS = {
-    # N is a multiple of 4, so the last value of `e` is N - 4 with the original and with the changed bound.
+    # N is a multiple of 4, so the last value of `e` is N - 4 with the original and with the changed bound: the loop
+    # reads the same numbers.
     "for (int e = 0; e < N; e += 4) {  the bound of < is one less",
-    # With the smaller bound, the next loop adds the last numbers one by one.
+    # With the smaller bound, this loop leaves out some of the last numbers, but the next loop adds all that are left.
+    # So the sum has the same terms.
     "for (; k + 3 < length; k += 128) accumulate<4>(rows, columns, 128, partial);  the bound of < is one less",
     # A product takes TURN terms per loop pass. With these changes, the code for the remaining terms takes the last TURN
-    # terms, or no terms. The sum is the same.
+    # terms, or no terms. So the sum is the same.
     "for (; left >= TURN; left -= TURN) {  >= becomes >",
     "for (; left >= TURN; left -= TURN) {  the bound of >= is one more",
     "if (left > 0) {  > becomes >=",
-    # With <=, an additional loop pass does nothing, because inner loops skip rows from OWN on. With the smaller bound,
-    # the last value of `part` is the same.
+    # With <=, there is one more loop pass, but its inner loops skip rows from OWN on. With the smaller bound, the last
+    # value of `part` is the same. So both changes leave the result as it is.
     "for (int part = 0; part < OWN; part += 4) {  // four rows at a time: more would take too many registers"
     "  < becomes <=",
     "for (int part = 0; part < OWN; part += 4) {  // four rows at a time: more would take too many registers"
     "  the bound of < is one less",
-    # With >=, the block also runs for one slice. Its loop then adds nothing.
+    # With >=, the block also runs for one slice. Its inner loop begins at slice 1, which does not exist, so it adds
+    # nothing and the sums stay the same.
     "if constexpr (SLICES > 1) {  // a thread adds up the sums of the cells it will compute  > becomes >=",
-    # With <=, the loop also looks at entry 20, which is never the start of a row.
+    # With <=, the loop also compares `m`, the index of a row, with starts[20]. This is the number of all rows, so `m`
+    # is smaller, and the loop finds the same array.
     "for (int n = 1; n < 20; ++n) {  < becomes <=",
-    # With the smaller bound, a weight that is already in a register is read from memory. Its value is the same.
+    # With the smaller bound, the last weight that a register holds is read from memory instead. It has the same value
+    # there, so the product is the same.
     "if (n < RESIDENT) weights = float4(resident[n]);  the bound of < is one less",
-    # In this branch `lane` is never GATE_N, so > and >= give the same value.
+    # In this branch `lane` is never equal to GATE_N, so > and >= choose the same block.
     "return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);  > becomes >=",
-    # With <=, an additional matrix is read, but it is not part of any product.
+    # With <=, one more matrix is read, but no product uses it. So the result is the same.
     "if (part + 1 < PARTS) simdgroup_load(right[1], vectors + 64 * (part + 1), 8);  < becomes <=",
-    # With <=, the loop also tests the activation of the output. At worst it chooses the slower code, which computes
-    # gates one by one.
-    "for (int gate = 0; gate < gates; ++gate)  < becomes <=",
+    # With <=, the loop also looks at the activation of the output, which follows those of the gates. At worst the
+    # kernel then runs the slower code that computes gates one by one. This code gives the same result.
     "for (int n = 0; n < GATES; ++n) found = found || (activation_of(OPTIONS, n) == TANH && gate == n);  < becomes <=",
-    # Without a product there is nothing to wait for, and the product has no terms.
+    # P is the number of products of a cell. With >=, a cell without products (P = 0) also waits at these barriers, and
+    # runs the code that adds the products. There is no term to add, so the result is the same.
     *(
         f"if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates {what}  > becomes >="
         for what in (
@@ -123,41 +136,63 @@ HARMLESS = {
         )
     ),
     "if constexpr (P > 0) {  > becomes >=",
-    # The backward pass does not read what is saved after the end of an item.
+    # These lines replace what a step saves by 0 after the end of a sequence. With the smaller bound, the last number is
+    # not replaced. The backward pass never reads it, so the gradients are the same.
     "for (int j = 0; j < REGISTERS_OF<C, LANES>; ++j) c[j] = live ? c[j] : 0.0f;  the bound of < is one less",
     "for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;  the bound of < is one less",
-    # The array has a number for each unit of the lane, so the additional sum is that of another unit, and is not used.
+    "for (int k = 0; k <= C; ++k) state[k] = live ? state[k] : 0.0f;  <= becomes <",
+    # The changed condition differs only for the index COUNT - 1. Both branches give it the block COUNT - 1, so nothing
+    # changes.
+    "const int block = COUNT % LANES == 0 || LANES * j + lane < COUNT ? LANES * j + lane : COUNT - 1;"
+    "  the bound of < is one less",
+    # Where two formulas meet, both are precise enough. The last terms of the series are smaller than a rounding error.
+    # So these changes move no result out of its error bound.
+    "return x * x < 0.04f ? near : exp(x) - 1.0f;  < becomes <=",
+    "return copysign(t < 1.0f ? 1.12837917f * t * near : 1.0f - exp(-s) * 0.564189584f / (t + far), x);  < becomes <=",
+    "for (int n = 0; n < 12; ++n) near += term / float(2 * n + 1), term *= -s / float(n + 1);  < becomes <=",
+    "for (int n = 0; n < 12; ++n) near += term / float(2 * n + 1), term *= -s / float(n + 1);"
+    "  the bound of < is one less",
+    # With <=, the loop also adds up the number in `sums` that follows the products of this unit. It belongs to another
+    # unit, and nothing here uses the sum. So the result is the same.
     "for (int n = 0; n < Cell::PRODUCTS; ++n) sums[n] = sum_over_lanes<Cell::LANES>(sums[n]);  < becomes <=",
-    # At 0.3 both formulas are precise enough.
+    # The first change matters only for z = 0.3, where both formulas of tanh are precise enough; the second only for the
+    # power 126, for which both branches give 126. So neither moves a result out of its error bound.
     "return is_tanh && z < 0.3f ? near : far;  < becomes <=",
     "const float y = fast::divide(1.0f, 1.0f + exp2(power > 126.0f ? 126.0f : power));  > becomes >=",
-    # If x equals the bound, both branches return the bound.
+    # The changes matter only if x equals the bound. Both branches then return the bound, so the result is the same.
     "case RELU: return x < 0.0f ? 0.0f : x;  < becomes <=",
     "inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }"
     "  < becomes <=",
     "inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }"
     "  > becomes >=",
-    # With <=, the thread also reads the last h, but multiplies it by a gradient of 0.
+    # With <=, the threads of the step after the end of a sequence also read its last h. The product multiplies this h
+    # by a gradient of 0, so the gradient of Wh is the same.
     "if (t < length) {  < becomes <=",
-    # K is a multiple of the group size, so the last group is complete and a smaller bound skips no weight. A loop pass
-    # that begins at K has no weights for any lane.
+    # K is a multiple of the group size, so the last group is complete, and the smaller bounds skip no weight. With <=,
+    # one more loop pass begins at K, but no lane has a weight there. So the product is the same.
     "for (int first = 0; first < COUNT; first += AT_ONCE) {  the bound of < is one less",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  < becomes <=",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  the bound of < is one less",
     "if (k + first < uint(K)) multiply(rows, weights, columns, place, part);  the bound of < is one less",
+    # With <=, a shift by 0 goes to the right instead of to the left. The result is the same.
     "inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }  < becomes <=",
-    # With >=, bits of the next word are added, too, but a later mask removes them.
+    # With >=, bits of the next word are added, too, but a later mask removes them. So the weight is the same.
     "if (shift + BITS > 32) bits |= words[word + 1] << (32 - shift);  > becomes >=",
-    # If SPAN equals SIZE, both branches give the same PIECE. SPAN and SIZE are powers of two.
+    # SPAN and SIZE are powers of two. If they are equal, both branches give the same PIECE. Otherwise the changed
+    # conditions have the same value as the original one. So PIECE is always the same.
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  < becomes <=",
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  the bound of < is one less",
-    # The changed condition matters only for factor 0, which belongs to slot 0 in both branches.
+    # `factor` is negative for a word with weights. The change matters only for factor = 0, the first scale, which
+    # belongs to slot 0. Both branches give slot 0 for it, so the result is the same.
     "const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;  < becomes <=",
-    # With the smaller bound, a word that is already in a register is read from memory. Its value is the same.
+    # With the smaller bound, the last word that a register holds is read from memory instead. It has the same value
+    # there, so the product is the same.
     "if (n < RESIDENT) lane.words = lane.resident[n].words;  the bound of < is one less",
-    # With >=, groups of 16 run this block, too. It changes nothing, because every lane then leads its own group.
-    "if (GROUP > 16) {  > becomes >=",
-    # With <=, the thread also computes dh of a sequence that has already ended, but nothing reads this dh.
+    # With >=, groups of 16 weights run this block, too. Each lane then leads its own group and gets its own values
+    # back, so nothing changes.
+    "if constexpr (GROUP > 16) {  > becomes >=",
+    # With <=, the thread also computes dh of a sequence that has already ended. Nothing reads this dh, so the gradients
+    # are the same.
     "if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);  < becomes <=",
 }
 
@@ -181,9 +216,9 @@ def damages(file, kind):
 
 
 def trials(file, kind):
-    """Yield the arguments of `notice`, one tuple per small test case: (engine, case, cotangents, exact results,
-    error bounds) and, if the shader file needs them, quantized weights. The cases have every option that adds an
-    index limit to the shader."""
+    """Yield the arguments of `notice`, one tuple per small test case: (engine, case, cotangents, exact results, error
+    bounds) and, if the shader file needs them, quantized weights. The cases have all options for which the shader
+    compares an index with a limit, such as `lengths`, because the tests damage these comparisons."""
     users, batches = USERS[file]
     batches = batches[:1] if kind == "barriers" else batches
     for engine, layer in ((word, layer) for word, layers in users.items() for layer in layers):
@@ -203,10 +238,17 @@ def trials(file, kind):
             case, cotangents, weights, ref, limit = quantized_case(packing, sizes=sizes, quantize=("Wh",), op=op)
             yield "fused" if "fused" in file else "stepwise", case, cotangents, ref, limit, weights
     if "pointwise" in file:
-        for cell, sizes in POINTWISE:
+        # With 8 items and 8 units the only tile of a step is full: it has no item and no unit to leave out.
+        for cell, sizes in [*POINTWISE, *([("cifg", (2, 8, 2, 8))] if "stepwise" in file else [])]:
             for options in ({"lengths": True, "keep": True, "mask": True}, {"lengths": True, "reverse": True}):
                 case, cotangents = draw_smooth(np.random.default_rng(3), ZOO[cell], options, sizes)
                 yield "pointwise", ZOO[cell], case, cotangents, *judged(ZOO[cell], case, cotangents)
+    if file == "pointwise":
+        for function, most in FUNCTIONS:
+            form = Form(lambda a, state, function=function: (function(a[0]) + 0.1 * state[0],), 1, recurrent=False)
+            case, cotangents = draw_arrays(np.random.default_rng(3), form, {"b": None, "Wx": None}, (3, 1, 1, 33))
+            case["x"] = np.linspace(-most, most, 99, dtype=np.float32).astype(np.float64).reshape(3, 1, 33)
+            yield "pointwise", form, case, cotangents, *judged(form, case, cotangents)
     if file == "stepwise":
         yield trial("stepwise", (21, 1, 2, 2, 2), op="rnn")  # concatenates rows of fewer than 8 numbers
     if file == "stepwise_lanes":
@@ -241,18 +283,19 @@ def trial(engine, sizes, bounds=bounds, scale=1, **options):
     return engine, case, cotangents, ref, limit
 
 
-def notice_pointwise(form, case, cotangents, exact, limit):
-    """Run one case of a cell given as a function with the current shaders. Raise an error if the emulator reports
-    one, or if a result is wrong."""
+def notice_pointwise(engine, form, case, cotangents, exact, limit):
+    """Compute a test case with a cell that is given as a Python function. The kernels come from the current, damaged
+    shaders. Raise an error if a result is wrong; the emulator also raises an error for a defect of the kernel."""
     with on_metal(order="random", seed=1), limited(launch_steps=3):
-        assert_right(run_cell(form, case, cotangents, by_pointwise("fused")), exact, limit)
+        assert_right(run_cell(form, case, cotangents, by_pointwise(engine)), exact, limit)
 
 
 def notice(file, engine, case, cotangents, ref, limit, weights=MappingProxyType({})):
-    """Run one case with the current shaders. Raise an error if the emulator reports one, if a result is wrong, or if
-    NaN from the padding after the end of a sequence reaches a result."""
+    """Compute a test case with the current, damaged shaders. Raise an error if a result is wrong, or if NaN from
+    the padding after the end of a sequence reaches a result. The emulator also raises an error for a defect of
+    the kernel."""
     if engine == "pointwise":
-        return notice_pointwise(case, cotangents, ref, limit, weights)
+        return notice_pointwise("stepwise" if "stepwise" in file else "fused", case, cotangents, ref, limit, weights)
     with (
         on_metal(),
         limited(launch_steps=3),
@@ -316,6 +359,16 @@ def test_planted_damage_is_noticed(file, sound, damaged, prepare):
 def test_every_shader_with_a_bound_or_a_barrier_is_damaged():
     files = sorted(path.stem for path in shader_folder().glob("*.metal"))
     assert {file for file in files if any(damages(file, "bounds")) or any(damages(file, "barriers"))} == set(USERS)
+
+
+def test_every_damage_of_the_lists_can_be_made():
+    """Each entry of HARMLESS and UNSEEN is a line of a shader and a change of this line that `mutations` makes."""
+    made = set()
+    for file in USERS:
+        lines = kernels.shader_file(file).splitlines()
+        for mutation in damages(file, "bounds"):
+            made.add(f"{lines[mutation.line - 1].strip()}  {mutation.description.partition(': ')[2]}")
+    assert made >= HARMLESS | UNSEEN
 
 
 @pytest.mark.parametrize(

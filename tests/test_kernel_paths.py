@@ -115,7 +115,8 @@ NEVER_OPTION = {("fused", "projection"): "`fused` has no projection"}
 
 
 def cases():
-    """Return pytest parameters (path, row name) for every row of options on every path.
+    """Return pytest parameters (path, row name). A row of `ROWS` is a set of options for one call; a path of `PATHS`
+    is a variant of the kernels that computes the call.
 
     `test_options_crossed` runs every option on the paths that most calls take, so these paths are slow tests here.
     With quantized weights one row per cell is enough, because the code that reads these weights is the same for all
@@ -148,8 +149,8 @@ def test_every_option_is_in_a_row():
 
 
 def options_of(path, name):
-    """Return the options with which row `name` runs on a path. In engine `stepwise` every LSTM has a projection to
-    more than H numbers."""
+    """Return the options of a call: those of the row `name` of `ROWS`, and those that the variant of the kernels
+    `path` needs. In engine `stepwise` every LSTM also has a projection, which `fused` does not support."""
     options = dict(ROWS[name]) | {"op": name[:4] if name.startswith("lstm") else name[:3]}
     if cell_of(name) == "gru_before":
         options["reset"] = "before"
@@ -161,7 +162,8 @@ def options_of(path, name):
 
 
 def drawn(path, name):
-    """Return a random (case, cotangents, quantized weights, dtype) with the options of row `name` for a path."""
+    """Return random (case, cotangents, quantized weights, dtype) for a call with the options `name` of `ROWS`. The
+    sizes and the dtype are such that the variant of the kernels `path` computes the call."""
     B = 9 if path.product in ("matrices", "tiles", "packed tiles") else 3
     # H = 12 is not a multiple of 8, so that some lanes of the last SIMD group compute no unit. P is larger than H.
     H, P = (16, 32) if "packed" in path.product else (12, 13)
@@ -202,7 +204,8 @@ def test_every_option_on_every_path(path, name):
 
 
 def assert_on_path(path, log):
-    """Check, by the log of kernel launches, that a call took the path."""
+    """Check, by the log of kernel launches, that the variant of the kernels that `path` describes has computed a
+    call."""
     passes = [launch for launch in log if re.search("fused_.*ward|stepwise", launch.name)]
     index = "ulong|long" if path.rare else "uint|int"
     assert passes and all(re.search(rf"Index = ({index});", launch.source) for launch in passes)

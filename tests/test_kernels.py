@@ -211,8 +211,9 @@ def test_a_projection_of_few_numbers(sizes, way):
 
 @pytest.mark.parametrize("layer, B, H", [("projection", 2, 3), ("rnn", 2, 3), ("rnn", 9, 15)])
 def test_more_steps_than_arrays_that_a_launch_may_read(layer, B, H):
-    """`stepwise` is right for a sequence with more steps than its last launch can read as separate arrays. Earlier
-    launches then concatenate some of these arrays, and two threadgroups concatenate the longest ones."""
+    """`stepwise` is right for a sequence with more steps than the arrays that its last launch can read. Each step
+    writes one array, so launches concatenate earlier arrays on the way. Long arrays are concatenated by two
+    threadgroups."""
     options = {"projection": True} if layer == "projection" else LAYERS[layer]
     drawn = draw_away_from_kinks(3, ROUNDING_MARGIN, sizes=(30, B, 2, H, 3), **options)
     _, log = check(*with_engine("stepwise", drawn))
@@ -295,6 +296,7 @@ def test_places_that_32_bits_do_not_count(T, B):
     rows = f"const Rows<int> rows = {{{{{', '.join(['piece'] * 20)}}}}};\nItemsRow<const device int*> row = {{}};\n"
     body = f"""
 *to++ = place(s, s.t, {b}, {G * H});
+*to++ = place_by_direction(s, {b}, {H});
 const Items<int> items = items_of(s, piece, {H});
 find_row(items, {b}, 0, row);
 *to++ = row.values - piece;
@@ -303,10 +305,10 @@ find_row(items, {b}, 0, row);
 """
     shaders = ("arrays", "cell", "stepwise", "stepwise_rows")
     inputs = {"piece": [0] * 8, "starts": [0] * 20 + [T], "kind": (length, H, 0)}
-    # The expected offsets are for arrays of two directions. The kernel reads up to 20 arrays; here all T rows are in
-    # the last one.
-    expected = [at * G * H, (b * 2 + 1) * H, t * length, 2 * at * H]
-    assert found_on_metal(shaders, step + rows + body, 4, inputs) == expected
+    # The expected offsets in the arrays, which have two directions. `row_of` chooses among up to 20 arrays, to which
+    # `starts` assigns the time steps; here the last array has all T steps.
+    expected = [at * G * H, ((T + t) * B + b) * H, (b * 2 + 1) * H, t * length, 2 * at * H]
+    assert found_on_metal(shaders, step + rows + body, 5, inputs) == expected
     body = f"""
 const Sweep sweep = {{0, {T}, {T}, {B}, 2, 1, true, true}};
 Place<ulong> at, next;

@@ -38,6 +38,7 @@ from on_metal import ENGINES, can_run, on_metal
 from mlx_lstm.bench.short import SETTLING
 from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.predicted import predict
 from mlx_lstm.oracle import forward
 
@@ -162,6 +163,24 @@ def test_the_page_about_engines_shows_the_default():
             assert f"| {name} | {B} | {' | '.join(map(str, limits))} |\n" in page, limits
 
 
+def test_the_page_about_quantized_weights_shows_the_default():
+    """docs/quantize.md shows the largest H for which `fused` is the default with quantized weights, by the number of
+    bits, the batch size and the number of GPU cores."""
+    page = (Path(__file__).parents[1] / "docs/quantize.md").read_text()
+    for bits, name in ((4, "1 to 4"), (8, "5 to 8")):
+        for B in (1, 8, 16, 32, 64, 256):
+            packing = Packing(32, bits, "affine")
+            limits = [
+                max(
+                    H
+                    for H in range(32, 257, 32)
+                    if predict(LSTMCell(), mx.float32, B, H, cores, packing=packing).engine == "fused"
+                )
+                for cores in (8, 10, 20, 38, 80)
+            ]
+            assert f"| {name} | {B} | {' | '.join(map(str, limits))} |\n" in page, limits
+
+
 def test_the_rule_against_what_was_published_of_mlx():
     """The model predicts published times of `mlx.nn.LSTM` within a factor of 2. At N = 1, H = 512 on an unnamed Mac
     one step took 34 us compiled and 58 us not compiled (ml-explore/mlx#1419)."""
@@ -177,8 +196,8 @@ def test_the_rule_against_what_was_published_of_mlx():
 @pytest.mark.parametrize("B", [1, 32])
 def test_a_sweep_takes_what_its_instructions_take(B):
     """The predicted time of a kernel with a recurrent product is longer than the time of its instructions alone,
-    because the model adds latencies. Each of the four quarters of a GPU core executes one instruction of a
-    SIMD-group per cycle."""
+    because the model adds latencies. The instructions alone take `cycles` times SIMD-groups per core, divided by
+    ISSUE: a GPU core has four quarters, each of which executes one instruction of a SIMD-group per cycle."""
     problem, graph = ours(Size(50, B, 64, 64), mx.float32, "fused", "backward")
     for launch in graph.launches:
         if has_product(launch):

@@ -46,9 +46,10 @@ class UnfitError(Exception):
 
 
 def outcome(model, run, loss_of, expected):
-    """Evaluate a nesting of transformations, such as grad of vmap, with the options `RUNS[run]`. Return "right" if
-    the value is close to `expected`, or "refused" if the call raises an error that engines may raise. Otherwise
-    raise AssertionError. `loss_of` takes a loss and returns the transformed function of theta."""
+    """Evaluate a nesting of transformations, such as grad of vmap, of a recurrence. `run` names the options of the
+    recurrence in `RUNS`. Return "right" if the value is close to `expected`, or "refused" if the call raises an error
+    that engines may raise. Otherwise raise AssertionError. `loss_of` transforms a function of the vector
+    `model.theta`, which holds all arrays of the recurrence."""
     options, unchunked = RUNS[run]
     try:
         with mx.stream(mx.cpu), limited(unchunked=unchunked):
@@ -62,9 +63,12 @@ def outcome(model, run, loss_of, expected):
 
 
 def judged(model, names, runs, inner=None):
-    """Evaluate a nesting of transformations with each of the options `RUNS[run]` for `run` in `runs`. Return {run:
-    "right" or "refused"}. With `inner`, theta is first multiplied by a factor that depends on another nested
-    derivative, so that a differentiation has already happened when the recurrence runs."""
+    """Evaluate a nesting of transformations, such as grad of vmap, of a recurrence. Return {run: "right" or "refused"}
+    for each `run` in `runs`, a name of options in `RUNS`.
+
+    The arrays of the recurrence come from the vector theta. With `inner`, theta is multiplied by a factor that depends
+    on a derivative of another function, so that MLX has already differentiated something when the recurrence runs.
+    """
 
     def loss_of(loss):
         if inner is None:
@@ -170,8 +174,8 @@ def test_nestings_that_were_wrong(names):
 
 @pytest.mark.parametrize("inner", ["grad", "value_and_grad", "jvp"])
 def test_a_derivative_of_something_else_first(inner):
-    """A gradient is right although an earlier derivative computed the input. In this case MLX no longer marks the
-    input as traced, and it drops the input's graph when an engine evaluates the input."""
+    """A gradient is right if the input of the recurrence is itself the result of a derivative. In this case MLX no
+    longer marks the input as traced, and drops the graph of the input when an engine evaluates it."""
     found = judged(Model(), ("grad",), RUNS, inner=(inner,))
     assert set(found.values()) == {"right"}
 
@@ -269,15 +273,16 @@ def test_a_process_ends_after_calls_in_threads(count):
 
 # --- Random nestings -------------------------------------------------------------------------------------------------
 
-# (71, 18) takes a third forward-mode derivative. MLX lacks it for `mx.any`, which the library used to make one chunk of
-# time steps wait for the one before.
+# Nesting 18 of seed 71 takes a third forward-mode derivative. MLX has no such derivative of `mx.any`. The library once
+# used `mx.any` to make each chunk of time steps wait for the chunk before.
 FAILED_ONCE = [(71, 18)]
 """(seed, number) of random nestings that failed before a fix of the library."""
 
 
 def random_nesting(seed, number):
-    """Check a random nesting with three random entries of `RUNS`. Return a Counter of the outcomes "right" and
-    "refused". If a nesting raises UnfitError, draw another one."""
+    """Check a random nesting of MLX's transformations, such as grad of vmap, with three random sets of options
+    (entries of `RUNS`). Return a Counter of the outcomes "right" and "refused". If the right result of a nesting is
+    unknown (UnfitError), draw another one."""
     for attempt in range(100):
         try:
             return one_nesting(np.random.default_rng([seed, number, attempt]))
@@ -309,10 +314,11 @@ def one_nesting(rng):
 
 
 def judge_by_differences(model, names):
-    """Compare MLX's derivative of the nested plain loop, from which the expected values of this file come, with
-    finite differences. Return None if they agree, otherwise an error text.
+    """Check the expected values of this file: compare MLX's derivative of a loop in plain MLX, inside the
+    transformations `names`, with finite differences. Return None if they agree, otherwise an error text.
 
-    The steps are not smaller because MLX computes sin and cos of float64 only with float32 accuracy.
+    The steps of the differences are as large as 4e-3, because MLX computes sin and cos of float64 only with float32
+    accuracy.
     """
     number = nested(model, model.plain, names)
     with mx.stream(mx.cpu):

@@ -208,8 +208,8 @@ def kind_of(name):
 
 
 def float_layer(layer):
-    """Quantize the matrices of `layer` with groups of 32 and 8 bits, and replace them by their dequantized values.
-    Return the layer."""
+    """Replace each matrix of `layer` by the values that it has after quantization to 8 bits in groups of 32. Return
+    the layer, whose matrices are float arrays."""
     for name, value in layer.items():
         if isinstance(value, mx.array) and value.ndim == 2 and value.shape[1] % 32 == 0:
             layer[name] = matrix_of(packed(value, 32, 8, "affine"))
@@ -371,8 +371,8 @@ class Model(nn.Module):
 
 
 def test_mlx_leaves_our_layers_alone(tmp_path):
-    """mlx.nn.quantize does not quantize our layers. A weight file of such a model loads into a model quantized by
-    mlx_lstm.nn.quantize with our layers left out, and the reverse."""
+    """mlx.nn.quantize quantizes MLX's layers of a model and leaves ours as they are. mlx_lstm.nn.quantize does the
+    same if a predicate excludes our layers. A weight file of one of these models loads into the other."""
     model, x = Model(), mx.array([[1, 2, 3]])
     nn.quantize(model)
     assert type(model.lstm) is mlx_lstm.nn.LSTM and type(model.heads[2]) is mlx_lstm.torch.GRU

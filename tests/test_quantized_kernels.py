@@ -109,8 +109,8 @@ def test_fused_reads_what_registers_do_not_hold_at_every_step(op, B, rows):
 
 
 def test_a_batch_in_matrices_has_its_weights_unpacked():
-    """For float32 arrays and a batch that `fused` computes with 8 x 8 matrix products, the weights are dequantized
-    before. So the kernel that rearranges quantized weights does not run."""
+    """If `fused` computes a float32 batch with 8 x 8 matrix products, the weights are dequantized before the launch.
+    So the kernel that rearranges quantized weights does not run."""
     with on_metal() as log, matrices_from(3):
         check_quantized("fused", quantized_case((32, 4, "affine"), sizes=(2, 3, 32, 32, 32)))
     assert {"fused_arrange_quantized" in launch.name for launch in log} == {False}
@@ -129,8 +129,8 @@ def test_16_bits(B, packing, dtype, engine):
     [(2, 1, 10, 256), (4, 2, 10, 256), (8, 1, 38, 256), (5, 16, 10, 192), (4, 32, 10, 160), (8, 32, 10, 128)],
 )
 def test_who_reads_them(bits, B, cores, largest):
-    """For float32 arrays and quantized weights, the default engine is `fused` up to the expected H, and `stepwise`
-    for the next larger H."""
+    """For float32 arrays and quantized weights, the default engine is `fused` up to H = `largest`, and `stepwise` for
+    the next larger H."""
     here = {"device": "gpu", "metal": True, "traced": False, "packing": Packing(32, bits, "affine"), "cores": cores}
     found = {H: choose(sizes=(8, B, 32, H), dtype=mx.float32, **here) for H in (32, largest, largest + 32)}
     assert [choice.engine for choice in found.values()] == ["fused", "fused", "stepwise"]
@@ -141,9 +141,9 @@ def test_who_reads_them(bits, B, cores, largest):
 
 @pytest.mark.parametrize("packing", [(64, 4, "affine"), (16, 4, "nvfp4")], ids=str)
 def test_predictions_know_the_bytes(packing):
-    """In the predicted bytes of a `stepwise` launch, each byte of the quantized weights, scales and biases counts
-    once. Other tests of this file measure the same in the emulator. The prediction is an average over the 3 steps,
-    and the first step reads no weights, because it has no product."""
+    """The predicted bytes of a `stepwise` launch contain each byte of the quantized weights, scales and biases once.
+    The prediction is an average over the 3 time steps of the sequence. Only 2 of them read weights, because the first
+    step has no product. Other tests of this file count the bytes in the emulator."""
     problem, graph = ours(Size(3, 1, 64, 64), mx.float32, "stepwise", "forward", packing=Packing(*packing))
     step = next(launch for launch in graph.launches if "stepwise_forward" in launch.name)
     count = moved_bytes(step, problem) - moved_bytes(step, problem, weights=False)

@@ -166,7 +166,8 @@ def test_half_precision_is_no_worse_than_twice_its_formula(option, engine, word)
     outputs, gradients = run(case, engine, HALVES[word], cotangents)
     for name, value in (outputs | gradients).items():
         assert_close(name, value, same[name], ref[name])
-    # Check the gradient ops, too. They get saved outputs that were rounded to 16 bits, like the oracle's formula.
+    # Check the gradient ops, too. Their arguments are saved outputs, rounded to 16 bits. The oracle computes in 16
+    # bits, so it also rounds these outputs.
     for name, value in run_gradients(case, engine, HALVES[word], cotangents).items():
         assert_close(name, value, same[name], ref[name])
 
@@ -272,8 +273,9 @@ def nearly_closed(op, dtype, sizes):
     limit = elementwise_bounds(case, np.float32 if half else dtype, cotangents)
     if half:
         limit = {name: value + float_of(dtype).eps / 2 * np.abs(ref[name]) for name, value in limit.items()}
-    # The bounds must be small relative to the tiny gates. The argument of a gate, near -30, is a result of three
-    # additions. Each rounding error of the argument changes the gate by up to 30 roundings; the activation adds 12.
+    # Check that the bounds are small relative to the tiny gates. The argument of a gate, near -30, comes from three
+    # additions. The rounding error of each changes the gate by up to 30 rounding errors of the gate itself. The
+    # activation adds 12, so the gate has fewer than 3 * 40.
     sigmoids, allowed = (np.abs(values["h" if op == "rnn" else "gates"][..., closed]) for values in (ref, limit))
     assert (allowed < SAFETY * 3 * 40 * float_of(dtype).eps / 2 * sigmoids).all() and sigmoids.min() < 1e-11
     return case, cotangents, ref, limit
@@ -335,8 +337,9 @@ def test_sigmoid_of_engine_ops_in_float64():
         along = mx.jvp(sigmoid, [point], [mx.ones_like(point)])[1][0]
         second = mx.grad(lambda x: slope(x).sum())(point)
         found = sigmoid(point), along, slope(point), second
-    # Allow 16 rounding errors for each value. The second derivative s (1 - s) (1 - 2 s) is measured relative to
-    # s (1 - s), because 1 - 2 s is rounded relative to 1.
+    # Allow 16 rounding errors for each value. The error of the second derivative s (1 - s) (1 - 2 s) is compared with s
+    # (1 - s), not with the derivative itself: near s = 1/2 the factor 1 - 2 s is tiny, but its rounding error is that
+    # of numbers near 1.
     expected = s, s * rest, s * rest, s * rest * (rest - s)
     for got, exact, size in zip(found, expected, (s, *[s * rest] * 3), strict=True):
         assert_within("sigmoid", np.array(got), exact, 16 * 2.0**-53 * size)

@@ -197,7 +197,8 @@ def test_an_export_has_them(tmp_path):
 
 @pytest.mark.parametrize("word", ["lstm", "gru_gradients"])
 def test_what_is_refused(word):
-    """A wrong keep or hold raises ValueError, and the message names the argument."""
+    """A wrong `keep` (factors on the state before each step) or `hold` (steps that leave the state as it is) raises
+    ValueError. The message names the argument."""
     G = {"lstm": 4, "gru": 3}[word.removesuffix("_gradients")]
     arrays = {"x": mx.zeros((T, B, I)), "Wx": mx.zeros((G * H, I)), "Wh": mx.zeros((G * H, H))}
     if G == 3:

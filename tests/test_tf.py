@@ -169,8 +169,9 @@ def test_gradient_of_the_preactivations_equals_to_rounding(engine):
 
 
 def sizes_of_terms(given):
-    """Return the formulas of dicfo (the gradient of the preactivations) and cs_prev_grad (the gradient of the
-    previous c), evaluated with the absolute value of every term. The values are the scale for rounding errors."""
+    """Return dicfo (the gradient of the preactivations) and cs_prev_grad (the gradient of the previous c), computed
+    from the absolute value of every term. Rounding errors are at most a small multiple of these sums, even where terms
+    of opposite sign cancel in the result."""
     v = {name: np.abs(np.asarray(value, np.float64)) for name, value in given.items()}
     i, f, o, ci, co = (v[name] for name in ("i", "f", "o", "ci", "co"))
     wci, wcf, wco = (v[name] * v["use_peephole"] for name in ("wci", "wcf", "wco"))
@@ -215,8 +216,9 @@ def test_gradient_of_every_output_on_metal(op, engine):
 
 
 def check_gradients(op, engine, seed, names, dtype, **more):
-    """Compare mx.vjp from the outputs `names` with the oracle. LSTM cases have peepholes and a clip, and sequence
-    ops have seq_len_max = 3 - seed."""
+    """Compare mx.vjp from the outputs `names` with the oracle, for random arguments drawn with `seed`. LSTM cases
+    have peepholes and a clip. Ops over a sequence run 3 - seed steps, so that different seeds also test different
+    lengths."""
     fixed = {"cell_clip": 0.4, "use_peephole": True} if op in LSTM_OPS else {}
     fixed |= {"seq_len_max": 3 - seed} if op in SEQUENCE_OPS else {}
     case = draw(op, seed, dtype, SMALL, **fixed)

@@ -111,7 +111,8 @@ def ours(op, case, engine, stream=None):
 
 
 def as_mlx(name, value):
-    """Convert a floating-point NumPy array to an MLX array. Return an attribute or any other value unchanged."""
+    """Convert an argument of a TensorFlow op for our op: a floating-point NumPy array becomes an MLX array. All other
+    values, such as the attribute forget_bias, stay as they are."""
     if name in ATTRIBUTES or not isinstance(value, np.ndarray) or value.dtype.kind != "f":
         return value
     return to_mlx(value, value.dtype.type)

@@ -45,9 +45,9 @@ def torch_layer(name, sizes, *, bidirectional, lengths, dtype):
 
 
 def weights_of(layer, of):
-    """Apply the function `of` to each parameter of the torch layer. Return the results in our layout and under our
-    names. Our b is torch's b_ih. For a GRU, our bhn is the candidate gate's part of torch's b_hh, and this part of
-    the returned b_hh is 0."""
+    """Apply the function `of` to each parameter of the torch layer. Return the results under our names and in our
+    layout. Our b is torch's b_ih. Torch's b_hh is returned, too. For a GRU, the candidate gate's part of b_hh is
+    returned as bhn, and is 0 in the returned b_hh."""
     suffixes = ("", "_reverse") if layer.bidirectional else ("",)
     parts = {name: [of(p) for suffix in suffixes for p in parameters(layer, name, suffix)] for name in THEIRS}
     own_axis = np.stack if layer.bidirectional else lambda arrays: arrays[0]

@@ -4,12 +4,15 @@ An implementation may sum a gradient of weights time step by time step and store
 `closeness` do not include these roundings. So this module adds SAFETY u sqrt(T) |sum| to the bound of a sum that is
 stored T times, with u the unit roundoff. sqrt(T) is enough, not T, because the roundings have different signs.
 
-The results of a long sequence are computed in parts of PART steps that pass their states and gradients on, so that
-little more than the results is in memory. The runs with random errors, which take longest, use the first part only; the
-bounds of the whole sequence follow from the bounds of this part. An error in h or dx disappears within some steps, as
-the weights drawn here let states decay, so the bound of h and dx is the same at any length. The gradient of a weight is
-a sum over T: each step adds its own error, and the error of the summation is sqrt(T) times the sum of the terms, so its
-bound grows as T sqrt(T).
+To save memory, a long sequence is computed in parts of PART steps. Each part passes its last state to the next one, and
+its gradients to the one before.
+
+Bounds come from runs with random errors. These runs take longest, so they compute the first part only. The bounds of
+the whole sequence follow from the bounds of this part.
+
+The bound of h and dx is the same at any length: with the weights drawn here states decay, so an error disappears within
+some steps. The bound of a weight's gradient grows as T sqrt(T): the gradient is a sum over T steps, so the sum of its
+terms grows as T, and the error of the summation is this sum times sqrt(T).
 """
 
 from collections.abc import Callable

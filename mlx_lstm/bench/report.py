@@ -47,8 +47,9 @@ def group_text(rows: Sequence[Measurement]) -> str:
 
 
 def time_cells(row: Measurement) -> list[str]:
-    """Return the printed cells of a measurement's times: median, minimum, 20th and 80th percentile in milliseconds,
-    the number of runs, and the medians of both parts of a run, building a graph and evaluating it."""
+    """Return the cells of the printed table for the times of a measurement: median, minimum, 20th and 80th percentile
+    in milliseconds, the number of runs, and two more medians: of the time to build a graph and of the time to evaluate
+    it."""
     if not row.samples:
         return ["-"] * 5 + [""] * 2
     cells = [*(milliseconds(seconds) for seconds in spread(row).values()), str(len(row.samples))]
@@ -81,7 +82,9 @@ def ratio_cell(figures: Ratio | None) -> str:
 
 
 def check_cells(row: Measurement) -> list[str]:
-    """Return the printed cells of a measurement's memory, largest ratio of error to bound, and number of threads."""
+    """Return five cells of the printed table for a measurement: the peak of memory in MiB, this peak divided by
+    the memory needed, the peak that MLX reports in MiB, the largest error divided by its bound, and the number of
+    threads."""
     peak, over_needed, verdict = row.peak, peak_ratio(row), row.verdict
     return [
         "-" if peak is None else f"{peak / MIB:.4g}",

@@ -69,11 +69,12 @@ class Ratio(NamedTuple):
 
 
 def plan(seconds: float, rounds: int, once: float) -> Plan:
-    """Return the plan of a contender's turns within a budget of `seconds`. `once` is the time of one run.
+    """Return how to time a contender (an implementation) within `seconds`. In each of `rounds` rounds every contender
+    has one turn. `once` is the time of one run.
 
-    A fast contender, whose run fits into its share of a round, warms up in every turn. A slower contender is warm
-    after the run that checks its results. It runs once per turn, in as many rounds as fit into the budget, and in at
-    least two.
+    If a run fits into the contender's share of a round, `seconds / rounds`, the contender has a turn in every round
+    and warms up in each turn. A slower contender is warm already, because a run to check its results came before. It
+    runs once per turn, and has as many turns as fit into `seconds`, but at least two.
     """
     share = seconds / rounds
     if once <= share:

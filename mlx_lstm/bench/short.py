@@ -59,7 +59,8 @@ def measure_sizes(
 
 
 def settle(engines: Sequence[str], progress: Progress) -> Iterator[list[Measurement]]:
-    """Yield the measurements that answer open questions about the model of times, see `SETTLING`."""
+    """Yield additional measurements that only a Mac can make. Each of them decides an assumption of the model in
+    tests/machine_code, which predicts the time of a step. `SETTLING` lists the measurements with their questions."""
     for size, engine, passes, dtypes in SETTLING:
         for dtype in dtypes if engine in engines else ():
             progress.title = f"timing, for the model: {size}"

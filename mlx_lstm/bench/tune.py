@@ -1,6 +1,7 @@
-"""Find, for `--tune`, the fastest engines on this Mac. First time the possible cuts of the engine `fused`: the numbers
-of batch rows per threadgroup and of registers without weights. Then time both Metal engines, `fused` and `stepwise`,
-against each other. Write the table from which the library chooses the engine."""
+"""Measure which engines are fastest on this Mac, for the option `--tune`. First, time the engine `fused` with several
+cuts. A cut says how many batch rows a threadgroup computes, and how many registers of a thread stay free of weights.
+Then time both Metal engines, `fused` and `stepwise`, against each other. Write the results to a table, from which the
+library chooses the engine."""
 
 import json
 import statistics
@@ -155,8 +156,9 @@ Name = TypeVar("Name")
 def measure(
     contenders: Mapping[Name, tuple[str, Cut | None]], size: Size, dtype: str, grid: Grid
 ) -> dict[Name, float | str]:
-    """Time the entries of `contenders` (name: (engine, cut)) in turns. Return for each name the milliseconds of a
-    forward and backward pass, or the reason why the entry was discarded."""
+    """Time engines in turns. An entry of `contenders` is name: (engine, cut); the cut says how `fused` divides its
+    work among threadgroups, None for the built-in rule. Return for each name the milliseconds of a forward and
+    backward pass, or the reason why the entry was discarded."""
     times: dict[Name, float | str] = {}
     ready: dict[Name, Work] = {}
     for name, (engine, cut) in contenders.items():

@@ -169,6 +169,6 @@ def linux_memory(field: str) -> int:
 
 
 def task_from_json(text: str) -> Task:
-    """Convert JSON text that `json.dumps(task)` wrote back to a task."""
+    """Return the task that a text describes. `json.dumps(task)` made this text."""
     contender, engine, size, *rest = json.loads(text)
     return Task(contender, engine, Size(*size), *rest)

@@ -108,7 +108,8 @@ class GridCase(NamedTuple):
         return rounded, weights
 
     def hindrance(self, engine: str, **machine: Any) -> str:
-        """Return why an engine cannot run this case, or "" if it can. `machine`: see `testing.cases.hindrance`."""
+        """Return why an engine cannot run this case, or "" if it can. `machine`: what to assume about
+        the machine instead of asking it, for example `device="gpu"` or `metal=True`."""
         cells: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(reset=self.options.get("reset", "after"))}
         T, B, width, H, _ = self.options["sizes"]
         options: dict[str, Any] = {name: self.options.get(name, False) for name in ("bidirectional", "projection")}
@@ -142,7 +143,8 @@ def families() -> Iterator[GridCase]:
 
 
 def layer(name: str, B: int, dtype: str, bare: bool) -> GridCase:
-    """Return a case of a small layer. A bare layer has no initial states, and a cotangent of h only."""
+    """Return a test case of a small layer. If `bare`, the layer is called without initial states (a GRU also without
+    the bias bhn), and only the result h has a gradient; otherwise it has all arguments."""
     options: dict[str, Any] = LAYERS[name] | BATCHES[B] | {"sizes": (STEPS, B, 3, 5, 3)}
     items = "1 item" if B == 1 else f"{B} items"
     if bare:

@@ -149,8 +149,9 @@ def draw_stack(
 
 
 def through_layers(case: CompareCase, run: Callable[[CompareCase], Arrays]) -> Arrays:
-    """Return the results of a stack of layers. `run` computes one layer: call it for each layer forward, then for
-    each layer in reverse order with the gradient from the layer above."""
+    """Return the results of a stack of layers, and their gradients. The function `run` computes one layer. It is
+    called first for the lower layers in order, for their output; then for all layers in reverse order, with the
+    gradient from the layer above."""
     layers = case.layers
     if len(layers) == 1:
         return run(case)

@@ -30,8 +30,9 @@ class Dump(NamedTuple):
     sizes: dict[str, int]
 
     def groups(self, name: str) -> list[list[str]]:
-        """Return the documented layout of an argument or result: for each axis a list of letters, whose product is the
-        size of the axis. For example, [4H, H] is [[G, H], [K]] with G = 4 gates; K is the H of h[t-1]."""
+        """Return the documented layout of an argument or result: for each axis the letters of the sizes whose product
+        is the size of the axis. For example, the weight [4H, H] is [[G, H], [K]] with G = 4 gates. K is as large as H,
+        but marks the axis that is multiplied by h[t-1], so that a transposed weight is recognised."""
         case, D = self.case, self.sizes["D"]
         expected = layouts(GATES[case.op], case.bidirectional, "input_weight" in case.arrays)
         alike = {"h": "cell_output_fwd", "c": "cell_output_fwd", "z_state": "z_state"}
@@ -93,8 +94,8 @@ def grouped(lengths: list[int], wanted: list[int]) -> list[list[int]] | None:
 
 
 def words_of(groups: Iterable[Iterable[str]], sizes: dict[str, int]) -> str:
-    """Return a layout as text, such as "[H, 4H]". D (directions) and G (gates) are printed as numbers; K, the H of
-    h[t-1], is printed H'."""
+    """Return the layout of an array as text, such as "[H, 4H]". The letters D (directions) and G (gates) are printed
+    as numbers. The letter K is printed as H'; it has the size H, but marks the axis that is multiplied by h[t-1]."""
     spelled = []
     for group in groups:
         text = " x ".join(str(sizes[part]) if part in "DG" else "H'" if part == "K" else part for part in group)
@@ -221,8 +222,8 @@ def understood(case: CompareCase, results: Arrays) -> list[Dump]:
 
 
 def reason_without_sizes(case: CompareCase) -> str:
-    """Explain in a text for an error message why no sizes can be found: name the array, out of recurrentWeight,
-    source and inputWeight, whose shape no sizes fit."""
+    """Return the part of an error message that says why no sizes T, N, I, H fit the saved arrays. It names the first
+    of recurrentWeight, source and inputWeight with a wrong shape."""
     arrays, G, D = case.arrays, GATES[case.op], case.directions
     rows = f"{G}H" if G > 1 else "H"
     R, source = arrays["recurrent_weight"], arrays["source"]

@@ -189,8 +189,8 @@ def value_of_h(case: CompareCase) -> Distance:
 
 
 def of_gru(rng: np.random.Generator) -> Iterator[Experiment]:
-    """Yield the experiments E:gru_flavours: the eight variants of a GRU, the contents of zState, the shapes of the
-    bias gradients."""
+    """Yield the experiments called E:gru_flavours. They ask three questions about Apple's GRU: which formula do its
+    eight variants compute, what does zState hold, and which shapes do the gradients of the biases have?"""
     for number in range(8):
         names = ("reset_gate_first", "reset_after", "flip_z")
         flags: dict[str, Any] = {name: bool(number >> n & 1) for n, name in enumerate(names)}

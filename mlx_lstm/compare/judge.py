@@ -22,7 +22,7 @@ HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
 
 def expected(case: CompareCase, **readings: str) -> Arrays:
     """Return all results of a case (a call of an op) in float64 by name, in MPSGraph's layouts. `readings`: how to
-    interpret the points that Apple's documentation leaves open, see `options`."""
+    interpret the points that Apple's documentation leaves open, for example `hard_sigmoid="x/6"`."""
     return evaluated(case, Arithmetic(np.float64), **readings)
 
 
@@ -41,12 +41,14 @@ def exact_and_limits(
 
 
 def evaluated(case: CompareCase, fl: Arithmetic, **readings: str) -> Arrays:
-    """Return all results of a case, computed by the oracle in the arithmetic `fl`."""
+    """Return all results of a case, computed by the oracle. `fl` is the arithmetic: it rounds each operation to its
+    dtype, or adds random errors."""
     return through_layers(case, lambda layer: of_layer(layer, fl, **readings))
 
 
 def of_layer(case: CompareCase, fl: Arithmetic, **readings: str) -> Arrays:
-    """Return the results of one layer, computed by the oracle in the arithmetic `fl`."""
+    """Return the results of one layer, computed by the oracle. `fl` is the arithmetic: it rounds each operation to its
+    dtype, or adds random errors."""
     cotangents = {COTANGENTS[name]: array for name, array in case.arrays.items() if name in COTANGENTS}
     outputs, gradients = evaluate(call_of(case, **readings), cotangents, fl)
     results = {name: outputs[word] for name, word in OUTPUTS.items() if word in outputs}
@@ -69,7 +71,8 @@ def call_of(case: CompareCase, **readings: str) -> dict[str, Any]:
 
 def options(case: CompareCase, *, output_peephole: str = "previous", hard_sigmoid: str = "x/5") -> dict[str, Any]:
     """Convert the descriptor of a case to options of the oracle. output_peephole, hard_sigmoid: how to interpret two
-    points that Apple's documentation leaves open; the values mean the same as in `mpsgraph.lstm`."""
+    points that Apple's documentation leaves open: which cell state gate o reads ("previous" or "current"), and the
+    slope of hard_sigmoid ("x/5" or "x/6")."""
     d, words = case.descriptor, {"none": "identity", "hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
 
     def activations(**properties: str) -> tuple[str, ...]:

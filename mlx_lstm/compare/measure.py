@@ -116,7 +116,8 @@ def compare(
 
 
 def without_leading_ones(value: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:
-    """Return (array without its additional leading axes of size 1, a note if there were any)."""
+    """Return (array, note). If an array has the expected `shape` after some axes of size 1, these axes are removed,
+    and the note says how many there were; otherwise the note is ""."""
     added = value.ndim - len(shape)
     if added > 0 and value.shape == (1,) * added + tuple(shape):
         return value.reshape(shape), f"{added} leading axes of 1"

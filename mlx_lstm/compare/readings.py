@@ -75,7 +75,8 @@ def base_case(dump: Dump) -> tuple[CompareCase, list[str]]:
 
 def search(dumps: list[Dump]) -> tuple[Reading, bool]:
     """Return (reading, pairs): the interpretation of the saved arrays that explains most results, and whether pairs
-    of changes were tried."""
+    were tried. A change departs from the documentation in one point, such as a layout. Pairs of changes are tried if
+    no single change explains all results."""
     best = judged(dumps[0], ())
     if best.fitting < len(best.distances):
         alone = [(dump, chosen) for dump in dumps for chosen in [(), *((one,) for one in changes(dump))]]
@@ -114,14 +115,15 @@ def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[CompareCase, dict[str
 
 
 def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
-    """Return how far the saved results are from float64 under this interpretation: the mean logarithm of the
-    relative errors of all results."""
+    """Return how far the saved results are from float64 if the changes `chosen` are applied to the documented layouts
+    and options: the mean logarithm of the relative errors of all results."""
     case, readings, _ = applied(dump, chosen)
     alone = {name: value for name, value in dump.results.items() if name in RESULTS[case.op]}
     results, places = dump.results, {}
     if alone:
-        # If the user saved results of the forward op, rank by these results alone. The forward op computes the
-        # sequences of a batch independently, so comparing a few of them is enough.
+        # If the user saved results of the forward op, compute only these, and only for the first FEW sequences of the
+        # batch. The forward op computes each sequence independently, so this is enough to compare interpretations, and
+        # fast.
         results = alone
         arrays = {name: value for name, value in case.arrays.items() if name not in COTANGENTS[case.op]}
         for name, value in arrays.items():
@@ -267,8 +269,8 @@ def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
 
 
 def of_layouts(dump: Dump) -> Iterator[Change]:
-    """Yield a change for each layout, besides the documented one, that an argument's shape allows, and for exchanged
-    directions."""
+    """Yield changes that convert an argument from another layout than the documented one: one change for each layout
+    that the shape of the argument allows. If the op has two directions, also yield the change that exchanges them."""
     case = dump.case
     for name, value in ((name, value) for name, value in case.arrays.items() if name != "mask"):
         for layout, back in possible_layouts(dump, name, value)[1:]:
@@ -297,8 +299,8 @@ def of_options(case: CompareCase) -> Iterator[Change]:
 
 
 def moved(case: CompareCase) -> CompareCase:
-    """Return the case without its gradient of the last state, which is added to the gradient of h at the last time
-    step instead."""
+    """Return a case without state_gradient. The returned case adds it to the gradient of h at the last time step
+    instead; that is one interpretation of Apple's documentation for an op that runs in reverse."""
     arrays = {name: array for name, array in case.arrays.items() if name != "state_gradient"}
     arrays["source_gradient"] = case.arrays["source_gradient"].copy()
     arrays["source_gradient"][-1] += case.arrays["state_gradient"]

@@ -76,8 +76,8 @@ def value(case: CompareCase, tensor: str, reading: Callable[[Arithmetic], np.nda
 
 
 def result(case: CompareCase, tensor: str, **readings: str) -> Distance:
-    """Return a function that measures the distance of a result from the oracle's result. `readings`: how the oracle
-    interprets the open points, see `judge.options`."""
+    """Return a function that measures the distance of MPSGraph's result `tensor` from the oracle's. `readings`: the
+    oracle's choices where Apple's documentation leaves the formula open, such as `output_peephole="current"`."""
     return value(case, tensor, lambda fl: evaluated(case, fl, **readings)[tensor])
 
 
@@ -90,5 +90,5 @@ def shape(tensor: str, leading: int, case: CompareCase) -> Distance:
 
 def count(results: int) -> Distance:
     """Return a function that takes an outcome (what MPSGraph returned for a case). It returns 0 if the forward op
-    returned this number of results, else infinity."""
+    returned `results` results. For another number it returns infinity, a distance that no error bound allows."""
     return lambda outcome: 0.0 if len(outcome.lists[0]) == results else np.inf

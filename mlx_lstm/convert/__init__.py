@@ -1,4 +1,5 @@
-"""Convert weights of recurrent layers between formats: torch, MLX, Keras, TensorFlow, cuDNN, ONNX, MPSGraph.
+"""Convert weights of recurrent layers between formats: torch, MLX, Keras, TensorFlow, cuDNN, ONNX, MPSGraph, haste,
+FlashRNN.
 
 Every reader, `from_...`, returns `Weights`: the arrays of a stack of layers in one form. Every writer, `to_...`, takes
 `Weights`. Conversions reorder gates, transpose matrices, and sum two biases where a format has one. If a format cannot
@@ -9,6 +10,8 @@ hold an option, a ValueError names the option. `mlx_lstm.torch.from_weights` mak
 from ._files import Model, read, write
 from ._keys import from_names
 from .cudnn import from_cudnn, to_cudnn
+from .flashrnn import from_flashrnn, from_flashrnn_slstm, to_flashrnn, to_flashrnn_slstm
+from .haste import from_haste, from_haste_indrnn, to_haste, to_haste_indrnn
 from .keras import from_keras, to_keras
 from .mlx import from_mlx, from_ops, to_mlx, to_ops
 from .mpsgraph import from_mpsgraph, to_mpsgraph
@@ -19,4 +22,6 @@ from .weights import Weights, differences, stacked
 
 __all__ = ["Model", "Weights", "differences", "from_cudnn", "from_keras", "from_mlx", "from_mpsgraph", "from_names"]
 __all__ += ["from_onnx", "from_ops", "from_tf", "from_tf_gru", "from_torch", "read", "stacked", "to_cudnn", "to_keras"]
+__all__ += ["from_flashrnn", "from_flashrnn_slstm", "from_haste", "from_haste_indrnn"]
+__all__ += ["to_flashrnn", "to_flashrnn_slstm", "to_haste", "to_haste_indrnn"]
 __all__ += ["to_mlx", "to_mpsgraph", "to_onnx", "to_ops", "to_tf", "to_tf_gru", "to_torch", "write"]

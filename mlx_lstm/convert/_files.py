@@ -23,9 +23,9 @@ METADATA = "mlx_lstm"
 
 
 class Model(NamedTuple):
-    """The contents of a file. layers: the `Weights` of the recurrent layers by name; rest: all other arrays by key,
-    unchanged; keys: the keys in the file of each layer's arrays; notes: texts on what was not read; metadata: the
-    metadata of a safetensors file."""
+    """The contents of a file. layers: the `Weights` of the recurrent layers by name. keys: for each layer the keys
+    under which the file stores its arrays. rest: all other arrays by key, unchanged. notes: texts on what was not
+    read. metadata: the metadata of a safetensors file."""
 
     layers: dict[str, Weights]
     rest: dict[str, Any]
@@ -121,14 +121,14 @@ def write(
 
     Args:
         path (str or Path): a file with one of the endings that `read` takes, or `.mlpackage`. `.keras` and `.h5` become
-            complete Keras models of these layers, `.onnx` a model with a chain of nodes for each name. Only
-            `.safetensors` and `.npz` hold other arrays. `.mlpackage` is a Core ML model of LSTMs (with coremltools),
-            which `read` cannot read: in float32, with inputs x [T, 1, I], h_0 and c_0 and outputs h, h_n and c_n; their
-            names begin with the stack's name if it has one.
+            complete Keras models of these layers. `.onnx` becomes a model in which the layers of each name are nodes,
+            each the input of the next one. Only `.safetensors` and `.npz` hold other arrays. `.mlpackage` is a Core ML
+            model of LSTMs in float32 (with coremltools), which `read` cannot read. Its inputs are x [T, 1, I], h_0 and
+            c_0, its outputs h, h_n and c_n. These names begin with the stack's name if it has one.
         model (Model or dict): what `read` returns, or `Weights` by name.
-        style (str): the names that the keys have in `.safetensors` and `.npz`: `"torch"`, `"mlx"`, `"two-biases"`,
-            `"keras"`, `"ops"`.
-        keys (str, optional): a template for the keys, as in `read`, such as `"{name}.{layer}.{way}.{array}"`.
+        style (str): how the arrays are called in `.safetensors` and `.npz`: as in PyTorch (`"torch"`), in MLX (`"mlx"`;
+            `"two-biases"` with bias_ih and bias_hh), in Keras (`"keras"`) or in `mlx_lstm.lstm` (`"ops"`).
+        keys (str, optional): a template for the keys of the arrays, such as `"{name}.{layer}.{way}.{array}"`.
         ways (sequence of str, optional): the names of the two directions. Default: as in the style, or forward and
             backward.
         force (bool): replace a file that exists. Default: `False`.

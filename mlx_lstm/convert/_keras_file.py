@@ -117,8 +117,9 @@ def snake(name: str) -> str:
 
 
 class Direction(NamedTuple):
-    """The arrays of one direction of a layer in a file. place, name, own: the layer's path and names, as in `Known`;
-    way: "", "forward" or "backward"; keys: the keys of the arrays, in Keras' order."""
+    """The arrays of one direction of a layer in a file. place: the path of the layer's arrays in the file. name: the
+    names of the models that contain the layer, then the layer's name; own: the layer's name alone. way: "", "forward"
+    or "backward". keys: the keys of the arrays, in Keras' order."""
 
     place: str
     name: str
@@ -185,9 +186,9 @@ def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
 
 
 def gathered(arrays: Mapping[str, Any], directions: list[Direction], known: Mapping[str, Known], slope: str) -> Found:
-    """Build `Weights` from the arrays of all directions. Return the layers in the order of the model's
-    configuration, the arrays that belong to no layer, the keys of each layer, and notes. slope: the slope of
-    hard_sigmoid in this version of Keras, "x/5" or "x/6"."""
+    """Build `Weights` from the arrays of all directions. Return the layers in the order of the model's configuration,
+    the arrays that belong to no layer, the keys of each layer, and notes on arrays that are left out. slope: the slope
+    of hard_sigmoid in this version of Keras, "x/5" or "x/6"."""
     layers: dict[str, list[Direction]] = {}
     legacy = any("//" in key for key in arrays)
     for each in directions:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..checks import check_option, fail
+from ..checks import check_array, check_option, fail
 from ..engines.cells import ACTIVATIONS
 from ..engines.directions import OWN_AXIS, part
 from ..engines.problem import Arrays
@@ -31,7 +31,7 @@ WAY_WORDS = {"forward": 0, "fwd": 0, "backward": 1, "bwd": 1, "back": 1, "revers
 ENTRIES = {"weight_ih": "Wx", "Wx": "Wx", "Wxh": "Wx", "kernel": "Wx"}
 ENTRIES |= {"weight_hh": "Wh", "Wh": "Wh", "Whh": "Wh", "recurrent_kernel": "Wh"}
 ENTRIES |= {"weight_hr": "Wp", "Wp": "Wp", "peephole": "peephole", "bias_ih": "bx", "bias_hh": "bh"}
-ENTRIES |= {"bias": "b", "b": "b", "bhn": "bhn"}
+ENTRIES |= {"bias": "b", "b": "b", "bhn": "bhn", "recurrent_bias": "bh"}
 """The words for arrays in the keys of all formats, and the arrays' names in `Weights`. Two names are not in
 `Weights`: b, a single bias, and bhn, the candidate's second bias in a GRU."""
 
@@ -43,10 +43,13 @@ PATH_WAY = re.compile(rf"(?<![A-Za-z])({'|'.join(WAY_WORDS)})(?![A-Za-z])")
 
 
 class Group(NamedTuple):
-    """The keys of one layer and direction, such as lstm.weight_ih_l0 and lstm.weight_hh_l0. own: the parts of the
-    keys that only this group has; name: `own` without direction and layer number; layer, way: these two numbers,
-    None if the keys do not contain them; numbered: whether the keys mark the layer's number as such (`_l0`); keys:
-    the keys by the word for the array, such as weight_ih; form: a key with NUL in place of this word."""
+    """The keys of the arrays of one layer and direction, such as lstm.weight_ih_l0 and lstm.weight_hh_l0.
+
+    own: the part of the keys that only this group has. name: `own` without direction and layer number. layer: the
+    layer's number, way: the direction's number; None if the keys do not contain it. numbered: whether the keys mark
+    the layer's number as such (`_l0`). keys: for each array its key, by the last word of the key, such as weight_ih.
+    form: a key with NUL in place of this word.
+    """
 
     own: str
     name: str
@@ -63,8 +66,9 @@ class Group(NamedTuple):
 
 
 def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tuple[str, Group] | None:
-    """Return (word, group): the word for the array in a key, and the key's group, whose field `keys` is still empty.
-    Return None if the key belongs to no recurrent layer."""
+    """Split the key of an array into its parts. Return (word, group): the word that says which array it is, such as
+    weight_ih, and a new `Group` with layer, direction and name, to which the caller adds the key. Return None if the
+    key belongs to no recurrent layer."""
     if pattern is not None:
         match = pattern.fullmatch(key) or pattern.fullmatch("." + key)
         if match is None:
@@ -93,7 +97,8 @@ def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tup
 
 
 def merged(path: str, found: re.Match[str]) -> str:
-    """Return a path without the word for the direction, which `found` matched, and without one separator next to it."""
+    """Return `path` without the word for the direction, such as "forward", and without one separator next to it.
+    `found` is the match of this word."""
     before, after = path[: found.start()], path[found.end() :]
     return (before + after[1:] if not before or before[-1] == "." else before[:-1] + after).rstrip(".")
 
@@ -190,12 +195,13 @@ def from_names(arrays: Mapping[str, Any], *, nonlinearity: str | None = None) ->
 
 
 def names_counted_by(key: str, names: Container[str]) -> list[str]:
-    """Return those of `names` that stand at the beginning of the key, before a number or within its digits:
-    for the key "a.12.weight" the names "a" and "a.1"."""
+    """Return the strings in `names` with which a key begins, if they end just before a number or between its digits.
+    For the key "a.12.weight" they are "a" and "a.1": the key may mean layer 12 of "a", or layer 2 of "a.1"."""
     counted = []
     for number in re.finditer(r"\d+(?=\.)", key):
         start, end = number.span()
-        # A name may end before the number, with or without the dot between them, or within the number's digits.
+        # Where a name may end: before the number, with or without the dot between them, or between two digits. Collect
+        # those of these beginnings of the key that are names.
         dot = [start - 1] if key[:start].endswith(".") else []
         counted += [key[:k] for k in [*dot, *range(start, end)][:MOST_DIGITS] if key[:k] in names]
     return counted
@@ -208,9 +214,9 @@ MOST_DIGITS = 20
 def arranged(
     name: str, groups: list[Group], parts: dict[str, list[Arrays]], alone: bool
 ) -> list[tuple[str, dict[tuple[int, int], Group]]]:
-    """Return the groups of one name as stacks: one stack if all groups fit together, else a separate stack for each
-    layer. A stack maps (layer, direction) to a group. alone: whether no other array of the file has a key with a
-    number after `name`; a Sequential has such arrays if it has other modules between these layers."""
+    """Return the layers of one name as stacks: one stack if all of them fit together, else one stack per layer. A
+    stack maps (layer, direction) to the group of its keys. alone: False if other arrays of the file also have a number
+    after `name`, as in a Sequential with other modules between its recurrent layers."""
     whole = {(group.layer or 0, group.way or 0): group for group in groups}
     layers, ways = ({where[n] for where in whole} for n in range(2))
     full = len(whole) == len(groups) == len(layers) * len(ways) and ways in ({0}, {0, 1})
@@ -255,9 +261,10 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
             fail("convert", f"{key} must not be quantized: mx.dequantize it first,", f"{key}_scales beside it")
     mine = {leaf: as_mlx(arrays[key]) for leaf, key in group.keys.items()}
     if "kernel" in mine:
-        if order is not None:
-            fail("convert", f"order must be left out for {group.own}, whose words are those of Keras,", repr(order))
-        return [keras_words(group, mine)]
+        if group.title("gamma") in arrays:
+            rule = f"{group.title('gamma')} must not be there: no cell normalises, but mlx_lstm.recurrent can,"
+            fail("convert", rule, "this key")
+        return [keras_words(group, mine, order)]
     words: Arrays = {}
     for leaf, array in mine.items():
         if ENTRIES[leaf] in words or (ENTRIES[leaf] == "b" and "bias_ih" in mine):
@@ -282,7 +289,8 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
     if "bhn" in words and kind != "gru":
         fail("convert", f"{group.title('bhn')} must not be there, as {group.title(matrix)} is no GRU's,", "this key")
     if "bhn" in words and "b" in words and words["b"].shape == words["bhn"].shape:
-        # Some programs call a GRU's whole recurrent bias [3H] "bhn", the name of its candidate's part [H] here.
+        # Here "bhn" is the name of a part of a GRU's recurrent bias: the candidate's part [H]. Some programs call the
+        # whole bias [3H] "bhn".
         words["bx"], words["bh"] = words.pop("b"), words.pop("bhn")
     if order is not None:
         usual = OURS[kind]
@@ -300,21 +308,31 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
     return words | from_one_bias(b, bhn)
 
 
-def keras_words(group: Group, given: Arrays) -> Arrays:
-    """Convert one direction's kernel, recurrent_kernel and bias of Keras to the arrays of `Weights`."""
+def keras_words(group: Group, given: Arrays, order: str | None) -> Arrays:
+    """Convert one direction's kernel, recurrent_kernel and bias of Keras to the arrays of `Weights`. The layers of
+    haste have the same names. haste's GRU has a second array, recurrent_bias; Keras stores both biases in one array.
+    order: the gate order in the file, if it is not Keras'."""
     R = given["recurrent_kernel"]
     kind = OF_GATES[gates_of("convert", {"Wh": R.T}, group.title("recurrent_kernel"))]
-    if extra := given.keys() - set(KERAS_NAMES):
+    allowed = {*KERAS_NAMES, *(["recurrent_bias"] if kind == "gru" else [])}
+    if extra := given.keys() - allowed:
         fail("convert", f"{group.title(min(extra))} must not be there, beside {', '.join(KERAS_NAMES)}", "this key")
+    arrays = [given.get(name) for name in KERAS_NAMES]
+    if "recurrent_bias" in given:
+        for name in ("bias", "recurrent_bias"):
+            check_array("convert", group.title(name), given.get(name), [R.shape[1]])
+        arrays[2] = mx.stack([given["bias"], given["recurrent_bias"]])
     of = f" of {group.own}" if group.own else ""
     biases = [[2, 3], [3]] if kind == "gru" else [[{"lstm": 4, "rnn": 1}[kind]]]
-    return direction("convert", kind, *(given.get(name) for name in KERAS_NAMES), biases=biases, of=of)
+    order = None if order is None else gate_order("convert", order, OURS[kind])
+    return direction("convert", kind, *arrays, biases=biases, of=of, order=order)
 
 
 def one_layer(
     where: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], options: Mapping[str, Any]
 ) -> Weights:
-    """Return the weights of a stack. `where` maps (layer, direction) to the group of keys."""
+    """Return the weights of a layer, or of a stack of layers. `where` maps (layer, direction) to a `Group`, the keys
+    of its arrays; `parts` has the arrays themselves."""
     directions = {
         (layer, way + d): arrays for (layer, way), group in where.items() for d, arrays in enumerate(parts[group.form])
     }

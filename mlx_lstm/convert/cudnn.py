@@ -103,8 +103,8 @@ def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
 
 
 def join_layers(where: Layout, layers: list[dict[str, mx.array]]) -> mx.array:
-    """Join the arrays of all layers, or their gradients, into a parameter buffer. layers: a dict of arrays for each
-    layer, as `layer_arrays` returns it. The data are copied once."""
+    """Join the arrays of all layers, or their gradients, into a parameter buffer. layers: for each layer a dict with
+    Wx, Wh, bW, bR and, with a projection, Wp. The data are copied once."""
     D = where.D
     rows = ([arrays[name].reshape(D, -1) for name in ("Wx", "Wh", "Wp") if name in arrays] for arrays in layers)
     matrices = [part[d] for parts in rows for d in range(D) for part in parts]

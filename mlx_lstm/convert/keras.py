@@ -158,9 +158,11 @@ def direction(
     *,
     biases: Sequence[Sequence[int]],
     of: str = "",
+    order: str | None = None,
 ) -> Arrays:
     """Return one direction's arrays for `Weights`, from Keras' kernel [I, GH], recurrent_kernel [H, GH] and maybe
-    bias. biases: the allowed shapes of the bias, with the last axis divided by H."""
+    bias. biases: the allowed shapes of the bias, with the last axis counted in H; for a GRU [3] means shape [3H], [2,
+    3] means [2, 3H]. order: the gate order if it is not Keras'."""
     G = {"lstm": 4, "gru": 3, "rnn": 1}[kind]
     shapes = [np.shape(array) for array in (kernel, recurrent_kernel, bias)]
     H = shapes[1][0] if len(shapes[1]) == 2 else 0
@@ -174,7 +176,7 @@ def direction(
     given = {name: to_mlx(array) for name, array in given.items() if array is not None}
     for name, array in given.items():
         check_array(op, name + of, array, array.shape)
-    given = {name: reorder(array, KERAS[kind], OURS[kind], axis=-1) for name, array in given.items()}
+    given = {name: reorder(array, order or KERAS[kind], OURS[kind], axis=-1) for name, array in given.items()}
     found = {"Wx": given["kernel"].T, "Wh": given["recurrent_kernel"].T}
     if bias is None:
         return found

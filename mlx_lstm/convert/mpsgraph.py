@@ -35,16 +35,18 @@ def from_mpsgraph(
     output_peephole: str = "previous",
     hard_sigmoid: str = "x/5",
 ) -> Weights:
-    """Return the weights of calls of `mlx_lstm.mpsgraph.lstm`, `gru` or `single_gate_rnn`; each reads the output of the
-    call before.
+    """Return the weights of a chain of calls of `mlx_lstm.mpsgraph.lstm`, `gru` or `single_gate_rnn`. Each call reads
+    the output of the call before.
 
     A GRU with `flip_z` becomes a GRU without `flip_z`: the weights of the update gate are negated.
 
     Args:
         layers (list of dict): for each call `input_weight`, `recurrent_weight`, maybe `bias`, `secondary_bias`,
-            `peephole`, in the layouts of these ops.
+            `peephole`, with the names and shapes that these ops take.
         descriptor: the descriptor of the calls.
-        output_peephole, hard_sigmoid (str): as in `mlx_lstm.mpsgraph.lstm`.
+        output_peephole (str): the cell state that gate o reads through its peephole, `"previous"` c[t-1] or `"current"`
+            c[t]. Default: `"previous"`.
+        hard_sigmoid (str): the slope of hard_sigmoid, `"x/5"` or `"x/6"`. Default: `"x/5"`.
 
     Returns:
         Weights: in the gate order i, f, g, o or r, z, n.

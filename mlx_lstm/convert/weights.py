@@ -20,6 +20,7 @@ OURS = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
 """The gate order of `Weights`, torch, MLX and cuDNN (which calls it i, f, c, o and r, u, n)."""
 
 KERAS = {"lstm": "ifgo", "gru": "zrn", "rnn": "h"}
+HASTE = {"lstm": "igfo", "gru": "zrn"}
 ONNX = {"lstm": "iofg", "gru": "zrn", "rnn": "h"}
 TF = {"icfo": "igfo", "ifco": "ifgo"}
 """TensorFlow's gate orders of an LSTM, and the same orders in our letters: TensorFlow's c is g here."""
@@ -103,7 +104,8 @@ class Weights(NamedTuple):
 
 
 def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
-    """Return a cell with these options, named as in `Weights.options`. Raise ValueError for an unknown option."""
+    """Return an LSTM, GRU or plain RNN cell with these options. They have the names of `Weights.options`, such as
+    reset or activations. Raise ValueError for an unknown option."""
     options = {{"activation": "act"}.get(key, key): value for key, value in options.items()}
     if unknown := options.keys() - set(CELLS[name]._fields):
         fail(op, f"options must be those of a {name} cell", ", ".join(sorted(unknown)))
@@ -196,10 +198,13 @@ def held(
     projection: bool = False,
     reverse: bool = False,
 ) -> Weights:
-    """Check that a format can store these weights; return them with the forget bias added to the bias. Raise
-    ValueError if the format lacks an option of the cell. The arguments say what the format can store: `options`, any
-    option of an LSTM and a GRU; `nonlinearity`, the activations of a plain RNN; `reset`, the kinds of GRU; a
-    projection; a layer that runs in reverse."""
+    """Return the weights with the forget bias added to the bias. Raise ValueError if a file format cannot store an
+    option of the cell.
+
+    The arguments describe the format. options: it stores all options of an LSTM and a GRU, such as activations, clip
+    and peepholes. nonlinearity: the activations that a plain RNN may have. reset: the values of `reset` that a GRU may
+    have. projection, reverse: it stores a projection, or a layer that runs in reverse.
+    """
     cell, refused = check_weights(op, weights).cell, {}
     if isinstance(cell, RNNCell):
         refused["activation"] = cell.act not in nonlinearity and cell.act
@@ -220,7 +225,8 @@ def held(
     refused["reverse"] = not reverse and weights.reverse
     for name, value in refused.items():
         if value:
-            fail(op, f"{name} must be the default, as the format has no other (to_ops or --to ops has),", repr(value))
+            others = "to_ops, --to ops and nn.from_weights have"
+            fail(op, f"{name} must be the default, as the format has no other ({others}),", repr(value))
     return weights
 
 

@@ -39,10 +39,13 @@ def cudnn_rnn_params_size(
     matrices.
 
     Args:
-        num_layers, num_units, input_size (int): L, H, I.
+        num_layers, num_units, input_size (int): the number of layers L, of units H and of input features I.
         T (Dtype): dtype of the parameters. Default: `mlx.core.float32`.
         S (Dtype): dtype of the result, int32 or, from 2^31 elements on, int64. Default: `mlx.core.int32`.
-        rnn_mode, input_mode, direction, dropout, seed, seed2: as in `cudnn_rnn`. dropout and the seeds change nothing.
+        rnn_mode (str): `"lstm"`, `"gru"`, `"rnn_tanh"` or `"rnn_relu"`.
+        input_mode (str): `"linear_input"`, `"skip_input"` (layer 0 has no input matrices) or `"auto_select"`.
+        direction (str): `"unidirectional"` or `"bidirectional"`.
+        dropout, seed, seed2: checked as in `cudnn_rnn`, but without effect here.
         num_proj (int): P, for an lstm only; 0 for no projection. Default: 0.
 
     Returns:
@@ -82,11 +85,14 @@ def cudnn_rnn_params_to_canonical(
     The arrays are views of the buffer, and differentiable. `cudnn_rnn_canonical_to_params` is the inverse.
 
     Args:
-        num_layers, num_units, input_size (int): L, H, I.
+        num_layers, num_units, input_size (int): the number of layers L, of units H and of input features I.
         params (array): the buffer, [params_size].
         num_params (int): the number of weight arrays, which is also the number of biases. Per layer and direction it is
             8 for lstm, 6 for gru, 2 for the others.
-        rnn_mode, input_mode, direction, dropout, seed, seed2: as in `cudnn_rnn`. dropout and the seeds change nothing.
+        rnn_mode (str): `"lstm"`, `"gru"`, `"rnn_tanh"` or `"rnn_relu"`.
+        input_mode (str): `"linear_input"`, `"skip_input"` (layer 0 has no input matrices) or `"auto_select"`.
+        direction (str): `"unidirectional"` or `"bidirectional"`.
+        dropout, seed, seed2: checked as in `cudnn_rnn`, but without effect here.
 
     Returns:
         CudnnRNNParamsToCanonicalOutput: weights, for each layer and direction W_g [H, in] of every gate, then R_g [H,
@@ -128,11 +134,13 @@ def cudnn_rnn_params_to_canonical_v2(
         num_params_weights (int): the number of weights; an lstm with projection has 9 per layer and direction.
         num_params_biases (int): the number of biases.
         num_proj (int): P, for an lstm only; 0 for no projection, which the original refuses. Default: 0.
-        num_layers, num_units, input_size, params and the other attributes: as in `cudnn_rnn_params_to_canonical`.
+        num_layers, num_units, input_size, params, rnn_mode, input_mode, direction, dropout, seed, seed2: the sizes, the
+            buffer and the kind of the layers, as in `cudnn_rnn_params_to_canonical`.
 
     Returns:
-        CudnnRNNParamsToCanonicalOutput: as from `cudnn_rnn_params_to_canonical`; Pr [P, H] follows the R_g of its layer
-        and direction.
+        CudnnRNNParamsToCanonicalOutput: weights, for each layer and direction W_g [H, in] of every gate g, which
+        multiplies the input; then R_g of every gate, which multiplies h; then the matrix of the projection [P, H].
+        biases: [H] each, in the order of the W_g and R_g.
 
     Example:
         >>> import mlx.core as mx
@@ -165,9 +173,13 @@ def cudnn_rnn_canonical_to_params(
     """Join one array per gate into the buffer: TensorFlow's CudnnRNNCanonicalToParams.
 
     Args:
-        num_layers, num_units, input_size and the attributes: as in `cudnn_rnn_params_to_canonical`.
-        weights, biases (sequence of arrays): as `cudnn_rnn_params_to_canonical` returns them. Only the number of
-            elements of each array is checked, not its shape.
+        num_layers, num_units, input_size (int): the number of layers L, of units H and of input features I.
+        weights (sequence of arrays): for each layer and direction the matrices W_g [H, in] of every gate g, which
+            multiply the input, then R_g [H, H], which multiply h.
+        biases (sequence of arrays): the biases [H] in the same order. Of these arrays and of the weights only the
+            number of elements is checked, not the shape.
+        rnn_mode, input_mode, direction, dropout, seed, seed2: the kind of the layers, as in
+            `cudnn_rnn_params_to_canonical`.
 
     Returns:
         array: params, [params_size].
@@ -204,7 +216,11 @@ def cudnn_rnn_canonical_to_params_v2(
 
     Args:
         num_proj (int): P, for an lstm only; 0 for no projection. Default: 0.
-        All other arguments, and the result: as in `cudnn_rnn_canonical_to_params`.
+        All other arguments: the sizes, arrays and kind of the layers, as in `cudnn_rnn_canonical_to_params`. With a
+            projection its matrix [P, H] follows the R_g of its layer and direction.
+
+    Returns:
+        array: params, [params_size].
 
     Example:
         >>> import mlx.core as mx

@@ -196,8 +196,9 @@ def cudnn_rnn_v3(
         batch_major_states (str): an addition, for time_major=False. `"transpose"`: the states of item n are at index
             [n], as the original documents. `"reinterpret"`: the states are the memory of [L D, N, S] in another shape,
             as the original treats them. Default: `"transpose"`.
-        All other arguments: as in `cudnn_rnn`. Here auto_select compares I with H. The original compares I with
-            num_proj where there is one, which contradicts its CudnnRNNParamsSize.
+        All other arguments: the input, first states, parameters and options of `cudnn_rnn`. If input_mode is
+            auto_select, I is compared with H; the original compares I with num_proj if that is not 0, which
+            contradicts its CudnnRNNParamsSize.
 
     Returns:
         CudnnRNNV2Output: the outputs of `cudnn_rnn_v2`; host_reserved is always a scalar.
@@ -247,13 +248,14 @@ def cudnn_rnn_backprop(
         input, input_h, input_c, params: the arguments of the call of `cudnn_rnn`.
         output, output_h, output_c, reserve_space (array): the outputs of `cudnn_rnn` with is_training. output_h and
             output_c are not read.
-        output_backprop, output_h_backprop, output_c_backprop (array): the gradients of the outputs, in their shapes;
-            output_c_backprop is ignored where there is no c.
-        All attributes, engine, stream: the arguments of the call of `cudnn_rnn`.
+        output_backprop, output_h_backprop, output_c_backprop (array): the gradients of the outputs, in their shapes.
+            Only an lstm reads output_c_backprop.
+        rnn_mode, input_mode, direction, dropout, seed, seed2: the values with which `cudnn_rnn` was called.
+        engine, stream: which engine computes, and where, as in `cudnn_rnn`.
 
     Returns:
-        CudnnRNNBackpropOutput: the gradients; params_backprop is laid out as params. Without a c input_c_backprop is
-        zero.
+        CudnnRNNBackpropOutput: the gradients of input, input_h, input_c and params, in the shapes of these arrays. If
+        rnn_mode is not lstm, input_c_backprop is zero.
 
     Raises:
         ValueError: as in `cudnn_rnn`; or reserve_space comes from a call with `is_training=False` or
@@ -301,8 +303,13 @@ def cudnn_rnn_backprop_v2(
     """Return the gradient of `cudnn_rnn_v2` from its outputs: TensorFlow's CudnnRNNBackpropV2.
 
     Args:
-        host_reserved (array): the output host_reserved of `cudnn_rnn_v2`; it is not read.
-        All other arguments, and the outputs: as in `cudnn_rnn_backprop`.
+        host_reserved (array): the output host_reserved of `cudnn_rnn_v2`. Its values are not used; TensorFlow's op has
+            this argument.
+        All other arguments: the arguments and outputs of the call of `cudnn_rnn_v2`, the gradients of its outputs, and
+            engine and stream, as in `cudnn_rnn_backprop`.
+
+    Returns:
+        CudnnRNNBackpropOutput: the gradients of input, input_h, input_c and params, in the shapes of these arrays.
 
     Example:
         >>> import mlx.core as mx
@@ -350,12 +357,14 @@ def cudnn_rnn_backprop_v3(
     """Return the gradient of `cudnn_rnn_v3` from its outputs: TensorFlow's CudnnRNNBackpropV3.
 
     Args:
-        host_reserved (array): the output host_reserved of `cudnn_rnn_v3`; it is not read.
-        sequence_lengths, num_proj, time_major, batch_major_states: the arguments of the call of `cudnn_rnn_v3`.
-        All other arguments: as in `cudnn_rnn_backprop`.
+        host_reserved (array): the output host_reserved of `cudnn_rnn_v3`. Its values are not used; TensorFlow's op has
+            this argument.
+        sequence_lengths, num_proj, time_major, batch_major_states: the values with which `cudnn_rnn_v3` was called.
+        All other arguments: the arguments and outputs of the call of `cudnn_rnn_v3`, the gradients of its outputs, and
+            engine and stream, as in `cudnn_rnn_backprop`.
 
     Returns:
-        CudnnRNNBackpropOutput: the gradients, each in the layout of its array.
+        CudnnRNNBackpropOutput: the gradients of input, input_h, input_c and params, in the shapes of these arrays.
 
     Example:
         >>> import mlx.core as mx

@@ -83,9 +83,9 @@ class Stack(NamedTuple):
             if is_training:
                 shapes = [] if every else reserve_shapes(where, x, dropout)
                 return output, output_h, output_c, pack(shapes, results, input.dtype)
-            # Without training, asking for a gradient has to raise an error. A custom function in the graph raises it,
-            # and a graph with this function cannot be exported. So add the function only if the arrays have values:
-            # they have none while `mx.compile` or an export traces the op.
+            # Without training, asking for a gradient has to raise an error. A custom function in the graph raises it.
+            # But MLX cannot export a graph with a custom function, so leave the function out while `mx.compile` or an
+            # export traces the op. The arrays have no values then.
             inputs_used = [input, input_h, params, *([input_c] if where.mode == "lstm" else [])]
             if is_transforming() and have_values(inputs_used, transforming=True):
                 output, output_h, output_c = without_gradient(self.original, output, output_h, output_c)

@@ -19,7 +19,8 @@ Run = Callable[..., Any]
 def computes_now(engine: str | None) -> bool:
     """Return whether a call on this engine computes its results on the CPU before it returns, and nobody can ask for
     a gradient. engine: a name, or None for the best engine."""
-    # isinstance comes first, because `engine` may have a wrong type; this raises an error later.
+    # `engine` may still have a wrong type, for which a later check raises an error. So isinstance comes before the
+    # comparison.
     on_numpy = engine is None or (isinstance(engine, str) and engine == "numpy")
     return on_numpy and choice.current_device() == "cpu" and not is_transforming()
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from .cells import PointwiseCell, RNNCell
 from .chunks import HALVES, Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
-from .metal import fused, pointwise, stepwise
+from .metal import fused, pointwise, pointwise_stepwise, stepwise
 from .numpy import sweep as numpy
 from .numpy.sweep import Saved
 from .ops import sweep as ops
@@ -34,10 +34,13 @@ from .tracing import MARKS_COME_FIRST, ZERO, custom_function, have_values, with_
 
 ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
 
+OWN_MODULES = {"fused": pointwise, "stepwise": pointwise_stepwise, "numpy": numpy, "ops": ops}
+"""The module of each engine for a cell that the user wrote."""
+
 
 def module_of(problem: Problem, engine: str) -> Any:
     """Return the module of an engine, with the functions `forward` and `backward`."""
-    return pointwise if engine == "fused" and problem.cell.op == "pointwise" else ENGINE_MODULES[engine]
+    return (OWN_MODULES if problem.cell.op == "pointwise" else ENGINE_MODULES)[engine]
 
 
 TAPS = (("h",), ("c",), ("gates",), ("hT", "cT"))
@@ -151,12 +154,13 @@ def differentiable(
         return tuple([outputs[name] for name in visible])
 
     def vjp(primals: tuple[mx.array, ...], d_outputs: Any, outputs: Any) -> tuple[mx.array, ...]:
-        # For an output without a cotangent MLX passes zeros. Only the outputs named in `used` have one; the zeros are
-        # left out.
+        # For an output that the loss does not use, MLX passes zeros as cotangent. Only the outputs named in `used`
+        # have a real cotangent. The others are left out, so that the engine does not work on zeros.
         wanted = used.intersection(problem.cell.outputs) if chunked is None else used
         cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in wanted}
-        # The backward pass reads the outputs directly, not through the taps. So in a second derivative any output may
-        # have a cotangent, and all of them are added to `used`.
+        # `MARK` is in `used` if MLX asks for the gradient of x; otherwise the engine need not compute this gradient.
+        # Then all outputs are added to `used`: in a second derivative each of them may have a cotangent, because the
+        # backward pass reads them directly.
         left_out = ("x",) if marks and MARK not in used else ()
         used.discard(MARK)
         used.update(visible)
@@ -187,8 +191,8 @@ def differentiable(
     function.vjp(vjp)
     function.jvp(jvp)
     evaluated_chunks = chunked is not None and chunked.evaluates
-    # `numpy` and evaluated chunks evaluate their arguments. MLX must not drop the graphs of these arguments when it
-    # differentiates them.
+    # `numpy` and evaluated chunks evaluate the arrays that they get. MLX would drop the graphs of evaluated arrays,
+    # and an outer derivative would then silently be wrong. So the function runs where MLX keeps all graphs.
     evaluates = engine == "numpy" or evaluated_chunks
     results = with_graphs_kept(lambda: function(*arrays.values())) if evaluates else function(*arrays.values())
     outputs: Arrays = dict(zip(visible, results, strict=True))
@@ -218,9 +222,13 @@ def has_plain_gradient(problem: Problem) -> bool:
 def tapped(
     names: list[str], values: list[mx.array], used: set[str], chunked: Chunked | None, mark: mx.array | None
 ) -> tuple[mx.array, ...]:
-    """Return the values after an identity function (a tap). When a cotangent comes back through the tap, the names of
-    the values are added to `used`. mark: the result of `gradient_mark`, which the tap also takes as an argument, or
-    None."""
+    """Return `values`, the outputs with these names, after an identity function (a tap). If MLX asks for a gradient
+    through one of them, the tap's vjp rule adds the names to `used`. So the backward pass knows which outputs have a
+    cotangent.
+
+    mark: a scalar from `gradient_mark`, which the tap takes as one more argument so that MLX also differentiates the
+    mark; or None.
+    """
     if not names:
         return ()
     shows, marks = values if chunked is None else chunked.stood_for(names, values), () if mark is None else (mark,)
@@ -240,9 +248,12 @@ MARK = "the gradient of x"
 
 
 def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
-    """Return a scalar 0 that depends on x, as an argument for the taps (identity functions after the outputs). If MLX
-    asks for the gradient of x, it calls the vjp rule of this scalar before the vjp rule of the recurrence, and the rule
-    adds `MARK` to `used`."""
+    """Return a scalar 0, the mark, by which the backward pass learns whether MLX asks for the gradient of x.
+
+    The mark depends on x, and the taps (identity functions after the outputs) take it as an argument. If MLX asks for
+    the gradient of x, it calls the mark's vjp rule before that of the recurrence. The mark's rule adds `MARK` to the
+    set `used`, which the rule of the recurrence reads.
+    """
 
     def note(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         used.add(MARK)
@@ -311,8 +322,9 @@ def backward(
     values = (*arrays.values(), *cotangents.values(), *outputs.values())
     results = without_derivatives(gradients_of, error)(*values)
     gradients = dict(zip(names, results, strict=True))
-    # MLX computes all results of a custom function together. So the products of `multiplied`, which shall stay lazy,
-    # are outside of that function.
+    # `without_derivatives` makes a custom function, and MLX computes all results of a custom function together. The
+    # weight gradients of `numpy` shall be computed one by one, so they are multiplied only here, outside of that
+    # function.
     return numpy.multiplied(gradients) if engine == "numpy" else gradients
 
 
@@ -387,7 +399,8 @@ def with_quantized_constant(problem: Problem, arrays: Arrays) -> Arrays:
 
 
 def all_of(*values: mx.array) -> tuple[mx.array, ...]:
-    """Return all arguments. This is the identity function of several arrays."""
+    """Return all arguments unchanged. `without_derivatives` wraps this function, so that the arrays get a rule that
+    refuses derivatives."""
     return values
 
 
@@ -433,10 +446,9 @@ def tangents_of(
 ) -> list[mx.array]:
     """Return the tangents of a function's results, computed from the tangents of those values that have one.
 
-    MLX's default rule calls mx.jvp for all values, with zero tangents for the values that have none. But such a value
-    may be a copy that an outer transformation made and that is no longer marked as its tracer. mx.jvp replaces the copy
-    by the original, and the outer derivative by this value would silently be 0. Here the values without a tangent are
-    constants, which mx.jvp does not touch.
+    MLX's default rule calls mx.jvp for all values, with zero tangents for the values that have none. If such a value
+    is a copy of an array of an outer transformation, mx.jvp replaces it by the original array, and the outer
+    derivative would silently be 0. Here the values without a tangent are constants, which mx.jvp does not touch.
     """
     moving = {n: tangent for n, tangent in enumerate(tangents) if tangent is not None}
 

@@ -246,16 +246,17 @@ class CellGraph:
         return f"CellGraph({self.gates} gates, {self.states} states, {len(self.nodes)} nodes)"
 
     def names(self) -> list[str]:
-        """Return the names of the inputs whose gradients `back` lists, in its order."""
+        """Return the names of the cell's inputs, in the order in which `back` lists the nodes of their gradients."""
         parts = [("x", self.gates), ("p", self.gates if self.apart else 0), ("s", self.states)]
         return [f"{letter}{k}" for letter, n in [*parts, ("u", self.inputs), ("w", self.params)] for k in range(n)]
 
     def gradients(self, letter: str) -> list[int]:
-        """Return the nodes of the gradients of all inputs of one letter: x, p, s, u or w."""
+        """Return the nodes of the gradients of all inputs whose names begin with `letter`: x or p (preactivations), s
+        (states), u (inputs of each step) or w (parameters)."""
         return [n for name, n in zip(self.names(), self.back, strict=True) if name[0] == letter]
 
     def of_product(self) -> list[int]:
-        """Return the nodes of the gradients of the recurrent part of each preactivation."""
+        """Return one node per preactivation: the gradient of its recurrent part, h Wh^T."""
         return self.gradients("p") if self.apart else self.gradients("x")
 
     def known_after(self) -> dict[int, int]:
@@ -303,11 +304,11 @@ def cell_graph(
 
 
 def to_save(cell: CellGraph) -> list[int]:
-    """Return the nodes that the forward pass saves for the backward pass. For each preactivation this is the last node
-    through which the backward pass uses the preactivation and that does not depend on a gradient. For an LSTM these
-    nodes are the gates after activation.
+    """Return the nodes that the forward pass saves for the backward pass.
 
-    The new states need not be saved, because the outputs contain them.
+    The backward pass often needs a preactivation only through a node computed from it, such as the gate after its
+    activation. For each preactivation the last such node is saved, but no node that depends on a gradient. For an LSTM
+    the saved nodes are the gates. The new states need not be saved, because the outputs contain them.
     """
     free, saved = set(cell.known_after()), []
     order = needed(cell.nodes, cell.back, free)

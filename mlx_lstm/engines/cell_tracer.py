@@ -100,7 +100,9 @@ def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[i
 
 
 def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:
-    """Return the graph of a cell and of MLX's derivative of it. `traced` describes the arguments."""
+    """Return the graph of a cell and of MLX's derivative of it. cell: the user's function cell(a, state, *inputs,
+    *params), which returns the new states. apart: whether it gets the input's part and the recurrent part of the
+    preactivations separately. shape: (B, H), the shape of each array. dtype: float32 or float64."""
     with mx.stream(mx.cpu):  # nothing runs, but MLX creates float64 arrays only on the CPU
         step = partial(called, cell, counts, apart)
         given = [mx.zeros(shape, dtype)] * (counts.gates * (1 + apart) + sum(counts[1:]))
@@ -209,10 +211,12 @@ def absorb(graph: Graph, function: Callable[..., Any], given: list[mx.array], na
     """Trace a function of MLX and add its operations to `graph`. Return the nodes of its results. names: the names of
     its arguments."""
     content = exported(function, given)
-    # An error about random numbers names RandomBits, although the Split of their key may come first in the graph.
+    # A function with random numbers is refused. MLX may list the splitting of the random key (Split) before
+    # RandomBits. The error shall name RandomBits, so this check comes before the other operations are read.
     if any(item.get("name") == "RandomBits" for item in content):
         raise NotPointwise("RandomBits")
-    # `content` is still alive, so constants that the function itself creates get other addresses in this second trace.
+    # Find the arrays that the function captures from outside: trace it again while the first trace `content` is alive.
+    # A constant that the function creates then has another address, and a captured array has the same.
     again = exported(function, given)
     captured = captured_arrays(content, again)
     found: dict[str, int | None] = {}  # node by key of MLX's graph; None: an array whose numbers differ
@@ -310,8 +314,8 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
 
 
 def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype) -> int:
-    """Return the node of a conversion between bool and numbers, or of a constant to any dtype. Refuse other
-    conversions."""
+    """Return the node of a conversion from `before` to `after`. Supported are conversions between bool and numbers,
+    and any conversion of a constant; raise an error for others."""
     if after == mx.bool_:
         return n if is_bool else graph.add("ne", n, graph.constant(0))
     if is_bool:

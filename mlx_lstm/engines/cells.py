@@ -123,7 +123,8 @@ class PointwiseCell(NamedTuple):
 
     @property
     def gate_order(self) -> str:
-        """One letter per preactivation (a, b, c, ...), in place of the gate names of other cells."""
+        """One letter per preactivation (a, b, c, ...). A cell that the user wrote has no gate names such as i, f, g,
+        o."""
         return "".join(chr(ord("a") + k) for k in range(self.graph.gates))
 
     @property

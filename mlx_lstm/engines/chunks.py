@@ -60,7 +60,8 @@ def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chun
     evaluates = chunks.is_long and have_values(list(arrays.values()))
     if not evaluates and (plain or not chunks.recomputes):
         return None
-    # Without training nobody is likely to ask for a gradient. So its arrays are recomputed instead of saved.
+    # Without training nobody is likely to ask for a gradient. So the arrays for a backward pass are not saved. If MLX
+    # asks for a gradient after all, each chunk runs forward again.
     recomputes = chunks.recomputes or not problem.training
     return Chunked(chunks._replace(recomputes=recomputes), engine, module, problem.batch_first, evaluates)
 
@@ -82,21 +83,22 @@ class Chunked:
         self.module: Any = module
         self.batch_first: bool = batch_first
         self.evaluates: bool = evaluates
-        # State of the current pass: whether chunks are evaluated; whether the engine takes NumPy arrays; the results
-        # for which the next chunk waits if chunks are not evaluated.
+        # State of the current pass. eager: whether each chunk is evaluated. takes_numpy: whether the engine accepts
+        # NumPy arrays. pending: results of the last chunk, for which the next chunk waits if chunks are not evaluated.
         self.eager: bool = evaluates
         self.takes_numpy: bool = False
         self.pending: list[Array] = []
-        # The sequences that stay outside of MLX's graph, and the dtypes of the small arrays that MLX gets in their
-        # place: see `stand_ins`.
+        # held: the real sequences while MLX has small arrays of zeros in their place (see `stand_ins`). dtypes: the
+        # dtypes of the outputs that MLX gets.
         self.held: Arrays = {}
         self.dtypes: dict[str, mx.Dtype] = {}
 
     # --- What MLX sees -----------------------------------------------------------------------------------------------
 
     def saved_of(self, problem: Problem) -> tuple[list[str], list[str]]:
-        """Return two lists: the names of the results that MLX sees, and the names of the results that are saved
-        where MLX does not see them."""
+        """Return two lists of names: the results that are outputs of MLX's custom function, and the results that are
+        saved in Python only. If chunks are evaluated, results for the backward pass are saved in Python, because they
+        have no graph anyway; otherwise MLX must see them to differentiate the backward pass again."""
         visible = [name for name in problem.cell.outputs if name != "gates" or problem.return_gates]
         saved = self.results_saved(problem)
         return (visible, saved) if self.evaluates else (visible + saved, [])
@@ -117,8 +119,9 @@ class Chunked:
         return outputs
 
     def stood_for(self, names: list[str], values: list[Array]) -> list[Array]:
-        """Return the sequences for which the stand-ins were made, and release them here. If there are no stand-ins,
-        return `values` unchanged."""
+        """Return the values, with each stand-in replaced by the sequence that it stands for. A stand-in is an array of
+        zeros that MLX holds instead of a long sequence. This object then no longer refers to the sequence. If there
+        are no stand-ins, return `values` unchanged."""
         if not self.held:
             return values
         return [self.held.pop(name, value) for name, value in zip(names, values, strict=True)]
@@ -212,7 +215,8 @@ class Chunked:
             problem, self.evaluates and have_values([*arrays.values(), *cotangents.values()], transforming=False)
         )
         sequences = {}
-        # The gradients of both directions are added up in float32.
+        # Sequences for the gradients of all arrays that have steps. With two directions the second adds its gradients
+        # to those of the first, so the sequence is float32 even if the array has 16 bits.
         for name in (name for name in with_steps(arrays) if name not in left_out):
             dtype = widened(arrays[name]).dtype if problem.bidirectional else arrays[name].dtype
             sequences[name] = SequenceBuffer(arrays[name].shape, dtype, self.batch_first, self.eager)
@@ -242,8 +246,8 @@ class Chunked:
         starts, sums = {name: f"{name[0]}_starts" for name in states_of(problem)}, {}
         shared = self.shared_by_steps(arrays)
         by_step, d_by_step, saved_by_step = (self.by_step(values) for values in (arrays, cotangents, saved))
-        # The cotangents of the states at the end of a chunk: first the caller's, then those that the later chunk
-        # returned.
+        # The cotangents of the states after a chunk. For the last chunk they are the caller's cotangents of hT and cT,
+        # for each earlier chunk the gradients that the next chunk returns.
         after = self.prepared({name: cotangents[name] for name in ("hT", "cT") if name in cotangents})
         for start, stop in reversed(self.bounds(problem)):
             chunk, n = problem._replace(T=stop - start), start // self.steps
@@ -302,7 +306,8 @@ class Chunked:
         return rows
 
     def steps_of(self, by_step: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """Return the steps from `start` to `stop` of arrays that `by_step` returned, prepared for the engine."""
+        """Return the steps from `start` to `stop` of arrays that `by_step` returned, in the dtypes that the engine
+        reads and, unless it takes NumPy arrays, as MLX arrays."""
         rows = {name: array[start:stop] for name, array in by_step.items()}
         if self.takes_numpy and all(array.itemsize > 2 for array in rows.values()):
             return rows
@@ -313,11 +318,11 @@ class Chunked:
         return for_engine(self.engine, rows)
 
     def prepared(self, arrays: Arrays) -> Arrays:
-        """Prepare arrays for the engine. In eager mode (each chunk is evaluated) copy them, so that they no longer
-        hold MLX's graph.
+        """Return the arrays in the dtypes that the engine reads. In eager mode (each chunk is evaluated) return copies
+        that have no graph.
 
-        MLX keeps the graph of every array that depends on a tracer, and while MLX computes a gradient it keeps every
-        graph. Results of `numpy` have no graph.
+        While MLX computes a gradient it keeps the graphs of all arrays, so without the copies the graphs of all chunks
+        would stay in memory. Engine `numpy` needs no copies, because its results have no graph.
         """
         if self.eager and self.engine != "numpy":
             mx.eval(arrays)
@@ -327,8 +332,9 @@ class Chunked:
     def write(
         self, sequences: dict[str, "SequenceBuffer"], d: int, start: int, stop: int, results: Arrays, others: Arrays
     ) -> None:
-        """Write the part of one chunk into the sequences. In eager mode, first evaluate this part and the other
-        results of the chunk."""
+        """Write the results of one chunk, the steps from `start` to `stop`, into the sequences of direction d. In
+        eager mode (each chunk is evaluated) first evaluate these results and `others`, the chunk's results that are
+        not sequences."""
         rows = {name: results[name].astype(sequence.dtype) for name, sequence in sequences.items()}
         if self.eager:
             mx.eval(rows, others)
@@ -383,12 +389,12 @@ class SequenceBuffer:
         return mx.swapaxes(self.memory, 0, 1) if self.batch_first else self.memory
 
 
-# --- The same without chunks: a graph of all steps -------------------------------------------------------------------
+# --- All steps in one graph, without chunks --------------------------------------------------------------------------
 
 
 def plain_outputs(problem: Problem, arrays: Arrays, chunked: Chunked) -> Arrays:
-    """Return the outputs of the engine `ops` that MLX sees, as a graph that MLX can differentiate. Chunks that were
-    evaluated have no such graph."""
+    """Return the outputs, computed by the engine `ops` as a graph that MLX can differentiate. If chunks were
+    evaluated, they have no graph; then one graph of all steps is built instead."""
     if not chunked.evaluates:
         return chunked.forward(problem, arrays)
     outputs = ops.forward(problem, for_engine("ops", arrays))
@@ -457,8 +463,9 @@ def copied_to_mlx(memory: np.ndarray) -> Array:
 
 
 def after_all(array: Array, others: list[Array]) -> Array:
-    """Return the array as a node of the graph that MLX computes after the other arrays. `mx.depends` would do the same,
-    but mx.jvp does not support it."""
-    # The condition is computed from a sum, because MLX has no third forward-mode derivative of `any`.
+    """Return a copy of the array that MLX computes only after the other arrays, so that MLX does not run chunks side
+    by side. `mx.depends` would do the same, but mx.jvp does not support it."""
+    # The condition below is always true (or NaN), but MLX must compute all other arrays first to know it. It uses a
+    # sum instead of `any`, because MLX cannot compute a third forward-mode derivative of `any`.
     first = mx.stack([other[(0,) * other.ndim].astype(mx.float32) for other in others]).sum()
     return mx.where(first == first, array, array)

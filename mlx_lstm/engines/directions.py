@@ -35,7 +35,8 @@ def part(arrays: dict[str, Array], d: int, projects: bool | None = None) -> dict
     """Return the parts of all arrays that belong to direction d, as views. The arrays are arguments, outputs or
     cotangents.
 
-    projects: whether the call has a Wx. None means that Wx would be among these arrays.
+    projects: whether the call has a Wx; if so, both directions read the same x. None: `arrays` contains Wx if the call
+    has it.
     """
     if projects is None:
         projects = "Wx" in arrays
@@ -90,7 +91,8 @@ def join_gradients(parts: list[Arrays], arrays: Arrays) -> Arrays:
 
 
 def is_shared(mask: mx.array | np.ndarray) -> bool:
-    """Return whether both directions have the same mask, because the mask is broadcast over the width of h."""
+    """Return whether both directions share the mask. They share a mask that has only one column, which is broadcast
+    over the width of h."""
     return mask.ndim == 0 or mask.shape[-1] == 1
 
 

@@ -32,8 +32,9 @@ Arrays = dict[str, Array]
 
 
 class Cut(NamedTuple):
-    """How `fused` divides its work, if a measurement chose it. rows: the batch items of a threadgroup (8: it multiplies
-    8 x 8 matrices). spare: how many registers of a thread must stay free of weights."""
+    """How `fused` divides its work, chosen by a measurement. rows: the number of batch items in a threadgroup; 8
+    selects the kernel that multiplies 8 x 8 matrices. spare: how many registers of a thread must stay free of weights.
+    """
 
     rows: int
     spare: int = 0

@@ -17,8 +17,8 @@ CARRIED = {"h0": "hT", "c0": "cT"}
 
 
 class Launch(NamedTuple):
-    """What a layer needs at every step: the module of its engine, its problem of one step, and its parameters as the
-    engine reads them."""
+    """What a layer needs at every step: the module of its engine, the description of one step (sizes and options), and
+    its parameters as the engine reads them."""
 
     module: Any
     problem: Problem
@@ -48,8 +48,8 @@ class MLXStream:
     """
 
     def __init__(self, launches: list[tuple[Launch, Launch]], batch: tuple[int, ...], device: mx.Device):
-        """Prepare the layers with all states 0. launches: for each layer the launch of a step without and with the
-        option `keep` (a factor on the states). device: where the steps run."""
+        """Prepare the layers; all states are zero. launches: for each layer two `Launch` objects, for a step without
+        and with the option `keep` (a factor on the states). device: where the steps run."""
         self.launches, self.batch, self.device = launches, batch, device
         self.B: int = prod(batch)
         self.carried: list[Arrays] = [zero_states(launch) for launch, _ in launches]
@@ -76,14 +76,16 @@ class MLXStream:
         return {name[0]: [layer[name].reshape(*self.batch, -1) for layer in self.carried] for name in names}
 
     def set_states(self, states: dict[str, list[np.ndarray]]) -> None:
-        """Set the states of all layers, given as `states` returns them."""
+        """Set the states of all layers. states: for h and, if the cell has it, c one array per layer, of the shape
+        (*batch, width)."""
         for layer, carried in enumerate(self.carried):
             for name, old in carried.items():
                 carried[name] = mx.array(states[name[0]][layer], old.dtype).reshape(old.shape)
 
 
 def zero_states(launch: Launch) -> Arrays:
-    """Return the states 0 of a layer, in the dtypes that its engine returns: c is always float32 or wider."""
+    """Return the first states of a layer, which are zeros, in the dtypes that its engine returns: c is always float32
+    or wider."""
     problem, dtype = launch.problem, launch.arrays["x"].dtype
     states = {"h0": mx.zeros((problem.B, problem.P), dtype)}
     if "c" in problem.cell.outputs:

@@ -17,7 +17,7 @@ custom_function: Callable[[Callable[..., Any]], Any] = mx.custom_function
 
 
 class Leaving(Exception):
-    """Exception that ends a transformation of MLX early."""
+    """Exception that `stale_placeholder` raises inside mx.vmap, so that MLX leaves a placeholder marked as a tracer."""
 
 
 def stale_placeholder() -> mx.array:
@@ -66,16 +66,18 @@ probe = Probe()
 def is_transforming() -> bool:
     """Return whether MLX is transforming a function in this thread.
 
-    MLX has no function for this question. But MLX runs a compiled function in Python if an argument is a tracer.
-    Otherwise it runs the function in Python only once, to compile it. Outside of transformations this test takes a
-    microsecond. A test by an evaluation would take longer, because it wakes another thread.
+    MLX has no function for this question. But if an argument of a compiled function is a tracer, MLX calls the Python
+    function at every call; otherwise only once, to compile it. So the test calls a compiled function with a
+    placeholder that is a tracer during transformations only, and looks whether Python ran. Outside of transformations
+    this takes a microsecond. Calling mx.eval instead would take longer, because it wakes another thread.
     """
     before = probe.runs
     probe.compiled(PLACEHOLDER)
     if probe.runs == before:
         return False
-    # Python also runs the function at the first call in a thread, and at every call under mx.disable_compile(). mx.eval
-    # of the placeholder tells these cases apart: it raises a ValueError during a transformation, else a RuntimeError.
+    # MLX called the Python function. So it is transforming; or this is the first call in this thread; or
+    # mx.disable_compile() is in effect. mx.eval of the placeholder decides: it raises a ValueError during a
+    # transformation, else a RuntimeError.
     try:
         mx.eval(PLACEHOLDER)
     except RuntimeError:
@@ -86,11 +88,11 @@ def is_transforming() -> bool:
 
 
 def have_values(arrays: list[mx.array], transforming: bool | None = None) -> bool:
-    """Evaluate the arrays. Return False if one of them is a placeholder of `mx.compile`, `mx.vmap` or an export,
-    which has no value; else True.
+    """Evaluate the arrays. Return False if one of them is a placeholder of `mx.compile`, `mx.vmap` or an export, which
+    has no value; else True.
 
-    transforming: whether MLX is transforming a function, or None if the caller does not know. A vjp rule passes False,
-        because MLX keeps all graphs while it calls a vjp rule.
+    transforming: whether MLX is transforming a function, so that the arrays must keep their graphs when they are
+    evaluated. None if the caller does not know. A vjp rule passes False: there MLX keeps all graphs anyway.
     """
     try:
         if is_transforming() if transforming is None else transforming:
@@ -129,12 +131,13 @@ ZERO = mx.array(0.0)
 
 
 def marks_come_first() -> bool:
-    """Return whether a mark tells a vjp rule in time which gradient MLX asks for.
+    """Return whether a vjp rule can find out which gradients MLX asks for. MLX does not document this, so the function
+    tests it.
 
-    A mark is a scalar that depends on one argument x of a function. The last function of a graph, called a tap, takes
-    the function's result and then the mark. MLX calls the vjp rules in reverse, so the mark's rule comes before the
-    function's rule. MLX does not call the mark's rule if nothing asks for the gradient of x. MLX documents neither
-    behaviour, so this function tests both.
+    The test has three custom functions: `product`, of x and w; a scalar `mark`, which depends on x; and a `tap`, which
+    takes both results. MLX must call their vjp rules in the order tap, mark, product, so that the rule of `product`
+    knows whether the rule of `mark` was called. If MLX asks only for the gradient of w, it must not call the rule of
+    `mark`.
     """
     called: list[str] = []
 

@@ -71,8 +71,8 @@ class Table(NamedTuple):
         return self.cuts.get(self.row_at(dtype, B)[:2]) if self.cuts else None
 
     def row_at(self, dtype: mx.Dtype | str, B: int) -> tuple[str, int, Row]:
-        """Return the row of the table for a batch of B: the name of the dtype, the least batch size of the row, and
-        the entries of the row."""
+        """Return the row of the table of faster engines that applies to a batch of B: (name of the dtype, the least
+        batch size of the row, the row's pairs (largest H, engine))."""
         name = str(dtype).removeprefix("mlx.core.")
         batches = self.engines.get(name) or {1: ()}
         least = max((least for least in batches if least <= B), default=min(batches))
@@ -103,8 +103,9 @@ def on_this_gpu(limits: Limits) -> Limits:
 
 
 def suggested_cores(about: Mapping[str, str]) -> int:
-    """Return how many GPU cores the name of a chip suggests, or the name of its GPU's architecture. about: what
-    `machine` returns."""
+    """Return the typical number of GPU cores of this kind of chip. The kind is read from the chip's name or, if the
+    name says nothing, from the name of the GPU's architecture. about: a dict with both names, "chip" and
+    "architecture"."""
     kind, letter = about["chip"].split(" ")[-1], about["architecture"][-1:]
     known = CORES_OF_LETTERS.get(letter, CORES) if about["architecture"].startswith("applegpu") else CORES
     return CORES_OF_KINDS.get(kind, known)
@@ -197,7 +198,8 @@ _tried: list[Cut | None] = []
 
 @cache
 def current() -> Table:
-    """Return the table that this process uses. The first call reads it from the file."""
+    """Return the table that this process uses to choose the faster Metal engine. The first call reads it from the file
+    that `bench --tune` wrote."""
     return load(_chosen[-1] if _chosen else cache_file())
 
 

@@ -22,7 +22,7 @@ _broken: set[Path] = set()
 
 
 def file() -> Path:
-    """Return the path of the file that holds the verdicts."""
+    """Return the path of the JSON file with the verdicts: the results of test runs of kernels on this machine."""
     return tuning.cache_file().with_name("verdicts.json")
 
 
@@ -35,7 +35,8 @@ def find(trial: str) -> str | None:
 
 
 def record(trial: str, verdict: str) -> None:
-    """Record a verdict for this process and, if the file can be written, for other processes."""
+    """Store the verdict of one test run of kernels: the reason why they are refused, or "" if they are correct. It is
+    stored for this process and, if `verdicts.json` can be written, for other processes."""
     _known[trial] = verdict
     content = read()
     mine = content.pop(names(), {}) | {trial: verdict}
@@ -47,12 +48,14 @@ def record(trial: str, verdict: str) -> None:
 
 
 def is_recorded(reason: str) -> bool:
-    """Return whether a verdict with this reason is recorded for this machine, so that other processes use it, too."""
+    """Return whether `reason` is stored for this machine as the reason why some kernels are refused. Then other
+    processes refuse these kernels, too."""
     return reason in _known.values()
 
 
 def forget() -> None:
-    """Forget the verdicts that this process has read or recorded. The file remains."""
+    """Forget the results of test runs of kernels that this process has read or stored. The file `verdicts.json`
+    remains."""
     _known.clear()
     _broken.clear()
 
@@ -63,8 +66,9 @@ def names() -> str:
 
 
 def read() -> dict[str, dict[str, str]]:
-    """Return the verdicts in the file, by environment and test run. Return an empty dict if the file is missing or
-    broken. If it is broken, also warn."""
+    """Return the content of `verdicts.json`: for each environment (system and versions) a dict from a test run's name
+    to its verdict, the reason why the kernels are refused or "". Return an empty dict if the file is missing or
+    broken; if it is broken, also warn."""
     path = file()
     try:
         size_of(path)

@@ -28,15 +28,17 @@ class GRUDescriptor:
     """The properties of `MPSGraphGRUDescriptor`, with its defaults.
 
     Args:
-        reverse, bidirectional (bool): as in `LSTMDescriptor`.
+        reverse (bool): run from the last time step to the first; results stay aligned with the source. Ignored with
+            bidirectional.
+        bidirectional (bool): run both directions.
         training (bool): `gru` also returns the array that `gru_gradients` needs.
         reset_gate_first (bool): the gate order on every axis of three blocks is r, z, o, not z, r, o.
         reset_after (bool): r multiplies the recurrent product of o, not the h that enters it.
         flip_z (bool): z is the weight of o, not of h[t-1]. Apple's text on the op says so, and so do users of the op;
-            Apple's text on the property says the opposite. The experiment E:gru_flavours decides, see
-            `mlx_lstm.mpsgraph`.
-        update_gate_activation, reset_gate_activation, output_gate_activation (str): the activations of z, r, o, as in
-            `LSTMDescriptor`.
+            Apple's text on the property says the opposite. On a Mac the experiment E:gru_flavours finds out what
+            MPSGraph computes, see `mlx_lstm.mpsgraph`.
+        update_gate_activation, reset_gate_activation, output_gate_activation (str): the activations of z, r, o, each
+            one of `"none"`, `"relu"`, `"tanh"`, `"sigmoid"`, `"hard_sigmoid"`.
     """
 
     reverse: bool = False
@@ -80,17 +82,24 @@ def gru(
     reset_after, and pass [b_ir + b_hr, b_iz + b_hz, b_in] as bias and b_hn as secondary_bias.
 
     Args:
-        source, recurrent_weight, input_weight, bias, init_state, mask: as in `mpsgraph.lstm`, with 3H for every 4H and
-            6H for every 8H.
+        source (array): [T, N, I]; without input_weight [T, N, 3H], which is added to the gates directly.
+        recurrent_weight (array): R, [3H, H].
+        input_weight (array, optional): W, [3H, I].
+        bias (array, optional): b, [3H].
+        init_state (array, optional): h before the first step, [N, H] or [1, N, H]. Default: zeros.
+        mask (array, optional): m, broadcastable to [N, H].
         secondary_bias (array, optional): b2, [H], with bidirectional [2H]. Refused without reset_after, where it has
             no effect.
-        descriptor (GRUDescriptor, optional): Default: `GRUDescriptor()`.
-        hard_sigmoid, mask_layout, checkpoint_every, engine, stream: as in `mpsgraph.lstm`.
+        descriptor (GRUDescriptor, optional): Default: `GRUDescriptor()`. With bidirectional the arrays also have the
+            weights of the second direction, in the layouts of `mpsgraph.lstm`.
+        hard_sigmoid, mask_layout (str): the slope of hard_sigmoid and the layout of mask, which Apple's texts do not
+            give, as in `mpsgraph.lstm`.
+        checkpoint_every, engine, stream: gradient checkpointing, the engine, and where to run, as in `mlx_lstm.lstm`.
 
     Returns:
         list: h [T, N, H]; with training zState, the gates after their activations [T, N, 3H]. Both are twice as wide
-        with bidirectional. Apple does not say what its zState holds, so pass it to `gru_gradients` only. The
-        experiment E:gru_flavours decides, see `mlx_lstm.mpsgraph`.
+        with bidirectional. Apple does not say what its zState holds, so pass it to `gru_gradients` only. On a Mac the
+        experiment E:gru_flavours finds out what MPSGraph returns, see `mlx_lstm.mpsgraph`.
 
     Example:
         >>> import mlx.core as mx
@@ -134,14 +143,16 @@ def gru_gradients(
 
     Args:
         source, recurrent_weight, input_weight, bias, init_state, mask, secondary_bias, descriptor, hard_sigmoid,
-            mask_layout, engine, stream: the arguments of `gru`. Without input_weight only the shape of source is used;
-            training is not used.
-        source_gradient, state_gradient: as in `mpsgraph.lstm_gradients`.
+            mask_layout, engine, stream: the values with which `gru` was called. Without input_weight only the shape of
+            source is used; training is not used.
+        source_gradient (array): the gradient of h, [T, N, H]; twice as wide with bidirectional.
+        state_gradient (array, optional): a gradient of h, [N, H] or [1, N, H], added at the last step that each
+            direction computes; twice as wide with bidirectional.
         z_state (array): the second result of `gru` with training, [T, N, 3H]; twice as wide with bidirectional.
         output_fwd (array): the first result of `gru`, [T, N, H]; twice as wide with bidirectional.
-        leading_ones (sequence of str): names out of `"bias"`, `"secondary_bias"`: these gradients get two leading axes
-            of 1. The experiment E:gru_flavours decides, see `mlx_lstm.mpsgraph`. Default: none, every gradient has its
-            argument's shape.
+        leading_ones (sequence of str): names out of `"bias"`, `"secondary_bias"`: the gradients of these arguments get
+            two leading axes of size 1. Apple does not say which shapes its op returns; on a Mac the experiment
+            E:gru_flavours finds out, see `mlx_lstm.mpsgraph`. Default: none, every gradient has its argument's shape.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, init_state, secondary_bias, in this order,

@@ -79,8 +79,8 @@ def lstm(
         c_t &= f_t \odot c_{t-1} + i_t \odot z_t \\
         h_t &= o_t \odot g(c_t)
 
-    Names such as E:peephole are experiments that decide on a Mac what Apple's texts leave unclear, see
-    `mlx_lstm.mpsgraph`.
+    Apple's texts leave some points unclear. "E:peephole decides" means: on a Mac the experiment E:peephole finds out
+    what MPSGraph computes, see `mlx_lstm.mpsgraph`.
 
     Args:
         source (array): [T, N, I]; without input_weight [T, N, 4H], which is added to the gates directly.
@@ -173,10 +173,10 @@ def lstm_gradients(
         state_gradient (array, optional): a gradient of h, [N, H] or [1, N, H], added at the last step that each
             direction computes. This step is the last time step; for a reverse direction it is the first time step.
         cell_gradient (array, optional): a gradient of c, in the shape and at the steps of state_gradient.
-        leading_ones (sequence of str): names out of `"bias"`, `"peephole"`: these gradients get two leading axes of 1.
-            PyTorch receives [1, 1, 8H] for bias from Apple's op with bidirectional, and squeezes it; with one direction
-            it takes any shape. The experiments E:grads and E:peephole decide, see `mlx_lstm.mpsgraph`. Default: none,
-            every gradient has its argument's shape.
+        leading_ones (sequence of str): names out of `"bias"`, `"peephole"`: the gradients of these arguments get two
+            leading axes of size 1. Apple does not say which shapes its op returns. PyTorch receives [1, 1, 8H] for bias
+            with bidirectional, and squeezes it; with one direction it takes any shape. On a Mac the experiments E:grads
+            and E:peephole find out, see `mlx_lstm.mpsgraph`. Default: none, every gradient has its argument's shape.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, peephole, init_state, init_cell, in this

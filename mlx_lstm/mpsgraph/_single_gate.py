@@ -28,9 +28,12 @@ class SingleGateRNNDescriptor:
     """The properties of `MPSGraphSingleGateRNNDescriptor`, with its defaults.
 
     Args:
-        reverse, bidirectional (bool): as in `LSTMDescriptor`.
+        reverse (bool): run from the last time step to the first; results stay aligned with the source. Ignored with
+            bidirectional.
+        bidirectional (bool): run both directions.
         training (bool): `single_gate_rnn` also returns the array that `single_gate_rnn_gradients` needs.
-        activation (str): the activation of h, as in `LSTMDescriptor`. Default: `"relu"`, as in Apple's descriptor.
+        activation (str): the activation of h: `"none"`, `"relu"`, `"tanh"`, `"sigmoid"` or `"hard_sigmoid"`. Default:
+            `"relu"`, as in Apple's descriptor.
     """
 
     reverse: bool = False
@@ -64,12 +67,19 @@ def single_gate_rnn(
         h_t &= s(z_t)
 
     Args:
-        source, recurrent_weight, input_weight, bias, init_state, mask: as in `mpsgraph.lstm`, with H for every 4H and
-            2H for every 8H.
-        descriptor (SingleGateRNNDescriptor, optional): Default: `SingleGateRNNDescriptor()`.
+        source (array): [T, N, I]; without input_weight [T, N, H], which is added to z directly.
+        recurrent_weight (array): R, [H, H].
+        input_weight (array, optional): W, [H, I].
+        bias (array, optional): b, [H].
+        init_state (array, optional): h before the first step, [N, H] or [1, N, H]. Default: zeros.
+        mask (array, optional): m, broadcastable to [N, H].
+        descriptor (SingleGateRNNDescriptor, optional): Default: `SingleGateRNNDescriptor()`. With bidirectional the
+            arrays also have the weights of the second direction, in the layouts of `mpsgraph.lstm`.
         z_state_holds (str): what zState holds. `"preactivations"`: z, as in the formula. `"activations"`: s(z), as in
-            the LSTM. The experiment E:single_gate decides, see `mlx_lstm.mpsgraph`.
-        hard_sigmoid, mask_layout, checkpoint_every, engine, stream: as in `mpsgraph.lstm`.
+            the LSTM. On a Mac the experiment E:single_gate finds out what MPSGraph returns, see `mlx_lstm.mpsgraph`.
+        hard_sigmoid, mask_layout (str): the slope of hard_sigmoid and the layout of mask, which Apple's texts do not
+            give, as in `mpsgraph.lstm`.
+        checkpoint_every, engine, stream: gradient checkpointing, the engine, and where to run, as in `mlx_lstm.lstm`.
 
     Returns:
         list: h [T, N, H]; with training zState [T, N, H]. Both are twice as wide with bidirectional.
@@ -115,14 +125,16 @@ def single_gate_rnn_gradients(
 
     Args:
         source, recurrent_weight, input_weight, bias, init_state, mask, descriptor, z_state_holds, hard_sigmoid,
-            mask_layout, engine, stream: the arguments of `single_gate_rnn`. Without input_weight only the shape of
-            source is used; training is not used.
-        source_gradient, state_gradient: as in `mpsgraph.lstm_gradients`.
+            mask_layout, engine, stream: the values with which `single_gate_rnn` was called. Without input_weight only
+            the shape of source is used; training is not used.
+        source_gradient (array): the gradient of h, [T, N, H]; twice as wide with bidirectional.
+        state_gradient (array, optional): a gradient of h, [N, H] or [1, N, H], added at the last step that each
+            direction computes; twice as wide with bidirectional.
         z_state (array): the second result of `single_gate_rnn` with training, [T, N, H]; twice as wide with
             bidirectional.
-        leading_ones (sequence of str): `("bias",)` if the gradient of bias is to get two leading axes of 1.
-            The experiment E:single_gate decides, see `mlx_lstm.mpsgraph`. Default: none, every gradient has its
-            argument's shape.
+        leading_ones (sequence of str): `("bias",)` if the gradient of bias is to get two leading axes of size 1. Apple
+            does not say which shape its op returns; on a Mac the experiment E:single_gate finds out, see
+            `mlx_lstm.mpsgraph`. Default: none, every gradient has its argument's shape.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, init_state, in this order, without

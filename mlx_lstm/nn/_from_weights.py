@@ -46,7 +46,7 @@ class Recurrence(nn.Module):
         self.engine = engine
         self.checkpoint_every = checkpoint_every
         self.layers = to_ops(weights)
-        # These are no parameters: MLX ignores attributes whose names begin with an underscore.
+        # The names begin with an underscore, so MLX does not count these attributes as parameters.
         self._cell, self._is_reverse = weights.cell, weights.reverse
         self._sizes = weights.directions, weights.input_size, weights.hidden_size, weights.proj_size
 
@@ -71,9 +71,9 @@ class Recurrence(nn.Module):
             state (optional): a tuple (h_0 [K D, B, P], c_0 [K D, B, H]) for an LSTM, else h_0, for K layers of D
                 directions. Layers come in order; in each layer the forward direction comes first. P is H, or the
                 projection's width. Default: zeros.
-            lengths (integer array or list, optional): [B], each in 0..T, as in `mlx_lstm.lstm`.
-            keep (array, optional): [B, T], as in `mlx_lstm.nn.stack`.
-            hold (array or list, optional): [B, T], as in `mlx_lstm.nn.stack`.
+            lengths (integer array or list, optional): [B], the number of steps of each sequence, in 0..T.
+            keep (array, optional): [B, T], a factor on the states of every layer before each step.
+            hold (array or list, optional): [B, T], steps that leave the states of every layer as they are.
 
         Returns:
             tuple: the output [B, T, D P], and the last states, shaped as `state`; in the dtype to which x, states and
@@ -139,12 +139,15 @@ def from_weights(
 
     Args:
         weights (Weights): as a reader of `mlx_lstm.convert` returns them, such as `from_onnx`.
-        checkpoint_every (int or str, optional): as in `mlx_lstm.lstm`. Default: `None`.
+        checkpoint_every (int or str, optional): in training, save the states of every K-th step only and compute the
+            other steps again for the gradient, as in `mlx_lstm.lstm`. Default: `None`, save all.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
 
     Returns:
-        Module: called as `layer(x, state, lengths=, keep=, hold=)` with x [B, T, I], it returns the output [B, T, D P]
-        and the last states, as `stack` does. Gate order i, f, g, o or r, z, n.
+        Module: called as `layer(x, state, lengths=, keep=, hold=)` with x [B, T, I], it returns the output [B, T, D P],
+        where D is the number of directions and P the width of h, and the last states. `stack` describes the shapes of
+        the states and the three options: lengths of sequences, factors on the states, steps that leave the states as
+        they are. Gate order i, f, g, o or r, z, n.
 
     Raises:
         ValueError: an argument breaks a rule.

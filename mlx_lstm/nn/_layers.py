@@ -152,7 +152,9 @@ class Layer(nn.Module):
         shape = (*batch, H) if is_step else (*batch, L, H)
         if 0 in batch:
             return [mx.zeros(shape, dtype)] * len(states)
-        # `Call` takes exactly one batch axis, so x becomes [B, L, D], or [B, D], and the states become [B, H].
+        # The functions of `mlx_lstm` take exactly one batch axis: x becomes [B, L, D], or [B, D], and the states become
+        # [B, H]. `small` chooses how these reshapes are computed; NumPy is faster if the call computes immediately on
+        # the CPU.
         small = by_mlx
         if len(batch) != 1:
             small = by_numpy if computes_now(self.engine) else by_mlx
@@ -336,7 +338,10 @@ class GRU(Layer):
     1/sqrt(H)).
 
     Args:
-        input_size, hidden_size, bias, checkpoint_every, engine: as in `LSTM`.
+        input_size, hidden_size (int): the sizes D of the features and H of the state.
+        bias (bool): whether there are the biases b and bhn. Default: `True`.
+        checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in `LSTM`.
+        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
 
     Raises:
         ValueError: an argument breaks a rule.
@@ -391,8 +396,9 @@ class GRU(Layer):
         Args:
             x (array): [..., L, D]; any number of batch axes, none included.
             hidden (array, optional): the hidden state to start from, [..., H]. Default: zeros.
-            lengths (integer array or list, optional): [...], one per sequence, as in `LSTM`.
-            keep, hold (array, optional): [..., L], as in `LSTM`.
+            lengths (integer array or list, optional): [...], the number of steps of each sequence, as in `LSTM`.
+            keep (array, optional): [..., L], a factor on the state before each step, as in `LSTM`.
+            hold (array, optional): [..., L], True at steps that leave the state as it is, as in `LSTM`.
 
         Returns:
             array: all hidden states, [..., L, H], in the dtype to which x, the parameters and the first state promote.
@@ -434,7 +440,10 @@ class RNN(Layer):
     Parameters: `Wxh` [H, D], `Whh` [H, H], `bias` [H]; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
 
     Args:
-        input_size, hidden_size, bias, checkpoint_every, engine: as in `LSTM`.
+        input_size, hidden_size (int): the sizes D of the features and H of the state.
+        bias (bool): whether there is a bias. Default: `True`.
+        checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in `LSTM`.
+        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
         nonlinearity (callable, optional): s, one of `NONLINEARITIES`: MLX's tanh, relu or sigmoid. Other functions,
             which `mlx.nn.RNN` accepts, raise a ValueError. Default: tanh.
 
@@ -489,11 +498,17 @@ class RNN(Layer):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> mx.array:
-        """Return the hidden state at every step, for the same arguments as `GRU`."""
+        """Return the hidden state at every step, [..., L, H], for x [..., L, D].
+
+        The other arguments are optional: the first state `hidden` [..., H], the number of steps of each sequence
+        `lengths` [...], factors on the state `keep` [..., L], and steps that leave the state as it is `hold` [..., L].
+        They mean the same as in `GRU`.
+        """
         return self._run(x, {"hidden": hidden}, lengths, keep, hold)[0]
 
     def step(self, x: mx.array, hidden: mx.array | None = None, *, keep: mx.array | None = None) -> mx.array:
-        """Return the hidden state after one step, for the same arguments as `GRU.step`."""
+        """Return the hidden state after one step, [..., H]. x is [..., D], `hidden` [..., H] is the state before the
+        step (default: zeros), and `keep` [...] is a factor on this state: 0 where an episode begins."""
         return self._run(x, {"hidden": hidden}, keep=keep, is_step=True)[0]
 
     def _cell(self) -> Cell:
@@ -543,12 +558,15 @@ class QuantizedLSTM(QuantizedLayer, LSTM):
 
 
 class QuantizedGRU(QuantizedLayer, GRU):
-    """`GRU` with quantized weights; see `QuantizedLSTM`.
+    """`GRU` with quantized weights, which stay quantized in memory, as in `QuantizedLSTM`.
 
     Parameters: `Wx`, `Wh` with scales and biases as in `QuantizedLSTM`; `b` [3H], `bhn` [H] as in `GRU`.
 
     Args:
-        input_size, hidden_size, bias, group_size, bits, mode, engine: as in `QuantizedLSTM`.
+        input_size, hidden_size (int): the sizes D of the features and H of the state.
+        bias (bool): whether there are the biases b and bhn, which are not quantized. Default: `True`.
+        group_size, bits, mode: how `mx.quantize` packs the weights, as in `QuantizedLSTM`.
+        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
 
     Example:
         >>> import mlx.core as mx
@@ -562,13 +580,16 @@ class QuantizedGRU(QuantizedLayer, GRU):
 
 
 class QuantizedRNN(QuantizedLayer, RNN):
-    """`RNN` with quantized weights; see `QuantizedLSTM`.
+    """`RNN` with quantized weights, which stay quantized in memory, as in `QuantizedLSTM`.
 
     Parameters: `Wxh`, `Whh`, each with scales and biases, `Wxh_scales`, `Wxh_biases` and so on; `bias` [H] as in `RNN`.
 
     Args:
-        input_size, hidden_size, bias, nonlinearity, engine: as in `RNN`.
-        group_size, bits, mode: as in `QuantizedLSTM`.
+        input_size, hidden_size (int): the sizes D of the features and H of the state.
+        bias (bool): whether there is a bias, which is not quantized. Default: `True`.
+        nonlinearity (callable, optional): MLX's tanh, relu or sigmoid. Default: tanh.
+        group_size, bits, mode: how `mx.quantize` packs the weights, as in `QuantizedLSTM`.
+        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
 
     Example:
         >>> import mlx.core as mx

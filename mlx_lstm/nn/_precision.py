@@ -64,7 +64,8 @@ def precision(
         yield
     finally:
         now = dict(flat(model))
-        # An array that is not the cast copy was assigned inside of the block: it stays in the model.
+        # If code inside the `with` block assigned a new array to a parameter, this array stays in the model, in the old
+        # dtype. All other parameters become the old arrays again.
         back = {key: old[key] if now[key] is new[key] else now[key].astype(old[key].dtype) for key in old if key in now}
         model.update(tree_unflatten(list(back.items())))
 

@@ -38,9 +38,10 @@ def quantize(
     Args:
         model (Module): a module that has such layers; to quantize a single layer use `from_layer` of its quantized
             class.
-        group_size (int, optional): as in `mx.quantize`; see `QuantizedLSTM`. Default: depends on the mode.
-        bits (int, optional): bits of a weight; see `QuantizedLSTM`. Default: depends on the mode.
-        mode (str): as in `mx.quantize`; see `QuantizedLSTM`. Default: `"affine"`.
+        group_size (int, optional): the number of weights that share a scale. Default: depends on the mode.
+        bits (int, optional): bits of a weight. Default: depends on the mode.
+        mode (str): "affine", "mxfp4", "mxfp8" or "nvfp4", as in `mx.quantize`; `QuantizedLSTM` lists the sizes of each
+            mode. Default: `"affine"`.
         quantize_input (bool): for `mlx.nn.Linear` only, passed on. Default: `False`.
         class_predicate (callable, optional): called with a layer's path and the layer. The layer is quantized if the
             result is `True`, or a dict of `group_size`, `bits` and `mode`. Default: all layers that can be quantized.

@@ -90,7 +90,7 @@ def replace(model: M, *, back: bool = False, engine: Engine | None = None) -> M:
 
 @contextmanager
 def patched(*, engine: Engine | None = None) -> Iterator[None]:
-    """Make every `mlx.nn.LSTM`, `GRU` and `RNN` that is built inside the block one of `mlx_lstm.nn`, as `replace` does.
+    """Replace every `mlx.nn.LSTM`, `GRU` and `RNN` that is built inside the block by a layer of `mlx_lstm.nn`.
 
     This is for code that builds a model and runs it immediately. The constructors of `mlx.nn` are replaced until the
     block ends: in every thread, and however the class was imported, also before the block. Blocks may overlap, nested
@@ -180,9 +180,9 @@ def convert(layer: nn.Module, kinds: Kinds) -> str:
 
 
 def look_alike(name: str, layer: nn.Module) -> str:
-    """Return a text, for a warning, about a layer of another package that has the parameters of a recurrent layer:
-    its class, and the line that runs it. Return an empty text for any other layer. name: the layer's path in the
-    model."""
+    """Return a text for a warning if a layer of another package has the parameters of a recurrent layer; for any other
+    layer return "". The text names the layer's class, and a line of code that runs the layer with `mlx_lstm.nn.stack`.
+    name: the layer's path in the model."""
     if isinstance(layer, (Layer, *OURS)) or type(layer).__module__.partition(".")[0] == "mlx_lstm":
         return ""
     if not (kind := kind_of_parameters(layer)):

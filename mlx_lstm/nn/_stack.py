@@ -125,8 +125,8 @@ def stack(
 
     Args:
         layers (list): K layers, all of one kind and one H; the first one reads x. From layer 1 on D is H, or 2H with
-            both directions concatenated. The list may be empty if `reverse` is not. An object that has the arrays of
-            both directions or of several layers counts as these; `reverse` is then left out.
+            both directions concatenated. The list may be empty if `reverse` is not. One object may have the arrays of
+            several layers, which then count as several, or of both directions; then `reverse` must be `None`.
         x (array): [B, T, D]; as in the layers, any number of batch axes, none included.
         state (optional): a tuple (h_0, c_0) for LSTMs, else h_0; each [K, B, H], with both directions [2K, B, H],
             with groups G times as many. Layers come in order, in each layer its groups, in each group the forward
@@ -192,7 +192,8 @@ def stack(
         states = [mx.zeros(shape, dtype) for shape in shapes.values()]
         width = groups * one.P * (directions if merge == "concat" else 1)
         return mx.zeros((*batch, T, width), dtype), tuple(states) if len(states) == 2 else states[0]
-    # `Call` takes exactly one batch axis, so x becomes [B, T, D], and a layer's states become [B, H] or [B, 2H].
+    # The functions of `mlx_lstm` take exactly one batch axis: x becomes [B, T, D], and a layer's states become [B, H]
+    # or [B, 2H]. `small` chooses how this is computed; NumPy is faster if the call computes immediately on the CPU.
     small = by_numpy if computes_now(one.engine) else by_mlx
     is_flat = len(batch) == 1
     x = x if is_flat else small(methodcaller("reshape", (-1, *x.shape[-2:])), x)
@@ -250,10 +251,12 @@ def call_between(between: Between, n: int, x: mx.array, axes: tuple[int, ...], D
 
 
 class Depth(NamedTuple):
-    """One direction of one layer, or both directions joined. The arrays have the argument names of `mlx_lstm.lstm`.
+    """One direction of one layer, or both directions joined.
 
-    name: what error texts call the caller's object; titles: the object's names of the arrays; owners: the layers of
-    `mlx_lstm.nn` that hold the arrays."""
+    name: what error texts call the object that the caller passed, such as "layers[0]". arrays: the weights and biases
+    by the argument names of `mlx_lstm.lstm`. titles: what error texts call these arrays, by the same names. owners:
+    the layers of `mlx_lstm.nn` that hold the arrays.
+    """
 
     name: str
     cell: Cell
@@ -277,10 +280,10 @@ class Depth(NamedTuple):
 
 def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, merge: str, any_width: bool) -> Depths:
     """Check that each layer fits the layer before and that both directions of a layer are alike. Return a list with
-    one entry per layer: the list of the layer's groups. Groups are layers that run side by side on parts of the
-    features.
+    one entry per layer: the list of the layer's groups, with the arrays of both directions joined. Groups are layers
+    that run side by side on parts of the features.
 
-    sides: the layers of each direction, as `read_sides` returns them. `engine` replaces the engines of the layers;
+    sides: one list of layers per direction, the forward direction first. `engine` replaces the engines of the layers;
     with `any_width` all layers but the first may read any number of features.
     """
     first, count = sides[0][0], len(sides[0])
@@ -333,9 +336,9 @@ def read_sides(layers: Sequence[Any], reverse: Sequence[Any], now: bool) -> list
 
 
 def read(name: str, layer: Any, now: bool) -> Depths:
-    """Return the layers that an object holds, mostly one, each as a list of its directions. The names and shapes of
-    the object's arrays show its kind (LSTM, GRU or RNN). `name` is for error texts; now: whether the call
-    computes immediately, so that converted arrays may come from a cache."""
+    """Return the layers whose arrays an object holds. Most objects hold one layer. Each layer is a list of its
+    directions. The names and shapes of the arrays show the kind of the object (LSTM, GRU or RNN). name: what error
+    texts call the object. now: True if the call computes immediately; then converted arrays may come from a cache."""
     attributes: dict[str, Any] = getattr(layer, "__dict__", {}) | (layer if isinstance(layer, dict) else {})
     held = {key: value for key, value in attributes.items() if isinstance(value, (mx.array, nn.Module))}
     held = {key: value for key, value in held.items() if key[0] != "_"}
@@ -347,7 +350,8 @@ def read(name: str, layer: Any, now: bool) -> Depths:
     training = getattr(layer, "training", True)
     for kind in KINDS:
         Wx, Wh = (shapes.get(key, ()) for key in list(kind._names)[:2])
-        # In some formats bhn is a GRU's whole second bias [3H], not its part [H] as in mlx.nn: `from_names` reads it.
+        # If bhn is as long as all gates, the object is not in the format of mlx.nn, where bhn is [H]: some formats call
+        # a GRU's whole second bias [3H] bhn. Then `from_names` below reads the arrays.
         whole_bhn = len(Wx) == 2 and shapes.get("bhn") == Wx[:1]
         if held.keys() <= kind._names.keys() and len(Wx) == len(Wh) == 2 and Wx[0] == kind._gates * Wh[1]:
             if kind is GRU and whole_bhn:
@@ -377,8 +381,8 @@ def read(name: str, layer: Any, now: bool) -> Depths:
 
 
 def of_calls(weights: Weights) -> Weights:
-    """Convert the arrays of all layers to the argument names of `mlx_lstm.lstm`, `gru` or `rnn`, as `of_call` does
-    for one direction."""
+    """Rename the arrays of all layers and directions to the argument names of `mlx_lstm.lstm`, `gru` or `rnn`. Two
+    biases become their sum."""
     return weights.map(partial(of_call, weights.cell))
 
 

@@ -21,9 +21,9 @@ def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: E
     in turn.
 
     Args:
-        layers (list): as in `stack`: layers of `mlx_lstm.nn` or `mlx.nn`, or objects and dicts with their parameters.
+        layers (list): layers of `mlx_lstm.nn` or `mlx.nn`, or objects and dicts that have such parameters.
         batch (int or sequence of int): the sizes of the batch axes of a step's input. Default: none, the input is [D].
-        engine (str, optional): force an engine, as in `stack`.
+        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
 
     Returns:
         Stepper: called as `stepper(x, keep=None)` with x [..., D] of MLX or NumPy, it returns the last layer's hidden

@@ -153,8 +153,8 @@ def gru_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ari
         dh_in = fl(dentered * y["r"])
     for k in "rz":
         dh_in = fl(dh_in + fl.dot(d[k], rows(p, k)))
-    # Gradients of the recurrent products. For the candidate n they differ from the gradients of the input's part x Wx^T
-    # + b, which are the entry `da` below.
+    # Gradients of the recurrent products of all gates. `d` holds the gradients of the input parts. They are the same,
+    # except for the candidate n if the reset gate r multiplies its recurrent product: then this product gets d_n r.
     drecurrent = join(p, d | {"n": drecurrent_n})
     to_sum = dict(da=join(p, d), drecurrent=drecurrent, entered=s.entered, dbhn=drecurrent_n)
     return Step(dh_in=dh_in, dh_direct=to_h, dc_prev=dc, to_sum=to_sum)

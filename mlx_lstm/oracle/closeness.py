@@ -164,11 +164,11 @@ def keeps_off_kinks(case: Case, dtype: DTypeLike) -> bool:
     """Return whether no rounding in `dtype` can move an argument of relu or a hard sigmoid across a kink. At a kink
     the gradient jumps, so it has no error bound.
 
-    An argument must be farther from a kink than the sum of two errors. The first is the argument's own error bound
-    times `Noise.gain`, because `bounds` adds random errors that are `gain` times larger than real ones. The second
-    stands for the error of the activation itself, relative to a result of at most 1. A shift of the argument by 2
-    |kink| times this error changes the result as much, because the slope of a hard sigmoid is 1 / (2 |kink|). An
-    argument that is exactly 0 does not count, because rounding leaves it 0.
+    An argument that is not 0 must be farther from each kink than the sum of two distances. The first is the argument's
+    error bound, times `Noise.gain`: `bounds` works with random errors that are so much larger than real ones. The
+    second covers the error of the activation function itself: a hard sigmoid has the slope 1 / (2 |kink|), so an error
+    e of its result is like a shift of the argument by 2 |kink| e. An argument that is exactly 0 stays 0 when it is
+    rounded.
     """
     names = [name for name, _ in activation_arguments(**case)]
     if not KINKS.keys() & set(names):
@@ -239,9 +239,12 @@ class Noise(Arithmetic):
 
 
 def errors_of_groups(a: Array, factors: Array) -> Array | float:
-    """Return the additional rounding errors of the product a [M, K] @ b [K, N] with quantized weights b, in unit
-    roundoffs of the accumulator. factors [K, N]: the imaginary part of b, which is not 0 for the first weight of each
-    group (see `bounds`).
+    """Return the rounding errors that the product a [M, K] @ b [K, N] has in addition if the weights b are quantized,
+    in unit roundoffs of the accumulator.
+
+    Quantized weights come in groups, for which a kernel computes larger intermediate sums. factors [K, N]: how large,
+    relative to a; in the row of the first weight of each group, and 0 in all other rows. (b is passed as a complex
+    matrix with `factors` as its imaginary part; `bounds` gives the formula.)
 
     If the groups lie along N instead of K, return 0: a kernel then multiplies b like a matrix that is not quantized.
     """

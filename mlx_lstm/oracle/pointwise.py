@@ -45,11 +45,11 @@ class Run:
     graph's nodes had at every step."""
 
     def __init__(self, graph: Any, case: dict[str, Any], fl: Arithmetic):
-        """Prepare a run of `graph` in the arithmetic `fl`.
+        """Prepare a run of `graph`. fl: how each result is rounded (`Arithmetic`).
 
-        case: a dict of the arrays x [T, B, I] (without Wx: x Wx^T [T, B, G H]), Wx, Wh, b, h0, c0, inputs [T, B, U H]
-        (the cell's inputs at each step), params [V H], mask, keep [T, B, 1] (factor on the carried states), and of the
-        options lengths and reverse.
+        case: a dict of arrays and options. The arrays are x [T, B, I] (without Wx: x Wx^T [T, B, G H]), Wx, Wh, b, h0,
+        c0, inputs [T, B, U H] (the cell's inputs at each step), params [V H], mask, and keep [T, B, 1] (factor on the
+        carried states). The options are lengths and reverse.
         """
         self.graph, self.fl = graph, fl
         load = {name: fl.load(np.asarray(a, np.float64)) for name, a in case.items() if name not in NOT_FLOATS}
@@ -212,11 +212,12 @@ NOT_FLOATS = ("lengths", "reverse")
 def evaluate_graph(
     graph: Any, case: dict[str, Any], cotangents: Tensors | None, fl: Arithmetic
 ) -> tuple[Tensors, Tensors]:
-    """Run a cell's graph over a sequence in one direction, in the arithmetic `fl`. Return (outputs, gradients) as
-    float64 arrays: h [T, B, H], hT [B, H], for more states c [T, B, C H] and cT [B, C H], and the gradient of each
-    array of the case. If cotangents is None, there are no gradients.
+    """Run a cell's graph over a sequence in one direction. Return (outputs, gradients) as dicts of float64 arrays. The
+    outputs are h [T, B, H], hT [B, H] and, if the cell has C states besides h, c [T, B, C H] and cT [B, C H]. There is
+    one gradient for each array of the case, and none if `cotangents` is None.
 
-    graph: a `CellGraph`. case: a dict of arrays and options, see `Run`.
+    graph: a `CellGraph`. case: a dict of the call's arrays and options, such as x, Wh and lengths. fl: how results are
+    rounded (`Arithmetic`).
     """
     with np.errstate(all="ignore"):
         run = Run(graph, case, fl)

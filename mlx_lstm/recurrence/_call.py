@@ -81,7 +81,9 @@ class Call(NamedTuple):
 
     def run(self, problem: Problem, arrays: Arrays, choice: Choice) -> dict[str, Any]:
         """Run the chosen engine. Return the outputs, which MLX can differentiate."""
-        refusal = guarded_gradients(choice, problem, is_forced=self.engine is not None)
+        refusal = None
+        if choice.engine in METAL_ENGINES:
+            refusal = guarded_gradients(choice, problem, is_forced=self.engine is not None)
         return run(problem, arrays, choice.engine, refusal)
 
     def backward(self, weights_and_arrays: dict[str, Any], saved: Arrays, cotangents: Arrays) -> Arrays:
@@ -145,8 +147,9 @@ class Call(NamedTuple):
         return dict(zip(names, gradients, strict=True))
 
     def steps(self, arrays: Arrays, sizes: Sizes, op: str) -> tuple[Steps, "Call"]:
-        """Check the numbers of the options `keep` and `hold`. Return (steps, call): an object that applies these
-        options before and after an engine runs, and a copy of this call without `hold`, which an engine can run."""
+        """Check the values of the options `keep` (factors on the carried states) and `hold` (steps at which the states
+        stay unchanged). Return (steps, call): an object that applies these options before and after an engine runs,
+        and a copy of this call without `hold`, which an engine can run."""
         if "keep" in arrays:
             check_flags(op, "keep", arrays["keep"])
         T, B = sizes[:2]
@@ -185,7 +188,8 @@ class Call(NamedTuple):
         if not training or (device == "cpu" and may_be_numpy):
             values = [*arrays.values(), *others]
             free = not is_transforming()
-            # In training a small step runs on the engine `ops`, which needs no values.
+            # Evaluating arrays in training costs time. A small step in training runs on the engine `ops`, which only
+            # builds a graph, so its arrays need not be evaluated here.
             small = training and self.engine is None and choice.is_small_step(self.cell, sizes[0], sizes[1], sizes[2])
             traced = not free and not small and not have_values(values, transforming=True)
         problem = Problem(

@@ -56,8 +56,8 @@ def checkpointed(
         state, pieces, outputs, starts = tree["state"], in_pieces(tree["sequences"], K), {}, {}
         for start in order:
             starts[str(start)] = state
-            # The products of the input do not need the state. If they did not wait for it, MLX might compute those of
-            # all chunks first.
+            # Make all inputs of this chunk wait for the state. Products of the input alone do not depend on the state,
+            # so MLX could otherwise compute them for all chunks at once, which takes more memory.
             piece = waiting(pieces[start // K], state)
             outputs[start], state = run(start, piece, state, tree)
         whole = mapped(in_time, *(outputs[start] for start in sorted(outputs)))
@@ -76,8 +76,8 @@ def checkpointed(
             d = gradients(work, given, (d_outputs[start // K], d_state))
             d_state = mapped(added, d["state"], d_starts[str(start)])
             d_shared = mapped(added, d_shared, d["shared"])
-            # Make the gradient of the chunk before wait for all gradients of this chunk, so that MLX never runs several
-            # chunks again at the same time.
+            # The chunk that ran before this one is next in the backward pass. Let its gradients wait for all gradients
+            # of this chunk. Otherwise MLX could recompute several chunks at the same time, which takes more memory.
             d_state = waiting(d_state, (d_shared, d["piece"]))
             d_pieces[start] = d["piece"]
         d_sequences = mapped(in_time, *(d_pieces[start] for start in sorted(d_pieces)))
@@ -187,7 +187,8 @@ def captured_modules(step: Any) -> list[nn.Module]:
     seen: set[int] = set()
 
     def visit(value: Any, name: str, depth: int) -> None:
-        """Search one object that the function captures as `name`."""
+        """Search one object that the function captures as `name`: collect the modules in it, and raise an error if it
+        contains an array of floats."""
         if id(value) in seen or depth > DEEPEST or isinstance(value, (ModuleType, type)):
             return
         seen.add(id(value))

@@ -39,20 +39,22 @@ another trial would take a minute."""
 
 
 class Verdict(NamedTuple):
-    """The result of a trial of an engine's kernels. reason: why the kernels are refused; empty if they are correct.
-    lasting: True if the verdict is stored for this machine, False if it counts only in this process."""
+    """The result of a trial, a small test run of an engine's kernels. reason: why the kernels are refused; empty if
+    they are correct. lasting: True if the verdict is stored for this machine, False if it counts only in this process.
+    """
 
     reason: str
     lasting: bool = True
 
 
 class CannotBegin(Exception):
-    """Raised when no child process can run trials, for example because it cannot import MLX."""
+    """Raised when no child process can test kernels, for example because it cannot import MLX."""
 
 
 def verdict_of(reason: str) -> Verdict:
-    """Return the verdict with this reason. It is not lasting if the reason names a fault that may not come again,
-    such as "out of memory"."""
+    """Return the result of a test run of kernels: they are refused for this reason, or correct if it is empty. If the
+    reason names a fault that may not come again, such as "out of memory", the verdict is not lasting: it holds in this
+    process only."""
     return Verdict(reason, not any(word in reason.lower() for word in TRANSIENT))
 
 
@@ -69,8 +71,9 @@ def forget() -> None:
 
 
 def by_child(command: list[str], trials: list[Trial]) -> list[Verdict]:
-    """Run trials of one engine in the child process and return their verdicts. The list ends with the first trial
-    that ended or blocked the child. Raise `CannotBegin` if no child process can run trials."""
+    """Run trials (small test runs of kernels) of one engine in the child process and return their results. The list
+    ends with the first trial that ended or blocked the child. Raise `CannotBegin` if no child process can run trials.
+    """
     with _lock:
         for _ in range(2):  # try a second time if a user or the system killed the child
             attempt = Attempt(command, trials)
@@ -89,10 +92,10 @@ def by_child(command: list[str], trials: list[Trial]) -> list[Verdict]:
 
 
 class Attempt:
-    """One request to the child process to run some trials.
+    """One request to the child process to run some trials (test runs of kernels before their first use).
 
-    verdicts: the verdicts so far. began: whether this child has answered anything, now or before. kernels: how many
-    kernels are tried, or None before the child has counted them.
+    verdicts: the results of the trials that have finished. began: whether this child has answered anything, now or
+    before. kernels: how many kernels are tested, or None before the child has counted them.
     """
 
     def __init__(self, command: list[str], trials: list[Trial]):
@@ -104,7 +107,8 @@ class Attempt:
         self.start = monotonic()
 
     def run(self) -> None:
-        """Run the trials and add their verdicts to `verdicts`. Start the child first if none is running."""
+        """Run the test runs of kernels in the child process and append the result of each to `verdicts`. Start the
+        child first if none is running."""
         self.began = bool(_children and _children[-1].serves())  # a child that serves has answered before
         if not self.began:
             _children[:] = [Child(self.command)]
@@ -116,7 +120,8 @@ class Attempt:
 
     def ask(self, child: Child, do: str, trials: list[Trial]) -> dict[str, Any]:
         """Return the child's answer to a request, or {"reason": error} if the request failed. Raise ChildError if the
-        child ended, and TimeoutError if it gave no answer in time. Tell the user after `PATIENCE` seconds, once."""
+        child ended, and TimeoutError if it gave no answer in time. If the user has waited `PATIENCE` seconds, print
+        once that kernels are being tested."""
         child.send(do=do, trials=[trial.text() for trial in trials])
         asked = monotonic()
         limits = [asked + SECONDS] if self.told else [min(self.start + PATIENCE, asked + SECONDS), asked + SECONDS]
@@ -138,7 +143,8 @@ class Attempt:
         return answer
 
     def note_hang(self) -> None:
-        """Kill the child and add a verdict about the trial that hangs. This process does not try the engine again."""
+        """Kill the child, whose current test run of kernels hangs, and append the verdict that these kernels are
+        refused. This process does not try the engine again."""
         _children.pop().end()
         engine = self.trials[0].engine
         what = "gave no answer" if self.began else "did not begin"
@@ -146,8 +152,8 @@ class Attempt:
         self.verdicts.append(Verdict(_hung[engine], lasting=False))
 
     def note_end(self, end: ChildError) -> None:
-        """Add a verdict about the trial that ended the child. Raise `CannotBegin` if the child left by itself before
-        it began: then its imports failed, and no trial is to blame."""
+        """Append the verdict on the kernels whose test run ended the child: they are refused. But if the child exited
+        on its own before its first answer, its imports failed and no kernel is to blame: raise `CannotBegin`."""
         if not self.began and end.code is not None and end.code >= 0:
             raise CannotBegin(str(end))
         said = _children[-1].said() or "it said nothing"
@@ -159,7 +165,7 @@ class Attempt:
 
 
 def tell_waiting(engine: str, kernels: int | None) -> None:
-    """Print on standard error that the call waits for trials of an engine's kernels."""
+    """Print on standard error that the call waits until an engine's kernels have been tested."""
     what = "the Metal kernels" if kernels is None else f"{kernels} Metal kernel{'s' * (kernels != 1)}"
     text = f"mlx_lstm: trying {what} of engine {engine!r}, once on this machine, before their first use ..."
     print(text, file=sys.stderr, flush=True)

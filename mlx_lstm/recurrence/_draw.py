@@ -29,12 +29,10 @@ point where the derivative jumps), the trial does not compare its gradients with
 
 
 class Drawn(NamedTuple):
-    """The random inputs of a trial.
-
-    case: arguments for the float64 oracle. arrays: the same arrays for MLX, quantized weights included. smooth: True
-    if all outputs are small and no preactivation is near a kink of its activation (a point where the derivative
-    jumps). Only then are the gradients compared with the oracle. outputs: the oracle's outputs.
-    """
+    """The random inputs of a trial, a small test run of kernels. case: arguments for the float64 oracle. arrays: the
+    same arrays for MLX, quantized weights included. smooth: True if all outputs are small and no preactivation is near
+    a kink of its activation (a point where the derivative jumps). Only then are the gradients compared with the
+    oracle. outputs: the oracle's outputs."""
 
     case: dict[str, Any]
     arrays: dict[str, mx.array]
@@ -135,8 +133,8 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
 
 
 def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a trial's float arrays by name, in the order of the problem's names. A weight that will be
-    quantized has the shape of its float matrix."""
+    """Return the shapes of the float arrays for a test run of kernels: a dict by name, in the order of the problem's
+    names. A weight that will be quantized has the shape of its float matrix."""
     T, B, H, P = problem[:4]
     D, G, own = problem.directions, problem.cell.gates, (2,) if problem.bidirectional else ()
     width = problem.packing.group_size if problem.packing and is_packed("Wx", problem.names) else WIDTH
@@ -160,7 +158,7 @@ def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def output_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the outputs of a trial by name."""
+    """Return a dict with the shapes of the outputs of a test run of kernels."""
     (T, B, H, P), D, cell = problem[:4], problem.directions, problem.cell
     c = D * cell.carried * H
     shapes = {"h": (T, B, D * P), "c": (T, B, c), "gates": (T, B, D * cell.kept * H), "hT": (B, D * P), "cT": (B, c)}
@@ -168,7 +166,8 @@ def output_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def zeros(problem: Problem) -> dict[str, mx.array]:
-    """Return the arrays of a trial, filled with zeros. They select the same kernels as random numbers."""
+    """Return arrays of zeros for a test run of kernels. They have the shapes and dtypes of the random arrays of this
+    test run, so the same kernels run."""
     arrays = {name: mx.zeros(shape, problem.dtype) for name, shape in shapes_of(problem).items()}
     return quantized(problem, arrays)
 
@@ -183,8 +182,11 @@ def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.arr
 
 
 def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """Return (case, arrays): the arguments of the oracle and the MLX arrays, rounded to the problem's dtype. `scale`
-    multiplies all terms of the preactivations except the offset `steer`."""
+    """Return (case, arrays): the arguments of the float64 oracle, and the MLX arrays, rounded to the problem's dtype.
+
+    parts: random arrays from `draw_parts`. Its array `steer` is a constant that is added to each preactivation, so
+    that the activations stay away from their kinks. scale: a factor on all other terms of the preactivations.
+    """
     values = {name: parts[name].copy() for name in problem.names if name in parts}
     for name in {"Wx", "Wh", "b", "bhn", "peephole"} & values.keys():
         values[name] *= scale

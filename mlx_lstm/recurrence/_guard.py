@@ -45,14 +45,16 @@ def guarded(chosen: Choice, problem: Problem, best: Callable[..., Choice]) -> Ch
 
 
 def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> Refusal | None:
-    """Return a function that says why the backward kernels of the chosen engine are refused. Its argument is the
-    tuple of the names of the outputs that have a cotangent (a gradient). Return None if no trial is needed.
+    """Return a function that tests the backward kernels of the chosen Metal engine. It takes the names of the outputs
+    that have a cotangent (a gradient), and returns why the kernels are refused, or an empty text.
 
-    The trial of a training call covers a loss of h alone. Other losses run other kernels, but MLX tells the loss
-    only when it computes the gradient. A call that is not training runs the same backward kernels for every loss.
-    is_forced: whether the caller forced the engine; then the function raises ValueError instead.
+    The forward pass in training has already tested the gradient of a loss that uses h alone. A loss of other outputs
+    runs other kernels. Which outputs it uses is known only when MLX computes the gradient, so this function tests
+    these kernels then. Return None if no test is needed.
+
+    is_forced: whether the caller forced the engine; then the function raises ValueError instead of returning a reason.
     """
-    if chosen.engine not in METAL_ENGINES or problem.plain or _unguarded or not is_real():
+    if problem.plain or _unguarded or not is_real():
         return None
 
     def refused(names: tuple[str, ...]) -> str:
@@ -74,7 +76,8 @@ def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> R
 
 @contextmanager
 def unguarded() -> Iterator[None]:
-    """Run Metal kernels without a trial inside this context, in all threads, even kernels whose trial failed.
+    """Run Metal kernels without a test run before their first use inside this context, in all threads, even kernels
+    that have failed a test run.
 
     It is for commands that compare each result with an oracle themselves, or that show the compiler's messages.
     """
@@ -93,9 +96,10 @@ def is_real() -> bool:
 
 @lru_cache(4096)
 def refusal(engine: str, problem: Problem) -> str:
-    """Return why this machine refuses an engine's kernels for a problem, or an empty text if it does not.
+    """Return why this machine refuses an engine's kernels for a problem, or an empty text if they are correct.
 
-    Kernels without a verdict are tried once, however many threads or processes ask at the same time.
+    Kernels that have not been tested on this machine are tested now, only once, however many threads or processes ask
+    at the same time.
     """
     if not is_real():
         return ""
@@ -114,8 +118,9 @@ def refusal(engine: str, problem: Problem) -> str:
 
 
 def tried(trial: Trial, others: list[Trial]) -> str:
-    """Run a trial and store its verdict. Return why the kernels are refused, or an empty text. others: trials of
-    calls that will probably follow; those without a verdict run at the same time."""
+    """Run a trial (a small test run of kernels) and store its result. Return why the kernels are refused, or an empty
+    text if they are correct. others: trials for calls that the user will probably make next; those without a stored
+    result run at the same time."""
     trials = [trial, *(other for other in others if verdicts.find(other.text()) is None)]
     found = try_out(trials)
     for each, verdict in zip(trials, found, strict=False):
@@ -126,8 +131,8 @@ def tried(trial: Trial, others: list[Trial]) -> str:
 
 @contextmanager
 def one_process_at_a_time() -> Iterator[None]:
-    """Hold a file lock, so that the processes of a user run their trials one after the other. Without file locks on
-    this system, do nothing."""
+    """Hold a file lock, so that only one process of the user tests kernels at a time; the others then find its results
+    in the file. Without file locks on this system, do nothing."""
     try:
         import fcntl
 
@@ -144,7 +149,8 @@ def one_process_at_a_time() -> Iterator[None]:
 
 
 def forget() -> None:
-    """Clear all verdicts that this process has cached, and end its child process. The file of verdicts stays."""
+    """Forget all results of test runs of kernels that this process has cached, and end the child process that runs
+    them. The file with the results stays."""
     refusal.cache_clear()
     verdicts.forget()
     tell.cache_clear()
@@ -165,16 +171,17 @@ def tell(engine: str, following: str, reason: str) -> None:
 
 
 def command() -> list[str] | None:
-    """Return the command that starts the child process for trials. Return None if the executable is not a Python
-    interpreter, as in a frozen application."""
+    """Return the command that starts the child process in which kernels are tested. Return None if the executable is
+    not a Python interpreter, as in a frozen application."""
     if not has_interpreter():
         return None
     return child_command("from mlx_lstm.recurrence._judge import main; main()")
 
 
 def try_out(trials: list[Trial]) -> list[Verdict]:
-    """Run trials of one engine in the child process. Return their verdicts, at least the first. If no child process
-    can run trials, run the first trial in this process."""
+    """Run trials (small test runs of kernels) of one engine in the child process. Return their results; if a trial
+    ended or blocked the child, the results end with this trial. If no child process can run, run the first trial in
+    this process and return only its result."""
     words = command()
     if words:
         with suppress(CannotBegin):

@@ -30,21 +30,22 @@ def main() -> None:
 
 
 class Judge:
-    """The trials that run in one process. It remembers which kernels they found correct, so that these do not run
-    again."""
+    """Runs trials (small test runs of kernels) in the child process. It remembers the kernels that were correct, so
+    that no later trial runs just to test them again."""
 
     def __init__(self) -> None:
         self.recorder = Recorder(mx.fast.metal_kernel)
         self.right: set[Text] = set()
 
     def count(self, *trials: Trial) -> dict[str, Any]:
-        """Return {"kernels": the number of kernels that the trials will launch}, without those that earlier trials have
-        found correct. Launch none of them."""
+        """Return {"kernels": how many different kernels these trials (small test runs) will launch}. Kernels that
+        earlier trials have found correct do not count. No kernel is launched."""
         return {"kernels": len(set[Text]().union(*map(self.recorder.texts_of, trials)) - self.right)}
 
     def judge(self, trial: Trial) -> dict[str, Any]:
-        """Run a trial, unless earlier trials have found all its kernels correct. Return {"reason": why its kernels are
-        refused, or an empty text}."""
+        """Run a trial (a small test run of kernels). If earlier trials have already found all kernels of this trial
+        correct, do not run it. Return {"reason": text}: why kernels are refused, or an empty text if they are correct.
+        """
         texts = self.recorder.texts_of(trial)
         reason = "" if texts and texts <= self.right else verdict(trial)
         if not reason:
@@ -58,7 +59,7 @@ whether it has fewer than 8 elements (Metal binds such arrays in another address
 
 
 class Recorder:
-    """A replacement for `mx.fast.metal_kernel` that can record the sources of all kernels of a trial without
+    """A replacement for `mx.fast.metal_kernel` that can record the sources of all kernels of a test run without
     compiling them."""
 
     def __init__(self, build: Callable[..., Any]):
@@ -86,8 +87,8 @@ class Recorder:
         return launch
 
     def texts_of(self, trial: Trial) -> set[Text]:
-        """Return the sources of all kernels that a trial launches, without launching any. Return an empty set if
-        recording fails."""
+        """Return the sources of all kernels that a trial (a small test run) launches, without launching any. Return an
+        empty set if recording fails."""
         if trial not in self.recorded:
             problem, shapes = trial.problem, output_shapes(trial.problem)
             lengths = mx.full((problem.B,), problem.T, mx.int32)
@@ -104,7 +105,8 @@ class Recorder:
 
 
 def verdict(trial: Trial) -> str:
-    """Run a trial. Return why its kernels are refused, or an empty text if they are correct."""
+    """Test kernels: run a trial on random numbers and compare the results with the oracle. Return why its kernels are
+    refused, or an empty text if they are correct."""
     problem, rng = trial.problem, np.random.default_rng(0)
     drawn = draw(problem, rng)
     shapes = output_shapes(problem)
@@ -128,7 +130,8 @@ def first_lines(error: Exception) -> str:
 
 
 def cotangents_of(problem: Problem) -> tuple[str, ...]:
-    """Return the names of the outputs that get a cotangent in a trial; none for inference without a gradient."""
+    """Return the names of the outputs that get a cotangent in a test run of kernels; none for inference without a
+    gradient."""
     if problem.cotangents is not None:
         return problem.cotangents or shown_of(problem)
     return () if problem.plain else USUAL
@@ -151,8 +154,9 @@ def graph(
     cotangents: dict[str, mx.array],
     engine: str,
 ) -> dict[str, mx.array]:
-    """Return the outputs and gradients that `results` describes as lazy MLX arrays, with the time axis first.
-    arrays: the inputs and weights."""
+    """Return the outputs, and the gradients under names such as "dWx", of one run on this engine, as lazy MLX arrays
+    with the time axis first. arrays: the inputs and weights. cotangents: of the outputs from which the gradients are
+    computed."""
     floats = {name: array for name, array in arrays.items() if name not in packed_names(arrays)}
     # Quantized weights and lengths have no gradient.
     others = {name: array for name, array in arrays.items() if name not in floats}

@@ -184,7 +184,8 @@ def lstm_gradients(
 ) -> Arrays:
     """Return the gradients of `lstm`, computed from the outputs of a forward pass.
 
-    The results equal those of `mx.vjp` for the same arguments. No gate is recomputed. The errors are those of `lstm`.
+    The results equal those of `mx.vjp` for the same arguments. No gate is recomputed. Wrong arguments raise the same
+    errors as in `lstm`.
 
     Args:
         x, Wx, Wh, b, h0, c0 and all options: as in the call of `lstm`, except cell_clip and forget_bias: the
@@ -196,8 +197,8 @@ def lstm_gradients(
         dh, dc, dgates, dhT, dcT (array, optional): the gradients of the outputs, in their shapes. Default: zeros.
 
     Returns:
-        dict: the gradient of each array given, by its name here, in its shape: `"x"`, `"Wx"`, `"Wh"`, `"b"`, `"h0"`,
-        `"c0"`, `"peephole"`, `"mask"`, `"keep"` (of floats), `"Wp"`.
+        dict: a gradient for each array argument that was passed, under the argument's name and in its shape: `"x"`,
+        `"Wx"`, `"Wh"`, `"b"`, `"h0"`, `"c0"`, `"peephole"`, `"mask"`, `"keep"` (if it has floats), `"Wp"`.
 
     Example:
         >>> import mlx.core as mx

@@ -48,10 +48,10 @@ def pointwise(
     `cell` is a function of MLX arrays which computes each number from the numbers of the same item and unit:
     arithmetic, comparisons, `mx.where` and functions such as `mx.tanh`. MLX differentiates it. It runs a few times, on
     arrays without values; engines run code generated from it. So it must not depend on anything but its arguments and
-    constant numbers; an array from around it is refused. The page "Your own cell" lists the operations.
+    constant numbers; an array that it captures from outside is refused. The page "Your own cell" lists the operations.
 
     With the equations of an LSTM in `cell`, it equals `lstm`. `recurrent` with a step that computes a and calls `cell`
-    gives the same results. It accepts any function, but is far slower.
+    gives the same results. `recurrent` accepts any function, but is far slower.
 
     Args:
         cell (callable): `cell(a, state, *inputs, *params) -> state`. a: a tuple of G arrays [B, H], one per gate.
@@ -187,8 +187,8 @@ def check_params(params: Any, width: int) -> list[mx.array]:
 
 
 def gates_of(x: mx.array, Wx: Any, Wh: Any, width: int, apart: bool) -> int:
-    """Check the shape of Wx or of the projected x. Return the number of gates, which is its rows or features divided
-    by `width`, the units of all directions."""
+    """Check the shape of Wx or, without Wx, of the projected x. Return the number G of gates per unit. width: the
+    number of units of all directions; Wx must have G width rows, or x G width features."""
     if Wx is not None:
         check_array(OP, "Wx", Wx, ["G H", x.shape[-1]], x.dtype)
     rows = x.shape[-1] if Wx is None else Wx.shape[0]

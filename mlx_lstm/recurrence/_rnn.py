@@ -57,9 +57,9 @@ def rnn(
         b (array, optional): bias, [H].
         h0 (array, optional): first h, [B, H]. Default: zeros.
         activation (str): the activation of h; the names are those of `lstm`. Default: `"tanh"`.
-        mask, keep, hold, reverse, bidirectional, lengths, training, checkpoint_every, engine, stream: as in `lstm`.
-            With both directions Wx is [2H, I], b [2H], Wh [2, H, H], h0 [B, 2H], a projected x [T, B, 2H]. Errors are
-            those of `lstm`.
+        mask, keep (factors on h before a step), hold (steps that leave h unchanged), reverse, bidirectional (the
+            directions), lengths (steps per item), training, checkpoint_every, engine, stream: as in `lstm`, with the
+            same errors. With both directions Wx is [2H, I], b [2H], Wh [2, H, H], h0 [B, 2H], a projected x [T, B, 2H].
         return_gates (bool): whether `gates`, here the preactivations, is returned. Default: `False`.
 
     Returns:

@@ -24,8 +24,8 @@ def join_directions(forward: Mapping[str, mx.array | None], reverse: Mapping[str
 
     Args:
         forward, reverse (dict): arrays by their names as arguments or outputs of `lstm`, `gru`, `rnn` and their
-            `_gradients`, the same names and shapes in both. Arrays that are `None` in both are left out. Both
-            directions read the same x if there is `Wx`, and may share a mask: these are not passed here.
+            `_gradients`, the same names and shapes in both. Arrays that are `None` in both are left out. Do not
+            pass arrays that both directions share: x if there is a `Wx`, and a shared mask.
 
     Returns:
         dict: the arrays by name, copied.

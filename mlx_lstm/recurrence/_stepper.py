@@ -45,8 +45,9 @@ class Watched(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One layer of a stepper: its problem of one step, the problem of a step with the option `keep` (a factor on the
-    states), the engine that runs both, and the parameters. `arrays` also has an input "x" of zeros."""
+    """One layer of a stepper. problem, with_keep: the description of one step (sizes and options) without and with the
+    option `keep`, a factor on the states. choice: the engine that runs both. arrays: the parameters, and an input "x"
+    of zeros."""
 
     problem: Problem
     with_keep: Problem
@@ -93,7 +94,7 @@ class Stepper:
         batch: int | Sequence[int],
         is_stack: bool,
     ):
-        """Prepare a stream with states 0. Only the layers call this.
+        """Prepare a stream whose states are zero. Only the layers call this.
 
         op: the name in errors. read: returns the layers' cells and parameters. holders: the dicts or objects that hold
         the arrays which `read` reads. batch: the sizes of the batch axes. is_stack: whether the states have a first
@@ -170,7 +171,8 @@ class Stepper:
         """Set the states of all layers.
 
         Args:
-            state (array or tuple): the states as `state` returns them, in arrays of MLX or NumPy.
+            state (array or tuple): (hidden, cell) for an LSTM, else hidden, in arrays of MLX or NumPy. For a single
+            layer each has the shape [..., H]; for a stack of K layers [K, ..., H].
 
         Raises:
             ValueError: the states have the wrong number or shape.
@@ -197,7 +199,7 @@ class Stepper:
         return f"Stepper({self._op}, x {list(self._shape)}, engine {self.engine_used.engine})"
 
     def _prepare(self) -> None:
-        """Read and check the parameters, choose an engine, and make a stream with states 0."""
+        """Read and check the parameters, choose an engine, and make a stream whose states are zero."""
         self._watched = watched(self._holders)
         self._count = sum(map(len, self._holders))
         layers = self._read()
@@ -276,10 +278,10 @@ def check_batch(op: str, batch: Any) -> tuple[int, ...]:
 
 
 def watched(holders: Sequence[dict[str, Any]]) -> list[Watched]:
-    """Return all arrays that the dicts hold, evaluated.
+    """Evaluate all arrays in the dicts, and return each with a NumPy view of its memory.
 
-    The views are of arrays that share the memory of the parameters. So MLX cannot overwrite this memory, and a
-    parameter that MLX changes in place gets new memory.
+    While the view exists, MLX does not write into this memory: if MLX changes a parameter in place, the parameter gets
+    new memory. So a stepper sees that a parameter has changed.
     """
     found = []
     for holder in holders:
@@ -322,8 +324,9 @@ def numpy_views(plan: Plan) -> Views:
 
 
 def launches_of(plan: Plan) -> tuple[Launch, Launch]:
-    """Return what a layer needs at every step, for an engine other than `numpy`: one record for steps without the
-    option `keep` (a factor on the states), and one for steps with it."""
+    """Return what a layer needs at every step on an engine other than `numpy`: the engine's module, the description of
+    one step (`Problem`), and the parameters. The pair is for steps without and with the option `keep` (a factor on the
+    states)."""
     launch = launch_of(plan.choice.engine, plan.problem, plan.arrays)
     return launch, launch._replace(problem=plan.with_keep)
 

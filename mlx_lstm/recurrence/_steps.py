@@ -126,8 +126,8 @@ class Steps(NamedTuple):
         return self.lengths if self.hold is None else self.live().astype(mx.int32).sum(axis=0)
 
     def to_engine(self, arrays: Arrays) -> Arrays:
-        """Return the arrays as an engine takes them: `keep` as [T, B, D], and with `hold` the running steps gathered
-        to the front."""
+        """Return the arrays as an engine takes them: `keep` as [T, B, D] and, with the option `hold`, only steps that
+        run: they are moved to the front of each sequence."""
         inner = dict(arrays)
         if "keep" in arrays:
             inner["keep"] = self.whole_keep(arrays)
@@ -198,13 +198,18 @@ class Steps(NamedTuple):
         return self.taken(rows, mx.where(selected, times, self.T))
 
     def carried(self, states: Array, first: Array, live: Array, ran: Array, back: bool) -> Array:
-        """Return [T, B, .]: the latest state of one direction at every step, held steps included. states: the
-        engine's states, running steps in front. first: the first state. ran [T, B]: how many steps have run up to
-        each time index. back: whether the direction runs in reverse."""
+        """Return [T, B, .]: for each time index the latest state of one direction; a held step has the state of the
+        step before it.
+
+        states: the engine's states [T, B, .]; on the time axis the steps that ran come first. first: the first state.
+        live [T, B]: whether a step runs. ran [T, B]: how many steps have run up to each time index. back: whether the
+        direction runs in reverse.
+        """
         if not back:
             return self.taken(mx.concatenate([first, states]), ran)
-        # `before` counts the steps that run before this time index. In the engine's output this is the index of this
-        # step, if it runs, or otherwise of the next running step.
+        # In reverse a held step has the state of the next step in time that runs. The engine's states contain only
+        # steps that ran. So the number of running steps at smaller time indices, `before`, is the position of the
+        # wanted state. If no later step runs, the first state is taken, which is appended at position T.
         before = ran - live.astype(mx.int32)
         return self.taken(mx.concatenate([states, first]), mx.where(before == ran[-1], self.T, before))
 
@@ -224,8 +229,8 @@ class Steps(NamedTuple):
         return keep if self.lengths is None else mx.where(self.alive()[..., None], keep, 1)
 
     def each_direction(self, keep: Array, live: Array, which: int) -> Array:
-        """Return the factors on the state of each direction, [T, B, D]: before each step (which = 0) or after each step
-        (which = 1). The function `factors` computes them from `keep` and the steps that run, in processing order."""
+        """Return the factors on the state of each direction, [T, B, D]: before each step (which = 0) or after each
+        step (which = 1). keep [T, B, D]: the option `keep`. live [T, B]: whether a step runs."""
         each = []
         for d, back in enumerate(self.backwards):
             turn = slice(None, None, -1 if back else 1)
@@ -248,8 +253,8 @@ def factors(keep: Array, live: Array) -> tuple[Array, Array]:
     steps since the last one that ran, including this step. The factor after a held step is the same product; after
     any other step it is 1.
     """
-    # A parallel scan in log2(T) rounds: each round doubles the number of held steps that each element of `product`
-    # covers. `closed` is true where a product already reaches back to a step that ran.
+    # A parallel scan over time. `product` is the product of keep over the last `distance` steps, but not beyond the
+    # last step that ran; `closed` is true where it has reached that step. Each round doubles `distance`.
     product, closed, distance = mx.where(live, 1, keep), live, 1
     while distance < len(keep):
         product = mx.where(closed, product, product * shifted(product, distance, 1))

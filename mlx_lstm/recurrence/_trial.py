@@ -35,14 +35,15 @@ CELLS = {"lstm": cells.LSTMCell, "gru": cells.GRUCell, "rnn": cells.RNNCell}
 
 
 class Trial(NamedTuple):
-    """An engine and the small problem on which its kernels are tested. The small problem has lower limits where the
-    call's sizes exceed the normal limits, so that it runs the same kernels as the large call."""
+    """A test run of an engine's kernels: the engine and a small problem (sizes and options) that runs the same kernels
+    as a large call. An engine runs different kernels for sizes above certain limits (`Limits`). If the call exceeds
+    such a limit, the small problem has a lower limit, which it exceeds, too."""
 
     engine: str
     problem: Problem
 
     def text(self) -> str:
-        """Return the trial as one line of JSON."""
+        """Return the trial, an engine and a problem, as one line of JSON."""
         problem = self.problem
         cell = problem.cell
         options = [cell.graph.to_json(), cell.recurrent] if isinstance(cell, PointwiseCell) else cell
@@ -51,7 +52,7 @@ class Trial(NamedTuple):
 
 
 def trial_from(text: str) -> Trial:
-    """Return the trial that a line of JSON describes; the inverse of `Trial.text`."""
+    """Return the trial (a test run of kernels) that a line of JSON describes; the inverse of `Trial.text`."""
     content = json.loads(text)
     fields = content["problem"]
     op, *options = fields["cell"]
@@ -74,14 +75,14 @@ def dtype_word(problem: Problem) -> str:
 def trial_of(engine: str, problem: Problem) -> Trial:
     """Return the smallest trial (a test run of kernels) that runs the same kernels as this engine for this problem."""
     if problem.chunks is not None:
-        # The trial has two chunks, each the smallest problem that runs the same kernels. If the gradient does not
-        # recompute chunks, the engine divides only sequences of more than `unchunked` steps. So the trial sets this
-        # limit to 0.
+        # The call runs in chunks, so the trial runs two chunks. `one` is the smallest problem that tests a single
+        # chunk. Chunks that are not recomputed are used only for sequences longer than the limit `unchunked`, so the
+        # trial sets this limit to 0.
         one = trial_of(engine, problem._replace(T=problem.chunks.steps, chunks=None)).problem
         limits = one.limits if problem.chunks.recomputes else one.limits._replace(unchunked=0)
         return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
     joins, limits = False, problem.limits
-    if isinstance(problem.cell, PointwiseCell):
+    if isinstance(problem.cell, PointwiseCell) and engine == "fused":
         # Both directions run the same kernels, one after the other. So the trial runs only one direction.
         problem = problem._replace(bidirectional=False, reverse=False)
         wide = index_of(problem) == mx.uint64
@@ -105,6 +106,8 @@ def trial_of(engine: str, problem: Problem) -> Trial:
             limits = limits._replace(rows_left=JOINING_LEFT)
         B, H, P, cores = smallest_stepwise(problem)
         limits = limits._replace(cores=cores)
+        if isinstance(problem.cell, PointwiseCell):  # for these cells the oracle computes one direction
+            problem = problem._replace(bidirectional=False)
     if wide:
         limits = limits._replace(index=0)
     small = problem.B * min(problem.H, problem.P) < SMALL
@@ -116,9 +119,9 @@ def trial_of(engine: str, problem: Problem) -> Trial:
 
 
 def neighbours(engine: str, problem: Problem) -> list[Trial]:
-    """Return the trials of calls that will probably follow a call of this problem. Training is followed by
-    evaluation, and a single step without first states by a single step with them. These calls share kernels with the
-    problem's own trial, so one request for all of them takes less time than two requests."""
+    """Return trials (test runs of kernels) for calls that will probably follow a call of this problem. After training
+    comes evaluation. After a single step without first states comes a single step with them. The trials share kernels
+    with this call's own trial, so testing all in one request takes less time."""
     if problem.cotangents is not None:
         return []
     if problem.training and not problem.plain:
@@ -131,9 +134,12 @@ def neighbours(engine: str, problem: Problem) -> list[Trial]:
 
 
 def as_small(size: int, each: int, steps: int) -> int:
-    """Return `steps`, or another number of steps if `steps` does not fit: an array of `each` numbers per step must
-    lie in the same Metal address space as an array of `size` numbers. Metal has separate address spaces for arrays
-    below and above 8 elements."""
+    """Return the number of steps of a trial (a test run of kernels): `steps` or, if needed, another number.
+
+    Metal has separate address spaces for arrays below and above 8 elements, and a kernel is compiled for one of them.
+    size: the number of elements of an array in the call. each: the elements per step of this array in the trial. In
+    the trial the array must be in the same address space as in the call.
+    """
     if (size < SMALL) == (steps * each < SMALL):
         return steps
     return max(1, (SMALL - 1) // each) if size < SMALL else SMALL
@@ -149,8 +155,8 @@ def without_numbers(cell: AnyCell) -> AnyCell:
 
 
 def rows_of(problem: Problem) -> int:
-    """Return how many batch items a threadgroup of `fused` computes for this problem. The number depends on the
-    batch size and on the number of GPU cores. A trial asks the engine for this number directly, so the trial's own
+    """Return how many batch items a threadgroup of `fused` computes for this problem. The number depends on the batch
+    size and on the number of GPU cores. A trial (a test run of kernels) sets this number directly, so that its own
     batch can be small."""
     if problem.cut:
         return problem.cut.rows
@@ -160,8 +166,8 @@ def rows_of(problem: Problem) -> int:
 
 
 def smallest_pointwise(problem: Problem) -> tuple[int, int, int]:
-    """Return (B, H, P) of the trial for a cell written by the user. B is the smallest batch size for which threads
-    divide the work as they do for the problem. H and P stay the same."""
+    """Return (B, H, P) for the test run of the kernels of a cell written by the user. B is the smallest batch size for
+    which threads divide the work as they do for the problem. H and P stay the same."""
 
     cell = pointwise.own_cell(problem)
 
@@ -174,18 +180,21 @@ def smallest_pointwise(problem: Problem) -> tuple[int, int, int]:
 
 
 def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
-    """Return (B, H, P, cores) of the trial of the stepwise kernels: the smallest sizes, and a number of GPU cores,
+    """Return (B, H, P, cores) for the test run of the stepwise kernels: the smallest sizes, and a number of GPU cores,
     with which the matrix products use the same tiles as those of the call."""
     wanted = tile_of(problem, problem.H), tile_of(problem, problem.P)
+    # The trial of a cell written by the user runs one direction: the kernels read the number of directions at run time.
+    both = problem.bidirectional and not isinstance(problem.cell, PointwiseCell)
 
     def smallest(width: int, weight: str) -> int:
-        """Return the smallest width with the same remainder modulo 32 as `width`. For a quantized weight the width is
-        a whole number of groups."""
+        """Return the width (H or P) of the trial: the smallest one that leaves the same remainder modulo 32 as
+        `width`, so that the kernels handle their edges in the same way. If the weight is quantized, the width is a
+        whole number of groups."""
         group = problem.packing.group_size if problem.packing and is_packed(weight, problem.names) else 1
         least = width % 32 + (32 if width % 32 < SMALL else 0)
         if group > 1 and stepwise_rows(problem.B) < 8:
-            # Lanes read a row of quantized weights in turns of 128 or 256 weights. If the call's rows take several
-            # turns, those of the trial do, too.
+            # A loop in the kernel reads 128 or 256 quantized weights of a row in each iteration (turn). If the call's
+            # rows need several iterations, the trial's rows must, too, so that the same code is tested.
             least += 256 if width > 256 else 128 if width > 128 else 0
         return next((w for w in range(least, width, 32) if w % group == 0), width)
 
@@ -193,7 +202,7 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     P = smallest(problem.P, "Wh")
     for B in batches(problem):
         for cores in (problem.limits.cores, *range(1, 2 * B)):
-            small = problem._replace(B=B, limits=problem.limits._replace(cores=cores))
+            small = problem._replace(B=B, bidirectional=both, limits=problem.limits._replace(cores=cores))
             same = stepwise_rows(B) == stepwise_rows(problem.B)
             if same and (tile_of(small, H), tile_of(small, P)) == wanted:
                 return B, H, P, cores
@@ -201,8 +210,8 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
 
 
 def batches(problem: Problem) -> list[int]:
-    """Return the batch sizes that a trial may use. Metal binds arrays of fewer than 8 elements in another address
-    space; if the call has such arrays, the trial uses the call's own batch size."""
+    """Return the batch sizes that a test run of kernels may use. Metal binds arrays of fewer than 8 elements in
+    another address space; if the call has such arrays, the test run uses the call's own batch size."""
     if problem.B < SMALL and min(problem.H, problem.P) < SMALL:
         return [problem.B]
     return [B for B in BATCHES if "lengths" not in problem.names or (B < SMALL) == (problem.B < SMALL)]

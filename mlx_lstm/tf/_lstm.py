@@ -206,7 +206,12 @@ def block_lstm(
             be an int.
         x (array): [T, N, I].
         cs_prev, h_prev (array): the states before the first step, [N, H].
-        w, wci, wcf, wco, b, forget_bias, cell_clip, use_peephole: as in `lstm_block_cell`.
+        w (array): the weights of x and h, [I + H, 4H].
+        wci, wcf, wco (array): peepholes of i, f, o, [H]. Without `use_peephole` they are not used.
+        b (array): the bias, [4H].
+        forget_bias (float): added to f's preactivation. Default: 1.
+        cell_clip (float): bound on |cs|; no bound if it is 0, negative or NaN. Default: 3.
+        use_peephole (bool): whether i, f, o read the cell state. Default: `False`.
         checkpoint_every (int or str, optional): for `mx.grad`, as in `mlx_lstm.lstm`. It saves memory for the gradient
             only: the seven outputs take memory as long as the caller holds them.
 
@@ -317,11 +322,19 @@ def block_lstm_v2(
     gate order.
 
     Args:
-        seq_len_max, x, cs_prev, h_prev, w, wci, wcf, wco, b, cell_clip, use_peephole, checkpoint_every: as in
-            `block_lstm`, but w and b in the order i, f, c, o, and `cell_clip` by default 0.
+        seq_len_max (int or integer array of rank 0): the number of steps to run, 0..T, for the whole batch. Inside
+            `mx.compile` it has to be an int.
+        x (array): [T, N, I].
+        cs_prev, h_prev (array): the states before the first step, [N, H].
+        w (array): the weights of x and h, [I + H, 4H], in the gate order i, f, c, o.
+        wci, wcf, wco (array): peepholes of i, f, o, [H]. Without `use_peephole` they are not used.
+        b (array): the bias, [4H], in the gate order of w.
+        cell_clip (float): bound on |cs|; no bound if it is 0, negative or NaN. Default: 0.
+        use_peephole (bool): whether i, f, o read the cell state. Default: `False`.
+        checkpoint_every (int or str, optional): for `mx.grad`, as in `mlx_lstm.lstm`.
 
     Returns:
-        BlockLSTMOutput: as from `block_lstm`.
+        BlockLSTMOutput: i, cs, f, o, ci, co, h, each [T, N, H].
 
     Example:
         >>> import mlx.core as mx

@@ -1,8 +1,9 @@
-"""Records what TensorFlow's block ops return, for machines without it, in tf_*.npz: `python tests/goldens/make_tf.py`.
+"""Record what TensorFlow's block ops return, in tf_*.npz, for machines without TensorFlow. Run
+`python tests/goldens/make_tf.py`.
 
-A file per op. "0/in/x" is argument x of case 0, "0/out/h" its output h, "cases" their number, "tensorflow" the version.
-What lies at t >= seq_len_max: NaN in the arguments; in the outputs of a forward op 0, where TensorFlow leaves memory as
-it was.
+There is one file per op. "0/in/x" is argument x of case 0, "0/out/h" its output h, "cases" the number of cases,
+"tensorflow" the version. Values at time steps t >= seq_len_max are NaN in the arguments. In the outputs of forward ops
+these values are 0, because TensorFlow does not write them.
 """
 
 import sys

@@ -79,7 +79,8 @@ class Counted(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """The key of a line of machine_code.csv, computed from a launch. The fields mean the same as in `Counted`."""
+    """The columns of machine_code.csv that identify a kernel, computed from a launch. They show whether the table has
+    a line for this kernel. `Counted` describes the columns."""
 
     kernel: str
     dtype: str
@@ -132,8 +133,8 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
 
 
 def constant_of(launch: Launch, name: str, absent: int) -> int:
-    """Return the integer that a launch's source gives to one of its template parameters, or `absent` if the source
-    has no such parameter. Only the source always tells the real size of a tile."""
+    """Return the value of a template parameter, an integer, in the source of a launch's kernel, or `absent` if the
+    source has no such parameter. The sizes of a tile can be read only in the source."""
     return constants_of(launch.text).get(name, absent)
 
 
@@ -184,8 +185,9 @@ def products(line: Counted) -> int:
 
 class Work(NamedTuple):
     """What one SIMD-group executes in a launch. cycles: the cycles that a quarter of a GPU core needs for the
-    SIMD-group's instructions. spills: the number of loads and stores of spilled registers. turns: how often the loop
-    of the product runs. line, own: see `counted`."""
+    SIMD-group's instructions. spills: the number of loads and stores of spilled registers. turns: how many iterations
+    the loop over time steps, or over a product's terms, has. line: the line of machine_code.csv from which the
+    instructions come. own: whether this line was counted for exactly this kernel, not for a similar one."""
 
     cycles: float
     spills: float
@@ -195,10 +197,11 @@ class Work(NamedTuple):
 
 
 def work_of(launch: Launch, problem: Problem, steps: int) -> Work:
-    """Return what one SIMD-group executes in a launch over `steps` time steps.
+    """Return what one SIMD-group executes in a launch over `steps` time steps, by a line of machine_code.csv.
 
-    If the line belongs to another size, the cycles are scaled by the number of multiply-adds needed. With quantized
-    weights the number of iterations is rounded up, since an iteration takes as long when some lanes have no weights.
+    If the table has only a similar kernel, for example for another H, its cycles are scaled by the number of
+    multiply-adds that this launch needs. With quantized weights the number of iterations is rounded up, since an
+    iteration takes as long when some lanes have no weights.
     """
     line, own = counted(launch, problem)
     needed = kernel_of(launch, problem).needed

@@ -88,7 +88,8 @@ def trace(function: Callable[..., list[mx.array]], arrays: list[mx.array]) -> Gr
 
 
 def launches_of(node: dict[str, Any], level: int, name: str, repeated: dict[str, int]) -> list[Launch]:
-    """Return the launches of one primitive. Concatenate launches one copy per input."""
+    """Return the launches of one primitive (an op in MLX's graph). The primitive `Concatenate` has one launch for each
+    of its inputs, which copies it."""
     if name == "CustomKernel":
         return [launch_of_ours(node, level)]
     reads, writes = (

@@ -400,9 +400,9 @@ def of_mlx(size: Size, dtype: mx.Dtype, which: str) -> tuple[Problem, Graph]:
 def step_seconds(
     dtype: mx.Dtype, B: int, H: int, chip: Chip, engine: str, rows: int = 0, cell: Cell = LSTM, T: int = 6
 ) -> float | None:
-    """Return the predicted seconds of T steps, forward and backward, without the time that a call takes once. rows:
-    the batch items of a threadgroup of `fused`, or 0 for the default number. Return None if a kernel spills
-    registers."""
+    """Return the predicted seconds of T steps, forward and backward, without the constant time that each call takes in
+    addition. rows: the batch items of a threadgroup of `fused`, or 0 for the default number. Return None if a kernel
+    spills registers."""
     problem, graph = ours(Size(T, B, H, H), dtype, engine, "backward", cell, cores=chip.cores, rows=rows)
     if any(counted_line(launch, problem)[0].spills for launch in graph.launches if has_product(launch)):
         return None

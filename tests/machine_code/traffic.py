@@ -103,7 +103,8 @@ def step_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, fl
     step of the array; a backward launch may also read a part of the step before."""
     T, op, kind = problem.T, problem.cell.op, kind_of(launch)
     step, later = buffer.bytes / T, (T - 1) / T
-    # `rows` holds all that forward steps wrote, e.g. gates, c and h. A backward step reads the gates of one step.
+    # A backward step reads only the gates of one time step from the array `rows`. The array also has other results of
+    # all forward steps, e.g. c and h, which do not count here.
     if buffer.name == "rows":
         return twice(problem.cell.gates * problem.B * problem.directions * problem.H * itemsize(launch))
     if buffer.name == "states":
@@ -119,8 +120,9 @@ def step_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, fl
 
 
 def of_sequences(buffer: Buffer, launch: Launch, kind: str, problem: Problem) -> tuple[float, float]:
-    """Return (bytes needed, bytes of all loads) of a buffer for a launch that joins the arrays of all time steps
-    into sequences. It reads everything once, except the values that backward steps pass on to one another."""
+    """Return (bytes needed, bytes of all loads) of a buffer for a launch that joins the arrays of all time steps into
+    sequences. The launch reads each value once. But it does not read all of a buffer: gates of an output, or values
+    that one backward step passes to the next one, are left out."""
     T, op = problem.T, problem.cell.op
     if kind == "outputs":
         gates = problem.cell.gates if keeps_rows(problem, problem.names) else 0  # gates that the launch does not copy
@@ -135,5 +137,5 @@ def of_sequences(buffer: Buffer, launch: Launch, kind: str, problem: Problem) ->
 
 
 def twice(count: float) -> tuple[float, float]:
-    """Return (count, count): as many bytes are needed as are loaded."""
+    """Return (count, count), the pair (bytes needed, bytes of all loads) of a buffer that is loaded only once."""
     return count, count

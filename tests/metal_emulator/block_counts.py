@@ -31,8 +31,11 @@ class FunctionBlocks:
         return set().union(*self.lines.values())
 
     def executed(self, counters: list[int]) -> set[int]:
-        """Return the lines of the blocks that ran. `counters`: the counts of the arcs that are not on the spanning
-        tree."""
+        """Return the lines of the blocks that ran. A block ran if a jump to or from it was counted.
+
+        counters: the counts of the arcs (jumps between blocks) outside the spanning tree. clang counts only these; the
+        other counts follow from them.
+        """
         values = iter(counters)
         known = {i: next(values) for i, arc in enumerate(self.arcs) if not arc[2]}
         self._solve_tree(known)
@@ -57,8 +60,9 @@ class FunctionBlocks:
         for i, count in known.items():
             balance[self.arcs[i][0]] -= count
             balance[self.arcs[i][1]] += count
-        # Start with blocks that have one arc of unknown count. Leave out block 0 (entry) and block 1 (exit): they are
-        # not left as often as they are entered.
+        # If a block has only one arc (jump) of unknown count, this count follows, because a block is left as often as
+        # it is entered. Start with these blocks. Leave out block 0 (entry) and block 1 (exit): control does not enter
+        # the one or leave the other.
         todo = [b for b in balance if b > 1 and len(unknown[b]) == 1]
         while todo:
             block = todo.pop()

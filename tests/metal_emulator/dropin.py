@@ -184,6 +184,8 @@ def emulated_metal(
 ) -> Iterator[list[Dispatch]]:
     """Run every `mx.fast.metal_kernel` called inside the context in the emulator. Yield the log of launches.
 
+    A finding is a defect that the emulator found in a kernel.
+
     Args:
         order: the order in which threads run: "forward", "reverse" or "random" (with `seed`).
         noise: whether results of math functions are changed at random within the error that the specification allows.
@@ -193,8 +195,8 @@ def emulated_metal(
         metal_version: 310, 320 or 400, the value of `__METAL_VERSION__`.
         raise_on_findings: whether the first launch with findings raises KernelError; else they are only logged.
         pretend_available: whether `mx.metal.is_available()` returns True inside.
-        on_enter: functions called on entry and on exit, e.g. `build_kernel.cache_clear` for kernels that were cached
-            before `install`.
+        on_enter: functions to call when the context begins and when it ends, for example to clear a cache of kernels,
+            so that a kernel of the emulator is used only inside.
     """
     if order not in ("forward", "reverse", "random"):
         raise ValueError(f"[emulated_metal] order must be forward, reverse or random but got {order!r}")

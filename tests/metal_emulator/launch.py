@@ -16,8 +16,9 @@ _POISON = {2: (np.uint16, 0x7FFF), 4: (np.uint32, 0x7FFFFFFF)}
 
 @dataclass
 class Options:
-    """The options of a launch. The docstring of `emulated_metal` explains them. skew: number of elements by which
-    inputs are moved from a 16-byte boundary, because views of MLX arrays may begin at any element."""
+    """The options of the launches inside `emulated_metal`: in which order threads run, and which defects of a kernel
+    are reported. skew: number of elements by which inputs are moved from a 16-byte boundary, because views of MLX
+    arrays may begin at any element."""
 
     order: str = "forward"
     seed: int = 1

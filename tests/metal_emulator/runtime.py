@@ -33,7 +33,8 @@ ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 
 
 class CFinding(ctypes.Structure):
-    """The structure `Finding` of runtime/findings.h."""
+    """A defect that the emulator found in a kernel, as ctypes reads it from the C++ structure `Finding` of
+    runtime/findings.h. Both must have the same fields in the same order."""
 
     _fields_ = [(n, c_uint32) for n in ("kind", "thread", "other_thread", "group", "line", "column")] + [
         ("pc", c_uint64),
@@ -70,7 +71,8 @@ class Counters(ctypes.Structure):
 
 
 class CTraffic(ctypes.Structure):
-    """The structure `Traffic` of runtime/host.h."""
+    """The bytes that a launch read and wrote in one buffer, as ctypes reads them from the C++ structure `Traffic` of
+    runtime/host.h. Both must have the same fields in the same order."""
 
     _fields_ = [
         (n, c_uint64)
@@ -79,7 +81,8 @@ class CTraffic(ctypes.Structure):
 
 
 class CCoverage(ctypes.Structure):
-    """The structure `CoverageCounters` of runtime/hooks.h."""
+    """The counters of one function, for --coverage, as ctypes reads them from the C++ structure `CoverageCounters` of
+    runtime/hooks.h. Both must have the same fields in the same order."""
 
     _fields_ = [("values", POINTER(c_uint64)), ("count", c_uint32), ("function", c_uint32)]
 

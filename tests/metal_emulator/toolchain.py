@@ -49,11 +49,11 @@ _CHECKS = [
     "-fno-sanitize-trap=local-bounds",
     "-fsanitize-recover=local-bounds",
     "-ftrivial-auto-var-init=pattern",
-    "-gline-tables-only",
     "-gdwarf-4",
+    "-gline-tables-only",  # after -gdwarf-4, which alone asks for variables, too
 ]
-# A kernel runs for milliseconds, so the time to compile it matters. With these options clang generates code as with
-# -O0 after optimising as with -O1, which takes a quarter less time.
+# A kernel runs for milliseconds, so the time to compile it matters. clang optimises as with -O1, but with these options
+# it then generates machine code as with -O0. Compiling takes less time than with -O1 alone.
 _QUICK_CODE = [
     "-mllvm",
     "-fast-isel",
@@ -61,13 +61,10 @@ _QUICK_CODE = [
     "-regalloc=fast",
     "-mllvm",
     "-optimize-regalloc=false",
-    "-Xclang",
-    "-fexperimental-assignment-tracking=disabled",
-    # The debug information has lines but no variables, so clang need not follow variables through the machine code.
+    # The debug information has lines but no variables. With this option clang does not follow variables through the
+    # machine code: the other of its two methods would, even without any variable.
     "-mllvm",
-    "-livedebugvalues-input-bb-limit=0",
-    "-mllvm",
-    "-livedebugvalues-input-dbg-value-limit=0",
+    "-experimental-debug-variable-locations=false",
 ]
 
 
@@ -127,7 +124,8 @@ def shim_folder() -> Path:
 
 
 def front_end(metal_version: int, fast_math: bool) -> list[str]:
-    """Return clang's command line to compile MSL, treated as C++ for OpenCL, to code with checks."""
+    """Return clang's command line for compiling a Metal kernel. clang reads the kernel as C++ for OpenCL, and adds the
+    emulator's checks to the machine code."""
     math = ["-DEMU_FAST_MATH"] if fast_math else []
     language = ["-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-Xclang", f"-cl-ext={_EXTENSIONS}"]
     defines = ["-D__METAL__=1", f"-D__METAL_VERSION__={metal_version}", "-D__METAL_MACOS__=1", *math]
@@ -176,7 +174,8 @@ def precompiled_shim(text: str, options: list[str]) -> Path:
             draft = Path(folder) / "shim.clcpp"
             draft.write_text('#include "metal_stdlib.h"\n' + text)
             publish(draft, source)
-            # Without timestamps another process may replace the (identical) source while this one uses the result.
+            # The precompiled header must not contain the time stamp of its source: another process may write an
+            # identical source while this one uses the header.
             emit = [
                 "-fsyntax-only",
                 "-Xclang",

@@ -89,7 +89,8 @@ CASES = {
 
 
 def find_contender(name: str, case: str = "lstm") -> Contender:
-    """Return a contender of a case by its name, or a contender that a user wrote by "module:attribute"."""
+    """Return an implementation to measure: a contender of a benchmark case by its name, or the attribute of any
+    module, named "module:attribute"."""
     known = CASES[case].contenders
     if name in known:
         return known[name]

@@ -27,8 +27,9 @@ asleep, and the caches of the CPU lose data."""
 
 
 class Frames:
-    """The frames (inputs of single steps) of a task. They can be iterated over many times, with pauses in the pass
-    `paced`. `slept`: the seconds of all pauses of the latest iteration."""
+    """The inputs of all time steps, one frame per step, to be iterated over once per run. A task has one of two
+    passes: `forward` yields the frames without pauses, `paced` pauses before each frame, as if it came from a
+    microphone. `slept` is the sum of these pauses in the latest iteration, in seconds."""
 
     def __init__(self, frames: list[Any], task: Task):
         self.frames: list[Any] = frames

@@ -20,9 +20,12 @@ THREADS = 256
 
 
 def project(problem: Problem, arrays: Arrays, launches: int = 2) -> mx.array:
-    """Return the input's part of the preactivations, as `engines.ops.sweep.project` defines it. This takes one
-    launch, unless Wx is quantized. If several launches read the result, it is put in row order here, so that it is
-    copied at most once."""
+    """Return z, the input's part of the preactivations: x Wx^T + b or, without Wx, x + b. This takes one launch,
+    unless Wx is quantized.
+
+    launches: how many launches read z. A launch copies an array that is not contiguous. So if several launches read z,
+    it is made contiguous here, and copied only once.
+    """
     x, Wx, b = arrays["x"], arrays.get("Wx"), arrays.get("b")
     if Wx is not None and b is not None and (problem.packing is None or not is_packed("Wx", arrays)):
         return mx.addmm(b, x, Wx.T)
@@ -44,9 +47,12 @@ def takes_product(cell: AnyCell) -> bool:
 
 
 def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.array | None) -> Arrays:
-    """Return h_in [D, T, B, P], the operand of the recurrent product at every step: mask * h_prev, and 0 past an
-    item's end. Also return an array of ones [1, T * B] if it will be needed to sum 16-bit rows (`column_sums`).
-    mask: the result of `whole_mask`."""
+    """Return a dict with h_in [D, T, B, P], the operand of the recurrent product at every step: mask * h_prev, and 0
+    past an item's end. If the bias gradients are sums of 16-bit rows, also return `ones` [1, T * B]: these sums are
+    computed as products with ones.
+
+    mask: the factor on h in the recurrent product (mask times `keep`), or None.
+    """
     inputs = {"h": h, "h0": arrays.get("h0"), "mask": mask, "lengths": arrays.get("lengths")}
     sums = h.dtype != mx.float32 and ("b" in arrays or "bhn" in arrays)
     names, values = [], []
@@ -63,8 +69,9 @@ def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.arra
 def input_launch(
     problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, sums: bool
 ) -> tuple[Launch, mx.array]:
-    """Return the launch of the shader `recurrent_input` for inputs with these names, and its array of sizes. sums:
-    whether the shader also writes the array of ones."""
+    """Return the launch of the shader `recurrent_input`, and its array of sizes. names: which of h, h0, mask and
+    lengths the call has. sums: whether the shader also writes the array `ones` [1, T * B], with which a product sums
+    16-bit rows."""
     T, B, P, D = problem.T, problem.B, problem.P, problem.directions
     inputs = {name: name in (*names, "sizes") for name in ("h", "h0", "mask", "lengths", "sizes")}
     outputs: Outputs = {"h_in": ((D, T, B, P), dtype), "ones": ((1, T * B), dtype) if sums else None}

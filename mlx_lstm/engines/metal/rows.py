@@ -1,9 +1,11 @@
 """The rows that the launches of a `stepwise` pass write, and the plan that says which launches join rows.
 
 In MLX each launch writes new arrays, so each step writes one separate array, called a row. A last launch copies all
-rows into sequences. But this launch can read only about 20 arrays (10 of each kind if a projection writes a second
-kind of row). Therefore some launches of later steps also join N arrays into one. Each number is copied about logN(T
-/ 20) times. N is 16 if the launch has few other arrays, so up to 320 steps no number is copied twice.
+rows into sequences. But Metal binds at most 31 arrays to a launch, so this launch reads at most 20 arrays of rows.
+
+Therefore some launches of later steps also join N arrays into one. N is 16 if the launch has few other arrays, else 8.
+With N = 16 a pass of up to 320 = 16 * 20 steps joins each row at most once; longer passes join arrays that are already
+joined. A projection writes a second kind of row; then each kind has 10 of the 20 arrays.
 """
 
 from collections.abc import Iterator
@@ -32,7 +34,7 @@ class Join(NamedTuple):
 
 
 def joined_beside(others: int) -> int:
-    """Return how many arrays a launch joins that binds this many other arrays."""
+    """Return how many arrays a launch can join if it also binds `others` other arrays."""
     return next((count for count in JOINED if count + others <= BOUND), JOINED[-1])
 
 
@@ -62,8 +64,12 @@ def joins(T: int, left: int, most: int) -> tuple[tuple[Join | None, ...], tuple[
 
 def due(pieces: list[tuple[int, int]], to_come: int, left: int, levels: int, most: int) -> tuple[int, int] | None:
     """Return (first, count): the index of the first array that the next launch joins, and how many it joins. Return
-    None if it joins nothing. to_come: how many launches are left, including the next one. levels: how often a row may
-    be joined before the end of the pass. The other parameters are those of `joins`."""
+    None if it joins nothing.
+
+    pieces: (level, number of rows) of each array so far; the level says how often its rows were joined. to_come: how
+    many launches are left, including the next one. left: how many arrays may remain after the last launch. levels: how
+    often a row may be joined before the end of the pass. most: how many arrays one launch can join.
+    """
     count = len(pieces)
     size = min(most, count + to_come - left + 1)  # a join of n arrays leaves n - 1 arrays less
     if size < 2:
@@ -80,9 +86,12 @@ def due(pieces: list[tuple[int, int]], to_come: int, left: int, levels: int, mos
 
 
 class Rows:
-    """The rows of one kind (one array per launch) that T launches of a pass write, of which at most `left` arrays
-    remain. pieces: arrays of one or more rows, in the order of the launches. joins: what each launch joins. steps: the
-    number of rows in each array at the end."""
+    """The rows that the T launches of a pass write, one array per launch. Launches join these arrays, so that at most
+    `left` arrays remain at the end of the pass.
+
+    pieces: the current arrays, each with one or more rows, in the order of the launches. joins: for each launch still
+    to come which arrays it joins, or None. steps: the number of rows in each array at the end.
+    """
 
     def __init__(self, T: int, left: int):
         self.T: int = T

@@ -141,8 +141,9 @@ class Statements:
         return " || ".join(f"lane == {k}" for k in lanes)
 
     def home(self, n: int) -> int | None:
-        """Return the lane that holds a value from which node n is computed, if not all lanes have this value. Return
-        None if there is no such value."""
+        """Return a lane that holds a value from which node n is computed, so that this lane can compute n without
+        receiving the value from another lane. Return None if no lane holds such a value, or all lanes hold the values.
+        """
         for k in needed(self.graph.nodes, [n], self.uniform):
             place = self.place(k)
             if place is not None and k not in self.uniform:
@@ -150,16 +151,17 @@ class Statements:
         return None
 
     def merge(self, wanted: Sequence[int | None]) -> str:
-        """Return the name of a register that holds node wanted[k] in lane k, or any value if wanted[k] is None.
-        Append the statements that compute the register, if there is none yet."""
+        """Return the name of a variable whose value in lane k is node wanted[k]. If wanted[k] is None, lane k may have
+        any value. If there is no such variable yet, append the statements that compute it."""
         key = tuple(wanted)
         if key not in self.merged:
             self.merged[key] = self.merge_new(wanted)
         return self.merged[key]
 
     def merge_new(self, wanted: Sequence[int | None]) -> str:
-        """Find a register for `merge`, or append the statements that compute one. Return the register's name. wanted:
-        the node that lane k shall hold, or None for any value."""
+        """Return the name of a variable whose value in lane k is node wanted[k] (None: any value). Use a variable that
+        has these values, or append statements that bring together the values of different lanes in a new one. `merge`
+        caches the result."""
         nodes, lanes = self.graph.nodes, [k for k, n in enumerate(wanted) if n is not None]
         of = {k: n for k, n in enumerate(wanted) if n is not None}
         for name, have in self.bundles:
@@ -197,8 +199,10 @@ class Statements:
         return self.new(first, code)
 
     def align(self, operands: dict[int, list[int]]) -> None:
-        """Swap the two operands of a lane if they then resemble the operands of the first lane more, because merging
-        equal operands takes fewer statements. operands: the two operands of each lane."""
+        """Prepare statements that compute the same commutative operation in several lanes, on different operands. If a
+        lane's two operands, in swapped order, are more like those of the first lane (the same nodes or operations),
+        swap them, because then fewer statements bring the operands together. operands: the two operands of each lane.
+        """
         nodes, (start, first), *others = self.graph.nodes, *operands.items()
 
         def likeness(k: int, pair: Sequence[int]) -> int:

@@ -68,8 +68,8 @@ class NewSequence(NewArray):
     def __init__(self, dtype: np.dtype, shape: tuple[int, int, int], order: Order, batch_first: bool = False):
         T, B, _ = shape
         self.returned: Order = BATCH_MAJOR if batch_first else TIME_MAJOR
-        # For B = 1, or for T = 1 unless feature-major, both orders give the same memory. Using the order of the MLX
-        # array then saves the transpose.
+        # If B = 1 all orders of the axes have the same layout in memory; if T = 1, time-major and batch-major have.
+        # Then use the order of the returned MLX array, so that `to_mlx` need not transpose.
         self.order: Order = self.returned if B == 1 or (T == 1 and order != FEATURE_MAJOR) else order
         super().__init__(dtype, (shape[self.order[0]], shape[self.order[1]], shape[self.order[2]]))
         self.as_allocated: Array = self.memory

@@ -93,10 +93,12 @@ class GRUStepBackward:
     """Compute one backward step of a GRU, and collect what the gradients of the recurrent weights need.
 
     The steps run in chunks of time, with n = steps x B columns. `dz` [3H, n] collects the gradient of the
-    preactivations. With reset "after" the candidate's rows of `dz` first hold the gradient of q = Wh_n h + bhn,
-    which the products with Wh need, and `dz_n` [H, n] holds the gradient of the preactivation; `end_chunk` copies it
-    to `dz`. `inner` [H, n] is q, recomputed by one product per chunk, or with reset "before" r * h. `by_column`
-    lists all arrays with these n columns.
+    preactivations, and `inner` [H, n] the array for the candidate n: q = Wh_n h + bhn if the reset is "after", else
+    r * h. `by_column` lists all arrays with these n columns.
+
+    With reset "after" the candidate has two gradients. Its rows of `dz` first hold the gradient of q, which the
+    products with Wh need. `dz_n` [H, n] holds the gradient of its preactivation; `end_chunk` copies it over these
+    rows.
     """
 
     def __init__(self, problem: Problem, cell: GRUCell, v: Views, saved: Views):
@@ -124,7 +126,8 @@ class GRUStepBackward:
 
     def begin_chunk(self, start: int, h_prev: Array, h_in: Array) -> None:
         """Set the states before the steps of a chunk that begins at step `start`: h_prev [steps, B, H], and h_in [n,
-        H], which is h_prev times the mask. With reset "after" compute q of all steps."""
+        H], which is h_prev times the mask. If the reset comes after the candidate's product, compute this product,
+        q = Wh_n h_in + bhn, for all steps of the chunk."""
         self.start, self.h_prev, self.h_in = start, h_prev, h_in
         if self.after:
             q = np.matmul(self.Wh_n, matrix(h_in).T, out=self.inner[:, : len(h_in)])

@@ -64,7 +64,9 @@ class LSTMStep:
         if streamed:
             self.weights, self.product = in_blocks(self.weights, self.z)
         self.scratch: Array = np.empty((H, B), dtype)
-        # apply_gate(x, y): multiply x by a gate, or divide x by the reciprocal of the gate.
+        # If `reciprocal` is not empty, a step computes 1 + exp(-z) for the gates i, f, o, because this takes one pass
+        # over memory less than sigmoid(z). Applying a gate to x then means dividing x by this number; otherwise
+        # multiplying.
         self.apply_gate: np.ufunc = np.divide if reciprocal else np.multiply
         blocks = gate_blocks(order, H)
         self.gate: dict[str, Array] = {gate: self.z[rows] for gate, rows in blocks.items()}
@@ -78,8 +80,8 @@ class LSTMStep:
         self.peeps_early: str = ("ifg" if late else "ifgo") if self.peephole else ""
         self.clip: float | None = cell.cell_clip
         self.output: InPlace = activation(cell.activations[4])[0]
-        # How z is copied to the saved gates, which are in the cell's own order: tuples (whether these rows of z hold
-        # reciprocals, the rows of z, the rows of the saved gates).
+        # Where to copy the gates from z, for the backward pass: tuples (whether these rows of z hold 1 / gate and must
+        # be inverted, the rows of z, the rows of the saved gates). The saved gates are in the cell's own gate order.
         self.saves: list[tuple[bool, Array, slice]] = []
         own = gate_blocks(cell.gate_order, H)
         for inverse, run in groupby(cell.gate_order, key=lambda gate: gate in reciprocal):
@@ -91,8 +93,8 @@ class LSTMStep:
             self.m: Array = np.empty((H, B), dtype)  # o * output(c), which Wp projects to h
 
     def activations(self, cell: LSTMCell, order: str, gates: str) -> list[tuple[InPlace, Array]]:
-        """Return pairs (function, rows of z) that compute these gates in place: the function is the activation, or
-        the reciprocal of the sigmoid."""
+        """Return pairs (function, rows of z). Each function overwrites its rows with gates or, for a sigmoid if the
+        step divides by gates, with 1 / gate = 1 + exp(-z), which is faster to compute."""
         sigmoid = reciprocal_sigmoid_negated if self.products.negated else reciprocal_sigmoid
         reciprocal = self.apply_gate is np.divide
         return [
@@ -116,7 +118,8 @@ class LSTMStep:
         product includes it. c_prev [H, B]: the c before the step.
         """
         gate, scratch, apply_gate = self.gate, self.scratch, self.apply_gate
-        # Compute the preactivations and overwrite them with the gates, or with 1 / gate if `apply_gate` divides.
+        # Compute the preactivations z. Then overwrite them with the gates or, if `apply_gate` is a division, with 1 /
+        # gate.
         np.matmul(self.weights, operand, out=self.product)
         if inputs is not None:
             self.z += inputs

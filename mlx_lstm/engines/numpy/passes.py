@@ -211,8 +211,11 @@ class BackwardSweep:
         self.dh *= mask.T
 
     def through_keep(self, t: int, keep: Array, h_before: Array, c_before: Array | None) -> None:
-        """Multiply dh and dc, the gradients of keep * state, by keep, so that they become the gradients of the state
-        before the step. Write step t of the gradient of `keep`."""
+        """Compute the gradient through the option `keep`, a factor on the states before a step.
+
+        At first dh and dc are the gradients of keep * h and keep * c. Write step t of the gradient of `keep`. Then
+        multiply dh and dc by keep; they become the gradients of the states themselves.
+        """
         terms = (self.dh * h_before.T).sum(axis=0)
         if c_before is not None:
             terms += (self.dc * c_before).sum(axis=0)
@@ -234,8 +237,8 @@ class BackwardSweep:
             rows[0] = first
             rows[1:] = states[: stop - 1]
             return rows
-        # In reverse a batch item begins with its own last step, which is earlier than step T - 1 if the item is
-        # shorter.
+        # In reverse the state before step t is the state after step t + 1. Step T - 1 has no such step, so it begins
+        # from the first state. A batch item with fewer steps begins with its own last step; its row is replaced below.
         inner = min(stop, problem.T - 1)
         rows[: inner - start] = states[start + 1 : inner + 1]
         rows[inner - start :] = first
@@ -275,7 +278,8 @@ class Ends:
             self.by_length.setdefault(length, []).append(b)
 
     def at(self, length: int) -> list[int] | None:
-        """Return the items of this length, or None if there are none or if no item is shorter than T."""
+        """Return the indices of the batch items that have this length. Return None if there are none. If no item is
+        shorter than T, the result is always None, because nothing has to be done at an item's end."""
         return self.by_length.get(length)
 
 

@@ -53,8 +53,9 @@ class Code(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Nodes of one operation whose operands and results are neighbouring blocks, computed by one statement. source,
-    target: Python expressions for the block of operands and the block of results. names: the names of the results."""
+    """A group of nodes with the same operation, which one statement computes, because their operands lie side by side
+    in one array and their results in another. source, target: Python expressions for both parts. names: the names of
+    the results, one per node."""
 
     op: str
     nodes: tuple[int, ...]
@@ -121,8 +122,9 @@ class Writer:
         return COMPOSED[op].format(*operands, out=out)
 
     def write(self, place: int, n: int, target: str | None, copies: list[tuple[int, str]]) -> None:
-        """Append the statement that computes node n, at position `place` of the order. If a later statement still reads
-        the array of `target`, the result goes to a scratch array, and a copy at the end writes the target."""
+        """Append the statement that computes node n. place: the node's position in the order of computation. target:
+        the array for the result, or None for any scratch array. If a later statement still reads the old content of
+        this array, the result goes to a scratch array, and a copy at the end writes the target."""
         node, is_bool = self.graph.nodes[n], self.graph.nodes[n].op in CONDITIONS
         operands = [self.name(k) for k in node.args]
         in_place = node.op in UFUNCS  # a NumPy function may write over its operand
@@ -131,7 +133,8 @@ class Writer:
             if late > place or (late == place and not in_place):
                 copies.append((n, target))
                 target = None
-        # Operands in scratch arrays that no later statement reads.
+        # Operands in scratch arrays that no later statement reads. The result may overwrite one of these arrays; the
+        # others become free for later results.
         dead = [k for k in dict.fromkeys(node.args) if self.last.get(k) == place and self.names.get(k) in self.scratch]
         out = target
         if out is None and in_place:
@@ -151,11 +154,11 @@ class Writer:
 
 
 def function_of(code: Code, parameters: str, unpacked: Sequence[str]) -> Callable[..., Any]:
-    """Return a function build(shape, dtype, fixed). It returns the function step(parameters), which runs the statements
-    of `code`.
+    """Return a function build(shape, dtype, fixed), which returns the function step(parameters). A call of `step` runs
+    the statements of `code` on arrays of this shape and dtype.
 
-    fixed: arrays by name that the statements use in addition to the parameters. unpacked: statements that run first and
-    name parts of the parameters.
+    fixed: a dict of further arrays that the statements use. unpacked: statements that run first; they split parameters
+    such as z into their blocks and name the blocks.
     """
     body = "\n    ".join([*unpacked, *code.lines, "pass"])
     text = f"def step({parameters}):\n    {body}\n"
@@ -205,8 +208,12 @@ def negatable(graph: CellGraph) -> str:
 def forward_function(cell: PointwiseCell, order: str, negated: str) -> Callable[..., Any]:
     """Return the function that builds a forward step: step(z, xs, s0, c_prev, us, y, c, n0).
 
-    order: the order of the blocks of z. negated: the blocks that are negated. z [G H, B]: the preactivations, or
-    with `graph.apart` only the recurrent part. xs [G H, B]: the input's part, if z does not contain it.
+    The step reads z [G H, B], the preactivations (with `graph.apart` only the recurrent part); xs [G H, B], the
+    input's part, if z does not contain it; s0 [H, B], h before the step; c_prev, the other states before it; and us [U
+    H, B], the inputs of the step. It writes n0, the new h; c, the other new states; and y, the values for the backward
+    pass.
+
+    order: the order of the gates in z. negated: the gates whose rows of z are negated.
     """
     graph = cell.graph
     blocks, kept = ("xs" if graph.apart or not cell.recurrent else "z"), columns("y", len(graph.saved))
@@ -275,8 +282,12 @@ class PointwiseStep:
         c: Array,
         h: Array,
     ) -> None:
-        """Write the new states c [C H, B] and h [H, B] and, unless it is None, `saved` [K H, B]. The other arguments
-        are those of `LSTMStep`."""
+        """Write the new states c [C H, B] and h [H, B] and, unless it is None, `saved` [K H, B], the values for the
+        backward pass.
+
+        operand: the array that the recurrent weights multiply. inputs: the input's part of the preactivations [G H,
+        B], None if the product includes it. h_prev, c_prev: the states before the step.
+        """
         if self.weights is not None:
             np.matmul(self.weights, operand, out=self.z)
             if inputs is not None and not self.apart:
@@ -292,13 +303,17 @@ def params_of(graph: CellGraph, v: Views, H: int, B: int) -> dict[str, Array]:
 
 @lru_cache(256)
 def backward_function(cell: PointwiseCell) -> tuple[Callable[..., Any], tuple[int, ...]]:
-    """Return (build, other): the function that builds a backward step, and the numbers of the gates for which the
-    gradient of the input's part differs from that of the recurrent part.
+    """Return (build, other): the function that builds a backward step, and the numbers of the gates whose input part
+    and recurrent part have different gradients (`apart` cells only, such as a GRU's candidate).
 
-    The built function is step(y, s0, c_prev, n0, c, us, d0, dc, dz, dx, direct, du, dw). dz [G H, B]: the gradient of
-    the recurrent parts. dx: the gradient of the input's part of the gates in `other`. direct [H, B]: the part of the
-    gradient of h_prev that bypasses the recurrent product. dc: the gradients of the new states besides h; the step
-    overwrites them with the gradients of the states before it.
+    The built function is step(y, s0, c_prev, n0, c, us, d0, dc, dz, dx, direct, du, dw). It reads y, the values saved
+    in the forward pass; s0 and c_prev, h and the other states before the step; n0 and c, the same after it; us, the
+    inputs; and d0, the gradient of the new h.
+
+    It writes dz [G H, B], the gradient of the recurrent parts; dx, that of the input parts of the gates in `other`;
+    direct [H, B], the part of the gradient of h_prev that bypasses the recurrent product; and du and dw, the gradients
+    of inputs and parameters. dc holds the gradients of the other new states; the step overwrites them with those of
+    the states before it.
     """
     graph = cell.graph
     known = dict(zip(graph.saved, columns("y", len(graph.saved)), strict=True))
@@ -331,7 +346,8 @@ class PointwiseStepBackward:
     """Compute one backward step of a cell that the user wrote, and collect what the weight gradients need.
 
     `dz` [G H, n] collects the gradient of the recurrent parts of the preactivations for a chunk of n = steps x B
-    columns. `dx` collects the gradient of the input's part where it differs; `end_chunk` copies it to `dz`.
+    columns. A GRU's candidate, for example, has another gradient for its input part. `dx` collects such gradients, and
+    `end_chunk` copies them to `dz` once the gradient of Wh is computed.
     """
 
     def __init__(self, problem: Problem, cell: PointwiseCell, v: Views, saved: Views):
@@ -362,9 +378,13 @@ class PointwiseStepBackward:
     def __call__(
         self, t: int, columns: slice, c_prev: Array | None, c: Array | None, dh: Array, dc: Array, dgates: Array | None
     ) -> None:
-        """Compute step t backward: write its columns of dz and dx, and `direct`. Overwrite dh, the gradient of the new
-        h, with the gradient of the h in the recurrent product, and dc with the gradients of the other states before
-        the step. The other arguments are those of `LSTMStepBackward`; dgates is None."""
+        """Compute step t backward. Write its columns of dz and dx (the gradients of the preactivations) and `direct`,
+        the part of the gradient of h_prev that bypasses the recurrent product.
+
+        Overwrite dh, the gradient of the new h, with the gradient of the h in the recurrent product. Overwrite dc, the
+        gradients of the other new states, with those before the step. c_prev, c: the other states before and after it.
+        dgates is None.
+        """
         if self.reads_h:
             np.copyto(self.s0, self.h_prev[t - self.start].T)
         if self.inputs is not None:

@@ -30,9 +30,12 @@ shall compute its product."""
 def input_products(
     problem: Problem, v: Views, mask: Array | None, reciprocal: str, streamed: bool = False
 ) -> "JoinedProduct | SeparateProducts":
-    """Return the faster of `JoinedProduct` and `SeparateProducts`. `JoinedProduct` is faster for a wide batch with
-    enough rows (steps x batch) to pay for its copy of the weights, and for any number of steps that arrive one at a
-    time (`streamed`). reciprocal: see `JoinedProduct`."""
+    """Return the object that computes x Wx^T + h Wh^T: a `JoinedProduct` or `SeparateProducts`, whichever is faster.
+
+    `JoinedProduct` is faster if steps arrive one at a time (`streamed`). It is also faster for a wide batch, if there
+    are enough rows (steps x batch) to pay for its copy of the weights. reciprocal: the gates for which the step
+    computes 1 + exp(-z); `JoinedProduct` negates their rows.
+    """
     T, B = problem[:2]
     if streamed:
         return JoinedProduct(problem, v, mask, reciprocal)
@@ -189,14 +192,16 @@ class WeightGradients:
     def __init__(self, out: Views, written: set[int], factored: Sequence[str] = ()):
         """Prepare the gradients of one direction.
 
-        out: the memory of the requested gradients. written: the first steps of those chunks of dx that a direction
-        has already written; both directions share this set. factored: names of gradients that are returned as two
-        factors; the sweep then has a single chunk.
+        out: the memory of the requested gradients. written: the start indices of the chunks of dx that contain a
+        gradient already. Both directions share this set, so that the second adds to the first. factored: the names of
+        weights whose gradient is returned as a pair of matrices instead of their product; all steps are then one
+        chunk.
         """
         self.out: Views = out
         self.written: set[int] = written
-        # For each name a dict from the first row of a block of the gradient to the block's factors, left [n, rows] and
-        # right [n, columns], both copied.
+        # A gradient dz^T x that is returned as two factors has one pair per block of rows: {name: {first row of the
+        # block: (left [n, rows], right [n, columns])}}. The factors are copies, because later steps overwrite the
+        # originals.
         self.factors: dict[str, dict[int, tuple[Array, Array]]] = {name: {} for name in factored}
         self.left: Array | None = None  # the latest left factor, which the next gradient may share
         self.begun: set[tuple[str, int | None]] = set()  # (name, first row) of each block that has been written
@@ -221,8 +226,9 @@ class WeightGradients:
             self.begun.add((name, rows.start))
 
     def of_segment(self, own: Views) -> "WeightGradients":
-        """Return an object for some steps of some batch items, which adds its weight gradients to those of this object.
-        own: the memory for the gradients of these items and steps."""
+        """Return an object that collects the weight gradients of a segment (some steps of some batch items) and adds
+        them to the gradients of `self`. own: separate memory for gradients that belong to the segment alone, such as
+        that of x."""
         part = WeightGradients(self.out | own, set())
         part.begun = self.begun
         return part

@@ -39,19 +39,20 @@ class Segment(NamedTuple):
         return self.stop - self.start, B if isinstance(self.items, slice) else len(self.items)
 
     def of_steps(self, sequence: Array) -> Array:
-        """Return this segment's part of a sequence [T, B, .]."""
+        """Return a sequence [T, B, .] restricted to the steps and batch items of this segment."""
         return sequence[self.start : self.stop][:, self.items]
 
     def of_features(self, sequence: Array) -> Array:
-        """Return this segment's part of a feature-major sequence [T, B, .]. The part is feature-major, too: each step
-        is contiguous as [., B]."""
+        """Return a feature-major sequence [T, B, .] restricted to the steps and batch items of this segment. The
+        result is feature-major, too: each step is contiguous as [., B]."""
         steps = sequence[self.start : self.stop].transpose(FEATURE_MAJOR)
         if isinstance(self.items, slice):
             return steps.transpose(FEATURE_MAJOR)
         return np.take(steps, self.items, axis=2).transpose(FEATURE_MAJOR)
 
     def write(self, sequence: Array, part: Array) -> None:
-        """Write this segment's part of a sequence [T, B, .]. Feature-major sequences are written in memory order."""
+        """Write `part` into a sequence [T, B, .], at the steps and batch items of this segment. Feature-major
+        sequences are written in memory order."""
         target, source = sequence[self.start : self.stop], part
         if target.strides[1] < target.strides[2]:
             target.transpose(FEATURE_MAJOR)[:, :, self.items] = source.transpose(FEATURE_MAJOR)
@@ -59,7 +60,8 @@ class Segment(NamedTuple):
             target[:, self.items] = source
 
     def index(self, array: Array) -> tuple[Any, ...]:
-        """Return the index of this segment's part of an array that broadcasts to [T, B, .], such as a mask."""
+        """Return the index that selects the steps and batch items of this segment in an array that broadcasts to [T,
+        B, .], such as a mask."""
         whole = slice(None)
         steps, items = slice(self.start, self.stop), self.items
         sizes = (1,) * (3 - array.ndim) + array.shape
@@ -68,13 +70,15 @@ class Segment(NamedTuple):
 
 
 def segments(problem: Problem, v: Views) -> list[Segment]:
-    """Return the segments of a call with lengths, in the order of time. Return an empty list if they would not save
-    enough steps."""
+    """Divide a call with lengths into segments (ranges of steps, each with the batch items that have not ended
+    before). Return them in the order of time. Return an empty list if one pass over all steps and items would not be
+    much slower."""
     T, B = problem[:2]
     if T == 1:
         return []
-    # Batch items that have ended within a segment still cost time, the more the longer the segment. A segment itself
-    # costs as much as one or two steps. The sum is smallest near sqrt(T) steps.
+    # Long segments waste time on items that end within them. Each segment also costs as much as one or two steps. The
+    # sum of both costs is smallest for segments of about sqrt(T) steps. At least `enough` items must have ended before
+    # a new segment is worth it.
     shortest, enough = isqrt(T), min(ENDED, B / 8)
     lengths, found, start = v["lengths"], [], 0
     live = np.flatnonzero(lengths > 0)
@@ -89,8 +93,8 @@ def segments(problem: Problem, v: Views) -> list[Segment]:
 
 
 def part_of_call(problem: Problem, v: Views, segment: Segment) -> tuple[Problem, Views]:
-    """Return the problem and the arrays of one segment, which runs like a whole call. Its first states are those of
-    the call."""
+    """Return the problem (sizes and options) and the arrays of one segment: some steps of some batch items. The
+    segment can then run like a whole call. Its arrays h0 and c0 are those of the whole call, for these items."""
     start, stop, items = segment
     part = dict(v)
     for name in {"x", "keep", "inputs"} & v.keys():

@@ -22,8 +22,8 @@ class StreamedLayer:
     """
 
     def __init__(self, problem: Problem, v: Views):
-        """Prepare a layer with state 0. v: the parameters in float32 or float64. Their memory must not change later.
-        The problem has one step."""
+        """Prepare a layer whose states are zero. v: the parameters in float32 or float64. Their memory must not change
+        later. problem: the description of a single step."""
         (_, B, H, _), dtype, cell = problem[:4], v["Wh"].dtype, problem.cell
         I = v["Wx"].shape[1]
         v = v | {"x": np.empty((1, B, I), dtype)}
@@ -61,7 +61,8 @@ class Stream:
     """
 
     def __init__(self, problems: list[Problem], parameters: list[Views], batch: tuple[int, ...]):
-        """Prepare the layers with states 0. problems, parameters: one per layer; see `StreamedLayer`."""
+        """Prepare the layers; all states are zero. problems: the description of one step, for each layer. parameters:
+        a dict of NumPy arrays for each layer, whose memory must not change later."""
         self.layers: list[StreamedLayer] = [
             StreamedLayer(problem, v) for problem, v in zip(problems, parameters, strict=True)
         ]
@@ -104,7 +105,8 @@ class Stream:
         return states
 
     def set_states(self, states: dict[str, list[Array]]) -> None:
-        """Set the states of all layers, given as `states` returns them."""
+        """Set the states of all layers. states: for h and, if the cell has it, c one array per layer, of the shape
+        (*batch, width)."""
         for name, current in self.states().items():
             for old, new in zip(current, states[name], strict=True):
                 np.copyto(old, new)

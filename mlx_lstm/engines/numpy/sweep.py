@@ -112,7 +112,8 @@ def backward(
         new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
     out = {name: array.memory for name, array in new.items()}
     for name in {"mask", "keep", "inputs"} & out.keys():
-        # The steps add to the gradient of the mask. They write those of `keep` and `inputs` only where a step runs.
+        # The gradient of the mask is a sum, and those of `keep` and `inputs` are written only at steps that run. So
+        # all three must begin with zeros.
         out[name].fill(0)
     projects = "Wx" in v  # read from v: among the gradients Wx is missing if it is quantized
     written: set[int] = set()
@@ -131,8 +132,9 @@ def backward(
 
 
 def in_mlx(problem: Problem, arrays: Arrays, factors: dict[str, dict[int, tuple[Array, Array]]]) -> Arrays:
-    """Return the factors of weight gradients as MLX arrays, named as `multiplied` says. A factor that occurs twice is
-    copied once, and x is not copied."""
+    """Return the weight gradients that are not yet multiplied as pairs of MLX arrays, named "Wh 0", "Wh 1" and so on:
+    a left and a right factor in turn. A factor that occurs twice is copied only once. x, the right factor for Wx, is
+    the caller's array and is not copied."""
     copied, results = {}, {}
     for name, blocks in factors.items():
         for n, factor in enumerate([factor for row in sorted(blocks) for factor in blocks[row]]):
@@ -176,6 +178,10 @@ def each_direction(problem: Problem) -> list[tuple[int | None, Problem]]:
 
 
 def of_direction(d: int | None, values: Views, projects: bool | None = None) -> Views:
-    """Return direction d's part of all arrays, or all arrays unchanged if d is None. projects: whether the call has
-    a Wx; None if Wx would be among these arrays."""
+    """Return the parts of all arrays that belong to direction d. If d is None, there is one direction; return all
+    arrays.
+
+    projects: whether the call has a Wx, so that both directions read the same x. None: `values` contains Wx if the
+    call has it.
+    """
     return values if d is None else part(values, d, projects)

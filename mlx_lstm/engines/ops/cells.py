@@ -44,8 +44,8 @@ def double_sigmoid(x: Array) -> Array:
     """Return the sigmoid of a float64 array, computed with cosh and sinh, because MLX 0.32.4 computes mx.sigmoid and
     mx.exp of float64 only to the precision of float32."""
     negative = x < 0
-    # mx.abs is not used, because its derivative at 0 is 0. The limit is 709: for larger x cosh overflows, and exp(-x)
-    # is too small for a normal number.
+    # mx.abs has the derivative 0 at x = 0. The derivative of the sigmoid would then be 0 there, but it is 1/4. The
+    # limit is 709: for larger x cosh overflows, and exp(-x) is too small for a normal number.
     size = mx.minimum(mx.where(negative, -x, x), 709)
     small = mx.where(size >= 709, 0, 1 / (1 + mx.cosh(size) + mx.sinh(size)))  # NaN stays NaN
     return mx.where(negative, small, 1 - small)
@@ -136,8 +136,8 @@ def lstm_step_backward(
     """Run one step of an LSTM backward. Return dz [B, 4H], the gradient of the preactivations, and the gradient of
     c_prev [B, H].
 
-    dm [B, H], dc [B, H], dgates [B, 4H]: the gradients of m, of the new c and of the gates. The clip of c lets
-    gradients pass unchanged.
+    dm [B, H]: the gradient of m = o * output(c), which is h unless there is a projection. dc [B, H], dgates [B, 4H]:
+    the gradients of the new c and of the gates. The clip of c lets gradients pass unchanged.
     """
     y, p, dy = by_gate(cell, gates), by_gate(cell, peephole), by_gate(cell, dgates)
 

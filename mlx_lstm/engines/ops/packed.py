@@ -28,9 +28,9 @@ def judged(packing: Packing, arrays: Arrays, name: str) -> np.ndarray:
     """Return the matrix of one quantized weight in the form that the float64 oracle (the reference that tests compare
     with) takes.
 
-    In mode "affine" the matrix is complex. The real part is the weight. The imaginary part of the first weight of each
-    group describes how a kernel may sum the group (see metal/quantized.metal). The oracle derives its error bound from
-    it, as `oracle.closeness.bounds` says.
+    In mode "affine" the matrix is complex. The real part is the weight. The imaginary part is not 0 only for the first
+    weight of each group: it says how large the intermediate sums are that a kernel computes for this group. From this
+    number the oracle derives how large rounding errors may be (`oracle.closeness.bounds`).
     """
     values = np.array(matrix(packing, arrays, name, mx.float32)).astype(np.float64)
     scales, biases = scales_of(arrays, name, mx.float32)
@@ -55,9 +55,10 @@ def times_input(packing: Packing | None, arrays: Arrays, rows: mx.array) -> mx.a
     if packing is None or not is_packed("Wx", arrays):
         return rows @ arrays["Wx"].T  # not mx.addmm: MLX 0.32.4 refuses it under mx.vmap over b alone
     scales, biases = scales_of(arrays, "Wx", rows.dtype)
-    # Arrays without values may come from mx.vmap, which does not support quantized products. MLX cannot tell them from
-    # arrays of mx.compile or of an export. So the dequantized matrix is used only on the CPU, where traced graphs are
-    # slow anyway, and only in mode affine, because an export cannot write the dequantization of the other modes.
+    # Arrays without values may come from mx.vmap, which does not support quantized products; then the weight is
+    # dequantized. Arrays of mx.compile and of an export look the same, so their weights are dequantized, too. This is
+    # slow, so it is done only on the CPU. It is done only in mode affine, because an export cannot write the
+    # dequantization of the other modes.
     traced = packing.mode == "affine" and mx.default_device() == mx.cpu and is_transforming()
     if traced and not have_values([rows, *(array for name, array in arrays.items() if name[:2] == "Wx")]):
         return rows @ matrix(packing, arrays, "Wx", rows.dtype).T

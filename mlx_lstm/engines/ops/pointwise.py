@@ -1,5 +1,5 @@
-"""Run a cell that the user wrote in plain MLX operations: call the user's function or, in a test run of kernels, which
-has no function, compute the nodes of the cell's graph."""
+"""Run a cell that the user wrote in plain MLX operations: call the user's function. A test run of kernels knows only
+the cell's graph, not the function; then compute the graph's nodes one by one."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -155,8 +155,8 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
         if live is not None:
             dz, dh_t = mx.where(live, dz, 0), mx.where(live, dh_t, 0)
         by_step["dz"][t], by_step["dh"][t] = dz, dh_t
-        # The gradient of the state before the step: multiply by the mask, add what bypasses the product, then
-        # multiply by `keep`.
+        # Compute the gradient of h and c before the step. First dh goes through the mask. Then the part that bypasses
+        # the recurrent product is added. Last, both go through `keep`.
         dh_new = times_mask(arrays, back.dh, t)
         dh_new = dh_new if back.direct is None else dh_new + back.direct
         dc_new = dc if back.dc is None else back.dc
@@ -178,8 +178,8 @@ def step_backward(
 ) -> cells.StepGradients:
     """Return the gradients of step t of the problem's cell.
 
-    before: h and c before the step, and q of `gru_candidates`. after: h, c and the gates after the step. dh, dc,
-    dgates: the gradients of the arrays h, c and gates in `after`.
+    before: h and c before the step and, for a GRU whose reset comes after the candidate's product, this product q.
+    after: h, c and the gates after the step. dh, dc, dgates: the gradients of the arrays h, c and gates in `after`.
     """
     cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
     if isinstance(cell, LSTMCell):
@@ -195,8 +195,12 @@ def step_backward(
 
 
 def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
-    """Return the gradients of all arrays, computed from the arrays that `sweep_backward` returns for each direction:
-    dz [T, B, D G H], dh0, dc0, with a projection dh [T, B, D P], with `keep` carry [T, B, D H]."""
+    """Return the gradients of all arrays. sweep: the arrays from the backward steps, from which they are computed.
+
+    It has dz [T, B, D G H], the gradient of the preactivations, and dh0 and dc0. If the call has a projection, it also
+    has dh [T, B, D P], the gradient of h. If the call has the option `keep`, it also has `carry` [T, B, D H], the
+    gradient of the carried state that does not go through the recurrent product.
+    """
     gradients = input_gradients(problem, arrays, sweep["dz"])
     if problem.bidirectional:
         each = [[part(values, d) for values in (arrays, saved, sweep)] for d in range(2)]
@@ -271,8 +275,8 @@ def gru_recurrent_gradients(
     """Return the gradients of Wh and bhn of a GRU, and the gradient of h_in [T, B, H]. The gradient of h_in is None
     if the call has neither a mask nor `keep`, because only their gradients need it."""
     d, r = cells.by_gate(cell, dz), cells.by_gate(cell, gates)["r"]
-    # seen: for each gate the array that the gate's rows of Wh multiply. Below, d["n"] becomes the gradient of the
-    # candidate's product.
+    # The gradient of each gate's rows of Wh is a product of the gate's gradient d and the array that these rows
+    # multiply, `seen`. For the candidate n both depend on where the reset gate r enters: after the product or before.
     seen = dict.fromkeys("rz", h_in) | {"n": h_in if cell.reset == "after" else r * h_in}
     if cell.reset == "after":
         d["n"] = d["n"] * r
@@ -371,8 +375,8 @@ def of_live(live: Array, sequence: Array) -> Array:
 
 
 def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
-    """Sum x over the axes along which an array of this shape would broadcast to the shape of x. The result has this
-    shape."""
+    """Return x, summed over axes so that the result has this shape. Inverse of a broadcast: it sums over the axes that
+    `shape` lacks or in which its size is 1."""
     added = x.ndim - len(shape)
     axes = [added + axis for axis, size in enumerate(shape) if size == 1 and x.shape[added + axis] > 1]
     return total(x, axis=[*range(added), *axes]).reshape(shape) if added or axes else x
