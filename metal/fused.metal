@@ -157,7 +157,7 @@ struct StepNumbers {
 
 // Compute the position of a batch item, and initialize its dh and dc with the cotangents of the final states. If b is
 // past the last batch item, the length is 0, so that every step is past the item's end. If b or the unit is past the
-// end (not `real`), the position is that of the last item or unit, whose numbers may be read.
+// end (not `real`), the position is that of the last item or of unit 0, whose numbers may be read.
 template <class Index, class Arrays>
 void begin_item(
     thread const Sweep& sweep, thread const Arrays& a, int b, int gates, int block, int H, int unit, bool real,

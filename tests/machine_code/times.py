@@ -259,18 +259,31 @@ def parts_of_product(launch: Launch, problem: Problem, chip: Chip) -> dict[str, 
     # A quarter of a core executes one SIMD-group's instructions, so fewer than four SIMD-groups leave quarters idle.
     cycles = {"instructions": max(simdgroups / ISSUE, 1) * work.cycles}
     cycles |= {"weights": weights / FROM_L2, "caches": near / FROM_L1}
-    waits = waits_of_product(launch, problem, chip, steps, work.turns)
+    own = cycles["instructions"] / chip.clock / steps
+    waits = waits_of_product(launch, problem, chip, steps, work.turns, own)
     parts = {name: busiest(per_core, together, count / chip.clock, waits) for name, count in cycles.items()}
     return parts | {"memory": memory_seconds(floor_bytes(launch, problem), chip)}
 
 
-def waits_of_product(launch: Launch, problem: Problem, chip: Chip, steps: int, turns: float) -> float:
+def waits_of_product(
+    launch: Launch, problem: Problem, chip: Chip, steps: int, turns: float, instructions: float
+) -> float:
     """Return the seconds in which one threadgroup of a kernel with a recurrent product only waits for loads and
-    barriers. turns: how often the loop of the product runs in a launch of `stepwise`."""
+    barriers. turns: how often the loop of the product runs in a launch of `stepwise`. instructions: the seconds of
+    the instructions of one step.
+
+    A kernel of `fused` loads the numbers of a step early. The forward pass has a whole step until it uses them, so
+    they are never late. The backward pass and the product of 8 x 8 matrices load them before a product and use them
+    after it, so they arrive during the instructions of a step. Kernels without registers for this load them late.
+    """
     if "fused" in launch.name:
-        late = 0 if launch.name.endswith("_fused_forward") else 1  # waits for loads whose values a step needs at once
         sequences = sum(buffer.bytes for buffer in counted(launch, weights=False))
-        return steps * (STEP_LATENCY + late * wait_seconds(max(sequences, L2_BYTES + 1), chip))
+        late = wait_seconds(max(sequences, L2_BYTES + 1), chip)
+        if launch.name.endswith("_fused_forward"):
+            late = 0.0
+        elif "matrix" not in launch.name or tiling_of(launch, problem, itemsize(launch)).resident_part:
+            late = max(0.0, late - instructions)
+        return steps * (STEP_LATENCY + late)
     weights = sum(buffer.bytes for buffer in launch.reads if buffer.name in WEIGHTS)
     return PRODUCT_LATENCY + turns * wait_seconds(weights, chip)
 

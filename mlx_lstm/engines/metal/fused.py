@@ -415,9 +415,9 @@ published for the M1."""
 WORKING_REGISTERS = {
     ("lstm", "forward"): {1: 44, 2: 64, 8: 62},
     ("lstm", "backward"): {1: 46, 2: 68, 8: 74},
-    ("gru", "forward"): {1: 40, 2: 56, 4: 84, 8: 60},
-    ("gru", "backward"): {1: 52, 2: 76, 4: 110, 8: 70},
-    ("rnn", "forward"): {1: 40, 2: 60, 4: 92, 8: 56},
+    ("gru", "forward"): {1: 40, 2: 58, 4: 88, 8: 60},
+    ("gru", "backward"): {1: 52, 2: 76, 4: 118, 8: 70},
+    ("rnn", "forward"): {1: 40, 2: 60, 4: 98, 8: 56},
     ("rnn", "backward"): {1: 44, 2: 60, 4: 96, 8: 56},
 }
 """The number of registers that a thread needs besides its resident weights, by cell, pass and batch items of a
