@@ -161,9 +161,34 @@ def reads_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, f
         return traffic.reads(buffer, launch, problem)
     if has_product(launch) and "fused" in launch.name and buffer.name in WEIGHTS:
         return buffer.bytes, buffer.bytes * times_read(launch, problem)
+    if has_product(launch) and "_fused_" in launch.name and buffer.name in SEQUENCES:
+        return buffer.bytes, sequence_reads(buffer, launch, problem)
     if launch.name == "recurrent_input" and buffer.name == "h":  # reads every time step of h except the last
         return traffic.twice(buffer.bytes * (1 - 1 / problem.T))
     return buffer.bytes, buffer.bytes
+
+
+SEQUENCES = ("z", "gates", "dgates", "states", "dh", "dc", "q")
+"""The names of the arrays with a time axis that a `fused` kernel reads."""
+
+
+def sequence_reads(buffer: Buffer, launch: Launch, problem: Problem) -> float:
+    """Return the bytes that all threads of a `fused` kernel load from an array with a time axis. All lanes of a unit
+    load the unit's numbers, as do lanes without a unit. A kernel that loads a step's numbers early loads those of its
+    last step twice. The state after the last step is one more load."""
+    tiling = tiling_of(launch, problem, itemsize(launch))
+    each, back = tiling.rows, "backward" in launch.name
+    if tiling.matrices:  # a lane computes all gates of two batch items
+        each = 2 * (problem.cell.gates if buffer.name in ("z", "gates", "dgates") else 1)
+    twice = reads_ahead(tiling) and (back or not tiling.matrices)
+    steps = launch.writes[0].shape[0] + twice + (buffer.name == "states")
+    return launch.threads * prod(launch.groups) * each * steps * buffer.bytes / prod(buffer.shape)
+
+
+def reads_ahead(tiling: FusedTiling) -> bool:
+    """Return whether a `fused` kernel loads the numbers of a step before a product and uses them after it. The kernel
+    of 8 x 8 matrix products does so only if it has registers left for weights."""
+    return not tiling.matrices or tiling.resident > 0
 
 
 def times_read(launch: Launch, problem: Problem) -> float:
@@ -281,7 +306,7 @@ def waits_of_product(
         late = wait_seconds(max(sequences, L2_BYTES + 1), chip)
         if launch.name.endswith("_fused_forward"):
             late = 0.0
-        elif "matrix" not in launch.name or tiling_of(launch, problem, itemsize(launch)).resident_part:
+        elif reads_ahead(tiling_of(launch, problem, itemsize(launch))):
             late = max(0.0, late - instructions)
         return steps * (STEP_LATENCY + late)
     weights = sum(buffer.bytes for buffer in launch.reads if buffer.name in WEIGHTS)
