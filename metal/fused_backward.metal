@@ -108,8 +108,7 @@ void fused_backward(
       const bool live = is_live(a.lengths, t, items[r].length);
       const float after = use_states<Cell>(sweep, a, n, step, numbers[r].state, items[r]), factor = numbers[r].keep;
       float dc = items[r].dc;
-      items[r].past = items[r].dh + numbers[r].dh;
-      items[r].mask = numbers[r].mask;
+      items[r].past = items[r].dh + numbers[r].dh, items[r].mask = numbers[r].mask;
       Unit::backward(
           lane, items[r].y, p, factor * items[r].before, numbers[r].dc_or_q, after, items[r].past, dc, items[r].d);
       if (real && lane == 0) store(a.carry, items[r].at.state, live ? dc + items[r].past : 0.0f);
@@ -129,13 +128,12 @@ void fused_backward(
       current = vectors + HALF;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // separates d of all units from the product that reads it
-    // Read the numbers of the next step. The launch's last step has no next one, it reads its own numbers again.
     const int ahead = max(n - 1, sweep.start);
     Place<Index> distance;
     distance_to_next(ahead != n, next, distance);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) advance(items[r].at, distance);
-    read_rows<Cell>(sweep, a, ahead, items, earlier, step, numbers);
+    read_rows<Cell>(sweep, a, ahead, items, earlier, step, numbers);  // the last step reads its own numbers again
     constexpr int FROM = TWO ? FIRST * UNITS : 0;
     products_of_columns<Cell, UNITS, ROWS, RUNS, FROM, RESIDENT>(sum, resident, streamed, current + s);
 #pragma clang loop unroll(full)

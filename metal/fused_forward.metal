@@ -28,6 +28,36 @@ void add_products(
   }
 }
 
+// Read numbers before the product that a lane needs after it, so that they arrive while the product is computed: z and
+// the mask of the next step, and `keep` of this step (factor). next: the distance to the next step. If the launch has
+// no next step (has_next is false), the function reads z and the mask of this step again.
+template <int ROWS, class Index, class Arrays>
+void read_ahead(
+    thread const Arrays& a, bool has_next, thread const Place<Index> (&at)[ROWS], thread const Place<Index>& next,
+    Index earlier, thread float (&z)[ROWS], thread float (&mask)[ROWS], thread float (&factor)[ROWS]) {
+  Place<Index> distance;
+  distance_to_next(has_next, next, distance);
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    z[r] = float(a.z[at[r].gate + distance.gate + earlier]);
+    mask[r] = value_at(a.mask, at[r].mask + distance.mask, 1.0f);
+    factor[r] = value_at(a.keep, at[r].keep, 1.0f);
+  }
+}
+
+// Run between the two products of a GRU whose reset comes before the product. Compute the reset gate r from y and the
+// sums of the first product, and write r h to `operand`, the operand of the second product. h: the masked h.
+template <class Cell, int ROW, int ROWS, int SLOTS>
+void write_reset(
+    thread const float (&y)[ROWS], thread const float (&sums)[ROWS][SLOTS], bool writes, int own,
+    threadgroup float4* h, threadgroup float4* operand) {
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    const float reset = simd_shuffle_xor(Cell::reset(y[r] + sums[r][0]), 2);
+    if (writes) number_at(operand, r * ROW, own) = reset * number_at(h, r * ROW, own);
+  }
+}
+
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void fused_forward(
     thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
@@ -75,24 +105,12 @@ void fused_forward(
     threadgroup float4* before = vectors + (TWO ? 0 : n & 1) * HALF;
     threadgroup float4* after = vectors + (TWO ? 0 : ~n & 1) * HALF;
     float y[ROWS], mask[ROWS], factor[ROWS], sums[ROWS][UNITS * GATES] = {};
-    // Read the next step's z and mask before the product, so that they arrive while it is computed. The launch's last
-    // step has no next one, it reads its own numbers again.
-    Place<Index> distance;
-    distance_to_next(n < sweep.stop - 1, next, distance);
 #pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
-      y[r] = z[r];
-      z[r] = float(a.z[at[r].gate + distance.gate + earlier]);
-      mask[r] = value_at(a.mask, at[r].mask + distance.mask, 1.0f);
-      factor[r] = value_at(a.keep, at[r].keep, 1.0f);
-    }
+    for (int r = 0; r < ROWS; ++r) y[r] = z[r];
+    read_ahead(a, n < sweep.stop - 1, at, next, earlier, z, mask, factor);
     add_products<Cell, UNITS, ROWS, RUNS, Unit::FIRST, RESIDENT>(sums, resident, streamed, before + s, lane);
     if constexpr (TWO) {
-#pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; ++r) {
-        const float reset = simd_shuffle_xor(Cell::reset(y[r] + sums[r][0]), 2);
-        if (writes) number_at(vectors + HALF, r * ROW, own) = reset * number_at(before, r * ROW, own);
-      }
+      write_reset<Cell, ROW>(y, sums, writes, own, before, vectors + HALF);
       threadgroup_barrier(mem_flags::mem_threadgroup);  // separates r h of all units from the product that reads it
       add_products<Cell, UNITS, ROWS, RUNS, 4, RESIDENT>(sums, resident, streamed, vectors + HALF + s, lane);
     }
