@@ -146,7 +146,7 @@ struct Item {
   float dh, dc, before, y, d, past, mask;
 };
 
-// Whether a step of the cell in reverse uses the state before the step. The plain RNN cell uses only the state after it.
+// Whether a step of the cell in reverse uses the state before the step. The plain RNN uses only the state after it.
 template <class Cell> constant constexpr bool USES_BEFORE = Cell::HAS_C || Cell::PASSES_H;
 
 // What a unit reads at a step besides the gates: the state that the step uses, the cotangents dh and dc (or q), and the

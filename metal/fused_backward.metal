@@ -55,7 +55,7 @@ void reset_back(
   }
 }
 
-// Read the numbers of step n for ROWS items, also the lane's own gate and its cotangent. earlier, step: as in read_step.
+// Read the numbers of step n for ROWS items, and the lane's own gate with its cotangent. earlier, step: see read_step.
 template <class Cell, int ROWS, class Index, class Arrays>
 void read_rows(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread Item<Index> (&items)[ROWS], Index earlier,
