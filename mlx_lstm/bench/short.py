@@ -19,8 +19,8 @@ SETTLING = (
     # The model assumes that the GPU waits while the host builds the graph. To check this, the times of building and of
     # evaluating the graph are measured apart.
     (Size(64, 32, 64, 64), "fused", ("backward",), ("float32",)),
-    # The model assumes that a step of `stepwise` waits for the weights of its matrix product. To check this, compare the
-    # measured time of a step at this size with the predicted one.
+    # The model assumes that a step of `stepwise` waits for the weights of its matrix product. To check this, compare
+    # the measured time of a step at this size with the predicted one.
     (Size(256, 32, 256, 256), "stepwise", ("backward",), ("float32",)),
     # The model assumes that a backward step of `fused` waits for the arrays that it reads. To check this, divide the
     # time of the backward pass by the time of the forward pass, and compare with the predicted ratio.
