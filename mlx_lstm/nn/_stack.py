@@ -126,8 +126,9 @@ def stack(
     Args:
         layers (list): K layers, all of one kind and one H; the first one reads x. From layer 1 on D is H, or 2H with
             both directions concatenated. The list may be empty if `reverse` is not. One object may have the arrays of
-            several layers, which then count as several, or of both directions; then `reverse` must be `None`.
-        x (array): [B, T, D]; as in the layers, any number of batch axes, none included.
+            several layers; it then counts as several layers. One object may also have the arrays of both directions;
+            then `reverse` must be `None`.
+        x (array): [B, T, D]. As in the layers, there may be several batch axes, or none.
         state (optional): a tuple (h_0, c_0) for LSTMs, else h_0; each [K, B, H], with both directions [2K, B, H],
             with groups G times as many. Layers come in order, in each layer its groups, in each group the forward
             direction first. Default: zeros.

@@ -75,15 +75,15 @@ def dtype_word(problem: Problem) -> str:
 def trial_of(engine: str, problem: Problem) -> Trial:
     """Return the smallest trial (a test run of kernels) that runs the same kernels as this engine for this problem."""
     if problem.chunks is not None:
-        # The call runs in chunks, so the trial runs two chunks. `one` is the smallest problem that tests a single
-        # chunk. Chunks that are not recomputed are used only for sequences longer than the limit `unchunked`, so the
-        # trial sets this limit to 0.
+        # The call runs in chunks of the sequence, so the trial runs two small chunks. `one` is the smallest problem
+        # that tests a single chunk. If the gradient does not compute chunks again, only sequences longer than the limit
+        # `unchunked` are divided into chunks. The trial's sequence is short, so its limit is 0.
         one = trial_of(engine, problem._replace(T=problem.chunks.steps, chunks=None)).problem
         limits = one.limits if problem.chunks.recomputes else one.limits._replace(unchunked=0)
         return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
     joins, limits = False, problem.limits
     if isinstance(problem.cell, PointwiseCell) and engine == "fused":
-        # Both directions run the same kernels, one after the other. So the trial runs only one direction.
+        # Both directions run the same kernels, one after the other. So a test run of one direction tests all kernels.
         problem = problem._replace(bidirectional=False, reverse=False)
         wide = index_of(problem) == mx.uint64
         if len(pointwise.division(problem, problem.masks_differ)) > 1:
@@ -134,11 +134,11 @@ def neighbours(engine: str, problem: Problem) -> list[Trial]:
 
 
 def as_small(size: int, each: int, steps: int) -> int:
-    """Return the number of steps of a trial (a test run of kernels): `steps` or, if needed, another number.
+    """Return the number of steps of a trial (a small test run of kernels): `steps`, unless one array then has fewer
+    than 8 elements only in the trial or only in the call. Metal has another address space for such small arrays, and
+    needs another kernel for it. The trial must test the kernel of the call.
 
-    Metal has separate address spaces for arrays below and above 8 elements, and a kernel is compiled for one of them.
-    size: the number of elements of an array in the call. each: the elements per step of this array in the trial. In
-    the trial the array must be in the same address space as in the call.
+    size: the number of elements of the array in the call. each: its number of elements per step in the trial.
     """
     if (size < SMALL) == (steps * each < SMALL):
         return steps
@@ -183,7 +183,8 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     """Return (B, H, P, cores) for the test run of the stepwise kernels: the smallest sizes, and a number of GPU cores,
     with which the matrix products use the same tiles as those of the call."""
     wanted = tile_of(problem, problem.H), tile_of(problem, problem.P)
-    # The trial of a cell written by the user runs one direction: the kernels read the number of directions at run time.
+    # For a cell written by the user, one direction is enough in the test run: two directions use the same kernels,
+    # which read the number of directions at run time.
     both = problem.bidirectional and not isinstance(problem.cell, PointwiseCell)
 
     def smallest(width: int, weight: str) -> int:
@@ -210,8 +211,9 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
 
 
 def batches(problem: Problem) -> list[int]:
-    """Return the batch sizes that a test run of kernels may use. Metal binds arrays of fewer than 8 elements in
-    another address space; if the call has such arrays, the test run uses the call's own batch size."""
+    """Return the batch sizes that a test run of kernels may use. Metal has another address space for arrays of fewer
+    than 8 elements, and needs other kernels for it. If the call may have such small arrays, the test run must use
+    the call's batch size, so that its arrays are just as small."""
     if problem.B < SMALL and min(problem.H, problem.P) < SMALL:
         return [problem.B]
     return [B for B in BATCHES if "lengths" not in problem.names or (B < SMALL) == (problem.B < SMALL)]
