@@ -1,7 +1,7 @@
 // One time step of a cell written by the user, in one launch: forward or backward.
 //
-// These kernels are separate from those of the built-in cells (stepwise_forward.metal, stepwise_backward.metal), so that
-// blocks in any number cost the built-in cells nothing. They share the products, the steps and the rows with them:
+// These kernels are separate from those of the built-in cells (stepwise_forward.metal, stepwise_backward.metal), which
+// so need no loops over any number of states, inputs and parameters. Both share the products, the steps and the rows:
 // stepwise_lanes.metal, stepwise_tiles.metal, stepwise.metal, stepwise_rows.metal.
 //
 // pointwise.metal describes the cell's struct, which here has LANES = 1: one thread computes a unit. The arrays are those
@@ -19,12 +19,12 @@
 // First all its threads compute the product; then every thread computes some cells. The product ends with a barrier
 // between the two parts.
 
-// The blocks of the gates in the order of their numbers.
+// The layout of Wh for a user's cell: gate number k has block k of the rows.
 struct InOrder {
   static constexpr int block(int gate) { return gate; }
 };
 
-// Takes the place of a product, for a cell without one.
+// A product that computes nothing, for a cell without a recurrent product.
 template <int HEIGHT, int WIDTH>
 struct NoProduct {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 256 };
@@ -37,7 +37,7 @@ void take_blocks(A array, Index at, int pitch, thread float (&values)[SIZE], int
   for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, at + Index(k) * pitch, 0.0f);
 }
 
-// Load or store COUNT of the floats that a row carries to the next step, `pitch` floats apart.
+// Load or store COUNT floats of a row (the array of one launch) that the next step reads, `pitch` floats apart.
 template <int COUNT, class X, int SIZE>
 void take_carries(const device X* row, Index at, int pitch, thread float (&values)[SIZE], int first) {
 #pragma clang loop unroll(full)
@@ -113,7 +113,7 @@ void pointwise_stepwise_forward(
   pad_row(a.after, start + units * (1 + K), group, 32 * simdgroup + lane);
 }
 
-// Compute the product of the backward step: d of the next step, in row `before`, with Wh.
+// Compute the product of the backward step: the gradients d that the previous launch wrote, times Wh.
 template <class Cell, class Product, class S, class Arrays>
 void product_with_d(thread const Step& s, thread const Arrays& a, const device S* d, thread const Block& own) {
   if constexpr (Cell::PRODUCTS > 0) {
@@ -132,7 +132,7 @@ float through_product(
   return Cell::PRODUCTS == 0 || next < 0 ? 0.0f : *sum * mask_at(s, a.mask, next, b, j, s.H);
 }
 
-// Return how many floats per unit a row of the backward pass begins with.
+// Return how many floats per unit are at the beginning of a row (the array that one backward launch writes).
 template <class Cell, class Arrays>
 int floats_of(thread const Arrays& a) {
   return (is_present(a.keep) ? 2 : 1) * int(Cell::STATES) + int(Cell::PARAMS);

@@ -83,17 +83,17 @@ void stepwise_outputs(
         float(arrays[units + place(s, 0, b, GATES * width) + gate * width + j]));
 }
 
-// Store the carried float `index` of `row` (the array that one launch wrote) in array[index]. Do nothing if the array
-// is absent.
+// Store one float in array[index]: the number at the same index of the floats that `row`, the array of one launch,
+// hands to the next step. Do nothing if the array is absent.
 template <class X> void store_carry(Absent, Index, const device X*) {}
 template <class A, class X>
 void store_carry(device A* array, Index index, const device X* row) { array[index] = A(carry_at(row, index)); }
 
-// Copy the results of a backward pass from its rows: dz [T, B, D G width], 0 past an item's end, and dc0 [B, D width],
-// the carry after the last processed step. d_out is the gradient of a GRU's recurrent products: dz, with the
-// candidate's part (block CANDIDATE) multiplied by the gate r (block RESET). carry [T, B, D width] is copied from
-// behind dz. dc0, d_out and carry may be absent. With a projection dh lies in separate rows, as the dz of a single
-// gate.
+// Copy the results of a backward pass from its rows, the arrays that its launches wrote. dz [T, B, D G width] is 0
+// past an item's end. dc0 [B, D width] is the carry (the float gradients) of the launch that ran last. d_out is the
+// gradient of a GRU's recurrent products: dz, with the candidate's part (block CANDIDATE) multiplied by the gate r
+// (block RESET). carry [T, B, D width] lies behind dz in a row. dc0, d_out and carry may be absent. With a projection,
+// separate rows hold dh, which is copied as if it were the dz of a cell with one gate.
 template <int GATES, int CANDIDATE, int RESET, bool CARRIES, class S, class X, class Arrays>
 void stepwise_gradients(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {
@@ -116,8 +116,8 @@ void stepwise_gradients(
   }
 }
 
-// Compute the input of the projection at every step, m = o * s_output(c) [D, T, B, H]; 0 past an item's end. It reads
-// gates [T, B, D 4H] and c [T, B, D H] (as `states`).
+// Compute m = o * s_output(c) [D, T, B, H], the input of the projection, at every step; it is 0 past an item's end.
+// The kernel reads the gates [T, B, D 4H] and, from the array `states`, c [T, B, D H].
 template <class Cell, class S, class Arrays>
 void stepwise_projected(thread const Arrays& a, uint3 thread_index) {
   const Step s = step_of(int(thread_index.y), a.sizes, thread_index.z);

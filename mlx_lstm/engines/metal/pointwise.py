@@ -55,16 +55,17 @@ def scatters(cell: PointwiseCell, lanes: int = 4) -> bool:
 
 
 def gradient_nodes(graph: CellGraph) -> list[int]:
-    """Return the graph nodes whose values the backward pass stores. A preactivation has a recurrent part (from h)
-    and an input part (from x and b). First come the gradients of all recurrent parts, then the gradients of those
-    input parts that are different nodes."""
+    """Return the nodes of the gradients of preactivations that the backward pass stores. A preactivation has a
+    recurrent part (from h) and an input part (from x and b). First come the gradients of all recurrent parts. Mostly
+    the input part has the same gradient; where it has another one, this gradient follows."""
     products = graph.of_product()
     return [*products, *(n for n in dict.fromkeys(graph.gradients("x")) if n not in products)]
 
 
 def grouped(letter: str, nodes: list[int], lanes: int) -> list[tuple[str, list[int]]]:
-    """Return registers as pairs (name, nodes), as `Statements` takes them. Register j has the name `letter` + j. Its
-    lane k holds node number j * lanes + k of `nodes`, or -1 if there are no more nodes."""
+    """Divide nodes among registers that hold a different node in each lane. Return pairs (name of the register, the
+    node of each lane). The registers are called letter0, letter1, ...; register j holds in lane k the node nodes[j *
+    lanes + k], or -1 behind the last node."""
     parts = [nodes[start : start + lanes] for start in range(0, len(nodes), lanes)]
     return [(f"{letter}{j}", [*nodes, *[-1] * (lanes - len(nodes))]) for j, nodes in enumerate(parts)]
 
@@ -145,14 +146,17 @@ def forward_text(cell: PointwiseCell, lanes: int) -> str:
 
 
 def backward_text(cell: PointwiseCell, lanes: int) -> str:
-    """Return the source of the Metal function that computes one backward step. These are its parameters:
+    """Return the source of the Metal function that computes one backward step. Its parameters are:
 
-    y: the lane's part of the numbers that the forward pass saved. h, c: h before the step, and the lane's part of
-    the other states before the step. factor: the value of `keep`; the forward step multiplied the states by it. u,
-    w: the inputs of the step, and the parameters. now: on entry the states after the step, on return those before
-    it. back: on entry the gradients of the states after the step; on return the gradients of the multiplied states,
-    without the part that flows through the recurrent product. d: the lane's part of the gradients that
-    `gradient_nodes` lists. du, dw: the gradients of u and w.
+    - y, h, c: what the forward pass saved (the lane's part), h before the step, and the other states before the step
+      (the lane's part)
+    - factor: the value of the option `keep`, by which the forward step multiplied the states first
+    - u, w: the inputs of the step, and the parameters
+    - now: on entry the states after the step, on return those before it
+    - back: on entry the gradients of the states after the step; on return the gradients of keep * (the states before
+      it), without the part that flows through the recurrent product
+    - d: on return the gradients of the preactivations (the lane's part), in the order of `gradient_nodes`
+    - du, dw: on return the gradients of u and w
     """
     graph = cell.graph
     after, number = graph.known_after(), graph.number
@@ -190,7 +194,8 @@ def backward_text(cell: PointwiseCell, lanes: int) -> str:
 
 @lru_cache(1024)
 def tiling_of(sweep: str, cell: PointwiseCell, B: int, H: int, itemsize: int) -> FusedTiling:
-    """Return how a pass is divided among threads. `FusedTiling` describes the result."""
+    """Return how a pass with this cell is divided among threads: lanes per unit, batch items per threadgroup, weights
+    in registers and so on. sweep: "forward" or "backward"."""
     lanes, back, G = lanes_of(cell), sweep == "backward", cell.gates
     if not cell.recurrent:
         threads = 32 * -(-H // 32)
@@ -251,8 +256,8 @@ def own_cell(problem: Problem) -> PointwiseCell:
 
 
 def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
-    """Return (number of steps, array of sizes) for each launch of a forward or backward pass with a cell that the user
-    wrote."""
+    """Divide the steps of a pass with a user's cell into launches. Return (number of steps, array of sizes) for each
+    launch, in the order in which the forward pass runs them."""
     rows = tiling_of("forward", own_cell(problem), problem.B, problem.H, 4).rows
     return launches_of_pass(problem, rows, masks_differ)
 
@@ -341,8 +346,8 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 
 
 def given(problem: Problem, arrays: Arrays, mask: mx.array | None) -> Inputs:
-    """Return the inputs that the kernels of both passes read: a dict from a kernel's name of an input to its array.
-    mask: the result of `whole_mask`."""
+    """Return a dict of the arrays that the kernels of both passes read, under the names that the kernels use. mask:
+    the factor on h in the recurrent product (mask times `keep`), or None."""
     inputs: Inputs = {"mask": mask}
     for name in ("h0", "inputs", "params", "lengths"):
         if name in arrays:

@@ -67,9 +67,15 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
 
 def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """Run the backward steps. Return d [T, B, D N H], du [T, B, D U H], dh0 [B, D H], dc0 [B, D C H] and, if the call
-    has `keep`, carry [T, B, D (C + 1) H]. metal/pointwise_backward.metal describes these arrays for one direction. Also
-    return dw [B, D V H], the gradients of the parameters, which are not yet summed over the batch."""
+    """Run the backward steps. Return the results by name. (N, U, C, V: the numbers of gradients of preactivations,
+    inputs, states besides h, and parameters.)
+
+    - d [T, B, D N H], du [T, B, D U H]: the gradients of the preactivations and of the inputs
+    - dh0 [B, D H], dc0 [B, D C H]: the gradients of the first states
+    - dw [B, D V H]: the gradients of the parameters, not yet summed over the batch
+    - carry [T, B, D (C + 1) H], if the call has `keep`: the gradients of keep * (the states before each step), without
+      the part through the recurrent product
+    """
     T, B, H, D = problem.T, problem.B, problem.H, problem.directions
     cell, mask = own_cell(problem), mask_of(problem, arrays)
     row = nothing(row_type(saved["h"].dtype))
@@ -120,8 +126,8 @@ def backward_tile(problem: Problem) -> tuple[int, int]:
 
 @cached
 def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel of a forward step. It writes one row; metal/pointwise_stepwise.metal lists its inputs and
-    the contents of the row."""
+    """Return the kernel of a forward step. It writes one array per step (a row) with c, h and, in training, the
+    numbers for the backward pass. metal/pointwise_stepwise.metal describes its inputs."""
     cell, (rows, columns, units) = own_cell(problem), forward_tile(problem)
     saves = problem.training or problem.return_gates
     length = row_length(problem, problem.H, 1 + cell.kept * saves, cell.carried, dtype)
@@ -137,8 +143,8 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
 
 @cached
 def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel of a backward step. It writes one row; metal/pointwise_stepwise.metal lists its inputs and
-    the contents of the row."""
+    """Return the kernel of a backward step. It writes one array per step (a row) with the gradients of the states,
+    parameters, preactivations and inputs. metal/pointwise_stepwise.metal describes its inputs."""
     graph, tile = own_cell(problem).graph, backward_tile(problem)
     floats = graph.states * (2 if "keep" in present else 1) + graph.params
     length = row_length(problem, problem.H, len(gradient_nodes(graph)) + graph.inputs, floats, dtype)
@@ -168,8 +174,8 @@ def dh0_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: b
 def gradients_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, _: frozenset[str]
 ) -> Sequences:
-    """Return the launch that copies the results of a backward pass from its rows: all that `sweep_backward` returns,
-    except dh0."""
+    """Return the launch after all backward steps, which copies the gradients from their rows (the arrays that the
+    launches wrote) into one array per result: d, du, dw, dc0 and, if the call has `keep`, carry."""
     T, B, H, D, graph = *problem[:3], problem.directions, own_cell(problem).graph
     counts = {"STATES": graph.states, "PARAMS": graph.params}
     counts |= {"GRADIENTS": len(gradient_nodes(graph)), "INPUTS": graph.inputs}
