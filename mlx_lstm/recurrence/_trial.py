@@ -81,10 +81,10 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         one = trial_of(engine, problem._replace(T=problem.chunks.steps, chunks=None)).problem
         limits = one.limits if problem.chunks.recomputes else one.limits._replace(unchunked=0)
         return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
-    joins, limits = False, problem.limits
+    joins, limits, keep_size = False, problem.limits, problem.T * problem.B * problem.directions
     if isinstance(problem.cell, PointwiseCell) and engine == "fused":
         # Both directions run the same kernels, one after the other. So a test run of one direction tests all kernels.
-        problem = problem._replace(bidirectional=False, reverse=False)
+        problem, keep_size = problem._replace(bidirectional=False, reverse=False), problem.T * problem.B
         wide = index_of(problem) == mx.uint64
         if len(pointwise.division(problem, problem.masks_differ)) > 1:
             limits = limits._replace(launch_steps=2)
@@ -106,14 +106,13 @@ def trial_of(engine: str, problem: Problem) -> Trial:
             limits = limits._replace(rows_left=JOINING_LEFT)
         B, H, P, cores = smallest_stepwise(problem)
         limits = limits._replace(cores=cores)
-        if isinstance(problem.cell, PointwiseCell):  # for these cells the oracle computes one direction
-            problem = problem._replace(bidirectional=False)
+        problem = in_one_direction(problem)
     if wide:
         limits = limits._replace(index=0)
     small = problem.B * min(problem.H, problem.P) < SMALL
     T = JOINING_STEPS if joins else min(problem.T, SMALL) if small else STEPS
     if "keep" in problem.names:
-        T = as_small(problem.T * problem.B * problem.directions, B * problem.directions, T)
+        T = as_small(keep_size, B * problem.directions, T)
     cell, names = without_numbers(problem.cell), tuple(sorted(problem.names))
     return Trial(engine, problem._replace(T=T, B=B, H=H, P=P, cell=cell, names=names, limits=limits))
 
@@ -183,9 +182,7 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     """Return (B, H, P, cores) for the test run of the stepwise kernels: the smallest sizes, and a number of GPU cores,
     with which the matrix products use the same tiles as those of the call."""
     wanted = tile_of(problem, problem.H), tile_of(problem, problem.P)
-    # For a cell written by the user, one direction is enough in the test run: two directions use the same kernels,
-    # which read the number of directions at run time.
-    both = problem.bidirectional and not isinstance(problem.cell, PointwiseCell)
+    problem = in_one_direction(problem)
 
     def smallest(width: int, weight: str) -> int:
         """Return the width (H or P) of the trial: the smallest one that leaves the same remainder modulo 32 as
@@ -203,11 +200,22 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     P = smallest(problem.P, "Wh")
     for B in batches(problem):
         for cores in (problem.limits.cores, *range(1, 2 * B)):
-            small = problem._replace(B=B, bidirectional=both, limits=problem.limits._replace(cores=cores))
+            small = problem._replace(B=B, limits=problem.limits._replace(cores=cores))
             same = stepwise_rows(B) == stepwise_rows(problem.B)
             if same and (tile_of(small, H), tile_of(small, P)) == wanted:
                 return B, H, P, cores
     return problem.B, problem.H, problem.P, problem.limits.cores
+
+
+def in_one_direction(problem: Problem) -> Problem:
+    """Return the problem, or a problem of one direction if both directions of a cell written by the user run on
+    `stepwise`. For such a cell the oracle computes one direction, and the kernels read the number of directions at run
+    time. If H is small, it is doubled, so that Metal binds the arrays in the same address space as those of both
+    directions."""
+    if not problem.bidirectional or not isinstance(problem.cell, PointwiseCell):
+        return problem
+    H = 2 * problem.H if problem.H < SMALL else problem.H
+    return problem._replace(bidirectional=False, H=H, P=H)
 
 
 def batches(problem: Problem) -> list[int]:
