@@ -1,12 +1,12 @@
 """Find out which call of `lstm`, `gru` or `rnn` equals a recurrent cell that somebody wrote by hand.
 
 The cell runs for one step with parameters that are 0 except for one block of H rows. The output shows what this
-block is for. If it is, for example, the forget gate's matrix W of x, only c changes: it is multiplied by
-sigmoid(W x). So the number of runs grows with the number of blocks, not with the number of their combinations.
+block is for. For example, if the block is the forget gate's matrix W of x, then c is multiplied by sigmoid(W x). So
+the number of runs grows with the number of blocks, not with the number of their combinations.
 
-The blocks of an LSTM's gate i and of a GRU's gate r have no effect while all other parameters are 0. They are tried
-again, together with a block of gate g or n that is not 0. At the end all values and gradients are compared over
-several steps.
+The blocks of an LSTM's gate i and of a GRU's gate r have no effect while all other parameters are 0. So each of them
+runs again while another block, of gate g (LSTM) or n (GRU), is not 0. At the end all values and gradients are compared
+over several steps.
 """
 
 from collections.abc import Callable, Iterator
@@ -157,9 +157,13 @@ OTHERS += [Way("rnn", {"activation": word}) for word in ("tanh", "relu", "sigmoi
 
 
 def ways_of_lstm(baseline: np.ndarray | None, c: np.ndarray) -> list[Way]:
-    """Return the hypotheses to test for a cell with the state (h, c). baseline: the h and c that the cell returns
-    after one step with all parameters 0. Such a step multiplies c by the sigmoid of the forget bias, so the forget
-    bias can be computed from c."""
+    """Return the hypotheses on the formula of a cell with the states h and c: an LSTM with peepholes that read the
+    current or the previous c.
+
+    baseline: the h and c that the cell returns after one step with all parameters 0. Such a step multiplies c by the
+    sigmoid of the forget bias, so the forget bias is computed from the change of c. If the result is not one number
+    for all units, the list is empty.
+    """
     if baseline is None:
         return []
     with np.errstate(all="ignore"):
@@ -253,8 +257,9 @@ def title_of(key: str, module: str) -> str:
 
 
 def blocks_of(name: str, title: str, shape: tuple[int, ...], D: int, H: int) -> Iterator[Block]:
-    """Yield every block of H rows that a parameter of this shape may consist of, also for its transpose and for a
-    part of its columns."""
+    """Yield every `Block` (H rows) of a parameter that may be the weights of one gate. The rows may belong to the
+    parameter, to its transpose or, if one matrix holds the weights of x and of h, to its columns for x or for h. D
+    and H are the widths of x and h."""
     if len(shape) == 3 and shape[0] <= 8:
         for n in range(shape[0]):
             for block in blocks_of(name, title, shape[1:], D, H):
@@ -288,9 +293,9 @@ def blocks_of(name: str, title: str, shape: tuple[int, ...], D: int, H: int) -> 
 
 
 def parts_of(way: Way, trial: Trial) -> dict[Part, list[Block]] | None:
-    """Find out which blocks (H rows of a parameter) hold the weights of which gate, if the cell computes the formula
-    that `way` names. Return a dict from (gate, kind) to blocks, or None if the cell computes something else. The kind
-    says what the weights multiply, see `Part`."""
+    """Find out which blocks (H rows of a parameter) are the weights of which gate, if the cell computes the formula
+    `way` (an op and its options). Return a dict from (gate, kind) to lists of blocks; kind says what the weights
+    multiply, such as "x" or "h" (see `Part`). Return None if the cell computes something else."""
     baseline = trial.baseline(way.op == "lstm")
     if baseline is None or not near(baseline, stepped(way, trial, {})):
         return None
@@ -342,8 +347,9 @@ def sigmoid(x: Any) -> np.ndarray:
 
 
 def stepped(way: Way, trial: Trial, weights: dict[Part, np.ndarray]) -> np.ndarray:
-    """Compute one step of the formula that `way` names, such as a GRU's. `weights` holds the weights that are not 0,
-    by (gate, kind). Return the states [1 or 2, B, H]."""
+    """Compute one step of the formula `way` (an op such as "gru" with its options). `weights` holds the weights that
+    are not 0 by (gate, kind); kind says what the weights multiply, such as "x" or "h". Return the states [1 or 2, B,
+    H]."""
     x, h, c, options = trial.x, trial.h, trial.c, way.options
     zero = np.zeros((1, 1))
 
@@ -402,9 +408,9 @@ def arguments_of(way: Way, parts: dict[Part, list[Block]], H: int) -> dict[str, 
 
 
 def order_of(blocks: list[list[Block]], gates: str) -> str:
-    """Return the gate order of the parameter whose rows are these blocks. `blocks` has for each of the `gates` a list
-    of blocks (H rows of a parameter each). Return "" if a gate has several blocks, or if the blocks are not all rows
-    of one parameter."""
+    """Return the gate order, such as "ifgo", of the parameter that consists of these blocks. `blocks` holds for each
+    of the `gates` a list of blocks (H rows of a parameter each). Return "" if a gate has several blocks, or if one
+    of the blocks belongs to another parameter."""
     firsts = [each[0] for each in blocks if len(each) == 1]
     like = {(block.name, block.form, block.columns) for block in firsts}
     if len(firsts) != len(gates) or len(like) != 1 or firsts[0].k != len(gates):

@@ -126,8 +126,9 @@ def stack(
     Args:
         layers (list): K layers, all of one kind and one H; the first one reads x. From layer 1 on D is H, or 2H with
             both directions concatenated. The list may be empty if `reverse` is not. One object may have the arrays of
-            several layers, which then count as several, or of both directions; then `reverse` must be `None`.
-        x (array): [B, T, D]; as in the layers, any number of batch axes, none included.
+            several layers; it then counts as several layers. One object may also have the arrays of both directions;
+            then `reverse` must be `None`.
+        x (array): [B, T, D]. As in the layers, there may be several batch axes, or none.
         state (optional): a tuple (h_0, c_0) for LSTMs, else h_0; each [K, B, H], with both directions [2K, B, H],
             with groups G times as many. Layers come in order, in each layer its groups, in each group the forward
             direction first. Default: zeros.
@@ -232,7 +233,8 @@ def check_x(x: object, D: int) -> None:
 
 
 def run_group(group: "Depth", arrays: Arrays, options: dict[str, Any]) -> dict[str, Any]:
-    """Run one layer, or one group of a layer, in one or both directions. Return the outputs by name, such as "h"."""
+    """Run one layer, in one or both directions. With `groups` a layer is divided into groups, each of which reads
+    its part of the features; then run one of these groups. Return the outputs by name, such as "h"."""
     call = Call(group.cell, engine=group.engine, **options)
     outputs, choice = call.forward(arrays, return_gates=False, training=group.training)
     for layer in group.owners:
@@ -388,7 +390,7 @@ def of_calls(weights: Weights) -> Weights:
 
 def of_call(cell: Cell, arrays: Arrays) -> Arrays:
     """Convert one direction's arrays of `Weights` to the argument names of `mlx_lstm.lstm`, `gru` or `rnn`. Two
-    biases become their sum, through which MLX differentiates."""
+    biases become one, their sum, unless a GRU needs both. MLX differentiates the sum, so both biases get a gradient."""
     biases = {name: arrays[name] for name in ("bx", "bh") if name in arrays}
     others = {name: array for name, array in arrays.items() if name not in biases}
     if not biases:
@@ -410,7 +412,8 @@ def packings(layer: Depth) -> dict[str, tuple[int | str, ...]]:
 
 
 def check_parameters(layer: Depth, D: int, first: Depth) -> None:
-    """Check the shapes of the parameters of a layer that reads D features, and has the sizes of the first layer."""
+    """Check the shapes of the parameters of `layer`. It reads D features. All its other sizes must equal those of
+    the layer `first`."""
     P, H = first.P, first.H
     rows = layer.cell.gates * H
     shapes = {"Wx": [rows, D], "Wh": [rows, P], "b": [rows], "bhn": [H], "Wp": [P, H], "peephole": [rows]}

@@ -119,9 +119,9 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
 
 
 def bounds_of(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> dict[str, float]:
-    """Return {name: bound}: the largest error that each result of `values` may have in `dtype`, derived as in
-    `bounds`. `values` is a function that computes the results in an `Arithmetic`. `trials`: the number of evaluations
-    with random errors; fewer give equal or narrower bounds."""
+    """Return {name: bound}: the largest error that each result of `values` may have in `dtype`. `bounds` explains
+    how. `values` is a function that computes the results in an `Arithmetic`. `trials`: the number of evaluations
+    with random errors. A bound is the largest change in any of them, so fewer trials give equal or narrower bounds."""
     return exact_and_bounds(values, dtype, trials)[1]
 
 
@@ -149,8 +149,9 @@ def exact_and_element_bounds(values: Values, dtype: DTypeLike, trials: int = TRI
 
 
 def sampled(values: Values, dtype: DTypeLike, trials: int) -> tuple[Tensors, Tensors, float]:
-    """Return (exact, moved, underflow): the results of `values` in float64; for each element the largest change over
-    all trials, each of which adds random errors to the operations; and the error that underflow may add."""
+    """Evaluate the function `values` in float64, once exactly and `trials` times with random errors added to each
+    operation. Return (exact, moved, underflow): the exact results; for each element of the results the largest
+    change in any of the evaluations; the error that underflow may add."""
     exact = values(Arithmetic(np.float64))
     moved = {name: np.zeros(np.shape(value)) for name, value in exact.items()}
     for trial in range(trials):

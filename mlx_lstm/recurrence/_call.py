@@ -182,7 +182,8 @@ class Call(NamedTuple):
         """
         dtype, device = arrays["x"].dtype, choice.current_device()
         # `free`: MLX transforms nothing now (no grad, compile or vmap), so nobody can ask for a gradient. `traced`: MLX
-        # traces the arrays, so they have no values. Only inference and the engine `numpy` need to know this.
+        # traces the arrays, so they have no values. Only inference and the engine `numpy` use these flags, so for all
+        # other calls both stay False, and no array is evaluated to find out.
         free = traced = False
         may_be_numpy = self.engine is None or (isinstance(self.engine, str) and self.engine == "numpy")
         if not training or (device == "cpu" and may_be_numpy):

@@ -187,8 +187,9 @@ def check_params(params: Any, width: int) -> list[mx.array]:
 
 
 def gates_of(x: mx.array, Wx: Any, Wh: Any, width: int, apart: bool) -> int:
-    """Check the shape of Wx or, without Wx, of the projected x. Return the number G of gates per unit. width: the
-    number of units of all directions; Wx must have G width rows, or x G width features."""
+    """Check the shape of Wx or, without Wx, of x, which is then already projected. Return G, the number of gates per
+    unit. width: the number of units of all directions. Wx must have G * width rows; without Wx, x must have G *
+    width features."""
     if Wx is not None:
         check_array(OP, "Wx", Wx, ["G H", x.shape[-1]], x.dtype)
     rows = x.shape[-1] if Wx is None else Wx.shape[0]

@@ -17,7 +17,8 @@ from ..engines.tracing import have_values
 
 
 def check_keep(op: str, keep: ArraySpec, T: int, B: int, D: int, batch_first: bool) -> None:
-    """Check that `keep` broadcasts to [T, B] or [T, B, D] without enlarging it, and that its dtype is real."""
+    """Check that `keep` has the axes [T, B] or [T, B, D] (D: directions), each with its full size or the size 1, and
+    that its dtype is real."""
     axes, sizes = ("[B, T", (B, T)) if batch_first else ("[T, B", (T, B))
     if not broadcasts(keep.shape, sizes) and not broadcasts(keep.shape, (*sizes, D)):
         more = f" or {axes}, 2] = {[*sizes, D]}" if D > 1 else ""
@@ -116,8 +117,8 @@ class Steps(NamedTuple):
         return times < (self.T if self.lengths is None else self.lengths)
 
     def live(self) -> Array:
-        """Return a bool array [T, B] that is true where a step runs: where it is not held, and the item has not
-        ended."""
+        """Return a bool array [T, B] that is true where a step runs: the option `hold` does not skip the step, and
+        the sequence has not ended."""
         # This is not `a & b`, because mx.vmap in MLX 0.32.4 loses the mapped axis if only b is mapped.
         return self.alive() if self.hold is None else mx.where(self.hold, False, self.alive())
 
@@ -126,8 +127,9 @@ class Steps(NamedTuple):
         return self.lengths if self.hold is None else self.live().astype(mx.int32).sum(axis=0)
 
     def to_engine(self, arrays: Arrays) -> Arrays:
-        """Return the arrays as an engine takes them: `keep` as [T, B, D] and, with the option `hold`, only steps that
-        run: they are moved to the front of each sequence."""
+        """Convert the arrays of a call for an engine. Broadcast `keep` (factors on the states) to [T, B, D], D being
+        the number of directions. With the option `hold` (steps that leave the state unchanged) the engine must skip
+        the held steps: move the steps that run to the front of each sequence."""
         inner = dict(arrays)
         if "keep" in arrays:
             inner["keep"] = self.whole_keep(arrays)
@@ -153,7 +155,9 @@ class Steps(NamedTuple):
         return order, (times < live.astype(mx.int32).sum(axis=0))[..., None]
 
     def saved(self, saved: Arrays) -> Arrays:
-        """Return the saved sequences as the engine had them, with the running steps in front and zeros behind."""
+        """Return the outputs that the forward pass saved in the order in which the engine computed them. With the
+        option `hold` (steps that leave the state unchanged) an engine computes only the other steps. So these are
+        moved to the front of each sequence, and zeros fill the rest."""
         if self.hold is None:
             return saved
         order, ran = self.compact()
@@ -246,15 +250,18 @@ class Steps(NamedTuple):
 
 
 def factors(keep: Array, live: Array) -> tuple[Array, Array]:
-    """Return the factors on the state before and after each step, two arrays [T, B], for steps in their processing
-    order.
+    """Return two arrays [T, B]: the factor on the state before each step, and the factor after it. Steps are in
+    processing order. keep [T, B]: the user's factor on the state before each step. live [T, B]: False at held steps,
+    which leave the state unchanged except for this factor.
 
-    A held step passes its factor on to the next step. So the factor before a step is the product of keep over all
-    steps since the last one that ran, including this step. The factor after a held step is the same product; after
-    any other step it is 1.
+    An engine skips held steps, so their factors must be applied elsewhere. The factor before a step is the product
+    of keep over this step and all held steps just before it. After a held step, the state is the one after the last
+    step that ran, times the product of keep since then: this product is the factor after the step. After other steps
+    it is 1.
     """
-    # A parallel scan over time. `product` is the product of keep over the last `distance` steps, but not beyond the
-    # last step that ran; `closed` is true where it has reached that step. Each round doubles `distance`.
+    # A parallel scan over time. At step t `product` is the product of keep over the last `distance` steps up to t, but
+    # only over those after the last step that ran. `closed` is true where one of these `distance` steps ran: there the
+    # product is complete. At the start only step t itself is looked at. Each round doubles `distance`.
     product, closed, distance = mx.where(live, 1, keep), live, 1
     while distance < len(keep):
         product = mx.where(closed, product, product * shifted(product, distance, 1))
