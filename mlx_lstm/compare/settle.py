@@ -90,7 +90,7 @@ def shape(tensor: str, leading: int, case: CompareCase) -> Distance:
 
 
 def count(results: int) -> Distance:
-    """Return a function that takes an outcome (what MPSGraph returned for a case). It returns 0 if the forward op
-    returned as many arrays as `results` says, and otherwise infinity. The number counts as an error divided by its
-    bound: up to 1 is right."""
+    """Return a function that takes an outcome (what MPSGraph returned for a case). It returns 0, which means right,
+    if the forward op returned as many arrays as `results` says. Otherwise it returns infinity, because callers treat
+    its value as an error divided by its bound."""
     return lambda outcome: 0.0 if len(outcome.lists[0]) == results else np.inf
