@@ -1,6 +1,6 @@
 """A character language model: an embedding, an LSTM and a softmax predict the next character of Python's documentation.
 
-    python examples/char_lm.py                                  # a minute and a half on a CPU core, less on a quiet one
+    python examples/char_lm.py                                  # 1.5 minutes on a busy CPU core, less on an idle one
     python examples/char_lm.py --resume                         # continues after Ctrl-C, with the same bits
     python examples/char_lm.py --resume --prompt "The " --temperature 0.5     # a finished run: only samples again
     python examples/char_lm.py --steps 200 --hidden 64 --out runs/small       # sizes are options; see --help
@@ -19,9 +19,9 @@ How the sizes were chosen, with MLX's CPU wheel for Linux:
   operand. A plain vocabulary layer would cost more than the LSTM, so `product` uses NumPy.
 - In a training step the LSTM takes three quarters of the time, the vocabulary layer with the loss a sixth, AdamW with
   clipping a twelfth.
-- In equal time 192 units in 16 rows learn more than 128 or 256 units, or than 32 rows with half the steps. This was
-  compared on the validation text, so the validation text is not entirely unseen; but the advantage over the trigram is
-  far larger than this effect.
+- In equal time a model of 192 units learns more than one of 128 or 256 units. A batch of 16 rows of text learns more
+  than one of 32 rows with half the steps. This was compared on the validation text, so the validation text is not
+  entirely unseen; but the advantage over the trigram is far larger than this effect.
 - Nothing is compiled: mx.compile would unroll the LSTM's steps into one slow graph.
 - NumPy's BLAS has one thread, unless OPENBLAS_NUM_THREADS is set. The products of single time steps are so small that a
   second thread gains a third at best. On a busy machine the threads wait for each other, and a run takes ten times as
@@ -158,9 +158,9 @@ def kneser_ney(counts: np.ndarray, lower: np.ndarray) -> np.ndarray:
 def trigram(codes: np.ndarray, size: int) -> np.ndarray:
     """Return [V, V, V], the probability of each character after two others, by interpolated Kneser-Ney.
 
-    The trigram falls back to a bigram, the bigram to a unigram, the unigram to a uniform distribution. For these
-    fallbacks the number of a character is not how often it occurs, but in how many different contexts. Other methods
-    are hardly better: on this text modified Kneser-Ney needs 0.004 bits per character less, Witten-Bell 0.01 more.
+    The trigram falls back to a bigram, the bigram to a unigram, the unigram to a uniform distribution. The bigram
+    and the unigram do not count how often a character occurs. They count in how many different contexts it occurs.
+    On this text modified Kneser-Ney needs 0.004 bits per character less, Witten-Bell 0.01 more.
     """
     counts = np.zeros((size, size, size))
     np.add.at(counts, (codes[:-2], codes[1:-1], codes[2:]), 1)
@@ -322,10 +322,11 @@ class Run:
         self.gradient = nn.value_and_grad(self.model, window_loss)
 
     def train_step(self) -> float:
-        """Train on one window of every row; return the loss in bits.
+        """Train on the next window of the training text; return the loss in bits. The text is cut into `batch` rows,
+        and one step reads a window of every row.
 
-        The state continues from window to window, and is zero at the start of an epoch. If another process is lost, the
-        exception `Lost` leaves the run as it was before the step.
+        The state continues from window to window, and is zero at the start of an epoch. If another process is lost,
+        the exception `Lost` leaves the run as it was before the step.
         """
         settings, own = self.settings, self.ranks.share(self.settings.batch)
         position, state, key, dropped = self.position, self.state, self.key, None

@@ -29,6 +29,7 @@ from mlx_lstm.engines.metal.rows import JOINED, LEFT, joined_beside, joins
 from mlx_lstm.engines.problem import LIMITS, Problem
 from mlx_lstm.machine import shader_folder
 from mlx_lstm.oracle import forward
+from mlx_lstm.recurrence import unguarded
 
 # --- Thread counts and kernel names ----------------------------------------------------------------------------------
 
@@ -122,6 +123,7 @@ def graph_of(engine, T, projection=False, dtype=mx.float32, op="lstm", D=1):
         given = dict(zip(arrays, values, strict=True))
         saved = module.forward(problem, given)
         gradients = module.backward(problem, given, saved, {"h": saved["h"]})
+        saved.pop(kernels_stepwise.ROWS, None)
         return [*saved.values(), *gradients.values()]
 
     nodes, count, memory = [], Counter(), {}
@@ -433,6 +435,53 @@ def test_fused_writes_no_gates_in_inference():
         _, training = run(case, "fused", np.float32, cotangents)
     for name, gradient in training.items():
         np.testing.assert_array_equal(inference[name], gradient, err_msg=name)
+
+
+class MeanKernel:
+    """Stand-in for a kernel, made of MLX's operations: it fills its outputs with the sum of the means of its inputs.
+    Unlike the emulator it computes nothing before MLX evaluates the graph, so it also works inside mx.compile."""
+
+    def __init__(self, **description):
+        self.count = len(description["input_names"])
+
+    def __call__(self, inputs, output_shapes, output_dtypes, **sizes):
+        assert len(inputs) == self.count
+        value = sum(array.astype(mx.float32).mean() for array in inputs) / 9
+        pairs = enumerate(zip(output_shapes, output_dtypes, strict=True), 1)
+        return [mx.broadcast_to(value * n, shape).astype(dtype) for n, (shape, dtype) in pairs]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_backward_pass_reads_the_forward_pass_of_its_own_graph(engine):
+    """MLX does not see some arrays that the backward pass of a Metal engine reads. The gradients are nevertheless the
+    same inside mx.compile, of a compiled function, with mx.checkpoint, and if a compiled graph runs again."""
+    rng, shapes = np.random.default_rng(0), ((40, 3, 4), (20, 4), (20, 5), (20,))
+    arrays = [mx.array(rng.normal(size=shape), mx.float32) for shape in shapes]
+
+    def loss(*arrays):
+        outputs = lstm(*arrays, engine=engine)
+        return (outputs.h**2).sum() + outputs.cT.sum()
+
+    def gradients(function):
+        return mx.grad(function, argnums=(0, 1, 2, 3))
+
+    kernels.forget()
+    try:
+        with (
+            patch.object(choice, "current_device", lambda: "gpu"),
+            patch.object(choice, "has_metal", lambda: True),
+            patch.object(mx.fast, "metal_kernel", MeanKernel),
+            unguarded(),
+        ):
+            expected = gradients(loss)(*arrays)
+            compiled = mx.compile(gradients(mx.checkpoint(loss)))
+            functions = [mx.compile(gradients(loss)), gradients(mx.compile(loss)), gradients(mx.checkpoint(loss))]
+            for function in (*functions, compiled, compiled):
+                for found, array in zip(function(*arrays), expected, strict=True):
+                    np.testing.assert_array_equal(found, array)
+    finally:
+        kernels.forget()
+    assert all(array.any() for array in expected)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -28,9 +28,9 @@ from .tasks import PASSES, Size, Task, Work
 class Grid(NamedTuple):
     """What the command `--tune` measures.
 
-    units: each H, up to the largest H of `fused`. batches: each B; a row of the table is used from this B up to the
-    next. steps, checked: time steps of a timed run, and of the check before it. turns, seconds: the number of turns
-    of each engine, and the seconds of a turn.
+    units: each H, up to the largest H of `fused`. batches: each B. The faster engine at a B is also used for larger
+    batches, up to the next B. steps, checked: time steps of a timed run, and of the check before it. turns, seconds:
+    how many times each engine is timed, and for how many seconds each time.
     """
 
     units: tuple[int, ...] = tuple(range(32, FUSED_LIMIT["lstm"] + 1, 32))
@@ -212,7 +212,9 @@ def seconds_per_run(run: Callable[[], Any], seconds: float) -> float:
 
 
 def row_of(points: Sequence[Mapping[str, Any]]) -> tuning.Row:
-    """Return a row of the table: pairs (largest H, engine). Neighbouring H with the same engine become one pair."""
+    """Return the fastest engine for each range of H at one batch size, as pairs (largest H of the range, engine).
+    `points`: the engine that was fastest at each measured H, in rising order of H. Neighbouring H with the same
+    engine become one range."""
     pairs = [(point["H"], point["engine"]) for point in points]
     following = [engine for _, engine in pairs[1:]] + [""]
     return tuple((H, engine) for (H, engine), after in zip(pairs, following, strict=True) if engine != after)

@@ -48,8 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class Selection:
-    """The cases and engines to check on this machine. The constructor raises ValueError for a request that cannot be
-    met here."""
+    """The cases and engines to check on this machine. The constructor raises ValueError if no case has one of the
+    requested names, or if this machine cannot run a requested engine."""
 
     def __init__(self, options: argparse.Namespace):
         self.device: str = choice.current_device()
@@ -108,8 +108,8 @@ def check(selection: Selection, report: Report, options: argparse.Namespace) -> 
 
 
 def time_engines(selection: Selection, report: Report, options: argparse.Namespace, progress: Progress) -> None:
-    """Time a training step at each size, without engines whose process ended or hung before. With --full also make
-    the measurements that correct the model of times in tests/machine_code."""
+    """Time a training step at each size. Skip engines whose process ended or hung during the comparisons with
+    float64. With --full also make the measurements that correct the model of times in tests/machine_code."""
     sizes = short.default_sizes(selection.device, options.full) if options.sizes is None else options.sizes
     lost = {finding.engine for finding in report.findings if finding.lost}
     on_gpu = choice.has_metal() and selection.device == "gpu"
@@ -125,7 +125,8 @@ def time_engines(selection: Selection, report: Report, options: argparse.Namespa
 
 
 def conclude(report: Report) -> int:
-    """Write the report's file, print the verdict and return the exit code."""
+    """Write the report to its file and print whether all comparisons were right. Return the exit code: 0 if so, else
+    1."""
     reasons = report.reasons()
     right = f"RIGHT: all {len(report.findings)} comparisons are within their bounds"
     report.verdict = f"WRONG: {'; '.join(reasons)}" if reasons else right

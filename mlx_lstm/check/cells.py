@@ -25,8 +25,8 @@ B, H = 3, 40
 
 class Form(NamedTuple):
     """The arguments that a cell needs. gates, states, inputs, params: how many gates, states, inputs per step and
-    parameter vectors the cell has. apart: whether it gets the parts of x and of h of each gate separately. recurrent:
-    whether h is multiplied by a matrix Wh."""
+    parameter vectors the cell has. apart: whether the cell gets two numbers for each gate, the part from x and the
+    part from h, in place of their sum. recurrent: whether h is multiplied by a matrix Wh."""
 
     cell: Callable[..., Any]
     gates: int
@@ -74,8 +74,8 @@ def verdict(form: Form, engine: Engine) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Print the verdict of each cell on each Metal engine, and write all verdicts to a file. Return 1 if a cell is
-    refused, else 0."""
+    """Print for each cell and each Metal engine "right", or why the engine refuses the cell. Write the same to a
+    file. Return 1 if a cell is refused, else 0."""
     parser = argparse.ArgumentParser(prog="python -m mlx_lstm.check.cells", description=__doc__)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="where the verdicts are written")
     verdicts = {f"{form.cell.__name__}, {name}": verdict(form, name) for form in FORMS for name in METAL_ENGINES}

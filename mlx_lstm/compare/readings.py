@@ -28,8 +28,11 @@ FLAGS = {"lstm": ("reverse",), "gru": ("reverse", "flip_z", "reset_after"), "sin
 
 
 class Change(NamedTuple):
-    """One change in how saved arrays are interpreted. kind: the group of the change. words: its description. apply: a
-    function that changes the case. readings: keywords for the oracle (`judge.options`)."""
+    """One change to the documented interpretation of the arrays that a user saved from an app.
+
+    kind: what changes, such as "layout"; words: the change in words; apply: a function that applies the change to a
+    case (a call of an op); readings: options of the oracle that the change sets (see `judge.options`).
+    """
 
     kind: str
     words: str
@@ -38,8 +41,8 @@ class Change(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A form in which an app may have saved a result: a description, the function that converts the result to the
-    documented layout, and the key of the expected values in the dict that `predicted` returns."""
+    """A form in which an app may have saved a result. words: a description; back: a function that converts the saved
+    array to the documented layout; key: the name of the expected values in the dict that `predicted` returns."""
 
     words: str
     back: Callable[[np.ndarray], np.ndarray]
@@ -102,8 +105,8 @@ def nearest(candidates: list[tuple[Dump, tuple[Change, ...]]], title: str) -> Re
 
 
 def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[CompareCase, dict[str, str], list[str]]:
-    """Apply changes to a dump's case. Return (the changed case, keywords for `judge.options`, descriptions of the
-    changes)."""
+    """Apply one interpretation of the saved arrays in `dump`. It is the documented interpretation with the changes
+    `chosen`. Return (the call of the op as a case, keywords for `judge.options`, descriptions of all changes)."""
     case, words = base_case(dump)
     readings: dict[str, str] = {}
     for change in chosen:
@@ -115,8 +118,9 @@ def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[CompareCase, dict[str
 
 
 def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
-    """Return how far the saved results are from float64 if the changes `chosen` are applied to the documented layouts
-    and options: the mean logarithm of the relative errors of all results."""
+    """Return the distance of the results in `dump` (arrays saved from an app) from the float64 oracle, under one
+    interpretation of the saved arrays. The interpretation is the documented one with the changes `chosen`. The
+    distance is the mean logarithm of the relative errors of all results."""
     case, readings, _ = applied(dump, chosen)
     alone = {name: value for name, value in dump.results.items() if name in RESULTS[case.op]}
     results, places = dump.results, {}
@@ -153,8 +157,9 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
 
 
 def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
-    """Return the interpretation as a `Reading`, with the error of each saved result divided by the bound derived for
-    it."""
+    """Compare the saved results in `dump` with the float64 oracle under one interpretation of the arrays: the
+    documented one with the changes `chosen`. Return the interpretation as a `Reading`, which also has each result's
+    error divided by its error bound."""
     case, readings, words = applied(dump, chosen)
     try:
         exact, bound = exact_and_element_bounds(lambda fl: predicted(case, fl, readings), case.arrays["source"].dtype)
@@ -174,7 +179,8 @@ def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
 
 
 def forms_of(dump: Dump, case: CompareCase, name: str, value: np.ndarray) -> Iterator[Form]:
-    """Yield the forms in which an app may have saved a result. The documented form comes first."""
+    """Yield the forms that the array `value` in the user's dump (arrays saved from an app) may have: each is a
+    meaning and a layout that fit its shape. The documented form comes first."""
     if name in ("h", "c") and value.shape == dump.shape(name)[1:]:
         yield Form("the last step alone", lambda v: v, f"last {name}")
     layouts = possible_layouts(dump, name, value)
@@ -208,8 +214,8 @@ the names that `predicted` returns, such as "c squashed"."""
 
 
 def predicted(case: CompareCase, fl: Arithmetic, readings: dict[str, str]) -> Arrays:
-    """Return by name the documented results and the arrays that an app may have saved instead of them. "c squashed",
-    for example, is c after the last activation."""
+    """Return by name the documented results of a case. Return also arrays that a user's app may have saved in place
+    of a result. For example, "c squashed" is c after the last activation, which an app may have saved in place of c."""
     results = evaluated(case, fl, **readings)
     more = {"z_state before": preactivations(case, fl, **readings)} if case.op != "single_gate_rnn" else {}
     if case.op == "single_gate_rnn":
@@ -281,8 +287,9 @@ def of_layouts(dump: Dump) -> Iterator[Change]:
 
 
 def of_options(case: CompareCase) -> Iterator[Change]:
-    """Yield a change of interpretation for each point that Apple's documentation leaves open. An option of the
-    oracle or a change of the case expresses it."""
+    """Yield a `Change` for each point that Apple's documentation leaves open and that matters for this case. The
+    change selects another interpretation of the point: it sets an option of the oracle, or changes the arrays of the
+    case."""
     if "peephole" in case.arrays:
         yield Change("peephole", "the output gate peeps at c[t] (E:peephole)", readings={"output_peephole": "current"})
     if "hard_sigmoid" in case.descriptor.values():
@@ -299,8 +306,9 @@ def of_options(case: CompareCase) -> Iterator[Change]:
 
 
 def moved(case: CompareCase) -> CompareCase:
-    """Return a case without state_gradient. The returned case adds it to the gradient of h at the last time step
-    instead; that is one interpretation of Apple's documentation for an op that runs in reverse."""
+    """Return the case with the array state_gradient (the gradient of the last state) added to source_gradient (the
+    gradient of h) at the last time step. One interpretation of Apple's documentation adds it there, also if the op
+    runs in reverse."""
     arrays = {name: array for name, array in case.arrays.items() if name != "state_gradient"}
     arrays["source_gradient"] = case.arrays["source_gradient"].copy()
     arrays["source_gradient"][-1] += case.arrays["state_gradient"]

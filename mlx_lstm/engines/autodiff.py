@@ -149,15 +149,12 @@ def differentiable(
             saved.update({name: outputs.get(name) for name in hidden})
         if chunked is not None:
             outputs = chunked.stand_ins(outputs, visible)
-        # `stepwise` may return the gates in several arrays of a few steps each. Their names are known only now.
-        visible.extend(name for name in outputs if name.startswith(stepwise.ROWS) and name not in visible)
         return tuple([outputs[name] for name in visible])
 
     def vjp(primals: tuple[mx.array, ...], d_outputs: Any, outputs: Any) -> tuple[mx.array, ...]:
         # For an output that the loss does not use, MLX passes zeros as cotangent. Only the outputs named in `used`
         # have a real cotangent. The others are left out, so that the engine does not work on zeros.
-        wanted = used.intersection(problem.cell.outputs) if chunked is None else used
-        cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in wanted}
+        cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in used}
         # `MARK` is in `used` if MLX asks for the gradient of x; otherwise the engine need not compute this gradient.
         # Then all outputs are added to `used`: in a second derivative each of them may have a cotangent, because the
         # backward pass reads them directly.
@@ -270,13 +267,14 @@ def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[lis
     MLX does not see them.
 
     MLX must see everything that the backward pass of `ops` reads, because MLX differentiates that pass again. The
-    engine `numpy` keeps gates in its own memory unless the caller wants them. Without training only `ops` computes
-    gates.
+    engine `numpy` keeps gates in its own memory unless the caller wants them. `stepwise` keeps up to 20 arrays of
+    gates: as outputs, they would take MLX a third of the time in which it builds and frees the graph. Without training
+    only `ops` computes gates.
     """
     visible: list[str] = [*problem.cell.outputs]
     if engine == "stepwise" and stepwise.keeps_rows(problem, names):
         visible.remove("gates")
-        return visible, []
+        return visible, [stepwise.ROWS]
     if engine == "ops" or problem.return_gates or (engine != "numpy" and problem.training):
         return visible, []
     visible.remove("gates")

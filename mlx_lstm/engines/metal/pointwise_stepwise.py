@@ -42,7 +42,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     rows = Rows(T, problem.limits.rows_left)
     step = each_step(forward_kernel, problem, inputs, rows)
     for n in range(T):
-        row = step(n, before=row)
+        row = step(n, row)
     saves = cell.kept > 0 and (problem.training or problem.return_gates)
     names = frozenset(name for name in cell.outputs if name != "gates" or saves)
     results = after_sweep(outputs_launch, problem, inputs, [(rows, H)], names)
@@ -88,10 +88,10 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     rows = Rows(T, problem.limits.rows_left)
     step = each_step(backward_kernel, problem, inputs, rows)
     for n in reversed(range(T)):
-        row = step(n, before=row)
+        row = step(n, row)
     results = after_sweep(gradients_launch, problem, inputs, [(rows, H)], frozenset())
     last = each_step(dh0_kernel, problem, inputs)
-    results["dh0"] = last(-1, before=row)[: B * D * H].reshape(B, D * H)
+    results["dh0"] = last(-1, row)[: B * D * H].reshape(B, D * H)
     return results
 
 
@@ -133,7 +133,7 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
     length = row_length(problem, problem.H, 1 + cell.kept * saves, cell.carried, dtype)
     return StepKernel(
         *(problem, dtype, present, "pointwise_stepwise_forward"),
-        "step z before Wh h0 c0 inputs params mask keep lengths sizes",
+        "step before z Wh h0 c0 inputs params mask keep lengths sizes",
         tile=(rows, columns),
         units=(problem.H, units),
         output=(length, row_type(dtype)),

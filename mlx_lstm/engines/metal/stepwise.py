@@ -8,7 +8,7 @@ as in the module `fused`.
 
 from collections.abc import Callable, Collection
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -39,10 +39,11 @@ from .rows import LEFT, Join, Rows, joined_beside, starts_of
 # --- The forward and the backward pass ---
 
 
-def forward(problem: Problem, arrays: Arrays) -> Arrays:
+def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
     """Run the forward pass. Return h [T, B, D P], gates [T, B, D G H] and hT [B, D P]; for an LSTM also c [T, B, D
     H] and cT [B, D H], both in float32. Gates are returned only in training or if the caller asks for them. If only
-    the backward pass reads them (`keeps_rows`), the arrays that the steps wrote are returned instead of gates."""
+    the backward pass reads them (`keeps_rows`), a list of the arrays that the steps wrote is returned instead of gates,
+    as `ROWS`."""
     T, H, P, cell, Wp = problem.T, problem.H, problem.P, problem.cell, arrays.get("Wp")
     mask, z = whole_mask(problem, arrays), project(problem, arrays)
     row = nothing(row_type(z.dtype))
@@ -57,32 +58,32 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
         reset = each_step(gru_reset_kernel, problem, inputs)
         candidate = each_step(gru_candidate_kernel, problem, inputs, rows)
         for n in range(T):
-            row = candidate(n, before=row, reset_row=reset(n, before=row))
+            row = candidate(n, row, reset(n, row))
     elif Wp is None:
         step = each_step(forward_kernel, problem, inputs, rows)
         for n in range(T):
-            row = step(n, before=row)
+            row = step(n, row)
     else:
         step, h = each_step(forward_kernel, problem, inputs | {"h_before": row}, rows), row
         project_row = each_step(project_kernel, problem, inputs | {"sizes": sizes(problem, mask, P, H)}, projected)
         for n in range(T):
-            row = step(n, before=row, h_before=h)
-            h = project_row(n, before=row)
+            row = step(n, row, h)
+            h = project_row(n, row)
     kinds = [(rows, H)] if Wp is None else [(rows, H), (projected, P)]
     keeps = keeps_rows(problem, arrays)
     with_gates = (problem.training or problem.return_gates) and not keeps
     names = frozenset(name for name in cell.outputs if name != "gates" or with_gates)
     results = after_sweep(outputs_launch, problem, inputs, kinds, names)
-    return results | {f"{ROWS}{n}": piece for n, piece in enumerate(rows.pieces if keeps else ())}
+    return results | {ROWS: rows.pieces} if keeps else results
 
 
-def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
+def backward(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents: Arrays) -> Arrays:
     """Run the backward pass. Return the gradients of all arrays, by name.
 
     saved: the outputs of the forward pass. cotangents: the gradients of some outputs. If the gates were not saved,
     the forward pass runs again to compute them.
     """
-    if saved.get("gates") is None and problem.cell.op != "rnn" and f"{ROWS}0" not in saved:
+    if saved.get("gates") is None and problem.cell.op != "rnn" and ROWS not in saved:
         saved = forward(problem._replace(training=True), arrays)
     few, product, mask = is_plain(problem, arrays), takes_product(problem.cell), whole_mask(problem, arrays)
     operand: Arrays = {}
@@ -92,13 +93,14 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     results = sweep_backward(problem, arrays, saved, cotangents, mask, q, wants_m=few and "Wp" in arrays)
     if few:
         return gradients_in_few_launches(problem, arrays, results | operand)
-    return gradients_after_sweep(problem, arrays, saved, results)
+    outputs = {name: saved[name] for name in saved if name != ROWS}
+    return gradients_after_sweep(problem, arrays, outputs, results)
 
 
 def sweep_backward(
     problem: Problem,
     arrays: Arrays,
-    saved: Arrays,
+    saved: dict[str, Any],
     cotangents: Arrays,
     mask: mx.array | None,
     q: mx.array | None,
@@ -135,30 +137,29 @@ def sweep_backward(
         step = each_step(backward_kernel, problem, inputs)
         reset = each_step(gru_reset_backward_kernel, problem, of_reset, rows)
         for n in reversed(range(T)):
-            row = reset(n, now_row=step(n, before=row))
+            row = reset(n, step(n, row))
     elif projects:
         of_m = {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, H, P), "dh_now": row}
         of_m |= dict.fromkeys(("mask", "dh", "dhT"))
         dh = each_step(dh_kernel, problem, of_dh, dh_rows)
         step = each_step(backward_kernel, problem, inputs | of_m, rows)
         for n in reversed(range(T)):
-            row = step(n, before=row, dh_now=dh(n, before=row))
+            row = step(n, row, dh(n, row))
     else:
         step = each_step(backward_kernel, problem, inputs, rows)
         for n in reversed(range(T)):
-            row = step(n, before=row, rows=kept[n][0], row=kept[n][1]) if kept else step(n, before=row)
+            row = step(n, row, *(kept[n] if kept else ()))
     wanted = {"dc0": "c0" in arrays, "d_out": takes_product(cell), "m": wants_m, "carry": "keep" in inputs}
     kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
     results = after_sweep(gradients_launch, problem, inputs, kinds, frozenset(n for n in wanted if wanted[n]))
     if "h0" in arrays:
         last = each_step(dh_kernel, problem, of_dh | {"dh": None})
-        results["dh0"] = last(-1, before=row)[: B * D * P].reshape(B, D * P)
+        results["dh0"] = last(-1, row)[: B * D * P].reshape(B, D * P)
     return results
 
 
-ROWS = "rows "
-"""The prefix of the names under which the forward pass returns its rows (the arrays that its launches wrote) for the
-backward pass."""
+ROWS = "rows"
+"""The name under which the forward pass returns its rows (the arrays that its launches wrote) for the backward pass."""
 
 
 def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
@@ -172,11 +173,11 @@ def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
     return problem.training and not problem.return_gates and problem.cell.op == "lstm" and "Wp" not in names
 
 
-def kept_rows(problem: Problem, saved: Arrays) -> list[tuple[mx.array, mx.array]]:
+def kept_rows(problem: Problem, saved: dict[str, Any]) -> list[tuple[mx.array, mx.array]]:
     """Return, for each step of the forward pass, the array that contains the step's row (what its launch wrote), and
     the number of this row in the array. Return an empty list if the forward pass kept no rows."""
-    pieces = [saved[name] for name in (f"{ROWS}{n}" for n in range(LEFT)) if name in saved]
-    length = sum(piece.size for piece in pieces) // problem.T
+    pieces: list[mx.array] = saved.get(ROWS, [])
+    length = sum([piece.size for piece in pieces]) // problem.T
     return [(piece, step_number(n)) for piece in pieces for n in range(piece.size // length)]
 
 
@@ -451,39 +452,40 @@ def cell_files(problem: Problem) -> tuple[str, ...]:
 LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 
 
+CHANGING = frozenset(("step", "before", "h_before", "reset_row", "now_row", "dh_now", "rows", "row"))
+"""The names of the inputs that are not the same at all steps. They come first among the inputs of a kernel."""
+
+
 class StepLaunch:
     """A callable that launches a kernel at each step of a pass. It appends each written array to `rows`. At the
-    steps where `rows` plans a join, it uses the launch that also joins arrays."""
+    steps where `rows` plans a join, it uses the launch that also joins arrays. inputs: the arrays by name."""
 
-    def __init__(self, kernel: StepKernel, inputs: list[mx.array], rows: Rows | None = None):
+    def __init__(self, kernel: StepKernel, inputs: Arrays, rows: Rows | None = None):
         self.kernel: StepKernel = kernel
+        self.launch: Launch = kernel.launch
         self.rows: Rows | None = rows
-        self.places: dict[str, int] = {name: n for n, name in enumerate(kernel.names)}
-        self.inputs: list[mx.array] = inputs
+        self.fixed: list[mx.array] = [inputs[name] for name in kernel.names if name not in CHANGING]
         if rows is not None:
             rows.plan(kernel.most)
 
-    def __call__(self, n: int, **changed: mx.array) -> mx.array:
-        """Launch step n and return the array that it writes. changed: the inputs that are not the same as at the
-        previous step."""
-        inputs, rows = self.inputs, self.rows
-        inputs[0] = step_number(n)
-        for name, array in changed.items():
-            inputs[self.places[name]] = array
+    def __call__(self, n: int, *changed: mx.array) -> mx.array:
+        """Launch step n and return the array that it writes. changed: the inputs of this step that are named in
+        `CHANGING`, in the order of the kernel's inputs."""
+        inputs, rows = [step_number(n), *changed, *self.fixed], self.rows
         if rows is None:
-            return self.kernel.launch(inputs=inputs)[0]
+            return self.launch(inputs)[0]
         join = next(rows.joins)
-        row = self.kernel.launch(inputs=inputs)[0] if join is None else self.join(rows.pieces, join)
+        row = self.launch(inputs)[0] if join is None else self.join(inputs, rows.pieces, join)
         rows.pieces.append(row)
         return row
 
-    def join(self, pieces: list[mx.array], join: Join) -> mx.array:
+    def join(self, inputs: list[mx.array], pieces: list[mx.array], join: Join) -> mx.array:
         """Launch a step that also joins some of `pieces`, and replace these by the joined array. Return the array
         that the step itself writes."""
         due = slice(join.first, join.first + len(join.steps))
         arrays = pieces[due] + pieces[due.stop - 1 : due.stop] * (self.kernel.most - len(join.steps))
         launch, sizes = self.kernel.joining(join.steps)
-        row, *pieces[due] = launch(inputs=self.inputs + arrays + sizes)
+        row, *pieces[due] = launch(inputs + arrays + sizes)
         return row
 
 
@@ -508,8 +510,7 @@ def each_step(make: Make, problem: Problem, inputs: Inputs, rows: Rows | None = 
     """Return a callable that launches, at each step, the kernel that `make` builds for these inputs. If `rows` is
     given, the written arrays are appended to `rows`."""
     present, dtype = there(inputs)
-    kernel = make(problem, dtype, tuple(present), rows is not None)
-    return StepLaunch(kernel, [present[name] for name in kernel.names], rows)
+    return StepLaunch(make(problem, dtype, tuple(present), rows is not None), present, rows)
 
 
 # The functions below return the kernels of a step. Their arguments are the problem, the dtype of the arrays, the names
@@ -525,7 +526,7 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
     length = row_length(problem, H, 1 + cell.gates if saves else 1, "c" in cell.outputs, dtype)
     return StepKernel(
         *(problem, dtype, present, "stepwise_forward"),
-        "step z before h_before Wh Wh_scales Wh_biases h0 c0 peephole bhn mask keep lengths sizes numbers",
+        "step before h_before z Wh Wh_scales Wh_biases h0 c0 peephole bhn mask keep lengths sizes numbers",
         tile=(stepwise_rows(problem.B), units * cell.gates),
         units=(H, units),
         output=(length, row_type(dtype)),
@@ -539,7 +540,7 @@ def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...]
     H] with r * mask * h_before, r and z. The shader is in metal/stepwise_gru.metal."""
     return StepKernel(
         *(problem, dtype, present, "stepwise_gru_reset"),
-        "step z before Wh Wh_scales Wh_biases h0 mask lengths sizes",
+        "step before z Wh Wh_scales Wh_biases h0 mask lengths sizes",
         tile=(stepwise_rows(problem.B), 32),
         units=(problem.H, 16),
         output=(row_length(problem, problem.H, 3, False, dtype), dtype),
@@ -553,7 +554,7 @@ def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
     saves = problem.training or problem.return_gates
     return StepKernel(
         *(problem, dtype, present, "stepwise_gru_candidate"),
-        "step z before reset_row Wh Wh_scales Wh_biases h0 keep lengths sizes",
+        "step before reset_row z Wh Wh_scales Wh_biases h0 keep lengths sizes",
         tile=(stepwise_rows(problem.B), 32),
         units=(problem.H, 32),
         output=(row_length(problem, problem.H, 4 if saves else 1, False, dtype), row_type(dtype)),
@@ -583,7 +584,7 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
     tile, arrays = tile_of(problem, problem.H), problem.cell.gates + ("keep" in present)
     return StepKernel(
         *(problem, dtype, present, "stepwise_backward"),
-        "step before dh_now weights gates rows row states states0 q peephole bhn mask keep lengths dh dc dgates dhT "
+        "step before dh_now rows row weights gates states states0 q peephole bhn mask keep lengths dh dc dgates dhT "
         "dcT sizes",
         tile=tile,
         units=(problem.H, tile[1]),
