@@ -30,8 +30,8 @@ class Table(NamedTuple):
     and it is used for all cells and for two directions.
 
     source: where the numbers come from, as text for the reason of a choice.
-    engines: {dtype: {B: pairs (largest H, engine)}}, with H ascending. The pairs are used for batches of B items up to the
-        next larger B. For H above the last pair `stepwise` is faster.
+    engines: {dtype: {B: pairs (largest H, engine)}}, with H ascending. The pairs are used for batches of B items up to
+        the next larger B. For H above the last pair `stepwise` is faster.
     discarded: every (dtype, B, engine) for which a measurement failed or gave a wrong result.
     cuts: {(dtype, B): cut}, where a cut says how `fused` divides its work. An entry exists only where a measured cut is
         faster than the rules of `fused`.
