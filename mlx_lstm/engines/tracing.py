@@ -77,8 +77,8 @@ def is_transforming() -> bool:
     if probe.runs == before:
         return False
     # MLX called the Python function. There are three possible reasons: MLX is transforming; this is the first call in
-    # this thread; or mx.disable_compile() is in effect. Evaluating the placeholder, which has no value, always fails;
-    # the kind of error decides: a ValueError during a transformation, else a RuntimeError.
+    # this thread; or mx.disable_compile() is in effect. To decide, evaluate the stale placeholder of mx.vmap, which
+    # has no value. This always fails: with a ValueError during a transformation, else with a RuntimeError.
     try:
         mx.eval(PLACEHOLDER)
     except RuntimeError:

@@ -71,8 +71,8 @@ class Table(NamedTuple):
         return self.cuts.get(self.row_at(dtype, B)[:2]) if self.cuts else None
 
     def row_at(self, dtype: mx.Dtype | str, B: int) -> tuple[str, int, Row]:
-        """Return the entry of `engines` that applies to a batch of B items: (name of the dtype, the least batch size
-        for which the entry is used, the entry's pairs (largest H, engine))."""
+        """Return the entry of `engines` that applies to this dtype and a batch of B items, as (name of the dtype,
+        least batch size to which the entry applies, pairs (largest H, engine))."""
         name = str(dtype).removeprefix("mlx.core.")
         batches = self.engines.get(name) or {1: ()}
         least = max((least for least in batches if least <= B), default=min(batches))

@@ -74,8 +74,8 @@ def over_time(
 
 
 def choose_items(live: Array, tree: Any, other: Any) -> Any:
-    """Return for each batch item with true `live` its part of `tree`, and for each other item its part of `other`.
-    Both are arrays [B, .], or equal trees (lists, dicts) of such arrays."""
+    """Return `tree`, but with the parts of `other` for all batch items with false `live` [B]. `tree` is an array [B,
+    .], or a list or dict of such arrays; `other` has the same structure, with arrays or scalars."""
     return tree_map(lambda a, b: mx.where(live.reshape(-1, *[1] * (a.ndim - 1)), a, b), tree, other)
 
 
