@@ -43,16 +43,17 @@ bias, "bhn" a bias that the reset gate multiplies, "p" a peephole."""
 
 
 class Block(NamedTuple):
-    """H rows of one parameter of the user's module. They may be the weights of one gate.
+    """H rows of one parameter of the user's module. They may be the weights of one of the gates, each of which has H
+    units.
 
-    The rows belong to a view of the parameter: the parameter itself, its transpose, or some of its columns. The view
-    has k blocks, so its shape is [k H, C], or [k H] for a bias.
+    The rows are rows of a view of the parameter: of the parameter itself, of its transpose, or of some of its columns.
+    The view consists of k such blocks. So a matrix has k H rows, and a bias k H elements.
 
         name: the parameter's key in the module        title: the Python code for the parameter
         view: the function that returns the view       form: the code for it, such as ".T"
         columns: the code for the columns, such as ":5"
-        row: which of the k blocks this one is
-        kinds: the uses that the block's shape allows (see `Part`)
+        row: the index of this block among the k blocks of the view
+        kinds: what the block may be by its shape, such as "x" for a matrix of the input (see `Part`)
     """
 
     name: str
@@ -214,9 +215,9 @@ class Trial:
         return self.run(pair, ())
 
     def run(self, pair: bool, blocks: tuple[int, ...]) -> np.ndarray | None:
-        """Return the states [1 or 2, B, H] after one step in which only these blocks, given as indices of
-        `self.blocks`, are not 0. Return None if the step raises an error or returns something else. pair: whether
-        the state is (h, c), not only h."""
+        """Run the user's cell for one step in which all parameters are 0 except for some blocks (H rows of a
+        parameter each). blocks: their indices in `self.blocks`. pair: whether the state is (h, c), not only h.
+        Return the new states [1 or 2, B, H]. Return None if the step raises an error or returns something else."""
         if (pair, blocks) in self.known:
             return self.known[pair, blocks]
         arrays = {key: np.zeros(shape, np.float32) for key, shape in self.shapes.items()}
@@ -317,10 +318,14 @@ def parts_of(way: Way, trial: Trial) -> dict[Part, list[Block]] | None:
 
 
 def part_of(way: Way, trial: Trial, n: int, gates: list[str], context: tuple[int, ...]) -> Part | None:
-    """Return (gate, kind): the gate to which block n (H rows of a parameter) belongs, and what its weights multiply
-    (see `Part`). The formula that `way` names must give the same states with these weights as the cell with this
-    block. Return None if no gate fits. gates: the gates to test. context: the index of another block that is also not
-    0, because some gates have no effect alone; or ()."""
+    """Find out to which gate block n (H rows of a parameter) belongs, and what its weights multiply. Return (gate,
+    kind), where kind is "x", "h" or another word of `Part`. Return None if no gate fits.
+
+    The user's cell runs one step with all parameters 0 except for this block. The formula `way` (an op and its
+    options) runs one step with the same numbers as the weights of one gate and kind. If both give the same states,
+    this gate and kind are right. gates: the gates to try. context: the index of another block that is not 0, because
+    some gates have no effect alone; or ().
+    """
     got = trial.run(way.op == "lstm", (*context, n))
     if got is None:
         return None
@@ -421,8 +426,8 @@ def order_of(blocks: list[list[Block]], gates: str) -> str:
 def joined(blocks: list[list[Block]], order: str, H: int) -> Expression:
     """Return the code of one argument of the call: the weights of all gates one after the other. `blocks` has for each
     gate its blocks (H rows of a parameter each). Several blocks of one gate are several biases, so they are added."""
-    # If the blocks are the rows of whole parameters, in the call's gate order, the code needs no slices: "ih.bias +
-    # hh.bias". An entry of `columns` has the blocks of one such parameter.
+    # If the blocks together are whole parameters, in the gate order of the call, the code needs no slices, such as
+    # "ih.bias + hh.bias". Test this: each entry of `columns` has one block of every gate, which may be one parameter.
     columns = list(zip(*blocks, strict=True)) if len({len(each) for each in blocks}) == 1 and blocks[0] else []
     if columns and all(order_of([[block] for block in column], order) == order for column in columns):
         firsts = [column[0] for column in columns]

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import draw, draw_cotangents, run
+from machine_code import training_step
 from machine_code.__main__ import main
 from machine_code.instructions import has_product, work_of
 from machine_code.launches import Graph, trace
@@ -242,6 +243,17 @@ def test_a_product_with_few_tiles_leaves_cores_without_work():
 
 
 # --- The command -----------------------------------------------------------------------------------------------------
+
+
+def test_launches_of_a_training_step():
+    """docs/predictions.md shows the number of launches of a training step that the command counts. Each time step has
+    one launch per layer and pass on `stepwise`, and none on `fused`."""
+    page = (Path(__file__).parents[1] / "docs/predictions.md").read_text()
+    for line in training_step.text().splitlines():
+        assert line.strip() in page
+    assert [training_step.counted(engine, 5, 2, 4)[2] for engine in ENGINES] == [
+        4 * 5 if engine == "stepwise" else 0 for engine in ENGINES
+    ]
 
 
 def test_model_command(tmp_path, capsys):

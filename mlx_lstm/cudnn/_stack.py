@@ -272,8 +272,9 @@ def buffer_gradients(where: Layout, gradients: Arrays) -> Arrays:
 
 
 def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str, tuple[int, int, int]]]:
-    """Return for each layer a dict from name to shape of the layer's arrays in the reserve space, in order. x: the op's
-    input, [T, N, .]."""
+    """Return for each layer the shapes of its arrays in the reserve space, by name and in the order of storage. The
+    reserve space is the array in which the forward op saves arrays for the backward op. x: the op's input, [steps,
+    batch, features]."""
     T, N, _ = x.shape
     widths = {} if where.mode.startswith("rnn") else {"gates": where.D * where.G * where.H}
     if where.mode == "lstm":

@@ -281,12 +281,13 @@ class Depth(NamedTuple):
 
 
 def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, merge: str, any_width: bool) -> Depths:
-    """Check that each layer fits the layer before and that both directions of a layer are alike. Return a list with
-    one entry per layer: the list of the layer's groups, with the arrays of both directions joined. Groups are layers
-    that run side by side on parts of the features.
+    """Check that each layer fits the layer before, and that both directions of a layer are alike. Return one entry
+    per layer, in which the arrays of both directions are joined. An entry is a list of the layer's groups, which run
+    side by side on parts of the features. Without groups it has one element.
 
-    sides: one list of layers per direction, the forward direction first. `engine` replaces the engines of the layers;
-    with `any_width` all layers but the first may read any number of features.
+    sides: for each direction a list of all layers and groups, the forward direction first. groups: the number of
+    groups of a layer. engine: if it is not None, it replaces the engines of the layers. any_width: whether the
+    layers after the first may read any number of features.
     """
     first, count = sides[0][0], len(sides[0])
     if count % groups:

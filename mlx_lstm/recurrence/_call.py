@@ -253,8 +253,8 @@ def given(**arrays: Any) -> dict[str, Any]:
 
 
 def h_of(problem: Problem, saved: Arrays) -> mx.array:
-    """Compute the output h [T, B, D H] that the caller did not pass: from the gates and c of an LSTM without
-    projection, or from the preactivations of a plain RNN."""
+    """Compute the output h [T, B, D H] for a caller who did not pass it (D: directions). For an LSTM without
+    projection it is computed from the gates and c in `saved`, for a plain RNN from the preactivations."""
     cell, D, H, gates = problem.cell, problem.directions, problem.H, saved["gates"]
     if isinstance(cell, RNNCell):
         return activate(cell.act, gates)

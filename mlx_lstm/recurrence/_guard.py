@@ -132,8 +132,9 @@ def tried(trial: Trial, others: list[Trial]) -> str:
 
 @contextmanager
 def one_process_at_a_time() -> Iterator[None]:
-    """Hold a file lock, so that only one process of the user tests kernels at a time; the others then find its results
-    in the file. Without file locks on this system, do nothing."""
+    """Return a context that holds a file lock, so that only one process of the user tests kernels at a time. A
+    process that waited for the lock then reads the results from the file of verdicts, and need not test the same
+    kernels again. On a system without file locks, the context does nothing."""
     try:
         import fcntl
 

@@ -69,8 +69,9 @@ class Recorder:
         self.recorded: dict[Trial, set[Text]] = {}
 
     def kernel(self, **definition: Any) -> Callable[..., Any]:
-        """Return a kernel that is built at its first launch. While the recorder records, a launch only records the
-        kernel's source and returns zeros."""
+        """Return a function that launches a kernel. The kernel is built at its first launch. While this object
+        records which kernels a test run needs, a launch does not run the kernel: it only records the kernel's
+        source, and returns zeros in place of its outputs."""
         built: list[Callable[..., Any]] = []
 
         def launch(*, inputs: list[Any], **call: Any) -> Any:

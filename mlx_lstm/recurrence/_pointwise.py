@@ -130,7 +130,8 @@ def pointwise(
 
 
 def directions(apart: object, bidirectional: object) -> int:
-    """Check the flags `apart` and `bidirectional`. Return the number of directions, 1 or 2."""
+    """Check that two options are True or False: `apart` (whether a cell gets the parts of a gate from x and from h
+    as a pair) and `bidirectional`. Return the number of directions, 1 or 2."""
     check_flag(OP, "apart", apart)
     check_flag(OP, "bidirectional", bidirectional)
     return 2 if bidirectional else 1

@@ -33,8 +33,8 @@ def check_keep_dtype(op: str, keep: ArraySpec | mx.array) -> None:
 
 
 def check_flags(op: str, name: str, array: mx.array) -> mx.array:
-    """Check that an array of integers holds only 0 and 1. Other integers are most likely `~starts` of integers, which
-    is -1 and -2. Return such an array as bool, so that it is not checked again, and any other array unchanged. The
+    """Check that an array of integers holds only 0 and 1. (A usual mistake is `~done` with integers, whose values
+    are -1 and -2.) Return such an array as bool, so that it is not checked again, and any other array unchanged. The
     numbers cannot be checked inside of `mx.compile`, `mx.vmap` or an export."""
     if not mx.issubdtype(array.dtype, mx.integer) or not have_values([array]):
         return array
@@ -140,7 +140,8 @@ class Steps(NamedTuple):
         if "inputs" in arrays:
             inner["inputs"] = self.taken(arrays["inputs"], order)
         if "keep" in arrays:
-            # The factor of the next running step includes the factors of the held steps before it.
+            # The engine does not run held steps, but their factors `keep` still act on the state. So multiply the
+            # factor of each running step by the factors of the held steps just before it.
             inner["keep"] = mx.where(ran, self.taken(self.each_direction(inner["keep"], live, 0), order), 1)
         if masks_differ(arrays):
             mask = arrays["mask"]
@@ -211,9 +212,9 @@ class Steps(NamedTuple):
         """
         if not back:
             return self.taken(mx.concatenate([first, states]), ran)
-        # In reverse a held step has the state of the next step in time that runs. The engine's states contain only
-        # steps that ran. So the number of running steps at smaller time indices, `before`, is the position of the
-        # wanted state. If no later step runs, the first state is taken, which is appended at position T.
+        # In reverse a held step has the state of the next step in time that runs. `states` contains only steps that
+        # ran, sorted by time. So the index of that step in `states` is the number of running steps at earlier times,
+        # `before`. If no later step runs, the result is the state before all steps, which is appended at index T.
         before = ran - live.astype(mx.int32)
         return self.taken(mx.concatenate([states, first]), mx.where(before == ran[-1], self.T, before))
 
@@ -233,8 +234,9 @@ class Steps(NamedTuple):
         return keep if self.lengths is None else mx.where(self.alive()[..., None], keep, 1)
 
     def each_direction(self, keep: Array, live: Array, which: int) -> Array:
-        """Return the factors on the state of each direction, [T, B, D]: before each step (which = 0) or after each
-        step (which = 1). keep [T, B, D]: the option `keep`. live [T, B]: whether a step runs."""
+        """Return the factors on the states of D directions, [T, B, D]: before each step (which = 0) or after each
+        step (which = 1). keep [T, B, D]: the option `keep`. live [T, B]: whether a step runs. A step that does not
+        run still multiplies the state by keep; `factors` explains how."""
         each = []
         for d, back in enumerate(self.backwards):
             turn = slice(None, None, -1 if back else 1)
@@ -271,5 +273,6 @@ def factors(keep: Array, live: Array) -> tuple[Array, Array]:
 
 
 def shifted(array: Array, steps: int, first: int) -> Array:
-    """Return the array [T, B] shifted to later time steps by `steps`. `first` fills the front."""
+    """Return the array [T, B] moved to later time steps: step t has the value of step t - `steps`. The first steps
+    get the number `first`."""
     return mx.concatenate([mx.full((steps, array.shape[1]), first, array.dtype), array[:-steps]])

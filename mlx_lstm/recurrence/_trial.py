@@ -35,9 +35,9 @@ CELLS = {"lstm": cells.LSTMCell, "gru": cells.GRUCell, "rnn": cells.RNNCell}
 
 
 class Trial(NamedTuple):
-    """A test run of an engine's kernels: the engine and a small problem (sizes and options) that runs the same kernels
-    as a large call. An engine runs different kernels for sizes above certain limits (`Limits`). If the call exceeds
-    such a limit, the small problem has a lower limit, which it exceeds, too."""
+    """A test run of an engine's kernels: the engine and a small problem (sizes and options) that runs the same
+    kernels as a large call. An engine runs other kernels for sizes above certain limits (`Limits`). If the call is
+    above such a limit, the limit of the small problem is lowered, so that its size is above the limit, too."""
 
     engine: str
     problem: Problem

@@ -75,16 +75,16 @@ INDEPENDENT = 0.5e-6
 """Seconds from one tiny launch to the next one if the next one does not wait for it. Published for one Mac."""
 
 HOST = {
-    ("fused", "forward"): (81e-6, 0.0),
-    ("fused", "backward"): (163e-6, 0.0),
-    ("stepwise", "forward"): (50e-6, 3.7e-6),
-    ("stepwise", "backward"): (100e-6, 9.2e-6),
-    ("mlx.nn.LSTM", "forward"): (0.0, 7.8e-6),
-    ("mlx.nn.LSTM", "backward"): (0.0, 26.5e-6),
+    ("fused", "forward"): (58e-6, 0.0),
+    ("fused", "backward"): (126e-6, 0.0),
+    ("stepwise", "forward"): (50e-6, 2.7e-6),
+    ("stepwise", "backward"): (100e-6, 6.7e-6),
+    ("mlx.nn.LSTM", "forward"): (0.0, 6.8e-6),
+    ("mlx.nn.LSTM", "backward"): (0.0, 21.9e-6),
 }
 """(seconds per call, seconds per time step) that the host needs to build the graph of a pass; "backward" includes the
 forward pass. Measured at T, B, H = 64, 32, 256 with `python -m mlx_lstm.bench --host` on two cores of an AMD EPYC (Zen
-5), mlx 0.32.4, in the quietest of five runs. How the time of `stepwise` divides into call and steps is assumed. Inside
+5), mlx 0.32.4, in the quietest of three runs. How the time of `stepwise` divides into call and steps is assumed. Inside
 `mx.compile` a step takes only a fraction of this time. No Mac was measured."""
 
 ENCODE, ENCODE_CHARACTER = 1.0e-6, 0.05e-9
