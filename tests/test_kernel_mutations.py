@@ -124,6 +124,8 @@ HARMLESS = {
     # With <=, the loop also looks at the activation of the output, which follows those of the gates. At worst the
     # kernel then runs the slower code that computes gates one by one. This code gives the same result.
     "for (int n = 0; n < GATES; ++n) found = found || (activation_of(OPTIONS, n) == TANH && gate == n);  < becomes <=",
+    # Only cells with four lanes per unit call this function. So N is 4, and both conditions are true.
+    "float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)) : mine; }  > becomes >=",
     # P is the number of products of a cell. With >=, a cell without products (P = 0) also waits at these barriers, and
     # runs the code that adds the products. There is no term to add, so the result is the same.
     *(
