@@ -176,8 +176,8 @@ def decide(
 def is_small_step(cell: AnyCell, T: int, B: int, H: int) -> bool:
     """Return whether a call is a single step that is so small that `ops` computes its gradient faster than `numpy`.
 
-    A program that calls a layer for each step builds a long graph. `numpy` evaluates its arrays at each call, and each
-    evaluation visits all nodes of the graph so far. `ops` only adds nodes to the graph.
+    A program that calls a layer for each step builds a long graph. `numpy` must evaluate its arrays at each call, and
+    each evaluation visits all nodes of the graph so far. `ops` evaluates nothing at a call.
     """
     return T == 1 and B * cell.gates * H**2 <= ONE_STEP
 

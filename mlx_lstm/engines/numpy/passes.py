@@ -96,8 +96,8 @@ def close_ended(problem: Problem, v: Views, out: Views, ends: "Ends", last: View
 
 class BackwardSweep:
     """The backward pass of one direction. It divides the steps into chunks of time and processes them in the opposite
-    order of the forward pass. After the steps of a chunk it computes the chunk's weight gradients, one matrix product
-    for all these steps.
+    order of the forward pass. After the steps of a chunk, it computes their share of each weight gradient as one
+    matrix product.
 
     dh [P, B] and dc [H, B] are the gradients of the state after the current step, without the cotangents of the
     outputs h and c at that step. P is the width of h; dc has no rows for a cell without c.
