@@ -147,9 +147,10 @@ def header(shaders: Iterable[str], body: str) -> str:
 
 
 def fields_of(names: Iterable[str], present: Collection[str]) -> dict[str, str]:
-    """Return, for each field of a struct of arrays, its source: the array's name, or `absent` if the name is not in
-    `present`. A quantized weight has three arrays in one field, and the template parameters then include BITS and
-    GROUP."""
+    """Return a dict with the fields of the struct in which a kernel gets its arrays: from each field's name to the
+    Metal expression of its value. The expression is the array's name, or `absent` if the name is not in `present`.
+    The words, scales and biases of a quantized weight are one field; the kernel must then have the template
+    parameters BITS and GROUP."""
     fields = {name: name if name in present else "absent" for name in names if not name.endswith(PARTS)}
     for name in fields:
         if is_packed(name, present):

@@ -1,9 +1,9 @@
 """The matrix products of the Metal engines that span all time steps. MLX computes them: the input's product before
 the steps, and the gradients of the weights after the backward steps.
 
-The gradients take few launches: one product per weight, for both directions at once.
-`engines.ops.sweep.gradients_after_sweep` defines the gradients. It also computes the rarer cases: a mask, `keep`, a
-peephole, or a GRU whose reset comes before the candidate's product.
+This module computes the gradients in few launches: one product per weight, for both directions at once. It does not
+support a mask, `keep`, a peephole, or a GRU whose reset comes before the candidate's product. For them the engines
+call `engines.ops.sweep.gradients_after_sweep`, which also defines the gradients.
 """
 
 from collections.abc import Collection
@@ -47,11 +47,12 @@ def takes_product(cell: AnyCell) -> bool:
 
 
 def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.array | None) -> Arrays:
-    """Return a dict with h_in [D, T, B, P], the operand of the recurrent product at every step: mask * h_prev, and 0
-    past an item's end. If the bias gradients are sums of 16-bit rows, also return `ones` [1, T * B]: these sums are
-    computed as products with ones. If the call has lengths, also return x_in [T, B, I]: x with 0 past an item's end.
+    """Return a dict with h_in [D, T, B, P]: what the recurrent product multiplies with Wh at each step, for D
+    directions and P numbers of h. It is mask * (h before the step), and 0 past an item's end. If the arrays have 16
+    bits and there are biases, also return `ones` [1, T * B]: `column_sums` computes a sum of rows in float32 as a
+    product with ones. If the call has lengths, also return x_in [T, B, I]: x with 0 past an item's end.
 
-    mask: the factor on h in the recurrent product (mask times `keep`), or None.
+    mask: the factor on h in the recurrent product (it includes `keep`), or None.
     """
     inputs = {"h": h, "h0": arrays.get("h0"), "mask": mask, "lengths": arrays.get("lengths")}
     # In the gradient of Wx, a NaN in the padding of x would stay NaN although it is multiplied by 0.
@@ -74,9 +75,10 @@ def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.arra
 def input_launch(
     problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, sums: bool, width: int
 ) -> tuple[Launch, mx.array]:
-    """Return the launch of the shader `recurrent_input`, and its array of sizes. names: which of h, h0, mask,
-    lengths and x the launch reads. sums: whether the shader also writes the array `ones` [1, T * B], with which a
-    product sums 16-bit rows. width: the number of features of x, or 0 if the launch does not read x."""
+    """Return the launch of the shader `recurrent_input`, and its array of sizes. names: the names of the arrays that
+    are present, of h, h0, mask, lengths and x. width: the number of features of x, or 0 without x. sums: whether the
+    shader also writes the array `ones` [1, T * B]. `column_sums` multiplies it with 16-bit rows to add them up in
+    float32."""
     T, B, P, D = problem.T, problem.B, problem.P, problem.directions
     inputs = {name: name in (*names, "sizes") for name in ("h", "h0", "mask", "lengths", "x", "sizes")}
     outputs: Outputs = {"h_in": ((D, T, B, P), dtype), "ones": ((1, T * B), dtype) if sums else None}
@@ -103,9 +105,10 @@ def candidates(problem: Problem, arrays: Arrays, h_in: mx.array) -> mx.array:
 def gradients_in_few_launches(problem: Problem, arrays: Arrays, sweep: Arrays) -> Arrays:
     """Return the gradients of all arrays, by name.
 
-    sweep: the results of `recurrent_input` and of the backward steps. The backward steps give dz and d_out [T, B, D
-    G H] (d_out is the gradient of the recurrent product, if it is not the same as dz), dh0 and dc0. With a
-    projection they also give dh [T, B, D P] and m [D, T, B, H], the operand of the projection.
+    sweep: the results of `recurrent_input` and of the backward steps, with D directions and G gates. The backward
+    steps give dz [T, B, D G H], the gradient of the preactivations; dh0 and dc0; and, only if it differs from dz,
+    d_out, the gradient of the recurrent product. With a projection to P numbers they also give dh [T, B, D P], the
+    gradient of h, and m [D, T, B, H], the vector that the projection multiplies with Wp.
     """
     (D, T, B, P), H, ones = sweep["h_in"].shape, problem.H, sweep.get("ones")
     d = sweep.get("d_out", sweep["dz"]).reshape(T * B, D, -1)
