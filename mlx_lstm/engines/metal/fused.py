@@ -420,12 +420,12 @@ REGISTERS = {384: 128, 448: 116, 512: 104, 576: 92, 640: 80, 704: 72, 768: 68, 8
 published for the M1."""
 
 WORKING_REGISTERS = {
-    ("lstm", "forward"): {1: 44, 2: 64, 8: 60},
-    ("lstm", "backward"): {1: 44, 2: 64, 8: 64},
-    ("gru", "forward"): {1: 40, 2: 56, 4: 84, 8: 60},
-    ("gru", "backward"): {1: 52, 2: 72, 4: 108, 8: 64},
-    ("rnn", "forward"): {1: 40, 2: 56, 4: 92, 8: 56},
-    ("rnn", "backward"): {1: 44, 2: 60, 4: 92, 8: 56},
+    ("lstm", "forward"): {1: 44, 2: 64, 8: 62},
+    ("lstm", "backward"): {1: 46, 2: 68, 8: 74},
+    ("gru", "forward"): {1: 40, 2: 58, 4: 88, 8: 60},
+    ("gru", "backward"): {1: 52, 2: 76, 4: 118, 8: 70},
+    ("rnn", "forward"): {1: 40, 2: 60, 4: 98, 8: 56},
+    ("rnn", "backward"): {1: 44, 2: 60, 4: 96, 8: 56},
 }
 """The number of registers that a thread needs besides its resident weights, by cell, pass and batch items of a
 threadgroup (8: it multiplies 8 x 8 matrices). They hold sums, operands, loaded weights, states and indices. The
