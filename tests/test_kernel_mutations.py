@@ -241,6 +241,9 @@ def trials(file, kind):
             case, cotangents = draw_arrays(np.random.default_rng(3), form, {"b": None, "Wx": None}, (3, 1, 1, 33))
             case["x"] = np.linspace(-most, most, 99, dtype=np.float32).astype(np.float64).reshape(3, 1, 33)
             yield "pointwise", form, case, cotangents, *judged(form, case, cotangents)
+    if file == "recurrent_input":
+        # Without a mask the kernel also copies x. A thread copies several numbers of x, because I > H.
+        yield trial("fused", (4, 3, 5, 2, 2), lengths=np.array([2, 4, 3]), mask=None)
     if file == "stepwise":
         yield trial("stepwise", (21, 1, 2, 2, 2), op="rnn")  # concatenates rows of fewer than 8 numbers
     if file == "stepwise_lanes":

@@ -38,9 +38,11 @@ from on_metal import ENGINES, can_run, on_metal
 
 from mlx_lstm.bench.short import SETTLING
 from mlx_lstm.bench.tasks import Size
+from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.predicted import predict
+from mlx_lstm.engines.problem import Problem
 from mlx_lstm.oracle import forward
 
 DTYPES = {np.float32: mx.float32, np.float16: mx.float16}
@@ -254,6 +256,21 @@ def test_launches_of_a_training_step():
     assert [training_step.counted(engine, 5, 2, 4)[2] for engine in ENGINES] == [
         4 * 5 if engine == "stepwise" else 0 for engine in ENGINES
     ]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_lengths_need_no_launch(engine):
+    """A forward and a backward pass with `lengths` has as many launches as without: MLX does not have to mask x."""
+    problem, module = Problem(5, 2, 4, 4, LSTMCell()), ENGINE_MODULES[engine]
+
+    def passes(x, Wx, Wh, b, d, *lengths):
+        arrays = {"x": x, "Wx": Wx, "Wh": Wh, "b": b} | dict(zip(["lengths"], lengths, strict=False))
+        outputs = module.forward(problem, arrays)
+        return list(module.backward(problem, arrays, outputs, {"h": d}).values())
+
+    arrays = [mx.zeros(shape) for shape in ((5, 2, 3), (16, 3), (16, 4), (16,), (5, 2, 4))]
+    graphs = [trace(passes, arrays), trace(passes, [*arrays, mx.zeros(2, mx.int32)])]
+    assert len(graphs[0].launches) == len(graphs[1].launches)
 
 
 def test_model_command(tmp_path, capsys):

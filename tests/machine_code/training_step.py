@@ -1,5 +1,5 @@
 """Count the launches of one training step of a model with two LSTM layers, and the bytes of their arguments. No GPU is
-needed: `PYTHONPATH=tests python -m machine_code.training_step` prints the table in docs/predictions.md."""
+needed: `PYTHONPATH=tests python -m machine_code --launches` prints the table in docs/predictions.md."""
 
 from collections import Counter
 from typing import Any
@@ -73,7 +73,3 @@ def counted(engine: str, T: int, B: int, H: int) -> tuple[str | int, ...]:
 def text() -> str:
     """Return the table of all engines."""
     return table([COLUMNS, *([str(cell) for cell in counted(name, *SIZES[name])] for name in SIZES)], left=2)
-
-
-if __name__ == "__main__":
-    print(text())
