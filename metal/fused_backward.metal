@@ -19,8 +19,8 @@
 // so no lane overwrites numbers that another lane still reads. With two products there is a second barrier, between r's
 // gradient and the second product.
 
-// Multiply the operand in `vectors` with the columns of Wh that belong to the units of this group of lanes. sum[r]: the
-// result for batch item r and the lane's own unit.
+// Multiply x, an operand in threadgroup memory, with the columns of Wh that belong to the units of this group of lanes
+// (the lanes that share UNITS units). sum[r]: the result for batch item r and the lane's own unit.
 template <class Cell, int UNITS, int ROWS, int RUNS, int FROM, int RESIDENT, class V>
 void products_of_columns(
     thread float (&sum)[ROWS], thread const V* resident, const device V* streamed, threadgroup const float4* x) {
@@ -34,10 +34,11 @@ void products_of_columns(
   }
 }
 
-// Run between the two products of a GRU whose reset comes before the product. sum: the result of the first product,
-// which is the gradient of r h. Compute r's gradient from it. Then lanes 0 and 1 write the operand of the second
-// product, the gradients of r and z, to `vectors` [ROWS][ROW]. This operand has no block for the candidate. So a block
-// that lies behind the candidate's in memory moves up by one.
+// The second part of a backward step of a GRU whose reset comes before the product; it runs between two products. sum:
+// the result of the first product, the gradient of r h. From it the function computes the gradient of r's
+// preactivation. Then lanes 0 and 1 of a unit write the gradients of r and z to `vectors` [ROWS][ROW], the operand of
+// the second product. On the gate axis of Wh there is also the candidate n, but not in this operand. So gates that come
+// after n on this axis move up by one block (`rank`).
 template <class Cell, int H, int ROWS, int ROW, class S, class Index, class Arrays>
 void reset_back(
     thread Item<Index> (&items)[ROWS], thread const float (&sum)[ROWS], int lane, int unit, bool real, int t,
