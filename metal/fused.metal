@@ -9,8 +9,8 @@
 //   keep          [T, B, D]
 //   arranged      [D, simdgroups, COUNT, 32 lanes, 4]: the weights Wh [D, G H, H] in the order in which lanes read
 //                 them, written by fused_arrange.metal
-//   sizes         start, stop: the steps of this launch, counted in the order of processing; T, B, D;
-//                 whether the only direction is the reverse one; whether every step has a mask of its own
+//   sizes         seven integers: start, stop (this launch runs the steps start ... stop - 1, counted in the order of
+//                 processing); T; B; D; 1 if the only direction is the reverse one; 1 if each step has its own mask
 // `mask` already includes `keep`. Outputs with a time axis contain only the steps of this launch.
 //
 // A lane's weights are COUNT vectors of 4, in the order in which the lane needs them. The first RESIDENT vectors stay

@@ -3,8 +3,8 @@
 // fixed distances, and the vectors of neighbouring lanes lie side by side. So a lane needs no bounds checks and no
 // address arithmetic to read them. The kernel runs once per pass, with one thread per vector.
 //
-// H and COUNT are arguments of the launch, not of the templates, so that one compiled kernel serves layers of any size.
-// `sizes` holds both.
+// H and COUNT (the vectors of a lane) come from the array `sizes`, not from template parameters, so that one compiled
+// kernel serves layers of any size.
 
 // Return the k-th weight of the product that computes one number for `unit`, or 0 past the end.
 // Forward the product computes one gate: the weights are the row of Wh of this unit and of the gate at position

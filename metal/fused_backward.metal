@@ -4,16 +4,18 @@
 //   dh_t = mask_next * (d_next Wh) + keep_next * (the part of the gradient that bypasses the product) + dh[t]
 //   d_t, ... = cell_backward(dh_t, ...)
 //
-// "next" is the step that the forward pass processes after t. d is the gradient of the recurrent products. It equals
-// dz, except for a GRU's candidate, where it is dz_n r. Outputs besides dz, dh0, dc0:
+// "next" is the step that the forward pass processes after t. d is the gradient of the recurrent products: for most
+// gates dz, the gradient of the preactivation, but dz_n r for a GRU's candidate, whose product is multiplied by r.
+// Besides dz, dh0 and dc0 the kernel writes:
 //   d_out   [T, B, D G H] or absent: d
 //   carry   [T, B, D H] float or absent: the gradient of keep * c, or the part of the gradient of keep * h that
 //                                         bypasses the product
 //
-// `vectors` in threadgroup memory holds d of the current step, the operand of the product, as a double buffer
-// [2][ROWS][padded G H]. A cell with two products (GRU, reset before) has dz_n [ROWS][padded H] first, from which r's
-// gradient is computed, and then dz_r, dz_z [ROWS][padded 2 H]. Every lane of a unit keeps the unit's dh, dc and state
-// in registers, and its own gate.
+// `vectors` in threadgroup memory holds d of the current step, the operand of the product with Wh. It is a double
+// buffer [2][ROWS][padded G H]. For a GRU whose reset comes before the product, a step has two products, and `vectors`
+// has other parts: first dz_n [ROWS][padded H], with which the first product computes r's gradient; then dz_r and dz_z
+// [ROWS][padded 2 H], for the second product. The lanes of a unit share its gates. Each lane has its own gate and a
+// copy of the unit's dh, dc and state in registers.
 //
 // Barriers: one per step, between writing d and the product that reads it. The halves of the double buffer alternate,
 // so no lane overwrites numbers that another lane still reads. With two products there is a second barrier, between r's

@@ -3,11 +3,11 @@
 //
 //   a_t = z_t + (mask_t * h_prev) Wh^T;   gates, state, h = cell(a_t, keep_t * h_prev, keep_t * state)
 //
-// `vectors` in threadgroup memory is a double buffer [2][ROWS][padded H]: one half holds the masked h that the step
-// reads, the other the masked h that it writes for the next step. A cell with two products (GRU, reset before) has its
-// masked h in half 0 and the operand of the second product, r * mask * h_prev, in half 1. One lane of each unit,
-// WRITER, has the unit's h and c in registers. `gates` may be absent. z contains all time indices; `earlier` is the
-// number of its elements before the launch's first time index.
+// `vectors` in threadgroup memory is a double buffer [2][ROWS][padded H]: one half holds the masked h that the current
+// step reads, the other the masked h that it writes for the next step. If a step has two products (a GRU whose reset
+// comes before the product), half 0 holds the masked h, and half 1 the operand of the second product, r * mask *
+// h_prev. One lane of each unit, WRITER, has the unit's h and c in registers. `gates` may be absent. z contains all
+// time indices; `earlier` is the number of its elements before the launch's first time index.
 //
 // Barriers: one per step, after the new h is written and before any lane reads it. The halves alternate, so no lane
 // overwrites numbers that another lane still reads. With two products there is a second barrier, between writing r h

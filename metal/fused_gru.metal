@@ -1,5 +1,5 @@
-// The GRU step with four lanes per unit. Lanes 0, 1, 2 have the gates r, z, n, and lane 2 has h. In the backward pass
-// lane 3 has the gradient of the candidate's recurrent product, which differs from that of n's preactivation.
+// The GRU step with four lanes per unit. Lanes 0, 1, 2 have the gates r, z, n; lane 2 also has h. In the backward pass
+// lane 3 has the gradient of the candidate's recurrent product, which differs from the gradient of n's preactivation.
 template <int OPTIONS>
 struct Lanes<GRUCell<OPTIONS>> {
   using Cell = GRUCell<OPTIONS>;

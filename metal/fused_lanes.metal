@@ -16,9 +16,10 @@
 // step:
 //   LANES, WRITER     the number of lanes of a unit; the lane that has the unit's state and writes it
 //   TWO_PRODUCTS      whether a step has two products, one after the other; FIRST: the first product's gates, as bits
-//   gate_block(lane)  the H-block of z, gates, dz that a lane has, or -1
-//   operand_block(lane)   in the backward pass, the H-block of the product's operand that a lane writes, or -1
-//   slot_block(n, lane)   the H-block of Wh whose row a lane has in slot n of its own unit
+// A block is the H numbers of one gate in an array with a gate axis.
+//   gate_block(lane)  the block of z, gates, dz from which a lane has its number, or -1 if it has no gate
+//   operand_block(lane)   in the backward pass, the block of the product's operand to which a lane writes, or -1
+//   slot_block(n, lane)   the block of Wh to which the weights in slot n of the lane's own unit belong
 //   constant_of       reads a lane's constant (its peephole weight, or bhn), once per launch
 //   sum_of_unit       sums over the lanes of a unit
 //   forward, backward one step; each lane computes its own gate

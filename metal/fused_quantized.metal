@@ -1,5 +1,5 @@
-// Quantized weights in the forward whole-sequence kernel with the product in lanes. fused_arrange.metal writes them in
-// the order described here; quantized.metal describes the format of the weights.
+// Quantized weights in the forward whole-sequence kernel with the product in lanes: which weights each lane reads, and
+// in which order. fused_arrange.metal stores them in this order. quantized.metal describes the format.
 //
 // A lane has SPAN neighbouring weights of each of SLOTS rows of Wh. They are divided into PIECES pieces; the weights of
 // a piece of a row lie in one quantization group of SIZE weights, so they have the same scale and bias. A weight takes

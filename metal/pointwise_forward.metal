@@ -79,8 +79,7 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
       for (int k = 0; k <= C; ++k) next[k] = factor * state[r][k];
       Cell::forward(lane, z[r], sums[r], u, w, next, y);
       next[0] = float(S(next[0]));
-      // Past an item's end the state stays unchanged and the outputs are 0. The new state is computed in any case and
-      // discarded by a selection, not by a multiplication with 0, because it may be NaN there.
+      // Past an item's end outputs are 0 and the state stays. A selection discards the new state, which may be NaN.
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) state[r][k] = live ? next[k] : state[r][k];
       if (real) store_outputs<Cell, H, S>(a, live, lane, unit, now - earlier + item[r], next, y);
