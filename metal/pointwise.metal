@@ -13,11 +13,13 @@
 //   GATES, STATES, INPUTS, PARAMS, KEPT, GRADIENTS   the numbers G, C + 1, U, V, K, D
 //   LANES      the lanes of a unit: 4, or 1 for a cell without a product
 //   PRODUCTS   the gates that have a recurrent product: GATES or 0
-//   SCATTERS   whether each lane gets the product of its own gate only, in sums[0]; else all lanes get all products
+//   SCATTERS   whether each of the four lanes gets only the recurrent product of one gate (lane k: gate k), in sums[0];
+//              otherwise all lanes get the products of all gates
 //   READS_H    whether the backward pass reads h before or after a step
 //   forward, backward   one step of one unit of one batch item. The lanes of a unit share the work: an array of blocks
 //              (z, gates, c, gradients) has block LANES j + lane in register j of a lane. All lanes have all states.
-// A threadgroup owns ROWS batch items, as in fused.metal; rows past the last item repeat it.
+// A threadgroup owns ROWS batch items. If fewer are left, it computes the last item several times, with the same
+// results.
 
 // The number of registers that a lane needs if COUNT values of a unit are divided among LANES lanes. It is at least 1,
 // because Metal has no arrays of size 0.

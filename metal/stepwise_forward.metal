@@ -65,8 +65,8 @@ void operands_at(thread const PreviousRow<S, Arrays>& row, int k, thread float (
 template <class Arrays>
 int product_length(thread const Step& s, thread const Arrays& a) { return s.n > 0 || is_present(a.h0) ? s.K : 0; }
 
-// Return the h of the previous step. It lies behind c in the array that the previous launch wrote or, with a
-// projection, in a separate array.
+// Return a pointer to h of the previous step. Without a projection h lies behind c in the row (the array) that the
+// previous launch wrote. With a projection it lies in a separate array.
 template <class S, bool CARRIES, class X>
 const device S* h_of(thread const Step& s, const device X* row, Absent) {
   return (const device S*)row + carried<S, CARRIES>(Index(s.B) * s.D * s.H);

@@ -5,7 +5,8 @@
 //   sums[r, n] = sum over k of x(b0 + r, k) weights[row(n), k]
 //   row(n) = Gates::block(FIRST + n / UNITS) H + j0 + n % UNITS
 //
-//   x        the operand: find_row(x, b, segment, row) finds batch item b's numbers in one of SEGMENTS equal parts of k
+//   x        the operand. The K numbers of a batch item are divided into SEGMENTS equal parts;
+//            find_row(x, b, segment, row) lets `row` point to one part of batch item b
 //   weights  [., K], H rows per gate
 //   sums     [ROWS, COLUMNS], in threadgroup memory; a barrier at the end separates the writes of the simdgroups from
 //            the reads of the cells
