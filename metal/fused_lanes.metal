@@ -14,10 +14,12 @@
 //
 // Lanes<Cell>, in fused_lstm.metal, fused_gru.metal and fused_rnn.metal, defines how the lanes of a unit compute a
 // step:
-//   LANES, WRITER     the number of lanes of a unit; the lane that has the unit's state and writes it
-//   TWO_PRODUCTS      whether a step has two products, one after the other; FIRST: the first product's gates, as bits
-// A block is the H numbers of one gate in an array with a gate axis.
-//   gate_block(lane)  the block of z, gates, dz from which a lane has its number, or -1 if it has no gate
+//   LANES             the number of lanes of a unit
+//   WRITER            the lane of a unit that has the unit's state and writes it
+//   TWO_PRODUCTS      whether a step has two products, one after the other
+//   FIRST             the gates of the step's first product, one bit per gate
+//   gate_block(lane)  the block of z, gates, dz (the H numbers of one gate) from which a lane has its number, or -1 if
+//                     the lane has no gate
 //   operand_block(lane)   in the backward pass, the block of the product's operand to which a lane writes, or -1
 //   slot_block(n, lane)   the block of Wh to which the weights in slot n of the lane's own unit belong
 //   constant_of       reads a lane's constant (its peephole weight, or bhn), once per launch

@@ -35,9 +35,8 @@ inline Index place_by_direction(thread const Step& s, int b, int width) {
   return ((Index(s.d) * s.T + s.t) * s.B + b) * width;
 }
 
-// Return whether this step is an item's first one, so that the state before it is h0 and c0. Step n = 0 is the first
-// one of all items, except in reverse for items that are shorter than T: they begin later, at their own last time
-// index.
+// Return whether the state before this step is h0 and c0. It is at step n = 0. An item that runs in reverse and is
+// shorter than T begins later, at its own last time index; at this step the result is also true.
 inline bool is_first(thread const Step& s, int length) { return s.n == 0 || (s.reverse && s.t + 1 == length); }
 
 // A threadgroup's part of the output: the batch items from b0 on and the units from j0 on. `sums` and `tiles` are

@@ -1,6 +1,6 @@
-// Kernels for the "rows", the arrays that the launches of a pass write, one row per launch. Some rows are joined during
-// the pass, and all are copied into sequences at its end. The kernels need no barriers, because each thread reads and
-// writes only its own numbers.
+// Kernels for the "rows": the arrays that the launches of a pass write, one row per launch. During the pass, some rows
+// are copied into larger arrays. After the last step all rows are copied into sequences in the order of time. The
+// kernels need no barriers, because each thread reads and writes only its own numbers.
 
 // Metal limits the arrays of one launch, so the last launch of a pass cannot read one row from each step. Therefore
 // some launches copy the rows of several earlier steps into one array, `joined`, in addition to their own work.
