@@ -126,7 +126,7 @@ def test_16_bits(B, packing, dtype, engine):
 
 @pytest.mark.parametrize(
     "bits, B, cores, largest",
-    [(2, 1, 10, 256), (4, 2, 10, 256), (8, 1, 38, 256), (5, 16, 10, 192), (4, 32, 10, 160), (8, 32, 10, 128)],
+    [(2, 1, 10, 256), (4, 2, 10, 256), (8, 1, 38, 224), (5, 16, 10, 160), (4, 32, 10, 128), (8, 32, 10, 128)],
 )
 def test_who_reads_them(bits, B, cores, largest):
     """For float32 arrays and quantized weights, the default engine is `fused` up to H = `largest`, and `stepwise` for
