@@ -54,7 +54,8 @@ def machine_code(text: str, threads: int) -> str:
         # function first. So change the linkage of all such functions.
         Path(code).write_text(Path(code).read_text().replace("define internal ", "define linkonce_odr "))
         run(LLVM / "opt", "-S", "-force-attribute=alwaysinline", f"-passes={PASSES}", code, "-o", code)
-        # Remove LLVM's freeze, lifetime and noalias, which the translator to SPIR-V does not support.
+        # Remove LLVM's instruction freeze and its marks lifetime and noalias, which the translator to SPIR-V does not
+        # support.
         llvm = re.sub(r"= freeze (\S+|<[^>]*>) (\S+)$", r"= bitcast \1 \2 to \1", Path(code).read_text(), flags=re.M)
         Path(code).write_text(re.sub(r"^.*@llvm\.(?:lifetime|experimental\.noalias).*$\n", "", llvm, flags=re.M))
         run(LLVM / "opt", "-passes=lowerswitch", code, "-o", code)

@@ -27,7 +27,8 @@ struct Access {
   const char* name;
 };
 
-// Reports a race if no barrier lies between this access and the last write to the same granule, which `cell` records.
+// Reports a race if no barrier lies between this access and the last write to the same granule (element of memory).
+// `cell` records this write.
 static inline void check_against_write(const Cell* cell, const Access& a, u64 offset) {
   if (a.atomic && (cell->flags & kAtomicWrite)) return;
   bool other_group = a.memory == kDeviceMemory && cell->write_epoch < dispatch.group_epoch[kDeviceMemory];
@@ -40,7 +41,8 @@ static inline void check_against_write(const Cell* cell, const Access& a, u64 of
               dispatch.image_base + cell->write_pc, cell->writer, a.name, offset);
 }
 
-// Reports a race if no barrier lies between this write and earlier reads of the same granule, which `cell` records.
+// Reports a race if no barrier lies between this write and earlier reads of the same granule (element of memory).
+// `cell` records these reads.
 static inline void check_against_reads(const Cell* cell, const Access& a, u64 offset) {
   if (a.atomic && (cell->flags & kAtomicRead)) return;
   bool other_group = a.memory == kDeviceMemory &&
@@ -65,7 +67,7 @@ static inline void note_write(Cell* cell, const Access& a) {
 }
 
 // Records a read in the cell of the memory location. A cell stores only one reader; its flags say whether other threads
-// read in the same epoch.
+// have read since the last barrier (in the same epoch).
 static inline void note_read(Cell* cell, const Access& a) {
   u32 epoch = dispatch.epoch[a.memory], simd_epoch = dispatch.simd_epoch[a.memory][current->simdgroup];
   u8 flags = cell->flags;
@@ -77,7 +79,7 @@ static inline void note_read(Cell* cell, const Access& a) {
   if (fresh && a.memory == kDeviceMemory && (flags & kRead) && cell->read_epoch < dispatch.group_epoch[kDeviceMemory])
     flags |= kOtherGroupRead;
   bool one_simdgroup = !(flags & kManySimdgroups) && cell->reader / kLanes == current->simdgroup;
-  // Start the record anew with this read if no thread has read since the last threadgroup barrier, or only this
+  // Start the cell's record anew with this read if no thread has read since the last threadgroup barrier, or only this
   // simdgroup has, before its last simdgroup barrier. The earlier reads can be forgotten: a write by another simdgroup
   // that races with one of them also races with this read.
   bool restart = fresh || (one_simdgroup && cell->read_simd_epoch < simd_epoch);
@@ -95,8 +97,8 @@ static inline void note_read(Cell* cell, const Access& a) {
   cell->flags = flags | kRead;
 }
 
-// Checks an access to the granules `first` to `last` of a buffer or variable, and records it in their cells. `shift` is
-// the base-2 logarithm of a granule's bytes.
+// Checks an access to the granules (elements) `first` to `last` of a buffer or variable, and records it in their cells.
+// `shift` is the base-2 logarithm of a granule's bytes.
 static inline void check_cells(Cell* cell, u64 first, u64 last, u32 shift, const Access& a) {
   for (u64 i = first; i <= last; i++) {
     Cell* c = cell + i;

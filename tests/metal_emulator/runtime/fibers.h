@@ -104,7 +104,7 @@ static void start_fiber(u32 thread) {
   // the CPU's cache.
   u64 top = (fiber->stack_low + kStackBytes - 256 - (thread % 61) * 192) & ~63ull;
   u64* frame = (u64*)top;
-  *--frame = 0;                  // in place of a return address: a function expects the stack pointer at 16 n + 8
+  *--frame = 0;  // in place of a return address: at its start a function expects the stack pointer at 16 n + 8
   *--frame = (u64)fiber_main;
   for (int i = 0; i < 6; i++) *--frame = 0;  // the six registers that emu_switch pops
   fiber->stack_pointer = frame;

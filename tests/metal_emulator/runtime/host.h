@@ -115,7 +115,7 @@ EXPORT int emu_run(void (*entry)(), u64 image_base, const u32* grid, const u32* 
   u32 total = 1;
   for (int axis = 0; axis < 3; axis++) {
     dispatch.grid[axis] = grid[axis];
-    dispatch.group[axis] = group[axis] < grid[axis] ? group[axis] : grid[axis];  // MLX clamps the group to the grid
+    dispatch.group[axis] = group[axis] < grid[axis] ? group[axis] : grid[axis];  // as MLX does
     dispatch.groups[axis] = (grid[axis] + dispatch.group[axis] - 1) / dispatch.group[axis];
     total *= dispatch.groups[axis];
   }

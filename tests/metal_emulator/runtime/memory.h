@@ -16,6 +16,7 @@ struct Cell {
   u16 writer, reader;
   u8 flags;
 };
+// What a cell records about its granule (element of memory).
 enum CellFlag {
   kInitialised = 1,      // the granule holds a value
   kWritten = 2,          // this launch wrote the granule
@@ -135,7 +136,7 @@ static Region* add_region(const char* name, u64 size, u32 granule, bool read_onl
   else region->cells = (Cell*)take_shadow(cells * sizeof(Cell));
   if (!read_only && initialised) for (u64 i = 0; i < cells; i++) region->cells[i].flags = kInitialised;
   for (u64 page = start / kPage - 1; page < arena_used / kPage; page++) page_owner[page] = (u16)region_count;
-  memset((void*)(region->base - 4096), 0xFF, 4096);  // an access just outside the buffer reads NaN
+  memset((void*)(region->base - 4096), 0xFF, 4096);  // so that an access just outside reads NaN
   memset((void*)region->base, 0xFF, size + 4096);
   return region;
 }

@@ -6,15 +6,17 @@
 #pragma once
 #include "findings.h"
 
-// The numbers of the matrix operations. ../shim/matrix.h passes the same numbers to emu_exchange, so both must agree.
-// Numbers below 100 are other simdgroup operations (../shim/simd.h), for which the runtime has nothing to compute.
+// The numbers of the matrix operations. complete_operation uses them, and ../shim/matrix.h passes the same numbers to
+// emu_exchange. Numbers below 100 are other simdgroup operations (../shim/simd.h), for which the runtime has nothing to
+// compute.
 enum Operation { kFirstMatrixOperation = 100, kMatrixLoad = 100, kMatrixStore = 101, kMatrixMultiply = 102 };
 
 static u8 slots[kMaxSimdgroups][2][kLanes][kSlotBytes] __attribute__((aligned(64)));
 static u32 active_lanes[kMaxSimdgroups][2];
 
-// Writes the lane's value to its slot, waits for the other lanes, and returns the slots of all lanes. Bit n of *active
-// says whether lane n took part.
+// Copies the lane's value to its slot in `slots`, waits until all lanes have done so, and returns the slots of all
+// lanes. Bit n of *active says whether lane n took part. `operation` and `line` say which function is called, and
+// where.
 EXPORT void* emu_exchange(u32 operation, const void* data, u32 size, u32 line, u32* active) {
   Fiber* fiber = current;
   u32 parity = fiber->exchanges & 1;
