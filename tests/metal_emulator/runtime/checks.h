@@ -27,8 +27,8 @@ struct Access {
   const char* name;
 };
 
-// Reports a race if no barrier lies between this access and the last write to the same granule (element of memory).
-// `cell` records this write.
+// Reports a race if another thread was the last to write this granule (element of memory) and no barrier lies between
+// its write and this access. `cell` records the last write.
 static inline void check_against_write(const Cell* cell, const Access& a, u64 offset) {
   if (a.atomic && (cell->flags & kAtomicWrite)) return;
   bool other_group = a.memory == kDeviceMemory && cell->write_epoch < dispatch.group_epoch[kDeviceMemory];
@@ -41,8 +41,8 @@ static inline void check_against_write(const Cell* cell, const Access& a, u64 of
               dispatch.image_base + cell->write_pc, cell->writer, a.name, offset);
 }
 
-// Reports a race if no barrier lies between this write and earlier reads of the same granule (element of memory).
-// `cell` records these reads.
+// Reports a race if other threads have read this granule (element of memory) and no barrier lies between their reads
+// and this write. `cell` records the reads.
 static inline void check_against_reads(const Cell* cell, const Access& a, u64 offset) {
   if (a.atomic && (cell->flags & kAtomicRead)) return;
   bool other_group = a.memory == kDeviceMemory &&
