@@ -4,8 +4,8 @@
     python examples/beginner.py 2000   # more steps: better text
 
 The training text comes with every Python, so nothing is downloaded. The last printed line compares the model with a
-table that counts which character follows which. The unit is bits per character. Lower is better: one bit less means
-that the model hesitates between half as many characters. examples/char_lm.py is a more complete program, with
+table that counts which character follows which. The unit is bits per character. A lower number is better: with one bit
+less the model hesitates between half as many characters. examples/char_lm.py is a more complete program, with
 checkpoints and validation.
 """
 

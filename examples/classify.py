@@ -28,9 +28,7 @@ LONGEST, BATCH, HIDDEN, TEST = 40, 64, 64, 2000
 
 
 def data():
-    """Return (examples, categories). An example is (name, category) of a Unicode character. The examples are in random
-    order, without names made by a rule, such as CJK UNIFIED IDEOGRAPH-4E00. The categories are the 10 most frequent
-    ones."""
+    """Return the examples (name, category) of characters in random order, and the 10 most frequent categories."""
     found = [(unicodedata.name(chr(n), ""), unicodedata.category(chr(n))) for n in range(sys.maxunicode)]
     number = re.compile(r"-[0-9A-F]{4,}$|^HANGUL SYLLABLE")
     found = [(name, kind) for name, kind in found if 0 < len(name) <= LONGEST and not number.search(name)]
@@ -52,8 +50,7 @@ class Classifier(nn.Module):
 
 
 def batch_of(examples, kinds):
-    """Return three arrays for `examples`: the letters of each name as numbers [B, LONGEST], padded at the end; the
-    lengths of the names [B]; the number of each character's category in `kinds` [B]."""
+    """Return the names' letters as numbers [B, LONGEST], padded at the end, the lengths [B] and the categories [B]."""
     codes = mx.array([[LETTERS.index(letter) for letter in name.ljust(LONGEST)] for name, _ in examples])
     return codes, mx.array([len(name) for name, _ in examples]), mx.array([kinds.index(kind) for _, kind in examples])
 

@@ -24,8 +24,7 @@ WINDOW, AHEAD, LAGS = 100, 50, 20
 
 
 def series(length):
-    """Return values of the Mackey-Glass equation 2 time units apart, scaled to mean 0 and standard deviation 1. The
-    equation is solved numerically in time steps of 0.1."""
+    """Return values of the Mackey-Glass equation every 2 time units, scaled to mean 0 and standard deviation 1."""
     x = np.full(length * 20 + 1170, 1.2)
     for n in range(170, len(x)):
         x[n] = x[n - 1] + 0.1 * (0.2 * x[n - 170] / (1 + x[n - 170] ** 10) - 0.1 * x[n - 1])

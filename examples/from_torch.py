@@ -5,7 +5,7 @@
     python examples/from_torch.py --save lstm.safetensors
 
 The functions `from_torch` and `to_torch` convert the layer. The rest of the program runs both layers, with random
-weights, on the same sequences of different lengths and prints how much outputs and gradients differ. It needs torch.
+weights, on the same sequences of different lengths, and prints how their results differ. The example needs torch.
 """
 
 import argparse

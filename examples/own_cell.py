@@ -4,8 +4,8 @@
 
 Both recurrences are cells in a few lines of MLX, which `mlx_lstm.nn.Pointwise` runs in generated code. sLSTM is the
 cell with exponential gates of xLSTM. The text is a part of Python's documentation (`pydoc_data.topics`, which comes
-with every Python); its last tenth is for validation. The last printed line has both errors there, in bits per
-character.
+with every Python); its last tenth is for validation. The last printed line shows the errors of both models on this
+last tenth, in bits per character.
 """
 
 import math

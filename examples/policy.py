@@ -2,10 +2,10 @@
 
     python examples/policy.py  # an optional argument is the number of rollouts
 
-The game: a sign says left or right, then follows a corridor of random length, and at its end the player must choose the
-sign's side to win. When an episode ends, the states of that game are reset to zero. While the policy plays, step by
-step, the program multiplies the states by 0. When it computes the gradient of a whole rollout at once, the argument
-`keep` (a factor on the states, 0 or 1 for each step) makes the same resets.
+In the game a sign says left or right. Then a corridor of random length follows. At the end of the corridor the player
+must choose the side of the sign to win. When an episode ends, the states of that game are reset to zero. While the
+policy plays, step by step, the program multiplies the states by 0. When the program computes the gradient of a whole
+rollout at once, the argument `keep` (a factor on the states, 0 or 1 for each step) makes the same resets.
 """
 
 import sys

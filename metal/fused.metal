@@ -43,9 +43,9 @@ inline long place_in(thread const Sweep& sweep, int b, int blocks, int block, in
 }
 inline long time_step(thread const Sweep& sweep, int blocks, int H) { return long(sweep.B) * sweep.D * blocks * H; }
 
-// Positions of one unit of one batch item at a step, in several arrays; or the distances of these positions from one
-// step to the next. `state` ([., B, D H]) and `gate` ([., B, D G H]) count in arrays that contain the launch's own
-// steps only. `mask`, `keep` and `q` ([D, T, B, H]) count in arrays that contain all steps.
+// Positions of one unit of one batch item in several arrays, at one step. Another object of this type says how far the
+// positions move from step to step. `state` ([., B, D H]) and `gate` ([., B, D G H]) are for arrays that contain only
+// the launch's own steps; `mask`, `keep` and `q` ([D, T, B, H]) are for arrays with all T steps.
 template <class Index>
 struct Place {
   Index state, gate, mask, keep, q;

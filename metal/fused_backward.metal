@@ -35,9 +35,9 @@ void products_of_columns(
 }
 
 // Run between the two products of a GRU whose reset comes before the product. sum: the result of the first product,
-// which is the gradient of r h. Compute r's gradient from it, and write the operand of the second product to `vectors`,
-// [ROWS][ROW], with lanes 0 and 1 (r, z). This operand has no block for the candidate, so blocks behind the candidate's
-// move up by one.
+// which is the gradient of r h. Compute r's gradient from it. Then lanes 0 and 1 write the operand of the second
+// product, the gradients of r and z, to `vectors` [ROWS][ROW]. This operand has no block for the candidate. So a block
+// that lies behind the candidate's in memory moves up by one.
 template <class Cell, int H, int ROWS, int ROW, class S, class Index, class Arrays>
 void reset_back(
     thread Item<Index> (&items)[ROWS], thread const float (&sum)[ROWS], int lane, int unit, bool real, int t,

@@ -71,10 +71,10 @@ float slope_own(int gate, float y) {
   else return slope(activation_of(OPTIONS, gate), y);
 }
 
-// Add a lane's part of a product to sums[row][slot]. A slot is a row of weights. A row is one of ROWS vectors x in
-// threadgroup memory, which are STRIDE apart. The lane has a vector of 4 weights for each slot, and again for each of
+// Add a lane's part of a product to sums[r][slot]: r stands for one of ROWS vectors x in threadgroup memory, STRIDE
+// apart, and a slot for one row of weights. The lane has a vector of 4 weights for each slot, and again for each of
 // its RUNS runs of 4 numbers, from vector FROM on. Vectors with an index below RESIDENT are in registers; the others
-// are read. Slot v is skipped unless bit v % PER of WANTED is set: not every product needs all gates.
+// are read. Slot v is skipped unless bit v % PER of WANTED is set, because not every product needs all gates.
 template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, class V>
 void add_product(
     thread float (&sums)[ROWS][SLOTS], thread const V* resident, const device V* streamed,

@@ -2,10 +2,10 @@
 //
 // A threadgroup owns 8 batch items of one direction; each of its simdgroups owns 8 hidden units. The product is weights
 // times vectors: the left matrix holds 8 rows of weights, one per unit, and the right matrix holds 8 numbers of each
-// item. So the result has one row per unit and one column per item. A lane holds two neighbouring numbers of one row of
-// each 8 x 8 matrix (row_of, column_of): one unit of two items, e = 0 and 1, whose cells the lane computes alone. A
-// vector of 4 weights serves two matrices in turn. `vectors` in threadgroup memory holds the right side of the product,
-// [length, padded to 8][8 items].
+// item. So the result has one row per unit and one column per item. Of each 8 x 8 matrix a lane holds two neighbouring
+// numbers of one row (row_of, column_of). In the result these are two items of one unit, e = 0 and 1; the lane computes
+// their cells. A vector of 4 weights is two numbers of a left matrix and two of the next one. `vectors` in threadgroup
+// memory holds the right side of the product, [length, padded to 8][8 items].
 
 template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
 

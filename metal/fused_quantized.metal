@@ -94,7 +94,7 @@ void add_eight(
   }
 }
 
-// Add a lane's part of a product with quantized weights to sums[row][slot], like add_product in fused_lanes.metal. For
+// Add a lane's part of a product with quantized weights to sums[r][slot], like add_product in fused_lanes.metal. For
 // each piece (weights of one quantization group) it computes two sums: of x, and of x times number_at(weight). From
 // both sums, of_group computes the product with the weights, by means of the group's scale and bias.
 template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD,

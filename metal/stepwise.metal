@@ -7,8 +7,8 @@
 // or ushort if S has 16 bits; a float then takes two elements. A row has at least 8 elements, because Metal would bind
 // a shorter array as `constant`.
 //
-//   sizes  T, B, H, K (the length of the product), D, whether the only direction is the reverse one, whether every step
-//          has a mask of its own
+//   sizes  T, B, H, K (how many terms a sum of the product has), D, whether the only direction is the reverse one,
+//          whether every step has a mask of its own
 //
 // Index, the integer type that counts the elements of an array, is declared before these files: int, or long if an
 // array may have 2^31 elements.

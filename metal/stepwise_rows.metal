@@ -56,8 +56,9 @@ const device X* row_of(thread const Rows<X>& rows, const device int* starts, con
 
 // Copy the outputs of a forward pass from its rows; stepwise_forward.metal describes the arrays. hT and cT are the
 // states after an item's last step, or h0 and c0 if it has no step. Any output may be absent. With a projection h lies
-// in separate rows, which have no gates and no carry.
-template <int GATES, bool CARRIES, class S, class X, class Arrays>
+// in separate rows, which have no gates and no carry. GATES, CARRIES: how many blocks of `width` numbers a row has for
+// the gates, and for the floats of c.
+template <int GATES, int CARRIES, class S, class X, class Arrays>
 void stepwise_outputs(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {
   const Step s = step_of(int(thread_index.y), a.sizes, thread_index.z);
@@ -67,11 +68,12 @@ void stepwise_outputs(
   const int steps = value_at(a.lengths, b, s.T);
   const bool ends = steps == 0 ? s.n == 0 : s.t == (s.reverse ? 0 : steps - 1);
   const device X* row = row_of(rows, a.starts, kind, s.n);
-  const device S* arrays = (const device S*)row + carried<S, CARRIES>(units);
-  if constexpr (CARRIES) {
-    const float carry = carry_at(row, at);
-    store(a.c, now, carry);
-    if (ends) store(a.cT, at, steps == 0 ? value_at(a.c0, at, 0.0f) : carry);
+  const device S* arrays = (const device S*)row + carried<S, CARRIES != 0>(CARRIES * units);
+  for (int k = 0; k < CARRIES; ++k) {
+    const Index block = k * width + j, c_at = place(s, 0, b, CARRIES * width) + block;
+    const float carry = carry_at(row, c_at);
+    store(a.c, place(s, s.t, b, CARRIES * width) + block, carry);
+    if (ends) store(a.cT, c_at, steps == 0 ? value_at(a.c0, c_at, 0.0f) : carry);
   }
   const float output = float(arrays[at]);
   store(a.h, now, output);
@@ -81,17 +83,17 @@ void stepwise_outputs(
         float(arrays[units + place(s, 0, b, GATES * width) + gate * width + j]));
 }
 
-// Store the carried float `index` of `row` (the array that one launch wrote) in array[index]. Do nothing if the array
-// is absent.
+// Store one float in array[index]: the number at the same index of the floats that `row`, the array of one launch,
+// hands to the next step. Do nothing if the array is absent.
 template <class X> void store_carry(Absent, Index, const device X*) {}
 template <class A, class X>
 void store_carry(device A* array, Index index, const device X* row) { array[index] = A(carry_at(row, index)); }
 
-// Copy the results of a backward pass from its rows: dz [T, B, D G width], 0 past an item's end, and dc0 [B, D width],
-// the carry after the last processed step. d_out is the gradient of a GRU's recurrent products: dz, with the
-// candidate's part (block CANDIDATE) multiplied by the gate r (block RESET). carry [T, B, D width] is copied from
-// behind dz. dc0, d_out and carry may be absent. With a projection dh lies in separate rows, as the dz of a single
-// gate.
+// Copy the results of a backward pass from its rows, the arrays that its launches wrote. dz [T, B, D G width] is 0
+// past an item's end. dc0 [B, D width] is the carry (the float gradients) of the launch that ran last. d_out is the
+// gradient of a GRU's recurrent products: dz, with the candidate's part (block CANDIDATE) multiplied by the gate r
+// (block RESET). carry [T, B, D width] lies behind dz in a row. dc0, d_out and carry may be absent. With a projection,
+// separate rows hold dh, which is copied as if it were the dz of a cell with one gate.
 template <int GATES, int CANDIDATE, int RESET, bool CARRIES, class S, class X, class Arrays>
 void stepwise_gradients(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {
@@ -114,8 +116,8 @@ void stepwise_gradients(
   }
 }
 
-// Compute the input of the projection at every step, m = o * s_output(c) [D, T, B, H]; 0 past an item's end. It reads
-// gates [T, B, D 4H] and c [T, B, D H] (as `states`).
+// Compute m = o * s_output(c) [D, T, B, H], the input of the projection, at every step; it is 0 past an item's end.
+// The kernel reads the gates [T, B, D 4H] and, from the array `states`, c [T, B, D H].
 template <class Cell, class S, class Arrays>
 void stepwise_projected(thread const Arrays& a, uint3 thread_index) {
   const Step s = step_of(int(thread_index.y), a.sizes, thread_index.z);

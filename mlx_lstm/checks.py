@@ -158,7 +158,11 @@ def check_lengths(
         kind = lengths.dtype if isinstance(lengths, (np.ndarray, mx.array)) else type(lengths).__name__
         fail(op, f"{name} must be integers, in a list or an array of MLX or NumPy,", kind)
     if lengths.shape != (batch,):
-        fail(op, f"{name} must have shape [{batch}], one per batch item,", f"shape {list(lengths.shape)}")
+        hint = ""
+        if lengths.shape == (longest,):  # a common mistake: the input is batch-first and should not be, or vice versa
+            remedy = "change batch_first" if op.startswith("torch.") else "exchange batch and time of the input"
+            hint = f", as many as the input has steps: {remedy}"
+        fail(op, f"{name} must have shape [{batch}], one per batch item,", f"shape {list(lengths.shape)}{hint}")
     if isinstance(lengths, mx.array) and traced:
         return lengths.astype(mx.int32)
     values = np.array(lengths)

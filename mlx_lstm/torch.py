@@ -31,8 +31,8 @@ from .checks import (
     check_option,
     fail,
 )
-from .convert import Weights, to_torch
-from .convert.torch import NAMES, WAYS
+from .convert import Weights
+from .convert.torch import NAMES, WAYS, by_names
 from .engines import cells
 from .engines.at_once import Run, by_mlx, by_numpy, computes_now, derived
 from .engines.choice import Engine, check_engine
@@ -819,7 +819,8 @@ def from_weights(
         LSTM, GRU or RNN: the layer, with both biases or none.
 
     Raises:
-        ValueError: the cell has an option that torch's layers do not have.
+        ValueError: the cell has an option that torch's layers do not have; `mlx_lstm.nn.from_weights` takes all
+            options.
 
     Example:
         >>> import mlx.nn
@@ -827,7 +828,7 @@ def from_weights(
         >>> torch.from_weights(convert.from_mlx(mlx.nn.GRU(3, 4)), batch_first=True)
         GRU(3, 4, batch_first=True)
     """
-    arrays = to_torch(weights)
+    arrays = by_names("torch.from_weights", weights)
     sizes = {"input_size": weights.input_size, "hidden_size": weights.hidden_size, "num_layers": len(weights.layers)}
     options = {"bias": weights.has_bias, "batch_first": batch_first, "dropout": dropout, "engine": engine}
     options |= {"bidirectional": weights.directions == 2}

@@ -14,13 +14,16 @@ from cases import METAL, draw, draw_cotangents, run, to_mlx
 from metal_emulator.lowering import blank_comments, matching, split_top_level
 from metal_emulator.source_lines import map_lines
 from on_metal import ENGINES, WEIGHTS, in_turns, matrices_from, on_metal
+from pointwise_cases import Form
 
 import mlx_lstm
 from mlx_lstm import lstm
 from mlx_lstm.engines import FUSED_LIMIT, autodiff, choice
-from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines.cells import GRUCell, LSTMCell, PointwiseCell, RNNCell
+from mlx_lstm.engines.choice import STEPWISE_GATES
 from mlx_lstm.engines.metal import fused as kernels_fused
 from mlx_lstm.engines.metal import kernel as kernels
+from mlx_lstm.engines.metal import pointwise_stepwise
 from mlx_lstm.engines.metal import stepwise as kernels_stepwise
 from mlx_lstm.engines.metal.rows import JOINED, LEFT, joined_beside, joins
 from mlx_lstm.engines.problem import LIMITS, Problem
@@ -286,7 +289,7 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
     numbers depend only on the batch size and the cell."""
     seen = set()
 
-    def prepare(name, shaders, inputs, outputs, template, body, groups, threads, index):
+    def prepare(name, shaders, inputs, outputs, template, body, groups, threads, index, own):
         sums, vectors = re.findall(r"threadgroup (?:float|vec<float, 4>) \w+\[(\d+)\];", body)
         seen.add((threads, 4 * int(sums) + 16 * int(vectors)))
 
@@ -300,6 +303,25 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
                 kernels_stepwise.StepKernel(problem, mx.float32, (), "stepwise_dh", "", **shape)
     assert all(threads <= 1024 and size <= 32768 for threads, size in seen), seen
     assert len(seen) > 3
+
+
+@pytest.mark.parametrize("gates", [1, 2, 3, 8, 9, 15, 16, STEPWISE_GATES])
+def test_stepwise_stays_within_the_limits_of_metal_with_a_users_cell(gates):
+    """With a user's cell of any number of gates that `stepwise` accepts, a threadgroup of its forward step needs at
+    most 1024 threads and 32 KB of threadgroup memory."""
+    seen = set()
+
+    def prepare(name, shaders, inputs, outputs, template, body, groups, threads, index, own):
+        sums, vectors = re.findall(r"threadgroup (?:float|vec<float, 4>) \w+\[(\d+)\];", body)
+        seen.add((threads, 4 * int(sums) + 16 * int(vectors)))
+
+    cell = PointwiseCell(Form(lambda a, state: (sum(a[1:], a[0]) + state[0],), gates).graph(2, 7))
+    with patch.object(kernels_stepwise, "prepare", prepare):
+        for B in (1, 3, 9, 33):
+            pointwise_stepwise.forward_kernel(Problem(1, B, 7, 7, cell), mx.float32, (), True)
+    kernels.forget()
+    assert len(seen) > 2
+    assert all(threads <= 1024 and size <= 32768 for threads, size in seen), seen
 
 
 @pytest.mark.parametrize("D", [1, 2])

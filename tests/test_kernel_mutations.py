@@ -57,6 +57,7 @@ USERS = {
     "pointwise": ({"fused": []}, ()),  # `trials` makes separate cases for cells given as a function
     "pointwise_forward": ({"fused": []}, ()),
     "pointwise_backward": ({"fused": []}, ()),
+    "pointwise_stepwise": ({"stepwise": []}, ()),
     "cell": ({"stepwise": ["projection"]}, (3,)),
     "cell_lstm": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3, 19)),
 }
@@ -120,9 +121,8 @@ HARMLESS = {
     "return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);  > becomes >=",
     # With <=, one more matrix is read, but no product uses it. So the result is the same.
     "if (part + 1 < PARTS) simdgroup_load(right[1], vectors + 64 * (part + 1), 8);  < becomes <=",
-    # With <=, these loops also look at the activation of the output, which follows those of the gates. At worst the
+    # With <=, the loop also looks at the activation of the output, which follows those of the gates. At worst the
     # kernel then runs the slower code that computes gates one by one. This code gives the same result.
-    "for (int gate = 0; gate < gates; ++gate)  < becomes <=",
     "for (int n = 0; n < GATES; ++n) found = found || (activation_of(OPTIONS, n) == TANH && gate == n);  < becomes <=",
     # P is the number of products of a cell. With >=, a cell without products (P = 0) also waits at these barriers, and
     # runs the code that adds the products. There is no term to add, so the result is the same.
@@ -140,6 +140,7 @@ HARMLESS = {
     # not replaced. The backward pass never reads it, so the gradients are the same.
     "for (int j = 0; j < REGISTERS_OF<C, LANES>; ++j) c[j] = live ? c[j] : 0.0f;  the bound of < is one less",
     "for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;  the bound of < is one less",
+    "for (int k = 0; k <= C; ++k) state[k] = live ? state[k] : 0.0f;  <= becomes <",
     # The changed condition differs only for the index COUNT - 1. Both branches give it the block COUNT - 1, so nothing
     # changes.
     "const int block = COUNT % LANES == 0 || LANES * j + lane < COUNT ? LANES * j + lane : COUNT - 1;"
@@ -189,7 +190,7 @@ HARMLESS = {
     "if (n < RESIDENT) lane.words = lane.resident[n].words;  the bound of < is one less",
     # With >=, groups of 16 weights run this block, too. Each lane then leads its own group and gets its own values
     # back, so nothing changes.
-    "if (GROUP > 16) {  > becomes >=",
+    "if constexpr (GROUP > 16) {  > becomes >=",
     # With <=, the thread also computes dh of a sequence that has already ended. Nothing reads this dh, so the gradients
     # are the same.
     "if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);  < becomes <=",
@@ -237,7 +238,8 @@ def trials(file, kind):
             case, cotangents, weights, ref, limit = quantized_case(packing, sizes=sizes, quantize=("Wh",), op=op)
             yield "fused" if "fused" in file else "stepwise", case, cotangents, ref, limit, weights
     if "pointwise" in file:
-        for cell, sizes in POINTWISE:
+        # With 8 items and 8 units the only tile of a step is full: it has no item and no unit to leave out.
+        for cell, sizes in [*POINTWISE, *([("cifg", (2, 8, 2, 8))] if "stepwise" in file else [])]:
             for options in ({"lengths": True, "keep": True, "mask": True}, {"lengths": True, "reverse": True}):
                 case, cotangents = draw_smooth(np.random.default_rng(3), ZOO[cell], options, sizes)
                 yield "pointwise", ZOO[cell], case, cotangents, *judged(ZOO[cell], case, cotangents)
@@ -281,11 +283,11 @@ def trial(engine, sizes, bounds=bounds, scale=1, **options):
     return engine, case, cotangents, ref, limit
 
 
-def notice_pointwise(form, case, cotangents, exact, limit):
+def notice_pointwise(engine, form, case, cotangents, exact, limit):
     """Compute a test case with a cell that is given as a Python function. The kernels come from the current, damaged
     shaders. Raise an error if a result is wrong; the emulator also raises an error for a defect of the kernel."""
     with on_metal(order="random", seed=1), limited(launch_steps=3):
-        assert_right(run_cell(form, case, cotangents, by_pointwise("fused")), exact, limit)
+        assert_right(run_cell(form, case, cotangents, by_pointwise(engine)), exact, limit)
 
 
 def notice(file, engine, case, cotangents, ref, limit, weights=MappingProxyType({})):
@@ -293,7 +295,7 @@ def notice(file, engine, case, cotangents, ref, limit, weights=MappingProxyType(
     the padding after the end of a sequence reaches a result. The emulator also raises an error for a defect of
     the kernel."""
     if engine == "pointwise":
-        return notice_pointwise(case, cotangents, ref, limit, weights)
+        return notice_pointwise("stepwise" if "stepwise" in file else "fused", case, cotangents, ref, limit, weights)
     with (
         on_metal(),
         limited(launch_steps=3),
@@ -357,6 +359,16 @@ def test_planted_damage_is_noticed(file, sound, damaged, prepare):
 def test_every_shader_with_a_bound_or_a_barrier_is_damaged():
     files = sorted(path.stem for path in shader_folder().glob("*.metal"))
     assert {file for file in files if any(damages(file, "bounds")) or any(damages(file, "barriers"))} == set(USERS)
+
+
+def test_every_damage_of_the_lists_can_be_made():
+    """Each entry of HARMLESS and UNSEEN is a line of a shader and a change of this line that `mutations` makes."""
+    made = set()
+    for file in USERS:
+        lines = kernels.shader_file(file).splitlines()
+        for mutation in damages(file, "bounds"):
+            made.add(f"{lines[mutation.line - 1].strip()}  {mutation.description.partition(': ')[2]}")
+    assert made >= HARMLESS | UNSEEN
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from on_metal import ENGINES, can_run, on_metal
 from mlx_lstm.bench.short import SETTLING
 from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.predicted import predict
 from mlx_lstm.oracle import forward
 
@@ -157,6 +158,24 @@ def test_the_page_about_engines_shows_the_default():
         for B in (1, 16, 64, 256):
             limits = [
                 max(H for H in range(32, 257, 32) if predict(LSTMCell(), dtype, B, H, cores).engine == "fused")
+                for cores in (8, 10, 20, 38, 80)
+            ]
+            assert f"| {name} | {B} | {' | '.join(map(str, limits))} |\n" in page, limits
+
+
+def test_the_page_about_quantized_weights_shows_the_default():
+    """docs/quantize.md shows the largest H for which `fused` is the default with quantized weights, by the number of
+    bits, the batch size and the number of GPU cores."""
+    page = (Path(__file__).parents[1] / "docs/quantize.md").read_text()
+    for bits, name in ((4, "1 to 4"), (8, "5 to 8")):
+        for B in (1, 8, 16, 32, 64, 256):
+            packing = Packing(32, bits, "affine")
+            limits = [
+                max(
+                    H
+                    for H in range(32, 257, 32)
+                    if predict(LSTMCell(), mx.float32, B, H, cores, packing=packing).engine == "fused"
+                )
                 for cores in (8, 10, 20, 38, 80)
             ]
             assert f"| {name} | {B} | {' | '.join(map(str, limits))} |\n" in page, limits

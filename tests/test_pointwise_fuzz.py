@@ -7,6 +7,7 @@ import pytest
 from on_metal import on_metal
 from pointwise_cases import Form, by_pointwise, by_recurrent, draw, is_smooth, judged, run
 
+from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.choice import FUSED_NUMBERS
 from mlx_lstm.oracle.closeness import assert_within
 
@@ -55,8 +56,8 @@ def random_options(rng):
 
 def check(seed):
     """Check a random cell against the float64 oracle on `numpy`, on `ops` and, if the seed is a multiple of 25, on
-    `fused`. Return the engines that ran the cell: none if rounding could decide a comparison of the cell, or if a
-    derivative is not finite."""
+    the Metal engines. Return the engines that ran the cell: none if rounding could decide a comparison of the cell, or
+    if a derivative is not finite."""
     rng = np.random.default_rng(seed)
     form, options = random_form(rng), random_options(rng)
     sizes = tuple(int(n) for n in rng.integers(1, 6, 4))
@@ -73,11 +74,11 @@ def check(seed):
     if "lengths" not in case:
         runs["recurrent"] = by_recurrent
     fits = form.gates + form.states + form.inputs + form.params <= FUSED_NUMBERS
-    if seed % 25 == 0 and fits:
-        with on_metal():
-            found = {"fused": run(form, case, cotangents, by_pointwise("fused", **every))}
-    else:
-        found = {}
+    found = {}
+    if seed % 25 == 0:
+        for engine in METAL_ENGINES if fits else ("stepwise",):
+            with on_metal():
+                found[engine] = run(form, case, cotangents, by_pointwise(engine, **every))
     found |= {name: run(form, case, cotangents, call) for name, call in runs.items()}
     for engine, got in found.items():
         for name in exact:

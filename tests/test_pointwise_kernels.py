@@ -10,30 +10,36 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from on_metal import on_metal
-from pointwise_cases import OPTIONS, ZOO, Form, assert_right, by_pointwise, draw_smooth, judged, run
+from pointwise_cases import OPTIONS, ZOO, Form, assert_right, blocks, by_pointwise, draw_smooth, judged, run
 
-from mlx_lstm import cells, pointwise
+from mlx_lstm import cells, lstm, pointwise
 from mlx_lstm.check import cells as check_cells
-from mlx_lstm.engines import choose
+from mlx_lstm.engines import METAL_ENGINES, choose
 from mlx_lstm.engines.cells import PointwiseCell
+from mlx_lstm.engines.directions import join_of
 from mlx_lstm.engines.metal import statements
 from mlx_lstm.engines.metal.pointwise import struct_text
 from mlx_lstm.engines.problem import Problem, limited
 from mlx_lstm.recurrence import _judge
 from mlx_lstm.recurrence._trial import trial_from, trial_of
 
-CROSSED = [(cell, list(OPTIONS)[n % len(OPTIONS)]) for n, cell in enumerate(ZOO)]
+CROSSED = [
+    (engine, cell, list(OPTIONS)[(n + 4 * k) % len(OPTIONS)])
+    for k, engine in enumerate(METAL_ENGINES)
+    for n, cell in enumerate(ZOO)
+]
 REST = [
-    pytest.param(cell, option, marks=pytest.mark.slow)
+    pytest.param(engine, cell, option, marks=pytest.mark.slow)
+    for engine in METAL_ENGINES
     for cell in ZOO
     for option in OPTIONS
-    if (cell, option) not in CROSSED
+    if (engine, cell, option) not in CROSSED
 ]
 
 
-def check(form, options, sizes, limits=None, dtype=np.float32, **emulator):
-    """Check outputs and gradients of the engine `fused` for a random call with this cell (`form`). They must differ
-    from the float64 oracle's by at most the error bounds. Return the log of kernel launches."""
+def check(engine, form, options, sizes, limits=None, dtype=np.float32, **emulator):
+    """Check outputs and gradients of a Metal engine for a random call with this cell (`form`). They must differ from
+    the float64 oracle's by at most the error bounds. Return the log of kernel launches."""
     case, cotangents = draw_smooth(np.random.default_rng(3), form, options, sizes)
     if dtype != np.float32:
         case = {n: a if n in ("lengths", "reverse") else a.astype(dtype).astype(float) for n, a in case.items()}
@@ -41,41 +47,70 @@ def check(form, options, sizes, limits=None, dtype=np.float32, **emulator):
     exact, bounds = judged(form, case, cotangents, np.dtype(dtype).name)
     every = {name: options[name] for name in ("checkpoint_every",) if name in options}
     with on_metal(**emulator) as log, limited(**limits or {}):
-        got = run(form, case, cotangents, by_pointwise("fused", **every), dtype)
+        got = run(form, case, cotangents, by_pointwise(engine, **every), dtype)
     assert_right(got, exact, bounds)
     return log
 
 
-@pytest.mark.parametrize("cell, option", CROSSED + REST)
-def test_every_cell_of_the_zoo_is_right(cell, option):
+@pytest.mark.parametrize("engine, cell, option", CROSSED + REST)
+def test_every_cell_of_the_zoo_is_right(engine, cell, option):
     """The generated kernels of every cell in `mlx_lstm.cells` give right outputs and right gradients of all arrays,
     with every set of options."""
-    check(ZOO[cell], OPTIONS[option], (4, 3, 2, 19), order="random", seed=1)
+    check(engine, ZOO[cell], OPTIONS[option], (4, 3, 2, 19), order="random", seed=1)
 
 
-@pytest.mark.parametrize("cell", ["lstm", "slstm", "gru", "indrnn"])
-@pytest.mark.parametrize("sizes", [(2, 1, 1, 1), (3, 20, 2, 9), (2, 70, 2, 33)])
-def test_sizes_that_use_other_tilings_are_right(cell, sizes):
-    """Results are right if a threadgroup computes one, two or four sequences of the batch, and if H is not a
-    multiple of the 32 lanes of a SIMD-group."""
-    check(ZOO[cell], {"lengths": True}, sizes)
+@pytest.mark.parametrize(
+    "engine, cell, sizes",
+    [
+        *(
+            ("fused", cell, sizes)
+            for cell in ("lstm", "slstm", "gru", "indrnn")
+            for sizes in ((2, 1, 1, 1), (3, 20, 2, 9), (2, 70, 2, 33))
+        ),
+        *(
+            ("stepwise", cell, sizes)
+            for cell in ("slstm", "gru", "indrnn")
+            for sizes in ((2, 1, 1, 1), (3, 17, 2, 9), (2, 33, 2, 37))
+        ),
+    ],
+)
+def test_sizes_that_use_other_tilings_are_right(engine, cell, sizes):
+    """Results are right if a threadgroup of `fused` computes one, two or four sequences of the batch, if `stepwise`
+    computes its products in lanes or in tiles of 8 or 32 sequences, and if H is not a multiple of the 32 lanes of a
+    SIMD-group."""
+    check(engine, ZOO[cell], {"lengths": True}, sizes)
 
 
-@pytest.mark.parametrize("limits", [{"launch_steps": 2}, {"index": 0}, {"unchunked": 2}])
-def test_large_calls_are_right(limits):
-    """Results are right if a pass takes several launches, if indices have 64 bits, and if the sequence is computed
-    in chunks of time steps. The limits from which this happens are lowered here."""
+LARGE = [("fused", {"launch_steps": 2}), ("stepwise", {"rows_left": 2})]
+LARGE += [(engine, limits) for engine in METAL_ENGINES for limits in ({"index": 0}, {"unchunked": 2})]
+
+
+@pytest.mark.parametrize("engine, limits", LARGE)
+def test_large_calls_are_right(engine, limits):
+    """Results are right if a pass of `fused` takes several launches, if launches of `stepwise` also join the arrays of
+    earlier steps, if indices have 64 bits, and if the sequence is computed in chunks of time steps. The limits from
+    which this happens are lowered here."""
     for cell in ("zoneout_lstm", "peephole_lstm"):
-        check(ZOO[cell], {"lengths": True, "reverse": True, "keep": True, "mask": True}, (5, 3, 2, 19), limits)
+        check(engine, ZOO[cell], {"lengths": True, "reverse": True, "keep": True, "mask": True}, (5, 3, 2, 19), limits)
 
 
+@pytest.mark.parametrize("engine", METAL_ENGINES)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_16_bits_are_right(dtype):
+def test_16_bits_are_right(engine, dtype):
     """Results for arrays of 16 bits are within the error bounds of their dtype."""
-    check(ZOO["slstm"], {"lengths": True}, (4, 3, 2, 19), dtype=dtype)
+    check(engine, ZOO["slstm"], {"lengths": True, "keep": True}, (4, 3, 2, 19), dtype=dtype)
 
 
-def test_many_gates_and_states_are_right():
+@pytest.mark.parametrize("gates, B", [(9, 3), (17, 33)])
+def test_stepwise_runs_cells_with_many_gates(gates, B):
+    """The kernels of `stepwise` are right for cells with so many gates that a threadgroup computes more or fewer
+    sequences than for other cells. `fused` refuses 17 gates."""
+    form = Form(lambda a, state: (mx.tanh(sum(a[1:], a[0]) + state[0]),), gates)
+    check("stepwise", form, {"lengths": True}, (3, B, 2, 11))
+
+
+@pytest.mark.parametrize("engine", METAL_ENGINES)
+def test_many_gates_and_states_are_right(engine):
     """The kernels are right for a cell with six gates, five states, two inputs per step and two parameters."""
 
     def cell(a, state, u, v, p, q):
@@ -87,7 +122,7 @@ def test_many_gates_and_states_are_right():
         m = mx.logaddexp(m, c) * 0.5
         return mx.sigmoid(o) * mx.tanh(c + d) / (1 + n), c, d, n, m
 
-    check(Form(cell, 6, 5, 2, 2), {"lengths": True, "keep": True}, (3, 3, 2, 11))
+    check(engine, Form(cell, 6, 5, 2, 2), {"lengths": True, "keep": True}, (3, 3, 2, 11))
 
 
 def test_functions_that_metal_lacks_are_right():
@@ -97,7 +132,30 @@ def test_functions_that_metal_lacks_are_right():
         u, v = a
         return (mx.erf(1.5 * u) + 0.2 * mx.expm1(0.5 * v) + 0.1 * state[0],)
 
-    check(Form(cell, 2), {"lengths": True}, (3, 3, 2, 11))
+    check("fused", Form(cell, 2), {"lengths": True}, (3, 3, 2, 11))
+
+
+@pytest.mark.parametrize("B", [1, 3, 17])
+def test_a_generated_lstm_equals_the_built_in_one(B):
+    """On `stepwise` the kernels that are generated for the LSTM's equations give the results and the gradients of the
+    hand-written kernels of `lstm`, up to rounding."""
+    rng, (T, I, H) = np.random.default_rng(5), (4, 3, 13)
+    shapes = [(T, B, I), (4 * H, I), (4 * H, H), (4 * H,), (B, H), (B, H)]
+    arrays = [mx.array((0.3 * rng.normal(size=shape)).astype(np.float32)) for shape in shapes]
+    d = [mx.array(rng.normal(size=shape).astype(np.float32)) for shape in ((T, B, H), (B, H), (B, H))]
+
+    def generated(x, Wx, Wh, b, *state):
+        h, last = pointwise(cells.lstm, x, Wx, Wh, b, state, engine="stepwise")
+        return [h, *last]
+
+    def built_in(x, Wx, Wh, b, h0, c0):
+        found = lstm(x, Wx, Wh, b, h0, c0, engine="stepwise")
+        return [found.h, found.hT, found.cT]
+
+    with on_metal():
+        one, other = mx.vjp(generated, arrays, d), mx.vjp(built_in, arrays, d)
+    for value, wanted in zip([*one[0], *one[1]], [*other[0], *other[1]], strict=True):
+        assert np.abs(np.array(value) - np.array(wanted)).max() <= 1e-5 * (1 + np.abs(np.array(wanted)).max())
 
 
 def problem_of(form, names, **options):
@@ -110,15 +168,18 @@ def problem_of(form, names, **options):
 NAMES = {"x", "Wx", "b", "h0"}
 
 
-@pytest.mark.parametrize("cell", ["lstm", "zoneout_lstm", "gru", "indrnn"])
-def test_a_trial_gets_the_graph(cell):
+TRIED = [("fused", cell) for cell in ("lstm", "zoneout_lstm", "gru", "indrnn")]
+
+
+@pytest.mark.parametrize("engine, cell", [*TRIED, ("stepwise", "zoneout_lstm"), ("stepwise", "indrnn")])
+def test_a_trial_gets_the_graph(engine, cell):
     """Before a cell's kernels are first used, a child process tries them on a small problem (the trial). It gets the
     traced graph of the cell as text, without the Python function. The trial accepts right kernels and refuses a
     wrong one."""
     form = ZOO[cell]
     names = NAMES | ({"Wh"} if form.recurrent else set()) | ({"c0"} if form.states > 1 else set())
     names |= ({"inputs"} if form.inputs else set()) | ({"params"} if form.params else set()) | {"lengths", "keep"}
-    trial = trial_of("fused", problem_of(form, names, masks_differ=True))
+    trial = trial_of(engine, problem_of(form, names, masks_differ=form.recurrent))
     again = trial_from(trial.text())
     assert again == trial and again.problem.cell.graph.function is None
     assert "function" not in json.loads(trial.text())["problem"]["cell"]
@@ -135,46 +196,87 @@ def test_a_trial_gets_the_graph(cell):
 def test_the_guard_tries_the_kernels_of_a_cell():
     """A call of a pointwise cell launches its generated kernels. On a real GPU the library first tries them in a
     child process."""
-    assert any("pointwise" in launch.name for launch in check(ZOO["cifg"], {}, (4, 3, 2, 19)))
+    for engine in METAL_ENGINES:
+        assert any("pointwise" in launch.name for launch in check(engine, ZOO["cifg"], {}, (4, 3, 2, 19)))
 
 
-def test_what_fused_cannot_run_is_refused_with_the_reason():
-    """The default engine is `ops` for a layer that is too wide for `fused`. A request for `fused` raises an error
-    with the reason if the layer is too wide or the cell has too many numbers per unit."""
+def test_what_fused_cannot_run_stepwise_runs():
+    """The default engine on a GPU is `stepwise` if the layer is too wide for `fused` or the cell has too many numbers
+    per unit. A request for `fused` then raises an error with the reason."""
     graph = ZOO["lstm"].graph(3, 19)
     here = {"dtype": mx.float32, "device": "gpu", "metal": True, "traced": False}
-    assert choose(sizes=(5, 3, 2, 256), cell=PointwiseCell(graph), **here).engine == "fused"
-    wide = choose(sizes=(5, 3, 2, 257), cell=PointwiseCell(graph), **here)
-    assert wide.engine == "ops" and "no kernel of a single step" in wide.reason
+    fits = choose(sizes=(5, 3, 2, 256), cell=PointwiseCell(graph), **here)
+    assert fits == ("fused", "all steps in one launch")
+    assert choose(sizes=(5, 3, 2, 9), cell=PointwiseCell(graph), requested="stepwise", **here).reason == "asked for"
     free = PointwiseCell(ZOO["indrnn"].graph(3, 19), False)
     assert choose(sizes=(5, 3, 2, 1024), cell=free, **here).engine == "fused"
-    for cell, H, text in ((PointwiseCell(graph), 300, "H = 300 > 256"), (free, 1025, "H = 1025 > 1024")):
+    many = PointwiseCell(Form(lambda a, state: (sum(a[1:], a[0]) + state[0],), 17).graph(2, 3))
+    for cell, H, text in (
+        (PointwiseCell(graph), 300, "H = 300 > 256"),
+        (free, 1025, "H = 1025 > 1024"),
+        (many, 8, "18 > 16 numbers per unit"),
+    ):
+        chosen = choose(sizes=(5, 3, 2, H), cell=cell, **here)
+        assert chosen.engine == "stepwise" and text in chosen.reason
         with pytest.raises(ValueError, match=text):
             choose(sizes=(5, 3, 2, H), cell=cell, requested="fused", **here)
-    many = Form(lambda a, state: (sum(a[1:], a[0]) + state[0],), 17)
-    with pytest.raises(ValueError, match="18 > 16 numbers per unit"):
-        choose(sizes=(5, 3, 2, 8), cell=PointwiseCell(many.graph(2, 3)), requested="fused", **here)
+
+
+def test_what_stepwise_cannot_run_is_refused_with_the_reason():
+    """The default engine is `ops` for a cell with so many gates that `stepwise` has too few threads, and a request
+    for `stepwise` raises an error with the reason."""
+    form = Form(lambda a, state: (sum(a[1:], a[0]) + state[0],), 33)
+    here = {"sizes": (5, 3, 2, 8), "dtype": mx.float32, "device": "gpu", "metal": True, "traced": False}
+    cell = PointwiseCell(form.graph(2, 3))
+    chosen = choose(cell=cell, **here)
+    assert chosen.engine == "ops" and "33 gates > 32" in chosen.reason
+    with pytest.raises(ValueError, match="33 gates > 32"):
+        choose(cell=cell, requested="stepwise", **here)
+    assert choose(cell=cell._replace(recurrent=False), **here).engine == "stepwise"
 
 
 def test_check_tries_the_zoo(tmp_path, capsys):
-    """The command that `check --full` runs tries every cell of `mlx_lstm.cells`, and reports each cell that `fused`
-    refuses."""
+    """The command that `check --full` runs tries every cell of `mlx_lstm.cells` on both Metal engines, and reports each
+    cell that an engine refuses."""
     assert {form.cell.__name__ for form in check_cells.FORMS} == set(cells.__all__)
     assert [tuple(form) for form in check_cells.FORMS] == [tuple(form) for form in ZOO.values()]
     with on_metal(), patch.object(check_cells, "FORMS", check_cells.FORMS[:1]):
         assert check_cells.main(["--json", str(tmp_path / "cells.json")]) == 0
-    assert json.loads((tmp_path / "cells.json").read_text()) == {"lstm": ""}
+    assert json.loads((tmp_path / "cells.json").read_text()) == {"lstm, fused": "", "lstm, stepwise": ""}
     with patch.object(check_cells, "FORMS", check_cells.FORMS[-1:]), mx.stream(mx.cpu):
         assert check_cells.main(["--json", str(tmp_path / "cells.json")]) == 1
-    assert "minimal_gru_log     [pointwise] engine='fused' cannot run" in capsys.readouterr().out
+    assert "minimal_gru_log, stepwise   [pointwise] engine='stepwise' cannot run" in capsys.readouterr().out
 
 
-def test_both_directions_on_metal():
-    """A bidirectional call gives the same h on `fused` as on `ops`."""
-    rng, H = np.random.default_rng(4), 5
-    shapes = [(3, 2, 3), (4 * 2 * H, 3), (2, 4 * H, H), (8 * H,), (2, 2 * H), (2, 2 * H)]
-    x, Wx, Wh, b, *state = (mx.array(rng.normal(size=shape).astype(np.float32)) for shape in shapes)
+@pytest.mark.parametrize("engine", METAL_ENGINES)
+def test_both_directions_are_right(engine):
+    """Outputs and gradients of a bidirectional call are right: they equal those of both directions alone, and the
+    gradient of x is the sum of both."""
+    form, rng = ZOO["zoneout_lstm"], np.random.default_rng(6)
+    options = {"mask": True, "keep": True, "lengths": True}
+    parts = [draw_smooth(rng, form, options | {"reverse": reverse}) for reverse in (False, True)]
+    for name in ("x", "lengths"):
+        parts[1][0][name] = parts[0][0][name]
+    results = [judged(form, *each) for each in parts]
+    exact, bounds = ([result[k] for result in results] for k in range(2))
+
+    def joined(values):
+        names = values[0].keys() - {"lengths", "reverse"}
+        both = {n: join_of(n.removeprefix("d"), [mx.array(one[n], mx.float64) for one in values]) for n in names}
+        return {name: np.array(array) for name, array in both.items()}
+
+    def call(form, a, case):
+        # An argument has the blocks of both directions side by side, the joined array the blocks of one direction.
+        halves = [blocks(half, form.inputs) for half in blocks(a["inputs"], 2)]
+        a = a | {"inputs": mx.concatenate([half[k] for k in range(form.inputs) for half in halves], axis=-1)}
+        return by_pointwise(engine, bidirectional=True)(form, a, case)
+
+    with mx.stream(mx.cpu):  # it has float64
+        case, cotangents, wanted = (joined(values) for values in (*zip(*parts, strict=True), exact))
+    limits = {name: max(bound[name] for bound in bounds) for name in wanted}
+    cotangents = {name: d.astype(np.float32) for name, d in cotangents.items()}
+    wanted["dx"], limits["dx"] = exact[0]["dx"] + exact[1]["dx"], 2 * (bounds[0]["dx"] + bounds[1]["dx"])
+    case |= {"x": parts[0][0]["x"], "lengths": parts[0][0]["lengths"], "reverse": False}
     with on_metal():
-        h, _ = pointwise(ZOO["lstm"].cell, x, Wx, Wh, b, state, bidirectional=True, engine="fused")
-    other, _ = pointwise(ZOO["lstm"].cell, x, Wx, Wh, b, state, bidirectional=True, engine="ops")
-    assert mx.allclose(h, other, atol=1e-5)
+        got = run(form, case, cotangents, call)
+    assert_right(got, wanted, limits)

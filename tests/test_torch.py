@@ -550,6 +550,9 @@ BAD = {
     "lengths must be integers, .* but got Tensor": lambda: ours.LSTM(I, H)(
         mx.zeros((4, 2, 3)), lengths=torch.tensor([4, 1])
     ),
+    r"lengths must have shape \[2\], .* got shape \[4\], as many as the input has steps: change batch_first": lambda: (
+        ours.GRU(I, H)(mx.zeros((4, 2, 3)), lengths=[2, 2, 1, 2])
+    ),
     "lengths must lie in 0..4": lambda: ours.LSTM(I, H)(mx.zeros((4, 2, 3)), lengths=[5, 1]),
 }
 
@@ -558,6 +561,20 @@ BAD = {
 def test_bad_arguments(rule):
     with pytest.raises(ValueError, match=rf"^\[(torch\.(LSTM|GRU|RNN)(Cell)?|lstm|gru)\] {rule}"):
         BAD[rule]()
+
+
+def test_lengths_of_exchanged_axes_get_a_hint():
+    """If there are as many lengths as steps, the error of a layer of `mlx_lstm.nn` says which axes to exchange."""
+    with pytest.raises(ValueError, match=r"shape \[3\], as many as the input has steps: exchange batch and time of"):
+        nn.LSTM(I, H)(mx.zeros((5, 3, I)), lengths=[2, 3, 1])
+
+
+def test_from_weights_refuses_options_in_its_own_name():
+    """The error of `from_weights` for an option that torch lacks begins with its own name, not with that of a function
+    that it calls, and names the function that takes the option."""
+    weights = convert.from_ops("gru", [{"Wx": mx.ones((12, 3)), "Wh": mx.ones((12, 4))}], reset="before")
+    with pytest.raises(ValueError, match=r"^\[torch.from_weights\] reset must be .* nn.from_weights have.* 'before'"):
+        ours.from_weights(weights)
 
 
 def test_torch_s_arrays_in_the_other_layers_and_ops():

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .. import cells
+from ..engines import METAL_ENGINES
+from ..engines.choice import Engine
 from ..recurrence import pointwise
 
 B, H = 3, 40
@@ -51,16 +53,16 @@ FORMS = (
 """All cells of `mlx_lstm.cells`, with the arguments that each needs."""
 
 
-def verdict(form: Form) -> str:
-    """Run the forward and the backward pass of a cell on the engine `fused`. Return why the cell's kernels are refused,
-    or "" if they are right."""
+def verdict(form: Form, engine: Engine) -> str:
+    """Run the forward and the backward pass of a cell on a Metal engine. Return why the cell's kernels are refused, or
+    "" if they are right."""
     Wx, Wh = mx.ones((form.gates * H, 2)), mx.zeros((form.gates * H, H)) if form.recurrent else None
     inputs, params = [mx.ones((3, B, H))] * form.inputs, [mx.ones(H)] * form.params
 
     def loss(x: mx.array) -> mx.array:
         state = [mx.zeros((B, H))] * form.states
         h, _ = pointwise(
-            form.cell, x, Wx, Wh, None, state, inputs=inputs, params=params, apart=form.apart, engine="fused"
+            form.cell, x, Wx, Wh, None, state, inputs=inputs, params=params, apart=form.apart, engine=engine
         )
         return h.sum()
 
@@ -72,15 +74,16 @@ def verdict(form: Form) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Print the verdict of each cell and write all verdicts to a file. Return 1 if a cell is refused, else 0."""
+    """Print the verdict of each cell on each Metal engine, and write all verdicts to a file. Return 1 if a cell is
+    refused, else 0."""
     parser = argparse.ArgumentParser(prog="python -m mlx_lstm.check.cells", description=__doc__)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="where the verdicts are written")
-    verdicts = {form.cell.__name__: verdict(form) for form in FORMS}
+    verdicts = {f"{form.cell.__name__}, {name}": verdict(form, name) for form in FORMS for name in METAL_ENGINES}
     parser.parse_args(words).json.write_text(json.dumps(verdicts))
     for name, reason in verdicts.items():
-        print(f"{name:20}{reason or 'right'}")
+        print(f"{name:28}{reason or 'right'}")
     wrong = [name for name, reason in verdicts.items() if reason]
-    print(f"{len(wrong)} of {len(verdicts)} cells are refused")
+    print(f"{len(wrong)} of {len(verdicts)} pairs of a cell and an engine are refused")
     return 1 if wrong else 0
 
 

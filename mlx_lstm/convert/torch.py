@@ -128,7 +128,12 @@ def to_torch(weights: Weights, *, prefix: str = "") -> dict[str, mx.array]:
     Raises:
         ValueError: torch's layers have no place for an option of the cell.
     """
-    weights = held("to_torch", weights, nonlinearity=("tanh", "relu"), projection=True)
+    return by_names("to_torch", weights, prefix)
+
+
+def by_names(op: str, weights: Weights, prefix: str = "") -> dict[str, mx.array]:
+    """Return the parameters of a torch layer by name, as `to_torch` does. op: the name that error texts begin with."""
+    weights = held(op, weights, nonlinearity=("tanh", "relu"), projection=True)
     parameters = {}
     for k, layer in enumerate(weights.layers):
         for way, arrays in zip(WAYS, layer, strict=False):

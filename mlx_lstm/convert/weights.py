@@ -225,7 +225,8 @@ def held(
     refused["reverse"] = not reverse and weights.reverse
     for name, value in refused.items():
         if value:
-            fail(op, f"{name} must be the default, as the format has no other (to_ops or --to ops has),", repr(value))
+            others = "to_ops, --to ops and nn.from_weights have"
+            fail(op, f"{name} must be the default, as the format has no other ({others}),", repr(value))
     return weights
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from .cells import PointwiseCell, RNNCell
 from .chunks import HALVES, Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
-from .metal import fused, pointwise, stepwise
+from .metal import fused, pointwise, pointwise_stepwise, stepwise
 from .numpy import sweep as numpy
 from .numpy.sweep import Saved
 from .ops import sweep as ops
@@ -34,10 +34,13 @@ from .tracing import MARKS_COME_FIRST, ZERO, custom_function, have_values, with_
 
 ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
 
+OWN_MODULES = {"fused": pointwise, "stepwise": pointwise_stepwise, "numpy": numpy, "ops": ops}
+"""The module of each engine for a cell that the user wrote."""
+
 
 def module_of(problem: Problem, engine: str) -> Any:
     """Return the module of an engine, with the functions `forward` and `backward`."""
-    return pointwise if engine == "fused" and problem.cell.op == "pointwise" else ENGINE_MODULES[engine]
+    return (OWN_MODULES if problem.cell.op == "pointwise" else ENGINE_MODULES)[engine]
 
 
 TAPS = (("h",), ("c",), ("gates",), ("hT", "cT"))

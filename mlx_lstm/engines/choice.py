@@ -26,7 +26,7 @@ operations, which runs on any device and defines the correct results."""
 Engine = Literal["fused", "stepwise", "numpy", "ops"]
 """The type of an option `engine`."""
 
-METAL_ENGINES = ("fused", "stepwise")
+METAL_ENGINES: tuple[Engine, ...] = ("fused", "stepwise")
 
 LSTM = LSTMCell()
 
@@ -37,6 +37,10 @@ Metal allows at most 1024 threads."""
 FUSED_NUMBERS = 16
 """The largest sum of gates, states, inputs of each step and parameters of a user's cell for which `fused` has enough
 registers."""
+
+STEPWISE_GATES = 32
+"""The largest number of gates of a user's cell that `stepwise` supports. A threadgroup has 32 threads per gate, and
+Metal allows at most 1024 threads."""
 
 GATES = {"ops": 2**20, "stepwise": 2**24, "fused": 2**24}
 """The largest number of gate values (steps x batch x G H) in one chunk, if a sequence is divided because of its length.
@@ -156,15 +160,13 @@ def decide(
         return Choice("numpy", "the stream's device is the CPU")
     if table.engines and packing is None:
         engine, reason = table.preferred(dtype, B, H)
-    elif "fused" in reasons or isinstance(cell, PointwiseCell):  # at most one Metal engine can run
-        engine, reason = "fused", reasons.get("stepwise", "")
+    elif "fused" in reasons or isinstance(cell, PointwiseCell):  # the predictions are for built-in cells only
+        engine, reason = "fused", "all steps in one launch"
     else:
         engine, reason = predict(cell, dtype, B, H, problem.cores, problem.directions, packing)
         reason = f"{reason}, {table.source if packing is None else 'predicted'}"
     if engine not in reasons:
         return Choice(engine, reason)
-    if isinstance(problem.cell, PointwiseCell) and "fused" not in reasons:  # `stepwise` cannot run a user's cell
-        return Choice("fused", reasons["stepwise"])
     if "stepwise" in reasons:
         return Choice("ops", reasons["numpy" if device == "cpu" else "stepwise"])
     # `fused` is preferred but cannot run. If a measurement has discarded `stepwise`, too, `ops` runs.
@@ -216,7 +218,10 @@ def obstacles(
     if "fused" in reasons:
         return reasons
     if isinstance(cell, PointwiseCell):
-        reasons["stepwise"] = "a cell of your own has no kernel of a single step"
+        if cell.recurrent and cell.gates > STEPWISE_GATES:
+            reasons["stepwise"] = (
+                f"its {cell.gates} gates > {STEPWISE_GATES}, and a threadgroup has at most 1024 threads, 32 per gate"
+            )
         numbers = cell.gates + cell.graph.states + cell.graph.inputs + cell.graph.params
         lanes = 4 if cell.recurrent else 1
         if 1024 // lanes < H:

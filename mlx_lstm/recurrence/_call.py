@@ -81,7 +81,9 @@ class Call(NamedTuple):
 
     def run(self, problem: Problem, arrays: Arrays, choice: Choice) -> dict[str, Any]:
         """Run the chosen engine. Return the outputs, which MLX can differentiate."""
-        refusal = guarded_gradients(choice, problem, is_forced=self.engine is not None)
+        refusal = None
+        if choice.engine in METAL_ENGINES:
+            refusal = guarded_gradients(choice, problem, is_forced=self.engine is not None)
         return run(problem, arrays, choice.engine, refusal)
 
     def backward(self, weights_and_arrays: dict[str, Any], saved: Arrays, cotangents: Arrays) -> Arrays:

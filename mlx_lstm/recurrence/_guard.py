@@ -45,8 +45,8 @@ def guarded(chosen: Choice, problem: Problem, best: Callable[..., Choice]) -> Ch
 
 
 def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> Refusal | None:
-    """Return a function that tests the backward kernels of the chosen engine. It takes the names of the outputs that
-    have a cotangent (a gradient), and returns why the kernels are refused, or an empty text.
+    """Return a function that tests the backward kernels of the chosen Metal engine. It takes the names of the outputs
+    that have a cotangent (a gradient), and returns why the kernels are refused, or an empty text.
 
     The forward pass in training has already tested the gradient of a loss that uses h alone. A loss of other outputs
     runs other kernels. Which outputs it uses is known only when MLX computes the gradient, so this function tests
@@ -54,7 +54,7 @@ def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> R
 
     is_forced: whether the caller forced the engine; then the function raises ValueError instead of returning a reason.
     """
-    if chosen.engine not in METAL_ENGINES or problem.plain or _unguarded or not is_real():
+    if problem.plain or _unguarded or not is_real():
         return None
 
     def refused(names: tuple[str, ...]) -> str:

@@ -82,7 +82,7 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         limits = one.limits if problem.chunks.recomputes else one.limits._replace(unchunked=0)
         return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
     joins, limits = False, problem.limits
-    if isinstance(problem.cell, PointwiseCell):
+    if isinstance(problem.cell, PointwiseCell) and engine == "fused":
         # Both directions run the same kernels, one after the other. So the trial runs only one direction.
         problem = problem._replace(bidirectional=False, reverse=False)
         wide = index_of(problem) == mx.uint64
@@ -106,6 +106,8 @@ def trial_of(engine: str, problem: Problem) -> Trial:
             limits = limits._replace(rows_left=JOINING_LEFT)
         B, H, P, cores = smallest_stepwise(problem)
         limits = limits._replace(cores=cores)
+        if isinstance(problem.cell, PointwiseCell):  # for these cells the oracle computes one direction
+            problem = problem._replace(bidirectional=False)
     if wide:
         limits = limits._replace(index=0)
     small = problem.B * min(problem.H, problem.P) < SMALL
@@ -181,6 +183,8 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     """Return (B, H, P, cores) for the test run of the stepwise kernels: the smallest sizes, and a number of GPU cores,
     with which the matrix products use the same tiles as those of the call."""
     wanted = tile_of(problem, problem.H), tile_of(problem, problem.P)
+    # The trial of a cell written by the user runs one direction: the kernels read the number of directions at run time.
+    both = problem.bidirectional and not isinstance(problem.cell, PointwiseCell)
 
     def smallest(width: int, weight: str) -> int:
         """Return the width (H or P) of the trial: the smallest one that leaves the same remainder modulo 32 as
@@ -198,7 +202,7 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     P = smallest(problem.P, "Wh")
     for B in batches(problem):
         for cores in (problem.limits.cores, *range(1, 2 * B)):
-            small = problem._replace(B=B, limits=problem.limits._replace(cores=cores))
+            small = problem._replace(B=B, bidirectional=both, limits=problem.limits._replace(cores=cores))
             same = stepwise_rows(B) == stepwise_rows(problem.B)
             if same and (tile_of(small, H), tile_of(small, P)) == wanted:
                 return B, H, P, cores

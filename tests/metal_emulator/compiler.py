@@ -124,18 +124,24 @@ def forget(kernel: CompiledKernel) -> None:
 
 
 _CONSTANT = re.compile(r"^(using \w+|constexpr (?:int|bool) \w+) = [^;]*;", re.M)
+_ARRAY = re.compile(
+    r"^\s*(?:const )?(?:device|constant) [\w<>]+[*&] \w+ \[\[buffer\(\d+\)\]\],$"  # a parameter of the kernel
+    r"|^decltype\(as_field\(.*\)\) \w+;$"  # the field of the struct that holds the array, or its value
+    r"|^const (?:Arrays a|Join join|Projected projected) = \{.*\};$",
+    re.M,
+)
 
 
 def _rules_key(source: str, shim: Path) -> str:
-    """Return a key that is the same for all kernels whose sources differ only in the kernel's name, in types and in
-    values of constants.
+    """Return a key that is the same for all kernels whose sources differ only in the kernel's name, in types, in
+    values of constants, in which arrays the kernel has, and in white space.
 
     The check of the syntax tree (`ast_rules`) gives the same result for all of them, so only one of them is checked.
-    Checking every kernel would make compilation a sixth slower.
+    Checking every kernel would make compilation a quarter slower.
     """
-    code = _CONSTANT.sub(r"\1;", blank_comments(source))
+    code = _ARRAY.sub("", _CONSTANT.sub(r"\1;", blank_comments(source)))
     code = re.sub(r"\bcustom_kernel_\w+|\b(?:float|half|bfloat16_t)\b", "", code)
-    return digest(code, shim.name, _rules_text())
+    return digest(" ".join(code.split()), shim.name, _rules_text())
 
 
 def _build(source: str, path: Path, shim: Path, options: list[str]) -> tuple[str, ...]:

@@ -123,10 +123,10 @@ class Part(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """The launches of a forward or backward pass. `arrange` copies Wh into the order in which lanes read it; then
-    `parts` run in the order of processing.
+    """The launches of a forward or backward pass. `arrange` copies Wh into the order in which lanes read it. Then
+    `parts` run, each some time steps; the order is that of the pass, so the last steps come first in a backward pass.
 
-    options: the names of the caller's arrays that the parts read, in row order. numbers: the array of an LSTM's
+    options: the names of the caller's arrays that the parts read as contiguous arrays. numbers: the array of an LSTM's
     forget bias and cell limit. quantized: whether the parts read quantized weights. few: whether the gradients after
     the backward steps can be computed in few launches. takes_product: whether the backward steps read the recurrent
     product of a GRU's candidate.
@@ -241,8 +241,9 @@ def backward_sweep(
 
 
 def options_of(problem: Problem, names: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the caller's arrays that the forward and the backward pass read unchanged (peephole, bhn,
-    keep). A plain RNN does not read `keep`, because its mask already includes `keep`."""
+    """Return those names of `names` that the forward and the backward pass read unchanged: peephole, bhn (a GRU's bias
+    of the candidate's recurrent product) and keep (factors on the states). A plain RNN has no state besides h, and the
+    mask on h already includes `keep`. So it does not read `keep`."""
     options = ("peephole", "bhn") if problem.cell.op == "rnn" else ("peephole", "bhn", "keep")
     return tuple(name for name in options if name in names)
 
@@ -294,11 +295,12 @@ def index_of(problem: Problem) -> mx.Dtype:
 
 
 def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, keep: bool, steps: int, saves_d: bool) -> Outputs:
-    """Return the shape and dtype of each output of a shader, in the order of its fields. An entry is None if the
-    launch does not write this output.
+    """Return the shape and dtype of each output of the kernel of a pass, in the order of the kernel's struct of
+    arrays. An entry is None if the launch does not write this output.
 
-    With `saves_d` the backward pass writes d_out [steps, B, D G H], the gradient of the recurrent product. With
-    `keep` it writes carry [steps, B, D H], which `engines.ops.sweep.sweep_backward` defines.
+    keep: whether the call has the option `keep`. The backward pass then writes carry [steps, B, D H], the gradient of
+    the carried state that does not go through the recurrent product. saves_d: whether the backward pass writes d_out
+    [steps, B, D G H], the gradient of the recurrent product.
     """
     B, H, D, cell = problem.B, problem.H, problem.directions, problem.cell
     wide, all_gates = (steps, B, D * H), ((steps, B, D * cell.gates * H), dtype)
@@ -491,9 +493,10 @@ def fused_tiling(
 ) -> FusedTiling:
     """Return how one pass is divided among threads.
 
-    more: the number of registers that the options of the call need. cut: a measured choice of rows and registers, or
-    None. cores: the number of GPU cores. packing: how the weights of a forward pass are quantized, or None; a vector
-    of a lane is then four words of packed weights.
+    more: the number of registers that the options of the call need. cut: a measured choice of the batch items per
+    threadgroup and of the registers to keep free, or None. cores: the number of GPU cores. packing: how the weights of
+    a forward pass are quantized, or None. A lane reads weights in vectors of four: four weights or, if they are
+    quantized, four 32-bit words of packed weights.
     """
     lanes, gates = LANES[cell.op], cell.gates
     sweep = "backward" if backward else "forward"
@@ -540,8 +543,12 @@ def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int,
 def rows_for(
     cell: AnyCell, B: int, H: int, itemsize: int, directions: int, cores: int, packing: Packing | None = None
 ) -> int:
-    """Return how many batch items a threadgroup computes; 8 if it multiplies 8 x 8 matrices. With more items, each
-    weight is read for more of them. With fewer items, there are enough threadgroups for all cores."""
+    """Return how many batch items a threadgroup computes; 8 means that it multiplies 8 x 8 matrices.
+
+    If a threadgroup computes more items, each weight that it loads serves more items. If it computes fewer, there are
+    more threadgroups, so that all cores have work. Of the numbers whose predicted time is nearly the shortest, the
+    smallest one is chosen.
+    """
     matrices = packing is None and fits_matrices(cell, H) and WIDEST_MATRICES[itemsize] >= H
     times = {
         rows: step_cycles(cell, B, H, itemsize, directions, cores, rows, packing)

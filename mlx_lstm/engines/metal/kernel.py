@@ -60,14 +60,16 @@ def constant(numbers: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
 
 
 def contiguous(array: mx.array | None) -> mx.array | None:
-    """Return the array in row order. MLX copies an array in another order for each launch that reads it. With this
-    function an array that several launches read is copied only once. (`mx.contiguous` cannot be exported.)"""
+    """Return the array with its last axis contiguous, then the axis before it, and so on (row order). Otherwise each
+    launch that reads the array would copy it into this order; here it is copied only once. (`mx.contiguous` cannot be
+    exported.)"""
     return None if array is None else array.reshape(-1).reshape(array.shape)
 
 
 def whole_mask(problem: Problem, arrays: Arrays) -> mx.array | None:
-    """Return the factor on h in the recurrent product, which is mask times `keep`: [T, B, D P], or [1, B, D P] if
-    all steps share it. Return None if the call has neither a mask nor `keep`."""
+    """Return the factor on h in the recurrent product: the option `mask` times the option `keep` (factors on the
+    states before each step). It is [T, B, D P], or [1, B, D P] if all steps share it. Return None if the call has
+    neither option."""
     mask, keep = arrays.get("mask"), arrays.get("keep")
     if keep is not None:
         keep = mx.repeat(keep, problem.P, axis=-1)
@@ -203,8 +205,8 @@ def build(
     contains the shader, the arrays that are `missing`, and the template arguments.
 
     The template arguments are written into the source, because passing them to MLX would cost 0.8 us at every call.
-    index: the name of the integer type that the files of `stepwise` use as `Index`. own: generated definitions, which
-    may use those of the files.
+    index: the integer type that the files of `stepwise` know as `Index`. own: more definitions in Metal, such as the
+    struct of a user's cell. They come after the definitions from the shader files and may use them.
     """
     words: list[str] = []
     declared = ""
@@ -239,7 +241,8 @@ def prepare(
 
     shader: the kernel's name. shaders: the files that it needs, in order. inputs: the name of each array that the
     shader can read, and whether this call has it. outputs: the shape and dtype of each output, or None if it is not
-    written. body: the source after the declarations of the template arguments. index, own: see `build`.
+    written. body: the source after the declarations of the template arguments. index: the integer type that the files
+    of `stepwise` know as `Index`. own: more definitions in Metal, such as the struct of a user's cell.
     """
     given = tuple(name for name, is_there in inputs.items() if is_there)
     written = {name: output for name, output in outputs.items() if output is not None}

@@ -1,6 +1,6 @@
 """Run a cell written by the user on the engine `fused`. This module generates the cell's Metal struct, which
 metal/pointwise.metal describes, from the graph of the cell's operations. It also builds the launches of the forward
-and the backward pass.
+and the backward pass. The module `pointwise_stepwise` runs such a cell on the engine `stepwise`.
 
 If a call runs both directions, they run one after the other, each on its part of the arrays.
 """
@@ -48,41 +48,42 @@ def lanes_of(cell: PointwiseCell) -> int:
     return 4 if cell.recurrent else 1
 
 
-def scatters(cell: PointwiseCell) -> bool:
+def scatters(cell: PointwiseCell, lanes: int = 4) -> bool:
     """Return whether each of a unit's four lanes gets the recurrent product of one gate only: lane k gets that of
     gate k. Otherwise all lanes get the products of all gates, which takes more additions."""
-    return cell.recurrent and cell.gates == 4 and not cell.graph.apart
+    return lanes == 4 and cell.recurrent and cell.gates == 4 and not cell.graph.apart
 
 
 def gradient_nodes(graph: CellGraph) -> list[int]:
-    """Return the graph nodes whose values the backward pass stores. A preactivation has a recurrent part (from h)
-    and an input part (from x and b). First come the gradients of all recurrent parts, then the gradients of those
-    input parts that are different nodes."""
+    """Return the nodes of the gradients of preactivations that the backward pass stores. A preactivation has a
+    recurrent part (from h) and an input part (from x and b). First come the gradients of all recurrent parts. Mostly
+    the input part has the same gradient; where it has another one, this gradient follows."""
     products = graph.of_product()
     return [*products, *(n for n in dict.fromkeys(graph.gradients("x")) if n not in products)]
 
 
 def grouped(letter: str, nodes: list[int], lanes: int) -> list[tuple[str, list[int]]]:
-    """Return registers as pairs (name, nodes), as `Statements` takes them. Register j has the name `letter` + j. Its
-    lane k holds node number j * lanes + k of `nodes`, or -1 if there are no more nodes."""
+    """Divide nodes among registers that hold a different node in each lane. Return pairs (name of the register, the
+    node of each lane). The registers are called letter0, letter1, ...; register j holds in lane k the node nodes[j *
+    lanes + k], or -1 behind the last node."""
     parts = [nodes[start : start + lanes] for start in range(0, len(nodes), lanes)]
     return [(f"{letter}{j}", [*nodes, *[-1] * (lanes - len(nodes))]) for j, nodes in enumerate(parts)]
 
 
 @lru_cache(512)
-def struct_text(cell: PointwiseCell) -> str:
+def struct_text(cell: PointwiseCell, lanes: int) -> str:
     """Return the Metal source of a cell's struct, which has the name `Own`. metal/pointwise.metal lists the members
-    of this struct."""
-    graph, lanes = cell.graph, lanes_of(cell)
+    of this struct. lanes: how many lanes share a unit, 4 or 1."""
+    graph = cell.graph
     numbers = {
         "GATES": graph.gates, "STATES": graph.states, "INPUTS": graph.inputs, "PARAMS": graph.params,
         "KEPT": len(graph.saved), "GRADIENTS": len(gradient_nodes(graph)), "LANES": lanes,
-        "PRODUCTS": graph.gates if cell.recurrent else 0, "SCATTERS": int(scatters(cell)),
+        "PRODUCTS": graph.gates if cell.recurrent else 0, "SCATTERS": int(scatters(cell, lanes)),
         "READS_H": int(graph.reads("s0") or graph.reads_after(0)),
     }  # fmt: skip
     enum = ", ".join(f"{name} = {value}" for name, value in numbers.items())
     blocks = own_blocks_text(graph, lanes)
-    return f"struct Own {{\nenum {{ {enum} }};\n{forward_text(cell)}{backward_text(cell)}{blocks}}};\n"
+    return f"struct Own {{\nenum {{ {enum} }};\n{forward_text(cell, lanes)}{backward_text(cell, lanes)}{blocks}}};\n"
 
 
 def function_text(head: str, lines: list[str]) -> str:
@@ -107,10 +108,16 @@ def own_blocks_text(graph: CellGraph, lanes: int) -> str:
     return function_text("own_blocks(int lane, thread const float* s, thread float* c)", lines)
 
 
-def forward_text(cell: PointwiseCell) -> str:
+def name_of(text: str) -> str:
+    """Return the name with which the kernels of a generated struct begin. MLX caches compiled code by the kernel's
+    name, so the name contains a hash of the struct's source."""
+    return f"pointwise_{blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
+def forward_text(cell: PointwiseCell, lanes: int) -> str:
     """Return the source of the Metal function that computes one forward step. Its parameter s holds the states: on
     entry those before the step, on return the new ones."""
-    graph, lanes = cell.graph, lanes_of(cell)
+    graph = cell.graph
     lines: list[str] = []
     number, gates = graph.number, [graph.number.get(f"x{k}", -1) for k in range(graph.gates)]
     uniform = {n: f"{name[0]}_in{name[1:]}" for name, n in number.items() if name[0] in "suw"}
@@ -122,7 +129,7 @@ def forward_text(cell: PointwiseCell) -> str:
             ""
             if not cell.recurrent or graph.apart
             else " + sums[0]"
-            if scatters(cell)
+            if scatters(cell, lanes)
             else f" + ({of_lane(own, lanes)})"
         )
         lines.append(f"const float a{j} = z[{j}]{product};")
@@ -138,17 +145,20 @@ def forward_text(cell: PointwiseCell) -> str:
     return function_text(head + "thread const float* w, thread float* s, thread float* y)", lines)
 
 
-def backward_text(cell: PointwiseCell) -> str:
-    """Return the source of the Metal function that computes one backward step. These are its parameters:
+def backward_text(cell: PointwiseCell, lanes: int) -> str:
+    """Return the source of the Metal function that computes one backward step. Its parameters are:
 
-    y: the lane's part of the numbers that the forward pass saved. h, c: h before the step, and the lane's part of
-    the other states before the step. factor: the value of `keep`; the forward step multiplied the states by it. u,
-    w: the inputs of the step, and the parameters. now: on entry the states after the step, on return those before
-    it. back: on entry the gradients of the states after the step; on return the gradients of the multiplied states,
-    without the part that flows through the recurrent product. d: the lane's part of the gradients that
-    `gradient_nodes` lists. du, dw: the gradients of u and w.
+    - y, h, c: what the forward pass saved (the lane's part), h before the step, and the other states before the step
+      (the lane's part)
+    - factor: the value of the option `keep`, by which the forward step multiplied the states first
+    - u, w: the inputs of the step, and the parameters
+    - now: on entry the states after the step, on return those before it
+    - back: on entry the gradients of the states after the step; on return the gradients of keep * (the states before
+      it), without the part that flows through the recurrent product
+    - d: on return the gradients of the preactivations (the lane's part), in the order of `gradient_nodes`
+    - du, dw: on return the gradients of u and w
     """
-    graph, lanes = cell.graph, lanes_of(cell)
+    graph = cell.graph
     after, number = graph.known_after(), graph.number
     uniform = {n: f"n_in{k}" for n, k in after.items()}
     lines = [f"const float n_in{k} = now[{k}];" for k in after.values()]
@@ -184,7 +194,8 @@ def backward_text(cell: PointwiseCell) -> str:
 
 @lru_cache(1024)
 def tiling_of(sweep: str, cell: PointwiseCell, B: int, H: int, itemsize: int) -> FusedTiling:
-    """Return how a pass is divided among threads. `FusedTiling` describes the result."""
+    """Return how a pass with this cell is divided among threads: lanes per unit, batch items per threadgroup, weights
+    in registers and so on. sweep: "forward" or "backward"."""
     lanes, back, G = lanes_of(cell), sweep == "backward", cell.gates
     if not cell.recurrent:
         threads = 32 * -(-H // 32)
@@ -245,8 +256,8 @@ def own_cell(problem: Problem) -> PointwiseCell:
 
 
 def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
-    """Return (number of steps, array of sizes) for each launch of a forward or backward pass with a cell that the user
-    wrote."""
+    """Divide the steps of a pass with a user's cell into launches. Return (number of steps, array of sizes) for each
+    launch, in the order in which the forward pass runs them."""
     rows = tiling_of("forward", own_cell(problem), problem.B, problem.H, 4).rows
     return launches_of_pass(problem, rows, masks_differ)
 
@@ -296,7 +307,7 @@ def prepared_part(
     """Return one launch that runs `steps` steps of a forward or backward pass. present: the names of the inputs that
     it has."""
     cell = own_cell(problem)
-    text, tiling = struct_text(cell), tiling_of(sweep, cell, problem.B, problem.H, dtype.size)
+    text, tiling = struct_text(cell, lanes_of(cell)), tiling_of(sweep, cell, problem.B, problem.H, dtype.size)
     inputs = {name: name in present for name in INPUTS[sweep]}
     outputs = outputs_of(sweep, problem, dtype, steps, present)
     written = [name for name, output in outputs.items() if output is not None]
@@ -306,8 +317,7 @@ def prepared_part(
     body = struct_of(fields) + f"threadgroup vec<float, 4> vectors[{max(1, tiling.bytes // 16)}];\n"
     body += f"pointwise_{sweep}<Own, {', '.join(template)}>(a, vectors, threadgroup_position_in_grid.xy, "
     body += "thread_position_in_threadgroup.x, threads_per_threadgroup.x);"
-    # MLX caches compiled code by the kernel's name, so the name contains a hash of the cell's source.
-    name = f"pointwise_{blake2b(text.encode(), digest_size=8).hexdigest()}_fused_{sweep}"
+    name = f"{name_of(text)}_fused_{sweep}"
     groups = (-(-problem.B // tiling.rows), 1)
     shaders = (*FILES, f"pointwise_{sweep}")
     launch = prepare(name, shaders, inputs, outputs, template, body, groups, tiling.threads, own=text)
@@ -336,8 +346,8 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 
 
 def given(problem: Problem, arrays: Arrays, mask: mx.array | None) -> Inputs:
-    """Return the inputs that the kernels of both passes read: a dict from a kernel's name of an input to its array.
-    mask: the result of `whole_mask`."""
+    """Return a dict of the arrays that the kernels of both passes read, under the names that the kernels use. mask:
+    the factor on h in the recurrent product (mask times `keep`), or None."""
     inputs: Inputs = {"mask": mask}
     for name in ("h0", "inputs", "params", "lengths"):
         if name in arrays:

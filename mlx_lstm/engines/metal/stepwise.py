@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..cells import GRUCell, LSTMCell
+from ..cells import GRUCell, LSTMCell, PointwiseCell
 from ..ops.packed import scales_of
 from ..ops.sweep import gradients_after_sweep
 from ..packing import is_packed
@@ -32,6 +32,7 @@ from .kernel import (
     struct_of,
     whole_mask,
 )
+from .pointwise import name_of, struct_text
 from .products import candidates, gradients_in_few_launches, is_plain, project, recurrent_input, takes_product
 from .rows import LEFT, Join, Rows, joined_beside, starts_of
 
@@ -104,13 +105,14 @@ def sweep_backward(
     *,
     wants_m: bool,
 ) -> Arrays:
-    """Run the backward steps. Return dz [T, B, D G H], the gradient of the preactivations; with h0 also dh0 [B, D
-    P]; with c0 also dc0 [B, D H]; with `keep` also carry [T, B, D H], which `engines.ops.sweep.sweep_backward`
-    defines.
+    """Run the backward steps. Return the results by name:
 
-    With a projection the result also has dh [T, B, D P] and, if `wants_m`, the operand m [D, T, B, H] of the
-    projection. For a GRU whose reset comes after the product it also has d_out [T, B, D 3H], the gradient of the
-    recurrent product.
+    - dz [T, B, D G H]: the gradient of the preactivations
+    - dh0 [B, D P], dc0 [B, D H]: if the call has h0 or c0
+    - carry [T, B, D H]: if the call has `keep`: the gradient of the carried state that bypasses the recurrent product
+    - dh [T, B, D P]: with a projection: the gradient of h
+    - m [D, T, B, H]: with a projection, if `wants_m`: the vector that Wp multiplies
+    - d_out [T, B, D 3H]: for a GRU whose reset comes after the product: the gradient of the recurrent product
     """
     T, B, H, P = problem[:4]
     D, cell = problem.directions, problem.cell
@@ -161,9 +163,12 @@ backward pass."""
 
 def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
     """Return whether the forward pass keeps its rows (the arrays that its launches wrote) for the backward pass,
-    instead of copying the gates out of them. It does for an LSTM without a projection if the caller does not ask for
-    the gates. The backward pass of a GRU reads the gates of two steps at a time, and with a projection a last launch
-    reads the gates of all steps."""
+    instead of copying the gates from the rows into a sequence.
+
+    Only an LSTM without a projection keeps them, if the caller does not ask for the gates. Other backward passes
+    cannot read rows: a GRU's steps need the gates of two steps at a time, and a projection needs the gates of all
+    steps in one launch.
+    """
     return problem.training and not problem.return_gates and problem.cell.op == "lstm" and "Wp" not in names
 
 
@@ -176,9 +181,10 @@ def kept_rows(problem: Problem, saved: Arrays) -> list[tuple[mx.array, mx.array]
 
 
 def options(problem: Problem, arrays: Arrays, more: tuple[str, ...]) -> Inputs:
-    """Return the inputs that all launches of a pass read unchanged, in row order: lengths, h0, c0, keep and the
-    arrays named in `more`, if the caller passed them. A plain RNN does not read `keep`, because its mask already
-    includes `keep`. The input `step` is a stand-in for the number of the step."""
+    """Return the inputs that all launches of a pass read unchanged: lengths, h0, c0, keep and the arrays named in
+    `more`, if the caller passed them. They are contiguous, so that no launch copies them. A plain RNN does not read
+    `keep`, because its mask already includes `keep`. The input `step` is 0 here; each launch replaces it by the number
+    of its step."""
     names = ("h0", "c0", *more) if problem.cell.op == "rnn" else ("h0", "c0", "keep", *more)
     inputs: Inputs = {"step": step_number(0), "lengths": arrays.get("lengths")}
     for name in names:
@@ -218,8 +224,8 @@ def nothing(dtype: mx.Dtype) -> mx.array:
 
 
 def in_device_memory(array: mx.array | None) -> mx.array | None:
-    """Return the array, or an array of 8 numbers that begins with it if it is smaller. Metal binds smaller arrays in
-    constant memory. Products read weights, and choose between h0 and a row, in device memory only."""
+    """Return the array, padded to 8 numbers if it is smaller. Metal binds arrays of fewer than 8 numbers in another
+    address space (`constant`), and the kernels can read weights and h0 only in the address space `device`."""
     return array if array is None or array.size >= 8 else mx.pad(array.reshape(-1), (0, 8 - array.size))
 
 
@@ -249,9 +255,13 @@ def stepwise_rows(B: int) -> int:
 
 
 def tile_of(problem: Problem, width: int) -> tuple[int, int]:
-    """Return the number of rows and columns of a product that one threadgroup computes. Each unit needs one of the
-    `width` columns. If the product runs in lanes, a threadgroup has 8 columns. Otherwise it has the largest tile
-    that leaves enough threadgroups for the GPU's cores."""
+    """Return (rows, columns): how many batch items and how many columns of the recurrent product one threadgroup
+    computes. width: the number of columns, one per unit.
+
+    For fewer than 8 batch items the lanes of a threadgroup compute 8 columns by matrix-vector products. For more items
+    it multiplies 8 x 8 matrices; then it gets the largest tile for which there are still enough threadgroups for all
+    GPU cores.
+    """
     rows = stepwise_rows(problem.B)
     if rows < 8:
         return rows, 8
@@ -262,12 +272,15 @@ def tile_of(problem: Problem, width: int) -> tuple[int, int]:
 
 
 def index_bits(problem: Problem) -> int:
-    """Return how many bits an array index has: 64 if an array may have too many elements for 32 bits. With 64 bits a
-    step needs twice as many instructions outside of its product."""
+    """Return the number of bits of the integers that index arrays in the kernels: 32, or 64 if an array may have too
+    many elements. 64 bits are avoided because a step then needs twice as many instructions besides the multiply-adds
+    of the recurrent product."""
     # A row (the array of one launch) holds per unit the gates, m and a float32 c. With 16-bit elements c takes two of
     # them, so a unit takes 3 elements besides its gates.
-    width, gates = max(problem.H, problem.P), problem.cell.gates + 3
-    largest = problem.directions * gates * width * max(problem.T * problem.B, width)
+    width, cell, blocks = max(problem.H, problem.P), problem.cell, problem.cell.gates + 3
+    if isinstance(cell, PointwiseCell):  # its rows may hold more; no array has more blocks than this sum
+        blocks += 2 * cell.gates + 4 * cell.graph.states + 2 * cell.graph.params + cell.graph.inputs + cell.kept
+    largest = problem.directions * blocks * width * max(problem.T * problem.B, width)
     return 32 if largest < problem.limits.index else 64
 
 
@@ -289,11 +302,11 @@ def row_type(dtype: mx.Dtype) -> mx.Dtype:
     return mx.float32 if dtype == mx.float32 else mx.uint16
 
 
-def row_length(problem: Problem, width: int, arrays: int, carries: bool, dtype: mx.Dtype) -> int:
+def row_length(problem: Problem, width: int, arrays: int, carries: int, dtype: mx.Dtype) -> int:
     """Return the number of elements of a row, the array that one launch writes. It contains `arrays` arrays [B, D
-    width]. If `carries`, it also contains c or the gradient of c as float32. The number is at least 8, because Metal
-    binds smaller arrays in another address space."""
-    words = 4 // dtype.size if carries else 0
+    width] and, as float32, `carries` more: c or the gradient of c. The number is at least 8, because Metal binds
+    smaller arrays in another address space."""
+    words = carries * (4 // dtype.size)
     return max(8, problem.B * problem.directions * width * (arrays + words))
 
 
@@ -332,7 +345,11 @@ class StepKernel:
     ):
         rows, columns = tile
         self.problem: Problem = problem
+        own = struct_text(problem.cell, 1) if isinstance(problem.cell, PointwiseCell) else ""
+        self.own: str = own
         self.name: str = shader if "gru" in shader else f"{problem.cell.op}_{shader}"
+        if own:
+            self.name = shader.replace("pointwise", name_of(own))
         self.output: tuple[int, mx.Dtype] = output
         self.inputs: dict[str, bool] = {field: field in present for field in fields.split()}
         self.names: list[str] = [field for field, is_there in self.inputs.items() if is_there]
@@ -341,19 +358,21 @@ class StepKernel:
         self.threads: int = (64 if quantized else 256) if lanes else 4 * columns * slices
         self.groups: tuple[int, ...] = -(-units[0] // units[1]), -(-problem.B // rows), problem.directions
         product = "QuantizedByLanes" if lanes and quantized else "ByLanes" if lanes else "ByTiles"
+        if isinstance(problem.cell, PointwiseCell) and not problem.cell.recurrent:
+            product = "NoProduct"
         product += "<ROWS, COLUMNS>" if lanes else "<ROWS, COLUMNS, SLICES>"
-        arguments = ([STRUCTS[problem.cell.op]] if cell else []) + [product]
+        arguments = (["Own" if own else STRUCTS[problem.cell.op]] if cell else []) + [product]
         arguments += ["S"] if saves is None else ["SAVES", "S"]
         self.template: Template = {"ROWS": rows, "COLUMNS": columns, "S": dtype, "X": row_type(dtype)}
         if not lanes:
             self.template["SLICES"] = slices
-        if cell:
+        if cell and not own:
             self.template["OPTIONS"] = cell_number(problem.cell, "peephole" in self.names)
         if saves is not None:
             self.template["SAVES"] = saves
         if quantized and problem.packing:
             self.template |= {"BITS": problem.packing.bits, "GROUP": problem.packing.group_size}
-        self.files: tuple[str, ...] = ("arrays", "cell", f"cell_{problem.cell.op}", "quantized", "stepwise")
+        self.files: tuple[str, ...] = (*cell_files(problem), "quantized", "stepwise")
         self.files += ("stepwise_lanes", "stepwise_tiles", *(("stepwise_quantized",) if quantized else ()))
         self.files += (*SHADERS[shader], "stepwise_rows")
         self.arrays: str = struct_of(fields_of((*self.inputs, "after"), {*self.names, "after"}))
@@ -363,32 +382,36 @@ class StepKernel:
         self.arrays += "uint3 group = threadgroup_position_in_grid;\n"
         self.call: str = f"{shader}<{', '.join(arguments)}>(a, sums, tiles, group, {LANE});\n"
         self.launch: Launch = self.prepare(self.name, self.arrays + self.call)
-        # A launch that joins binds 4 arrays besides its inputs: `after`, `joined`, `starts` and `first`.
+        # How many arrays of earlier steps this launch can join. Metal limits the arrays of a launch: besides its
+        # inputs it then also binds `after`, `joined`, `starts` and `first`.
         self.most: int = joined_beside(len(self.names) + 4)
         self.joins: dict[tuple[int, ...], tuple[Launch, list[mx.array]]] = {}
 
     def prepare(
         self, name: str, body: str, joined: int = 0, more_groups: int = 0, pieces: tuple[str, ...] = ()
     ) -> Launch:
-        """Return a launch of the shader. joined: the number of elements of the joined array, if the launch also
-        joins `pieces` with `more_groups` threadgroups."""
+        """Return a launch of the shader. Some launches also join arrays that earlier steps wrote into one new array:
+        `pieces` are the names of these arrays, `joined` is the number of elements of the new array, and `more_groups`
+        are additional threadgroups that copy. The defaults are for a launch that joins nothing."""
         outputs: Outputs = {"after": ((self.output[0],), self.output[1])}
         if joined:
             outputs["joined"] = (joined,), self.output[1]
         inputs = self.inputs | dict.fromkeys(pieces, True)
         groups = self.groups[0] + more_groups, *self.groups[1:]
         index, name = index_type(self.problem), named(name, self.problem)
-        return prepare(name, self.files, inputs, outputs, self.template, body, groups, self.threads, index)
+        return prepare(name, self.files, inputs, outputs, self.template, body, groups, self.threads, index, self.own)
 
     def joining(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
-        """Return the launch that also joins arrays of earlier steps, and the arrays of sizes that it reads. steps:
-        how many rows each joined array contains."""
+        """Return a launch of the step's kernel that also joins arrays of earlier steps into one array. Also return two
+        small arrays that it reads: where each part begins, and which threadgroups copy. steps: how many rows (results
+        of one step) each of the arrays contains."""
         if steps not in self.joins:
             self.joins[steps] = self.prepare_join(steps)
         return self.joins[steps]
 
     def prepare_join(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
-        """Build the launch and the arrays that `joining` returns and caches."""
+        """Build a launch of the step's kernel that also joins arrays of earlier steps into one array. Return it with
+        the two small arrays that it reads: where each part begins, and which threadgroups copy."""
         length, total = self.output[0], sum(steps)
         more = max(1, min(64, length * total // (8 * self.threads)))
         pieces = tuple(f"p{n}" for n in range(self.most))
@@ -411,8 +434,19 @@ SHADERS = {
     "stepwise_backward": ("stepwise_backward",),
     "stepwise_gru_reset_backward": ("stepwise_gru",),
     "stepwise_dh": ("stepwise_backward",),
+    **dict.fromkeys(
+        ("pointwise_stepwise_forward", "pointwise_stepwise_backward", "pointwise_stepwise_dh0"),
+        ("stepwise_forward", "stepwise_backward", "pointwise_stepwise"),
+    ),
 }
 """The files that each shader of a step needs, in addition to the files that all of them need."""
+
+
+def cell_files(problem: Problem) -> tuple[str, ...]:
+    """Return the names of the shader files that the source of a kernel begins with: helpers for its arrays, and the
+    problem's cell or, for a cell written by the user, what its generated struct needs."""
+    return "arrays", "cell", "pointwise" if problem.cell.op == "pointwise" else f"cell_{problem.cell.op}"
+
 
 LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 
@@ -460,10 +494,11 @@ def step_number(n: int) -> mx.array:
 
 
 def there(inputs: Inputs) -> tuple[Arrays, mx.Dtype]:
-    """Return the inputs that are not None, and the dtype of the call's arrays. The dtype is that of z or of the
-    copied weights, because quantized weights are integers."""
+    """Return the inputs that are not None, and the dtype of the call's float arrays. This is the dtype of z in a
+    forward pass, and of the transposed `weights` in a backward pass. (Wh itself may be quantized, an array of
+    integers.)"""
     present = {name: array for name, array in inputs.items() if array is not None}
-    return present, present["z" if "z" in present else "weights"].dtype
+    return present, next(present[name].dtype for name in ("z", "weights", "h") if name in present)
 
 
 Make = Callable[[Problem, mx.Dtype, tuple[str, ...], bool], StepKernel]
@@ -543,8 +578,8 @@ def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
 
 @cached
 def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel of a backward step. It writes one row, the step's array; metal/stepwise_backward.metal lists
-    its inputs and the contents of the row."""
+    """Return the kernel of a backward step. It writes one array (a row) with the gradients of this step: the carried
+    gradient, then the gradients dz of the preactivations. metal/stepwise_backward.metal describes its inputs."""
     tile, arrays = tile_of(problem, problem.H), problem.cell.gates + ("keep" in present)
     return StepKernel(
         *(problem, dtype, present, "stepwise_backward"),
@@ -594,8 +629,9 @@ Layout = tuple[tuple[tuple[int, ...], int, int], ...]
 
 
 class Sequences(NamedTuple):
-    """The launch after all steps, which copies the rows of a pass into sequences: the names of its inputs and
-    outputs, and the arrays of sizes that describe the rows."""
+    """The launch after all steps, which copies the rows of a pass (one array per step) into sequences such as h [T, B,
+    H]: the launch, the names of its inputs and outputs, and two small arrays that say where each row begins and how
+    long it is."""
 
     launch: Launch
     inputs: list[str]
@@ -631,9 +667,13 @@ def prepare_sequences(
     outputs: Outputs,
     template: Template,
     body: str,
+    more_files: tuple[str, ...] = (),
 ) -> Sequences:
-    """Return the launch of a shader that reads all rows of a pass. It has one thread per batch item, unit, step and
-    direction."""
+    """Return the launch that copies the rows of a pass (the arrays that its steps wrote) into sequences. It has one
+    thread per batch item, unit, step and direction.
+
+    layout: the number and size of the rows of each kind. body: the Metal statements that call the shader.
+    """
     starts = starts_of(sum((steps for steps, _, _ in layout), ()), LEFT)
     numbers = [number for n, (_, size, width) in enumerate(layout) for number in (size, width, n * problem.T)]
     sizes = {"starts": mx.array(starts, mx.int32), "kinds": mx.array(numbers, mx.int32)}
@@ -641,7 +681,7 @@ def prepare_sequences(
     body = f"const Rows<X> rows = {{{{{', '.join(pieces)}}}}};\n{body}"
     template = template | {"S": dtype, "X": row_type(dtype)}
     groups = -(-problem.B * max(width for _, _, width in layout) // 256), problem.T, problem.directions
-    shaders = ("arrays", "cell", f"cell_{problem.cell.op}", "stepwise", "stepwise_rows")
+    shaders = (*cell_files(problem), "stepwise", "stepwise_rows", *more_files)
     every = inputs | dict.fromkeys((*pieces, *sizes), True)
     index = index_type(problem)
     launch = prepare(named(name, problem), shaders, every, outputs, template, body, groups, 256, index)
@@ -656,27 +696,29 @@ def outputs_launch(
 ) -> Sequences:
     """Return the launch that copies the outputs in `names` (some of h, c, gates, hT, cT) from the rows of a forward
     pass: the rows that the cells wrote and, with a projection, the rows with h."""
-    (T, B, H, P), D, gates = problem[:4], problem.directions, problem.cell.gates
+    (T, B, H, P), D, gates, c = problem[:4], problem.directions, problem.cell.kept, problem.cell.carried
     shapes = {
-        "c": ((T, B, D * H), mx.float32),
-        "cT": ((B, D * H), mx.float32),
+        "c": ((T, B, D * c * H), mx.float32),
+        "cT": ((B, D * c * H), mx.float32),
         "h": ((T, B, D * P), dtype),
         "hT": ((B, D * P), dtype),
         "gates": ((T, B, D * gates * H), dtype),
     }
     outputs: Outputs = {name: shape if name in names else None for name, shape in shapes.items()}
-    template: Template = {"GATES": gates if "gates" in names else 0, "CARRIES": "c" in names}
+    template: Template = {"GATES": gates if "gates" in names else 0, "CARRIES": c if "c" in names else 0}
     inputs = {name: name in present for name in ("h0", "c0", "lengths", "sizes")}
     fields = fields_of((*inputs, "starts", "kinds", *outputs), {*present, *names, "starts", "kinds"})
     end = "thread_position_in_grid);\n"
     if len(layout) == 1:
         body = struct_of(fields) + f"stepwise_outputs<GATES, CARRIES, S>(rows, kinds, a, {end}"
     else:
-        # The rows of the cells hold everything except h; the rows of the projection hold only h.
+        # With a projection h is written by separate launches. So one call copies c and the gates from the rows that
+        # the cells wrote, with h absent. A second call copies h from the rows that the projection wrote, with the
+        # others absent.
         body = struct_of(fields | dict.fromkeys(("h0", "h", "hT"), "absent"))
         body += struct_of(fields | dict.fromkeys(("c0", "c", "cT", "gates"), "absent"), "Projected", "projected")
         body += f"stepwise_outputs<GATES, CARRIES, S>(rows, kinds, a, {end}"
-        body += f"stepwise_outputs<0, false, S>(rows, kinds + 3, projected, {end}"
+        body += f"stepwise_outputs<0, 0, S>(rows, kinds + 3, projected, {end}"
     name = f"{problem.cell.op}_stepwise_outputs" + "_projected" * (len(layout) > 1)
     return prepare_sequences(name, problem, dtype, layout, inputs, outputs, template, body)
 
@@ -685,9 +727,14 @@ def outputs_launch(
 def gradients_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
 ) -> Sequences:
-    """Return the launch that copies dz, and those of dc0, d_out and carry that are in `names`, from the rows of a
-    backward pass. With a projection it also copies dh from separate rows. If m, the operand of the projection, is in
-    `names`, it computes m, too."""
+    """Return the launch that copies the results of a backward pass from its rows (the arrays that its steps wrote)
+    into sequences.
+
+    It always copies dz, the gradient of the preactivations; with a projection also dh, the gradient of h, from
+    separate rows. If they are in `names`, it also writes dc0; d_out, the gradient of a GRU's recurrent products;
+    carry, the gradient of the carried state that bypasses the product; and m, the operand of the projection, which it
+    computes.
+    """
     (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
     shapes = {
         "dz": ((T, B, D * cell.gates * H), dtype),
