@@ -158,9 +158,9 @@ def kneser_ney(counts: np.ndarray, lower: np.ndarray) -> np.ndarray:
 def trigram(codes: np.ndarray, size: int) -> np.ndarray:
     """Return [V, V, V], the probability of each character after two others, by interpolated Kneser-Ney.
 
-    The trigram falls back to a bigram, the bigram to a unigram, the unigram to a uniform distribution. For these
-    fallbacks the number of a character is not how often it occurs, but in how many different contexts. Other methods
-    are hardly better: on this text modified Kneser-Ney needs 0.004 bits per character less, Witten-Bell 0.01 more.
+    The trigram falls back to a bigram, the bigram to a unigram, the unigram to a uniform distribution. The bigram
+    and the unigram do not count how often a character occurs. They count in how many different contexts it occurs.
+    On this text modified Kneser-Ney needs 0.004 bits per character less, Witten-Bell 0.01 more.
     """
     counts = np.zeros((size, size, size))
     np.add.at(counts, (codes[:-2], codes[1:-1], codes[2:]), 1)
@@ -322,10 +322,11 @@ class Run:
         self.gradient = nn.value_and_grad(self.model, window_loss)
 
     def train_step(self) -> float:
-        """Train on one window of every row; return the loss in bits.
+        """Train on the next window of the training text; return the loss in bits. The text is cut into `batch` rows,
+        and one step reads a window of every row.
 
-        The state continues from window to window, and is zero at the start of an epoch. If another process is lost, the
-        exception `Lost` leaves the run as it was before the step.
+        The state continues from window to window, and is zero at the start of an epoch. If another process is lost,
+        the exception `Lost` leaves the run as it was before the step.
         """
         settings, own = self.settings, self.ranks.share(self.settings.batch)
         position, state, key, dropped = self.position, self.state, self.key, None

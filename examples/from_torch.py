@@ -36,7 +36,8 @@ def to_torch(ours: Layer) -> torch.nn.RNNBase:
 
 
 def options(layer: Layer | torch.nn.RNNBase) -> dict[str, Any]:
-    """Return the constructor arguments of a layer that torch and mlx_lstm.torch both have."""
+    """Return the values of the constructor arguments of `layer`. They are the arguments that the layers of torch and
+    of mlx_lstm.torch share."""
     more = {"LSTM": ["proj_size"], "RNN": ["nonlinearity"]}.get(type(layer).__name__, [])
     return {name: getattr(layer, name) for name in NAMES + more}
 

@@ -54,8 +54,9 @@ def cifg(a: Arrays, state: Arrays) -> tuple[Array, ...]:
 def peephole_lstm(a: Arrays, state: Arrays, p_i: Array, p_f: Array, p_o: Array) -> tuple[Array, ...]:
     r"""Run a step of an LSTM with peepholes (Gers, Schraudolph and Schmidhuber, JMLR 3, 2002).
 
-    Gates i, f, g, o; states h, c; params p_i, p_f, p_o. :math:`i = \sigma(a_i + p_i c)`, :math:`f = \sigma(a_f + p_f
-    c)`, :math:`o = \sigma(a_o + p_o c')`.
+    Gates i, f, g, o with the preactivations a_i, a_f, a_g, a_o; states h, c; params: the peephole weights p_i, p_f,
+    p_o. :math:`i = \sigma(a_i + p_i c)`, :math:`f = \sigma(a_f + p_f c)`, :math:`c' = f c + i \tanh a_g`, :math:`o =
+    \sigma(a_o + p_o c')`, :math:`h' = o \tanh c'`.
     """
     i, f, g, o = a
     _, c = state

@@ -96,7 +96,7 @@ def check_sizes(op: str, name: str, array: mx.array | ArraySpec) -> None:
 def check_option(op: str, name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     for one in allowed:
-        # Arrays and dtypes of MLX raise when they are compared with values of other types.
+        # Compare types first: `value == one` raises if one of them is an array or a dtype of MLX and the other is not.
         if isinstance(value, type(one)) and value == one:
             return
     fail(op, f"{name} must be one of {', '.join(map(repr, allowed))}", repr(value))

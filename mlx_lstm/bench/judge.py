@@ -31,8 +31,9 @@ PART = 128
 def judge_layer(
     numbers: Tensors, dtype: str, *, backward: bool, evaluate: Callable[..., Tensors] | None = None
 ) -> Judge:
-    """Return a `Judge`, which compares results with float64, for a layer with these arrays. The layer is an LSTM,
-    unless `evaluate(numbers, arithmetic, backward=)` computes the results of another layer."""
+    """Return a `Judge`, which compares the results of a layer with float64. `numbers` holds the layer's inputs,
+    weights and gradients of outputs by name. The layer is an LSTM, unless `evaluate(numbers, arithmetic, backward=)`
+    computes the results of another layer in an `Arithmetic` (which sets how operations round)."""
     T = len(numbers["dh"])
     first = numbers
     if evaluate is None and T > PART:
@@ -58,8 +59,9 @@ def evaluate_lstm(numbers: Tensors, fl: Arithmetic, *, backward: bool) -> Tensor
 
 
 def evaluate_in_parts(numbers: Tensors, *, backward: bool) -> Tensors:
-    """Return the results of `evaluate_lstm` in float64, computed PART time steps at a time to save memory. The
-    forward pass saves the states between parts, from which the backward pass starts each part again."""
+    """Return the results of `evaluate_lstm` in float64. To save memory, the sequence is computed in parts of PART
+    time steps. The forward pass saves only the states between the parts; the backward pass computes each part again
+    from them."""
     fl, (T, B, H), weights = Arithmetic(np.float64), numbers["dh"].shape, {n: numbers[n] for n in ("Wx", "Wh", "b")}
     states, results = dict.fromkeys(("h0", "c0"), np.zeros((B, H))), {"h": np.empty((T, B, H))}
     parts = []

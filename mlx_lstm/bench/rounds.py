@@ -83,7 +83,8 @@ def plan(seconds: float, rounds: int, once: float) -> Plan:
 
 
 def ratio(row: Measurement, reference: Measurement) -> Ratio | None:
-    """Return the time of `row` divided by the time of `reference`, or None if one of them was not timed."""
+    """Return the time of the measurement `row` divided by the time of the measurement `reference`, or None if one of
+    them was not timed."""
     pairs = zip(row.rounds, reference.rounds, strict=False)
     ratios = [statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
@@ -100,11 +101,12 @@ def needed_bytes(size: Size, which: str, dtype: str) -> int:
 
 
 def peak_ratio(row: Measurement) -> float | None:
-    """Return the peak of memory divided by `needed_bytes`. The ratio exists for the case `lstm` only. The size of x is
-    added to the peak, since x exists before a run.
+    """Return the peak memory of a task divided by `needed_bytes`, the least number of bytes that its pass must hold.
+    Return None for a task that is not an LSTM, and if the peak is unknown.
 
-    On the GPU take the larger of two counts: resident memory may not include the GPU's memory, and MLX's own count
-    does not include NumPy's memory.
+    The measured peak does not include x, which exists before the run, so the size of x is added. On the GPU the peak
+    is the larger one of two values: the process's resident memory may not include the GPU's memory, and MLX's own
+    count does not include NumPy's memory.
     """
     if row.peak is None or row.task.case != "lstm":
         return None
@@ -117,8 +119,9 @@ def peak_ratio(row: Measurement) -> float | None:
 def measure(
     tasks: list[Task], judge: Judge, *, seconds: float, rounds: int, patience: float, progress: Progress | None = None
 ) -> list[Measurement]:
-    """Check the results of all tasks that have the same size and the same pass (forward or backward), then time them
-    in turns. With rounds = 0 only check the results and measure the memory."""
+    """Check the results of `tasks`, then time them in turns: in each round every task runs once for a while. All
+    tasks must have the same size and the same pass (forward or backward). With rounds = 0 only check the results and
+    measure the memory."""
     progress = progress or Progress()  # a Progress that is not entered by `with` prints nothing
     rows: dict[Task, Measurement] = {}
     plans: dict[Task, Plan] = {}

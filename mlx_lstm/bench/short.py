@@ -16,15 +16,17 @@ from .rounds import Measurement, label, measure, ratio
 from .tasks import PASSES, SIZES, Size, Task
 
 SETTLING = (
-    # Does the GPU wait while the graph is built? The times of building and of evaluating the graph tell.
+    # The model assumes that the GPU waits while the host builds the graph. To check this, the times of building and of
+    # evaluating the graph are measured apart.
     (Size(64, 32, 64, 64), "fused", ("backward",), ("float32",)),
-    # How long does a step of `stepwise` wait for the weights of its matrix product? The time per step tells.
+    # The model assumes that a step of `stepwise` waits for the weights of its matrix product. To check this, compare
+    # the measured time of a step at this size with the predicted one.
     (Size(256, 32, 256, 256), "stepwise", ("backward",), ("float32",)),
-    # Does the backward pass of `fused` wait for the arrays that it reads at each step? Its time divided by the time of
-    # the forward pass tells.
+    # The model assumes that a backward step of `fused` waits for the arrays that it reads. To check this, divide the
+    # time of the backward pass by the time of the forward pass, and compare with the predicted ratio.
     (Size(1024, 1, 64, 64), "fused", ("forward", "backward"), ("float32",)),
-    # With weights in 16 bits, do more weights stay in registers? The time in float16 divided by the time in float32
-    # tells.
+    # The model assumes that weights of 16 bits leave room for more weights in registers. To check this, divide the time
+    # in float16 by the time in float32, and compare with the predicted ratio.
     (Size(64, 32, 128, 128), "fused", ("backward",), ("float32", "float16")),
 )
 """The measurements that answer open questions about the model of times in tests/machine_code, as (size, engine,

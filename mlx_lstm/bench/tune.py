@@ -212,7 +212,9 @@ def seconds_per_run(run: Callable[[], Any], seconds: float) -> float:
 
 
 def row_of(points: Sequence[Mapping[str, Any]]) -> tuning.Row:
-    """Return a row of the table: pairs (largest H, engine). Neighbouring H with the same engine become one pair."""
+    """Return the fastest engine for each range of H at one batch size, as pairs (largest H of the range, engine).
+    `points`: the engine that was fastest at each measured H, in rising order of H. Neighbouring H with the same
+    engine become one range."""
     pairs = [(point["H"], point["engine"]) for point in points]
     following = [engine for _, engine in pairs[1:]] + [""]
     return tuple((H, engine) for (H, engine), after in zip(pairs, following, strict=True) if engine != after)

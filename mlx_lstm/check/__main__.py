@@ -48,8 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class Selection:
-    """The cases and engines to check on this machine. The constructor raises ValueError for a request that cannot be
-    met here."""
+    """The cases and engines to check on this machine. The constructor raises ValueError if no case has one of the
+    requested names, or if this machine cannot run a requested engine."""
 
     def __init__(self, options: argparse.Namespace):
         self.device: str = choice.current_device()
@@ -125,7 +125,8 @@ def time_engines(selection: Selection, report: Report, options: argparse.Namespa
 
 
 def conclude(report: Report) -> int:
-    """Write the report's file, print the verdict and return the exit code."""
+    """Write the report to its file and print whether all comparisons were right. Return the exit code: 0 if so, else
+    1."""
     reasons = report.reasons()
     right = f"RIGHT: all {len(report.findings)} comparisons are within their bounds"
     report.verdict = f"WRONG: {'; '.join(reasons)}" if reasons else right

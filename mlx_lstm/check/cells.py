@@ -74,8 +74,8 @@ def verdict(form: Form, engine: Engine) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Print the verdict of each cell on each Metal engine, and write all verdicts to a file. Return 1 if a cell is
-    refused, else 0."""
+    """Print for each cell and each Metal engine "right", or why the engine refuses the cell. Write the same to a
+    file. Return 1 if a cell is refused, else 0."""
     parser = argparse.ArgumentParser(prog="python -m mlx_lstm.check.cells", description=__doc__)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="where the verdicts are written")
     verdicts = {f"{form.cell.__name__}, {name}": verdict(form, name) for form in FORMS for name in METAL_ENGINES}

@@ -53,7 +53,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Return the exit code: 0, 1 if something differs or failed, 2 if a request cannot be met here."""
+    """Run the command. Return the exit code: 0 if all results agree, 1 if something differs or failed, 2 if the
+    arguments are wrong or this machine cannot run what they ask for."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["--worker"]:
         serve_cases(*arguments[1:])

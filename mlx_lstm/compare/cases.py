@@ -85,8 +85,9 @@ class CompareCase(NamedTuple):
 
     @property
     def gradients(self) -> list[str]:
-        """Return the names of the arguments for which the case computes a gradient, in Apple's order. A case that
-        passes no gradient of the output h runs only the forward op, so it has none."""
+        """Return the names of the arguments for which the case computes a gradient, in the order in which Apple's
+        gradient op returns the gradients. A case without `source_gradient`, the gradient of the output h, runs only
+        the forward op. For such a case the list is empty."""
         if "source_gradient" not in self.arrays:
             return []
         upper = [name for name in self.arrays if name[-3:-1] == "_l"]

@@ -72,15 +72,15 @@ def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
             same = list(order) == sorted(order) and wanted == [size for size in shape if size > 1]
             words = "" if same else words_of(dumped, sizes)
             back = lambda v, lengths=lengths, inverse=inverse: v.reshape(lengths).transpose(inverse).reshape(shape)  # noqa: E731
-            # The number is a sort key: it counts the axes that the documented layout does not have. So a layout that
-            # only exchanges whole axes (number 0) comes before other layouts.
+            # The first entry is a sort key: the number of axes that do not exist in the documented layout, for example
+            # because two axes are joined into one. So layouts that only exchange axes (0) come before other layouts.
             found.append((sum(group not in groups for group in dumped), (words, back)))
     return [layout for _, layout in sorted(found, key=lambda entry: (bool(entry[1][0]), entry[0]))]
 
 
 def grouped(lengths: list[int], wanted: list[int]) -> list[list[int]] | None:
-    """Divide `lengths` into consecutive groups whose products are `wanted`. Return the indices of each group, or
-    None if no such groups exist."""
+    """Divide the axis lengths `lengths` into consecutive groups, such that the product of each group's lengths is
+    the entry of `wanted` at the group's position. Return the indices of each group, or None if no such groups exist."""
     found, n = [], 0
     for size in wanted:
         group = []

@@ -54,7 +54,8 @@ def preactivations(case: CompareCase, fl: Arithmetic, **readings: str) -> np.nda
 
 
 def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
-    """Yield the experiments E:grads: which shapes gradients have, and where the gradients of the last states enter."""
+    """Yield the experiments on gradients (named E:grads and E:peephole in the documentation). They find out which
+    shapes Apple's gradients have, and to which time step Apple adds the gradient of the last state."""
     for word, flags in {"one direction": {}, "both directions": {"bidirectional": True}}.items():
         case = draw(rng, "lstm", SIZES, name=f"settle: gradients, {word}", absent=("mask",), **flags)
         for tensor, name in {"dbias": "grads", "dpeephole": "peephole"}.items():

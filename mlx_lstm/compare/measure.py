@@ -43,7 +43,7 @@ class ComparisonRow(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Return whether the verdict is anything but "ok"."""
+        """Return whether the comparison found an error: its verdict is not "ok"."""
         return self.verdict != "ok"
 
 

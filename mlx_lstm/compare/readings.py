@@ -28,8 +28,11 @@ FLAGS = {"lstm": ("reverse",), "gru": ("reverse", "flip_z", "reset_after"), "sin
 
 
 class Change(NamedTuple):
-    """One change in how saved arrays are interpreted. kind: the group of the change. words: its description. apply: a
-    function that changes the case. readings: keywords for the oracle (`judge.options`)."""
+    """One change to the documented interpretation of the arrays that a user saved from an app.
+
+    kind: what changes, such as "layout"; words: the change in words; apply: a function that applies the change to a
+    case (a call of an op); readings: options of the oracle that the change sets (see `judge.options`).
+    """
 
     kind: str
     words: str
@@ -38,8 +41,8 @@ class Change(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A form in which an app may have saved a result: a description, the function that converts the result to the
-    documented layout, and the key of the expected values in the dict that `predicted` returns."""
+    """A form in which an app may have saved a result. words: a description; back: a function that converts the saved
+    array to the documented layout; key: the name of the expected values in the dict that `predicted` returns."""
 
     words: str
     back: Callable[[np.ndarray], np.ndarray]
@@ -115,8 +118,9 @@ def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[CompareCase, dict[str
 
 
 def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
-    """Return how far the saved results are from float64 if the changes `chosen` are applied to the documented layouts
-    and options: the mean logarithm of the relative errors of all results."""
+    """Return the distance of the results in `dump` (arrays saved from an app) from the float64 oracle, under one
+    interpretation of the saved arrays. The interpretation is the documented one with the changes `chosen`. The
+    distance is the mean logarithm of the relative errors of all results."""
     case, readings, _ = applied(dump, chosen)
     alone = {name: value for name, value in dump.results.items() if name in RESULTS[case.op]}
     results, places = dump.results, {}
@@ -174,7 +178,8 @@ def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
 
 
 def forms_of(dump: Dump, case: CompareCase, name: str, value: np.ndarray) -> Iterator[Form]:
-    """Yield the forms in which an app may have saved a result. The documented form comes first."""
+    """Yield the forms that the array `value` in the user's dump (arrays saved from an app) may have: each is a
+    meaning and a layout that fit its shape. The documented form comes first."""
     if name in ("h", "c") and value.shape == dump.shape(name)[1:]:
         yield Form("the last step alone", lambda v: v, f"last {name}")
     layouts = possible_layouts(dump, name, value)
@@ -208,8 +213,8 @@ the names that `predicted` returns, such as "c squashed"."""
 
 
 def predicted(case: CompareCase, fl: Arithmetic, readings: dict[str, str]) -> Arrays:
-    """Return by name the documented results and the arrays that an app may have saved instead of them. "c squashed",
-    for example, is c after the last activation."""
+    """Return by name the documented results of a case. Return also arrays that a user's app may have saved in place
+    of a result. For example, "c squashed" is c after the last activation, which an app may have saved in place of c."""
     results = evaluated(case, fl, **readings)
     more = {"z_state before": preactivations(case, fl, **readings)} if case.op != "single_gate_rnn" else {}
     if case.op == "single_gate_rnn":
@@ -299,8 +304,9 @@ def of_options(case: CompareCase) -> Iterator[Change]:
 
 
 def moved(case: CompareCase) -> CompareCase:
-    """Return a case without state_gradient. The returned case adds it to the gradient of h at the last time step
-    instead; that is one interpretation of Apple's documentation for an op that runs in reverse."""
+    """Return the case with the array state_gradient (the gradient of the last state) added to source_gradient (the
+    gradient of h) at the last time step. One interpretation of Apple's documentation adds it there, also if the op
+    runs in reverse."""
     arrays = {name: array for name, array in case.arrays.items() if name != "state_gradient"}
     arrays["source_gradient"] = case.arrays["source_gradient"].copy()
     arrays["source_gradient"][-1] += case.arrays["state_gradient"]

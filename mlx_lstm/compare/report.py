@@ -92,7 +92,8 @@ def failures_text(rows: Sequence[ComparisonRow]) -> str:
 
 
 def beginning(row: ComparisonRow) -> list[str]:
-    """Return, as text, the index and the time step of the first value beyond its bound."""
+    """Return, as text, the index and the time step of the first value in the compared array whose error exceeds its
+    error bound. Return two empty texts if no value does."""
     return ["" if row.first is None else str(list(row.first)), "" if row.step is None else str(row.step)]
 
 

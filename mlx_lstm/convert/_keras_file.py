@@ -186,9 +186,12 @@ def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
 
 
 def gathered(arrays: Mapping[str, Any], directions: list[Direction], known: Mapping[str, Known], slope: str) -> Found:
-    """Build `Weights` from the arrays of all directions. Return the layers in the order of the model's configuration,
-    the arrays that belong to no layer, the keys of each layer, and notes on arrays that are left out. slope: the slope
-    of hard_sigmoid in this version of Keras, "x/5" or "x/6"."""
+    """Build `Weights` from the arrays of all directions. Return (layers, others, keys, notes): the layers in the
+    order of the model's configuration, the arrays that belong to no recurrent layer, the keys of each layer, and a
+    note on arrays of the optimizer and of random generators, which are in none of these.
+
+    slope: which hard_sigmoid this version of Keras has. "x/5": clip(x/5 + 0.5, 0, 1); "x/6": clip(x/6 + 0.5, 0, 1).
+    """
     layers: dict[str, list[Direction]] = {}
     legacy = any("//" in key for key in arrays)
     for each in directions:
@@ -237,8 +240,8 @@ def plain(key: str) -> str:
 
 
 class KerasLayer(NamedTuple):
-    """A Keras layer to be written. spec: its description as Keras serializes it; ways: for each direction, its
-    arrays."""
+    """A Keras layer to be written to a file. spec: its description as Keras serializes it; ways: for each direction,
+    the list of its arrays."""
 
     spec: dict[str, Any]
     ways: list[list[np.ndarray]]

@@ -45,10 +45,10 @@ PATH_WAY = re.compile(rf"(?<![A-Za-z])({'|'.join(WAY_WORDS)})(?![A-Za-z])")
 class Group(NamedTuple):
     """The keys of the arrays of one layer and direction, such as lstm.weight_ih_l0 and lstm.weight_hh_l0.
 
-    own: the part of the keys that only this group has. name: `own` without direction and layer number. layer: the
-    layer's number, way: the direction's number; None if the keys do not contain it. numbered: whether the keys mark
-    the layer's number as such (`_l0`). keys: for each array its key, by the last word of the key, such as weight_ih.
-    form: a key with NUL in place of this word.
+    own: a text that differs for each layer and direction. name: the common name of all layers and directions, such
+    as lstm. layer, way: the numbers of the layer and the direction; None if the keys do not contain them. numbered:
+    whether the keys mark the layer's number as such (`_l0`). keys: the full key of each array, by the word for the
+    array, such as weight_ih. form: a full key with a NUL character in place of this word.
     """
 
     own: str
@@ -195,13 +195,14 @@ def from_names(arrays: Mapping[str, Any], *, nonlinearity: str | None = None) ->
 
 
 def names_counted_by(key: str, names: Container[str]) -> list[str]:
-    """Return the strings in `names` with which a key begins, if they end just before a number or between its digits.
-    For the key "a.12.weight" they are "a" and "a.1": the key may mean layer 12 of "a", or layer 2 of "a.1"."""
+    """Return the strings in `names` that may be a layer's name in `key`, if the name is followed by a layer number.
+    For the key "a.12.weight" these are "a" and "a.1", if both are in `names`: the key may mean layer 12 of "a", or
+    layer 2 of "a.1"."""
     counted = []
     for number in re.finditer(r"\d+(?=\.)", key):
         start, end = number.span()
-        # Where a name may end: before the number, with or without the dot between them, or between two digits. Collect
-        # those of these beginnings of the key that are names.
+        # Where a name may end: before the number in the key, with or without the dot before it, or between two digits
+        # of the number. The key up to such a place is collected if it is in `names`.
         dot = [start - 1] if key[:start].endswith(".") else []
         counted += [key[:k] for k in [*dot, *range(start, end)][:MOST_DIGITS] if key[:k] in names]
     return counted
@@ -309,9 +310,9 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
 
 
 def keras_words(group: Group, given: Arrays, order: str | None) -> Arrays:
-    """Convert one direction's kernel, recurrent_kernel and bias of Keras to the arrays of `Weights`. The layers of
-    haste have the same names. haste's GRU has a second array, recurrent_bias; Keras stores both biases in one array.
-    order: the gate order in the file, if it is not Keras'."""
+    """Convert one direction's kernel, recurrent_kernel and bias to the arrays of `Weights`. Keras and the library
+    haste use these names. haste's GRU also has an array recurrent_bias; it becomes the second row of bias, as in
+    Keras. order: the gate order in the file, if it is not Keras' order."""
     R = given["recurrent_kernel"]
     kind = OF_GATES[gates_of("convert", {"Wh": R.T}, group.title("recurrent_kernel"))]
     allowed = {*KERAS_NAMES, *(["recurrent_bias"] if kind == "gru" else [])}

@@ -53,8 +53,9 @@ class Layout(NamedTuple):
         return self.D * self.S if layer else 0 if self.skip else self.I
 
     def matrices(self, layer: int) -> list[tuple[int, int]]:
-        """Return the shapes of one direction's matrices in a layer, with the rows of all gates in one matrix: W [G
-        H, in], R [G H, S] and, with a projection, Pr [P, H]. `in` is the width of the layer's input."""
+        """Return the shapes of one direction's matrices in a layer: W [G H, in], R [G H, S] and, with a projection,
+        [P, H]. G: the number of gates, whose rows are in one matrix; in: the width of the layer's input; S: the
+        width of h, which is P with a projection and else H."""
         rows = self.G * self.H
         return [(rows, self.columns(layer)), (rows, self.S)] + ([(self.P, self.H)] if self.P else [])
 
@@ -76,8 +77,8 @@ class Layout(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of elements of the buffer. The layers above layer 0 all have the same size, so the time
-        to compute it does not grow with L."""
+        """Return the number of elements of the parameter buffer. All layers above layer 0 have the same size, so
+        this needs no loop over the layers: a caller may ask for any number of layers."""
         first, other = (sum(map(prod, self.matrices(layer))) for layer in range(2))
         return self.D * (first + (self.L - 1) * other) + self.counts[1] * self.H
 

@@ -7,14 +7,17 @@ and compare them with the kernels of the built-in LSTM:
 import inspect
 import sys
 from collections.abc import Iterator
+from itertools import product
 from unittest.mock import patch
 
 import mlx.core as mx
 from pointwise_cases import ZOO, Form
 
 from mlx_lstm.bench.tasks import Size
+from mlx_lstm.engines import METAL_ENGINES
+from mlx_lstm.engines.autodiff import OWN_MODULES
 from mlx_lstm.engines.cells import PointwiseCell
-from mlx_lstm.engines.metal import fused, pointwise
+from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.problem import Problem
 
 from .compiler import machine_code
@@ -25,29 +28,35 @@ from .times import ours
 SIZES = ((1, 128), (32, 128), (32, 256))
 
 
-def graph_of(form: Form, B: int, H: int, T: int = 3) -> Graph:
-    """Return the kernel launches of the forward and the backward pass of a cell."""
+def layer_of(form: Form, engine: str, B: int, H: int, T: int = 3) -> tuple[Problem, Graph]:
+    """Return the `Problem` and the kernel launches of the forward and the backward pass of a cell on a Metal engine."""
     G, C = form.gates, form.states - 1
     shapes = {"x": (T, B, 8), "Wx": (G * H, 8), "Wh": (G * H, H), "b": (G * H,), "h0": (B, H), "c0": (B, C * H)}
     shapes |= {"inputs": (T, B, form.inputs * H), "params": (form.params * H,)}
     absent = {name for name, shape in shapes.items() if 0 in shape} | (set() if form.recurrent else {"Wh"})
     given = {name: mx.zeros(shape) for name, shape in shapes.items() if name not in absent}
     cell = PointwiseCell(form.graph(B, H), form.recurrent)
-    problem = Problem(T, B, H, H, cell, names=tuple(given))
+    problem, module = Problem(T, B, H, H, cell, names=tuple(given)), OWN_MODULES[engine]
 
     def passes(dh: mx.array, *values: mx.array) -> list[mx.array]:
         arrays = dict(zip(given, values, strict=True))
-        saved = pointwise.forward(problem, arrays)
-        gradients = pointwise.backward(problem, arrays, saved, {"h": dh})
+        saved = module.forward(problem, arrays)
+        gradients = module.backward(problem, arrays, saved, {"h": dh})
         return [*saved.values(), *gradients.values()]
 
-    return trace(passes, [mx.zeros((T, B, H)), *given.values()])
+    return problem, trace(passes, [mx.zeros((T, B, H)), *given.values()])
+
+
+ENDINGS = tuple(f"_{engine}_{sweep}" for engine in METAL_ENGINES for sweep in fused.SWEEPS)
+"""The endings of the names of the kernels that run the time steps of a pass."""
 
 
 def kernels(graph: Graph) -> Iterator[Launch]:
-    """Yield the launches of the forward and backward kernels, which run all time steps of a pass."""
+    """Yield the first launch of the forward kernel and of the backward kernel, which run the time steps of a pass."""
+    seen = set()
     for launch in graph.launches:
-        if launch.ours and launch.name.endswith(("_fused_forward", "_fused_backward")):
+        if launch.ours and launch.name.endswith(ENDINGS) and launch.name not in seen:
+            seen.add(launch.name)
             yield launch
 
 
@@ -58,22 +67,29 @@ def counted(graph: Graph) -> dict[str, Count]:
     }
 
 
+def per_step(engine: str, c: Count) -> int:
+    """Return the number by which kernels are compared: the instructions of a time step of `fused`, or the cycles
+    outside of the product's loop of `stepwise`, because this loop is the same for all cells."""
+    return c.kinds.total() if engine == "fused" else c.outside
+
+
 def main(names: list[str]) -> None:
-    """Print one line per cell, size and pass: the number of lines of the cell's function, the instructions per step
-    and their ratio to the built-in LSTM, the registers, and the bytes of spilled registers."""
-    print(f"{'cell':18} {'lines':>5} {'B':>3} {'H':>4} {'pass':9} {'instructions':>12} {'/ LSTM':>7} registers spilled")
-    for B, H in SIZES:
+    """Print one line per cell, size, engine and pass: the number of lines of the cell's function, the count that
+    `per_step` returns and its ratio to the built-in LSTM, the registers, and the bytes of spilled registers."""
+    head = f"{'cell':18} {'lines':>5} {'B':>3} {'H':>4} {'engine':9} {'pass':9} {'count':>6} {'/ LSTM':>7}"
+    print(f"{head} registers spilled")
+    for (B, H), engine in product(SIZES, METAL_ENGINES):
         # Compare with the variant of the built-in LSTM kernel that resembles the generated kernels: it divides products
         # among lanes, and its threadgroups compute as many sequences of the batch as those of the generated kernels.
         with patch.object(fused, "rows_for", lambda *_: 1 if B <= 16 else 2):  # noqa: B023
-            own = counted(ours(Size(3, B, 8, H), mx.float32, "fused", "backward")[1])
-        rows = {"built-in LSTM": own} | {name: counted(graph_of(ZOO[name], B, H)) for name in names}
+            own = counted(ours(Size(3, B, 8, H), mx.float32, engine, "backward")[1])
+        rows = {"built-in LSTM": own} | {name: counted(layer_of(ZOO[name], engine, B, H)[1]) for name in names}
         for name, found in rows.items():
             lines = len(inspect.getsource(ZOO[name].cell).split('"""')[-1].strip().splitlines()) if name in ZOO else 0
             for which, c in found.items():
-                total, base = c.kinds.total(), own[which].kinds.total()
-                figures = f"{total:12} {total / base:7.2f} {c.registers:9.1f} {c.scratch:7}"
-                print(f"{name:18} {lines or '':>5} {B:3} {H:4} {which:9} {figures}", flush=True)
+                total, base = per_step(engine, c), per_step(engine, own[which])
+                figures = f"{total:6} {total / base:7.2f} {c.registers:9.1f} {c.scratch:7}"
+                print(f"{name:18} {lines or '':>5} {B:3} {H:4} {engine:9} {which:9} {figures}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,24 @@
 
 import csv
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import product
 from typing import NamedTuple
 
+from pointwise_cases import ZOO
+
 from mlx_lstm.bench.tasks import Size
+from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal.fused import rows_for
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.predicted import WIDEST, predict
 from mlx_lstm.testing.cases import DTYPES
 
+from . import cells
 from .compiler import HERE, machine_code
 from .count import WORDS, count
 from .instructions import FILE, Counted, Kernel, has_product, kernel_of
@@ -23,6 +28,8 @@ from .times import ours
 
 PROCESSES = 2
 CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn": RNNCell(), "gru-before": GRUCell(reset="before")}
+GENERATED = ("generated_lstm", "generated_slstm")
+"""The names of the cells of `mlx_lstm.cells` whose generated kernels are counted."""
 
 
 class Case(NamedTuple):
@@ -95,6 +102,8 @@ def cases() -> Iterator[Case]:
     for cell in ("gru", "gru-before", "rnn"):
         for rows in (1, 2):
             yield Case("fused", cell, "float32", at[rows], 128, which="forward", packing=packings[3], rows=rows)
+    for cell, engine, (B, H) in product(GENERATED, METAL_ENGINES, cells.SIZES):
+        yield Case(engine, cell, "float32", B, H)
     yield Case("stepwise", "lstm", "float16", 1, 256, which="forward", packing=packings[3])
     yield Case("stepwise", "gru", "float32", 1, 256, which="forward", packing=packings[3])
 
@@ -104,6 +113,9 @@ def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
     launched several times, the value is its first launch."""
     launches = {}
     for case in chosen:
+        if case.cell in GENERATED:
+            launches |= generated(case)
+            continue
         size = Size(3, case.B, 8, case.H)
         options = {"cell": CELLS[case.cell], "projected": case.projected, "packing": case.packing}
         options |= {"rows": case.rows}
@@ -112,6 +124,17 @@ def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
             if has_product(launch) and not launch.name.endswith("_joining"):
                 launches.setdefault(kernel_of(launch, problem), launch)
     return launches
+
+
+def generated(case: Case) -> dict[Kernel, Launch]:
+    """Return {key: launch} for the two kernels that are generated for a cell and run the time steps of a pass. The hash
+    in a kernel's name is replaced by the name of the cell."""
+    problem, graph = cells.layer_of(ZOO[case.cell.removeprefix("generated_")], case.engine, case.B, case.H)
+    found = {}
+    for launch in cells.kernels(graph):
+        key = kernel_of(launch, problem)
+        found[key._replace(kernel=re.sub(r"^pointwise_[0-9a-f]+", case.cell, key.kernel))] = launch
+    return found
 
 
 def make(chosen: Iterable[Case]) -> list[Counted]:
