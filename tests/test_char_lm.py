@@ -490,7 +490,9 @@ def test_the_loss_of_bfloat16_is_off_by_no_more_than_its_roundings(corpus):
     with patch.object(char_lm, "product", mx.matmul):
         exact, logits, outputs = (np.array(array) for array in with_outputs(model, codes, targets, state, dropped))
     sums = np.abs(outputs) @ np.abs(np.array(model.vocabulary.weight))
-    # The factor 1.01 covers products of rounding errors and the float32 rounding.
+    # The error bound of the logits allows three roundings to bfloat16 (relative error `half`) for each term of a sum,
+    # and one for the sum. The factor 1.01 covers what this formula leaves out: products of two rounding errors, and
+    # rounding to float32.
     error = 1.01 * half * (3 * sums + np.abs(logits)).max()
     assert 0 < abs(loss.item() - exact) <= 2 * error
     assert all(mx.isfinite(array).all() and array.dtype == mx.float32 for _, array in tree_flatten(gradients))

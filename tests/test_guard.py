@@ -659,7 +659,8 @@ def test_another_process_may_have_tried_meanwhile(own_cache, monkeypatch):
     before = own_cache.read_text()
     _guard.refusal("fused", problem(H=10, P=10))
     other = own_cache.read_text()
-    # Simulate another process that has overwritten the file and did not know of the second trial run.
+    # Simulate another process that writes its own result to the file. It read the file before the second trial run
+    # here, so it deletes the result of this trial run.
     own_cache.write_text(before)
     verdicts.record("mine", "")
     assert len(trials) == 2 and set(json.loads(own_cache.read_text())[verdicts.names()]) >= {"mine"}
@@ -781,7 +782,8 @@ def test_large_calls_have_small_trials():
     assert trial.problem[:4] == (10, 33, 32, 32) and trial.problem.limits == Limits(index=0, rows_left=9, cores=1)
     assert trial_of("stepwise", problem(T=64, B=5, H=1000, P=1000)).problem[:4] == (10, 3, 8, 8)
     packed = {"packing": Packing(64, 4, "affine"), "names": ("x", "Wh", "Wh_scales", "Wh_biases")}
-    # Lanes read a row of more than 256 quantized weights in several passes, in the trial run (H = 320), too.
+    # A row of more than 256 quantized weights needs a kernel whose lanes read it in several passes. So the trial run
+    # also has more than 256 weights per row (H = 320).
     assert trial_of("stepwise", problem(T=64, B=5, H=1024, P=1024, **packed)).problem[:4] == (10, 3, 320, 320)
     assert trial_of("stepwise", problem(T=64, B=5, H=128, P=128, **packed)).problem[:4] == (10, 3, 64, 64)
     # Kernels depend neither on numbers such as cell_clip nor on the order of the arrays.

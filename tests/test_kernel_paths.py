@@ -24,7 +24,8 @@ from mlx_lstm.testing.cases import T as T_OF_OPTIONS
 
 T = 6
 
-# --- Rows of options -------------------------------------------------------------------------------------------------
+# --- ROWS: sets of options, one set per call
+# ---------------------------------------------------------------------------
 
 ALL = {"mask": (T, "B", "P"), "keep": True, "lengths": True}
 BARE = {"mask": ("P",), "hold": True, "keep": True, "projected_x": True, "b": None, "h0": None}
@@ -104,7 +105,8 @@ class Path(NamedTuple):
 
 PATHS = [Path("fused", product, rare) for product in ("lanes", "matrices") for rare in (False, True)]
 PATHS += [Path("stepwise", product, rare) for product in ("lanes", "tiles") for rare in (False, True)]
-# With quantized weights a product only reads its weights in another way, so one path per kind of product is enough.
+# Quantized ("packed") weights only change how a product reads its weights. So one path for each kind of product is
+# enough, instead of one with `rare` and one without.
 PATHS += [Path("fused", "packed lanes", True), Path("stepwise", "packed lanes", True)]
 PATHS += [Path("stepwise", "packed tiles", True)]
 
@@ -165,7 +167,9 @@ def drawn(path, name):
     """Return random (case, cotangents, quantized weights, dtype) for a call with the options `name` of `ROWS`. The
     sizes and the dtype are such that the variant of the kernels `path` computes the call."""
     B = 9 if path.product in ("matrices", "tiles", "packed tiles") else 3
-    # H = 12 is not a multiple of 8, so that some lanes of the last SIMD group compute no unit. P is larger than H.
+    # With H = 12, not a multiple of 8, some lanes of the last SIMD group compute no unit. P (the size of h after a
+    # projection) differs from H, so that a kernel that confuses H and P is wrong. For quantized weights both are
+    # multiples of the group size 16.
     H, P = (16, 32) if "packed" in path.product else (12, 13)
     options, dtype = options_of(path, name), np.float32
     if path.rare:

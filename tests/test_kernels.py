@@ -305,8 +305,10 @@ find_row(items, {b}, 0, row);
 """
     shaders = ("arrays", "cell", "stepwise", "stepwise_rows")
     inputs = {"piece": [0] * 8, "starts": [0] * 20 + [T], "kind": (length, H, 0)}
-    # The expected offsets in the arrays, which have two directions. `row_of` chooses among up to 20 arrays, to which
-    # `starts` assigns the time steps; here the last array has all T steps.
+    # The expected offsets, one per line of `body` that writes to `to`. All arrays have two directions, and `at` counts
+    # the vectors before time step t, sequence b, direction 1. `row_of` chooses the array that holds step t among up to
+    # 20 arrays; starts[n] is the first step of array n. Here the last array has all T steps, so the offset in it is t *
+    # length.
     expected = [at * G * H, ((T + t) * B + b) * H, (b * 2 + 1) * H, t * length, 2 * at * H]
     assert found_on_metal(shaders, step + rows + body, 5, inputs) == expected
     body = f"""

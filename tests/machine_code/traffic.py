@@ -69,8 +69,9 @@ def product(problem: Problem, launch: Launch) -> tuple[int, int, float, float]:
     rows, columns = constant_of(launch, "ROWS", 0), constant_of(launch, "COLUMNS", 0)
     units = columns // (problem.cell.gates if kind_of(launch) == "forward" else 1)
     across, down = ceil(problem.H / units), ceil(problem.B / rows)
-    # With fewer than 8 batch rows, each of the eight SIMD-groups of a threadgroup reads the operand. Lanes
-    # past the end of the batch or of the units read the last rows and units again, so these reads count, too.
+    # With fewer than 8 batch rows in a threadgroup, each of its eight SIMD-groups reads the whole operand, so the
+    # operand is read 8 times (`readers`). Lanes past the end of the batch or of the units read the last rows and units
+    # again, so these reads count, too.
     readers = 8 if rows < 8 else 1
     return across, down, readers * across * down * rows / problem.B, down * across * units / problem.H
 

@@ -226,7 +226,8 @@ def _entry_point(callee: str, code: str, signature: re.Match, parameters: list[P
         pointer = p.type[:-1].strip() + "*" if p.type.endswith("&") else p.type
         arguments.append(("*" if p.type.endswith("&") else "") + f"({pointer})emu_buffer({buffer})")
         buffer += 1
-    # A parameter's type may be a type parameter of the kernel's template. Define these names in `emu_entry` as well.
+    # The type of a kernel's parameter may be the name of a type parameter of the kernel's template. `emu_entry` is not
+    # a template, so these names are defined in it as aliases of the actual types.
     aliases = ""
     templates = re.search(r"template\s*<([^{};]*)>\s*$", code[: signature.start()])
     if templates and "<" in callee:

@@ -139,8 +139,9 @@ class Image:
             address = ctypes.addressof(arrays[i].values.contents)
             values = (c_uint64 * arrays[i].count).from_address(address)
             self._counters.append((arrays[i].function, np.ctypeslib.as_array(values)))
-            # The runtime lets a kernel access the addresses from `low` to `high`. They must include the counters, which
-            # lie behind the part of the file that /proc/self/maps lists under its name, because they start as zeros.
+            # The runtime lets a kernel access the addresses from `low` to `high`, so the counters must lie between
+            # them. The counters start as zeros. Therefore they are not in the part of the file that /proc/self/maps
+            # lists under its name, but behind it.
             self.high = max(self.high, address + ctypes.sizeof(values))
 
     def counter_arrays(self) -> list[tuple[int, np.ndarray]]:

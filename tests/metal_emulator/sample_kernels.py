@@ -168,7 +168,8 @@ def pointwise_backward_equation(z, c, dh, dc_in) -> list[np.ndarray]:
     return [np.concatenate(dz, axis=-1), dc * f]
 
 
-# ---- the whole sequence in one launch: 8 rows per threadgroup, h and c in threadgroup memory, R [4H, H]
+# ---- An LSTM over the whole sequence in one launch. R: recurrent weights [4H, H]. Each threadgroup computes 8
+# sequences of the batch and keeps their h and c in threadgroup memory.
 PERSISTENT = """
 const uint tid = thread_index_in_threadgroup, lane = thread_index_in_simdgroup, sg = simdgroup_index_in_threadgroup;
 const uint row0 = threadgroup_position_in_grid.x * 8;

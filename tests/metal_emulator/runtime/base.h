@@ -35,7 +35,8 @@ struct Dispatch {
   u32 threads, simdgroups;       // numbers of threads and simdgroups in the running threadgroup
   u32 order, random_state, strict_exit, threadgroup_limit, noise;  // the launch's options (emu_options in host.h)
   u32 aborted;                   // 1 after a defect of the kernel with which the launch cannot continue
-  // For each memory: number of threadgroup barriers so far that order it. The start of a threadgroup counts as well.
+  // For each kind of memory (threadgroup, device): number of threadgroup barriers so far that order accesses to it. The
+  // start of a threadgroup counts as a barrier, too.
   u32 epoch[kMemories];
   u32 group_epoch[kMemories];    // value of `epoch` when the running threadgroup started
   u32 simd_epoch[kMemories][kMaxSimdgroups];  // number of simdgroup barriers so far that order the memory

@@ -57,7 +57,7 @@ static inline void check_against_reads(const Cell* cell, const Access& a, u64 of
   report_race("write over a value read", other_group, a.pc, dispatch.image_base + cell->read_pc, cell->reader, a.name, offset);
 }
 
-// Records a write in the cell of the memory location.
+// Records a write in `cell`, which describes the last accesses to one granule (element of memory).
 static inline void note_write(Cell* cell, const Access& a) {
   cell->write_epoch = dispatch.epoch[a.memory];
   cell->write_simd_epoch = dispatch.simd_epoch[a.memory][current->simdgroup];
@@ -66,8 +66,8 @@ static inline void note_write(Cell* cell, const Access& a) {
   cell->flags = (cell->flags & ~kAtomicWrite) | kInitialised | kWritten | (a.atomic ? kAtomicWrite : 0);
 }
 
-// Records a read in the cell of the memory location. A cell stores only one reader; its flags say whether other threads
-// have read since the last barrier (in the same epoch).
+// Records a read in `cell`, which describes the last accesses to one granule (element of memory). A cell stores only
+// one reader; its flags say whether other threads have read since the last barrier (in the same epoch).
 static inline void note_read(Cell* cell, const Access& a) {
   u32 epoch = dispatch.epoch[a.memory], simd_epoch = dispatch.simd_epoch[a.memory][current->simdgroup];
   u8 flags = cell->flags;
@@ -79,9 +79,9 @@ static inline void note_read(Cell* cell, const Access& a) {
   if (fresh && a.memory == kDeviceMemory && (flags & kRead) && cell->read_epoch < dispatch.group_epoch[kDeviceMemory])
     flags |= kOtherGroupRead;
   bool one_simdgroup = !(flags & kManySimdgroups) && cell->reader / kLanes == current->simdgroup;
-  // Start the cell's record anew with this read if no thread has read since the last threadgroup barrier, or only this
-  // simdgroup has, before its last simdgroup barrier. The earlier reads can be forgotten: a write by another simdgroup
-  // that races with one of them also races with this read.
+  // Forget earlier reads and record only this read in two cases: no thread has read since the last threadgroup barrier;
+  // or only threads of this simdgroup have, all before its last simdgroup barrier. The earlier reads are not needed: a
+  // write by another simdgroup that races with one of them also races with this read.
   bool restart = fresh || (one_simdgroup && cell->read_simd_epoch < simd_epoch);
   if (restart) {
     flags &= ~(kManyReaders | kManySimdgroups | kAtomicRead);

@@ -16,7 +16,7 @@ struct Cell {
   u16 writer, reader;
   u8 flags;
 };
-// What a cell records about its granule (element of memory).
+// The flags of a `Cell`, the record of the accesses to one granule (element of memory). The race checks use it.
 enum CellFlag {
   kInitialised = 1,      // the granule holds a value
   kWritten = 2,          // this launch wrote the granule
@@ -57,7 +57,8 @@ struct Variable {
 };
 static const u32 kThreadgroupArena = 1 << 20, kRedZone = 2048, kMaxVariables = 128;
 static u64 threadgroup_arena;
-// The cells of a variable's granules begin at the index `offset`. There is room for a cell per byte.
+// The cells (records of the last accesses) of all threadgroup variables. The cells of one variable begin at the index
+// `Variable::offset`, one cell per granule. There are as many cells as bytes, enough for granules of one byte.
 static Cell* threadgroup_cells;
 static u8* variable_owner;                 // for each byte of the threadgroup arena: index of its variable + 1, or 0
 static Variable variables[kMaxVariables];

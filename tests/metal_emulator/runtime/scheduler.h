@@ -76,9 +76,9 @@ static void report_divergent_lanes(Fiber* waiting, u32 first, u32 end) {
   }
 }
 
-// Completes the simdgroup operation or barrier at which the lane `waiting` waits, and lets all lanes that wait there
-// continue. The simdgroup consists of the threads `first` to `end` - 1. Metal requires that every lane that has not
-// returned arrives there. A lane that waits elsewhere is reported and takes no part.
+// Completes one simdgroup operation or barrier: the one at which the lane `waiting` waits. Lets all lanes that wait at
+// it continue. The simdgroup consists of the threads `first` to `end` - 1. Metal requires that every lane that has not
+// returned takes part. A lane that waits at another operation or barrier is reported and takes no part.
 static void release_lanes(Fiber* waiting, u32 first, u32 end) {
   u32 mask = 0, waits = 0, done = 0, elsewhere = 0;  // bit n of mask: lane n waits where `waiting` does
   for (u32 i = first; i < end; i++) {
@@ -112,8 +112,9 @@ static void run_simdgroup(u32 simdgroup) {
   // The last simdgroup may have fewer than 32 lanes.
   u32 first = simdgroup * kLanes, end = first + kLanes < dispatch.threads ? first + kLanes : dispatch.threads;
   for (;;) {
-    // Let each lane that can run continue up to its next barrier or simdgroup operation, in the order that `arrange`
-    // sets (kRandom: a new one each time). emu_switch starts the first lane and returns when the last one waits.
+    // Let each lane that can run continue up to its next barrier or simdgroup operation. `arrange` decides in which
+    // order the lanes run (with kRandom: a new order each time). emu_switch starts the first lane; it returns when the
+    // last lane has stopped.
     pass.first = first;
     pass.count = end - first;
     pass.next = 0;

@@ -7,8 +7,9 @@
 #pragma once
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 
-// OpenCL's address spaces have the same rules as Metal's but other names. A pointer without an address space is an
-// error in Metal. In OpenCL it is allowed and belongs to the space `__generic`, which msl_rules.py reports.
+// clang compiles the kernels as C++ for OpenCL. OpenCL's address spaces have the same rules as Metal's but other names.
+// A pointer without an address space is an error in Metal. In OpenCL it is allowed and belongs to the space
+// `__generic`, which msl_rules.py reports.
 #define device __global
 #define constant __constant
 #define threadgroup __local

@@ -43,8 +43,9 @@ constexpr constant bool emu_simd_type = sizeof(emu_scalar<T>) <= 4 && is_arithme
                                         !is_same_v<emu_scalar<T>, bfloat> && !is_same_v<emu_scalar<T>, bool>;
 #define EMU_SIMD template <typename T> EMU_INLINE enable_if_t<emu_simd_type<T>, T>
 
-// Defines a function that combines the published values `x` of the lanes `first` to `last` - 1, one after the other,
-// into the result `r`. `expression` computes the new r from r and x.
+// Defines a function that combines the values `x` of the lanes `first` to `last` - 1, one after the other, into the
+// result `r`. Each lane has stored its value in `lanes.slots` before (emu_publish). `expression` computes the new r
+// from r and x.
 #define EMU_REDUCTION(name, number, expression)                                                       \
   template <typename T>                                                                               \
   EMU_UNCHECKED T emu_##name(emu_lanes<T> lanes, T r, uint first, uint last) {                        \
