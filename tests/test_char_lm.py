@@ -518,8 +518,11 @@ def test_bfloat16_learns(corpus, tmp_path):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_training_step_on_metal_equals_that_on_the_cpu(engine, corpus):
     """One training step on a Metal engine agrees with float64 in loss, state and parameters. The step has dropout,
-    cross entropy, gradient clipping and AdamW. A gradient may have twice the CPU engine's error, plus rounding. Each
-    parameter must lie between two values: AdamW's updates for the smallest and for the largest allowed gradient."""
+    cross entropy, gradient clipping and AdamW.
+
+    The error of a gradient may be twice that of the CPU engine, plus rounding. This gives a largest and a smallest
+    allowed gradient. AdamW's results for these two are the limits between which a parameter must lie.
+    """
     options = {"batch": 3, "window": 6, "embedding": 5, "hidden": 9, "dropout": 0.3, "weight_decay": 0.1}
     run, cpu, exact = (new_run(corpus, engine=word, **options) for word in (engine, "numpy", "numpy"))
     start = {name: np.array(array, np.float64) for name, array in tree_flatten(run.model.parameters())}

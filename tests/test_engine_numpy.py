@@ -292,9 +292,13 @@ def test_gradients_of_many_calls_are_not_in_memory_at_once(word, options):
 
 
 def gradients_asked(word, argnums, wrap=lambda loss: loss, **options):
-    """Differentiate a loss of two layers with the same weights by `argnums`: 0 is the input x of the first layer, 1
-    is Wx. `wrap` transforms the loss first. Return (left_out, gradients). `left_out` has one entry per backward pass
-    of engine `numpy`: the names of the gradients that the pass does not compute."""
+    """Differentiate a loss of two layers with the same weights, to see which gradients engine `numpy` computes.
+    Return (left_out, gradients). `left_out` has one entry per backward pass: the names of the gradients that the
+    pass does not compute.
+
+    argnums: what to differentiate by; 0 is the input x of the first layer, 1 is Wx. wrap: a function that transforms
+    the loss first.
+    """
     rng, G, log = np.random.default_rng(0), {"lstm": 4, "gru": 3, "rnn": 1}[word], []
     backward = engine_numpy_sweep.backward
 

@@ -1,9 +1,9 @@
 """Count the instructions of one kernel by kind, from the machine code that Mesa's compiler prints. Instructions of
 the product loop and of the rest of the kernel are counted separately.
 
-The product loop computes the recurrent product. It is the first outermost loop with multiply-adds, such as the loop
-over time. If this loop contains other loops with multiply-adds whose number of iterations is unknown, the product
-loop is the one among them with most multiply-adds.
+The product loop is the loop that computes the recurrent product. The search for it starts at the first outermost
+loop with multiply-adds, such as the loop over time. A loop inside it with multiply-adds and an unknown number of
+iterations is a better candidate. If there are several, the one with most multiply-adds is the product loop.
 """
 
 import re
@@ -66,10 +66,13 @@ class Count(NamedTuple):
 
     registers: registers of 32 bits per thread. scratch: bytes of memory per thread for registers that did not fit.
     kinds: the number of instructions of each kind in the product loop. unknown: the number of loops inside the
-    product loop whose number of iterations is unknown. cycles, outside: the cycles that a quarter of a GPU core
-    needs for one SIMD-group, inside and outside the product loop. A separate unit executes the instructions in
-    COMPLEX at the same time as the others. So the cycles are the larger of two sums: the cycles of all instructions
-    (one each, more for those in SLOW), and the cycles of that unit.
+    product loop whose number of iterations is unknown. cycles: the cycles that the product loop takes for one
+    SIMD-group (32 threads); a GPU core has four quarters, and one quarter executes a SIMD-group. outside: the cycles
+    of the rest of the kernel.
+
+    A quarter executes instructions in two units at the same time, and the slower unit decides. So `cycles` is the
+    larger of two sums: all instructions with one cycle each (more for those in SLOW), and the instructions in
+    COMPLEX, which a separate unit executes.
     """
 
     registers: float
@@ -156,9 +159,9 @@ def turns(blocks: list[Block], span: Span) -> int:
 
 
 def words_of(blocks: list[Block], span: Span, spans: list[Span], once: Span | None = None) -> Counter:
-    """Return how often one iteration of the loop `span` executes each instruction, with the keys (instruction name,
-    kind). A loop inside `span` counts with all its iterations, but with only one iteration if their number is
-    unknown or if it is the loop `once`."""
+    """Return how often one iteration of the loop `span` executes each instruction. The keys are (instruction name,
+    kind). An instruction of an inner loop counts once per iteration of the inner loop. If the number of iterations
+    is unknown, or if the inner loop is `once`, it counts for one iteration only."""
     within_it = [(inner, turns(blocks, inner) or 1) for inner in spans if within(inner, span) and inner != once]
     found = Counter()
     for number, lines, _ in blocks:

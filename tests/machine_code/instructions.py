@@ -198,11 +198,12 @@ class Work(NamedTuple):
 
 
 def work_of(launch: Launch, problem: Problem, steps: int) -> Work:
-    """Return what one SIMD-group executes in a launch over `steps` time steps, by a line of machine_code.csv.
+    """Return what one SIMD-group executes in a launch over `steps` time steps, from the instructions that
+    machine_code.csv lists for the kernel.
 
     If the table has only a similar kernel, for example for another H, its cycles are scaled by the number of
-    multiply-adds that this launch needs. With quantized weights the number of iterations is rounded up, since an
-    iteration takes as long when some lanes have no weights.
+    multiply-adds that this launch needs. With quantized weights the number of loop iterations is rounded up. The
+    last iteration takes as long as the others, although some lanes may have no weights left.
     """
     line, own = counted(launch, problem)
     needed = kernel_of(launch, problem).needed

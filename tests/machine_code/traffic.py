@@ -121,9 +121,9 @@ def step_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, fl
 
 
 def of_sequences(buffer: Buffer, launch: Launch, kind: str, problem: Problem) -> tuple[float, float]:
-    """Return (bytes needed, bytes of all loads) of a buffer for a launch that joins the arrays of all time steps into
-    sequences. The launch reads each value once. But it does not read all of a buffer: gates of an output, or values
-    that one backward step passes to the next one, are left out."""
+    """Return (bytes needed, bytes of all loads) of a buffer for a launch that joins the arrays of all time steps
+    into sequences. The launch loads only what becomes part of a sequence, and loads it once. It does not load gates
+    that are not returned, or values that one backward step passes to the next one."""
     T, op = problem.T, problem.cell.op
     if kind == "outputs":
         gates = problem.cell.gates if keeps_rows(problem, problem.names) else 0  # gates that the launch does not copy

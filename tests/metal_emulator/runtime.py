@@ -145,8 +145,9 @@ class Image:
             self.high = max(self.high, address + ctypes.sizeof(values))
 
     def counter_arrays(self) -> list[tuple[int, np.ndarray]]:
-        """Return (function number, counters) for every function of the kernel. The counters say how often its code
-        was executed. They are views of the kernel's memory, so each launch changes them."""
+        """Return (function number, counters) for every function of the kernel's machine code. The counters say how
+        often the parts of this function were executed. The arrays are views of the kernel's memory, so each launch
+        changes them."""
         return self._counters
 
     def reset_runtime(self) -> None:
