@@ -375,7 +375,8 @@ def test_every_shader_with_a_bound_or_a_barrier_is_damaged():
 
 
 def test_every_damage_of_the_lists_can_be_made():
-    """Each entry of HARMLESS and UNSEEN is a line of a shader and a change of this line that `mutations` makes."""
+    """Each entry of HARMLESS (changes that change no result) and of UNSEEN (errors that the tests cannot notice)
+    names a line that a shader has and a change of it that `mutations` makes."""
     made = set()
     for file in USERS:
         lines = kernels.shader_file(file).splitlines()

@@ -46,10 +46,13 @@ class UnfitError(Exception):
 
 
 def outcome(model, run, loss_of, expected):
-    """Evaluate a nesting of transformations, such as grad of vmap, of a recurrence. `run` names the options of the
-    recurrence in `RUNS`. Return "right" if the value is close to `expected`, or "refused" if the call raises an error
-    that engines may raise. Otherwise raise AssertionError. `loss_of` transforms a function of the vector
-    `model.theta`, which holds all arrays of the recurrence."""
+    """Evaluate a nesting of transformations, such as grad of vmap, of a recurrence. Return "right" if the value is
+    close to `expected`, or "refused" if the call raises an error that engines may raise. Otherwise raise
+    AssertionError.
+
+    run: the name of the recurrence's options in `RUNS`. loss_of: a function that applies the nesting to a loss; the
+    loss has one argument, the vector `model.theta`, which holds all arrays of the recurrence.
+    """
     options, unchunked = RUNS[run]
     try:
         with mx.stream(mx.cpu), limited(unchunked=unchunked):
@@ -63,11 +66,12 @@ def outcome(model, run, loss_of, expected):
 
 
 def judged(model, names, runs, inner=None):
-    """Evaluate a nesting of transformations, such as grad of vmap, of a recurrence. Return {run: "right" or "refused"}
-    for each `run` in `runs`, a name of options in `RUNS`.
+    """Evaluate a nesting of transformations, such as grad of vmap, of a recurrence. Return {run: "right" or
+    "refused"}. `runs` are names of sets of options in `RUNS`.
 
-    The arrays of the recurrence come from the vector theta. With `inner`, theta is multiplied by a factor that depends
-    on a derivative of another function, so that MLX has already differentiated something when the recurrence runs.
+    The arrays of the recurrence come from the vector theta. If `inner` is given, theta is first multiplied by a
+    factor that depends on derivatives of another function. So the recurrence runs after MLX has differentiated
+    something else, which must not change the result.
     """
 
     def loss_of(loss):
