@@ -1,6 +1,8 @@
 # What the README names. Everything is installed into .venv, so a clone needs only Python >= 3.10, git and make.
 PYTHON ?= python3
 BIN = .venv/bin
+# The tests start hundreds of processes. Without .pyc files each of them would compile our modules again.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: train test test-all bench machine-code lint docs wheel clean
 

@@ -1,6 +1,6 @@
 """A character language model: an embedding, an LSTM and a softmax predict the next character of Python's documentation.
 
-    python examples/char_lm.py                                  # a minute and a half on a CPU core, less on a quiet one
+    python examples/char_lm.py                                  # 1.5 minutes on a busy CPU core, less on an idle one
     python examples/char_lm.py --resume                         # continues after Ctrl-C, with the same bits
     python examples/char_lm.py --resume --prompt "The " --temperature 0.5     # a finished run: only samples again
     python examples/char_lm.py --steps 200 --hidden 64 --out runs/small       # sizes are options; see --help
@@ -19,9 +19,9 @@ How the sizes were chosen, with MLX's CPU wheel for Linux:
   operand. A plain vocabulary layer would cost more than the LSTM, so `product` uses NumPy.
 - In a training step the LSTM takes three quarters of the time, the vocabulary layer with the loss a sixth, AdamW with
   clipping a twelfth.
-- In equal time 192 units in 16 rows learn more than 128 or 256 units, or than 32 rows with half the steps. This was
-  compared on the validation text, so the validation text is not entirely unseen; but the advantage over the trigram is
-  far larger than this effect.
+- In equal time a model of 192 units learns more than one of 128 or 256 units. A batch of 16 rows of text learns more
+  than one of 32 rows with half the steps. This was compared on the validation text, so the validation text is not
+  entirely unseen; but the advantage over the trigram is far larger than this effect.
 - Nothing is compiled: mx.compile would unroll the LSTM's steps into one slow graph.
 - NumPy's BLAS has one thread, unless OPENBLAS_NUM_THREADS is set. The products of single time steps are so small that a
   second thread gains a third at best. On a busy machine the threads wait for each other, and a run takes ten times as

@@ -34,10 +34,10 @@ inline float rise(int name) { return name == HARD_SIGMOID ? 0.2f : 1.0f / 6.0f; 
 // replace NaN by a number.
 inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }
 
-// Return sigmoid(x), or tanh(x) if is_tanh. Both use one exp2 and one reciprocal, so neighbouring lanes may differ in
-// is_tanh without a branch: sigmoid(x) = 1 / (1 + 2^(-x log2 e)), tanh(x) = 2 sigmoid(2 x) - 1. Near 0 the second
-// formula loses digits, so a polynomial approximates tanh there. Errors are at most 4 units in the last place. Only
-// for the sigmoid of x < -4 they can reach |x| such units, because the argument of exp2 is rounded.
+// Return tanh(x) if is_tanh, else sigmoid(x). One formula with one exp2 and one reciprocal serves both, so neighbouring
+// lanes can compute different functions without a branch: sigmoid(x) = 1 / (1 + 2^(-x log2 e)) and tanh(x) = 2
+// sigmoid(2 x) - 1. Near 0 the formula of tanh loses digits, so a polynomial replaces it there. The error is at most 4
+// units in the last place (ulp), but up to |x| ulp for a sigmoid with x < -4, because the argument of exp2 is rounded.
 inline float squash(bool is_tanh, float x) {
   const float power = x * (is_tanh ? -2.88539008f : -1.44269504f);
   // The exponent is limited to 126, because the reciprocal of numbers above 2^126 may be inexact. NaN stays NaN.

@@ -16,7 +16,8 @@ struct GRUCell {
   static constexpr int block(int gate) { return block_of(OPTIONS, gate); }
   static constexpr int activation(int gate) { return activation_of(OPTIONS, gate); }
 
-  // Read bhn, the bias of the candidate's recurrent product, for one unit from the array [D H].
+  // Read one unit's value of bhn, the bias of the candidate's recurrent product, from the array [D H], D directions
+  // with H units each.
   template <class Index, class Arrays>
   static void constants(thread const Arrays& a, int direction, int H, int unit, thread float (&bhn)[1]) {
     bhn[0] = value_at(a.bhn, Index(direction) * H + unit, 0.0f);
@@ -28,9 +29,10 @@ struct GRUCell {
     return activate(activation(GATE_N), a + (RESETS_BEFORE ? q : r * q));
   }
 
-  // Return the new h, computed from the gates z and n and the h before the step. The formula b + z (a - b) needs one
-  // instruction less than z a + (1 - z) b. But for an infinite n it gives inf - inf, which is NaN. n can be infinite
-  // only with the activations identity and relu, so for them the longer formula is used.
+  // Return the new h, computed from the gates z and n and the h before the step. It has the form z a + (1 - z) b, where
+  // a and b are h_prev and n, or with flip_z n and h_prev. The equal formula b + z (a - b) takes one instruction less.
+  // But for an infinite n it gives inf - inf, which is NaN. n can be infinite only with the activations identity and
+  // relu, so for them the longer formula is used.
   static float state(float z, float n, float h_prev) {
     const float first = FLIPS_Z ? n : h_prev, second = FLIPS_Z ? h_prev : n;
     if (activation(GATE_N) == IDENTITY || activation(GATE_N) == RELU) return z * first + (1.0f - z) * second;
@@ -60,8 +62,9 @@ struct GRUCell {
   // Return the part of the gradient of h_prev that bypasses the recurrent products.
   static float past_products(float z, float dh) { return dh * (FLIPS_Z ? 1.0f - z : z); }
 
-  // Return the gradient of r's preactivation. dr: the gradient of the gate r, which is its cotangent plus dz_n q or,
-  // if the reset comes before the product, plus the masked h times the gradient of r h.
+  // Return the gradient of r's preactivation. dr: the gradient of the gate r, which is the sum of r's cotangent and one
+  // more term. If the reset comes after the candidate's product q, the term is dz_n q. If the reset comes before it,
+  // the term is the masked h times the gradient of r h.
   static float reset_backward(float r, float dr) { return dr * slope(activation(GATE_R), r); }
 
   // Compute one step in reverse. y: the gates. dh: on entry the gradient of the new h, on return the part of the

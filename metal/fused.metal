@@ -80,6 +80,15 @@ void advance(thread Place<Index>& place, thread const Place<Index>& step) {
   place.keep += step.keep;
 }
 
+// Set `distance` to the distances `step`, or to 0 if there is no next step. A position that has advanced by it can be
+// read in both cases.
+template <class Index>
+void distance_to_next(bool exists, thread const Place<Index>& step, thread Place<Index>& distance) {
+  distance.state = exists ? step.state : 0, distance.gate = exists ? step.gate : 0;
+  distance.mask = exists ? step.mask : 0, distance.keep = exists ? step.keep : 0;
+  distance.q = exists ? step.q : 0;
+}
+
 // Return whether an item of this length has not ended at time index t.
 template <class L> bool is_live(L lengths, int t, int length) { return !is_present(lengths) || t < length; }
 
@@ -124,79 +133,70 @@ float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)
 // dcT), each in the shape of its output, and
 //   states, states0  [T, B, D H] and [B, D H]: c after each step and before the first step; h if there is no c
 //   q                [D, T, B, H]: the candidate's recurrent product of a GRU
-// At each step a unit reads up to four numbers: the state before the step, dh, dc or q, and the mask. If four lanes
-// share a unit, each lane reads one of the numbers and shares it with the others. If a lane has its unit alone, it
-// reads all four.
+// A kernel reads the numbers of a step before the product of the step processed before it. So they arrive while the
+// product is computed, and no step waits for them.
 //
-// Fields of Item. at: the unit's positions. dh, dc: the gradients from later steps. now: the state after the step. y,
-// d: the lane's gate and its gradient. past: the part of the gradient of h_prev that bypasses the product. mask: the
-// factor on the product.
+// Fields of Item. at: the unit's positions. dh, dc: the gradients from later steps. before: the state before the step
+// that was processed last. y, d: the lane's gate and its gradient. past: the part of the gradient of h_prev that
+// bypasses the product. mask: the factor on the product.
 template <class Index>
 struct Item {
   Place<Index> at;
   int length;
-  float dh, dc, now, y, d, past, mask;
+  float dh, dc, before, y, d, past, mask;
 };
 
-// Initialize dh and dc of a batch item with the cotangents of the final states. If b is past the last batch item, the
-// length is 0, so that every step is past the item's end.
+// Whether a step of the cell in reverse uses the state before the step. The plain RNN uses only the state after it.
+template <class Cell> constant constexpr bool USES_BEFORE = Cell::HAS_C || Cell::PASSES_H;
+
+// What a unit reads at a step besides the gates: the state that the step uses, the cotangents dh and dc (or q), and the
+// factors `mask` and `keep`. If an array is absent, its cotangent is 0 and its factor is 1.
+struct StepNumbers {
+  float state, dh, dc_or_q, mask, keep;
+};
+
+// Compute the position of a batch item, and initialize its dh and dc with the cotangents of the final states. If b is
+// past the last batch item, the length is 0, so that every step is past the item's end. If b or the unit is past the
+// end (not `real`), the position is that of the last item or of unit 0, whose numbers may be read.
 template <class Index, class Arrays>
 void begin_item(
     thread const Sweep& sweep, thread const Arrays& a, int b, int gates, int block, int H, int unit, bool real,
     thread Item<Index>& item) {
-  const long place = place_in(sweep, b, 1, 0, H, unit);
-  first_place<true>(sweep, b, gates, block, H, unit, item.at);
+  const int own = min(b, sweep.B - 1);
+  const long place = place_in(sweep, own, 1, 0, H, real ? unit : 0);
+  first_place<true>(sweep, own, gates, block, H, real ? unit : 0, item.at);
   item.length = b < sweep.B ? value_at(a.lengths, b, sweep.T) : 0;
   item.dh = real ? value_at(a.dhT, place, 0.0f) : 0.0f;
   item.dc = real ? value_at(a.dcT, place, 0.0f) : 0.0f;
 }
 
-// Read the numbers of step n for ROWS items. If N lanes share a unit, lane k reads number k; if N is 1, the lane reads
-// all four. earlier: the number of elements before the launch's first time index in an array [T, B, D H]. step: the
-// distance between two time indices there.
-template <int N, int ROWS, class Index, class Arrays>
+// Read the numbers of step n, at the positions `at`. earlier: the number of elements before the launch's first time
+// index in an array [T, B, D H]. step: the distance between two time indices there.
+template <class Cell, class Index, class Arrays>
 void read_step(
-    thread const Sweep& sweep, thread const Arrays& a, int n, int lane, thread const Item<Index>* items, Index earlier,
-    Index step, thread float (*number)[N == 1 ? 4 : 1]) {
-  constexpr int OWN = N == 1 ? 1 : 0;
-  const int t = time_of(sweep, n);
-  const Index before = earlier + (sweep.reverse ? step : -step);
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) number[r][0] = 0.0f;
-  // Lane 0 reads the state before this step. At steps after the first it is the state that the previous step stored.
-  if (lane == 0 && n > 0)
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) number[r][0] = float(a.states[items[r].at.state + before]);
-  // At a batch item's first step, the state before the step is states0. In reverse an item's first step is at its own
-  // last time index, which depends on its length. So the first step is not n = 0 for every item.
-  if (lane == 0 && (is_present(a.lengths) || (is_present(a.states0) && n == 0)))
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r)
-      if (is_present(a.lengths) && sweep.reverse ? t + 1 == items[r].length : n == 0)
-        number[r][0] = value_at(a.states0, items[r].at.state - Index(t - first_time(sweep)) * step, 0.0f);
-  if (is_present(a.dh) && lane == (N == 1 ? 0 : 1))
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) number[r][OWN] = value_at(a.dh, items[r].at.state + earlier, 0.0f);
-  if (is_present(a.dc) && lane == (N == 1 ? 0 : 2))
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) number[r][2 * OWN] = value_at(a.dc, items[r].at.state + earlier, 0.0f);
-  if (is_present(a.q) && lane == (N == 1 ? 0 : 2))
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) number[r][2 * OWN] = value_at(a.q, items[r].at.q, 0.0f);
-  if (is_present(a.mask) && lane == (N == 1 ? 0 : 3))
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) number[r][3 * OWN] = value_at(a.mask, items[r].at.mask, 1.0f);
+    thread const Sweep& sweep, thread const Arrays& a, int n, thread const Place<Index>& at, Index earlier, Index step,
+    thread StepNumbers& numbers) {
+  // Before step 0 there is no state in `states`. The kernel then reads another one, which use_states replaces.
+  const Index back = !USES_BEFORE<Cell> || n == 0 ? Index(0) : sweep.reverse ? step : -step;
+  numbers.state = float(a.states[at.state + earlier + back]);
+  numbers.dh = value_at(a.dh, at.state + earlier, 0.0f);
+  numbers.dc_or_q = is_present(a.q) ? value_at(a.q, at.q, 0.0f) : value_at(a.dc, at.state + earlier, 0.0f);
+  numbers.mask = value_at(a.mask, at.mask, 1.0f);
+  numbers.keep = value_at(a.keep, at.keep, 1.0f);
 }
 
-// Share the numbers that read_step has read with all lanes of the unit. On return `before` is the state before the
-// step, and `dc_or_q` is dc or q. A number whose array is absent is 0; an absent mask is 1.
-template <int N, class Index, class Arrays>
-void share_step(
-    thread const float (&number)[N == 1 ? 4 : 1], thread const Arrays& a, thread Item<Index>& item,
-    thread float& before, thread float& dc_or_q) {
-  constexpr int OWN = N == 1 ? 1 : 0;
-  before = of_lane<N>(number[0], 0);
-  dc_or_q = is_present(a.dc) || is_present(a.q) ? of_lane<N>(number[2 * OWN], 2) : 0.0f;
-  item.past = item.dh + (is_present(a.dh) ? of_lane<N>(number[OWN], 1) : 0.0f);
-  item.mask = is_present(a.mask) ? of_lane<N>(number[3 * OWN], 3) : 1.0f;
+// Return the state after step n, and update item.before. state: what read_step read.
+template <class Cell, class Index, class Arrays>
+float use_states(
+    thread const Sweep& sweep, thread const Arrays& a, int n, Index step, float state, thread Item<Index>& item) {
+  if (!USES_BEFORE<Cell>) return state;
+  const int t = time_of(sweep, n);
+  const float after = item.before;
+  item.before = n == 0 ? 0.0f : state;
+  // An item's first step begins with states0. In reverse this step is at the item's own last time index, which depends
+  // on its length. So the first step is not n = 0 for every item.
+  if (is_present(a.lengths) || is_present(a.states0))
+    if (is_present(a.lengths) && sweep.reverse ? t + 1 == item.length : n == 0)
+      item.before = value_at(a.states0, item.at.state - Index(t - first_time(sweep)) * step, 0.0f);
+  return after;
 }

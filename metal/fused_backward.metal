@@ -47,11 +47,24 @@ void reset_back(
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const float reset = of_lane<LANES>(items[r].y, 0), dr = sum[r] * items[r].mask;
-    if (lane == 0) items[r].d = Cell::reset_backward(reset, items[r].d + dr * items[r].now);
+    if (lane == 0) items[r].d = Cell::reset_backward(reset, items[r].d + dr * items[r].before);
     items[r].past += dr * reset;
     const S result = S(is_live(a.lengths, t, items[r].length) ? items[r].d : 0.0f);
     if (real && lane == 0) a.dz[items[r].at.gate] = result;
     if (real && lane < 2) number_at(vectors, r * ROW, rank * H + unit) = float(result);
+  }
+}
+
+// Read the numbers of step n for ROWS items, and the lane's own gate with its cotangent. earlier, step: see read_step.
+template <class Cell, int ROWS, class Index, class Arrays>
+void read_rows(
+    thread const Sweep& sweep, thread const Arrays& a, int n, thread Item<Index> (&items)[ROWS], Index earlier,
+    Index step, thread StepNumbers (&numbers)[ROWS]) {
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    items[r].y = value_at(a.gates, items[r].at.gate + Index(Cell::GATES) * earlier, 0.0f);
+    items[r].d = value_at(a.dgates, items[r].at.gate + Index(Cell::GATES) * earlier, 0.0f);
+    read_step<Cell>(sweep, a, n, items[r].at, earlier, step, numbers[r]);
   }
 }
 
@@ -81,31 +94,26 @@ void fused_backward(
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     begin_item(sweep, a, min(int(group.x) * ROWS + r, sweep.B - 1), GATES, block, H, unit, real, items[r]);
-    items[r].now = of_lane<LANES>(real && lane == 0 ? float(a.states[items[r].at.state + earlier]) : 0.0f, 0);
+    items[r].before = float(a.states[items[r].at.state + earlier]);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from d of the units
+  StepNumbers numbers[ROWS];
+  read_rows<Cell>(sweep, a, sweep.stop - 1, items, earlier, step, numbers);
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     const int t = time_of(sweep, n);
     threadgroup float4* current = vectors + (TWO ? 0 : n & 1) * HALF;
-    float number[ROWS][LANES == 1 ? 4 : 1], sum[ROWS];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
-      items[r].y = has_gate ? value_at(a.gates, items[r].at.gate + Index(GATES) * earlier, 0.0f) : 0.0f;
-      items[r].d = has_gate ? value_at(a.dgates, items[r].at.gate + Index(GATES) * earlier, 0.0f) : 0.0f;
-    }
-    read_step<LANES, ROWS>(sweep, a, n, real ? lane : -1, items, earlier, step, number);
+    float sum[ROWS];
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, t, items[r].length);
-      float before, dc_or_q, dc = items[r].dc;
-      share_step<LANES>(number[r], a, items[r], before, dc_or_q);
-      const float factor = value_at(a.keep, items[r].at.keep, 1.0f);
+      const float after = use_states<Cell>(sweep, a, n, step, numbers[r].state, items[r]), factor = numbers[r].keep;
+      float dc = items[r].dc;
+      items[r].past = items[r].dh + numbers[r].dh, items[r].mask = numbers[r].mask;
       Unit::backward(
-          lane, items[r].y, p, before * factor, dc_or_q, items[r].now, items[r].past, dc, items[r].d);
+          lane, items[r].y, p, factor * items[r].before, numbers[r].dc_or_q, after, items[r].past, dc, items[r].d);
       if (real && lane == 0) store(a.carry, items[r].at.state, live ? dc + items[r].past : 0.0f);
       items[r].dc = live ? factor * dc : items[r].dc;
       items[r].past *= factor;
-      items[r].now = before;
       const S result = S(live ? items[r].d : 0.0f);
       if (has_gate && (!TWO || lane != 0)) a.dz[items[r].at.gate] = result;
       if (real && (TWO ? lane == LANES - 1 : row >= 0)) {
@@ -113,20 +121,25 @@ void fused_backward(
         number_at(current, r * ROW, (TWO ? 0 : row * H) + unit) = float(result);
       }
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // separates d of all units from the product that reads it
     if constexpr (TWO) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // separates dz_n of all units from the product that reads it
       products_of_columns<Cell, UNITS, ROWS, FIRST, 0, RESIDENT>(sum, resident, streamed, current + s);
       reset_back<Cell, H, ROWS, GROUP * RUNS, S>(items, sum, lane, unit, real, t, a, vectors + HALF);
       current = vectors + HALF;
-      threadgroup_barrier(mem_flags::mem_threadgroup);  // separates dz_r, dz_z of all units from the second product
     }
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // separates d of all units from the product that reads it
+    const int ahead = max(n - 1, sweep.start);
+    Place<Index> distance;
+    distance_to_next(ahead != n, next, distance);
+#pragma clang loop unroll(full)
+    for (int r = 0; r < ROWS; ++r) advance(items[r].at, distance);
+    read_rows<Cell>(sweep, a, ahead, items, earlier, step, numbers);  // the last step reads its own numbers again
     constexpr int FROM = TWO ? FIRST * UNITS : 0;
     products_of_columns<Cell, UNITS, ROWS, RUNS, FROM, RESIDENT>(sum, resident, streamed, current + s);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const float dh = sum[r] * items[r].mask + items[r].past;
       items[r].dh = is_live(a.lengths, t, items[r].length) ? dh : items[r].dh;
-      advance(items[r].at, next);
     }
     streamed += opaque_zero(sweep);
   }

@@ -28,6 +28,36 @@ void add_products(
   }
 }
 
+// Read numbers before the product that a lane needs after it, so that they arrive while the product is computed: z and
+// the mask of the next step, and `keep` of this step (factor). next: the distance to the next step. If the launch has
+// no next step (has_next is false), the function reads z and the mask of this step again.
+template <int ROWS, class Index, class Arrays>
+void read_ahead(
+    thread const Arrays& a, bool has_next, thread const Place<Index> (&at)[ROWS], thread const Place<Index>& next,
+    Index earlier, thread float (&z)[ROWS], thread float (&mask)[ROWS], thread float (&factor)[ROWS]) {
+  Place<Index> distance;
+  distance_to_next(has_next, next, distance);
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    z[r] = float(a.z[at[r].gate + distance.gate + earlier]);
+    mask[r] = value_at(a.mask, at[r].mask + distance.mask, 1.0f);
+    factor[r] = value_at(a.keep, at[r].keep, 1.0f);
+  }
+}
+
+// Run between the two products of a GRU whose reset comes before the product. Compute the reset gate r from y and the
+// sums of the first product, and write r h to `operand`, the operand of the second product. h: the masked h.
+template <class Cell, int ROW, int ROWS, int SLOTS>
+void write_reset(
+    thread const float (&y)[ROWS], thread const float (&sums)[ROWS][SLOTS], bool writes, int own,
+    threadgroup float4* h, threadgroup float4* operand) {
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    const float reset = simd_shuffle_xor(Cell::reset(y[r] + sums[r][0]), 2);
+    if (writes) number_at(operand, r * ROW, own) = reset * number_at(h, r * ROW, own);
+  }
+}
+
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void fused_forward(
     thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
@@ -59,7 +89,8 @@ void fused_forward(
   for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
     const long item = place_in(sweep, b, 1, 0, H, unit);
-    first_place<false>(sweep, b, GATES, block, H, unit, at[r]);
+    // A lane without a gate or without a unit reads the numbers of another one.
+    first_place<false>(sweep, b, GATES, max(block, 0), H, real ? unit : 0, at[r]);
     length[r] = value_at(a.lengths, b, sweep.T);
     h_now[r] = writes ? value_at(a.h0, item, 0.0f) : 0.0f;
     c_now[r] = writes ? value_at(a.c0, item, 0.0f) : 0.0f;
@@ -67,36 +98,34 @@ void fused_forward(
     if (writes) number_at(vectors, row, own) = h_now[r] * value_at(a.mask, at[r].mask, 1.0f);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the first h from the first product
+  float z[ROWS];
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) z[r] = float(a.z[at[r].gate + earlier]);
   for (int n = sweep.start; n < sweep.stop; ++n) {
     threadgroup float4* before = vectors + (TWO ? 0 : n & 1) * HALF;
     threadgroup float4* after = vectors + (TWO ? 0 : ~n & 1) * HALF;
-    float y[ROWS], sums[ROWS][UNITS * GATES] = {};
+    float y[ROWS], mask[ROWS], factor[ROWS], sums[ROWS][UNITS * GATES] = {};
 #pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) y[r] = has_gate ? float(a.z[at[r].gate + earlier]) : 0.0f;
+    for (int r = 0; r < ROWS; ++r) y[r] = z[r];
+    read_ahead(a, n < sweep.stop - 1, at, next, earlier, z, mask, factor);
     add_products<Cell, UNITS, ROWS, RUNS, Unit::FIRST, RESIDENT>(sums, resident, streamed, before + s, lane);
     if constexpr (TWO) {
-#pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; ++r) {
-        const float reset = simd_shuffle_xor(Cell::reset(y[r] + sums[r][0]), 2);
-        if (writes) number_at(vectors + HALF, r * ROW, own) = reset * number_at(before, r * ROW, own);
-      }
+      write_reset<Cell, ROW>(y, sums, writes, own, before, vectors + HALF);
       threadgroup_barrier(mem_flags::mem_threadgroup);  // separates r h of all units from the product that reads it
       add_products<Cell, UNITS, ROWS, RUNS, 4, RESIDENT>(sums, resident, streamed, vectors + HALF + s, lane);
     }
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, time_of(sweep, n), length[r]);
-      const float factor = value_at(a.keep, at[r].keep, 1.0f);
-      float state = factor * c_now[r];
-      const S m = S(Unit::forward(lane, p, forget_bias, limit, factor * h_now[r], sums[r], state, y[r]));
+      float state = factor[r] * c_now[r];
+      const S m = S(Unit::forward(lane, p, forget_bias, limit, factor[r] * h_now[r], sums[r], state, y[r]));
       // Past an item's end the state stays and outputs are 0. Values are selected, not multiplied, as they may be NaN.
       h_now[r] = live ? float(m) : h_now[r];
       c_now[r] = live ? state : c_now[r];
       if (has_gate) store(a.gates, at[r].gate, live ? y[r] : 0.0f);
       if (writes) store(a.c, at[r].state, live ? state : 0.0f);
       if (writes) a.h[at[r].state] = live ? m : S(0.0f);
-      if (writes && (!is_present(a.mask) || n + 1 < sweep.stop))  // after the last step there is no mask to read
-        number_at(after, r * ROW, own) = h_now[r] * value_at(a.mask, at[r].mask + next.mask, 1.0f);
+      if (writes) number_at(after, r * ROW, own) = h_now[r] * mask[r];
       advance(at[r], next);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the new h of all units from the next step's product

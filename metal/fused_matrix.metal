@@ -9,6 +9,10 @@
 
 template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
 
+// Whether the kernels read numbers before the product that they use after it. These numbers take registers during the
+// product. If no register is left for weights, there is none for these numbers either.
+template <int RESIDENT> constant constexpr bool READS_AHEAD = RESIDENT > 0;
+
 // row_of and column_of return the position of a lane's two numbers in an 8 x 8 matrix: the row, and the first of two
 // columns.
 inline int row_of(int lane) { return (lane >> 2 & 4) + (lane >> 1 & 3); }
@@ -43,6 +47,21 @@ void product_of_matrices(
   }
 }
 
+// Read what a step needs for a lane's two items: z as y, `keep` as factor, and the mask of the next step, which is
+// `distance` away. earlier: the number of elements of z before the launch's first time index.
+template <class Cell, int H, class Index, class Arrays>
+void read_inputs(
+    thread const Arrays& a, thread const Place<Index> (&at)[2], thread const Place<Index>& distance, Index earlier,
+    thread float (&y)[2][Cell::GATES], thread float (&mask)[2], thread float (&factor)[2]) {
+#pragma clang loop unroll(full)
+  for (int e = 0; e < 2; ++e) {
+#pragma clang loop unroll(full)
+    for (int m = 0; m < Cell::GATES; ++m) y[e][m] = float(a.z[at[e].gate + earlier + Cell::block(m) * H]);
+    mask[e] = value_at(a.mask, at[e].mask + distance.mask, 1.0f);
+    factor[e] = value_at(a.keep, at[e].keep, 1.0f);
+  }
+}
+
 // The forward pass, with the equation of fused_forward.metal. `vectors` is a double buffer [2][padded H][8 items]: one
 // half holds the masked h that the step reads, the other the masked h that it writes for the next step. One barrier per
 // step separates these writes from the reads.
@@ -50,6 +69,7 @@ template <class Cell, int H, int RESIDENT, class Index, class S, class Arrays>
 void fused_matrix_forward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
   constexpr int GATES = Cell::GATES, HALF = 64 * PARTS_OF<H>, COUNT = (PARTS_OF<H> + 1) / 2 * GATES;
+  constexpr bool AHEAD = READS_AHEAD<RESIDENT>;
   Sweep sweep = {};
   read_sizes(a.sizes, group.y, sweep);
   const float forget_bias = value_at(a.numbers, 0, 0.0f), limit = value_at(a.numbers, 1, 0.0f);
@@ -72,7 +92,8 @@ void fused_matrix_forward(
   for (int e = 0; e < 2; ++e) {
     const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
     real[e] = b0 + e < sweep.B && unit < H;
-    first_place<false>(sweep, b0 + e, GATES, 0, H, unit, at[e]);
+    // A lane without an item or without a unit reads the numbers of another one.
+    first_place<false>(sweep, min(b0 + e, sweep.B - 1), GATES, 0, H, unit < H ? unit : 0, at[e]);
     length[e] = b0 + e < sweep.B ? value_at(a.lengths, b0 + e, sweep.T) : 0;
     h_now[e] = real[e] ? value_at(a.h0, item, 0.0f) : 0.0f;
     c_now[e] = real[e] ? value_at(a.c0, item, 0.0f) : 0.0f;
@@ -82,30 +103,32 @@ void fused_matrix_forward(
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the first h from the first product
   for (int n = sweep.start; n < sweep.stop; ++n) {
     simdgroup_float8x8 total[GATES];
+    float y[2][GATES], mask[2], factor[2];
+    Place<Index> distance;
+    distance_to_next(n < sweep.stop - 1, next, distance);
+    if (AHEAD) read_inputs<Cell, H>(a, at, distance, earlier, y, mask, factor);
 #pragma clang loop unroll(full)
     for (int m = 0; m < GATES; ++m) total[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     product_of_matrices<GATES, 1, RESIDENT, H>(total, resident, streamed, vectors + (n & 1) * HALF);
+    if (!AHEAD) read_inputs<Cell, H>(a, at, distance, earlier, y, mask, factor);
 #pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) {
       if (!real[e]) continue;
       const bool live = is_live(a.lengths, time_of(sweep, n), length[e]);
-      const float factor = value_at(a.keep, at[e].keep, 1.0f);
-      float y[GATES], sums[GATES], state = factor * c_now[e];
-#pragma clang loop unroll(full)
-      for (int m = 0; m < GATES; ++m) y[m] = float(a.z[at[e].gate + earlier + Cell::block(m) * H]);
+      float sums[GATES], state = factor[e] * c_now[e];
 #pragma clang loop unroll(full)
       for (int m = 0; m < GATES; ++m) sums[m] = total[m].thread_elements()[e];
-      const S result = S(Cell::forward(sums, p, forget_bias, limit, factor * h_now[e], state, y));
+      const S result = S(Cell::forward(sums, p, forget_bias, limit, factor[e] * h_now[e], state, y[e]));
       h_now[e] = live ? float(result) : h_now[e];
       c_now[e] = live ? state : c_now[e];
 #pragma clang loop unroll(full)
-      for (int m = 0; m < GATES; ++m) store(a.gates, at[e].gate + Cell::block(m) * H, live ? y[m] : 0.0f);
+      for (int m = 0; m < GATES; ++m) store(a.gates, at[e].gate + Cell::block(m) * H, live ? y[e][m] : 0.0f);
       store(a.c, at[e].state, live ? state : 0.0f);
       a.h[at[e].state] = live ? result : S(0.0f);
-      advance(at[e], next);
-      if (!is_present(a.mask) || n + 1 < sweep.stop)  // after the launch's last step there is no mask to read
-        vectors[(~n & 1) * HALF + 8 * unit + column + e] = h_now[e] * value_at(a.mask, at[e].mask, 1.0f);
+      vectors[(~n & 1) * HALF + 8 * unit + column + e] = h_now[e] * mask[e];
     }
+#pragma clang loop unroll(full)
+    for (int e = 0; e < 2; ++e) advance(at[e], next);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the new h of all units from the next step's product
     streamed += opaque_zero(sweep);
   }
@@ -133,6 +156,25 @@ void product_of_columns(
   }
 }
 
+// Read the numbers of step n for a lane's two items, also the gates y and their cotangents d. earlier, step: as in
+// read_step.
+template <class Cell, int H, class Index, class Arrays>
+void read_items(
+    thread const Sweep& sweep, thread const Arrays& a, int n, thread const Item<Index> (&items)[2], Index earlier,
+    Index step, thread float (&y)[2][Cell::GATES], thread float (&d)[2][Cell::GATES],
+    thread StepNumbers (&numbers)[2]) {
+#pragma clang loop unroll(full)
+  for (int e = 0; e < 2; ++e) {
+    read_step<Cell>(sweep, a, n, items[e].at, earlier, step, numbers[e]);
+#pragma clang loop unroll(full)
+    for (int m = 0; m < Cell::GATES; ++m) {
+      const Index at = items[e].at.gate + Index(Cell::GATES) * earlier + Cell::block(m) * H;
+      y[e][m] = value_at(a.gates, at, 0.0f);
+      d[e][m] = value_at(a.dgates, at, 0.0f);
+    }
+  }
+}
+
 // The backward pass, with the arrays and the equation of fused_backward.metal. `vectors` [VECTORS][padded G H][8 items]
 // holds d of the current step: VECTORS is 2 (a double buffer), or 1 if threadgroup memory has no space for two.
 // Barriers: one per step, between writing d and the product; with a single buffer a second one, between the product and
@@ -141,6 +183,7 @@ template <class Cell, int H, int RESIDENT, int VECTORS, class Index, class S, cl
 void fused_matrix_backward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
   constexpr int GATES = Cell::GATES, K = GATES * H, HALF = 64 * PARTS_OF<K>, COUNT = (PARTS_OF<K> + 1) / 2;
+  constexpr bool AHEAD = READS_AHEAD<RESIDENT>;
   Sweep sweep = {};
   read_sizes(a.sizes, group.y, sweep);
   const int unit = int(index) / 32 * 8 + row_of(int(lane)), column = column_of(int(lane));
@@ -160,48 +203,52 @@ void fused_matrix_backward(
   for (int e = 0; e < 2; ++e) {
     real[e] = b0 + e < sweep.B && unit < H;
     begin_item(sweep, a, b0 + e, GATES, 0, H, unit, real[e], items[e]);
-    items[e].now = real[e] ? float(a.states[items[e].at.state + earlier]) : 0.0f;
+    items[e].before = float(a.states[items[e].at.state + earlier]);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from d of the units
+  float y[2][GATES], d[2][GATES];
+  StepNumbers numbers[2];
+  if (AHEAD) read_items<Cell, H>(sweep, a, sweep.stop - 1, items, earlier, step, y, d, numbers);
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     threadgroup float* current = vectors + (VECTORS > 1 ? n & 1 : 0) * HALF;
+    if (!AHEAD) read_items<Cell, H>(sweep, a, n, items, earlier, step, y, d, numbers);
 #pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) {
       if (!real[e]) continue;
       const bool live = is_live(a.lengths, time_of(sweep, n), items[e].length);
       const Index at = items[e].at.gate;
-      float before, dc_or_q, number[1][4], y[GATES] = {}, d[GATES] = {}, dc = items[e].dc;
-      read_step<1, 1>(sweep, a, n, 0, items + e, earlier, step, number);
-      share_step<1>(number[0], a, items[e], before, dc_or_q);
-#pragma clang loop unroll(full)
-      for (int m = 0; m < GATES; ++m) {
-        y[m] = value_at(a.gates, at + Index(GATES) * earlier + Cell::block(m) * H, 0.0f);
-        d[m] = value_at(a.dgates, at + Index(GATES) * earlier + Cell::block(m) * H, 0.0f);
-      }
-      const float factor = value_at(a.keep, items[e].at.keep, 1.0f);
-      if (Cell::HAS_C) dc += dc_or_q;
-      Cell::backward(y, p, before * factor, items[e].now, dc_or_q, items[e].past, dc, d);
+      const float after = use_states<Cell>(sweep, a, n, step, numbers[e].state, items[e]), factor = numbers[e].keep;
+      float dc = items[e].dc + (Cell::HAS_C ? numbers[e].dc_or_q : 0.0f);
+      items[e].past = items[e].dh + numbers[e].dh;
+      items[e].mask = numbers[e].mask;
+      Cell::backward(y[e], p, factor * items[e].before, after, numbers[e].dc_or_q, items[e].past, dc, d[e]);
       store(a.carry, items[e].at.state, live ? dc + items[e].past : 0.0f);
       items[e].dc = live ? factor * dc : items[e].dc;
       items[e].past *= factor;
-      items[e].now = before;
 #pragma clang loop unroll(full)
       for (int m = 0; m < GATES; ++m) {
         const int block = Cell::block(m) * H;
-        const S result = S(live ? d[m] : 0.0f), operand = S(live ? Cell::product_gradient(m, y, d) : 0.0f);
+        const S result = S(live ? d[e][m] : 0.0f);
+        const S operand = S(live ? Cell::product_gradient(m, y[e], d[e]) : 0.0f);
         a.dz[at + block] = result;
         store(a.d_out, at + block, float(operand));
         current[8 * (block + unit) + column + e] = float(operand);
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // separates d of all units from the product that reads it
+    // Read the numbers of the next step. The launch's last step has no next one, it reads its own numbers again.
+    const int ahead = max(n - 1, sweep.start);
+    Place<Index> distance;
+    distance_to_next(ahead != n, next, distance);
+#pragma clang loop unroll(full)
+    for (int e = 0; e < 2; ++e) advance(items[e].at, distance);
+    if (AHEAD) read_items<Cell, H>(sweep, a, ahead, items, earlier, step, y, d, numbers);
     float sum[2];
     product_of_columns<RESIDENT, K>(sum, resident, streamed, current);
 #pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) {
       const bool live = is_live(a.lengths, time_of(sweep, n), items[e].length);
       if (real[e] && live) items[e].dh = sum[e] * items[e].mask + items[e].past;
-      advance(items[e].at, next);
     }
     if (VECTORS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the product from the next d
     streamed += opaque_zero(sweep);

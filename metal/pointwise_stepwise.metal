@@ -1,23 +1,26 @@
 // One time step of a cell written by the user, in one launch: forward or backward.
 //
-// These kernels are separate from those of the built-in cells (stepwise_forward.metal, stepwise_backward.metal), which
-// so need no loops over any number of states, inputs and parameters. Both share the products, the steps and the rows:
-// stepwise_lanes.metal, stepwise_tiles.metal, stepwise.metal, stepwise_rows.metal.
+// The built-in cells have separate kernels (stepwise_forward.metal, stepwise_backward.metal), because a user's cell may
+// have any number of states, inputs and saved blocks, and the built-in cells must not pay for that. Both kinds of
+// kernels share the products, the steps and the rows: stepwise_lanes.metal, stepwise_tiles.metal, stepwise.metal,
+// stepwise_rows.metal.
 //
-// pointwise.metal describes the cell's struct, which here has LANES = 1: one thread computes a unit. The arrays are those
-// of pointwise.metal for D directions, the blocks of a direction side by side: z [T, B, D G H], c [T, B, D C H] and so
-// on, params [D V H], keep [T, B, D]. Besides them:
-//   before, after   the rows that the previous launch wrote and that this launch writes. In a row lie
-//                   forward:  c [B, D C H] float, h [B, D H] and, if SAVES, the saved blocks [B, D K H]
-//                   backward: the gradients of the states before the step [B, D (C + 1) H] float, without the part
-//                             through the product; the gradients of the parameters [B, D V H] float, summed over the
-//                             steps so far; with `keep` also the first ones before their multiplication by keep;
-//                             then d [B, D N H] and du [B, D U H], as in pointwise_backward.metal, N = GRADIENTS
-//   Wh [D, G H, H]  weights [D, H, G H], the transposed Wh      sizes, step    as in stepwise.metal
+// pointwise.metal describes the cell's struct, which here has LANES = 1: one thread computes a unit. It also describes
+// the arrays. With D directions, an array has the blocks of both directions side by side: z [T, B, D G H],
+// c [T, B, D C H] and so on, params [D V H], keep [T, B, D]. Further arrays:
+//   before, after   the rows that the previous launch wrote and that this launch writes
+//   Wh [D, G H, H], weights [D, H, G H] (the transposed Wh), sizes, step: as in stepwise.metal
 //
-// A threadgroup computes ROWS batch items of COLUMNS / G units, or of COLUMNS units backward and without a product.
-// First all its threads compute the product; then every thread computes some cells. The product ends with a barrier
-// between the two parts.
+// A row of the forward pass contains, in this order: c [B, D C H] float; h [B, D H]; if SAVES, the K saved blocks
+// [B, D K H]. A row of the backward pass contains:
+//   [B, D (C + 1) H] float        the gradients of the states before the step, without the part through the product
+//   [B, D V H] float              the gradients of the parameters, summed over all steps so far
+//   [B, D (C + 1) H] float        with `keep` only: the gradients of the states before their multiplication by keep
+//   d [B, D N H], du [B, D U H]   N = GRADIENTS blocks of gradients of preactivations, and the gradients of the inputs
+//
+// A threadgroup computes ROWS batch items. In a forward step with a product it computes COLUMNS / G units of each item,
+// otherwise COLUMNS units. First all its threads compute the product; then every thread computes some cells. The
+// product ends with a barrier between the two parts.
 
 // The layout of Wh for a user's cell: gate number k has block k of the rows.
 struct InOrder {
@@ -30,7 +33,8 @@ struct NoProduct {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 256 };
 };
 
-// Load COUNT numbers, `pitch` elements apart, into values[first], values[first + 1], ...; zeros from an absent array.
+// Load COUNT numbers, `pitch` elements apart, into values[first], values[first + 1], ... If the array is absent,
+// load zeros.
 template <int COUNT, class A, int SIZE>
 void take_blocks(A array, Index at, int pitch, thread float (&values)[SIZE], int first) {
 #pragma clang loop unroll(full)
@@ -56,7 +60,8 @@ void store_live(device S* array, Index at, int pitch, bool live, thread const fl
   for (int k = 0; k < COUNT; ++k) array[at + Index(k) * pitch] = S(live ? values[k] : 0.0f);
 }
 
-// Load the states [h, c] before the step: the first states if the item `starts`, else those in `row`.
+// Load the states before the step, h first. If the item `starts` at this step, they are h0 and c0; otherwise they are
+// in `row`, which the previous launch wrote.
 template <class Cell, class S, class Arrays, class X>
 void take_states(
     thread const Step& s, thread const Arrays& a, bool starts, const device X* row, int b, int j,
@@ -123,8 +128,8 @@ void product_with_d(thread const Step& s, thread const Arrays& a, const device S
   }
 }
 
-// Return the part of the gradient of h_t that comes through the product of the next step, or 0 if the item has no next
-// step. sum: the product.
+// Return the part of the gradient of h_t that comes through the product of the step after t, or 0 if step t is the
+// item's last step. sum: the element of the product for this unit.
 template <class Cell, class Arrays>
 float through_product(
     thread const Step& s, thread const Arrays& a, threadgroup const float* sum, int length, int b, int j) {
@@ -138,8 +143,9 @@ int floats_of(thread const Arrays& a) {
   return (is_present(a.keep) ? 2 : 1) * int(Cell::STATES) + int(Cell::PARAMS);
 }
 
-// Compute the step of one live unit backward. ds: on entry the gradients of the states after the step, on return those
-// of the states before it. unscaled: ds before the multiplication by keep. dw: the gradients of the parameters are added.
+// Compute one step of one unit backward, for an item that has not ended. ds: on entry the gradients of the states after
+// the step, on return the gradients of the states before it. unscaled: ds before the multiplication by keep. dw: the
+// gradients of the parameters are added to it. d, du: as in pointwise_backward.metal.
 template <class Cell, class S, class Arrays>
 void live_unit_backward(
     thread const Step& s, thread const Arrays& a, int length, int b, int j, thread float (&ds)[Cell::STATES],
@@ -236,17 +242,17 @@ void pointwise_stepwise_dh0(
   pad_row(a.after, units, group, 32 * simdgroup + lane);
 }
 
-// Copy COUNT blocks of a row of S, or zeros if the item has ended, to row `now` of an array [T, B, D COUNT H].
+// Copy COUNT blocks of an item from `row` [B, D COUNT H] to step t of `array` [T, B, D COUNT H]. If the item has ended,
+// copy zeros instead.
 template <int COUNT, class A, class S>
-void copy_blocks(
-    thread const Step& s, A array, const device S* row, bool live, int b, int j) {
+void copy_blocks(thread const Step& s, A array, const device S* row, bool live, int b, int j) {
   const Index from = place(s, 0, b, COUNT * s.H) + j, now = place(s, s.t, b, COUNT * s.H) + j;
   for (int k = 0; k < COUNT; ++k) store(array, now + Index(k) * s.H, live ? float(row[from + Index(k) * s.H]) : 0.0f);
 }
 
-// Copy the results of a backward pass from its rows, as stepwise_outputs does for the forward pass: d [T, B, D N H], du
-// [T, B, D U H], carry [T, B, D (C + 1) H], which are the gradients of the states before the multiplication by keep;
-// dc0 [B, D C H]; and dw [B, D V H], the gradients of the parameters, summed over the steps of each item.
+// Copy the results of a backward pass from its rows: d [T, B, D N H]; du [T, B, D U H]; carry [T, B, D (C + 1) H], the
+// gradients of the states before their multiplication by keep; dc0 [B, D C H]; dw [B, D V H], the gradients of the
+// parameters, summed over the steps of each item. For the forward pass stepwise_outputs copies the results.
 template <int STATES, int PARAMS, int GRADIENTS, int INPUTS, class S, class X, class Arrays>
 void pointwise_stepwise_gradients(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {

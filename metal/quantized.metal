@@ -5,11 +5,12 @@
 //   scales  [rows, K / GROUP]: floats, or 8 bits: powers of two (groups of 32) or 8-bit floats (groups of 16)
 //   biases  [rows, K / GROUP], or absent
 // In mode affine a weight is scale * q + bias with an integer q. In the other modes it is scale * q with a float q of 4
-// or 8 bits, without biases. So the type of `biases` selects the overload of a function below: Absent if not affine.
+// or 8 bits, without biases. Therefore the functions below have two overloads, selected by the type of the argument
+// `biases`: Absent for small floats, any other type for integers.
 //
-// A product of weights w and x does not compute w. A shift and a few masks turn the bits of q into a half v: for an
-// integer q, v = 2^BITS + q; for a small float q, v = q / FACTOR, with a constant FACTOR. Both are exact, and two
-// weights are converted at once. Scale and bias are applied once per group of weights:
+// A product of quantized weights w and numbers x does not compute w. A shift and a few masks turn the bits of two
+// weights at once into two numbers v of type half, without rounding. If q is an integer, v = 2^BITS + q. If q is a
+// small float, v = q / FACTOR with a constant FACTOR. Scale and bias are applied once per group of weights:
 //   affine:  sum of w x = scale * (sum of v x - 2^BITS * sum of x) + bias * sum of x
 //   others:  sum of w x = scale * FACTOR * sum of v x
 
@@ -31,9 +32,10 @@ template <int BITS> constant constexpr float FACTOR = BITS == 4 ? 16384.0f : 256
 
 inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }
 
-// Return a word with two halves that represent two weights: 2^BITS + q for an integer q, or q / FACTOR for a small
-// float q. The bits of the weights begin at bit `first` of the lower and of the upper 16 bits of `word`. Integers go
-// to the top of the mantissa, behind the exponent of 2^BITS. A small float's sign moves separately.
+// Convert two quantized weights at once. Return two numbers of type half in one 32-bit word. The bits q of one weight
+// begin at bit `first` of the lower 16 bits of `word`, those of the other at bit `first` of the upper 16 bits.
+// Integers (biases present): q becomes the top of the mantissa, with the exponent of 2^BITS. The result is 2^BITS + q.
+// Small floats (biases Absent): exponent and mantissa move together, the sign separately. The result is q / FACTOR.
 template <int BITS> uint with_exponents(uint bits) {
   constexpr uint MASK = ((1u << BITS) - 1) << (10 - BITS), EXPONENT = (15 + BITS) << 10;
   return (bits & (MASK << 16 | MASK)) | (EXPONENT << 16 | EXPONENT);
@@ -47,10 +49,10 @@ template <int BITS> uint halves_of(uint word, int first, Absent) {
   return (shifted(word, LOWEST - first) & (MASK << 16 | MASK)) | (shifted(word, 16 - BITS - first) & 0x80008000u);
 }
 
-// Return the number that represents weight e of `words` in a product: 2^BITS + q if q is an integer, or q / FACTOR if
-// q is a small float. If BITS divides 16, one call of halves_of converts two weights: one from the lower half of a
-// word and one from the upper half. For both weights the same call is made, and in an unrolled loop the compiler
-// computes it only once. For other BITS each weight is converted alone.
+// Return the number that a product uses in place of weight e of `words`: 2^BITS + q if q is an integer, q / FACTOR if q
+// is a small float. If BITS divides 16, one call of halves_of converts two weights, in the lower and the upper half of
+// a word. The function makes the same call for both weights; in an unrolled loop the compiler computes it only once.
+// For other BITS each weight is converted alone.
 template <int BITS, int WORDS, class B>
 float number_at(thread const uint (&words)[WORDS], int e, B biases) {
   const int word = BITS * e / 32, first = BITS * e % 32;
@@ -64,8 +66,9 @@ float number_at(thread const uint (&words)[WORDS], int e, B biases) {
   }
 }
 
-// Return what one quantization group adds to the product of weights and x. product: the group's sum of
-// number_at(weight) times x. x_sum: the group's sum of x.
+// Return the sum of w x over the weights w of one quantization group. product: the sum of v x, where v = number_at(w)
+// is 2^BITS + q for an integer q, or q / FACTOR for a small float q. x_sum: the sum of x, which corrects the added
+// 2^BITS and applies the bias. scale, bias: of the group.
 template <int BITS> float of_group(float product, float, float scale, float, Absent) {
   return scale * (FACTOR<BITS> * product);
 }
@@ -89,7 +92,7 @@ template <int GROUP> float scale_of(uchar bits) {
 }
 template <int GROUP, class S> float scale_of(S scale) { return float(scale); }
 
-// Return the value of q as a float. number: what represents q in a product; it is q / FACTOR if q is a small float
-// (weights without biases), else 2^BITS + q.
+// Return the value of q, a weight without its scale and bias. number: the result of number_at, which is 2^BITS + q for
+// an integer q, or q / FACTOR for a small float q (weights without biases).
 template <int BITS> float value_of(float number, Absent) { return FACTOR<BITS> * number; }
 template <int BITS, class B> float value_of(float number, B) { return number - float(1 << BITS); }

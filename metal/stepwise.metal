@@ -1,17 +1,17 @@
-// What the kernels that run one time step per launch share: the step, positions in sequences, and reading the operands
-// of a product.
+// What the kernels that run one time step per launch share: the description of a step, positions in arrays, and reading
+// the operands of a product. S is the dtype of the call's arrays, D the number of directions.
 //
-// A launch writes one "row": a separate array, because in MLX several launches cannot write to the same output. A row
-// begins with the floats that a unit carries to the next step, [B, D H] (c, or its gradient), if the cell carries any.
-// Behind them are arrays of the dtype S in the layout of one step, [B, D width]. The element type X of a row is float,
-// or ushort if S has 16 bits; a float then takes two elements. A row has at least 8 elements, because Metal would bind
-// a shorter array as `constant`.
+// A launch writes one "row": a new array, because in MLX several launches cannot write to the same output. A row begins
+// with the states that stay in float (c, or gradients in the backward pass), [B, D H], if the cell has any. Behind them
+// are arrays of dtype S, [B, D width], such as h and the gates of this step. The elements of a row have the type X:
+// float, or ushort if S has 16 bits; a float then takes two elements. A row has at least 8 elements, because Metal
+// would bind a shorter array as `constant`.
 //
 //   sizes  T, B, H, K (how many terms a sum of the product has), D, whether the only direction is the reverse one,
 //          whether every step has a mask of its own
 //
-// Index, the integer type that counts the elements of an array, is declared before these files: int, or long if an
-// array may have 2^31 elements.
+// Index is the integer type that counts the elements of an array: int, or long if an array may have 2^31 elements. The
+// generated source declares it before the text of these files.
 
 // One step of one direction: step n in the order of processing, at time index t. d: the direction, 0 or 1.
 struct Step {
@@ -48,7 +48,8 @@ struct Block {
   threadgroup float* tiles;
 };
 
-// The layout of weights with a single block of rows, such as Wp or the transposed Wh: block 0 is the only one.
+// The products find a gate's weights by the position of its H rows in the matrix, Gates::block(gate). Weights that are
+// not divided by gates, such as Wp or the transposed Wh, use OneBlock as Gates: the only block has position 0.
 struct OneBlock {
   static constexpr int block(int) { return 0; }
 };
@@ -93,7 +94,8 @@ template <class A> A from(A array, Index index) { return array + index; }
 // functions: find_row initializes a row, move() advances it along K, and operands_at() reads N of its numbers. So one
 // product serves for a stored x, for mask * h and for r * dz.
 
-// The simplest row type: the operands are stored in an array, and `values` points to the next one.
+// The simplest way to read a row of x: all its numbers are stored in an array. `values` points to the next number that
+// the product will read.
 template <class A>
 struct ItemsRow {
   A values;

@@ -21,8 +21,9 @@
 // `sums` [ROWS][COLUMNS] in threadgroup memory; then every thread computes some cells. The product ends with a barrier
 // between the two parts.
 
-// One row of the product's operand: dz of one batch item from the previous launch, or dh_t of an LSTM with a
-// projection. If the reset of a GRU comes after its candidate's product, the candidate's dz is multiplied by r.
+// How the product reads one row of its operand: dz of one batch item, which the previous launch wrote, or with a
+// projection dh_t. If the reset of a GRU comes after the candidate's product, the gradient of this product is dz_n r.
+// So the numbers of the candidate's dz are multiplied by r when they are read.
 template <class S, class Arrays>
 struct FollowingRow {
   const device S* dz;
@@ -30,8 +31,8 @@ struct FollowingRow {
   bool candidate;
 };
 
-// The operand of the product. From it find_row makes a FollowingRow for one batch item, from which the product reads
-// numbers. H: the length of a gate's block of dz.
+// The operand of the product, for all batch items: the gradients dz that the previous launch wrote, or dh_t. find_row
+// selects the numbers of one batch item from it. H: how many numbers of dz each gate has.
 template <class Cell, class S, class Arrays>
 struct Following {
   using Row = FollowingRow<S, Arrays>;
@@ -47,9 +48,9 @@ inline int next_step(thread const Step& s, int length) {
   return t < length ? t : -1;
 }
 
-// Initialize `row`: the dz of one batch item in part number `segment` of the product. A cell with one segment has all
-// gates in it. A GRU has one segment per gate, in the order of memory, so that only the candidate's dz is multiplied
-// by r. If its reset comes before the product, it has segments for r and z only.
+// Let `row` point to the dz of batch item b in one segment: the product adds up its terms segment by segment. A cell
+// with one segment has all gates in it. A GRU has one segment per gate, in the order of memory, so that only the
+// candidate's dz is multiplied by r. If its reset comes before the product, it has segments for r and z only.
 template <class Cell, class S, class Arrays>
 void find_row(thread const Following<Cell, S, Arrays>& x, int b, int segment, thread FollowingRow<S, Arrays>& row) {
   thread const Step& s = *x.s;
@@ -98,8 +99,9 @@ float dh_sum(
   return outside + *sum * mask_at(s, a.mask, next, b, j, width);
 }
 
-// Return one gate of the forward pass: element `at` of row number `row` in `rows`. A row has `length` elements: c, h
-// and the gates that one forward launch wrote. Return 0 if there are no rows.
+// Return one number of the gates that the forward pass computed. `rows` is an array with the rows (c, h and gates) that
+// several forward launches wrote; `row` is the number of this step's row in it, `length` the number of elements of a
+// row, and `at` the position of the gate in the row. Return 0 if there are no rows.
 template <class S> float gate_in_row(Absent, Absent, Index, Index) { return 0.0f; }
 template <class S, class X, class R>
 float gate_in_row(const device X* rows, R row, Index length, Index at) {
@@ -117,8 +119,9 @@ void stepwise_backward(
   const device S* dz_before = (const device S*)a.before + start;
   const Following<Cell, S, Arrays> x = {either(a.dh_now, dz_before), &a, &s, H};
   const Block own = {b0, j0, simdgroup, lane, sums, tiles};
-  // The first launch of a backward pass (`begins`) has no dz of a later step, which the product would multiply by Wh.
-  // So it skips the product. With a projection it must not, because the product then multiplies dh_t by Wp.
+  // The product multiplies the dz of the step that is processed later in the forward pass by Wh. The first launch
+  // (`begins`) has no such step, so it skips the product. With a projection the product is needed at every step,
+  // because it multiplies dh_t by Wp instead.
   const bool begins = s.n + 1 == s.T;
   if (!begins || is_present(a.dh_now))
     Product::template product<OneBlock, 0, COLUMNS, Cell::SEGMENTS>(
@@ -148,7 +151,8 @@ void stepwise_backward(
       const float factor = value_at(a.keep, place(s, s.t, b, 1), 1.0f);
       carry += value_at(a.dc, now, 0.0f);
       if (is_present(a.keep)) before *= factor;
-      // The carry is dc or, for a cell with PASSES_H, the part of dh that bypasses the product.
+      // `carry` is what reaches the previous step without the recurrent product: dc of an LSTM, or a part of dh of a
+      // GRU (PASSES_H). A GRU's part of dh is added to dh_t, because both are gradients of the same h.
       float dh_or_past = Cell::PASSES_H ? carry + dh_t : dh_t;
       Cell::template constants<Index>(a, s.d, H, j, p);
       const float q = value_at(a.q, place_by_direction(s, b, H) + j, 0.0f);
@@ -164,9 +168,9 @@ void stepwise_backward(
   pad_row(a.after, start + units * (is_present(a.keep) ? GATES + 1 : GATES), group, 32 * simdgroup + lane);
 }
 
-// Compute dh_t [B, D P], the gradient of h_t, from the dz that the previous launch wrote. With a projection every step
-// has a launch of this kernel; it writes dh_t with the dtype S, and 0 past an item's end. For every cell, a launch with
-// n = -1 computes dh0.
+// Compute dh_t [B, D P], the gradient of h_t (D directions, P numbers of h), from the dz that the previous launch
+// wrote. A cell with a projection launches this kernel at every step. All cells launch it once after the backward
+// steps, with step number n = -1: dh_t is then dh0. The result has the dtype S; it is 0 past an item's end.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_dh(
     thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {

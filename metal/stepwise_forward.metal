@@ -15,9 +15,9 @@
 // product, into `sums` [ROWS][gates][UNITS] in threadgroup memory; then every thread computes some cells. The product
 // ends with a barrier between the two parts. Product is ByLanes, ByTiles or QuantizedByLanes.
 
-// A row of the operand of the forward product: mask * h_before, of one batch item. An item begins with h0. Without h0
-// it begins with zeros: at step n = 0 the product is skipped. An item that begins later runs in reverse and is shorter
-// than T; for its steps past the end, the launches have written zeros as h.
+// How the product reads one row of its operand: mask * h_before of one batch item. At the item's first step h_before is
+// h0. Without h0 it is zero: at step n = 0 no product is computed. An item that runs in reverse and is shorter than T
+// begins at a later step; before it the launches have written zeros as its h.
 template <class S, class Arrays>
 struct PreviousRow {
   const device S* h;
@@ -60,7 +60,8 @@ void operands_at(thread const PreviousRow<S, Arrays>& row, int k, thread float (
   for (int e = 0; e < N; ++e) values[e] *= factors[e];
 }
 
-// Return how many terms a sum of the product has: K, the width of h_before; or 0 at step n = 0 if there is no h0.
+// Return how many terms each sum of the product has: K, the width of h. At step n = 0 without h0 return 0, because h
+// before the step is zero, and so is the product.
 template <class Arrays>
 int product_length(thread const Step& s, thread const Arrays& a) { return s.n > 0 || is_present(a.h0) ? s.K : 0; }
 

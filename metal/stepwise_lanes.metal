@@ -1,5 +1,6 @@
-// The recurrent product of a step for few batch items, whose speed is limited by reading the weights. A threadgroup
-// computes the batch items r from b0 on and, as columns n, UNITS units from j0 on of each gate from gate FIRST on.
+// The recurrent product of a step for few batch items, whose speed is limited by reading the weights. The result is a
+// matrix `sums` in threadgroup memory, with a row per batch item and a column per unit and gate. A threadgroup computes
+// the batch items from b0 on and the units j0 ... j0 + UNITS - 1 of the gates from FIRST on.
 //
 //   sums[r, n] = sum over k of x(b0 + r, k) weights[row(n), k]
 //   row(n) = Gates::block(FIRST + n / UNITS) H + j0 + n % UNITS
@@ -11,7 +12,8 @@
 // Each of the 8 simdgroups computes every eighth column for all rows. Its lanes split K, four numbers at a time, and
 // add up their sums at the end. Rows and units past the end repeat the last ones; their results are not used.
 
-// Multiply N numbers of every row with N numbers of every column, and advance rows and columns by `step`.
+// Multiply the next N numbers of each row of x with the next N numbers of each of this lane's columns (OWN rows of
+// weights), and add the products to partial[column][row]. Then move the pointers of rows and columns by `step` numbers.
 template <int N, int ROWS, int OWN, class R, class C>
 void accumulate(thread R (&rows)[ROWS], thread C (&columns)[OWN], int step, thread float (&partial)[OWN][ROWS]) {
   float operands[ROWS][N], w[OWN][N];
@@ -32,7 +34,8 @@ void accumulate(thread R (&rows)[ROWS], thread C (&columns)[OWN], int step, thre
   }
 }
 
-// Multiply every row with every column, from number k to `length`.
+// Add to partial[column][row] the products of all rows of x with this lane's OWN columns of weights. k: the index of
+// the first number that this lane multiplies. length: how many numbers a row has.
 template <int ROWS, int OWN, class R, class W>
 void add_products(
     thread R (&rows)[ROWS], thread ItemsRow<W> (&columns)[OWN], int k, int length, thread float (&partial)[OWN][ROWS]) {

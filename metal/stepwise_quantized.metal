@@ -1,9 +1,10 @@
 // The recurrent product of a forward step with quantized weights. quantized.metal describes the format of the weights.
 //
-// With few batch items the product runs by lanes. Eight lanes form a team; a team computes every eighth column for all
-// rows. Its lanes split K; each takes TAKEN neighbouring weights at a time, which share one scale. The weights
-// themselves are never computed, only sums of x times their integers or small floats. With many batch items the product
-// runs in tiles: weights are dequantized in registers on their way into the tile of stepwise_tiles.metal.
+// With few batch items a column of the product (one row of weights) is computed by a team of eight lanes, for all rows
+// of x. A team has every eighth column. Its lanes divide the K terms of each sum: a lane multiplies TAKEN neighbouring
+// weights at a time, which have the same scale. It does not dequantize them: it adds up x times their integers or small
+// floats, and applies scale and bias to the sums. With many batch items the product runs in tiles of 8 x 8 matrices:
+// weights are dequantized in registers just before stepwise_tiles.metal multiplies them.
 
 // Return the quantized weights from row `row` on.
 template <int BITS, int GROUP, class A, class B>
@@ -14,8 +15,8 @@ Packed<BITS, GROUP, A, B> rows_from(Packed<BITS, GROUP, A, B> weights, Index row
 
 // --- The product in lanes ---
 
-// TAKEN: how many weights a lane takes at a time, a whole number of words. It is smaller if the lane multiplies them
-// with several rows.
+// TAKEN is the number of neighbouring weights of a row that a lane reads and multiplies at a time; they fill a whole
+// number of 32-bit words. It is smaller with several batch items, because the lane then needs registers for more sums.
 template <int BITS, int GROUP, int ROWS>
 constant constexpr int TAKEN = GROUP == 16 || (ROWS > 1 && BITS % 2 == 0) ? 16 : 32;
 
@@ -31,28 +32,31 @@ void take_words(const device uint* words, thread uint (&taken)[WORDS]) {
   }
 }
 
-// Return the sum of `value` over N neighbouring lanes; all N lanes get the sum. first: the distance between the two
-// lanes of the first addition. Lanes that are closer than `first` have already been summed.
+// Return the sum of `value` over N neighbouring lanes; all N lanes get the sum. first: 1, or a power of two if each run
+// of `first` neighbouring lanes already has its sum in `value`; then only these sums are added up.
 template <int N> float sum_of_team(float value, int first) {
 #pragma clang loop unroll(full)
   for (int distance = first; distance < N; distance *= 2) value += simd_shuffle_xor(value, ushort(distance));
   return value;
 }
 
-// The positions of one column in a lane: its next word of weights, and the scale of its quantization group.
+// Where a lane reads one column (one row of quantized weights) next: the index of its next 32-bit word with weights,
+// and the index of the scale of its quantization group.
 struct PackedColumn {
   Index words, group;
 };
 
-// The sums of a lane over the TAKEN weights that it multiplies at a time. products[column][row]: of x times
-// number_at(weight). x_sums[row]: of x. scales, biases: of each column's quantization group; only the first lane of a
-// group reads them.
+// What a lane computes from the TAKEN weights that it multiplies at a time. products[column][row]: the sum of x times
+// number_at(weight). x_sums[row]: the sum of x, which replaces an addition of the bias to each weight. scales, biases:
+// of the weights' quantization group, per column. If several lanes share the group, only the first of them reads these,
+// and the others have 0.
 template <int ROWS, int OWN>
 struct PartialSums {
   float products[OWN][ROWS], x_sums[ROWS], scales[OWN], biases[OWN];
 };
 
-// Multiply the lane's next TAKEN weights of each column by x of every batch item, and add the results to `part`.
+// Multiply the lane's next TAKEN weights of each column by x of every batch item. Write the sums, with the scales and
+// biases of the weights, to `part`. place: the lane's number in its team of eight lanes.
 template <int ROWS, int OWN, int BITS, int GROUP, class A, class B, class R>
 void multiply(
     thread R (&rows)[ROWS], Packed<BITS, GROUP, A, B> weights, thread PackedColumn (&columns)[OWN], uint place,
@@ -136,10 +140,11 @@ struct QuantizedByLanes {
 
 // --- The product in tiles ---
 
-// The weights that a lane holds for two columns of the product, which are two rows of quantized weights. In each turn
-// of 128 numbers it holds 16 neighbouring weights of each row, from number k on, and their scale and bias. If lanes
-// share a quantization group, only the one with the group's first weights, the `leader`, reads its scale and bias.
-// Several simdgroups (slices) do not divide a turn, because they would read the same words.
+// The weights that a lane holds for two columns of the product, which are two rows of quantized weights. The product
+// runs in turns of 128 numbers of K. In each turn a lane holds 16 neighbouring weights of each row, beginning at number
+// k, and their scale and bias. If several lanes hold weights of one quantization group, only the lane with the group's
+// first weights, the `leader`, reads scale and bias. With other weights several simdgroups (slices) divide a turn among
+// themselves; here they do not, because they would read the same words.
 template <int BITS, int GROUP, class A, class B>
 struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
   enum { SPAN = 16, QUADS = 4, STEP = 4, WORDS = (BITS + 1) / 2 };
@@ -149,7 +154,8 @@ struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
   float2 factors[2];
 };
 
-// Let column e (0 or 1) of `own` be row `row` of the weights, from `first` on. place: the lane's row in a matrix.
+// Set the pointers of this lane's column e (0 or 1) to row number `row` of the quantized weights. The lane's weights
+// begin at number first + 16 place of this row, where place is the lane's row in an 8 x 8 matrix.
 template <int BITS, int GROUP, class A, class B>
 void find_column(
     thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, Packed<BITS, GROUP, A, B> weights, int e, Index row, int K,
@@ -160,7 +166,9 @@ void find_column(
   own.columns[e].biases = column.biases;
   own.k = first + 16 * place;
   own.lane = lane;
-  // Bits 2, 4, 16 of `lane` are its matrix row. 2, 4 or 8 rows share a group; its first lane has 0 in 1, 2 or 3 bits.
+  // Bits 2, 4 and 16 of `lane` are the number of its matrix row. Each matrix row has 16 weights, so 2, 4 or 8 matrix
+  // rows share a group of 32, 64 or 128 weights. The group's first lane has zeros in the lowest 1, 2 or 3 of these
+  // bits.
   own.leader = lane & ~(GROUP == 16 ? 0 : GROUP == 32 ? 2 : GROUP == 64 ? 6 : 22);
 }
 
@@ -168,7 +176,8 @@ void find_column(
 inline float of_leader(float, int, Absent) { return 0.0f; }
 template <class B> float of_leader(float bias, int leader, B) { return simd_shuffle(bias, ushort(leader)); }
 
-// Read the lane's 16 weights of both columns, or zeros if not `inside` the row. Then let k be 128 numbers further.
+// Read the lane's 16 weights of both columns, and their scales and biases. If the lane is past the end of the row (not
+// `inside`), set them to 0. Then advance k to the next turn, 128 numbers further.
 template <int BITS, int GROUP, class A, class B>
 void load_columns(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, bool inside) {
   constexpr int WORDS = (BITS + 1) / 2;
@@ -205,7 +214,8 @@ void load_turn(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own) { load_col
 inline float weight_of(float q, float2 factors, Absent) { return factors.x * q; }
 template <class B> float weight_of(float q, float2 factors, B) { return factors.x * q + factors.y; }
 
-// Dequantize the lane's weights for four 8 x 8 matrices (quad number n). w[column][m]: the weight in matrix m.
+// Dequantize the lane's weights that the next four matrix products need, as w[column][m]: column 0 or 1 of the lane,
+// matrix m of the four. n: the number of these four matrices (a quad) in the turn.
 template <int BITS, int GROUP, class A, class B>
 void weights_of(
     thread const LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, int n, thread float (&w)[2][4]) {
@@ -218,7 +228,8 @@ void weights_of(
   }
 }
 
-// Multiply the last `left` numbers of K, a multiple of 16 below 128. place: the lane's row in an 8 x 8 matrix.
+// Multiply what remains of K after the whole turns of 128 numbers: `left` numbers, a multiple of 16. Lanes past the end
+// multiply zeros. place: the lane's row in an 8 x 8 matrix; a matrix row has 16 numbers.
 template <int ROWS, int BITS, int GROUP, class A, class B>
 void multiply_rest(
     thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, int left, int place, int,

@@ -2,8 +2,8 @@
 // the pass, and all are copied into sequences at its end. The kernels need no barriers, because each thread reads and
 // writes only its own numbers.
 
-// During the pass, rows of several launches are joined into one array. A launch of a later step copies them, in
-// addition to its own work.
+// Metal limits the arrays of one launch, so the last launch of a pass cannot read one row from each step. Therefore
+// some launches copy the rows of several earlier steps into one array, `joined`, in addition to their own work.
 //
 //   pieces  arrays of one or more rows
 //   starts  the element of `joined` at which each array begins, and the element at which the last one ends
@@ -37,7 +37,8 @@ struct Rows {
   const device X* pieces[20];
 };
 
-// Return a pointer to row m of this kind. A row is the array that one launch wrote.
+// Return a pointer to row number m of one kind (rows of the cells, or of the projection). A row is the array that one
+// launch wrote; `rows` may hold several rows in one array.
 template <class X>
 const device X* row_of(thread const Rows<X>& rows, const device int* starts, const constant int* kind, int m) {
   const device X* piece = rows.pieces[0];
@@ -54,10 +55,10 @@ const device X* row_of(thread const Rows<X>& rows, const device int* starts, con
   return piece + (m - first) * Index(kind[0]);
 }
 
-// Copy the outputs of a forward pass from its rows; stepwise_forward.metal describes the arrays. hT and cT are the
-// states after an item's last step, or h0 and c0 if it has no step. Any output may be absent. With a projection h lies
-// in separate rows, which have no gates and no carry. GATES, CARRIES: how many blocks of `width` numbers a row has for
-// the gates, and for the floats of c.
+// Copy the outputs of a forward pass from its rows (the arrays that the launches wrote) into sequences. hT and cT are
+// the states after an item's last step, or h0 and c0 if it has no step. An output may be absent; it is then not copied.
+// Template parameters: GATES is the number of gates in a row, CARRIES the number of float states (c); both are 0 if the
+// rows have none, such as the rows that a projection wrote.
 template <int GATES, int CARRIES, class S, class X, class Arrays>
 void stepwise_outputs(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {
@@ -83,17 +84,19 @@ void stepwise_outputs(
         float(arrays[units + place(s, 0, b, GATES * width) + gate * width + j]));
 }
 
-// Store one float in array[index]: the number at the same index of the floats that `row`, the array of one launch,
-// hands to the next step. Do nothing if the array is absent.
+// Copy one float from `row`, the array that one launch wrote, to array[index]. index: the number's position among the
+// floats at the beginning of the row. Do nothing if the array is absent.
 template <class X> void store_carry(Absent, Index, const device X*) {}
 template <class A, class X>
 void store_carry(device A* array, Index index, const device X* row) { array[index] = A(carry_at(row, index)); }
 
-// Copy the results of a backward pass from its rows, the arrays that its launches wrote. dz [T, B, D G width] is 0
-// past an item's end. dc0 [B, D width] is the carry (the float gradients) of the launch that ran last. d_out is the
-// gradient of a GRU's recurrent products: dz, with the candidate's part (block CANDIDATE) multiplied by the gate r
-// (block RESET). carry [T, B, D width] lies behind dz in a row. dc0, d_out and carry may be absent. With a projection,
-// separate rows hold dh, which is copied as if it were the dz of a cell with one gate.
+// Copy the results of a backward pass from its rows, the arrays that its launches wrote:
+//    dz      [T, B, D G width]: the gradients of the preactivations; 0 past an item's end
+//    dc0     [B, D width]: the float gradient in the row of the launch that ran last
+//    d_out   the gradient of a GRU's recurrent products: dz, with the candidate's block multiplied by the gate r
+//    carry   [T, B, D width]: with the option `keep`, the last array of a row
+// All but dz may be absent. CANDIDATE and RESET are the positions of the blocks of n and r on the gate axis. dh of a
+// projection lies in separate rows; a second call copies it as if it were the dz of a cell with one gate.
 template <int GATES, int CANDIDATE, int RESET, bool CARRIES, class S, class X, class Arrays>
 void stepwise_gradients(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {

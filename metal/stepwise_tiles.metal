@@ -23,8 +23,9 @@
 // threadgroup memory.
 constant constexpr int TURN = 128, PITCH = TURN + 4;
 
-// A lane holds weights of two columns of the product. columns: pointers to its next weights of both. numbers: its
-// weights of one turn (128 numbers of K), QUADS vectors of 4 per column. STEP: the distance between these vectors.
+// A lane multiplies the weights of two columns of the product (two rows of the weight matrix). The product adds up its
+// K terms in turns of 128. columns: pointers to the lane's weights of the next turn, one per column. numbers: its
+// weights of the current turn, QUADS vectors of 4 per column. STEP: the distance of these vectors in memory.
 template <class W, int SLICES> struct LaneColumns {};
 template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
   enum { SPAN = 4, QUADS = 4 / SLICES, STEP = 32 * SLICES };
@@ -32,7 +33,9 @@ template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
   vec<S, 4> numbers[2][QUADS];
 };
 
-// Let column e (0 or 1) of `own` be row `row` of the weights, from `first` on. place: the lane's row in a matrix.
+// Set the pointer of this lane's column e (0 or 1) to its first weights in row number `row` of the weight matrix, which
+// has K numbers per row. first: the index of the product's first number in the row. place: the lane's row in an 8 x 8
+// matrix; it selects four of 32 numbers. slice: the simdgroup's number among those that share the terms.
 template <int SLICES, class S>
 void find_column(
     thread LaneColumns<const device S*, SLICES>& own, const device S* weights, int e, Index row, int K, int first,
@@ -40,7 +43,7 @@ void find_column(
   own.columns[e] = weights + row * K + first + 32 * slice + 4 * place;
 }
 
-// Read the lane's weights of both columns for a turn (128 numbers of K). Then let the pointers be 128 numbers further.
+// Read the lane's weights of both columns for the current turn of 128 terms. Then move both pointers to the next turn.
 template <int SLICES, class S>
 void load_turn(thread LaneColumns<const device S*, SLICES>& own) {
   using Four = typename Neighbours<S>::four;
@@ -53,15 +56,17 @@ void load_turn(thread LaneColumns<const device S*, SLICES>& own) {
   own.columns[1] += TURN;
 }
 
-// Convert the lane's weights for four 8 x 8 matrices (quad number n) to float. w[column][m]: the weight in matrix m.
+// Convert to float the lane's weights that the next four matrix products need, as w[column][m]: column 0 or 1 of the
+// lane, matrix m of the four. n: the number of these four matrices (a quad) in the turn.
 template <int SLICES, class S>
 void weights_of(thread const LaneColumns<const device S*, SLICES>& own, int n, thread float (&w)[2][4]) {
 #pragma clang loop unroll(full)
   for (int part = 0; part < 8; ++part) w[part / 4][part % 4] = float(own.numbers[part / 4][n][part % 4]);
 }
 
-// Copy 128 numbers of COUNT rows of operands into a tile. This simdgroup copies rows `first`, first + STEP, ..., to
-// `own`, 4 numbers per lane. Then it moves `rows` on by 128 numbers.
+// Copy the next 128 numbers of COUNT rows of x into a tile in threadgroup memory. This simdgroup copies the rows number
+// first, first + STEP, ...; a lane copies 4 numbers of each. own: where this lane's 4 numbers of the first row go. Then
+// advance the pointers in `rows` by 128 numbers.
 template <int COUNT, int STEP, int OWN, class R>
 void copy_turn(thread R (&rows)[OWN], int first, threadgroup float4* own) {
 #pragma clang loop unroll(full)
@@ -81,8 +86,9 @@ void copy_turn(thread R (&rows)[OWN], int first, threadgroup float4* own) {
   }
 }
 
-// Copy the last `left` < 128 numbers of each row into the tile, then zeros up to `end`, rounded up to a multiple of
-// 32. A lane copies numbers lane, lane + 32, ... (`rows` point to number 4 lane, so 3 lane is subtracted.)
+// Copy the last `left` < 128 numbers of each row of x into the tile, and zeros behind them, up to number `end` rounded
+// up to a multiple of 32. A lane copies the numbers lane, lane + 32, ... of a row. But the pointers in `rows` are set
+// for copying 4 numbers per lane, to number 4 lane. So 3 lane is subtracted from the index.
 template <int COUNT, int STEP, int OWN, class R>
 void copy_rest(thread const R (&rows)[OWN], int first, int lane, int left, int end, threadgroup float* own) {
   for (int part = 0; part < end; part += 32) {
@@ -96,9 +102,10 @@ void copy_rest(thread const R (&rows)[OWN], int first, int lane, int left, int e
   }
 }
 
-// Multiply all rows of x by eight columns of weights, in four pairs of 8 x 8 matrices (a quad). Lanes share a matrix:
-// each holds two neighbouring numbers of one row, of the left matrix (x) and of the right one (w[0][m], w[1][m]).
-// `operands` points to the lane's four first numbers, one per left matrix; the second ones lie SPAN numbers further.
+// Multiply all rows of x by eight columns of weights, as four products of 8 x 8 matrices (a quad). The lanes share a
+// matrix: each holds two neighbouring numbers of a matrix row. Number m of w[0], w[1] are the lane's two numbers of the
+// weights in product m. operands[0] holds the lane's first number of x for each of the four products; its second
+// numbers lie SPAN numbers further.
 template <int ROWS, int SPAN>
 void multiply_quad(
     thread const float (&w)[2][4], threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
@@ -122,7 +129,7 @@ void multiply_quad(
   }
 }
 
-// Multiply operands and weights of a whole turn (128 numbers of K).
+// Multiply and add up 128 terms of each sum: the x in the tile with the weights that the lanes hold.
 template <int ROWS, class C>
 void multiply_turn(
     thread const C& columns, threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
@@ -134,7 +141,8 @@ void multiply_turn(
   }
 }
 
-// Multiply the last `left` numbers of K, which are fewer than 128. place: the lane's row in an 8 x 8 matrix.
+// Multiply what remains of K after the whole turns of 128: `left` terms. The weights past the end are set to 0, because
+// they would belong to the next row. place: the lane's row in an 8 x 8 matrix.
 template <int ROWS, class S, int SLICES>
 void multiply_rest(
     thread LaneColumns<const device S*, SLICES>& own, int left, int place, int slice,
@@ -162,7 +170,8 @@ struct ByTiles {
     constexpr int STEP = THREADS / 32, OWN = (ROWS + STEP - 1) / STEP;
     const int lane = block.lane, simdgroup = block.simdgroup, length = K / SEGMENTS;
     const int slice = SLICES == 1 ? 0 : simdgroup / (COLUMNS / 8), eight = simdgroup - COLUMNS / 8 * slice;
-    // The eight columns of this simdgroup belong to one gate.
+    // `eight` numbers the groups of eight columns. Such a group never contains units of two gates, because UNITS is a
+    // multiple of 8. So one gate and the first unit describe it.
     const int first_unit = block.j0 + eight % (UNITS / 8) * 8, gate = Gates::block(FIRST + eight / (UNITS / 8));
     // This lane's position in an 8 x 8 matrix: its row and the first of its two columns.
     const int row = (lane >> 2 & 4) + (lane >> 1 & 3), pair = (lane >> 2 & 2) * 2 + (lane & 1) * 2;
@@ -194,7 +203,8 @@ struct ByTiles {
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       if (left > 0) {
-        // Each quad of quantized weights reads from the whole tile (128 numbers per row), so zeros must fill it.
+        // The product with quantized weights reads all 128 numbers of a tile's row, even if fewer are left. So zeros
+        // must fill the tile. Other weights read only up to `left`, rounded up to a multiple of 32.
         const int end = Own::SPAN == 4 ? left : TURN;
         copy_rest<ROWS, STEP>(rows, simdgroup, lane, left, end, block.tiles + simdgroup * PITCH + lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -124,7 +124,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         entries = {utf8(key): entry_of(entry) for key, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError):
         broken(path, "its header is none of safetensors")
-    # The format stores arrays one after the other: each byte belongs to exactly one array.
+    # The format has no gaps: each array must start at the byte `end`, where the previous array ends. The first array
+    # starts at 0.
     end = 0
     for key in sorted(entries, key=lambda key: entries[key][2:]):
         dtype, shape, start, stop = entries[key]

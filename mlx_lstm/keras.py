@@ -72,12 +72,12 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict
     biases; for z and r only the sum of both is used, so that they become one bias.
 
     Args:
-        kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 3H], [H, 3H]; [2, 3H], with
-            `reset_after=False` [3H], or absent.
+        kernel, recurrent_kernel, bias (array): `layer.get_weights()`. kernel is [I, 3H], recurrent_kernel [H, 3H], bias
+            [2, 3H], or [3H] with `reset_after=False`, or absent.
 
     Returns:
-        dict: `Wx` [3H, I], `Wh` [3H, H]; if there is a bias, `b` [3H], and with `reset_after=True` `bhn` [H]; in dtypes
-        as `lstm_from_keras` returns them.
+        dict: `Wx` [3H, I] and `Wh` [3H, H]. If there is a bias, also `b` [3H] and, with `reset_after=True`, `bhn` [H].
+        Each array has the dtype of Keras' array.
 
     Example:
         >>> import mlx.core as mx, numpy as np
@@ -124,7 +124,7 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, H], [H, H], [H] or absent.
 
     Returns:
-        dict: `Wx` [H, I], `Wh` [H, H] and, if there is a bias, `b` [H], in dtypes as `lstm_from_keras` returns them. In
+        dict: `Wx` [H, I], `Wh` [H, H] and, if there is a bias, `b` [H], each in the dtype of Keras' array. In
         `mlx_lstm.nn.RNN` they are `Wxh`, `Whh` and `bias`.
 
     Example:

@@ -1,12 +1,12 @@
 """Find out which call of `lstm`, `gru` or `rnn` equals a recurrent cell that somebody wrote by hand.
 
 The cell runs for one step with parameters that are 0 except for one block of H rows. The output shows what this
-block is for. If it is, for example, the forget gate's matrix W of x, only c changes: it is multiplied by
-sigmoid(W x). So the number of runs grows with the number of blocks, not with the number of their combinations.
+block is for. For example, if the block is the forget gate's matrix W of x, then c is multiplied by sigmoid(W x). So
+the number of runs grows with the number of blocks, not with the number of their combinations.
 
-The blocks of an LSTM's gate i and of a GRU's gate r have no effect while all other parameters are 0. They are tried
-again, together with a block of gate g or n that is not 0. At the end all values and gradients are compared over
-several steps.
+The blocks of an LSTM's gate i and of a GRU's gate r have no effect while all other parameters are 0. So each of them
+runs again while another block, of gate g (LSTM) or n (GRU), is not 0. At the end all values and gradients are compared
+over several steps.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,16 +43,17 @@ bias, "bhn" a bias that the reset gate multiplies, "p" a peephole."""
 
 
 class Block(NamedTuple):
-    """H rows of one parameter of the user's module. They may be the weights of one gate.
+    """H rows of one parameter of the user's module. They may be the weights of one of the gates, each of which has H
+    units.
 
-    The rows belong to a view of the parameter: the parameter itself, its transpose, or some of its columns. The view
-    has k blocks, so its shape is [k H, C], or [k H] for a bias.
+    The rows are rows of a view of the parameter: of the parameter itself, of its transpose, or of some of its columns.
+    The view consists of k such blocks. So a matrix has k H rows, and a bias k H elements.
 
         name: the parameter's key in the module        title: the Python code for the parameter
         view: the function that returns the view       form: the code for it, such as ".T"
         columns: the code for the columns, such as ":5"
-        row: which of the k blocks this one is
-        kinds: the uses that the block's shape allows (see `Part`)
+        row: the index of this block among the k blocks of the view
+        kinds: what the block may be by its shape, such as "x" for a matrix of the input (see `Part`)
     """
 
     name: str
@@ -157,9 +158,13 @@ OTHERS += [Way("rnn", {"activation": word}) for word in ("tanh", "relu", "sigmoi
 
 
 def ways_of_lstm(baseline: np.ndarray | None, c: np.ndarray) -> list[Way]:
-    """Return the hypotheses to test for a cell with the state (h, c). baseline: the h and c that the cell returns
-    after one step with all parameters 0. Such a step multiplies c by the sigmoid of the forget bias, so the forget
-    bias can be computed from c."""
+    """Return the hypotheses on the formula of a cell with the states h and c: an LSTM with peepholes that read the
+    current or the previous c.
+
+    baseline: the h and c that the cell returns after one step with all parameters 0. Such a step multiplies c by the
+    sigmoid of the forget bias, so the forget bias is computed from the change of c. If the result is not one number
+    for all units, the list is empty.
+    """
     if baseline is None:
         return []
     with np.errstate(all="ignore"):
@@ -210,9 +215,9 @@ class Trial:
         return self.run(pair, ())
 
     def run(self, pair: bool, blocks: tuple[int, ...]) -> np.ndarray | None:
-        """Return the states [1 or 2, B, H] after one step in which only these blocks, given as indices of
-        `self.blocks`, are not 0. Return None if the step raises an error or returns something else. pair: whether
-        the state is (h, c), not only h."""
+        """Run the user's cell for one step in which all parameters are 0 except for some blocks (H rows of a
+        parameter each). blocks: their indices in `self.blocks`. pair: whether the state is (h, c), not only h.
+        Return the new states [1 or 2, B, H]. Return None if the step raises an error or returns something else."""
         if (pair, blocks) in self.known:
             return self.known[pair, blocks]
         arrays = {key: np.zeros(shape, np.float32) for key, shape in self.shapes.items()}
@@ -253,8 +258,9 @@ def title_of(key: str, module: str) -> str:
 
 
 def blocks_of(name: str, title: str, shape: tuple[int, ...], D: int, H: int) -> Iterator[Block]:
-    """Yield every block of H rows that a parameter of this shape may consist of, also for its transpose and for a
-    part of its columns."""
+    """Yield every `Block` (H rows) of a parameter that may be the weights of one gate. The rows may belong to the
+    parameter, to its transpose or, if one matrix holds the weights of x and of h, to its columns for x or for h. D
+    and H are the widths of x and h."""
     if len(shape) == 3 and shape[0] <= 8:
         for n in range(shape[0]):
             for block in blocks_of(name, title, shape[1:], D, H):
@@ -288,9 +294,9 @@ def blocks_of(name: str, title: str, shape: tuple[int, ...], D: int, H: int) -> 
 
 
 def parts_of(way: Way, trial: Trial) -> dict[Part, list[Block]] | None:
-    """Find out which blocks (H rows of a parameter) hold the weights of which gate, if the cell computes the formula
-    that `way` names. Return a dict from (gate, kind) to blocks, or None if the cell computes something else. The kind
-    says what the weights multiply, see `Part`."""
+    """Find out which blocks (H rows of a parameter) are the weights of which gate, if the cell computes the formula
+    `way` (an op and its options). Return a dict from (gate, kind) to lists of blocks; kind says what the weights
+    multiply, such as "x" or "h" (see `Part`). Return None if the cell computes something else."""
     baseline = trial.baseline(way.op == "lstm")
     if baseline is None or not near(baseline, stepped(way, trial, {})):
         return None
@@ -312,10 +318,14 @@ def parts_of(way: Way, trial: Trial) -> dict[Part, list[Block]] | None:
 
 
 def part_of(way: Way, trial: Trial, n: int, gates: list[str], context: tuple[int, ...]) -> Part | None:
-    """Return (gate, kind): the gate to which block n (H rows of a parameter) belongs, and what its weights multiply
-    (see `Part`). The formula that `way` names must give the same states with these weights as the cell with this
-    block. Return None if no gate fits. gates: the gates to test. context: the index of another block that is also not
-    0, because some gates have no effect alone; or ()."""
+    """Find out to which gate block n (H rows of a parameter) belongs, and what its weights multiply. Return (gate,
+    kind), where kind is "x", "h" or another word of `Part`. Return None if no gate fits.
+
+    The user's cell runs one step with all parameters 0 except for this block. The formula `way` (an op and its
+    options) runs one step with the same numbers as the weights of one gate and kind. If both give the same states,
+    this gate and kind are right. gates: the gates to try. context: the index of another block that is not 0, because
+    some gates have no effect alone; or ().
+    """
     got = trial.run(way.op == "lstm", (*context, n))
     if got is None:
         return None
@@ -342,8 +352,9 @@ def sigmoid(x: Any) -> np.ndarray:
 
 
 def stepped(way: Way, trial: Trial, weights: dict[Part, np.ndarray]) -> np.ndarray:
-    """Compute one step of the formula that `way` names, such as a GRU's. `weights` holds the weights that are not 0,
-    by (gate, kind). Return the states [1 or 2, B, H]."""
+    """Compute one step of the formula `way` (an op such as "gru" with its options). `weights` holds the weights that
+    are not 0 by (gate, kind); kind says what the weights multiply, such as "x" or "h". Return the states [1 or 2, B,
+    H]."""
     x, h, c, options = trial.x, trial.h, trial.c, way.options
     zero = np.zeros((1, 1))
 
@@ -402,9 +413,9 @@ def arguments_of(way: Way, parts: dict[Part, list[Block]], H: int) -> dict[str, 
 
 
 def order_of(blocks: list[list[Block]], gates: str) -> str:
-    """Return the gate order of the parameter whose rows are these blocks. `blocks` has for each of the `gates` a list
-    of blocks (H rows of a parameter each). Return "" if a gate has several blocks, or if the blocks are not all rows
-    of one parameter."""
+    """Return the gate order, such as "ifgo", of the parameter that consists of these blocks. `blocks` holds for each
+    of the `gates` a list of blocks (H rows of a parameter each). Return "" if a gate has several blocks, or if one
+    of the blocks belongs to another parameter."""
     firsts = [each[0] for each in blocks if len(each) == 1]
     like = {(block.name, block.form, block.columns) for block in firsts}
     if len(firsts) != len(gates) or len(like) != 1 or firsts[0].k != len(gates):
@@ -415,8 +426,8 @@ def order_of(blocks: list[list[Block]], gates: str) -> str:
 def joined(blocks: list[list[Block]], order: str, H: int) -> Expression:
     """Return the code of one argument of the call: the weights of all gates one after the other. `blocks` has for each
     gate its blocks (H rows of a parameter each). Several blocks of one gate are several biases, so they are added."""
-    # If the blocks are the rows of whole parameters, in the call's gate order, the code needs no slices: "ih.bias +
-    # hh.bias". An entry of `columns` has the blocks of one such parameter.
+    # If the blocks together are whole parameters, in the gate order of the call, the code needs no slices, such as
+    # "ih.bias + hh.bias". Test this: each entry of `columns` has one block of every gate, which may be one parameter.
     columns = list(zip(*blocks, strict=True)) if len({len(each) for each in blocks}) == 1 and blocks[0] else []
     if columns and all(order_of([[block] for block in column], order) == order for column in columns):
         firsts = [column[0] for column in columns]

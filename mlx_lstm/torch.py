@@ -167,8 +167,8 @@ class Layers(nn.Module):
         keep: mx.array | None,
         hold: Hold,
     ) -> tuple[mx.array, Arrays]:
-        """Run all layers. Return h of the last layer at every step, and the last states [K D, N, .] of all layers by
-        name.
+        """Run all layers. Return h of the last layer at every step, and a dict of the last states of all layers: an
+        array [layers x directions, batch, width] for h and, in an LSTM, for c.
 
         `cell` is the formula of a step. `states` holds the states before the first step by name; `None` stands for
         zeros.
@@ -247,8 +247,8 @@ class Layers(nn.Module):
         return cells.LSTMCell() if self.gates == 4 else cells.GRUCell()
 
     def join_all(self, shapes: dict[str, list[int]], *states: Any) -> dict[str, Any]:
-        """Join the states of all layers and return them by name, in these shapes. `states`: h of each layer, then c
-        of each layer."""
+        """Join the states of all layers. Return a dict from name ("h", "c") to an array in the shape `shapes[name]`.
+        `states`: h of each layer, then c of each layer."""
         D, K = len(self.endings), self.num_layers
         return {
             name: join_states(D, shape, *states[n * K : (n + 1) * K]) for n, (name, shape) in enumerate(shapes.items())
@@ -341,11 +341,12 @@ class LSTM(Layers):
         c_t &= f \odot c_{t-1} + i \odot g \qquad h_t = o \odot \tanh(c_t), \text{ or } W_{hr} (o \odot \tanh(c_t))
 
     Parameters of layer k: `weight_ih_lk` [4H, I], from layer 1 on [4H, D S]; `weight_hh_lk` [4H, S]; `bias_ih_lk`,
-    `bias_hh_lk` [4H]; with a projection `weight_hr_lk` [S, H]. The names of the second direction end in `_reverse`.
-    Gate order i, f, g, o; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
+    `bias_hh_lk` [4H]; with a projection `weight_hr_lk` [S, H]. D is the number of directions, S the width of h: H or
+    `proj_size`. The names of the second direction end in `_reverse`. The gate order is i, f, g, o. All parameters are
+    drawn from U(-1/sqrt(H), 1/sqrt(H)).
 
-    `layer.eval()` turns dropout off, takes less memory, and lets `mx.export_function` write the graph; in training mode
-    that function fails with "Unable to serialize primitive CustomTransforms".
+    `layer.eval()` turns dropout off and takes less memory. Call it also before `mx.export_function`, which fails in
+    training mode with "Unable to serialize primitive CustomTransforms".
 
     Args:
         input_size (int): size of the features, I.
@@ -413,16 +414,17 @@ class LSTM(Layers):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
-        """Return the last layer's h at every step, and the last states of all layers.
+        """Return the last layer's h at every step, and the last states of all layers. Sizes: L steps, N batch, K
+        layers, D directions, H units, S the width of h (H or `proj_size`).
 
         Args:
             input (array): [L, N, I]; [N, L, I] with `batch_first`; or [L, I].
             hx (tuple, optional): (h_0 [K D, N, S], c_0 [K D, N, H]), without the axis N if `input` is [L, I]. Layers
                 come in order, and in each layer the forward direction comes first. Default: zeros.
             lengths (integer array or list, optional): [N], the number of steps of each sequence, in 0..L, in place of
-                torch's packed sequences. Past the end of sequence n its output is 0 and its input is never read; its
-                last state is the state after step `lengths[n] - 1`, where the second direction starts. The last state
-                of the second direction is the state at step 0.
+                torch's packed sequences. Past the end of sequence n its output is 0 and its input is never read.
+                The forward direction ends at step `lengths[n] - 1`, and the second direction starts at this step and
+                ends at step 0.
             key (array, optional): the random key of dropout, from `mx.random.key`: the same key drops the same
                 elements. Default: MLX's global generator; a compiled function takes `mx.random.state` as an input.
                 Inside `mx.checkpoint` pass a key: the generator would drop other elements when the layer runs again
@@ -430,7 +432,8 @@ class LSTM(Layers):
             keep (array, optional): [L, N], [N, L] with `batch_first`, or [L]: a factor on the states of every layer
                 before each step, as in `mlx_lstm.lstm`: 0 where an episode begins. The second direction runs through
                 the factors in reverse. torch has no keep and hold.
-            hold (array or list, optional): in the same shape, steps that leave the states of every layer as they are.
+            hold (array or list, optional): in the shape of keep, true at steps that leave the states of every layer as
+                they are.
 
         Returns:
             tuple: output [L, N, D S] (or [N, L, D S], or [L, D S]) and (h_n, c_n), shaped as `hx`; in the dtype to
@@ -531,10 +534,11 @@ class RNN(Layers):
     Args:
         input_size, hidden_size, num_layers (int): the size I of the features, the size H of the state, the number of
             layers K.
-        bias, batch_first, dropout, bidirectional: as in `torch.nn.RNN`; `LSTM` here describes them, too.
+        nonlinearity (str): the function s in the formula, `"tanh"` or `"relu"`. Default: `"tanh"`.
+        bias, batch_first, dropout, bidirectional: whether there are biases, whether input and output have the batch
+            first, the probability of dropout between layers, and whether there is a second direction, as in `LSTM`.
         checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in `LSTM`.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
-        nonlinearity (str): s, `"tanh"` or `"relu"`. Default: `"tanh"`.
 
     Example:
         >>> import mlx.core as mx
@@ -582,10 +586,12 @@ class RNN(Layers):
         hold: Hold = None,
     ) -> tuple[mx.array, mx.array]:
         """Return (output, h_n): the last layer's h at every step [L, N, D H], and the last h of all layers [K D, N, H].
+        Sizes: L steps, N batch, K layers, D directions, H units.
 
-        `input` is [L, N, I]. The other arguments are optional: the first h `hx` [K D, N, H], the number of steps of
-        each sequence `lengths` [N], the random key of dropout `key`, factors on the states `keep`, and steps that leave
-        the states as they are `hold`. They mean the same as in `GRU`, and the same other shapes are accepted.
+        `input` is [L, N, I]. The other arguments are optional. `hx` [K D, N, H]: the first h. `lengths` [N]: the number
+        of steps of each sequence. `key`: the random key of dropout. `keep` [L, N]: factors on the states before each
+        step. `hold` [L, N]: true at steps that leave the states as they are. `LSTM` explains them further, and the
+        shapes with `batch_first`.
         """
         output, last = self.run(cells.RNNCell(self.nonlinearity), input, {"h": hx}, lengths, key, keep, hold)
         return output, last["h"]

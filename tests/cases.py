@@ -1,11 +1,13 @@
 """Random test cases of the ops `lstm`, `gru` and `rnn`. A case is a dict of arrays and options, drawn by
 `mlx_lstm.testing.cases`. This file adds helpers that only the tests need."""
 
+from importlib.util import find_spec
 from types import MappingProxyType
 
 import ml_dtypes
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from mlx_lstm import recurrence
 from mlx_lstm.engines import METAL_ENGINES
@@ -42,6 +44,15 @@ KINDS |= {f"{op}_both": {"op": op, **both} for op in ("lstm", "gru", "rnn")}
 EVERY_ARRAY = {kind: {"mask": (T, B, "P"), **options} for kind, options in KINDS.items()}
 for kind in ("lstm", "lstm_both"):
     EVERY_ARRAY[kind] |= {"projection": True, "peephole": True}
+
+
+def needs(*modules):
+    """Skip the test if one of these modules is not installed. The modules are not imported, because only a child
+    process uses them."""
+    for name in modules:
+        if find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+
 
 GPU = has_metal()
 METAL = mx.gpu if GPU else mx.cpu

@@ -14,8 +14,9 @@ import pytest
 SHADERS = Path(__file__).parents[1] / "metal"
 EMULATOR = Path(__file__).parent / "metal_emulator"
 
-collect_ignore = ["simulated_mac_children"]
-"""Folders in which pytest looks for no tests. Importing the module in this one makes the process a simulated Mac."""
+collect_ignore = ["keras_files.py", "simulated_mac_children"]
+"""Files and folders in which pytest looks for no tests. A child process runs keras_files.py; importing it takes
+seconds, because it imports TensorFlow. Importing the module in the folder makes the process a simulated Mac."""
 
 FROM_WORKERS = []
 """Paths of shader coverage files, one per worker process of pytest-xdist (option -n)."""

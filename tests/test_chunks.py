@@ -85,11 +85,11 @@ def test_each_option_in_sequences_that_are_cut_for_their_length(option):
 ON_METAL = [(n, *case) for n, case in enumerate(CROSSED_BATCHES)]
 
 
-@pytest.mark.parametrize("number, engine, name, B", ON_METAL[::5])
+@pytest.mark.parametrize("number, engine, name, B", ON_METAL[::9])
 def test_options_crossed_on_metal(number, engine, name, B):
     """Combined options give the right results on Metal engines, both for chunks that are recomputed and for chunks
     that are saved. The chunks are evaluated together or one by one."""
-    check_on_metal(number // 5, engine, at_batch(CROSSED[engine, name], B), B)
+    check_on_metal(number // 9, engine, at_batch(CROSSED[engine, name], B), B)
 
 
 @pytest.mark.slow
@@ -108,7 +108,16 @@ def check_on_metal(number, engine, options, B):
         assert_right(case | ({"checkpoint_every": every} if every else {}), cotangents, engine)
 
 
-@pytest.mark.parametrize("kind, engine, seed", every_so_many(product(KINDS, ENGINES, range(4)), 4))
+# By default each kind of cell runs on one of the two Metal engines, in turns, because compiling kernels is slow.
+DRAWN = [
+    pytest.param(kind, engine, seed, marks=pytest.mark.slow if seed or engine == METAL_ENGINES[n % 2] else [])
+    for n, kind in enumerate(KINDS)
+    for engine in ENGINES
+    for seed in range(4)
+]
+
+
+@pytest.mark.parametrize("kind, engine, seed", DRAWN)
 def test_random_combinations(kind, engine, seed):
     """Random combinations of options, in chunks of a random length, give the right results."""
     sizes, rng = (5, 3, 2, 3, 3), np.random.default_rng([seed, ENGINES.index(engine), *kind.encode()])

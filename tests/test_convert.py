@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
+from cases import needs
 
 import mlx_lstm
 from mlx_lstm import convert, cudnn, mpsgraph, nn
@@ -612,7 +613,7 @@ OURS = {
 def keras(tmp_path_factory):
     """Run Keras in the child process tests/keras_files.py, which reads our files and writes files of its own. Return
     (folder with the files, {name: output of Keras})."""
-    pytest.importorskip("tensorflow"), pytest.importorskip("keras"), pytest.importorskip("h5py")
+    needs("tensorflow", "keras", "h5py")
     folder = tmp_path_factory.mktemp("keras")
     for case, layers in OURS.items():
         for ending in (".keras", ".h5", ".weights.h5"):

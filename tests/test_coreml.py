@@ -4,12 +4,9 @@ its operations as Apple documents them, because only a Mac can run a package."""
 import inspect
 import re
 
-import coremltools
 import mlx.core as mx
 import numpy as np
 import pytest
-from coremltools.converters.mil.frontend.milproto.load import load
-from coremltools.converters.mil.mil.ops.defs.iOS15.recurrent import lstm as MIL_LSTM
 
 import mlx_lstm.torch
 from mlx_lstm import convert
@@ -20,6 +17,10 @@ ACTIVATIONS = {"sigmoid": lambda x: 1 / (1 + np.exp(-x)), "tanh": np.tanh, "relu
 
 def program_of(path):
     """Return (specification, operations) of a Core ML package. The operations are those of its function main."""
+    # Importing coremltools takes seconds, so only the process that runs these tests does it.
+    import coremltools
+    from coremltools.converters.mil.frontend.milproto.load import load
+
     model = coremltools.models.MLModel(str(path), skip_model_load=True)
     spec = model.get_spec()
     return spec, load(spec, spec.specificationVersion, model.weights_dir).functions["main"].operations
@@ -63,7 +64,9 @@ def run(operations, x, h_0, c_0):
 def test_the_gate_order_is_the_documented_one():
     """The documentation of MIL's operation lstm still states the gate order input, forget, output, cell for each of
     the operation's four matrices. `convert.write` writes this order."""
-    text = re.sub(r"\s+", " ", inspect.getdoc(MIL_LSTM))
+    from coremltools.converters.mil.mil.ops.defs.iOS15.recurrent import lstm
+
+    text = re.sub(r"\s+", " ", inspect.getdoc(lstm))
     assert text.count("order of ``[input_gate, forget_gate, output_gate, cell_gate]``") == 4
 
 

@@ -10,7 +10,7 @@ import pytest
 from cases import to_mlx, to_numpy
 from cudnn_cases import INPUTS, MODES, OUTPUTS, by_oracle, by_torch, draw, draw_for, lengths_of, ours, torch_arrays
 from on_metal import ENGINES as METAL_ENGINES
-from on_metal import can_run, on_metal
+from on_metal import can_run, in_turns, on_metal
 
 from mlx_lstm import cudnn, rnn
 from mlx_lstm.convert.cudnn import GATES, layer_arrays
@@ -28,8 +28,11 @@ def assert_double(got, expected):
         np.testing.assert_allclose(got[name], value, rtol=0, atol=limit, err_msg=name)
 
 
-@pytest.mark.parametrize("engine", [None, "ops"], ids=["default", "ops"])
-@pytest.mark.parametrize("seeds", [range(k, k + 32) for k in range(0, 320, 32)], ids=lambda seeds: str(seeds[0]))
+@pytest.mark.parametrize(
+    "seeds, engine",
+    in_turns([(range(k, k + 32),) for k in range(0, 320, 32)], [None, "ops"], others=True),
+    ids=lambda value: str(value[0]) if isinstance(value, range) else value or "default",
+)
 def test_float64_equals_torch(seeds, engine):
     """All outputs and gradients of random cases equal torch's in float64, up to rounding. The cases have all modes,
     1 to 4 layers, one or two directions, projections, and sequences of different lengths."""

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from cases import needs
 
 ROOT = Path(__file__).parents[1]
 SMALL = {"steps": 31, "batch": 8, "window": 12, "embedding": 8, "hidden": 16, "learning-rate": 0.003}
@@ -15,7 +15,7 @@ SMALL = {"steps": 31, "batch": 8, "window": 12, "embedding": 8, "hidden": 16, "l
 def test_same_outputs_then_a_falling_loss_then_back():
     """The example's outputs agree with Keras, its loss falls during training, and the weights convert back to Keras.
     It runs in its own process: Keras has one backend per process, and the other tests use Keras with jax."""
-    pytest.importorskip("tensorflow"), pytest.importorskip("keras")
+    needs("tensorflow", "keras")
     options = [f"--{name}={value}" for name, value in SMALL.items()]
     command = [sys.executable, str(ROOT / "examples" / "from_tensorflow.py"), *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}

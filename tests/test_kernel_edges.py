@@ -100,15 +100,17 @@ device float* number = (device float*)(found + 3);
 struct Arrays {{
   Recorder h, mask, h_in;
   decltype(as_field(sizes)) sizes;
-  Absent h0, lengths, ones;
+  Absent h0, lengths, x, ones, x_in;
 }};
-const Arrays a = {{{{found, number}}, {{found + 1, number}}, {{found + 2, number}}, sizes, absent, absent, absent}};
+const Arrays a = {{
+  {{found, number}}, {{found + 1, number}}, {{found + 2, number}}, sizes, absent, absent, absent, absent, absent
+}};
 recurrent_input<float>(a, uint3({b * H + j}, {t}, 1));
 """
     with on_metal(), mx.stream(mx.cpu):
         header = kernels.header(("arrays", "recurrent_input"), body) + RECORDER
         kernel = mx.fast.metal_kernel("places_of_input", ["sizes"], ["found"], body, header)
-        sizes = mx.array([T, B, D, H, 0, 1], mx.int32)
+        sizes = mx.array([T, B, D, H, 0, 1, 0], mx.int32)
         found = kernel(
             inputs=[sizes], grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[(4,)], output_dtypes=[mx.int64]
         )[0].tolist()

@@ -126,6 +126,8 @@ HARMLESS = {
     # With <=, the loop also looks at the activation of the output, which follows those of the gates. At worst the
     # kernel then runs the slower code that computes gates one by one. This code gives the same result.
     "for (int n = 0; n < GATES; ++n) found = found || (activation_of(OPTIONS, n) == TANH && gate == n);  < becomes <=",
+    # Only cells with four lanes per unit call this function. So N is 4, and both conditions are true.
+    "float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)) : mine; }  > becomes >=",
     # P is the number of recurrent products of a cell. With `P >= 0` instead of `P > 0`, cells without a product (P = 0)
     # also wait at the barriers and run the code that adds the products. There is no term to add, so the result is the
     # same.
@@ -206,16 +208,6 @@ HARMLESS = {
     "if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);  < becomes <=",
 }
 
-# Errors that the tests cannot notice: with the change, a loop reads or writes one entry past the end of an array in a
-# thread's own registers. The emulator checks only accesses to device and threadgroup memory.
-UNSEEN = {
-    "for (int r = 0; r < ROWS; ++r) number[r][0] = 0.0f;  < becomes <=",
-    "for (int r = 0; r < ROWS; ++r) number[r][0] = float(a.states[items[r].at.state + before]);  < becomes <=",
-    "for (int r = 0; r < ROWS; ++r) number[r][OWN] = value_at(a.dh, items[r].at.state + earlier, 0.0f);  < becomes <=",
-    "for (int r = 0; r < ROWS; ++r) number[r][2 * OWN] = value_at(a.dc, items[r].at.state + earlier, 0.0f);"
-    "  < becomes <=",
-}
-
 
 def damages(file, kind):
     """Yield changed versions of a shader file, each with one change. With kind "barriers" a barrier is changed.
@@ -261,6 +253,9 @@ def trials(file, kind):
             case, cotangents = draw_arrays(np.random.default_rng(3), form, {"b": None, "Wx": None}, (3, 1, 1, 33))
             case["x"] = np.linspace(-most, most, 99, dtype=np.float32).astype(np.float64).reshape(3, 1, 33)
             yield "pointwise", form, case, cotangents, *judged(form, case, cotangents)
+    if file == "recurrent_input":
+        # Without a mask the kernel also copies x. A thread copies several numbers of x, because I > H.
+        yield trial("fused", (4, 3, 5, 2, 2), lengths=np.array([2, 4, 3]), mask=None)
     if file == "stepwise":
         yield trial("stepwise", (21, 1, 2, 2, 2), op="rnn")  # concatenates rows of fewer than 8 numbers
     if file == "stepwise_lanes":
@@ -340,12 +335,29 @@ def unnoticed(file, kind):
                 continue
         line = original(file).splitlines()[mutation.line - 1].strip()
         missed.append(f"{line}  {mutation.description.partition(': ')[2]}")
-    return set(missed) - HARMLESS - UNSEEN
+    return set(missed) - HARMLESS
 
 
 # Damages that `mutations` does not make: {description: (shader file, a part of the file's source, the replacement, a
 # function that returns the arguments of `notice`)}.
 PLANTED = {
+    # The last step of a launch has no next step whose numbers it may read.
+    "fused backward reads gates before the first step": (
+        *("fused_backward", "distance_to_next(ahead != n,", "distance_to_next(true,"),
+        lambda: trial("fused", (3, 3, 2, 5, 5)),
+    ),
+    "fused backward reads a state before the first step": (
+        *("fused_backward", "max(n - 1, sweep.start)", "n - 1"),
+        lambda: trial("fused", (3, 3, 2, 5, 5)),
+    ),
+    "fused backward with matrices reads gates before the first step": (
+        *("fused_matrix", "distance_to_next(ahead != n,", "distance_to_next(true,"),
+        lambda: trial("fused", (3, 9, 2, 5, 5)),
+    ),
+    "fused backward with matrices reads a state before the first step": (
+        *("fused_matrix", "max(n - 1, sweep.start)", "n - 1"),
+        lambda: trial("fused", (3, 9, 2, 5, 5)),
+    ),
     "every group joins the first one's part": (
         *("stepwise_rows", "(group.x - a.first[0]) * a.first[1] + ", ""),
         lambda: trial("stepwise", (30, 9, 2, 15, 15), op="rnn"),
@@ -375,14 +387,14 @@ def test_every_shader_with_a_bound_or_a_barrier_is_damaged():
 
 
 def test_every_damage_of_the_lists_can_be_made():
-    """Each entry of HARMLESS (changes that change no result) and of UNSEEN (errors that the tests cannot notice)
-    names a line that a shader has and a change of it that `mutations` makes."""
+    """Each entry of HARMLESS (changes that change no result) names a line that a shader has and a change of this line
+    that `mutations` makes."""
     made = set()
     for file in USERS:
         lines = kernels.shader_file(file).splitlines()
         for mutation in damages(file, "bounds"):
             made.add(f"{lines[mutation.line - 1].strip()}  {mutation.description.partition(': ')[2]}")
-    assert made >= HARMLESS | UNSEEN
+    assert made >= HARMLESS
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import draw, draw_cotangents, run
+from machine_code import training_step
 from machine_code.__main__ import main
 from machine_code.instructions import has_product, work_of
 from machine_code.launches import Graph, trace
@@ -37,9 +38,11 @@ from on_metal import ENGINES, can_run, on_metal
 
 from mlx_lstm.bench.short import SETTLING
 from mlx_lstm.bench.tasks import Size
+from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.predicted import predict
+from mlx_lstm.engines.problem import Problem
 from mlx_lstm.oracle import forward
 
 DTYPES = {np.float32: mx.float32, np.float16: mx.float16}
@@ -242,6 +245,32 @@ def test_a_product_with_few_tiles_leaves_cores_without_work():
 
 
 # --- The command -----------------------------------------------------------------------------------------------------
+
+
+def test_launches_of_a_training_step():
+    """docs/predictions.md shows the number of launches of a training step that the command counts. Each time step has
+    one launch per layer and pass on `stepwise`, and none on `fused`."""
+    page = (Path(__file__).parents[1] / "docs/predictions.md").read_text()
+    for line in training_step.text().splitlines():
+        assert line.strip() in page
+    assert [training_step.counted(engine, 5, 2, 4)[2] for engine in ENGINES] == [
+        4 * 5 if engine == "stepwise" else 0 for engine in ENGINES
+    ]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_lengths_need_no_launch(engine):
+    """A forward and a backward pass with `lengths` has as many launches as without: MLX does not have to mask x."""
+    problem, module = Problem(5, 2, 4, 4, LSTMCell()), ENGINE_MODULES[engine]
+
+    def passes(x, Wx, Wh, b, d, *lengths):
+        arrays = {"x": x, "Wx": Wx, "Wh": Wh, "b": b} | dict(zip(["lengths"], lengths, strict=False))
+        outputs = module.forward(problem, arrays)
+        return list(module.backward(problem, arrays, outputs, {"h": d}).values())
+
+    arrays = [mx.zeros(shape) for shape in ((5, 2, 3), (16, 3), (16, 4), (16,), (5, 2, 4))]
+    graphs = [trace(passes, arrays), trace(passes, [*arrays, mx.zeros(2, mx.int32)])]
+    assert len(graphs[0].launches) == len(graphs[1].launches)
 
 
 def test_model_command(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Tests that compare outputs and gradients on the CPU with the layers of torch, Keras and jax."""
 
 import os
+from functools import cache
 
 import numpy as np
 import pytest
@@ -67,17 +68,17 @@ LAYERS = {  # name that begins with Keras' class: (options of the Keras layer, o
 }
 
 
-@pytest.mark.parametrize("direction", [{}, {"reverse": True}, {"bidirectional": True}], ids=str)
-@pytest.mark.parametrize("word", LAYERS)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_keras(engine, word, direction):
-    """Outputs agree with Keras. Keras' gate orders i, f, c, o and z, r, h are called `ifgo` and `zrn` here. With
-    go_backwards, Keras returns the outputs in reversed order; our outputs are in the order of time."""
+WAYS = {"forward": {}, "reverse": {"reverse": True}, "both": {"bidirectional": True}}
+
+
+@cache  # Keras takes longer than our engines, so it computes each case once for all of them
+def by_keras(word, way):
+    """Return (case, cotangents, h of Keras) for a layer of LAYERS in the direction `way`, a key of WAYS."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
     theirs, options = LAYERS[word]
-    case, cotangents = drawn(**options, **direction)
-    backwards, both = direction.get("reverse", False), direction.get("bidirectional", False)
+    case, cotangents = drawn(**options, **WAYS[way])
+    backwards, both = way == "reverse", way == "both"
     layer = getattr(keras.layers, word.split()[0])(H, return_sequences=True, go_backwards=backwards, **theirs)
     layer = keras.layers.Bidirectional(layer) if both else layer
     layer.build((B, T, I))
@@ -89,7 +90,17 @@ def test_keras(engine, word, direction):
         if name in case
     ]
     h = np.asarray(layer(case["x"].swapaxes(0, 1), initial_state=states)).swapaxes(0, 1)
-    assert_equal(engine, case, cotangents, {"h": h[::-1] if backwards else h})
+    return case, cotangents, h[::-1] if backwards else h
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("word", LAYERS)
+def test_keras(word, way, engine):
+    """Outputs agree with Keras. Keras' gate orders i, f, c, o and z, r, h are called `ifgo` and `zrn` here. With
+    go_backwards, Keras returns the outputs in reversed order; our outputs are in the order of time."""
+    case, cotangents, h = by_keras(word, way)
+    assert_equal(engine, case, cotangents, {"h": h})
 
 
 @DIRECTIONS

@@ -9,6 +9,7 @@ import ml_dtypes
 import mlx.core as mx
 import numpy as np
 import pytest
+from kernel_texts import noted
 from on_metal import on_metal
 from pointwise_cases import OPTIONS, ZOO, Form, assert_right, blocks, by_pointwise, draw_smooth, judged, run
 
@@ -20,7 +21,7 @@ from mlx_lstm.engines.directions import join_of
 from mlx_lstm.engines.metal import statements
 from mlx_lstm.engines.metal.pointwise import struct_text
 from mlx_lstm.engines.problem import Problem, limited
-from mlx_lstm.recurrence import _judge
+from mlx_lstm.recurrence import _draw, _judge
 from mlx_lstm.recurrence._trial import trial_from, trial_of
 
 CROSSED = [
@@ -191,6 +192,37 @@ def test_a_trial_gets_the_graph(engine, cell):
         reason = _judge.verdict(again)
         struct_text.cache_clear()
     assert "wrong numbers" in reason
+
+
+def texts_of(problem, engine):
+    """Return the sources of all kernels that a call with this description and its gradient launch. None runs."""
+    shapes, lengths = _draw.output_shapes(problem), mx.full((problem.B,), problem.T, mx.int32)
+    cotangents = {name: mx.zeros(shapes[name], problem.dtype) for name in _judge.cotangents_of(problem)}
+    with noted() as texts:
+        _judge.graph(problem, _draw.zeros(problem), lengths, cotangents, engine)
+    return set(texts)
+
+
+BOTH = {"bidirectional": True}
+CALLS = [
+    *(("slstm", sizes, {"lengths", "keep"}, BOTH) for sizes in ((30, 40, 300), (5, 1, 257), (1, 1, 3))),
+    ("gru", (64, 128, 1024), {"lengths", "mask"}, {"reverse": True, "masks_differ": True}),
+    ("zoneout_lstm", (25, 3, 1030), {"keep"}, {"dtype": mx.bfloat16}),
+    *(("indrnn", sizes, {"keep"}, BOTH) for sizes in ((4, 2, 5), (50, 33, 7), (3, 9, 1500))),
+    ("cifg", (3, 17, 70), set(), {"training": False, "plain": True}),
+]
+
+
+@pytest.mark.parametrize("cell, sizes, names, options", CALLS)
+def test_a_trial_on_stepwise_runs_the_kernels_of_the_call(cell, sizes, names, options):
+    """The trial (a small test run) of a call on `stepwise` launches every kernel that the call launches, with the same
+    source."""
+    form, (T, B, H) = ZOO[cell], sizes
+    names = NAMES | names | ({"Wh"} if form.recurrent else set()) | ({"c0"} if form.states > 1 else set())
+    names |= ({"inputs"} if form.inputs else set()) | ({"params"} if form.params else set())
+    own = PointwiseCell(form.graph(3, 19), form.recurrent)
+    problem = Problem(T, B, H, H, own, names=tuple(sorted(names)), **options)
+    assert texts_of(problem, "stepwise") <= texts_of(trial_of("stepwise", problem).problem, "stepwise")
 
 
 def test_the_guard_tries_the_kernels_of_a_cell():

@@ -37,6 +37,19 @@ from mlx_lstm.oracle.closeness import assert_within, bounds, largest
 CPU_ENGINES = ("numpy", "ops")
 ON_CPU = [(op, engine) for op in OPS for engine in engines_that_run(op, CPU_ENGINES)]
 ON_METAL = [(op, engine) for op in OPS for engine in engines_that_run(op, METAL_ENGINES)]
+
+
+def on_metal_in_turns(pairs):
+    """Return pytest parameters made of pairs (op, engine). By default each op runs on one Metal engine, in turns. Its
+    other Metal engine is marked slow: `test_equals_tensorflow_on_metal` runs all ops on all engines."""
+    on_metal = {op: [engine for each, engine in pairs if each == op and engine in METAL_ENGINES] for op, _ in pairs}
+    turn = {op: engines[n % len(engines)] for n, (op, engines) in enumerate(on_metal.items())}
+    return [
+        pytest.param(op, engine, marks=pytest.mark.slow if engine in METAL_ENGINES and engine != turn[op] else [])
+        for op, engine in pairs
+    ]
+
+
 SEEDS = {"gru_block_cell": 60}  # number of random cases; every other op has 110
 ALL_OUTPUTS = {op: ("i", "cs", "f", "o", "ci", "co", "h") for op in LSTM_OPS} | {"gru_block_cell": ("r", "u", "c", "h")}
 OF = {gradient: op for op, gradient in GRADIENT.items()} | {op: op for op in OPS}
@@ -94,7 +107,7 @@ def test_equals_tensorflow_on_metal(op, engine):
     assert log
 
 
-@pytest.mark.parametrize("op, engine", ON_CPU + ON_METAL)
+@pytest.mark.parametrize("op, engine", on_metal_in_turns(ON_CPU + ON_METAL))
 def test_half_equals_tensorflow(op, engine):
     """float16 results are close to TensorFlow's. TensorFlow rounds every operation to float16 and sums in float16,
     so our results are more accurate.
@@ -209,7 +222,7 @@ def test_gradient_of_every_output(op, engine, shown):
             check_gradients(op, engine, seed, ALL_OUTPUTS[op], np.float64, checkpoint_every=1 + seed)
 
 
-@pytest.mark.parametrize("op, engine", ON_METAL)
+@pytest.mark.parametrize("op, engine", on_metal_in_turns(ON_METAL))
 def test_gradient_of_every_output_on_metal(op, engine):
     again = {"checkpoint_every": 2} if op == "block_lstm_v2" else {}
     check_gradients(op, engine, 0, ALL_OUTPUTS[op], np.float32, **again)
@@ -573,7 +586,7 @@ GOLDENS = Path(__file__).parent / "goldens"
 WITH_GOLDENS = [(op, engine) for op in RAW for engine in (None, *engines_that_run(OF[op], ENGINES))]
 
 
-@pytest.mark.parametrize("op, engine", WITH_GOLDENS)
+@pytest.mark.parametrize("op, engine", on_metal_in_turns(WITH_GOLDENS))
 def test_goldens(op, engine):
     """Our results agree with the TensorFlow results that `goldens/make_tf.py` recorded. Engine None runs on the best
     device of this machine."""

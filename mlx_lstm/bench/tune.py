@@ -28,9 +28,9 @@ from .tasks import PASSES, Size, Task, Work
 class Grid(NamedTuple):
     """What the command `--tune` measures.
 
-    units: each H, up to the largest H of `fused`. batches: each B; a row of the table is used from this B up to the
-    next. steps, checked: time steps of a timed run, and of the check before it. turns, seconds: the number of turns
-    of each engine, and the seconds of a turn.
+    units: each H, up to the largest H of `fused`. batches: each B. The faster engine at a B is also used for larger
+    batches, up to the next B. steps, checked: time steps of a timed run, and of the check before it. turns, seconds:
+    how many times each engine is timed, and for how many seconds each time.
     """
 
     units: tuple[int, ...] = tuple(range(32, FUSED_LIMIT["lstm"] + 1, 32))

@@ -108,8 +108,8 @@ def check(selection: Selection, report: Report, options: argparse.Namespace) -> 
 
 
 def time_engines(selection: Selection, report: Report, options: argparse.Namespace, progress: Progress) -> None:
-    """Time a training step at each size, without engines whose process ended or hung before. With --full also make
-    the measurements that correct the model of times in tests/machine_code."""
+    """Time a training step at each size. Skip engines whose process ended or hung during the comparisons with
+    float64. With --full also make the measurements that correct the model of times in tests/machine_code."""
     sizes = short.default_sizes(selection.device, options.full) if options.sizes is None else options.sizes
     lost = {finding.engine for finding in report.findings if finding.lost}
     on_gpu = choice.has_metal() and selection.device == "gpu"

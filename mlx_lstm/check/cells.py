@@ -25,8 +25,8 @@ B, H = 3, 40
 
 class Form(NamedTuple):
     """The arguments that a cell needs. gates, states, inputs, params: how many gates, states, inputs per step and
-    parameter vectors the cell has. apart: whether it gets the parts of x and of h of each gate separately. recurrent:
-    whether h is multiplied by a matrix Wh."""
+    parameter vectors the cell has. apart: whether the cell gets two numbers for each gate, the part from x and the
+    part from h, in place of their sum. recurrent: whether h is multiplied by a matrix Wh."""
 
     cell: Callable[..., Any]
     gates: int

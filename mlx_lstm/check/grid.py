@@ -117,7 +117,8 @@ class GridCase(NamedTuple):
         return hindrance(engine, (T, B, width, H), DTYPES[self.dtype], cell, packing=self.packing, **options, **machine)
 
     def limits(self) -> AbstractContextManager[object]:
-        """Return the context in which this case has to run. If `long` is set, kernels use 64-bit indices in it."""
+        """Return the context manager in which this case has to run. If `long` is set, kernels use indices of 64 bits
+        inside it, as they do for very large arrays."""
         return limited(index=1) if self.long else nullcontext()
 
 

@@ -203,8 +203,9 @@ def check_arrays(op: str, arguments: Arrays, results: Arrays) -> None:
 
 
 def understood(case: CompareCase, results: Arrays) -> list[Dump]:
-    """Return one `Dump` for each choice of sizes that explains the shapes of all arrays. Choices under which most
-    arrays have the documented layout come first."""
+    """Return one `Dump` (the arrays that a user saved from an app, with sizes such as T, N and H) for each choice of
+    sizes that explains the shapes of all arrays. First come the choices with which most arrays have the layouts of
+    Apple's documentation. Raise ValueError if no choice fits."""
     dumps = [dump for both in (case.bidirectional, not case.bidirectional) for dump in sized(case, results, both)]
     fitting = [dump for dump in dumps if all(possible_layouts(dump, name, value) for name, value in shaped(dump))]
     if not fitting:

@@ -44,7 +44,8 @@ def of_saved_state(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def preactivations(case: CompareCase, fl: Arithmetic, **readings: str) -> np.ndarray:
-    """Return the preactivations of the gates, [T, N, D G H], computed by the oracle."""
+    """Return the preactivations of the gates, [T, N, D G H], computed by the oracle. T: steps, N: batch, D:
+    directions, G: gates, H: units."""
     parts = []
     for side in sides(call_of(case, **readings)):
         p = complete(side, fl)

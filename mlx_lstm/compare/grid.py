@@ -1,5 +1,5 @@
-"""The cases of the command `compare`: each option alone, and in every direction if the option's layout depends on
-it."""
+"""The cases of the command `compare`: one case for each option of an op. If the layout of an option's array depends
+on the direction, there is one case for each of forward, reverse and bidirectional."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

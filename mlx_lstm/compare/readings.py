@@ -105,8 +105,8 @@ def nearest(candidates: list[tuple[Dump, tuple[Change, ...]]], title: str) -> Re
 
 
 def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[CompareCase, dict[str, str], list[str]]:
-    """Apply changes to a dump's case. Return (the changed case, keywords for `judge.options`, descriptions of the
-    changes)."""
+    """Apply one interpretation of the saved arrays in `dump`. It is the documented interpretation with the changes
+    `chosen`. Return (the call of the op as a case, keywords for `judge.options`, descriptions of all changes)."""
     case, words = base_case(dump)
     readings: dict[str, str] = {}
     for change in chosen:
@@ -157,8 +157,9 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
 
 
 def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
-    """Return the interpretation as a `Reading`, with the error of each saved result divided by the bound derived for
-    it."""
+    """Compare the saved results in `dump` with the float64 oracle under one interpretation of the arrays: the
+    documented one with the changes `chosen`. Return the interpretation as a `Reading`, which also has each result's
+    error divided by its error bound."""
     case, readings, words = applied(dump, chosen)
     try:
         exact, bound = exact_and_element_bounds(lambda fl: predicted(case, fl, readings), case.arrays["source"].dtype)
@@ -286,8 +287,9 @@ def of_layouts(dump: Dump) -> Iterator[Change]:
 
 
 def of_options(case: CompareCase) -> Iterator[Change]:
-    """Yield a change of interpretation for each point that Apple's documentation leaves open. An option of the
-    oracle or a change of the case expresses it."""
+    """Yield a `Change` for each point that Apple's documentation leaves open and that matters for this case. The
+    change selects another interpretation of the point: it sets an option of the oracle, or changes the arrays of the
+    case."""
     if "peephole" in case.arrays:
         yield Change("peephole", "the output gate peeps at c[t] (E:peephole)", readings={"output_peephole": "current"})
     if "hard_sigmoid" in case.descriptor.values():

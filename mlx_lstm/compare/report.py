@@ -66,8 +66,9 @@ def pairs_text(rows: Sequence[ComparisonRow]) -> str:
 
 
 def failures_text(rows: Sequence[ComparisonRow]) -> str:
-    """Return the failures as text. Calls that failed are listed once per pair of implementations. Then, for each
-    tensor that differs, follow the number of such results, the worst one, and the place of its first wrong value."""
+    """Return the failures as text. First come the calls that failed, in one entry per pair of implementations. Then
+    comes a table of the results that differ, with a row for each tensor and pair of implementations: the number of
+    cases, the worst case with its error, and the place of its first wrong value."""
     lines = []
     for pair in dict.fromkeys(row.pair for row in rows if row.tensor == "-"):
         failed = [row for row in rows if row.pair == pair and row.tensor == "-"]

@@ -60,8 +60,9 @@ def settle(experiment: Experiment, outcome: Outcome) -> Finding:
 
 
 def value(case: CompareCase, tensor: str, reading: Callable[[Arithmetic], np.ndarray]) -> Distance:
-    """Return a function that measures the distance of a result from the values that `reading` computes, divided by
-    the bound that is derived for these values."""
+    """Return a function that takes an outcome (what MPSGraph returned for a case). It returns the error of the
+    result `tensor`, divided by its error bound, under one interpretation of Apple's documentation. `reading`: a
+    function that computes the values of this interpretation in an `Arithmetic`."""
 
     def distance(outcome: Outcome) -> float:
         if tensor not in outcome.results:
@@ -89,6 +90,7 @@ def shape(tensor: str, leading: int, case: CompareCase) -> Distance:
 
 
 def count(results: int) -> Distance:
-    """Return a function that takes an outcome (what MPSGraph returned for a case). It returns 0 if the forward op
-    returned `results` results. For another number it returns infinity, a distance that no error bound allows."""
+    """Return a function that takes an outcome (what MPSGraph returned for a case). It returns 0, which means right,
+    if the forward op returned as many arrays as `results` says. Otherwise it returns infinity, because callers treat
+    its value as an error divided by its bound."""
     return lambda outcome: 0.0 if len(outcome.lists[0]) == results else np.inf

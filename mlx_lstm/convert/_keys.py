@@ -391,8 +391,9 @@ def keys_of(
 
 
 def in_style(weights: Weights, style: str) -> list[list[Arrays]]:
-    """Return a list of layers, each a list of directions, each a dict of arrays by the names of a style. In the
-    style "ops" an array holds both directions, so each layer has one dict."""
+    """Return the weights under the array names and in the layouts of one library. `style` is the library, such as
+    "torch", "keras", "mlx" (`mlx.nn`) or "ops" (the functions of this package). The result is a list of layers. A layer
+    is a list with one dict of arrays per direction; in the style "ops" one dict holds both directions."""
     if style == "ops":
         return [[arrays] for arrays in to_ops(weights)]
     if style == "mlx":

@@ -77,8 +77,8 @@ class Layout(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of elements of the parameter buffer. All layers above layer 0 have the same size, so
-        this needs no loop over the layers: a caller may ask for any number of layers."""
+        """Return the number of elements of the parameter buffer. All layers above layer 0 have the same size, so no
+        loop over the layers is needed: the result comes at once, however many layers a caller asks for."""
         first, other = (sum(map(prod, self.matrices(layer))) for layer in range(2))
         return self.D * (first + (self.L - 1) * other) + self.counts[1] * self.H
 

@@ -106,8 +106,9 @@ def to_flashrnn(heads: Sequence[Weights]) -> Arrays:
 def from_flashrnn_slstm(W: Any, R: Any, b: Any) -> list[Arrays]:
     """Return the parameters of each head of an sLSTM that `flashrnn` runs, for layers `mlx_lstm.nn.Pointwise`.
 
-    `mlx_lstm.cells.slstm` and FlashRNN's sLSTM give the same h if the states begin as zeros. Their c, n and m may then
-    differ by a common scale: c e^m and n e^m are equal. FlashRNN's last states are valid first states here.
+    `mlx_lstm.cells.slstm` and FlashRNN's sLSTM give the same h if the states begin as zeros. The states c and n are
+    stored divided by e^m, with a third state m. The two libraries may choose another m, so c, n and m may differ; only
+    c e^m and n e^m are the same in both. FlashRNN's last states are valid first states here.
 
     Args:
         W (array, optional): [4, N, D, I], as in `from_flashrnn`. `None`: the preactivations are made in another way;
@@ -190,5 +191,6 @@ def joined(array: mx.array) -> mx.array:
 
 
 def apart(array: mx.array, D: int) -> mx.array:
-    """Return an array [G D, ...] as [G, D, ...]."""
+    """Divide axis 0 of an array [G D, ...] into the axes gate and unit: return [G, D, ...]. G: the number of gates,
+    D: the number of units."""
     return array.reshape(-1, D, *array.shape[1:])

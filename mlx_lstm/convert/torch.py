@@ -77,9 +77,12 @@ def assembled(
     *,
     lenient: bool = False,
 ) -> Weights:
-    """Build the `Weights` of a stack from arrays by (layer, direction); the shapes identify the cell. title: a
-    function that returns the name of an array for error texts; options: the cell's options, as in `Weights.options`,
-    where options of other cells are ignored; lenient: some layers may lack a bias that others have."""
+    """Build the `Weights` of a stack from the dicts `parts[layer, direction]` of arrays. The shapes identify the
+    cell.
+
+    title: a function that returns the name of an array for error texts. options: values for `Weights.options`;
+    options that this cell does not have are ignored. lenient: accept that some layers lack a bias that others have.
+    """
     K, D = (max((where[n] for where in parts), default=0) + 1 for n in range(2))
     present = {word for arrays in parts.values() for word in arrays} | {"Wx", "Wh"}
     present |= {"bx", "bh"} if present & {"bx", "bh"} else set()

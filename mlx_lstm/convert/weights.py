@@ -201,9 +201,10 @@ def held(
     """Return the weights with the forget bias added to the bias. Raise ValueError if a file format cannot store an
     option of the cell.
 
-    The arguments describe the format. options: it stores all options of an LSTM and a GRU, such as activations, clip
-    and peepholes. nonlinearity: the activations that a plain RNN may have. reset: the values of `reset` that a GRU may
-    have. projection, reverse: it stores a projection, or a layer that runs in reverse.
+    The arguments describe the format. options: True if it stores all options of an LSTM and a GRU, such as
+    activations, clip and peepholes. nonlinearity: the activations that a plain RNN may have. reset: the values of
+    `reset` that a GRU may have. projection: True if the format stores a projection. reverse: True if it stores that
+    a layer runs in reverse.
     """
     cell, refused = check_weights(op, weights).cell, {}
     if isinstance(cell, RNNCell):

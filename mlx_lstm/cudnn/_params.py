@@ -216,8 +216,9 @@ def cudnn_rnn_canonical_to_params_v2(
 
     Args:
         num_proj (int): P, for an lstm only; 0 for no projection. Default: 0.
-        All other arguments: the sizes, arrays and kind of the layers, as in `cudnn_rnn_canonical_to_params`. With a
-            projection its matrix [P, H] follows the R_g of its layer and direction.
+        All other arguments: the sizes, arrays and kind of the layers, as in `cudnn_rnn_canonical_to_params`. `weights`
+            has for each layer and direction the matrices that multiply the input, one per gate, then the matrices that
+            multiply h, one per gate, and last, with a projection, its matrix [P, H].
 
     Returns:
         array: params, [params_size].

@@ -16,7 +16,10 @@ from ._stack import CudnnRNNBackpropOutput, Stack
 
 class CudnnRNNOutput(NamedTuple):
     """Outputs of `cudnn_rnn`: output [T, N, D S], output_h [L D, N, S], output_c [L D, N, H] (a scalar 0 unless
-    rnn_mode is lstm), reserve_space."""
+    rnn_mode is lstm), and reserve_space, arrays that the backward op reads.
+
+    T: steps, N: batch, L: layers, D: directions, H: units, S: the width of h (H, or the projection's width).
+    """
 
     output: mx.array
     output_h: mx.array
@@ -179,29 +182,32 @@ def cudnn_rnn_v3(
 ) -> CudnnRNNV2Output:
     """Run `cudnn_rnn` with a length per sequence, a projection, and time or batch first: TensorFlow's CudnnRNNV3.
 
-    An item is a sequence of the batch. Past an item's length its output is 0, its input is never read and the gradient
-    of its input is 0. output_h and output_c are the states after the last step of each item; the backward direction
-    starts at this step. The lengths may be in any order.
+    Sizes: T steps, N sequences in the batch, I input features, H units, S the width of h (num_proj or H), L layers, D
+    directions. "The original" is TensorFlow's op.
 
-    With time_major=False input and output are [N, T, I] and [N, T, D S], and input_h, input_c, output_h and output_c
-    are [N, L D, S], [N, L D, H]. The original documents and checks these shapes of the states, but passes the memory of
-    the states to cuDNN as if they were [L D, N, S]: with more than one layer or direction and more than one item, the
-    original mixes items and layers.
+    Past the length of a sequence its output is 0, its input is never read and the gradient of its input is 0. output_h
+    and output_c are the states after the last step of each sequence. The backward direction starts at this step. The
+    lengths may be in any order.
+
+    With time_major=False input is [N, T, I], output [N, T, D S], and the states are [N, L D, S] (h) and [N, L D, H]
+    (c). The original documents and checks these shapes of the states, but passes the memory of the states to cuDNN as
+    if they were [L D, N, S]. So with several sequences and several layers or directions, the original mixes sequences
+    and layers.
 
     Args:
         sequence_lengths (int32 array or list): [N], each in 1..T. The range of an MLX array is not checked under
             `mx.compile`.
         num_proj (int): the width of a projected h, at most H; 0 for none; lstm only. Default: 0.
         time_major (bool): whether time comes before the batch. Default: `True`.
-        batch_major_states (str): an addition, for time_major=False. `"transpose"`: the states of item n are at index
-            [n], as the original documents. `"reinterpret"`: the states are the memory of [L D, N, S] in another shape,
-            as the original treats them. Default: `"transpose"`.
-        All other arguments: the input, first states, parameters and options of `cudnn_rnn`. If input_mode is
-            auto_select, I is compared with H; the original compares I with num_proj if that is not 0, which
+        batch_major_states (str): an addition, for time_major=False. `"transpose"`: the states of sequence n are at
+            index [n], as the original documents. `"reinterpret"`: the states are the memory of [L D, N, S] in another
+            shape, as the original treats them. Default: `"transpose"`.
+        All other arguments: the input, first states, parameters and options of `cudnn_rnn`. input_mode="auto_select"
+            means skip_input if I = H. With a projection the original compares I with num_proj instead, which
             contradicts its CudnnRNNParamsSize.
 
     Returns:
-        CudnnRNNV2Output: the outputs of `cudnn_rnn_v2`; host_reserved is always a scalar.
+        CudnnRNNV2Output: the outputs of `cudnn_rnn`, and host_reserved, which is always the scalar 0.
 
     Example:
         >>> import mlx.core as mx

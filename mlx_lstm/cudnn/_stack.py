@@ -41,10 +41,11 @@ class CudnnRNNBackpropOutput(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """The attributes of one call of a cuDNN op. `forward` and `backward` check all arguments and run the layers.
+    """The attributes of one call of a cuDNN op. The methods `forward` and `backward` check all arguments, convert
+    them to the layout of `mlx_lstm.recurrence`, run the layers, and convert the results back.
 
-    Between these methods and `mlx_lstm.recurrence` everything is time-major, and states are [L, N, D S]: both
-    directions of a layer side by side. `op` is the name for errors, `original` TensorFlow's name of the forward op.
+    In that layout sequences have time first, and states are [layers, batch, directions x width]: both directions of
+    a layer are side by side. `op` is the name for errors, `original` TensorFlow's name of the forward op.
     """
 
     op: str
@@ -73,8 +74,8 @@ class Stack(NamedTuple):
             none: list[mx.array | None] = [None] * where.L
             factors = dropout_factors(where, x, self.attributes) if dropout else none
             if dropout and choice.current_device() == "cpu":
-                # The factors are constants, so evaluate them here, once. Otherwise the engine would have to evaluate
-                # their graph, which contains the random bits.
+                # The dropout factors depend only on the seeds, so evaluate them here, once. Otherwise the engine would
+                # have to evaluate their graph, which generates the random numbers.
                 have_values([factor for factor in factors if factor is not None], transforming=False)
             options = {"lengths": lengths, "engine": self.engine, "training": is_training, "checkpoint_every": every}
             results = run_layers(where, params, x, first, factors, options)
@@ -83,9 +84,9 @@ class Stack(NamedTuple):
             if is_training:
                 shapes = [] if every else reserve_shapes(where, x, dropout)
                 return output, output_h, output_c, pack(shapes, results, input.dtype)
-            # Without training, asking for a gradient has to raise an error. A custom function in the graph raises it.
-            # But MLX cannot export a graph with a custom function, so leave the function out while `mx.compile` or an
-            # export traces the op. The arrays have no values then.
+            # If is_training is False, asking for a gradient must raise an error. A custom function in the graph does
+            # this. But MLX cannot export a graph with a custom function. So leave the function out while `mx.compile`
+            # or an export traces the op, which shows in arrays without values.
             inputs_used = [input, input_h, params, *([input_c] if where.mode == "lstm" else [])]
             if is_transforming() and have_values(inputs_used, transforming=True):
                 output, output_h, output_c = without_gradient(self.original, output, output_h, output_c)
@@ -138,12 +139,15 @@ class Stack(NamedTuple):
         return self.sequence(array)
 
     def by_layer(self, where: Layout, **states: mx.array) -> Arrays:
-        """Convert states in the caller's layout to h [L, N, D S] and, for an lstm, c [L, N, D H]."""
+        """Convert states from the layout of the op's arguments to h [L, N, D S] and, for an lstm, c [L, N, D H]: one
+        array per layer, with its D directions side by side. L: layers, N: batch, S: the width of h, H: the width of
+        c."""
         names = [name for name in states if where.mode == "lstm" or "c" not in name]
         return {name: by_layer(self.states(states[name]), where.D) for name in names}
 
     def of_layers(self, where: Layout, layers: list[Arrays], name: str) -> mx.array:
-        """Return the states h0, c0, hT or cT (`name`) in the caller's layout, from arrays [N, D S] of each layer."""
+        """Join the states `name` (h0, c0, hT or cT) of all layers. `layers` holds the arrays of each layer by name;
+        a state is [batch, directions x width]. Return one array in the layout of the op's arguments."""
         return self.states(of_layers([arrays[name] for arrays in layers], where.D))
 
     def check(self, inputs: Inputs, sequence_lengths: recurrence.Lengths) -> tuple[Layout, mx.array | None]:
@@ -184,8 +188,9 @@ class Stack(NamedTuple):
 
 
 def dropout_factors(where: Layout, x: mx.array, attributes: Attributes) -> list[mx.array | None]:
-    """Return for each layer the dropout factors on h [T, N, D S], which are 0 or 1 / (1 - p); None for the last
-    layer.
+    """Return for each layer the dropout factors on its output h, an array [T, N, D S] of 0 or 1 / (1 - p); None for
+    the last layer, whose output is never dropped. T: steps, N: batch, D: directions, S: the width of h, p: the
+    probability of dropout.
 
     With p = 1 all factors are 0, without a division by 0.
     """
@@ -267,8 +272,9 @@ def buffer_gradients(where: Layout, gradients: Arrays) -> Arrays:
 
 
 def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str, tuple[int, int, int]]]:
-    """Return for each layer a dict from name to shape of the layer's arrays in the reserve space, in order. x: the op's
-    input, [T, N, .]."""
+    """Return for each layer the shapes of its arrays in the reserve space, by name and in the order of storage. The
+    reserve space is the array in which the forward op saves arrays for the backward op. x: the op's input, [steps,
+    batch, features]."""
     T, N, _ = x.shape
     widths = {} if where.mode.startswith("rnn") else {"gates": where.D * where.G * where.H}
     if where.mode == "lstm":

@@ -17,8 +17,10 @@ Run = Callable[..., Any]
 
 
 def computes_now(engine: str | None) -> bool:
-    """Return whether a call on this engine computes its results on the CPU before it returns, and nobody can ask for
-    a gradient. engine: a name, or None for the best engine."""
+    """Return whether NumPy may compute the small operations before and after a call on this engine. It may if the
+    engine itself computes its results with NumPy on the CPU before the call returns, and MLX is not transforming a
+    function. During a transformation MLX must see every operation to differentiate or compile it. engine: a name, or
+    None for the best engine."""
     # `engine` may still have a wrong type, for which a later check raises an error. So isinstance comes before the
     # comparison.
     on_numpy = engine is None or (isinstance(engine, str) and engine == "numpy")

@@ -138,8 +138,9 @@ def differentiable(
     visible, hidden = saved_of(problem, engine, names) if chunked is None else chunked.saved_of(problem)
     saved: Saved = {}  # the arrays named in `hidden`, which only the backward pass sees
     used = set() if problem.training else set(visible)  # names of outputs that have a cotangent; taps add them
-    # A mark tells the engine `numpy` whether MLX asks for the gradient of x. If not, as for the data of a first layer,
-    # this gradient is not computed.
+    # The engine `numpy` does not compute the gradient of x if nobody asks for it, as for the data of a first layer. To
+    # learn whether MLX asks for it, the call gets a mark: a scalar that depends on x (see `gradient_mark`).
+    # MARKS_COME_FIRST says whether this version of MLX differentiates the mark before the recurrence.
     marks = engine == "numpy" and problem.training and MARKS_COME_FIRST
     mark = gradient_mark(arrays["x"], used) if marks else None
 
@@ -149,18 +150,15 @@ def differentiable(
             saved.update({name: outputs.get(name) for name in hidden})
         if chunked is not None:
             outputs = chunked.stand_ins(outputs, visible)
-        # `stepwise` may return the gates in several arrays of a few steps each. Their names are known only now.
-        visible.extend(name for name in outputs if name.startswith(stepwise.ROWS) and name not in visible)
         return tuple([outputs[name] for name in visible])
 
     def vjp(primals: tuple[mx.array, ...], d_outputs: Any, outputs: Any) -> tuple[mx.array, ...]:
         # For an output that the loss does not use, MLX passes zeros as cotangent. Only the outputs named in `used`
         # have a real cotangent. The others are left out, so that the engine does not work on zeros.
-        wanted = used.intersection(problem.cell.outputs) if chunked is None else used
-        cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in wanted}
-        # `MARK` is in `used` if MLX asks for the gradient of x; otherwise the engine need not compute this gradient.
-        # Then all outputs are added to `used`: in a second derivative each of them may have a cotangent, because the
-        # backward pass reads them directly.
+        cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in used}
+        # The set `used` contains `MARK` if MLX asks for the gradient of x; otherwise the engine leaves this gradient
+        # out. From now on all outputs count as used, because a second derivative calls this rule again. Each output
+        # may then have a cotangent that did not come through a tap: the backward pass reads the outputs directly.
         left_out = ("x",) if marks and MARK not in used else ()
         used.discard(MARK)
         used.update(visible)
@@ -191,8 +189,9 @@ def differentiable(
     function.vjp(vjp)
     function.jvp(jvp)
     evaluated_chunks = chunked is not None and chunked.evaluates
-    # `numpy` and evaluated chunks evaluate the arrays that they get. MLX would drop the graphs of evaluated arrays,
-    # and an outer derivative would then silently be wrong. So the function runs where MLX keeps all graphs.
+    # `numpy` and evaluated chunks evaluate the arrays that they get. MLX would then drop the graphs of these arrays,
+    # and an outer derivative would silently be wrong. So `with_graphs_kept` calls the custom function inside a vjp
+    # rule, because there MLX keeps all graphs.
     evaluates = engine == "numpy" or evaluated_chunks
     results = with_graphs_kept(lambda: function(*arrays.values())) if evaluates else function(*arrays.values())
     outputs: Arrays = dict(zip(visible, results, strict=True))
@@ -222,12 +221,12 @@ def has_plain_gradient(problem: Problem) -> bool:
 def tapped(
     names: list[str], values: list[mx.array], used: set[str], chunked: Chunked | None, mark: mx.array | None
 ) -> tuple[mx.array, ...]:
-    """Return `values`, the outputs with these names, after an identity function (a tap). If MLX asks for a gradient
-    through one of them, the tap's vjp rule adds the names to `used`. So the backward pass knows which outputs have a
-    cotangent.
+    """Return the outputs `values` after an identity function (a tap), which finds out whether these outputs have a
+    cotangent. If MLX asks for a gradient through the tap, the tap's vjp rule adds `names`, the names of the outputs,
+    to the set `used`, which the backward pass reads.
 
-    mark: a scalar from `gradient_mark`, which the tap takes as one more argument so that MLX also differentiates the
-    mark; or None.
+    mark: the scalar from `gradient_mark`, or None. The tap takes the mark as one more argument. So if MLX asks for the
+    gradient of x, on which the mark depends, it calls the mark's vjp rule, too.
     """
     if not names:
         return ()
@@ -248,11 +247,12 @@ MARK = "the gradient of x"
 
 
 def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
-    """Return a scalar 0, the mark, by which the backward pass learns whether MLX asks for the gradient of x.
+    """Return a mark: a scalar 0 that depends on x and has its own vjp rule. The rule adds `MARK` to the set `used`,
+    from which the backward pass learns that MLX asks for the gradient of x.
 
-    The mark depends on x, and the taps (identity functions after the outputs) take it as an argument. If MLX asks for
-    the gradient of x, it calls the mark's vjp rule before that of the recurrence. The mark's rule adds `MARK` to the
-    set `used`, which the rule of the recurrence reads.
+    The outputs of the recurrence pass through identity functions (taps) that also take the mark. So MLX calls the
+    mark's rule if, and only if, it asks for the gradient of x. It calls this rule before the backward pass of the
+    recurrence.
     """
 
     def note(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
@@ -266,17 +266,19 @@ def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
 
 
 def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return two lists: the names of the outputs that MLX sees, and the names of the outputs that are saved where
-    MLX does not see them.
+    """Return two lists: the names of the outputs that MLX gets, and the names of the outputs that only Python saves
+    for the backward pass. The lists differ only in the gates:
 
-    MLX must see everything that the backward pass of `ops` reads, because MLX differentiates that pass again. The
-    engine `numpy` keeps gates in its own memory unless the caller wants them. Without training only `ops` computes
-    gates.
+    - `ops`: MLX gets the gates, because it can differentiate the backward pass of `ops` again, which reads them.
+    - `stepwise`: Python saves the gates of an LSTM in training, unless the caller wants them. They are up to 20 arrays.
+      As outputs they would take MLX a third of the time in which it builds and frees the graph.
+    - `numpy`: Python saves the gates, unless the caller wants them.
+    - All engines but `ops`: without training they compute no gates, unless the caller wants them.
     """
     visible: list[str] = [*problem.cell.outputs]
     if engine == "stepwise" and stepwise.keeps_rows(problem, names):
         visible.remove("gates")
-        return visible, []
+        return visible, [stepwise.ROWS]
     if engine == "ops" or problem.return_gates or (engine != "numpy" and problem.training):
         return visible, []
     visible.remove("gates")
@@ -337,11 +339,11 @@ def engine_gradients(
     saved: Any,
     left_out: tuple[str, ...],
 ) -> Arrays:
-    """Return the gradients that the engine `numpy`, `fused` or `stepwise` computes. Some gradients of `numpy` are
-    pairs of factors, which `numpy.multiplied` multiplies.
+    """Return the gradients that the engine `numpy`, `fused` or `stepwise` computes. `numpy` returns some large weight
+    gradients as pairs of factors; `numpy.multiplied` multiplies them later, one by one.
 
-    If the arrays had values in the forward pass of `numpy` but have none in the backward pass, the engine `ops`
-    computes the gradients. This happens in a Jacobian by mx.vmap.
+    `numpy` can compute only with arrays that have values. In a Jacobian by mx.vmap the cotangents have none; then the
+    engine `ops` computes the gradients.
     """
     sweeps = chunked or module_of(problem, engine)
     if engine != "numpy":
@@ -362,8 +364,9 @@ def engine_gradients(
 
 
 def evaluated_gradients(problem: Problem, floats: Arrays, chunked: Chunked, cotangents: Arrays, saved: Any) -> Arrays:
-    """Return the gradients of the engine `ops`, computed chunk by chunk outside of MLX's graph. The derivatives of
-    these gradients come from one graph of all steps."""
+    """Return the gradients of the engine `ops`. They are computed and evaluated chunk by chunk to save memory, so MLX
+    has no graph of them. If MLX asks for their derivatives (a second derivative), `plain_gradients` computes the same
+    gradients again as one graph of all steps, which MLX differentiates."""
     names = [name for name in floats if name != "lengths"]
     lengths = {"lengths": floats["lengths"]} if "lengths" in floats else {}
 
@@ -426,8 +429,9 @@ def without_derivatives(function: Callable[..., tuple[mx.array, ...]], error: st
 def with_derivatives_of(
     plain: Callable[..., tuple[mx.array, ...]], function: Callable[..., tuple[mx.array, ...]]
 ) -> Any:
-    """Return a function that computes the results with `function` and their derivatives with `plain`. `function`
-    takes at least two arrays; its results have no graph. `plain` computes the same results as a graph."""
+    """Return a function that computes its results with `function`, and the derivatives of these results with `plain`.
+    Both compute the same results, but those of `function` have no graph, so MLX can differentiate only `plain`. Both
+    take at least two arrays: for one array MLX would pass the rules below an array instead of a tuple."""
 
     def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
         mapped = with_derivatives_of(mx.vmap(plain, in_axes=axes), mx.vmap(function, in_axes=axes))

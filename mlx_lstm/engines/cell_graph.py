@@ -246,7 +246,9 @@ class CellGraph:
         return f"CellGraph({self.gates} gates, {self.states} states, {len(self.nodes)} nodes)"
 
     def names(self) -> list[str]:
-        """Return the names of the cell's inputs, in the order in which `back` lists the nodes of their gradients."""
+        """Return the names of the cell's inputs: x0, x1, ... (preactivations), p0, ... (their recurrent parts, if they
+        are separate), s0, ... (states), u0, ... (inputs of each step) and w0, ... (parameters). The attribute `back`
+        lists the nodes of their gradients in the same order."""
         parts = [("x", self.gates), ("p", self.gates if self.apart else 0), ("s", self.states)]
         return [f"{letter}{k}" for letter, n in [*parts, ("u", self.inputs), ("w", self.params)] for k in range(n)]
 
@@ -264,8 +266,8 @@ class CellGraph:
         return {n: k for k, n in enumerate(self.forward) if self.nodes[n].op not in ("const", "input")}
 
     def reads(self, name: str) -> bool:
-        """Return whether the backward pass must read the input `name`, because the saved nodes and the new states are
-        not enough."""
+        """Return whether the backward pass reads the input `name`. It does not need the input if it can compute all
+        gradients from what it has anyway: the nodes that the forward pass saved, and the new states."""
         return name in self.number and self.number[name] in needed(
             self.nodes, self.back, {*self.saved, *self.known_after()}
         )
@@ -307,8 +309,9 @@ def to_save(cell: CellGraph) -> list[int]:
     """Return the nodes that the forward pass saves for the backward pass.
 
     The backward pass often needs a preactivation only through a node computed from it, such as the gate after its
-    activation. For each preactivation the last such node is saved, but no node that depends on a gradient. For an LSTM
-    the saved nodes are the gates. The new states need not be saved, because the outputs contain them.
+    activation. For each preactivation the last such node is saved; for an LSTM these nodes are the gates. The graph
+    also contains the nodes of the backward pass. They depend on a gradient, which the forward pass does not know, so
+    they are never saved. The new states need not be saved, because the outputs contain them.
     """
     free, saved = set(cell.known_after()), []
     order = needed(cell.nodes, cell.back, free)
@@ -321,7 +324,8 @@ def to_save(cell: CellGraph) -> list[int]:
             last = after
         if last not in saved:
             saved.append(last)
-    # A saved node may make another one superfluous.
+    # Remove each saved node that the backward pass does not need if it has the other saved nodes. The loop runs over a
+    # copy of the list, because it changes the list.
     for n in list(saved):
         others = {k for k in saved if k != n}
         if n not in needed(cell.nodes, cell.back, free | others):
@@ -339,8 +343,9 @@ def entered_by_gradients(nodes: tuple[Node, ...]) -> set[int]:
 
 
 def next_on_all_paths(cell: CellGraph, order: list[int], n: int, excluded: set[int]) -> int | None:
-    """Return the first node after n that all paths from n to the gradients go through, or None. Nodes in `excluded`
-    and conditions are not returned."""
+    """Return a node that the forward pass can save instead of node n: the first node after n through which every path
+    from n to a gradient leads. Return None if there is none. Nodes in `excluded` and nodes with bool values
+    (conditions) are not returned."""
     leaves = set(cell.known_after())
     for candidate in order:
         if candidate <= n or candidate in excluded or cell.nodes[candidate].op in CONDITIONS:

@@ -247,12 +247,12 @@ def constant_of(graph: Graph, array: mx.array) -> int | None:
 
 
 def captured_arrays(content: Exported, again: Exported) -> set[str]:
-    """Return the keys of the constants that the function did not create itself. content, again: the graphs of two
-    traces of this function.
+    """Return the keys of the captured arrays: the constants that come from outside of the function. content, again:
+    the graphs of two traces of this function.
 
-    Both graphs are alive, so a constant that the function creates has different addresses in them. An array from
-    outside of the function has the same address in both. An array without a value belongs to a transformation around
-    the function.
+    A constant that the function creates has a different memory address in each graph, because both graphs are alive. A
+    captured array has the same address in both. A placeholder of mx.compile or mx.vmap has no value and no address; it
+    belongs to a transformation around the function, so it is captured, too.
     """
     captured: set[str] = set()
     pairs = [
@@ -336,10 +336,10 @@ def refuse(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.ar
 
 
 def line_of(step: Callable[..., Any], given: list[mx.array]) -> str:
-    """Return the place of the first line of a cell whose results cannot be traced: ", file.py line 7: y = h @ W".
+    """Return the place of the first line of a cell that cannot be traced, as text: ", file.py line 7: y = h @ W".
 
-    The cell runs once for each of its intermediate results, with only this result as output. The first result that
-    cannot be traced comes from the line that is to be found.
+    To find this line, the cell is traced again and again: with its first intermediate result as the only output, then
+    with its second one, and so on. The first trace that fails shows the line.
     """
     names, n = [f"x{k}" for k in range(len(given))], 0
     seen: list[tuple[mx.array, str, int]] = []

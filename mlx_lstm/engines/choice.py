@@ -174,10 +174,10 @@ def decide(
 
 
 def is_small_step(cell: AnyCell, T: int, B: int, H: int) -> bool:
-    """Return whether a call is a single step for which `ops` is faster than `numpy` in a gradient.
+    """Return whether a call is a single step that is so small that `ops` computes its gradient faster than `numpy`.
 
-    A program that calls a layer for each step has a long graph. `numpy` evaluates arrays in each call, and each
-    evaluation visits all nodes of the graph so far.
+    A program that calls a layer for each step builds a long graph. `numpy` must evaluate its arrays at each call, and
+    each evaluation visits all nodes of the graph so far. `ops` evaluates nothing at a call.
     """
     return T == 1 and B * cell.gates * H**2 <= ONE_STEP
 
@@ -264,8 +264,9 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
         # K steps per chunk. The T / K saved states and one chunk of K steps together need the least memory near
         # K = sqrt(T). A step of `ops` needs about 16 times the memory of a state, so its K is sqrt(T) / 4.
         auto = isqrt((T - 1) // (16 if engine == "ops" else 1)) + 1
-        # Longer chunks have a smaller fixed cost. The gates and states of T / 8 steps take less than half the memory of
-        # h and dx.
+        # `numpy` has a fixed cost per chunk, which is small for chunks of at least ROWS rows (steps x batch). So its
+        # chunks are that long, but at most T / 8 steps: the gates and states of T / 8 steps take less than half the
+        # memory of h and dx, so the option still saves memory.
         if engine == "numpy":
             auto = max(auto, min(ROWS // B, T // 8))
         return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True, is_long=longest < T)

@@ -51,9 +51,11 @@ def for_engine(engine: str, arrays: Arrays) -> Arrays:
 
 
 def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chunked | None":
-    """Return an object that runs the engine in chunks, or None if dividing the sequence has no benefit. There are
-    two benefits: chunks that are evaluated keep the graph small, and a backward pass that recomputes chunks saves
-    memory. `numpy` without a gradient needs neither."""
+    """Return an object that runs the engine in chunks, or None if dividing the sequence has no benefit.
+
+    There are two benefits: chunks that are evaluated keep the graph small, and a backward pass that recomputes chunks
+    saves memory. Without a gradient `numpy` has neither a graph nor a backward pass, so it runs undivided.
+    """
     chunks, plain = problem.chunks, problem.plain
     if chunks is None or (plain and engine == "numpy"):
         return None
@@ -67,11 +69,12 @@ def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chun
 
 
 class Chunked:
-    """An engine that runs a sequence chunk by chunk. Its methods `forward` and `backward` are called like an
-    engine's functions.
+    """An engine that runs a sequence chunk by chunk. Its methods `forward` and `backward` are called like an engine's
+    functions.
 
-    In addition to the engine's outputs `forward` returns the states at the start of each of N chunks, h_starts [N,
-    B, D P] and c_starts [N, B, D H], in the order of time.
+    In addition to the engine's outputs `forward` returns the states at the start of each chunk, because `backward`
+    runs each chunk from them: h_starts [N, B, D P] and c_starts [N, B, D H], in the order of time. There are N chunks,
+    B batch items and D directions; P is the width of h and H the width of c.
     """
 
     def __init__(self, chunks: Chunks, engine: str, module: Any, batch_first: bool, evaluates: bool):
@@ -88,28 +91,29 @@ class Chunked:
         self.eager: bool = evaluates
         self.takes_numpy: bool = False
         self.pending: list[Array] = []
-        # held: the real sequences while MLX has small arrays of zeros in their place (see `stand_ins`). dtypes: the
-        # dtypes of the outputs that MLX gets.
+        # held: the real sequences, until the caller gets them; until then MLX has small arrays of zeros in their place
+        # (see `stand_ins`). dtypes: the dtypes of the outputs that MLX gets.
         self.held: Arrays = {}
         self.dtypes: dict[str, mx.Dtype] = {}
 
-    # --- What MLX sees -----------------------------------------------------------------------------------------------
+    # --- The outputs that MLX gets -----------------------------------------------------------------------------------
 
     def saved_of(self, problem: Problem) -> tuple[list[str], list[str]]:
-        """Return two lists of names: the results that are outputs of MLX's custom function, and the results that are
-        saved in Python only. If chunks are evaluated, results for the backward pass are saved in Python, because they
-        have no graph anyway; otherwise MLX must see them to differentiate the backward pass again."""
+        """Return two lists of names: the outputs that MLX gets, and the results that Python saves for the backward
+        pass without MLX. If chunks are evaluated, Python saves all results for the backward pass: they have no graph,
+        so MLX could not differentiate them. Otherwise MLX gets them, too, because it needs them for a second
+        derivative."""
         visible = [name for name in problem.cell.outputs if name != "gates" or problem.return_gates]
         saved = self.results_saved(problem)
         return (visible, saved) if self.evaluates else (visible + saved, [])
 
     def stand_ins(self, outputs: Arrays, visible: list[str]) -> Arrays:
-        """Return the outputs that MLX sees. If chunks are evaluated, the sequences are replaced by stand-ins: zeros
-        that take no memory.
+        """Return the outputs that MLX gets. If chunks are evaluated, each sequence is replaced by a stand-in: an array
+        of zeros of the same shape that takes no memory.
 
-        MLX keeps all results of a function as long as it keeps one of them. So the real sequences are `held` here
-        until a tap (an identity function after the outputs) returns them. Then each sequence lives only as long as
-        the caller holds it.
+        MLX keeps all results of a custom function in memory as long as one of them is in use. With stand-ins each real
+        sequence can be freed alone. `held` keeps the real sequences until an identity function after the outputs (a
+        tap) returns them to the caller.
         """
         outputs = {name: outputs[name] for name in visible}
         if self.evaluates:
@@ -119,9 +123,9 @@ class Chunked:
         return outputs
 
     def stood_for(self, names: list[str], values: list[Array]) -> list[Array]:
-        """Return the values, with each stand-in replaced by the sequence that it stands for. A stand-in is an array of
-        zeros that MLX holds instead of a long sequence. This object then no longer refers to the sequence. If there
-        are no stand-ins, return `values` unchanged."""
+        """Return `values` with the real sequences in place of their stand-ins: arrays of zeros that MLX got instead of
+        long sequences. Each returned sequence is removed from `held`, so that only the caller keeps it in memory.
+        Without stand-ins return `values` unchanged. names: the names of the values."""
         if not self.held:
             return values
         return [self.held.pop(name, value) for name, value in zip(names, values, strict=True)]
@@ -134,13 +138,15 @@ class Chunked:
         return [*sequences, *(f"{name[0]}_starts" for name in states_of(problem))]
 
     def forward(self, problem: Problem, arrays: Arrays) -> Arrays:
-        """Run the forward pass. Return the outputs in the dtype of x, with gates only if the caller wants them, and
-        the results named by `results_saved` in the dtype of the engine."""
+        """Run the forward pass. Return the outputs in the dtype of x, with gates only if the caller wants them. Also
+        return what the backward pass reads, in the dtype of the engine: the states at the start of each chunk and, if
+        chunks are not recomputed, the outputs of all steps."""
         self.begin(problem, self.evaluates)
         if self.engine != "numpy":  # engine `numpy` caches dequantized weights itself
             arrays = dequantized(problem.packing, arrays)
         (T, B, H, P), D, dtype = problem[:4], problem.directions, arrays["x"].dtype
-        # `numpy` runs without chunks here: at any length it needs memory only for its outputs.
+        # `numpy` runs all steps at once: at any length it needs memory only for its outputs. 16-bit arrays (dtype.size
+        # 2) are an exception: they are converted to float32, which takes less memory chunk by chunk.
         if self.engine == "numpy" and dtype.size > 2:
             outputs = self.module.forward(problem._replace(training=False), arrays)
             return outputs | self.starts(problem, arrays, outputs)
@@ -209,14 +215,15 @@ class Chunked:
         cotangents: Arrays,
         left_out: tuple[str, ...] = (),
     ) -> Arrays:
-        """Run the backward pass. Return the gradients of all arrays, each in the dtype of its array. saved: the
-        results named by `results_saved`. left_out: names of gradients that `numpy` shall not compute."""
+        """Run the backward pass. Return the gradients of all arrays, each in the dtype of its array. saved: what
+        `forward` returned for it, the states at the start of each chunk and, if chunks are not recomputed, the outputs
+        of all steps. left_out: names of gradients that nobody asks for, which `numpy` does not compute."""
         self.begin(
             problem, self.evaluates and have_values([*arrays.values(), *cotangents.values()], transforming=False)
         )
         sequences = {}
-        # Sequences for the gradients of all arrays that have steps. With two directions the second adds its gradients
-        # to those of the first, so the sequence is float32 even if the array has 16 bits.
+        # Allocate a gradient for each array that has a time axis, such as x. If both directions read x, its gradient
+        # is the sum of two gradients, so with two directions 16-bit arrays get a float32 gradient.
         for name in (name for name in with_steps(arrays) if name not in left_out):
             dtype = widened(arrays[name]).dtype if problem.bidirectional else arrays[name].dtype
             sequences[name] = SequenceBuffer(arrays[name].shape, dtype, self.batch_first, self.eager)
@@ -306,8 +313,9 @@ class Chunked:
         return rows
 
     def steps_of(self, by_step: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """Return the steps from `start` to `stop` of arrays that `by_step` returned, in the dtypes that the engine
-        reads and, unless it takes NumPy arrays, as MLX arrays."""
+        """Return the steps from `start` to `stop` of the arrays in the dict `by_step`, which the method `by_step`
+        returned. The results have the dtypes that the engine reads. They are NumPy views if the engine accepts these,
+        else MLX arrays."""
         rows = {name: array[start:stop] for name, array in by_step.items()}
         if self.takes_numpy and all(array.itemsize > 2 for array in rows.values()):
             return rows

@@ -35,8 +35,8 @@ def part(arrays: dict[str, Array], d: int, projects: bool | None = None) -> dict
     """Return the parts of all arrays that belong to direction d, as views. The arrays are arguments, outputs or
     cotangents.
 
-    projects: whether the call has a Wx; if so, both directions read the same x. None: `arrays` contains Wx if the call
-    has it.
+    projects: whether the call has a Wx. If it has one, both directions read the same x; otherwise x is projected
+    already, and each direction reads its own half of x. None: the call has a Wx if `arrays` contains one.
     """
     if projects is None:
         projects = "Wx" in arrays

@@ -87,8 +87,9 @@ def limited(
     unchunked: int | None = None,
     cores: int | None = None,
 ) -> Iterator[None]:
-    """Run the calls inside the context with other limits. A limit that is None stays unchanged. The limits are part
-    of the key of every cache, so kernels for different limits are not confused."""
+    """Run the calls inside the context with changed `Limits`: sizes above which an engine launches different kernels.
+    A limit that is None stays unchanged. The limits are part of the key of every cache, so kernels for different
+    limits are not confused."""
     changes = {"index": index, "launch_steps": launch_steps, "rows_left": rows_left, "unchunked": unchunked}
     changes["cores"] = cores
     limits = limits_in_effect.get()._replace(**{name: size for name, size in changes.items() if size is not None})

@@ -38,5 +38,6 @@ def joined(blocks: list[mx.array]) -> mx.array:
     """Return the gates [T, B, G H] in one array. blocks: one array [T, B, H] per gate."""
     if choice.current_device() != "cpu":
         return mx.concatenate(blocks, axis=-1)
-    # Engine `numpy` then reads the gates feature-major, [T, G H, B], without a copy.
+    # The engine `numpy` reads gates in the memory order [T, G H, B]. So the blocks are joined in this order, and the
+    # result [T, B, G H] is a transposed view, which the engine can read without a copy.
     return mx.swapaxes(mx.concatenate([mx.swapaxes(block, 1, 2) for block in blocks], axis=1), 1, 2)

@@ -41,10 +41,11 @@ def launch_of(engine: str, problem: Problem, arrays: Arrays) -> Launch:
 
 
 class MLXStream:
-    """A stack of layers that runs one step at a time, with states that are MLX arrays. Its methods are those of
-    `engines.numpy.stream.Stream`, but x and h are lazy MLX arrays.
+    """A stack of layers that runs one step at a time, for engines that compute with MLX. It has the same methods as
+    `engines.numpy.stream.Stream`, but x, h and the states are lazy MLX arrays.
 
-    batch: the sizes of the batch axes of x, which may be none. x has the shape (*batch, I), and h (*batch, P).
+    batch: the sizes of the batch axes of x, which may be none. x has the shape (*batch, I) with I input features, and
+    h has the shape (*batch, P), where P is the width of the last layer's h.
     """
 
     def __init__(self, launches: list[tuple[Launch, Launch]], batch: tuple[int, ...], device: mx.Device):
@@ -55,7 +56,8 @@ class MLXStream:
         self.carried: list[Arrays] = [zero_states(launch) for launch, _ in launches]
 
     def __call__(self, x: mx.array | np.ndarray, keep: np.ndarray | None) -> mx.array:
-        """Run one step, and return the last layer's new h (*batch, P). keep: factors [B] on the states, or None."""
+        """Run one step, and return the last layer's new h (*batch, P), with P its width. keep: factors [B] by which
+        the states are multiplied before the step, or None."""
         with mx.stream(self.device):
             dtype, more = self.launches[0][0].arrays["x"].dtype, {}
             row: mx.array = x.astype(dtype) if isinstance(x, mx.array) else mx.array(x, dtype)
@@ -71,13 +73,14 @@ class MLXStream:
             return row.astype(self.launches[0][0].problem.dtype).reshape(*self.batch, -1)
 
     def states(self) -> dict[str, list[mx.array]]:
-        """Return the current states of all layers by name: h (*batch, P) and, for an LSTM, c (*batch, H)."""
+        """Return the current states of all layers by name: h (*batch, P) and, for an LSTM, c (*batch, H). P is the
+        width of a layer's h, H the number of its hidden units."""
         names = self.carried[0]
         return {name[0]: [layer[name].reshape(*self.batch, -1) for layer in self.carried] for name in names}
 
     def set_states(self, states: dict[str, list[np.ndarray]]) -> None:
-        """Set the states of all layers. states: for h and, if the cell has it, c one array per layer, of the shape
-        (*batch, width)."""
+        """Set the states of all layers. states: {"h": a list with one array per layer} and, if the cell has c, also
+        "c". Each array has the shape (*batch, width of this state)."""
         for layer, carried in enumerate(self.carried):
             for name, old in carried.items():
                 carried[name] = mx.array(states[name[0]][layer], old.dtype).reshape(old.shape)

@@ -17,15 +17,16 @@ custom_function: Callable[[Callable[..., Any]], Any] = mx.custom_function
 
 
 class Leaving(Exception):
-    """Exception that `stale_placeholder` raises inside mx.vmap, so that MLX leaves a placeholder marked as a tracer."""
+    """Exception that `stale_placeholder` raises inside mx.vmap. It ends mx.vmap before MLX can remove the mark that
+    makes an array a tracer. With such an array `is_transforming` finds out whether MLX is transforming a function."""
 
 
 def stale_placeholder() -> mx.array:
-    """Return a placeholder of an `mx.vmap` that an exception ended. Because of the exception, MLX never removed the
-    mark that makes this array a tracer.
+    """Return a placeholder (an array without a value) of an `mx.vmap` that an exception has ended. Because of the
+    exception MLX never removed the mark that makes this array a tracer.
 
-    MLX treats such an array as a tracer only while a transformation runs in the current thread. `is_transforming`
-    uses this.
+    MLX still treats the array as a tracer, but only while some transformation runs in the current thread. So
+    `is_transforming` finds out by this array whether a transformation runs.
     """
     leaked: list[mx.array] = []
 
@@ -75,9 +76,9 @@ def is_transforming() -> bool:
     probe.compiled(PLACEHOLDER)
     if probe.runs == before:
         return False
-    # MLX called the Python function. So it is transforming; or this is the first call in this thread; or
-    # mx.disable_compile() is in effect. mx.eval of the placeholder decides: it raises a ValueError during a
-    # transformation, else a RuntimeError.
+    # MLX called the Python function. There are three possible reasons: MLX is transforming; this is the first call in
+    # this thread; or mx.disable_compile() is in effect. To decide, evaluate the stale placeholder of mx.vmap, which
+    # has no value. This always fails: with a ValueError during a transformation, else with a RuntimeError.
     try:
         mx.eval(PLACEHOLDER)
     except RuntimeError:
@@ -107,13 +108,13 @@ def have_values(arrays: list[mx.array], transforming: bool | None = None) -> boo
 
 
 def with_graphs_kept(function: Callable[[], Any]) -> Any:
-    """Call `function` and return its result. Arrays that it evaluates stay connected to the graph that computed
-    them.
+    """Call `function` and return its result. Arrays that it evaluates keep their graphs: the operations that computed
+    them, which an outer derivative needs.
 
-    When an inner transformation ends, MLX removes the tracer mark of all tracers that it met, including tracers of
-    an outer transformation. If such an array is evaluated afterwards, MLX drops its graph, and the outer derivative
-    silently becomes wrong. MLX keeps all graphs only while it calls a vjp rule. So `function` runs inside the vjp
-    rule of an identity function.
+    MLX keeps the graph of an evaluated array only if the array has the tracer mark. When an inner transformation ends,
+    MLX removes this mark also from tracers of an outer transformation. If `function` then evaluates such a tracer, its
+    graph is lost, and the outer derivative silently becomes wrong. While MLX calls a vjp rule, it keeps all graphs. So
+    `function` is called in the vjp rule of an identity function, which is there only for this purpose.
     """
     results = []
 

@@ -1,8 +1,8 @@
-"""The table of measurements that says which Metal engine is faster at which sizes, and how `fused` divides its work;
-and the number of GPU cores, from which both are predicted without measurements.
+"""The table that says which Metal engine is faster at which sizes, and how `fused` divides its work.
 
 `python -m mlx_lstm.bench --tune` measures the table on a user's Mac and writes it to a file. This file is used only
-with the chip, system, versions and kernels with which it was measured.
+with the chip, system, versions and kernels with which it was measured. Without a file the faster engine is predicted
+from the number of GPU cores, which this module determines, too.
 """
 
 import hashlib
@@ -26,15 +26,15 @@ Row = tuple[tuple[int, str], ...]
 
 
 class Table(NamedTuple):
-    """A table of the faster Metal engine by dtype, batch size and H. The numbers are for an LSTM with one direction.
-    They are used for all cells, and for two directions.
+    """A table of the faster Metal engine by dtype, batch size and H. It is measured for an LSTM with one direction,
+    and it is used for all cells and for two directions.
 
     source: where the numbers come from, as text for the reason of a choice.
-    engines: for each dtype and the least batch size of a row, pairs (largest H, engine) with H ascending. `stepwise` is
-        the faster engine for H above the last pair.
-    discarded: every (dtype, least batch size, engine) for which a measurement failed or gave a wrong result.
-    cuts: how `fused` divides its work, by dtype and least batch size, where a measured choice is faster than the rules
-        of `fused`.
+    engines: {dtype: {B: pairs (largest H, engine)}}, with H ascending. The pairs are used for batches of B items up to
+        the next larger B. For H above the last pair `stepwise` is faster.
+    discarded: every (dtype, B, engine) for which a measurement failed or gave a wrong result.
+    cuts: {(dtype, B): cut}, where a cut says how `fused` divides its work. An entry exists only where a measured cut is
+        faster than the rules of `fused`.
     """
 
     source: str
@@ -66,13 +66,13 @@ class Table(NamedTuple):
         return (name, least, engine) not in self.discarded
 
     def cut(self, dtype: mx.Dtype, B: int) -> Cut | None:
-        """Return the measured cut for a batch of B (how `fused` divides its work), or None if `fused` shall use its
-        own rules."""
+        """Return how `fused` shall divide its work for a batch of B items (a cut), as measured. Return None if the
+        table has no cut for this dtype and B; `fused` then uses its own rules."""
         return self.cuts.get(self.row_at(dtype, B)[:2]) if self.cuts else None
 
     def row_at(self, dtype: mx.Dtype | str, B: int) -> tuple[str, int, Row]:
-        """Return the row of the table of faster engines that applies to a batch of B: (name of the dtype, the least
-        batch size of the row, the row's pairs (largest H, engine))."""
+        """Return the entry of `engines` that applies to this dtype and a batch of B items, as (name of the dtype,
+        least batch size to which the entry applies, pairs (largest H, engine))."""
         name = str(dtype).removeprefix("mlx.core.")
         batches = self.engines.get(name) or {1: ()}
         least = max((least for least in batches if least <= B), default=min(batches))
@@ -98,7 +98,8 @@ def gpu_cores() -> int:
 
 @cache
 def on_this_gpu(limits: Limits) -> Limits:
-    """Return the limits with the number of GPU cores of this machine, unless they name another number."""
+    """Return these limits (sizes above which an engine launches different kernels). If their number of GPU cores is 0,
+    it is replaced by the number of this machine."""
     return limits if limits.cores else limits._replace(cores=gpu_cores())
 
 
@@ -210,8 +211,9 @@ def cut(dtype: mx.Dtype, B: int) -> Cut | None:
 
 @contextmanager
 def trying(cut: Cut | None) -> Iterator[None]:
-    """Make `fused` divide its work by this cut inside the context, whatever the table says. If the cut is None, `fused`
-    uses its own rules."""
+    """Inside the context, make `fused` divide its work as `cut` says, whatever the table of measurements says. cut:
+    how many batch items a threadgroup computes and how many registers it leaves free; with None `fused` uses its own
+    rules."""
     _tried.append(cut)
     try:
         yield

@@ -48,8 +48,8 @@ def record(trial: str, verdict: str) -> None:
 
 
 def is_recorded(reason: str) -> bool:
-    """Return whether `reason` is stored for this machine as the reason why some kernels are refused. Then other
-    processes refuse these kernels, too."""
+    """Return whether a test run of kernels on this machine has stored `reason` as its verdict: the reason why it
+    refuses these kernels. Other processes read the stored verdicts, so they refuse the kernels, too."""
     return reason in _known.values()
 
 

@@ -9,18 +9,19 @@ wrong layout raises `ValueError`. Where Apple's texts are unclear, the default i
 and keywords select the other readings. "E:name" in a docstring names an experiment that decides the point on a Mac:
 `python -m mlx_lstm.compare --settle` runs all of them. No result has been compared with MPSGraph yet: not measured.
 
-    E:zstate_and_cell  that zState holds the LSTM's activated gates, and the cell states are those before g
-    E:output_count     the number of results of training without produce_cell
-    E:grads            shapes of the gradients of bias and states; that the gradients of the last states enter at each
-                       direction's last step
-    E:peephole         whether o reads c[t-1] or c[t]; the shape of the peephole gradient
-    E:hard_sigmoid     its slope
-    E:mask             the layouts a mask may have
-    E:forget_gate_last that it permutes zState and all gradients, too
-    E:reverse          that results stay aligned with the source
-    E:relu_at_zero     that the slope of relu at 0 is 0
-    E:single_gate      whether zState of the single-gate RNN is before or after the activation
-    E:gru_flavours     what flip_z, reset_after and reset_gate_first do, what zState of the GRU holds
+    E:zstate_and_cell  Does zState hold the LSTM's gates after their activations? Is the returned c the one before its
+                       last activation?
+    E:output_count     How many results does training without produce_cell have?
+    E:grads            Which shapes have the gradients of bias and states? Is the gradient of the last state added at
+                       the last step that each direction computes?
+    E:peephole         Does o read c[t-1] or c[t]? Which shape has the gradient of peephole?
+    E:hard_sigmoid     Which slope has hard_sigmoid?
+    E:mask             Which layouts may a mask have?
+    E:forget_gate_last Does forget_gate_last also permute the gates in zState and in all gradients?
+    E:reverse          Does the result at index t belong to the source at index t if the op runs in reverse?
+    E:relu_at_zero     Is the slope of relu at 0 equal to 0?
+    E:single_gate      Does zState of the single-gate RNN hold values before or after the activation?
+    E:gru_flavours     What do flip_z, reset_after and reset_gate_first do? What does zState of the GRU hold?
 """
 
 from ._gru import GRUDescriptor, gru, gru_gradients

@@ -139,20 +139,22 @@ def gru_gradients(
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
     """Return the gradients of `gru`. Apple's name of the op is
-    `GRUGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:outputFwd:stateGradient:...`.
+    `GRUGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:outputFwd:stateGradient:...`. Sizes: T steps, N
+    batch, H units. With bidirectional the gradients of h, z_state and output_fwd are twice as wide.
 
     Args:
         source, recurrent_weight, input_weight, bias, init_state, mask, secondary_bias, descriptor, hard_sigmoid,
             mask_layout, engine, stream: the values with which `gru` was called. Without input_weight only the shape of
             source is used; training is not used.
-        source_gradient (array): the gradient of h, [T, N, H]; twice as wide with bidirectional.
+        source_gradient (array): the gradient of h, [T, N, H].
         state_gradient (array, optional): a gradient of h, [N, H] or [1, N, H], added at the last step that each
-            direction computes; twice as wide with bidirectional.
-        z_state (array): the second result of `gru` with training, [T, N, 3H]; twice as wide with bidirectional.
-        output_fwd (array): the first result of `gru`, [T, N, H]; twice as wide with bidirectional.
-        leading_ones (sequence of str): names out of `"bias"`, `"secondary_bias"`: the gradients of these arguments get
-            two leading axes of size 1. Apple does not say which shapes its op returns; on a Mac the experiment
-            E:gru_flavours finds out, see `mlx_lstm.mpsgraph`. Default: none, every gradient has its argument's shape.
+            direction computes.
+        z_state (array): the second result of `gru` with training, [T, N, 3H].
+        output_fwd (array): the first result of `gru`, [T, N, H].
+        leading_ones (sequence of str): names out of `"bias"`, `"secondary_bias"`. The gradients of these arguments are
+            returned with two more axes of size 1 in front. Apple does not say which shapes its op returns. The program
+            `python -m mlx_lstm.compare --settle` finds out on a Mac. Default: none, every gradient has its argument's
+            shape.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, init_state, secondary_bias, in this order,

@@ -35,8 +35,8 @@ class LSTMDescriptor:
         training (bool): `lstm` also returns the arrays that `lstm_gradients` needs.
         forget_gate_last (bool): the gate order on every axis of four blocks is i, z, f, o, not i, f, z, o.
         input_gate_activation, forget_gate_activation, cell_gate_activation, output_gate_activation, activation (str):
-            the activations of i, f, z, o, and g, the activation between c and h; each is one of `"none"`, `"relu"`,
-            `"tanh"`, `"sigmoid"`, `"hard_sigmoid"`.
+            the activations of the gates i, f, z and o, and (`activation`) of c in h = o activation(c). Each is one of
+            `"none"`, `"relu"`, `"tanh"`, `"sigmoid"`, `"hard_sigmoid"`.
     """
 
     reverse: bool = False

@@ -121,20 +121,20 @@ def single_gate_rnn_gradients(
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
     """Return the gradients of `single_gate_rnn`. Apple's name of the op is
-    `singleGateRNNGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:stateGradient:...`.
+    `singleGateRNNGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:stateGradient:...`. Sizes: T steps, N
+    batch, H units. With bidirectional the gradients of h and z_state are twice as wide.
 
     Args:
         source, recurrent_weight, input_weight, bias, init_state, mask, descriptor, z_state_holds, hard_sigmoid,
             mask_layout, engine, stream: the values with which `single_gate_rnn` was called. Without input_weight only
             the shape of source is used; training is not used.
-        source_gradient (array): the gradient of h, [T, N, H]; twice as wide with bidirectional.
+        source_gradient (array): the gradient of h, [T, N, H].
         state_gradient (array, optional): a gradient of h, [N, H] or [1, N, H], added at the last step that each
-            direction computes; twice as wide with bidirectional.
-        z_state (array): the second result of `single_gate_rnn` with training, [T, N, H]; twice as wide with
-            bidirectional.
-        leading_ones (sequence of str): `("bias",)` if the gradient of bias is to get two leading axes of size 1. Apple
-            does not say which shape its op returns; on a Mac the experiment E:single_gate finds out, see
-            `mlx_lstm.mpsgraph`. Default: none, every gradient has its argument's shape.
+            direction computes.
+        z_state (array): the second result of `single_gate_rnn` with training, [T, N, H].
+        leading_ones (sequence of str): `("bias",)` returns the gradient of bias with two more axes of size 1 in front.
+            Apple does not say which shape its op returns. The program `python -m mlx_lstm.compare --settle` finds out
+            on a Mac. Default: none, every gradient has its argument's shape.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, init_state, in this order, without

@@ -500,9 +500,9 @@ class RNN(Layer):
     ) -> mx.array:
         """Return the hidden state at every step, [..., L, H], for x [..., L, D].
 
-        The other arguments are optional: the first state `hidden` [..., H], the number of steps of each sequence
-        `lengths` [...], factors on the state `keep` [..., L], and steps that leave the state as it is `hold` [..., L].
-        They mean the same as in `GRU`.
+        The other arguments are optional. `hidden` [..., H]: the state before the first step. `lengths` [...]: the
+        number of steps of each sequence. `keep` [..., L]: factors on the state before each step. `hold` [..., L]: true
+        at steps that leave the state as it is. `GRU` explains them further.
         """
         return self._run(x, {"hidden": hidden}, lengths, keep, hold)[0]
 

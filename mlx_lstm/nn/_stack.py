@@ -126,8 +126,9 @@ def stack(
     Args:
         layers (list): K layers, all of one kind and one H; the first one reads x. From layer 1 on D is H, or 2H with
             both directions concatenated. The list may be empty if `reverse` is not. One object may have the arrays of
-            several layers, which then count as several, or of both directions; then `reverse` must be `None`.
-        x (array): [B, T, D]; as in the layers, any number of batch axes, none included.
+            several layers; it then counts as several layers. One object may also have the arrays of both directions;
+            then `reverse` must be `None`.
+        x (array): [B, T, D]. As in the layers, there may be several batch axes, or none.
         state (optional): a tuple (h_0, c_0) for LSTMs, else h_0; each [K, B, H], with both directions [2K, B, H],
             with groups G times as many. Layers come in order, in each layer its groups, in each group the forward
             direction first. Default: zeros.
@@ -232,7 +233,8 @@ def check_x(x: object, D: int) -> None:
 
 
 def run_group(group: "Depth", arrays: Arrays, options: dict[str, Any]) -> dict[str, Any]:
-    """Run one layer, or one group of a layer, in one or both directions. Return the outputs by name, such as "h"."""
+    """Run one layer, in one or both directions. With `groups` a layer is divided into groups, each of which reads
+    its part of the features; then run one of these groups. Return the outputs by name, such as "h"."""
     call = Call(group.cell, engine=group.engine, **options)
     outputs, choice = call.forward(arrays, return_gates=False, training=group.training)
     for layer in group.owners:
@@ -279,12 +281,13 @@ class Depth(NamedTuple):
 
 
 def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, merge: str, any_width: bool) -> Depths:
-    """Check that each layer fits the layer before and that both directions of a layer are alike. Return a list with
-    one entry per layer: the list of the layer's groups, with the arrays of both directions joined. Groups are layers
-    that run side by side on parts of the features.
+    """Check that each layer fits the layer before, and that both directions of a layer are alike. Return one entry
+    per layer, in which the arrays of both directions are joined. An entry is a list of the layer's groups, which run
+    side by side on parts of the features. Without groups it has one element.
 
-    sides: one list of layers per direction, the forward direction first. `engine` replaces the engines of the layers;
-    with `any_width` all layers but the first may read any number of features.
+    sides: for each direction a list of all layers and groups, the forward direction first. groups: the number of
+    groups of a layer. engine: if it is not None, it replaces the engines of the layers. any_width: whether the
+    layers after the first may read any number of features.
     """
     first, count = sides[0][0], len(sides[0])
     if count % groups:
@@ -388,7 +391,7 @@ def of_calls(weights: Weights) -> Weights:
 
 def of_call(cell: Cell, arrays: Arrays) -> Arrays:
     """Convert one direction's arrays of `Weights` to the argument names of `mlx_lstm.lstm`, `gru` or `rnn`. Two
-    biases become their sum, through which MLX differentiates."""
+    biases become one, their sum, unless a GRU needs both. MLX differentiates the sum, so both biases get a gradient."""
     biases = {name: arrays[name] for name in ("bx", "bh") if name in arrays}
     others = {name: array for name, array in arrays.items() if name not in biases}
     if not biases:
@@ -410,7 +413,8 @@ def packings(layer: Depth) -> dict[str, tuple[int | str, ...]]:
 
 
 def check_parameters(layer: Depth, D: int, first: Depth) -> None:
-    """Check the shapes of the parameters of a layer that reads D features, and has the sizes of the first layer."""
+    """Check the shapes of the parameters of `layer`. It reads D features. All its other sizes must equal those of
+    the layer `first`."""
     P, H = first.P, first.H
     rows = layer.cell.gates * H
     shapes = {"Wx": [rows, D], "Wh": [rows, P], "b": [rows], "bhn": [H], "Wp": [P, H], "peephole": [rows]}

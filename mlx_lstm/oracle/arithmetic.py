@@ -39,8 +39,8 @@ class Arithmetic:
             return np.asarray(value).astype(self.dtype).astype(np.float64)
 
     def load(self, value: Array) -> Array:
-        """Return an argument of the op, rounded to the dtype. The subclass `Noise` also accepts a complex weight,
-        whose imaginary part describes quantization (see `closeness.bounds`)."""
+        """Return an argument of the op, rounded to the dtype. A weight may be complex: its imaginary part then
+        describes the errors of a quantized weight. Only the subclass `Noise` reads it; here it is dropped."""
         return self(np.real(value))
 
     def store(self, named: Tensors) -> Tensors:

@@ -53,12 +53,13 @@ def sides(case: Case) -> list[Case]:
 
 
 def side_of(case: Case, d: int) -> Case:
-    """Return direction d's part of a bidirectional case.
+    """Return the part of a bidirectional case that belongs to direction d.
 
-    Wx [2GH,I], b [2GH], bhn [2H] and an x [T,B,2GH] that is already projected hold one direction after the other. Wh
-    [2,GH,P], Wp [2,P,H] and peephole [2,4H] have an axis for the directions. h0, c0, a mask and a keep [T,B,2] have
-    both directions on the last axis. Both directions share any other x, a mask of width 1, a keep [T,B] and hold [T,B].
-    (keep: the factor on the states that a step carries on; hold: where a step leaves the states unchanged.)
+    These arrays have one half for each direction on axis 0: Wx [2GH,I], b [2GH], bhn [2H]. These have an axis of 2
+    for the directions: Wh [2,GH,P], Wp [2,P,H], peephole [2,4H]. These have both directions on the last axis: h0,
+    c0, an x [T,B,2GH] that is already projected, a mask wider than 1, a keep [T,B,2]. Both directions share any other
+    x, a mask of width 1, a keep [T,B] and hold [T,B]. (G: gates; H: units; P: the width of h; keep: the factor on
+    the states that a step carries on; hold: where a step leaves the states unchanged.)
     """
     side = {**case, "bidirectional": False, "reverse": d == 1}
     for name in (n for n in ARRAYS if case.get(n) is not None):

@@ -40,8 +40,9 @@ def input_part(p: Side, x: Array, fl: Arithmetic) -> Array:
 
 
 def through(p: Side, gate: str, y: Array, gradient: Array, dgates: Array, fl: Arithmetic) -> Array:
-    """Return the gradient of a gate's preactivation. y: the gate's value after its activation. The gradient of y is
-    `gradient` plus the gate's block of `dgates` [B,GH], the cotangent of the gates as outputs of the op."""
+    """Return the gradient of a gate's preactivation, from the gradient of the gate's value y after its activation.
+    The gradient of y is `gradient` plus this gate's columns of `dgates` [B,GH]. `dgates` is the cotangent of the
+    output `gates`, which has H columns for each of G gates."""
     return fl(fl(gradient + block(p, dgates, gate)) * SLOPES[p.act[gate]](y, fl))
 
 
@@ -153,8 +154,8 @@ def gru_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ari
         dh_in = fl(dentered * y["r"])
     for k in "rz":
         dh_in = fl(dh_in + fl.dot(d[k], rows(p, k)))
-    # Gradients of the recurrent products of all gates. `d` holds the gradients of the input parts. They are the same,
-    # except for the candidate n if the reset gate r multiplies its recurrent product: then this product gets d_n r.
+    # `d` holds the gradients of the gates' preactivations. The recurrent product of a gate has the same gradient. With
+    # reset == "after" the candidate n is an exception: r multiplies its product, so the gradient is d["n"] r.
     drecurrent = join(p, d | {"n": drecurrent_n})
     to_sum = dict(da=join(p, d), drecurrent=drecurrent, entered=s.entered, dbhn=drecurrent_n)
     return Step(dh_in=dh_in, dh_direct=to_h, dc_prev=dc, to_sum=to_sum)

@@ -91,16 +91,17 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
         activation              4 ulp = 8 v |result|, then stored
         dot, sum of K terms     v sqrt(K) sum|terms|, in any order, then stored (Higham and Mary, SIAM J. Sci. Comput.,
                                 2019: roundings are not all of one sign, so the K of the worst case becomes sqrt(K))
-        dot, quantized weights  another v sqrt((n + 4) sum over the groups of (C X)^2). A group is n weights
-                                scale q + bias with integers q. A kernel may compute two sums over a group,
-                                S = sum (2^f + q) x and s = sum x, and then scale (S - 2^f s) + bias s. X bounds the sum
-                                of x over any part of the group: it is the larger one of the sum of the positive x and
-                                the sum of the negative |x|. C bounds the factors of X in both sums:
-                                C^2 = (2 scale 2^f)^2 + (scale 2^f + |bias|)^2. The case passes C as the imaginary part
-                                of the first weight of each group
+        dot, quantized weights  another v sqrt((n + 4) sum over the groups of (C X)^2), explained below
         z a + (1 - z) b         u (|z a| + 2 |(1 - z) b| + |result|), or as b + z (a - b): u (2 |z (a - b)| + |result|);
                                 either is right, so the larger
         underflow               the smallest subnormal of `dtype`, or the smallest normal of the accumulator if larger
+
+    A group of quantized weights is n weights, scale q + bias, with integers q. A kernel may compute two sums over the
+    group, S = sum (2^f + q) x and s = sum x, and then scale (S - 2^f s) + bias s. Partial sums of S and s may be larger
+    than the result, and round with larger errors. X is the largest possible |partial sum| of s: the larger one of the
+    sum of the positive x and the sum of the negative |x|. C X is a limit for the partial sums, multiplied by their
+    factors in the result: C^2 = (2 scale 2^f)^2 + (scale 2^f + |bias|)^2. The case passes C as the imaginary part of
+    the first weight of each group.
 
     The sensitivities must come from the true Jacobian, whose terms cancel: a bound from absolute values grows
     exponentially in T and would allow any result. So the sum is sampled (as CESTAC does): the float64 oracle is
@@ -119,9 +120,9 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
 
 
 def bounds_of(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> dict[str, float]:
-    """Return {name: bound}: the largest error that each result of `values` may have in `dtype`, derived as in
-    `bounds`. `values` is a function that computes the results in an `Arithmetic`. `trials`: the number of evaluations
-    with random errors; fewer give equal or narrower bounds."""
+    """Return {name: bound}: the largest error that each result of `values` may have in `dtype`. `bounds` explains
+    how. `values` is a function that computes the results in an `Arithmetic`. `trials`: the number of evaluations
+    with random errors. A bound is the largest change in any of them, so fewer trials give equal or narrower bounds."""
     return exact_and_bounds(values, dtype, trials)[1]
 
 
@@ -149,8 +150,9 @@ def exact_and_element_bounds(values: Values, dtype: DTypeLike, trials: int = TRI
 
 
 def sampled(values: Values, dtype: DTypeLike, trials: int) -> tuple[Tensors, Tensors, float]:
-    """Return (exact, moved, underflow): the results of `values` in float64; for each element the largest change over
-    all trials, each of which adds random errors to the operations; and the error that underflow may add."""
+    """Evaluate the function `values` in float64, once exactly and `trials` times with random errors added to each
+    operation. Return (exact, moved, underflow): the exact results; for each element of the results the largest
+    change in any of the evaluations; the error that underflow may add."""
     exact = values(Arithmetic(np.float64))
     moved = {name: np.zeros(np.shape(value)) for name, value in exact.items()}
     for trial in range(trials):
@@ -164,11 +166,11 @@ def keeps_off_kinks(case: Case, dtype: DTypeLike) -> bool:
     """Return whether no rounding in `dtype` can move an argument of relu or a hard sigmoid across a kink. At a kink
     the gradient jumps, so it has no error bound.
 
-    An argument that is not 0 must be farther from each kink than the sum of two distances. The first is the argument's
-    error bound, times `Noise.gain`: `bounds` works with random errors that are so much larger than real ones. The
-    second covers the error of the activation function itself: a hard sigmoid has the slope 1 / (2 |kink|), so an error
-    e of its result is like a shift of the argument by 2 |kink| e. An argument that is exactly 0 stays 0 when it is
-    rounded.
+    An argument that is not 0 must be farther from each kink than the sum of two distances. The first is the
+    argument's error bound times `Noise.gain`. This factor is needed because bounds are computed with random errors,
+    which are `gain` times as large as real ones and must not cross a kink, either. The second distance covers the
+    error of the activation function itself: a hard sigmoid has the slope 1 / (2 |kink|), so an error e of its result
+    is like a shift of the argument by 2 |kink| e. An argument that is exactly 0 stays 0 when it is rounded.
     """
     names = [name for name, _ in activation_arguments(**case)]
     if not KINKS.keys() & set(names):
@@ -239,12 +241,13 @@ class Noise(Arithmetic):
 
 
 def errors_of_groups(a: Array, factors: Array) -> Array | float:
-    """Return the rounding errors that the product a [M, K] @ b [K, N] has in addition if the weights b are quantized,
-    in unit roundoffs of the accumulator.
+    """Return the additional rounding errors [M, N] of the product a [M, K] @ b [K, N] if the weights b are
+    quantized, in unit roundoffs of the accumulator.
 
-    Quantized weights come in groups, for which a kernel computes larger intermediate sums. factors [K, N]: how large,
-    relative to a; in the row of the first weight of each group, and 0 in all other rows. (b is passed as a complex
-    matrix with `factors` as its imaginary part; `bounds` gives the formula.)
+    Quantized weights come in groups with a common scale. A kernel may sum over a group before it applies the scale.
+    Such a sum is larger than the group's part of the product, so its rounding errors are larger, too. `factors` [K,
+    N] says how much larger: it has a factor in the row of the first weight of each group, and 0 in all other rows.
+    `bounds` gives the formula.
 
     If the groups lie along N instead of K, return 0: a kernel then multiplies b like a matrix that is not quantized.
     """

@@ -226,9 +226,10 @@ def evaluate_graph(
 
 
 def comparison_distance(graph: Any, case: dict[str, Any]) -> float:
-    """Return how near a call comes to a point where rounding can make a result or its slope jump: the smallest
-    distance between the two operands of a comparison, a maximum or a minimum, and between an argument of floor, ceil,
-    round, sign or abs and a jump of that function or its slope."""
+    """Return how near a call comes to a point where rounding can make a result or its slope jump. The distance is
+    the smallest of these: the difference between the two operands of a comparison, a maximum or a minimum; the
+    distance from the argument of floor, ceil, round, sign or abs to the nearest point where this function or its
+    slope jumps."""
     with np.errstate(all="ignore"):
         run = Run(graph, case, Arithmetic(np.float64))
         run.forward()

@@ -18,9 +18,9 @@ def forward(*, dtype: DTypeLike = np.float64, frozen_clip: Array | None = None, 
     """Return the outputs of the op: h [T,B,DP], gates [T,B,DGH], hT [B,DP], and for an LSTM c and cT. D is the
     number of directions, P the width of h, G the number of gates. Every operation is rounded to `dtype`.
 
-    `frozen_clip` [T,B,DH] is added to c in place of clipping. A clip passes gradients unchanged, as the addition of
-    a constant does. So a test by finite differences adds at all points the constant that clipping adds at the base
-    point (`clip_shift`).
+    `frozen_clip` [T,B,DH] is added to c in place of clipping. Tests by finite differences need it, because the
+    gradient treats clipping as the addition of a constant. So they compute this constant once by `clip_shift`, and
+    add the same constant at all points.
     """
     fl = Arithmetic(dtype)
     return fl.store(evaluate(case, None, fl, frozen_clip)[0])
@@ -197,8 +197,9 @@ def collect(p: Side, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl
 
 
 def unbroadcast(gradient: Array, shape: tuple[int, ...], fl: Arithmetic) -> Array:
-    """Sum a [T,B,P] gradient over the axes along which an array of `shape` was broadcast, and return it in this
-    shape."""
+    """Return the gradient of an array that was broadcast to the shape of `gradient`, which has three axes. Sum over
+    the axes along which the array was repeated. `shape`: the shape of the array before the broadcast, which the
+    result has."""
     aligned = (1,) * (3 - len(shape)) + tuple(shape)
     repeated = tuple(axis for axis in range(3) if aligned[axis] != gradient.shape[axis])
     return (fl.total(gradient, repeated) if repeated else gradient).reshape(shape)

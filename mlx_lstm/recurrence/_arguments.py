@@ -152,7 +152,8 @@ def check_shapes(
 
 
 def check_pointwise(op: str, cell: PointwiseCell, bidirectional: bool, arrays: dict[str, ArraySpec]) -> Sizes:
-    """Check the shapes and dtypes of a call with a cell written by the user. Return its sizes (T, B, H, H)."""
+    """Check the shapes and dtypes of a call with a cell written by the user. Return its sizes (steps T, batch B,
+    units H, width of h). The width of h is H, because such a cell has no projection."""
     x, D, G, graph = arrays["x"], 2 if bidirectional else 1, cell.gates, cell.graph
     check_sizes(op, "x", x)
     (T, B, I), H = x.shape, arrays["h0"].shape[-1] // D

@@ -182,7 +182,8 @@ class Call(NamedTuple):
         """
         dtype, device = arrays["x"].dtype, choice.current_device()
         # `free`: MLX transforms nothing now (no grad, compile or vmap), so nobody can ask for a gradient. `traced`: MLX
-        # traces the arrays, so they have no values. Only inference and the engine `numpy` need to know this.
+        # traces the arrays, so they have no values. Only inference and the engine `numpy` use these flags, so for all
+        # other calls both stay False, and no array is evaluated to find out.
         free = traced = False
         may_be_numpy = self.engine is None or (isinstance(self.engine, str) and self.engine == "numpy")
         if not training or (device == "cpu" and may_be_numpy):
@@ -252,8 +253,8 @@ def given(**arrays: Any) -> dict[str, Any]:
 
 
 def h_of(problem: Problem, saved: Arrays) -> mx.array:
-    """Compute the output h [T, B, D H] that the caller did not pass: from the gates and c of an LSTM without
-    projection, or from the preactivations of a plain RNN."""
+    """Compute the output h [T, B, D H] for a caller who did not pass it (D: directions). For an LSTM without
+    projection it is computed from the gates and c in `saved`, for a plain RNN from the preactivations."""
     cell, D, H, gates = problem.cell, problem.directions, problem.H, saved["gates"]
     if isinstance(cell, RNNCell):
         return activate(cell.act, gates)

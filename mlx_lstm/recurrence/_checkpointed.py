@@ -187,8 +187,8 @@ def captured_modules(step: Any) -> list[nn.Module]:
     seen: set[int] = set()
 
     def visit(value: Any, name: str, depth: int) -> None:
-        """Search one object that the function captures as `name`: collect the modules in it, and raise an error if it
-        contains an array of floats."""
+        """Search one object that the user's function `step` captures: collect the modules in it, and raise an error
+        if it contains an array of floats. `name`: what the error text calls the object."""
         if id(value) in seen or depth > DEEPEST or isinstance(value, (ModuleType, type)):
             return
         seen.add(id(value))

@@ -152,8 +152,9 @@ class Attempt:
         self.verdicts.append(Verdict(_hung[engine], lasting=False))
 
     def note_end(self, end: ChildError) -> None:
-        """Append the verdict on the kernels whose test run ended the child: they are refused. But if the child exited
-        on its own before its first answer, its imports failed and no kernel is to blame: raise `CannotBegin`."""
+        """Handle the end of the child process during a test run of kernels: append to `self.verdicts` that these
+        kernels are refused. But if the child exited on its own before its first answer, its imports failed and no
+        kernel is to blame. Then raise `CannotBegin`."""
         if not self.began and end.code is not None and end.code >= 0:
             raise CannotBegin(str(end))
         said = _children[-1].said() or "it said nothing"

@@ -40,8 +40,9 @@ class Drawn(NamedTuple):
     outputs: Tensors
 
     def evaluate(self, cotangents: Tensors | None, fl: Arithmetic) -> tuple[Tensors, Tensors]:
-        """Return the outputs and the gradients for the drawn arrays, computed by the float64 oracle. cotangents: the
-        gradients of the outputs, or None if no gradients are needed. fl: the arithmetic, which rounds to a dtype."""
+        """Return the outputs and the gradients for these random inputs, computed by the oracle. cotangents: the
+        gradients of the outputs, or None if no gradients are needed. fl: the `Arithmetic`, which rounds every
+        operation to a dtype."""
         if "graph" not in self.case:
             return evaluate(self.case, cotangents, fl)
         arrays = {name: array for name, array in self.case.items() if name != "graph"}
@@ -49,12 +50,12 @@ class Drawn(NamedTuple):
 
 
 def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
-    """Draw random arrays for a trial such that no preactivation is near a kink of its activation (a point where the
-    derivative jumps).
+    """Draw random inputs for a trial (a small test run of kernels) such that no preactivation is near a kink of its
+    activation (a point where the derivative jumps). Near a kink rounding could change a gradient.
 
-    Every preactivation is a fixed offset of 0.5 to 0.7 (`steer`), where no activation has a kink, plus random terms.
-    The random terms are halved until two conditions hold: rounding cannot move a preactivation across a kink, and
-    the states stay small over all steps, also with unbounded activations.
+    Every preactivation is the sum of a fixed offset of size 0.5 to 0.7, where no activation has a kink, and random
+    terms. The random terms are halved until two conditions hold: rounding cannot move a preactivation across a kink,
+    and the states stay small over all steps, also with unbounded activations.
     """
     margin = 16 * float_of(dtype_word(problem)).eps
     if isinstance(problem.cell, PointwiseCell):
@@ -107,11 +108,12 @@ def draw_pointwise(problem: Problem, cell: PointwiseCell, rng: np.random.Generat
 
 
 def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
-    """Return random arrays for all names of the problem, and `steer` [D G H], the offset of every preactivation.
+    """Return random arrays for all names of the problem, and `steer` [D G H]: one offset for each preactivation.
 
-    Most offsets are positive. The offset of the candidate (gate g of an LSTM, n of a GRU, the only gate of a plain
-    RNN) has a random sign for each unit, so that h takes both signs. An LSTM's c0 gets the same signs, so that c
-    keeps its sign.
+    An offset has a size of 0.5 to 0.7. The offset of the candidate (gate g of an LSTM, n of a GRU, the only gate of
+    a plain RNN) has a random sign for each unit, so that h takes both signs. All others are positive, so that no
+    gate with relu is 0. An LSTM's c0 has the same sign as the candidate's offset, so that c stays away from 0, where
+    relu has a kink.
     """
     _, B, H, _ = problem[:4]
     cell, D, G = problem.cell, problem.directions, problem.cell.gates

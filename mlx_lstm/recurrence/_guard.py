@@ -45,14 +45,15 @@ def guarded(chosen: Choice, problem: Problem, best: Callable[..., Choice]) -> Ch
 
 
 def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> Refusal | None:
-    """Return a function that tests the backward kernels of the chosen Metal engine. It takes the names of the outputs
-    that have a cotangent (a gradient), and returns why the kernels are refused, or an empty text.
+    """Return a function that tests the backward kernels of a Metal engine before their first use, or None if no test
+    is needed.
 
-    The forward pass in training has already tested the gradient of a loss that uses h alone. A loss of other outputs
-    runs other kernels. Which outputs it uses is known only when MLX computes the gradient, so this function tests
-    these kernels then. Return None if no test is needed.
+    Which backward kernels run depends on the outputs that the loss uses, which is known only when MLX computes the
+    gradient. The kernels for a loss of h alone are tested before the forward pass. All others are tested by the
+    returned function: it takes the names of the outputs that have a cotangent (a gradient), and returns why the
+    kernels are refused, or an empty text.
 
-    is_forced: whether the caller forced the engine; then the function raises ValueError instead of returning a reason.
+    is_forced: whether the user forced the engine; then the function raises ValueError instead of returning a reason.
     """
     if problem.plain or _unguarded or not is_real():
         return None
@@ -131,8 +132,9 @@ def tried(trial: Trial, others: list[Trial]) -> str:
 
 @contextmanager
 def one_process_at_a_time() -> Iterator[None]:
-    """Hold a file lock, so that only one process of the user tests kernels at a time; the others then find its results
-    in the file. Without file locks on this system, do nothing."""
+    """Return a context that holds a file lock, so that only one process of the user tests kernels at a time. A
+    process that waited for the lock then reads the results from the file of verdicts, and need not test the same
+    kernels again. On a system without file locks, the context does nothing."""
     try:
         import fcntl
 

@@ -22,8 +22,8 @@ from ._trial import SMALL, USUAL, Trial, dtype_word, trial_from
 
 
 def main() -> None:
-    """In the child process, answer the guard's requests until it closes the pipe. `Judge.count` and `Judge.judge`
-    document them."""
+    """In the child process, answer requests of the parent process until it closes the pipe. A request names a method
+    of `Judge`, "count" or "judge", and the trials (small test runs of kernels) to pass to it."""
     judge = Judge()
     mx.fast.metal_kernel = judge.recorder.kernel
     serve(lambda do, trials: {"count": judge.count, "judge": judge.judge}[do](*map(trial_from, trials)))
@@ -69,8 +69,9 @@ class Recorder:
         self.recorded: dict[Trial, set[Text]] = {}
 
     def kernel(self, **definition: Any) -> Callable[..., Any]:
-        """Return a kernel that is built at its first launch. While the recorder records, a launch only records the
-        kernel's source and returns zeros."""
+        """Return a function that launches a kernel. The kernel is built at its first launch. While this object
+        records which kernels a test run needs, a launch does not run the kernel: it only records the kernel's
+        source, and returns zeros in place of its outputs."""
         built: list[Callable[..., Any]] = []
 
         def launch(*, inputs: list[Any], **call: Any) -> Any:
@@ -138,8 +139,8 @@ def cotangents_of(problem: Problem) -> tuple[str, ...]:
 
 
 def results(problem: Problem, drawn: Drawn, cotangents: Tensors, engine: str) -> Tensors:
-    """Run the problem on an engine. Return all outputs that the caller gets, and the gradients under names such as
-    "dWx". For inference without a gradient (`plain`) return the outputs only."""
+    """Run a recurrence, described by `problem` (sizes, cell, options), on an engine with random inputs. Return all
+    outputs that a caller gets and, if the problem needs gradients, the gradients under names such as "dWx"."""
     lengths = mx.array(drawn.case["lengths"], mx.int32) if "lengths" in problem.names else None
     in_dtype = {n: mx.array(array.astype(np.float32)).astype(problem.dtype) for n, array in cotangents.items()}
     values = graph(problem, drawn.arrays, lengths, in_dtype, engine)
@@ -199,8 +200,8 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> 
         outputs, exact_gradients = drawn.evaluate(cotangents if gradients else None, fl)
         return {n: a for n, a in (outputs | {f"d{n}": d for n, d in exact_gradients.items()}).items() if n in got}
 
-    # The error bounds come from repeated evaluations with random rounding. Two evaluations are enough if every array
-    # has at least 64 elements.
+    # The error bounds come from repeated evaluations with random rounding: a bound is the largest change of any element
+    # of an array. In an array of 64 or more elements two evaluations give enough random changes.
     trials = 2 if min(array.size for array in got.values()) >= 64 else TRIALS
     exact, bounds = exact_and_bounds(values, dtype_word(problem), trials)
     # A gradient near a kink of an activation has no error bound. It must at least not be NaN.

@@ -14,7 +14,7 @@ from ._call import Call, Hold, Lengths, given
 
 class LSTMOutput(NamedTuple):
     """The outputs of `lstm`: the sequences h [T, B, P], c [T, B, H] and gates [T, B, 4H], and the last states hT [B,
-    P] and cT [B, H].
+    P] and cT [B, H]. P is the width of h: the projection's width, or H without a projection.
 
     With `bidirectional` the last axis of each output is twice as wide: first the forward direction, then the reverse
     one.

@@ -130,7 +130,8 @@ def pointwise(
 
 
 def directions(apart: object, bidirectional: object) -> int:
-    """Check the flags `apart` and `bidirectional`. Return the number of directions, 1 or 2."""
+    """Check that two options are True or False: `apart` (whether a cell gets the parts of a gate from x and from h
+    as a pair) and `bidirectional`. Return the number of directions, 1 or 2."""
     check_flag(OP, "apart", apart)
     check_flag(OP, "bidirectional", bidirectional)
     return 2 if bidirectional else 1
@@ -187,8 +188,9 @@ def check_params(params: Any, width: int) -> list[mx.array]:
 
 
 def gates_of(x: mx.array, Wx: Any, Wh: Any, width: int, apart: bool) -> int:
-    """Check the shape of Wx or, without Wx, of the projected x. Return the number G of gates per unit. width: the
-    number of units of all directions; Wx must have G width rows, or x G width features."""
+    """Check the shape of Wx or, without Wx, of x, which is then already projected. Return G, the number of gates per
+    unit. width: the number of units of all directions. Wx must have G * width rows; without Wx, x must have G *
+    width features."""
     if Wx is not None:
         check_array(OP, "Wx", Wx, ["G H", x.shape[-1]], x.dtype)
     rows = x.shape[-1] if Wx is None else Wx.shape[0]

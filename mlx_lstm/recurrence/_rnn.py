@@ -50,16 +50,20 @@ def rnn(
 
     .. math:: h_t = s(x_t W_x^T + (m_t \odot h_{t-1}) W_h^T + b)
 
+    s is the activation, m_t the mask (1 without a mask).
+
     Args:
         x (array): input, [T, B, I]; or, with `Wx=None`, the already projected input, [T, B, H].
         Wx (array, optional): input weights, [H, I].
-        Wh (array): recurrent weights, [H, H]. Wx and Wh may be `Quantized`, as in `lstm`.
+        Wh (array): recurrent weights, [H, H]. Wx and Wh may be `Quantized`; such weights have no gradient.
         b (array, optional): bias, [H].
         h0 (array, optional): first h, [B, H]. Default: zeros.
         activation (str): the activation of h; the names are those of `lstm`. Default: `"tanh"`.
-        mask, keep (factors on h before a step), hold (steps that leave h unchanged), reverse, bidirectional (the
-            directions), lengths (steps per item), training, checkpoint_every, engine, stream: as in `lstm`, with the
-            same errors. With both directions Wx is [2H, I], b [2H], Wh [2, H, H], h0 [B, 2H], a projected x [T, B, 2H].
+        mask (a factor on h in the product with Wh), keep (a factor on h before a step), hold (steps that leave h
+            unchanged), reverse, bidirectional (the directions), lengths (steps per sequence), training (whether a
+            gradient may be asked for), checkpoint_every (saves the states of some steps only), engine, stream (where to
+            run): as in `lstm`, with the same errors. With both directions Wx is [2H, I], b [2H], Wh [2, H, H], h0
+            [B, 2H], a projected x [T, B, 2H].
         return_gates (bool): whether `gates`, here the preactivations, is returned. Default: `False`.
 
     Returns:
@@ -102,11 +106,12 @@ def rnn_gradients(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> Arrays:
-    """Return the gradients of `rnn`, computed from the outputs of a forward pass, as `lstm_gradients` does for `lstm`.
+    """Return the gradients of `rnn`, computed from the outputs of a forward pass: a dict with a gradient for each array
+    argument that was passed, under the argument's name and in its shape. They equal those of `mx.vjp`.
 
     Args:
         x, Wx, Wh, b, h0 and all options: as in the call of `rnn`.
-        h, gates (array): [T, B, H], as `rnn` returned them; one of the two, or both.
+        h, gates (array): [T, B, H], as `rnn` returned them. One of the two is enough.
         dh, dgates, dhT (array, optional): the gradients of the outputs, in their shapes. Default: zeros.
 
     Example:

@@ -82,8 +82,8 @@ def split_states(D: int, states: Any) -> list[Any]:
 
 
 def join_states(D: int, shape: Sequence[int], *states: Any) -> Any:
-    """Join the states [N, D width] of all layers into one array of the given shape. It is the inverse of
-    `split_states`."""
+    """Join the states of all layers into one array [layers x directions, batch, width], and reshape it to `shape`.
+    Each state is [batch, directions x width]; D is the number of directions. It is the inverse of `split_states`."""
     if len(states) == D == 1:
         return states[0].reshape(shape)
     return of_layers(states, D).reshape(shape)

@@ -324,9 +324,9 @@ def numpy_views(plan: Plan) -> Views:
 
 
 def launches_of(plan: Plan) -> tuple[Launch, Launch]:
-    """Return what a layer needs at every step on an engine other than `numpy`: the engine's module, the description of
-    one step (`Problem`), and the parameters. The pair is for steps without and with the option `keep` (a factor on the
-    states)."""
+    """Return two `Launch` objects, which hold what a layer needs at every step on an engine other than `numpy`: the
+    engine, the description of one step (`Problem`) and the parameters. The first is for steps without the option
+    `keep` (a factor on the states), the second for steps with it."""
     launch = launch_of(plan.choice.engine, plan.problem, plan.arrays)
     return launch, launch._replace(problem=plan.with_keep)
 

@@ -17,7 +17,8 @@ from ..engines.tracing import have_values
 
 
 def check_keep(op: str, keep: ArraySpec, T: int, B: int, D: int, batch_first: bool) -> None:
-    """Check that `keep` broadcasts to [T, B] or [T, B, D] without enlarging it, and that its dtype is real."""
+    """Check that `keep` has the axes [T, B] or [T, B, D] (D: directions), each with its full size or the size 1, and
+    that its dtype is real."""
     axes, sizes = ("[B, T", (B, T)) if batch_first else ("[T, B", (T, B))
     if not broadcasts(keep.shape, sizes) and not broadcasts(keep.shape, (*sizes, D)):
         more = f" or {axes}, 2] = {[*sizes, D]}" if D > 1 else ""
@@ -32,8 +33,8 @@ def check_keep_dtype(op: str, keep: ArraySpec | mx.array) -> None:
 
 
 def check_flags(op: str, name: str, array: mx.array) -> mx.array:
-    """Check that an array of integers holds only 0 and 1. Other integers are most likely `~starts` of integers, which
-    is -1 and -2. Return such an array as bool, so that it is not checked again, and any other array unchanged. The
+    """Check that an array of integers holds only 0 and 1. (A usual mistake is `~done` with integers, whose values
+    are -1 and -2.) Return such an array as bool, so that it is not checked again, and any other array unchanged. The
     numbers cannot be checked inside of `mx.compile`, `mx.vmap` or an export."""
     if not mx.issubdtype(array.dtype, mx.integer) or not have_values([array]):
         return array
@@ -116,8 +117,8 @@ class Steps(NamedTuple):
         return times < (self.T if self.lengths is None else self.lengths)
 
     def live(self) -> Array:
-        """Return a bool array [T, B] that is true where a step runs: where it is not held, and the item has not
-        ended."""
+        """Return a bool array [T, B] that is true where a step runs: the option `hold` does not skip the step, and
+        the sequence has not ended."""
         # This is not `a & b`, because mx.vmap in MLX 0.32.4 loses the mapped axis if only b is mapped.
         return self.alive() if self.hold is None else mx.where(self.hold, False, self.alive())
 
@@ -126,8 +127,9 @@ class Steps(NamedTuple):
         return self.lengths if self.hold is None else self.live().astype(mx.int32).sum(axis=0)
 
     def to_engine(self, arrays: Arrays) -> Arrays:
-        """Return the arrays as an engine takes them: `keep` as [T, B, D] and, with the option `hold`, only steps that
-        run: they are moved to the front of each sequence."""
+        """Convert the arrays of a call for an engine. Broadcast `keep` (factors on the states) to [T, B, D], D being
+        the number of directions. With the option `hold` (steps that leave the state unchanged) the engine must skip
+        the held steps: move the steps that run to the front of each sequence."""
         inner = dict(arrays)
         if "keep" in arrays:
             inner["keep"] = self.whole_keep(arrays)
@@ -138,7 +140,8 @@ class Steps(NamedTuple):
         if "inputs" in arrays:
             inner["inputs"] = self.taken(arrays["inputs"], order)
         if "keep" in arrays:
-            # The factor of the next running step includes the factors of the held steps before it.
+            # The engine does not run held steps, but their factors `keep` still act on the state. So multiply the
+            # factor of each running step by the factors of the held steps just before it.
             inner["keep"] = mx.where(ran, self.taken(self.each_direction(inner["keep"], live, 0), order), 1)
         if masks_differ(arrays):
             mask = arrays["mask"]
@@ -153,7 +156,9 @@ class Steps(NamedTuple):
         return order, (times < live.astype(mx.int32).sum(axis=0))[..., None]
 
     def saved(self, saved: Arrays) -> Arrays:
-        """Return the saved sequences as the engine had them, with the running steps in front and zeros behind."""
+        """Return the outputs that the forward pass saved in the order in which the engine computed them. With the
+        option `hold` (steps that leave the state unchanged) an engine computes only the other steps. So these are
+        moved to the front of each sequence, and zeros fill the rest."""
         if self.hold is None:
             return saved
         order, ran = self.compact()
@@ -207,9 +212,9 @@ class Steps(NamedTuple):
         """
         if not back:
             return self.taken(mx.concatenate([first, states]), ran)
-        # In reverse a held step has the state of the next step in time that runs. The engine's states contain only
-        # steps that ran. So the number of running steps at smaller time indices, `before`, is the position of the
-        # wanted state. If no later step runs, the first state is taken, which is appended at position T.
+        # In reverse a held step has the state of the next step in time that runs. `states` contains only steps that
+        # ran, sorted by time. So the index of that step in `states` is the number of running steps at earlier times,
+        # `before`. If no later step runs, the result is the state before all steps, which is appended at index T.
         before = ran - live.astype(mx.int32)
         return self.taken(mx.concatenate([states, first]), mx.where(before == ran[-1], self.T, before))
 
@@ -229,8 +234,9 @@ class Steps(NamedTuple):
         return keep if self.lengths is None else mx.where(self.alive()[..., None], keep, 1)
 
     def each_direction(self, keep: Array, live: Array, which: int) -> Array:
-        """Return the factors on the state of each direction, [T, B, D]: before each step (which = 0) or after each
-        step (which = 1). keep [T, B, D]: the option `keep`. live [T, B]: whether a step runs."""
+        """Return the factors on the states of D directions, [T, B, D]: before each step (which = 0) or after each
+        step (which = 1). keep [T, B, D]: the option `keep`. live [T, B]: whether a step runs. A step that does not
+        run still multiplies the state by keep; `factors` explains how."""
         each = []
         for d, back in enumerate(self.backwards):
             turn = slice(None, None, -1 if back else 1)
@@ -246,15 +252,18 @@ class Steps(NamedTuple):
 
 
 def factors(keep: Array, live: Array) -> tuple[Array, Array]:
-    """Return the factors on the state before and after each step, two arrays [T, B], for steps in their processing
-    order.
+    """Return two arrays [T, B]: the factor on the state before each step, and the factor after it. Steps are in
+    processing order. keep [T, B]: the user's factor on the state before each step. live [T, B]: False at held steps,
+    which leave the state unchanged except for this factor.
 
-    A held step passes its factor on to the next step. So the factor before a step is the product of keep over all
-    steps since the last one that ran, including this step. The factor after a held step is the same product; after
-    any other step it is 1.
+    An engine skips held steps, so their factors must be applied elsewhere. The factor before a step is the product
+    of keep over this step and all held steps just before it. After a held step, the state is the one after the last
+    step that ran, times the product of keep since then: this product is the factor after the step. After other steps
+    it is 1.
     """
-    # A parallel scan over time. `product` is the product of keep over the last `distance` steps, but not beyond the
-    # last step that ran; `closed` is true where it has reached that step. Each round doubles `distance`.
+    # A parallel scan over time. At step t `product` is the product of keep over the last `distance` steps up to t, but
+    # only over those after the last step that ran. `closed` is true where one of these `distance` steps ran: there the
+    # product is complete. At the start only step t itself is looked at. Each round doubles `distance`.
     product, closed, distance = mx.where(live, 1, keep), live, 1
     while distance < len(keep):
         product = mx.where(closed, product, product * shifted(product, distance, 1))
@@ -264,5 +273,6 @@ def factors(keep: Array, live: Array) -> tuple[Array, Array]:
 
 
 def shifted(array: Array, steps: int, first: int) -> Array:
-    """Return the array [T, B] shifted to later time steps by `steps`. `first` fills the front."""
+    """Return the array [T, B] moved to later time steps: step t has the value of step t - `steps`. The first steps
+    get the number `first`."""
     return mx.concatenate([mx.full((steps, array.shape[1]), first, array.dtype), array[:-steps]])

@@ -35,9 +35,9 @@ CELLS = {"lstm": cells.LSTMCell, "gru": cells.GRUCell, "rnn": cells.RNNCell}
 
 
 class Trial(NamedTuple):
-    """A test run of an engine's kernels: the engine and a small problem (sizes and options) that runs the same kernels
-    as a large call. An engine runs different kernels for sizes above certain limits (`Limits`). If the call exceeds
-    such a limit, the small problem has a lower limit, which it exceeds, too."""
+    """A test run of an engine's kernels: the engine and a small problem (sizes and options) that runs the same
+    kernels as a large call. An engine runs other kernels for sizes above certain limits (`Limits`). If the call is
+    above such a limit, the limit of the small problem is lowered, so that its size is above the limit, too."""
 
     engine: str
     problem: Problem
@@ -75,16 +75,16 @@ def dtype_word(problem: Problem) -> str:
 def trial_of(engine: str, problem: Problem) -> Trial:
     """Return the smallest trial (a test run of kernels) that runs the same kernels as this engine for this problem."""
     if problem.chunks is not None:
-        # The call runs in chunks, so the trial runs two chunks. `one` is the smallest problem that tests a single
-        # chunk. Chunks that are not recomputed are used only for sequences longer than the limit `unchunked`, so the
-        # trial sets this limit to 0.
+        # The call runs in chunks of the sequence, so the trial runs two small chunks. `one` is the smallest problem
+        # that tests a single chunk. If the gradient does not compute chunks again, only sequences longer than the limit
+        # `unchunked` are divided into chunks. The trial's sequence is short, so its limit is 0.
         one = trial_of(engine, problem._replace(T=problem.chunks.steps, chunks=None)).problem
         limits = one.limits if problem.chunks.recomputes else one.limits._replace(unchunked=0)
         return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
-    joins, limits = False, problem.limits
+    joins, limits, keep_size = False, problem.limits, problem.T * problem.B * problem.directions
     if isinstance(problem.cell, PointwiseCell) and engine == "fused":
-        # Both directions run the same kernels, one after the other. So the trial runs only one direction.
-        problem = problem._replace(bidirectional=False, reverse=False)
+        # Both directions run the same kernels, one after the other. So a test run of one direction tests all kernels.
+        problem, keep_size = problem._replace(bidirectional=False, reverse=False), problem.T * problem.B
         wide = index_of(problem) == mx.uint64
         if len(pointwise.division(problem, problem.masks_differ)) > 1:
             limits = limits._replace(launch_steps=2)
@@ -106,14 +106,13 @@ def trial_of(engine: str, problem: Problem) -> Trial:
             limits = limits._replace(rows_left=JOINING_LEFT)
         B, H, P, cores = smallest_stepwise(problem)
         limits = limits._replace(cores=cores)
-        if isinstance(problem.cell, PointwiseCell):  # for these cells the oracle computes one direction
-            problem = problem._replace(bidirectional=False)
+        problem = in_one_direction(problem)
     if wide:
         limits = limits._replace(index=0)
     small = problem.B * min(problem.H, problem.P) < SMALL
     T = JOINING_STEPS if joins else min(problem.T, SMALL) if small else STEPS
     if "keep" in problem.names:
-        T = as_small(problem.T * problem.B * problem.directions, B * problem.directions, T)
+        T = as_small(keep_size, B * problem.directions, T)
     cell, names = without_numbers(problem.cell), tuple(sorted(problem.names))
     return Trial(engine, problem._replace(T=T, B=B, H=H, P=P, cell=cell, names=names, limits=limits))
 
@@ -134,11 +133,11 @@ def neighbours(engine: str, problem: Problem) -> list[Trial]:
 
 
 def as_small(size: int, each: int, steps: int) -> int:
-    """Return the number of steps of a trial (a test run of kernels): `steps` or, if needed, another number.
+    """Return the number of steps of a trial (a small test run of kernels): `steps`, unless one array then has fewer
+    than 8 elements only in the trial or only in the call. Metal has another address space for such small arrays, and
+    needs another kernel for it. The trial must test the kernel of the call.
 
-    Metal has separate address spaces for arrays below and above 8 elements, and a kernel is compiled for one of them.
-    size: the number of elements of an array in the call. each: the elements per step of this array in the trial. In
-    the trial the array must be in the same address space as in the call.
+    size: the number of elements of the array in the call. each: its number of elements per step in the trial.
     """
     if (size < SMALL) == (steps * each < SMALL):
         return steps
@@ -183,8 +182,7 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     """Return (B, H, P, cores) for the test run of the stepwise kernels: the smallest sizes, and a number of GPU cores,
     with which the matrix products use the same tiles as those of the call."""
     wanted = tile_of(problem, problem.H), tile_of(problem, problem.P)
-    # The trial of a cell written by the user runs one direction: the kernels read the number of directions at run time.
-    both = problem.bidirectional and not isinstance(problem.cell, PointwiseCell)
+    problem = in_one_direction(problem)
 
     def smallest(width: int, weight: str) -> int:
         """Return the width (H or P) of the trial: the smallest one that leaves the same remainder modulo 32 as
@@ -202,16 +200,28 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     P = smallest(problem.P, "Wh")
     for B in batches(problem):
         for cores in (problem.limits.cores, *range(1, 2 * B)):
-            small = problem._replace(B=B, bidirectional=both, limits=problem.limits._replace(cores=cores))
+            small = problem._replace(B=B, limits=problem.limits._replace(cores=cores))
             same = stepwise_rows(B) == stepwise_rows(problem.B)
             if same and (tile_of(small, H), tile_of(small, P)) == wanted:
                 return B, H, P, cores
     return problem.B, problem.H, problem.P, problem.limits.cores
 
 
+def in_one_direction(problem: Problem) -> Problem:
+    """Return the problem, or a problem of one direction if both directions of a cell written by the user run on
+    `stepwise`. For such a cell the oracle computes one direction, and the kernels read the number of directions at run
+    time. If H is small, it is doubled, so that Metal binds the arrays in the same address space as those of both
+    directions."""
+    if not problem.bidirectional or not isinstance(problem.cell, PointwiseCell):
+        return problem
+    H = 2 * problem.H if problem.H < SMALL else problem.H
+    return problem._replace(bidirectional=False, H=H, P=H)
+
+
 def batches(problem: Problem) -> list[int]:
-    """Return the batch sizes that a test run of kernels may use. Metal binds arrays of fewer than 8 elements in
-    another address space; if the call has such arrays, the test run uses the call's own batch size."""
+    """Return the batch sizes that a test run of kernels may use. Metal has another address space for arrays of fewer
+    than 8 elements, and needs other kernels for it. If the call may have such small arrays, the test run must use
+    the call's batch size, so that its arrays are just as small."""
     if problem.B < SMALL and min(problem.H, problem.P) < SMALL:
         return [problem.B]
     return [B for B in BATCHES if "lengths" not in problem.names or (B < SMALL) == (problem.B < SMALL)]

@@ -54,7 +54,8 @@ class Progress:
         self.say("")
 
     def print(self, text: str, file: TextIO | None = None) -> None:
-        """Print a text in place of the progress line, which comes back below the text at the next `say`."""
+        """Remove the progress line and print a text in its place. The next call of `say` shows the progress line
+        again, below the text."""
         self.say("")
         with self.lock:
             print(text, file=file, flush=True)

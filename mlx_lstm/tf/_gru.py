@@ -116,8 +116,9 @@ def gru_block_cell_grad(
             return GRUBlockCellGradOutput(mx.zeros_like(x), d_h_prev, d_h_prev, mx.concatenate([d_h_prev] * 2, axis=1))
         arrays = gru_arguments(names)
         Wx, gates = arrays["Wx"], joined([array[None] for array in (r, u, c)])
-        # Without Wx, `gru_gradients` takes x as the input's part of the preactivations and returns the gradient of the
-        # preactivations. For one step it uses only the shapes of x and h, so any array of the right shape will do.
+        # Without Wx, x stands for the projected input x Wx^T, so its gradient is the gradient of the preactivations,
+        # from which all other gradients follow below. `gru_gradients` then uses only the shape of x and, for one step,
+        # only the shape of h. So any arrays of these shapes will do: pass `gates` as x and `d_h` as h.
         arrays |= {"x": gates, "Wx": None}
         d = gru_gradients(**arrays, gates=gates, h=d_h[None], dh=d_h[None], engine=engine)
         dz = d["x"][0]

@@ -12,7 +12,7 @@ from mlx_lstm.engines.packing import WIDTHS, Packing
 from mlx_lstm.testing.cases import DTYPES
 from mlx_lstm.testing.report import table as in_columns
 
-from . import measured, predictions
+from . import measured, predictions, training_step
 from .compiler import machine_code
 from .count import WORDS
 from .instructions import FILE, Counted
@@ -31,6 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Count the instructions of kernels and print them. Without the option --size count all kernels of the table and
     write machine_code.csv. With --model print predicted times instead."""
     options = make_parser().parse_args(arguments)
+    if options.launches:
+        print(training_step.text())
+        return 0
     if options.model is True:
         return show_predictions(options)
     if options.model:
@@ -74,6 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="print launches, bytes, and the times predicted for some Apple chips. With the file that `python -m "
         "mlx_lstm.check` wrote on a Mac, print its measured times beside the predicted ones",
     )
+    add("--launches", action="store_true", help="print the number of launches of a training step")
     add("--sizes", nargs="+", type=parse_size, metavar="T,B,I,H", default=SIZES, help="with --model: the layers")
     add("--passes", nargs="+", choices=PASSES, default=[*PASSES], help="with --model; backward includes forward")
     names = [chip.name for chip in CHIPS]

@@ -75,16 +75,16 @@ INDEPENDENT = 0.5e-6
 """Seconds from one tiny launch to the next one if the next one does not wait for it. Published for one Mac."""
 
 HOST = {
-    ("fused", "forward"): (81e-6, 0.0),
-    ("fused", "backward"): (163e-6, 0.0),
-    ("stepwise", "forward"): (50e-6, 3.7e-6),
-    ("stepwise", "backward"): (100e-6, 9.2e-6),
-    ("mlx.nn.LSTM", "forward"): (0.0, 7.8e-6),
-    ("mlx.nn.LSTM", "backward"): (0.0, 26.5e-6),
+    ("fused", "forward"): (58e-6, 0.0),
+    ("fused", "backward"): (126e-6, 0.0),
+    ("stepwise", "forward"): (50e-6, 2.7e-6),
+    ("stepwise", "backward"): (100e-6, 6.7e-6),
+    ("mlx.nn.LSTM", "forward"): (0.0, 6.8e-6),
+    ("mlx.nn.LSTM", "backward"): (0.0, 21.9e-6),
 }
 """(seconds per call, seconds per time step) that the host needs to build the graph of a pass; "backward" includes the
 forward pass. Measured at T, B, H = 64, 32, 256 with `python -m mlx_lstm.bench --host` on two cores of an AMD EPYC (Zen
-5), mlx 0.32.4, in the quietest of five runs. How the time of `stepwise` divides into call and steps is assumed. Inside
+5), mlx 0.32.4, in the quietest of three runs. How the time of `stepwise` divides into call and steps is assumed. Inside
 `mx.compile` a step takes only a fraction of this time. No Mac was measured."""
 
 ENCODE, ENCODE_CHARACTER = 1.0e-6, 0.05e-9
@@ -161,9 +161,34 @@ def reads_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, f
         return traffic.reads(buffer, launch, problem)
     if has_product(launch) and "fused" in launch.name and buffer.name in WEIGHTS:
         return buffer.bytes, buffer.bytes * times_read(launch, problem)
+    if has_product(launch) and "_fused_" in launch.name and buffer.name in SEQUENCES:
+        return buffer.bytes, sequence_reads(buffer, launch, problem)
     if launch.name == "recurrent_input" and buffer.name == "h":  # reads every time step of h except the last
         return traffic.twice(buffer.bytes * (1 - 1 / problem.T))
     return buffer.bytes, buffer.bytes
+
+
+SEQUENCES = ("z", "gates", "dgates", "states", "dh", "dc", "q")
+"""The names of the arrays with a time axis that a `fused` kernel reads."""
+
+
+def sequence_reads(buffer: Buffer, launch: Launch, problem: Problem) -> float:
+    """Return the bytes that all threads of a `fused` kernel load from an array with a time axis. All lanes of a unit
+    load the unit's numbers, as do lanes without a unit. A kernel that loads a step's numbers early loads those of its
+    last step twice. The state after the last step is one more load."""
+    tiling = tiling_of(launch, problem, itemsize(launch))
+    each, back = tiling.rows, "backward" in launch.name
+    if tiling.matrices:  # a lane computes all gates of two batch items
+        each = 2 * (problem.cell.gates if buffer.name in ("z", "gates", "dgates") else 1)
+    twice = reads_ahead(tiling) and (back or not tiling.matrices)
+    steps = launch.writes[0].shape[0] + twice + (buffer.name == "states")
+    return launch.threads * prod(launch.groups) * each * steps * buffer.bytes / prod(buffer.shape)
+
+
+def reads_ahead(tiling: FusedTiling) -> bool:
+    """Return whether a `fused` kernel loads the numbers of a step before a product and uses them after it. The kernel
+    of 8 x 8 matrix products does so only if it has registers left for weights."""
+    return not tiling.matrices or tiling.resident > 0
 
 
 def times_read(launch: Launch, problem: Problem) -> float:
@@ -260,19 +285,31 @@ def parts_of_product(launch: Launch, problem: Problem, chip: Chip) -> dict[str, 
     # A quarter of a core executes one SIMD-group's instructions, so fewer than four SIMD-groups leave quarters idle.
     cycles = {"instructions": max(simdgroups / ISSUE, 1) * work.cycles}
     cycles |= {"weights": weights / FROM_L2, "caches": near / FROM_L1}
-    waits = waits_of_product(launch, problem, chip, steps, work.turns)
+    own = cycles["instructions"] / chip.clock / steps
+    waits = waits_of_product(launch, problem, chip, steps, work.turns, own)
     parts = {name: busiest(per_core, together, count / chip.clock, waits) for name, count in cycles.items()}
     return parts | {"memory": memory_seconds(floor_bytes(launch, problem), chip)}
 
 
-def waits_of_product(launch: Launch, problem: Problem, chip: Chip, steps: int, turns: float) -> float:
+def waits_of_product(
+    launch: Launch, problem: Problem, chip: Chip, steps: int, turns: float, instructions: float
+) -> float:
     """Return the seconds in which one threadgroup waits for loads and barriers and computes nothing. The threadgroup
     belongs to a kernel with a recurrent product. turns: how often the loop of the product runs in a launch of
-    `stepwise`."""
+    `stepwise`. instructions: the seconds of the instructions of one step.
+
+    A kernel of `fused` loads the numbers of a step early. The forward pass has a whole step until it uses them, so
+    they are never late. The backward pass and the product of 8 x 8 matrices load them before a product and use them
+    after it, so they arrive during the instructions of a step. Kernels without registers for this load them late.
+    """
     if "fused" in launch.name:
-        late = 0 if launch.name.endswith("_fused_forward") else 1  # waits for loads whose values a step needs at once
         sequences = sum(buffer.bytes for buffer in counted(launch, weights=False))
-        return steps * (STEP_LATENCY + late * wait_seconds(max(sequences, L2_BYTES + 1), chip))
+        late = wait_seconds(max(sequences, L2_BYTES + 1), chip)
+        if launch.name.endswith("_fused_forward"):
+            late = 0.0
+        elif reads_ahead(tiling_of(launch, problem, itemsize(launch))):
+            late = max(0.0, late - instructions)
+        return steps * (STEP_LATENCY + late)
     weights = sum(buffer.bytes for buffer in launch.reads if buffer.name in WEIGHTS)
     return PRODUCT_LATENCY + turns * wait_seconds(weights, chip)
 

@@ -43,8 +43,9 @@ SWEEPS = ("forward", "backward")
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """Run the forward pass. Return h [T, B, D H], gates [T, B, D G H] and hT [B, D H]; for an LSTM also c [T, B, D
-    H] and cT [B, D H], both in float32. Gates are returned only in training or if the caller asks for them."""
+    """Run the forward pass, with D directions and G gates. Return h [T, B, D H], gates [T, B, D G H] and hT [B, D
+    H]; for an LSTM also c [T, B, D H] and cT [B, D H], both in float32. Gates are returned only in training or if
+    the caller asks for them."""
     dtype, mask = arrays["x"].dtype, whole_mask(problem, arrays)
     sweep = forward_sweep(problem, dtype, tuple(arrays), mask is not None and mask.shape[0] > 1)
     inputs: Inputs = {"mask": mask, "numbers": sweep.numbers}
@@ -123,13 +124,14 @@ class Part(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """The launches of a forward or backward pass. `arrange` copies Wh into the order in which lanes read it. Then
-    `parts` run, each some time steps; the order is that of the pass, so the last steps come first in a backward pass.
+    """The launches of a forward or backward pass. First `arrange` copies Wh into the order in which lanes read it.
+    Then the launches `parts` follow; each of them runs a range of the time steps. A backward pass begins with the
+    last steps.
 
-    options: the names of the caller's arrays that the parts read as contiguous arrays. numbers: the array of an LSTM's
-    forget bias and cell limit. quantized: whether the parts read quantized weights. few: whether the gradients after
-    the backward steps can be computed in few launches. takes_product: whether the backward steps read the recurrent
-    product of a GRU's candidate.
+    options: the names of the caller's arrays that the launches read as contiguous arrays. numbers: the array of an
+    LSTM's forget bias and cell limit. quantized: whether the launches read quantized weights. few: whether few
+    launches can compute the gradients of the weights after the backward steps. takes_product: whether the backward
+    steps read the recurrent product of a GRU's candidate.
     """
 
     arrange: Launch
@@ -142,8 +144,8 @@ class Sweep(NamedTuple):
 
 
 def run(problem: Problem, parts: tuple[Part, ...], inputs: Inputs, carried: dict[str, str]) -> Arrays:
-    """Launch the parts of a pass, one after the other, and return their results. carried: a dict from a result of
-    one part to the name of the input that gets it in the next part."""
+    """Run the launches `parts` of a pass, one after the other, and return the results of the whole pass. carried:
+    which result of a launch is an input of the next launch, as a dict from the result's name to the input's name."""
     pieces: list[Arrays] = []
     for part in parts:
         inputs["sizes"] = part.sizes
@@ -241,19 +243,21 @@ def backward_sweep(
 
 
 def options_of(problem: Problem, names: Collection[str]) -> tuple[str, ...]:
-    """Return those names of `names` that the forward and the backward pass read unchanged: peephole, bhn (a GRU's bias
-    of the candidate's recurrent product) and keep (factors on the states). A plain RNN has no state besides h, and the
-    mask on h already includes `keep`. So it does not read `keep`."""
+    """Return the names in `names` of the optional arrays that the kernels of both passes read: peephole, bhn (a
+    GRU's bias of the candidate's recurrent product) and keep (factors on the states). A plain RNN does not read
+    `keep`: its only state is h, and the mask on h already includes `keep`."""
     options = ("peephole", "bhn") if problem.cell.op == "rnn" else ("peephole", "bhn", "keep")
     return tuple(name for name in options if name in names)
 
 
 def readable(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx.float32) -> Problem:
-    """Return the problem, but without its packing if the forward kernels cannot read quantized weights.
+    """Return the problem, but without its packing if the forward kernels do not read quantized weights. They then
+    get weights that are dequantized once per pass.
 
-    The kernel that multiplies 8 x 8 matrices gets float32 weights, which are dequantized once. Such a launch is
-    predicted to take half to four fifths of the time of a launch that reads quantized weights. Dequantized weights
-    of 16-bit arrays would be rounded, so these arrays use the product in lanes and keep the weights quantized.
+    The kernel that multiplies 8 x 8 matrices cannot read quantized weights. It is used for float32 arrays, because
+    it is predicted to take a half to four fifths of the time of a kernel that reads quantized weights. For 16-bit
+    arrays dequantized weights would be rounded, so these arrays use the product in lanes, which reads quantized
+    weights.
     """
     if problem.packing is None:
         return problem
@@ -269,7 +273,8 @@ def numbers_of(cell: AnyCell) -> mx.array | None:
 
 
 def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
-    """Return (number of steps, array of sizes) for each launch of a forward or backward pass with a built-in cell."""
+    """Divide the steps of a pass with a built-in cell into launches. Return, for each launch, the number of its
+    steps and its input array `sizes`, which metal/fused.metal describes."""
     return launches_of_pass(problem, tiling_of("forward", problem, problem.dtype).rows, masks_differ)
 
 
@@ -298,9 +303,10 @@ def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, keep: bool, steps:
     """Return the shape and dtype of each output of the kernel of a pass, in the order of the kernel's struct of
     arrays. An entry is None if the launch does not write this output.
 
-    keep: whether the call has the option `keep`. The backward pass then writes carry [steps, B, D H], the gradient of
-    the carried state that does not go through the recurrent product. saves_d: whether the backward pass writes d_out
-    [steps, B, D G H], the gradient of the recurrent product.
+    keep: whether the call has the option `keep`. The backward pass then also writes `carry` [steps, B, D H]: the
+    gradient of the carried state (c, or h if there is no c), without the part that flows through the recurrent
+    product. saves_d: whether the backward pass writes d_out [steps, B, D G H], the gradient of the recurrent
+    product. D is the number of directions, G the number of gates.
     """
     B, H, D, cell = problem.B, problem.H, problem.directions, problem.cell
     wide, all_gates = (steps, B, D * H), ((steps, B, D * cell.gates * H), dtype)
@@ -364,8 +370,8 @@ def packing_template(problem: Problem) -> Template:
 
 
 def arrange(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
-    """Return Wh in the order in which lanes read it, [D, simdgroups, vectors, 32, 4]. metal/fused_arrange.metal
-    defines this order."""
+    """Return Wh, copied into the order in which lanes (threads of a simdgroup) read it: [D, simdgroups, vectors, 32,
+    4], with D directions, a number of vectors for each lane, 32 lanes of a simdgroup, and vectors of 4 weights."""
     return arrange_launch(sweep, problem, Wh.dtype)(inputs=[Wh])[0]
 
 
@@ -389,8 +395,9 @@ def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch:
 
 @cached
 def arrange_quantized(problem: Problem, names: tuple[str, ...], dtype: mx.Dtype) -> Launch:
-    """Return the launch that copies quantized weights into the order in which lanes read them, [D, simdgroups,
-    vectors, 32, 4 words]. metal/fused_quantized.metal describes this order."""
+    """Return the launch that copies quantized weights into the order in which lanes read them: [D, simdgroups,
+    vectors, 32, 4], with D directions, a number of vectors for each lane, 32 lanes of a simdgroup, and vectors of 4
+    words of 32 bits. metal/fused_quantized.metal describes what a lane's words contain."""
     op, D, tiling = problem.cell.op, problem.directions, tiling_of("forward", problem, dtype)
     inputs = {"Wh": True, "Wh_scales": True, "Wh_biases": "Wh_biases" in names}
     outputs: Outputs = {"arranged": ((D, tiling.threads // 32, tiling.weights, 32, 4), mx.uint32)}
@@ -413,12 +420,12 @@ REGISTERS = {384: 128, 448: 116, 512: 104, 576: 92, 640: 80, 704: 72, 768: 68, 8
 published for the M1."""
 
 WORKING_REGISTERS = {
-    ("lstm", "forward"): {1: 44, 2: 64, 8: 60},
-    ("lstm", "backward"): {1: 44, 2: 64, 8: 64},
-    ("gru", "forward"): {1: 40, 2: 56, 4: 84, 8: 60},
-    ("gru", "backward"): {1: 52, 2: 72, 4: 108, 8: 64},
-    ("rnn", "forward"): {1: 40, 2: 56, 4: 92, 8: 56},
-    ("rnn", "backward"): {1: 44, 2: 60, 4: 92, 8: 56},
+    ("lstm", "forward"): {1: 44, 2: 64, 8: 62},
+    ("lstm", "backward"): {1: 46, 2: 68, 8: 74},
+    ("gru", "forward"): {1: 40, 2: 58, 4: 88, 8: 60},
+    ("gru", "backward"): {1: 52, 2: 76, 4: 118, 8: 70},
+    ("rnn", "forward"): {1: 40, 2: 60, 4: 98, 8: 56},
+    ("rnn", "backward"): {1: 44, 2: 60, 4: 96, 8: 56},
 }
 """The number of registers that a thread needs besides its resident weights, by cell, pass and batch items of a
 threadgroup (8: it multiplies 8 x 8 matrices). They hold sums, operands, loaded weights, states and indices. The
@@ -491,18 +498,19 @@ def fused_tiling(
     packing: Packing | None = None,
     cores: int = CORES,
 ) -> FusedTiling:
-    """Return how one pass is divided among threads.
+    """Return how one pass is divided among threads: batch items per threadgroup, weights in registers and so on.
 
-    more: the number of registers that the options of the call need. cut: a measured choice of the batch items per
-    threadgroup and of the registers to keep free, or None. cores: the number of GPU cores. packing: how the weights of
-    a forward pass are quantized, or None. A lane reads weights in vectors of four: four weights or, if they are
-    quantized, four 32-bit words of packed weights.
+    more: how many more registers a thread needs for the call's optional inputs. cut: the batch items per threadgroup
+    and the registers to keep free, as a measurement chose them, or None to predict them. cores: the number of GPU
+    cores. packing: how the weights of a forward pass are quantized, or None. A lane reads weights in vectors of
+    four: four weights or, if they are quantized, four 32-bit words of packed weights.
     """
     lanes, gates = LANES[cell.op], cell.gates
     sweep = "backward" if backward else "forward"
     wanted = cut.rows if cut else rows_for(cell, B, H, itemsize, directions, cores, packing)
     matrices = wanted == 8 and fits_matrices(cell, H) and packing is None
-    # A step has one or two products. lengths: how many terms each output of a product sums.
+    # lengths: for each product of a step, how many terms one output sums. The first product backward of a GRU whose
+    # reset comes before the candidate's product has one gate (H terms), the second one two gates (2 H terms).
     lengths = [H, 2 * H] if backward and two_products(cell) else [gates * H if backward else H]
     if matrices:
         units, rows, threads, piece, slots = 8, 8, 32 * -(-H // 8), 8, 1 if backward else gates
@@ -516,12 +524,13 @@ def fused_tiling(
     if packing:
         span, weights = packed_share(packing, H, lanes * units, slots)
         lengths, itemsize = [span * lanes * units], 4
-        # Additional registers: for the sums of one quantization group, if a lane has several groups; and for the values
-        # that stay in registers between the two products of a step.
+        # If a lane has several quantization groups, it needs registers for the sums of one group (the first term). If a
+        # step has two products, a few values stay in registers between them (the second term).
         more += slots * rows * (span > packing.group_size) + 8 * two_products(cell)
     one = 4 * rows * piece * sum(-(-length // piece) for length in lengths)
     vectors = 1 if len(lengths) > 1 or (matrices and backward and 2 * one > THREADGROUP_BYTES) else 2
-    # Weights are loaded 4 at a time. A register has 4 bytes, so 4 weights of n bytes take n registers.
+    # The free registers hold resident vectors of 4 weights. A register has 4 bytes, so such a vector takes as many
+    # registers as a weight has bytes; hence the division by itemsize.
     working = working_registers(cell, sweep, rows, packing is not None) + more
     resident = max(0, min(weights, (registers_of(threads) - working - (cut.spare if cut else 0)) // itemsize))
     used = working + resident * itemsize
@@ -531,8 +540,9 @@ def fused_tiling(
 
 
 def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int, int]:
-    """Return what a lane gets of quantized weights if `lanes` lanes share each row: the number of weights of one
-    row, and the number of vectors for all its rows. metal/fused_quantized.metal computes the same numbers."""
+    """Return two numbers, if `lanes` lanes share each row of the quantized weights, and each lane works on `slots`
+    rows: how many weights of one row a lane gets, and how many vectors of four words it gets for all its rows
+    together. metal/fused_quantized.metal computes the same numbers."""
     span = max(8, 2 ** (-(-H // lanes) - 1).bit_length())
     pieces = max(1, span // packing.group_size)
     words = span * field_of(packing) // 32 + pieces * (2 if packing.mode == "affine" else 1)
@@ -561,10 +571,10 @@ def step_cycles(
     cell: AnyCell, B: int, H: int, itemsize: int, directions: int, cores: int, rows: int, packing: Packing | None
 ) -> float:
     """Return the predicted cycles of a GPU core for one time step, forward and backward, if a threadgroup computes
-    `rows` batch items. Quantized weights have no backward pass, so the forward pass alone counts.
+    `rows` batch items. Quantized weights have no backward pass, so only the forward pass is counted.
 
-    The core that gets the most threadgroups determines the time. It runs as many at the same time as fit in its
-    registers; these work while others wait.
+    The core that gets the most threadgroups determines the time. It runs as many threadgroups at the same time as
+    fit in its registers. While one threadgroup waits, another one computes, so waiting costs less time.
     """
     total = 0.0
     for backward in (False,) if packing else (False, True):

@@ -55,17 +55,19 @@ def scatters(cell: PointwiseCell, lanes: int = 4) -> bool:
 
 
 def gradient_nodes(graph: CellGraph) -> list[int]:
-    """Return the nodes of the gradients of preactivations that the backward pass stores. A preactivation has a
-    recurrent part (from h) and an input part (from x and b). First come the gradients of all recurrent parts. Mostly
-    the input part has the same gradient; where it has another one, this gradient follows."""
+    """Return the nodes of the cell's graph (values of its computation) that the backward pass stores: gradients of
+    preactivations. A preactivation is the sum of a recurrent part (from h) and an input part (from x and b). First
+    come the gradients of the recurrent parts of all gates. Then come those gradients of input parts that differ from
+    them; mostly there are none."""
     products = graph.of_product()
     return [*products, *(n for n in dict.fromkeys(graph.gradients("x")) if n not in products)]
 
 
 def grouped(letter: str, nodes: list[int], lanes: int) -> list[tuple[str, list[int]]]:
-    """Divide nodes among registers that hold a different node in each lane. Return pairs (name of the register, the
-    node of each lane). The registers are called letter0, letter1, ...; register j holds in lane k the node nodes[j *
-    lanes + k], or -1 behind the last node."""
+    """Divide nodes of a cell's graph (values that a unit computes) among registers that hold a different node in
+    each lane, so that each lane stores only a part of the values. Return pairs (name of the register, the node of
+    each lane). The registers are called letter0, letter1, ...; register j holds in lane k the node nodes[j * lanes +
+    k], or -1 if there is no such node."""
     parts = [nodes[start : start + lanes] for start in range(0, len(nodes), lanes)]
     return [(f"{letter}{j}", [*nodes, *[-1] * (lanes - len(nodes))]) for j, nodes in enumerate(parts)]
 
@@ -146,16 +148,17 @@ def forward_text(cell: PointwiseCell, lanes: int) -> str:
 
 
 def backward_text(cell: PointwiseCell, lanes: int) -> str:
-    """Return the source of the Metal function that computes one backward step. Its parameters are:
+    """Return the source of the Metal function that computes one backward step of a unit, whose states and gates are
+    distributed over several lanes. The function's parameters are:
 
-    - y, h, c: what the forward pass saved (the lane's part), h before the step, and the other states before the step
-      (the lane's part)
+    - y, h, c: this lane's values of what the forward pass saved; h before the step; this lane's values of the other
+      states before the step
     - factor: the value of the option `keep`, by which the forward step multiplied the states first
     - u, w: the inputs of the step, and the parameters
-    - now: on entry the states after the step, on return those before it
+    - now: on entry the states after the step, on return the states before it
     - back: on entry the gradients of the states after the step; on return the gradients of keep * (the states before
       it), without the part that flows through the recurrent product
-    - d: on return the gradients of the preactivations (the lane's part), in the order of `gradient_nodes`
+    - d: on return this lane's gradients of the preactivations. `gradient_nodes` lists the gradients of all lanes
     - du, dw: on return the gradients of u and w
     """
     graph = cell.graph
@@ -222,8 +225,10 @@ def tiling_of(sweep: str, cell: PointwiseCell, B: int, H: int, itemsize: int) ->
 
 @lru_cache(256)
 def arrangement(sweep: str, cell: PointwiseCell, H: int, tiling: FusedTiling) -> mx.array:
-    """Return, for each weight in the order in which the lanes read them, its index in the flattened Wh [G H, H].
-    Padding has the index G H H, where the caller appends a zero. metal/fused_lanes.metal describes the order."""
+    """Return an array of indices that bring the recurrent weights into the order in which the lanes read them. Entry
+    n is the index, in the flattened Wh [G H, H], of the weight that is number n in this order, which
+    metal/fused_lanes.metal describes. Padding has the index G H H, one past the last weight; the caller appends a
+    zero there."""
     back, G = sweep == "backward", cell.gates
     lanes, units = lanes_of(cell), tiling.units
     index, vector, e = np.ogrid[: tiling.threads, : tiling.weights, :4]
@@ -304,8 +309,8 @@ def sweep_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: tuple[str, ..
 def prepared_part(
     sweep: str, problem: Problem, dtype: mx.Dtype, present: Collection[str], steps: int, sizes: mx.array
 ) -> Part:
-    """Return one launch that runs `steps` steps of a forward or backward pass. present: the names of the inputs that
-    it has."""
+    """Return one launch that runs `steps` steps of a forward or backward pass, with its array `sizes` and the names
+    of its inputs and outputs. present: the names of the arrays that the launch gets."""
     cell = own_cell(problem)
     text, tiling = struct_text(cell, lanes_of(cell)), tiling_of(sweep, cell, problem.B, problem.H, dtype.size)
     inputs = {name: name in present for name in INPUTS[sweep]}

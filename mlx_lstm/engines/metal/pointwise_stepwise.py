@@ -32,8 +32,9 @@ from .stepwise import (
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """Run the forward pass. Return h [T, B, D H], hT [B, D H], and gates [T, B, D K H]: the K numbers per unit that
-    the backward pass needs. If the cell has states besides h, also return them as c and cT."""
+    """Run the forward pass, with D directions. Return h [T, B, D H] and hT [B, D H]; if the cell has states besides
+    h, also c and cT. For the backward pass also return `gates` [T, B, D K H]: K numbers per unit, step and item,
+    which the backward pass needs."""
     T, B, H, cell = problem.T, problem.B, problem.H, own_cell(problem)
     mask, z = mask_of(problem, arrays), project(problem, arrays)
     row = nothing(row_type(z.dtype))
@@ -42,7 +43,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     rows = Rows(T, problem.limits.rows_left)
     step = each_step(forward_kernel, problem, inputs, rows)
     for n in range(T):
-        row = step(n, before=row)
+        row = step(n, row)
     saves = cell.kept > 0 and (problem.training or problem.return_gates)
     names = frozenset(name for name in cell.outputs if name != "gates" or saves)
     results = after_sweep(outputs_launch, problem, inputs, [(rows, H)], names)
@@ -67,14 +68,14 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
 
 def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """Run the backward steps. Return the results by name. (N, U, C, V: the numbers of gradients of preactivations,
-    inputs, states besides h, and parameters.)
+    """Run the backward steps. Return the results by name. D is the number of directions; a unit has N gradients of
+    preactivations, U inputs, C states besides h, and V parameters.
 
     - d [T, B, D N H], du [T, B, D U H]: the gradients of the preactivations and of the inputs
-    - dh0 [B, D H], dc0 [B, D C H]: the gradients of the first states
+    - dh0 [B, D H], dc0 [B, D C H]: the gradients of the initial states
     - dw [B, D V H]: the gradients of the parameters, not yet summed over the batch
-    - carry [T, B, D (C + 1) H], if the call has `keep`: the gradients of keep * (the states before each step), without
-      the part through the recurrent product
+    - carry [T, B, D (C + 1) H], if the call has `keep`: the gradients of keep * (the states before each step),
+      without the part that flows through the recurrent product
     """
     T, B, H, D = problem.T, problem.B, problem.H, problem.directions
     cell, mask = own_cell(problem), mask_of(problem, arrays)
@@ -88,10 +89,10 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     rows = Rows(T, problem.limits.rows_left)
     step = each_step(backward_kernel, problem, inputs, rows)
     for n in reversed(range(T)):
-        row = step(n, before=row)
+        row = step(n, row)
     results = after_sweep(gradients_launch, problem, inputs, [(rows, H)], frozenset())
     last = each_step(dh0_kernel, problem, inputs)
-    results["dh0"] = last(-1, before=row)[: B * D * H].reshape(B, D * H)
+    results["dh0"] = last(-1, row)[: B * D * H].reshape(B, D * H)
     return results
 
 
@@ -110,8 +111,8 @@ def forward_tile(problem: Problem) -> tuple[int, int, int]:
     if not cell.recurrent:
         return 1, 256, 256
     units = {1: 32, 2: 16}.get(cell.gates, 8)
-    # If the product runs in lanes, a thread has a sum for each gate and item. If it runs in tiles, a threadgroup has
-    # 32 KB for its sums and operands. So a cell with many gates gets another number of items.
+    # With 4 batch items a thread has one sum per gate and item, so many gates need too many registers. 8 x 8 matrices
+    # replace these sums from 8 items on. With 32 items the sums of many gates exceed the 32 KB of a threadgroup.
     if rows == 4 and cell.gates > 8:
         rows = 8
     if rows == 32 and cell.gates > 15:
@@ -133,7 +134,7 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
     length = row_length(problem, problem.H, 1 + cell.kept * saves, cell.carried, dtype)
     return StepKernel(
         *(problem, dtype, present, "pointwise_stepwise_forward"),
-        "step z before Wh h0 c0 inputs params mask keep lengths sizes",
+        "step before z Wh h0 c0 inputs params mask keep lengths sizes",
         tile=(rows, columns),
         units=(problem.H, units),
         output=(length, row_type(dtype)),
@@ -159,7 +160,8 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
 
 @cached
 def dh0_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel that computes dh0 [B, D H], the gradient of the first h, after all backward steps."""
+    """Return the kernel that computes dh0 [B, D H], the gradient of the initial state h0 of all D directions. It
+    runs once, after all backward steps."""
     tile = backward_tile(problem)
     return StepKernel(
         *(problem, dtype, present, "pointwise_stepwise_dh0"),
@@ -174,8 +176,10 @@ def dh0_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: b
 def gradients_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, _: frozenset[str]
 ) -> Sequences:
-    """Return the launch after all backward steps, which copies the gradients from their rows (the arrays that the
-    launches wrote) into one array per result: d, du, dw, dc0 and, if the call has `keep`, carry."""
+    """Return the launch after all backward steps. It copies the gradients from the rows (arrays that the launches
+    wrote, one per step) into one array per result: d (gradients of the preactivations), du (of the inputs of each
+    step), dw (of the parameters), dc0 and, if the call has the option `keep`, carry (of the states before each
+    step)."""
     T, B, H, D, graph = *problem[:3], problem.directions, own_cell(problem).graph
     counts = {"STATES": graph.states, "PARAMS": graph.params}
     counts |= {"GRADIENTS": len(gradient_nodes(graph)), "INPUTS": graph.inputs}

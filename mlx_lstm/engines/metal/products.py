@@ -1,9 +1,9 @@
 """The matrix products of the Metal engines that span all time steps. MLX computes them: the input's product before
 the steps, and the gradients of the weights after the backward steps.
 
-The gradients take few launches: one product per weight, for both directions at once.
-`engines.ops.sweep.gradients_after_sweep` defines the gradients. It also computes the rarer cases: a mask, `keep`, a
-peephole, or a GRU whose reset comes before the candidate's product.
+This module computes the gradients in few launches: one product per weight, for both directions at once. It does not
+support a mask, `keep`, a peephole, or a GRU whose reset comes before the candidate's product. For them the engines
+call `engines.ops.sweep.gradients_after_sweep`, which also defines the gradients.
 """
 
 from collections.abc import Collection
@@ -47,13 +47,17 @@ def takes_product(cell: AnyCell) -> bool:
 
 
 def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.array | None) -> Arrays:
-    """Return a dict with h_in [D, T, B, P], the operand of the recurrent product at every step: mask * h_prev, and 0
-    past an item's end. If the bias gradients are sums of 16-bit rows, also return `ones` [1, T * B]: these sums are
-    computed as products with ones.
+    """Return a dict with h_in [D, T, B, P]: what the recurrent product multiplies with Wh at each step, for D
+    directions and P numbers of h. It is mask * (h before the step), and 0 past an item's end. If the arrays have 16
+    bits and there are biases, also return `ones` [1, T * B]: `column_sums` computes a sum of rows in float32 as a
+    product with ones. If the call has lengths, also return x_in [T, B, I]: x with 0 past an item's end.
 
-    mask: the factor on h in the recurrent product (mask times `keep`), or None.
+    mask: the factor on h in the recurrent product (it includes `keep`), or None.
     """
     inputs = {"h": h, "h0": arrays.get("h0"), "mask": mask, "lengths": arrays.get("lengths")}
+    # In the gradient of Wx, a NaN in the padding of x would stay NaN although it is multiplied by 0.
+    copies_x = "lengths" in arrays and "Wx" in arrays and is_plain(problem, arrays)
+    inputs["x"] = arrays["x"] if copies_x else None
     sums = h.dtype != mx.float32 and ("b" in arrays or "bhn" in arrays)
     names, values = [], []
     for name, array in inputs.items():
@@ -61,27 +65,31 @@ def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.arra
             names.append(name)
             values.append(array)
     differ = mask is not None and mask.shape[0] > 1
-    launch, sizes = input_launch(problem, h.dtype, tuple(names), differ, sums)
-    return dict(zip(("h_in", "ones"), launch(inputs=[*values, sizes]), strict=False))
+    width = arrays["x"].shape[-1] if copies_x else 0
+    launch, sizes = input_launch(problem, h.dtype, tuple(names), differ, sums, width)
+    written = ["h_in", *(["ones"] if sums else []), *(["x_in"] if copies_x else [])]
+    return dict(zip(written, launch(inputs=[*values, sizes]), strict=True))
 
 
 @cached
 def input_launch(
-    problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, sums: bool
+    problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, sums: bool, width: int
 ) -> tuple[Launch, mx.array]:
-    """Return the launch of the shader `recurrent_input`, and its array of sizes. names: which of h, h0, mask and
-    lengths the call has. sums: whether the shader also writes the array `ones` [1, T * B], with which a product sums
-    16-bit rows."""
+    """Return the launch of the shader `recurrent_input`, and its array of sizes. names: the names of the arrays that
+    are present, of h, h0, mask, lengths and x. width: the number of features of x, or 0 without x. sums: whether the
+    shader also writes the array `ones` [1, T * B]. `column_sums` multiplies it with 16-bit rows to add them up in
+    float32."""
     T, B, P, D = problem.T, problem.B, problem.P, problem.directions
-    inputs = {name: name in (*names, "sizes") for name in ("h", "h0", "mask", "lengths", "sizes")}
+    inputs = {name: name in (*names, "sizes") for name in ("h", "h0", "mask", "lengths", "x", "sizes")}
     outputs: Outputs = {"h_in": ((D, T, B, P), dtype), "ones": ((1, T * B), dtype) if sums else None}
-    present = [*names, "sizes", "h_in", *(["ones"] if sums else [])]
+    outputs["x_in"] = ((T, B, width), dtype) if width else None
+    present = [*names, "sizes", *(name for name in outputs if outputs[name] is not None)]
     body = struct_of(fields_of((*inputs, *outputs), present))
     body += "recurrent_input<S>(a, thread_position_in_grid);"
     groups = (-(-B * P // THREADS), T, D)
     shaders = ("arrays", "recurrent_input")
     launch = prepare("recurrent_input", shaders, inputs, outputs, {"S": dtype}, body, groups, THREADS)
-    return launch, constant((T, B, D, P, problem.reverse, masks_differ), mx.int32)
+    return launch, constant((T, B, D, P, problem.reverse, masks_differ, width), mx.int32)
 
 
 def candidates(problem: Problem, arrays: Arrays, h_in: mx.array) -> mx.array:
@@ -97,9 +105,10 @@ def candidates(problem: Problem, arrays: Arrays, h_in: mx.array) -> mx.array:
 def gradients_in_few_launches(problem: Problem, arrays: Arrays, sweep: Arrays) -> Arrays:
     """Return the gradients of all arrays, by name.
 
-    sweep: the results of `recurrent_input` and of the backward steps. The backward steps give dz and d_out [T, B, D
-    G H] (d_out is the gradient of the recurrent product, if it is not the same as dz), dh0 and dc0. With a
-    projection they also give dh [T, B, D P] and m [D, T, B, H], the operand of the projection.
+    sweep: the results of `recurrent_input` and of the backward steps, with D directions and G gates. The backward
+    steps give dz [T, B, D G H], the gradient of the preactivations; dh0 and dc0; and, only if it differs from dz,
+    d_out, the gradient of the recurrent product. With a projection to P numbers they also give dh [T, B, D P], the
+    gradient of h, and m [D, T, B, H], the vector that the projection multiplies with Wp.
     """
     (D, T, B, P), H, ones = sweep["h_in"].shape, problem.H, sweep.get("ones")
     d = sweep.get("d_out", sweep["dz"]).reshape(T * B, D, -1)
@@ -116,6 +125,9 @@ def gradients_in_few_launches(problem: Problem, arrays: Arrays, sweep: Arrays) -
             gradients[name] = sweep[f"d{name}"]
     without_b = arrays.copy()
     without_b.pop("b", None)
+    if "x_in" in sweep:
+        without_b["x"] = sweep["x_in"]
+        del without_b["lengths"]
     gradients |= ops.input_gradients(problem, without_b, sweep["dz"])
     for name in gradients:
         gradients[name] = gradients[name].astype(arrays[name].dtype)

@@ -34,17 +34,20 @@ class Join(NamedTuple):
 
 
 def joined_beside(others: int) -> int:
-    """Return how many arrays a launch can join if it also binds `others` other arrays."""
+    """Return how many arrays a launch can join into one if it also binds `others` other arrays. Metal limits the
+    arrays of a launch to 31."""
     return next((count for count in JOINED if count + others <= BOUND), JOINED[-1])
 
 
 @lru_cache(64)
 def joins(T: int, left: int, most: int) -> tuple[tuple[Join | None, ...], tuple[int, ...]]:
-    """Plan the joins of T launches, so that at most `left` arrays remain. A join has at most `most` arrays. Return the
-    join of each launch (None for no join), and the number of rows in each remaining array.
+    """Plan which launches copy several arrays into one (a join), so that at most `left` arrays remain after T
+    launches that each write one array. Return (joins, sizes): the join of each launch, or None; and how many rows
+    (results of one launch) each remaining array has. A join has at most `most` arrays.
 
-    The level of an array is the number of joins that its oldest rows went through. A launch joins neighbours of the
-    same level. Near the end it joins the shortest neighbours if too many arrays would remain.
+    To copy each row as seldom as possible, a launch joins only neighbouring arrays of the same level; the level is
+    the number of joins that an array's oldest rows went through. Only near the end, if too many arrays would remain,
+    it joins the shortest neighbouring arrays of any level.
     """
     levels = next(level for level in range(T) if left * most**level >= T)
     plan: list[Join | None] = []
@@ -63,12 +66,12 @@ def joins(T: int, left: int, most: int) -> tuple[tuple[Join | None, ...], tuple[
 
 
 def due(pieces: list[tuple[int, int]], to_come: int, left: int, levels: int, most: int) -> tuple[int, int] | None:
-    """Return (first, count): the index of the first array that the next launch joins, and how many it joins. Return
-    None if it joins nothing.
+    """Return (first, count): the index of the first array that the next launch copies into a larger one, and how
+    many neighbouring arrays it copies. Return None if it copies none.
 
-    pieces: (level, number of rows) of each array so far; the level says how often its rows were joined. to_come: how
-    many launches are left, including the next one. left: how many arrays may remain after the last launch. levels: how
-    often a row may be joined before the end of the pass. most: how many arrays one launch can join.
+    pieces: (level, number of rows) of each array so far; the level says how often its rows were copied. to_come: how
+    many launches are left, including the next one. left: how many arrays may remain after the last launch. levels:
+    how often a row may be copied before the end of the pass. most: how many arrays one launch can copy.
     """
     count = len(pieces)
     size = min(most, count + to_come - left + 1)  # a join of n arrays leaves n - 1 arrays less
@@ -86,11 +89,12 @@ def due(pieces: list[tuple[int, int]], to_come: int, left: int, levels: int, mos
 
 
 class Rows:
-    """The rows that the T launches of a pass write, one array per launch. Launches join these arrays, so that at most
-    `left` arrays remain at the end of the pass.
+    """The arrays that the T launches of a pass write, one row (the results of one step) per launch. Some launches
+    also join earlier arrays into one, so that at most `left` arrays remain after the last launch.
 
-    pieces: the current arrays, each with one or more rows, in the order of the launches. joins: for each launch still
-    to come which arrays it joins, or None. steps: the number of rows in each array at the end.
+    pieces: the current arrays, each with one or more rows, in the order of the launches. joins: an iterator over the
+    joins of the next launches; None is a launch without a join. steps: the number of rows that each array has at the
+    end.
     """
 
     def __init__(self, T: int, left: int):
@@ -101,7 +105,8 @@ class Rows:
         self.steps: tuple[int, ...] = ()
 
     def plan(self, most: int) -> None:
-        """Plan which arrays each launch joins. A launch joins at most `most` arrays."""
+        """Plan which launch copies which arrays of rows into one larger array, so that at most `left` arrays remain
+        at the end. A launch copies at most `most` arrays. Later launches read the plan from `joins`."""
         plan, self.steps = joins(self.T, self.left, most)
         self.joins = iter(plan)
 

@@ -54,8 +54,9 @@ class Statements:
     lines: the statements generated so far."""
 
     def __init__(self, graph: CellGraph, lanes: int, uniform: dict[int, str], bundles: list[tuple[str, list[int]]]):
-        """Create a generator. uniform: the variable of each node that all lanes already have. bundles: the registers
-        that hold a different node in each lane, as pairs (name, the node of each lane)."""
+        """Create a generator. uniform: from each node whose value all lanes already have, to the name of the
+        variable with this value. bundles: the registers that hold a different node in each lane, as pairs (name, the
+        node of each lane)."""
         self.graph, self.lanes = graph, lanes
         self.uniform, self.bundles = dict(uniform), list(bundles)
         self.lines: list[str] = []
@@ -73,7 +74,8 @@ class Statements:
         return name
 
     def is_known(self, n: int) -> bool:
-        """Return whether node n needs no new statement, because it is a constant or some lane already has its value."""
+        """Return whether the value of node n exists without further Metal statements: n is a constant, or a variable
+        of some lane already has its value."""
         return n in self.uniform or self.graph.nodes[n].op == "const" or self.place(n) is not None
 
     def place(self, n: int) -> tuple[str, int] | None:
@@ -137,7 +139,8 @@ class Statements:
         self.bundles.append((self.new(group[0], code), [-1 if n is None else n for n in wanted]))
 
     def condition(self, lanes: list[int]) -> str:
-        """Return the Metal expression that is true in these lanes and false in all others."""
+        """Return the Metal expression that is true in the lanes (threads) with these numbers and false in all other
+        lanes."""
         return " || ".join(f"lane == {k}" for k in lanes)
 
     def home(self, n: int) -> int | None:
@@ -151,17 +154,18 @@ class Statements:
         return None
 
     def merge(self, wanted: Sequence[int | None]) -> str:
-        """Return the name of a variable whose value in lane k is node wanted[k]. If wanted[k] is None, lane k may have
-        any value. If there is no such variable yet, append the statements that compute it."""
+        """Return the name of a variable that has in each lane k the value of the graph's node wanted[k]. None in
+        `wanted` means that lane k may have any value. If no variable has these values, append the statements that
+        compute a new one."""
         key = tuple(wanted)
         if key not in self.merged:
             self.merged[key] = self.merge_new(wanted)
         return self.merged[key]
 
     def merge_new(self, wanted: Sequence[int | None]) -> str:
-        """Return the name of a variable whose value in lane k is node wanted[k] (None: any value). Use a variable that
-        has these values, or append statements that bring together the values of different lanes in a new one. `merge`
-        caches the result."""
+        """Do the work of `merge`, which caches the result: return the name of a variable that has in each lane k the
+        value of node wanted[k] (None: any value). Use an existing variable with these values, or append statements
+        that compute a new one."""
         nodes, lanes = self.graph.nodes, [k for k, n in enumerate(wanted) if n is not None]
         of = {k: n for k, n in enumerate(wanted) if n is not None}
         for name, have in self.bundles:
@@ -184,8 +188,8 @@ class Statements:
                 for a in range(len(nodes[first].args))
             ]
             return self.new(first, OPERATIONS[nodes[first].op].format(*merged))
-        # Otherwise select a value by lane. Lanes whose values are in the same register, or are results of the same
-        # operation, form a group: one selection serves all of them.
+        # No single statement computes the values of all lanes, so each lane selects its value with a conditional
+        # expression. Lanes whose values are in one register, or are results of the same operation, share a selection.
         kinds: dict[object, list[int]] = {}
         for k, n in of.items():
             mine = next((name for name, have in self.bundles if have[k] == n), None)
@@ -199,10 +203,10 @@ class Statements:
         return self.new(first, code)
 
     def align(self, operands: dict[int, list[int]]) -> None:
-        """Prepare statements that compute the same commutative operation in several lanes, on different operands. If a
-        lane's two operands, in swapped order, are more like those of the first lane (the same nodes or operations),
-        swap them, because then fewer statements bring the operands together. operands: the two operands of each lane.
-        """
+        """Swap the two operands of a commutative operation in some lanes, in place, so that fewer statements are
+        needed before all lanes can compute the operation together. Each lane is compared with the first one: its
+        operands are swapped if they then have more in common with the first lane's operands (the same node, register
+        or operation). operands: the two operands of each lane."""
         nodes, (start, first), *others = self.graph.nodes, *operands.items()
 
         def likeness(k: int, pair: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ as in the module `fused`.
 
 from collections.abc import Callable, Collection
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -39,10 +39,14 @@ from .rows import LEFT, Join, Rows, joined_beside, starts_of
 # --- The forward and the backward pass ---
 
 
-def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """Run the forward pass. Return h [T, B, D P], gates [T, B, D G H] and hT [B, D P]; for an LSTM also c [T, B, D
-    H] and cT [B, D H], both in float32. Gates are returned only in training or if the caller asks for them. If only
-    the backward pass reads them (`keeps_rows`), the arrays that the steps wrote are returned instead of gates."""
+def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
+    """Run the forward pass, with D directions, G gates and P numbers of h per item. Return h [T, B, D P] and hT [B,
+    D P]; for an LSTM also c [T, B, D H] and cT [B, D H], both in float32. In training, or if the caller asks for
+    them, also return gates [T, B, D G H].
+
+    If only the backward pass will read the gates (`keeps_rows`), they are not copied into a sequence. The result
+    `ROWS` then replaces them: a list of the arrays that the steps wrote, which contain the gates.
+    """
     T, H, P, cell, Wp = problem.T, problem.H, problem.P, problem.cell, arrays.get("Wp")
     mask, z = whole_mask(problem, arrays), project(problem, arrays)
     row = nothing(row_type(z.dtype))
@@ -57,32 +61,32 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
         reset = each_step(gru_reset_kernel, problem, inputs)
         candidate = each_step(gru_candidate_kernel, problem, inputs, rows)
         for n in range(T):
-            row = candidate(n, before=row, reset_row=reset(n, before=row))
+            row = candidate(n, row, reset(n, row))
     elif Wp is None:
         step = each_step(forward_kernel, problem, inputs, rows)
         for n in range(T):
-            row = step(n, before=row)
+            row = step(n, row)
     else:
         step, h = each_step(forward_kernel, problem, inputs | {"h_before": row}, rows), row
         project_row = each_step(project_kernel, problem, inputs | {"sizes": sizes(problem, mask, P, H)}, projected)
         for n in range(T):
-            row = step(n, before=row, h_before=h)
-            h = project_row(n, before=row)
+            row = step(n, row, h)
+            h = project_row(n, row)
     kinds = [(rows, H)] if Wp is None else [(rows, H), (projected, P)]
     keeps = keeps_rows(problem, arrays)
     with_gates = (problem.training or problem.return_gates) and not keeps
     names = frozenset(name for name in cell.outputs if name != "gates" or with_gates)
     results = after_sweep(outputs_launch, problem, inputs, kinds, names)
-    return results | {f"{ROWS}{n}": piece for n, piece in enumerate(rows.pieces if keeps else ())}
+    return results | {ROWS: rows.pieces} if keeps else results
 
 
-def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
+def backward(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents: Arrays) -> Arrays:
     """Run the backward pass. Return the gradients of all arrays, by name.
 
     saved: the outputs of the forward pass. cotangents: the gradients of some outputs. If the gates were not saved,
     the forward pass runs again to compute them.
     """
-    if saved.get("gates") is None and problem.cell.op != "rnn" and f"{ROWS}0" not in saved:
+    if saved.get("gates") is None and problem.cell.op != "rnn" and ROWS not in saved:
         saved = forward(problem._replace(training=True), arrays)
     few, product, mask = is_plain(problem, arrays), takes_product(problem.cell), whole_mask(problem, arrays)
     operand: Arrays = {}
@@ -92,27 +96,29 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     results = sweep_backward(problem, arrays, saved, cotangents, mask, q, wants_m=few and "Wp" in arrays)
     if few:
         return gradients_in_few_launches(problem, arrays, results | operand)
-    return gradients_after_sweep(problem, arrays, saved, results)
+    outputs = {name: saved[name] for name in saved if name != ROWS}
+    return gradients_after_sweep(problem, arrays, outputs, results)
 
 
 def sweep_backward(
     problem: Problem,
     arrays: Arrays,
-    saved: Arrays,
+    saved: dict[str, Any],
     cotangents: Arrays,
     mask: mx.array | None,
     q: mx.array | None,
     *,
     wants_m: bool,
 ) -> Arrays:
-    """Run the backward steps. Return the results by name:
+    """Run the backward steps, with D directions, G gates and P numbers of h per item. Return the results by name:
 
     - dz [T, B, D G H]: the gradient of the preactivations
     - dh0 [B, D P], dc0 [B, D H]: if the call has h0 or c0
-    - carry [T, B, D H]: if the call has `keep`: the gradient of the carried state that bypasses the recurrent product
-    - dh [T, B, D P]: with a projection: the gradient of h
-    - m [D, T, B, H]: with a projection, if `wants_m`: the vector that Wp multiplies
-    - d_out [T, B, D 3H]: for a GRU whose reset comes after the product: the gradient of the recurrent product
+    - carry [T, B, D H], if the call has `keep`: the gradient of keep * (c, or h if there is no c, before each step),
+      without the part that flows through the recurrent product
+    - dh [T, B, D P], with a projection: the gradient of h
+    - m [D, T, B, H], with a projection and if `wants_m`: the vector that the projection multiplies with Wp
+    - d_out [T, B, D 3H], for a GRU whose reset comes after the product: the gradient of the recurrent product
     """
     T, B, H, P = problem[:4]
     D, cell = problem.directions, problem.cell
@@ -135,30 +141,29 @@ def sweep_backward(
         step = each_step(backward_kernel, problem, inputs)
         reset = each_step(gru_reset_backward_kernel, problem, of_reset, rows)
         for n in reversed(range(T)):
-            row = reset(n, now_row=step(n, before=row))
+            row = reset(n, step(n, row))
     elif projects:
         of_m = {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, H, P), "dh_now": row}
         of_m |= dict.fromkeys(("mask", "dh", "dhT"))
         dh = each_step(dh_kernel, problem, of_dh, dh_rows)
         step = each_step(backward_kernel, problem, inputs | of_m, rows)
         for n in reversed(range(T)):
-            row = step(n, before=row, dh_now=dh(n, before=row))
+            row = step(n, row, dh(n, row))
     else:
         step = each_step(backward_kernel, problem, inputs, rows)
         for n in reversed(range(T)):
-            row = step(n, before=row, rows=kept[n][0], row=kept[n][1]) if kept else step(n, before=row)
+            row = step(n, row, *(kept[n] if kept else ()))
     wanted = {"dc0": "c0" in arrays, "d_out": takes_product(cell), "m": wants_m, "carry": "keep" in inputs}
     kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
     results = after_sweep(gradients_launch, problem, inputs, kinds, frozenset(n for n in wanted if wanted[n]))
     if "h0" in arrays:
         last = each_step(dh_kernel, problem, of_dh | {"dh": None})
-        results["dh0"] = last(-1, before=row)[: B * D * P].reshape(B, D * P)
+        results["dh0"] = last(-1, row)[: B * D * P].reshape(B, D * P)
     return results
 
 
-ROWS = "rows "
-"""The prefix of the names under which the forward pass returns its rows (the arrays that its launches wrote) for the
-backward pass."""
+ROWS = "rows"
+"""The name under which the forward pass returns its rows (the arrays that its launches wrote) for the backward pass."""
 
 
 def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
@@ -172,11 +177,11 @@ def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
     return problem.training and not problem.return_gates and problem.cell.op == "lstm" and "Wp" not in names
 
 
-def kept_rows(problem: Problem, saved: Arrays) -> list[tuple[mx.array, mx.array]]:
+def kept_rows(problem: Problem, saved: dict[str, Any]) -> list[tuple[mx.array, mx.array]]:
     """Return, for each step of the forward pass, the array that contains the step's row (what its launch wrote), and
     the number of this row in the array. Return an empty list if the forward pass kept no rows."""
-    pieces = [saved[name] for name in (f"{ROWS}{n}" for n in range(LEFT)) if name in saved]
-    length = sum(piece.size for piece in pieces) // problem.T
+    pieces: list[mx.array] = saved.get(ROWS, [])
+    length = sum([piece.size for piece in pieces]) // problem.T
     return [(piece, step_number(n)) for piece in pieces for n in range(piece.size // length)]
 
 
@@ -218,8 +223,8 @@ def sizes(problem: Problem, mask: mx.array | None, width: int, K: int) -> mx.arr
 
 
 def nothing(dtype: mx.Dtype) -> mx.array:
-    """Return an array that stands for the row before the first step, because each launch needs such an input. No
-    kernel reads its values, so no launch has to fill it."""
+    """Return an array to pass to the first step's launch in place of the array that the previous launch wrote,
+    because each launch needs this input. The kernels do not read its values at the first step."""
     return constant((0,) * 8, dtype)
 
 
@@ -265,7 +270,8 @@ def tile_of(problem: Problem, width: int) -> tuple[int, int]:
     rows = stepwise_rows(problem.B)
     if rows < 8:
         return rows, 8
-    # Smaller tiles read operands and weights more often. We assume, but have not measured, that idle cores cost more.
+    # Smaller tiles give more threadgroups, but read operands and weights more often. We assume, but have not measured,
+    # that idle cores cost more time than these reads. So the largest tile that occupies all cores is chosen.
     tiles = TILES[rows]
     groups = [-(-problem.B // high) * -(-width // wide) * problem.directions for high, wide in tiles]
     return next((tile for tile, count in zip(tiles, groups, strict=True) if count >= problem.cores), tiles[-1])
@@ -275,8 +281,8 @@ def index_bits(problem: Problem) -> int:
     """Return the number of bits of the integers that index arrays in the kernels: 32, or 64 if an array may have too
     many elements. 64 bits are avoided because a step then needs twice as many instructions besides the multiply-adds
     of the recurrent product."""
-    # A row (the array of one launch) holds per unit the gates, m and a float32 c. With 16-bit elements c takes two of
-    # them, so a unit takes 3 elements besides its gates.
+    # The array that one launch writes holds for each unit its gates, one element for m, and c in float32. In an array
+    # of 16-bit elements c takes two elements. So a unit takes at most 1 + 2 = 3 elements besides its gates.
     width, cell, blocks = max(problem.H, problem.P), problem.cell, problem.cell.gates + 3
     if isinstance(cell, PointwiseCell):  # its rows may hold more; no array has more blocks than this sum
         blocks += 2 * cell.gates + 4 * cell.graph.states + 2 * cell.graph.params + cell.graph.inputs + cell.kept
@@ -320,13 +326,15 @@ def resets_before(problem: Problem) -> bool:
 
 
 class StepKernel:
-    """The kernel of one step: a shader that computes a product and writes one array. A second variant of its launch
-    has additional threadgroups, which join the arrays that earlier steps wrote.
+    """The kernel of one step: a shader that computes a recurrent product, mostly also the cell, and writes one array
+    per launch. The kernel can be launched in two variants. The second one has additional threadgroups, which copy
+    arrays that earlier steps wrote into one array (a join).
 
-    present: the names of the arrays that this call has. fields: the names of all arrays that the shader can read.
-    tile: the rows and columns of the product that a threadgroup computes. units: the number of units in all, and per
-    threadgroup. output: the number of elements of the written array, and its dtype. saves: whether this array
-    includes the gates, or None if the shader has no such choice. cell: whether the shader computes a cell.
+    present: the names of the arrays that the caller has. fields: the names of all arrays that the shader can read,
+    separated by spaces. tile: how many rows and columns of the product a threadgroup computes. units: the number of
+    hidden units in all, and of one threadgroup. output: the number of elements and the dtype of the array that a
+    launch writes. saves: whether this array includes the gates, or None if the shader has no such choice. cell:
+    whether the shader computes a cell.
     """
 
     def __init__(
@@ -382,8 +390,8 @@ class StepKernel:
         self.arrays += "uint3 group = threadgroup_position_in_grid;\n"
         self.call: str = f"{shader}<{', '.join(arguments)}>(a, sums, tiles, group, {LANE});\n"
         self.launch: Launch = self.prepare(self.name, self.arrays + self.call)
-        # How many arrays of earlier steps this launch can join. Metal limits the arrays of a launch: besides its
-        # inputs it then also binds `after`, `joined`, `starts` and `first`.
+        # How many arrays of earlier steps a launch can join into one. Metal binds at most 31 arrays to a launch. A
+        # launch that joins binds 4 others besides its inputs: `after`, `joined`, `starts` and `first`.
         self.most: int = joined_beside(len(self.names) + 4)
         self.joins: dict[tuple[int, ...], tuple[Launch, list[mx.array]]] = {}
 
@@ -402,16 +410,20 @@ class StepKernel:
         return prepare(name, self.files, inputs, outputs, self.template, body, groups, self.threads, index, self.own)
 
     def joining(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
-        """Return a launch of the step's kernel that also joins arrays of earlier steps into one array. Also return two
-        small arrays that it reads: where each part begins, and which threadgroups copy. steps: how many rows (results
-        of one step) each of the arrays contains."""
+        """Return a launch of the step's kernel that also copies several arrays of earlier steps into one array, and
+        two small arrays that this launch reads: where each copied array begins in the new one, and which
+        threadgroups copy. The launch is built once for each `steps`.
+
+        steps: for each array to be copied, how many rows (results of one step) it contains.
+        """
         if steps not in self.joins:
             self.joins[steps] = self.prepare_join(steps)
         return self.joins[steps]
 
     def prepare_join(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
-        """Build a launch of the step's kernel that also joins arrays of earlier steps into one array. Return it with
-        the two small arrays that it reads: where each part begins, and which threadgroups copy."""
+        """Build the launch that `joining` returns: it runs the step's kernel and also copies several arrays of
+        earlier steps into one array. Return it with two small arrays that it reads: where each copied array begins
+        in the new one, and which threadgroups copy."""
         length, total = self.output[0], sum(steps)
         more = max(1, min(64, length * total // (8 * self.threads)))
         pieces = tuple(f"p{n}" for n in range(self.most))
@@ -451,39 +463,42 @@ def cell_files(problem: Problem) -> tuple[str, ...]:
 LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 
 
-class StepLaunch:
-    """A callable that launches a kernel at each step of a pass. It appends each written array to `rows`. At the
-    steps where `rows` plans a join, it uses the launch that also joins arrays."""
+CHANGING = frozenset(("step", "before", "h_before", "reset_row", "now_row", "dh_now", "rows", "row"))
+"""The names of the inputs that are not the same at all steps. They come first among the inputs of a kernel."""
 
-    def __init__(self, kernel: StepKernel, inputs: list[mx.array], rows: Rows | None = None):
+
+class StepLaunch:
+    """A callable that launches a kernel at each step of a pass. With `rows` it appends the array that each launch
+    writes to `rows`. At the steps where `rows` plans a join, the launch also copies several earlier arrays into one.
+    inputs: the kernel's input arrays by name."""
+
+    def __init__(self, kernel: StepKernel, inputs: Arrays, rows: Rows | None = None):
         self.kernel: StepKernel = kernel
+        self.launch: Launch = kernel.launch
         self.rows: Rows | None = rows
-        self.places: dict[str, int] = {name: n for n, name in enumerate(kernel.names)}
-        self.inputs: list[mx.array] = inputs
+        self.fixed: list[mx.array] = [inputs[name] for name in kernel.names if name not in CHANGING]
         if rows is not None:
             rows.plan(kernel.most)
 
-    def __call__(self, n: int, **changed: mx.array) -> mx.array:
-        """Launch step n and return the array that it writes. changed: the inputs that are not the same as at the
-        previous step."""
-        inputs, rows = self.inputs, self.rows
-        inputs[0] = step_number(n)
-        for name, array in changed.items():
-            inputs[self.places[name]] = array
+    def __call__(self, n: int, *changed: mx.array) -> mx.array:
+        """Launch step n and return the array that it writes. changed: the inputs of this step that are named in
+        `CHANGING`, in the order of the kernel's inputs."""
+        inputs, rows = [step_number(n), *changed, *self.fixed], self.rows
         if rows is None:
-            return self.kernel.launch(inputs=inputs)[0]
+            return self.launch(inputs)[0]
         join = next(rows.joins)
-        row = self.kernel.launch(inputs=inputs)[0] if join is None else self.join(rows.pieces, join)
+        row = self.launch(inputs)[0] if join is None else self.join(inputs, rows.pieces, join)
         rows.pieces.append(row)
         return row
 
-    def join(self, pieces: list[mx.array], join: Join) -> mx.array:
-        """Launch a step that also joins some of `pieces`, and replace these by the joined array. Return the array
-        that the step itself writes."""
+    def join(self, inputs: list[mx.array], pieces: list[mx.array], join: Join) -> mx.array:
+        """Launch a step that also copies some of the arrays `pieces`, which earlier steps wrote, into one array. In
+        the list, replace the copied arrays by the new one, so that the last launch of the pass has fewer arrays to
+        read. Return the array that the step itself writes. join: which arrays to copy."""
         due = slice(join.first, join.first + len(join.steps))
         arrays = pieces[due] + pieces[due.stop - 1 : due.stop] * (self.kernel.most - len(join.steps))
         launch, sizes = self.kernel.joining(join.steps)
-        row, *pieces[due] = launch(inputs=self.inputs + arrays + sizes)
+        row, *pieces[due] = launch(inputs + arrays + sizes)
         return row
 
 
@@ -494,9 +509,9 @@ def step_number(n: int) -> mx.array:
 
 
 def there(inputs: Inputs) -> tuple[Arrays, mx.Dtype]:
-    """Return the inputs that are not None, and the dtype of the call's float arrays. This is the dtype of z in a
-    forward pass, and of the transposed `weights` in a backward pass. (Wh itself may be quantized, an array of
-    integers.)"""
+    """Return a dict of the inputs that are not None, and the dtype of the call's float arrays. The dtype is taken
+    from z in a forward pass and from the transposed weights in a backward pass, because Wh may be an array of
+    quantized weights."""
     present = {name: array for name, array in inputs.items() if array is not None}
     return present, next(present[name].dtype for name in ("z", "weights", "h") if name in present)
 
@@ -508,8 +523,7 @@ def each_step(make: Make, problem: Problem, inputs: Inputs, rows: Rows | None = 
     """Return a callable that launches, at each step, the kernel that `make` builds for these inputs. If `rows` is
     given, the written arrays are appended to `rows`."""
     present, dtype = there(inputs)
-    kernel = make(problem, dtype, tuple(present), rows is not None)
-    return StepLaunch(kernel, [present[name] for name in kernel.names], rows)
+    return StepLaunch(make(problem, dtype, tuple(present), rows is not None), present, rows)
 
 
 # The functions below return the kernels of a step. Their arguments are the problem, the dtype of the arrays, the names
@@ -525,7 +539,7 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
     length = row_length(problem, H, 1 + cell.gates if saves else 1, "c" in cell.outputs, dtype)
     return StepKernel(
         *(problem, dtype, present, "stepwise_forward"),
-        "step z before h_before Wh Wh_scales Wh_biases h0 c0 peephole bhn mask keep lengths sizes numbers",
+        "step before h_before z Wh Wh_scales Wh_biases h0 c0 peephole bhn mask keep lengths sizes numbers",
         tile=(stepwise_rows(problem.B), units * cell.gates),
         units=(H, units),
         output=(length, row_type(dtype)),
@@ -539,7 +553,7 @@ def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...]
     H] with r * mask * h_before, r and z. The shader is in metal/stepwise_gru.metal."""
     return StepKernel(
         *(problem, dtype, present, "stepwise_gru_reset"),
-        "step z before Wh Wh_scales Wh_biases h0 mask lengths sizes",
+        "step before z Wh Wh_scales Wh_biases h0 mask lengths sizes",
         tile=(stepwise_rows(problem.B), 32),
         units=(problem.H, 16),
         output=(row_length(problem, problem.H, 3, False, dtype), dtype),
@@ -548,12 +562,13 @@ def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...]
 
 @cached
 def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the second kernel of a step of a GRU whose reset comes before the product. It reads the array that the
-    kernel of `gru_reset_kernel` wrote, and writes the step's row. The shader is in metal/stepwise_gru.metal."""
+    """Return the second kernel of a step of a GRU whose reset comes before the candidate's product. It reads the
+    gates r, z and r * mask * h_before, which the first kernel (`gru_reset_kernel`) wrote. It computes the candidate
+    n and the new h, and writes h and, in training, the gates into one array."""
     saves = problem.training or problem.return_gates
     return StepKernel(
         *(problem, dtype, present, "stepwise_gru_candidate"),
-        "step z before reset_row Wh Wh_scales Wh_biases h0 keep lengths sizes",
+        "step before reset_row z Wh Wh_scales Wh_biases h0 keep lengths sizes",
         tile=(stepwise_rows(problem.B), 32),
         units=(problem.H, 32),
         output=(row_length(problem, problem.H, 4 if saves else 1, False, dtype), row_type(dtype)),
@@ -563,8 +578,8 @@ def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
 
 @cached
 def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel that computes the projection of a step. It writes a row with h [B, D P]. The shader is in
-    metal/stepwise_forward.metal."""
+    """Return the kernel that computes the projection of a step, h = m Wp^T with P numbers per item. It writes one
+    array per step with h [B, D P] of all D directions. The shader is in metal/stepwise_forward.metal."""
     tile = tile_of(problem, problem.P)
     return StepKernel(
         *(problem, dtype, present, "stepwise_project"),
@@ -583,7 +598,7 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
     tile, arrays = tile_of(problem, problem.H), problem.cell.gates + ("keep" in present)
     return StepKernel(
         *(problem, dtype, present, "stepwise_backward"),
-        "step before dh_now weights gates rows row states states0 q peephole bhn mask keep lengths dh dc dgates dhT "
+        "step before dh_now rows row weights gates states states0 q peephole bhn mask keep lengths dh dc dgates dhT "
         "dcT sizes",
         tile=tile,
         units=(problem.H, tile[1]),
@@ -593,8 +608,10 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
 
 @cached
 def gru_reset_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the second kernel of a backward step of a GRU whose reset comes before the product. It reads the array
-    that the kernel of `backward_kernel` wrote, and writes the step's row. The shader is in metal/stepwise_gru.metal."""
+    """Return the second kernel of a backward step of a GRU whose reset comes before the candidate's product. It
+    multiplies the candidate's gradient with Wh, and computes the gradient of the gate r and a part of the gradient
+    of h. It reads the array that the first kernel (`backward_kernel`) wrote, and writes a copy that includes both
+    gradients. The shader is in metal/stepwise_gru.metal."""
     tile, arrays = tile_of(problem, problem.H), 3 + ("keep" in present)
     return StepKernel(
         *(problem, dtype, present, "stepwise_gru_reset_backward"),
@@ -607,8 +624,9 @@ def gru_reset_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[
 
 @cached
 def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_rows: bool) -> StepKernel:
-    """Return the kernel that computes dh [B, D P], the gradient of h. If `has_rows`, it writes a row at each step;
-    otherwise it runs once and writes dh0. The shader is in metal/stepwise_backward.metal."""
+    """Return the kernel that computes the gradient of h, [B, D P] for D directions and P numbers of h per item. If
+    `has_rows`, it runs at each step and writes one array per step; otherwise it runs once, after all steps, and
+    writes dh0. The shader is in metal/stepwise_backward.metal."""
     tile = tile_of(problem, problem.P)
     return StepKernel(
         *(problem, dtype, present, "stepwise_dh"),
@@ -712,8 +730,8 @@ def outputs_launch(
     if len(layout) == 1:
         body = struct_of(fields) + f"stepwise_outputs<GATES, CARRIES, S>(rows, kinds, a, {end}"
     else:
-        # With a projection h is written by separate launches. So one call copies c and the gates from the rows that
-        # the cells wrote, with h absent. A second call copies h from the rows that the projection wrote, with the
+        # With a projection the cells' launches write c and the gates, and separate launches write h. So the kernel
+        # calls the shader twice: once to copy c and the gates, with h marked as absent; once to copy h, with the
         # others absent.
         body = struct_of(fields | dict.fromkeys(("h0", "h", "hT"), "absent"))
         body += struct_of(fields | dict.fromkeys(("c0", "c", "cT", "gates"), "absent"), "Projected", "projected")
@@ -727,13 +745,16 @@ def outputs_launch(
 def gradients_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
 ) -> Sequences:
-    """Return the launch that copies the results of a backward pass from its rows (the arrays that its steps wrote)
-    into sequences.
+    """Return the launch that copies the results of a backward pass from the arrays that its steps wrote (rows) into
+    sequences.
 
-    It always copies dz, the gradient of the preactivations; with a projection also dh, the gradient of h, from
-    separate rows. If they are in `names`, it also writes dc0; d_out, the gradient of a GRU's recurrent products;
-    carry, the gradient of the carried state that bypasses the product; and m, the operand of the projection, which it
-    computes.
+    It always writes dz, the gradient of the preactivations, and with a projection dh, the gradient of h. If `names`
+    contains them, it also writes
+
+    - dc0, the gradient of the initial state c0
+    - d_out, the gradient of a GRU's recurrent products
+    - carry, the gradient of the carried state (c, or h) without the part that flows through the recurrent product
+    - m, the vector that a projection multiplies with Wp, which this launch computes from the gates and c
     """
     (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
     shapes = {
@@ -760,7 +781,9 @@ def gradients_launch(
     start, end = "stepwise_gradients<{}>(rows, kinds", "thread_position_in_grid);\n"
     body = struct_of(fields) + f"{start.format('GATES, CANDIDATE, RESET, CARRIES, S')}, a, {end}"
     if projects:
-        # The rows of dh have the layout of dz with a single gate, so the same shader reads them.
+        # Separate launches wrote dh. Their arrays have the layout of the dz of a cell with one gate, so a second call
+        # of the shader copies dh under the name dz. The other outputs are marked as absent, so this call writes
+        # nothing else.
         of_dh = fields | dict.fromkeys(("gates", "dc0", "d_out", "carry", "m"), "absent") | {"dz": "dh"}
         body += struct_of(of_dh, "Projected", "projected")
         body += f"{start.format('1, 0, 0, false, S')} + 3, projected, {end}"

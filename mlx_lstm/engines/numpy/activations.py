@@ -68,12 +68,12 @@ class Run(NamedTuple):
 
 @cache
 def runs(order: str, activations: tuple[str, ...], H: int, gates: str) -> list[Run]:
-    """Return the groups of neighbouring gates with the same activation, for the gates in `gates` (all gates of the
-    cell, or some).
+    """Return the groups of neighbouring gates with the same activation, so that one NumPy call computes a whole group.
+    gates: the gates to compute, all gates of the cell or some.
 
-    order: the cell's gates in their order in memory, such as "ifgo". activations: one per gate, in the order i, f,
-    g, o or r, z, n. A cell's numbers, such as the clip of c, are not arguments: a number that changes at every call
-    would fill the cache.
+    order: the cell's gates in their order in memory, such as "ifgo". activations: one per gate, in the order i, f, g,
+    o or r, z, n. `@cache` keeps one result for each combination of arguments. So the other options of a cell, such as
+    the limit at which c is clipped, are not arguments: a program may change them at every call.
     """
     activation_of = dict(zip("ifgo" if len(order) == 4 else "rzn", activations, strict=False))
     result, stop = [], 0

@@ -68,15 +68,16 @@ class NewSequence(NewArray):
     def __init__(self, dtype: np.dtype, shape: tuple[int, int, int], order: Order, batch_first: bool = False):
         T, B, _ = shape
         self.returned: Order = BATCH_MAJOR if batch_first else TIME_MAJOR
-        # If B = 1 all orders of the axes have the same layout in memory; if T = 1, time-major and batch-major have.
-        # Then use the order of the returned MLX array, so that `to_mlx` need not transpose.
+        # With B = 1 all three orders of the axes mean the same layout in memory; with T = 1 TIME_MAJOR and BATCH_MAJOR
+        # do. In these cases take the order that the MLX array will have, so that `to_mlx` need not transpose it.
         self.order: Order = self.returned if B == 1 or (T == 1 and order != FEATURE_MAJOR) else order
         super().__init__(dtype, (shape[self.order[0]], shape[self.order[1]], shape[self.order[2]]))
         self.as_allocated: Array = self.memory
         self.memory = self.memory.transpose(self.order)  # each of the three orders is its own inverse permutation
 
     def to_mlx(self) -> mx.array:
-        """Return the MLX array, [T, B, .] or [B, T, .]."""
+        """Return the sequence that NumPy has written as an MLX array: [B, T, F] if this object was made with
+        `batch_first`, else [T, B, F]. F is the number of features per step."""
         array = mx.array(self.as_allocated, self.dtype) if self.array is None else self.array
         if self.order == self.returned:
             return array
@@ -116,8 +117,10 @@ def matrix(a: Array) -> Array:
 
 
 def transposed(weights: Array, problem: Problem) -> Array:
-    """Return the transpose of the matrix [GH, P] for a product at every step. It is copied if the batch is wide and
-    the product repeated often enough: with a contiguous transpose BLAS runs up to a quarter faster."""
+    """Return the transpose of `weights` [GH, P] for a product at every step (G gates, H hidden units, P the width of
+    h). With a contiguous copy of the transpose BLAS runs up to a quarter faster. The copy is made if the batch is
+    wide, the matrix is not too large, and T * B >= 2 P, so that the faster products pay for it; otherwise return a
+    view."""
     often = problem.B >= WIDE_BATCH and 2 * weights.shape[1] <= problem.T * problem.B
     return np.ascontiguousarray(weights.T) if often and weights.size <= COPIED_NUMBERS else matrix(weights).T
 

@@ -90,15 +90,18 @@ class GRUStep:
 
 
 class GRUStepBackward:
-    """Compute one backward step of a GRU, and collect what the gradients of the recurrent weights need.
+    """Compute one backward step of a GRU, and collect the arrays from which the gradients of the weights are computed
+    after each chunk of time steps.
 
-    The steps run in chunks of time, with n = steps x B columns. `dz` [3H, n] collects the gradient of the
-    preactivations, and `inner` [H, n] the array for the candidate n: q = Wh_n h + bhn if the reset is "after", else
-    r * h. `by_column` lists all arrays with these n columns.
+    Each of these arrays has one column for each step and batch item of the chunk; `by_column` lists them:
 
-    With reset "after" the candidate has two gradients. Its rows of `dz` first hold the gradient of q, which the
-    products with Wh need. `dz_n` [H, n] holds the gradient of its preactivation; `end_chunk` copies it over these
-    rows.
+        dz [3H, columns]     the gradients of the preactivations of r, z and the candidate
+        inner [H, columns]   with reset "after" the candidate's product q = Wh_n h + bhn, with reset "before" r * h
+        dz_n [H, columns]    the gradient of the candidate's preactivation
+
+    With reset "after" the candidate's preactivation contains r * q, so q has another gradient than the preactivation.
+    The products with Wh need the gradient of q: the candidate's rows of `dz` hold it first, and `end_chunk` then
+    overwrites them with `dz_n`.
     """
 
     def __init__(self, problem: Problem, cell: GRUCell, v: Views, saved: Views):
@@ -125,9 +128,9 @@ class GRUStepBackward:
         self.by_column: list[Array] = [self.dz, self.dz_n, self.inner]
 
     def begin_chunk(self, start: int, h_prev: Array, h_in: Array) -> None:
-        """Set the states before the steps of a chunk that begins at step `start`: h_prev [steps, B, H], and h_in [n,
-        H], which is h_prev times the mask. If the reset comes after the candidate's product, compute this product,
-        q = Wh_n h_in + bhn, for all steps of the chunk."""
+        """Set the states before the steps of a chunk that begins at step `start`: h_prev [steps, B, H], and h_in
+        [steps * B, H], which is h_prev times the mask. If the reset comes after the candidate's product, compute this
+        product, q = Wh_n h_in + bhn, for all steps of the chunk."""
         self.start, self.h_prev, self.h_in = start, h_prev, h_in
         if self.after:
             q = np.matmul(self.Wh_n, matrix(h_in).T, out=self.inner[:, : len(h_in)])
@@ -156,7 +159,8 @@ class GRUStepBackward:
         np.multiply(gates, gates, out=slopes)
         for _, _, slope, rows in self.runs:
             slope(gates[rows], slopes[rows])
-        # Propagate the gradient of h = new + z (old - new) to z, n and h_prev.
+        # Propagate the gradient of h = new + z (old - new) to z, n and h_prev. Here old is h_prev, and new is the
+        # candidate n. With `flip` they are swapped, because then z is the factor of n.
         np.subtract(*((n, h_prev) if self.flip else (h_prev, n)), out=self.dy_z)
         self.dy_z *= dh
         to_old, to_new = (self.dy_n, self.direct) if self.flip else (self.direct, self.dy_n)

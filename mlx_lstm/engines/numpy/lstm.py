@@ -64,9 +64,9 @@ class LSTMStep:
         if streamed:
             self.weights, self.product = in_blocks(self.weights, self.z)
         self.scratch: Array = np.empty((H, B), dtype)
-        # If `reciprocal` is not empty, a step computes 1 + exp(-z) for the gates i, f, o, because this takes one pass
-        # over memory less than sigmoid(z). Applying a gate to x then means dividing x by this number; otherwise
-        # multiplying.
+        # If `reciprocal` is not empty, a step computes 1 + exp(-z), which is 1 / sigmoid(z), for the gates i, f, o.
+        # This takes one pass over memory less than sigmoid(z). The step then divides by this number where it would
+        # otherwise multiply by the gate.
         self.apply_gate: np.ufunc = np.divide if reciprocal else np.multiply
         blocks = gate_blocks(order, H)
         self.gate: dict[str, Array] = {gate: self.z[rows] for gate, rows in blocks.items()}
@@ -112,14 +112,16 @@ class LSTMStep:
         c: Array,
         h: Array,
     ) -> None:
-        """Write the new c [H, B] and h [P, B] and, unless `gates` is None, the gates [4H, B].
+        """Write the new c [H, B] and h [P, B] and, unless `gates` is None, the gates [4H, B]. P is the width of h: H,
+        or the width of the projection.
 
-        operand: the array that `weights` multiplies. inputs: the input's part of the preactivations, None if the
-        product includes it. c_prev [H, B]: the c before the step.
+        operand: the array that `weights` multiplies. inputs: the input's part of the preactivations; None if `weights`
+        contains Wx, so that the product with `operand` includes this part. c_prev [H, B]: the c before the step.
         """
         gate, scratch, apply_gate = self.gate, self.scratch, self.apply_gate
-        # Compute the preactivations z. Then overwrite them with the gates or, if `apply_gate` is a division, with 1 /
-        # gate.
+        # Compute the preactivations z. Below, each activation overwrites its rows of z with its gate. For gates by
+        # which the step divides (see `apply_gate`) it writes 1 / gate = 1 + exp(-z) instead, which is faster to
+        # compute.
         np.matmul(self.weights, operand, out=self.product)
         if inputs is not None:
             self.z += inputs
@@ -135,7 +137,7 @@ class LSTMStep:
         for activate, rows in self.late:
             rows += np.multiply(self.peephole["o"], c, out=scratch)
             activate(rows, rows)
-        # h = o output(c), or with a projection Wp (o output(c))
+        # h is the gate o times the activation `output` of c. With a projection h is Wp times this product.
         self.output(c, scratch)
         if self.Wp is None:
             apply_gate(scratch, gate["o"], out=h)
@@ -190,10 +192,12 @@ class LSTMStepBackward:
     def __call__(
         self, t: int, columns: slice, c_prev: Array, c: Array, dh: Array, dc: Array, dgates: Array | None
     ) -> None:
-        """Compute step t backward: write its columns of dz. Overwrite dh, the gradient of the new h, with the
-        gradient of the h in the recurrent product, and dc, the gradient of the new c, with the gradient of c_prev.
+        """Compute step t backward and write its columns of dz. Overwrite dh [P, B], the gradient of the new h, with
+        the gradient of the h that entered the recurrent product. Overwrite dc [H, B], the gradient of the new c, with
+        the gradient of c_prev.
 
-        c_prev, c, dc are [H, B], dh is [P, B]. dgates [4H, B]: the cotangent of the gates, or None.
+        P is the width of h. c_prev, c [H, B]: the c before and after the step. dgates [4H, B]: the cotangent of the
+        gates, or None.
         """
         gates, block, s, slopes, dy, scratch = self.gates_at(t), self.block, self.s, self.slopes, self.dy, self.scratch
         i, f, g, o = gates[block["i"]], gates[block["f"]], gates[block["g"]], gates[block["o"]]
@@ -240,7 +244,8 @@ class LSTMStepBackward:
 
     def end_chunk(self, products: WeightGradients, h_in: Array) -> None:
         """Add the terms of one chunk of time steps to the weight gradients in `products`. h_in [n, P]: the h that
-        entered the recurrent product at each step of the chunk."""
+        entered the recurrent product, with one row for each of the n pairs (step, batch item) of the chunk. P is the
+        width of h."""
         n = len(h_in)
         products.accumulate("Wh", self.dz[:, :n], matrix(h_in))
         if self.Wp_T is not None:

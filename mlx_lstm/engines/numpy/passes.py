@@ -81,8 +81,9 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
 
 
 def close_ended(problem: Problem, v: Views, out: Views, ends: "Ends", last: Views) -> None:
-    """Write the last states of the items that are shorter than T steps to `last`, h [P, B] and c [H, B], and overwrite
-    their outputs in the padding by 0."""
+    """Overwrite the padding of the outputs by 0: all steps after the end of a batch item with fewer than T steps.
+    Write the states after such an item's own last step to `last`: h [P, B] and c [H, B], with P the width of h, H
+    hidden units and B batch items."""
     for b, length in enumerate(ends.lengths.tolist()):
         for name in {"h", "c"} & out.keys():
             if length == 0:
@@ -94,11 +95,12 @@ def close_ended(problem: Problem, v: Views, out: Views, ends: "Ends", last: View
 
 
 class BackwardSweep:
-    """The backward pass of one direction: it runs the steps in reverse in chunks of time, and after each chunk the
-    matrix products over its steps.
+    """The backward pass of one direction. It divides the steps into chunks of time and processes them in the opposite
+    order of the forward pass. After the steps of a chunk, it computes their share of each weight gradient as one
+    matrix product.
 
-    The steps carry dh [P, B] and dc [H, B] ([0, B] for a cell without c): the gradients of the state after a step,
-    without the cotangents of the outputs h and c at that step.
+    dh [P, B] and dc [H, B] are the gradients of the state after the current step, without the cotangents of the
+    outputs h and c at that step. P is the width of h; dc has no rows for a cell without c.
     """
 
     def __init__(
@@ -109,9 +111,9 @@ class BackwardSweep:
         saved: Views,
         dv: Views,
     ):
-        """Prepare the backward pass of one direction. products: the weight gradients, with the memory for all
-        gradients. v: the arrays of the call. saved: the outputs h, c and gates of the forward pass. dv: the cotangents
-        of some outputs."""
+        """Prepare the backward pass of one direction. products: an object that sums the weight gradients; its `out` is
+        the memory of all gradients. v: the arrays of the call by name. saved: the outputs h, c and gates of the
+        forward pass. dv: the cotangents of some outputs by name."""
         dtype, (_, B, H, P), carried = v["x"].dtype, problem[:4], problem.cell.carried
         self.problem, self.v, self.dv, self.h = problem, v, dv, saved["h"]
         self.ends: Ends = Ends(problem, v)
@@ -237,8 +239,9 @@ class BackwardSweep:
             rows[0] = first
             rows[1:] = states[: stop - 1]
             return rows
-        # In reverse the state before step t is the state after step t + 1. Step T - 1 has no such step, so it begins
-        # from the first state. A batch item with fewer steps begins with its own last step; its row is replaced below.
+        # In reverse the state before step t is the state after step t + 1. Step T - 1, the first one in reverse,
+        # begins from the first state instead; `inner` excludes it. A batch item with fewer steps begins with its own
+        # last step: np.copyto below replaces the state there by the first state.
         inner = min(stop, problem.T - 1)
         rows[: inner - start] = states[start + 1 : inner + 1]
         rows[inner - start :] = first
@@ -278,8 +281,9 @@ class Ends:
             self.by_length.setdefault(length, []).append(b)
 
     def at(self, length: int) -> list[int] | None:
-        """Return the indices of the batch items that have this length. Return None if there are none. If no item is
-        shorter than T, the result is always None, because nothing has to be done at an item's end."""
+        """Return the indices of the batch items that have this length, or None if there are none. If all items have
+        T steps, return None for every length: all items then begin and end together, so no item needs special
+        treatment."""
         return self.by_length.get(length)
 
 
@@ -289,7 +293,8 @@ def step_mask(v: Views, problem: Problem) -> Array | None:
 
 
 def add_unbroadcast(term: Array, total: Array) -> None:
-    """Sum `term` [B, P] over the axes along which `total` would broadcast to [B, P], and add the sum to `total`."""
+    """Add `term` [B, P] to `total`, the gradient of an array that a step broadcasts to [B, P] (B batch items, P the
+    width of h). Where the array was broadcast along an axis, the term is first summed over this axis."""
     lead = total.ndim - 2
     shape = total.shape[lead:] if lead > 0 else (1,) * -lead + total.shape
     axes = tuple(axis for axis, size in enumerate(shape) if size == 1)

@@ -71,9 +71,10 @@ class Writer:
     def __init__(
         self, graph: CellGraph, known: Mapping[int, str], targets: Sequence[tuple[int, str]], runs: Sequence[Run] = ()
     ):
-        """known: for each node whose value exists already, the name of its array. targets: which nodes shall be
-        computed, and into which arrays. If an array is both known and a target, it is overwritten after its last use.
-        runs: groups of nodes that one statement computes."""
+        """Generate the statements. known: {node: name of an array that holds the node's value from the beginning}.
+        targets: pairs (node, name of the array into which the node shall be computed). A known array that is also a
+        target is overwritten only after the last statement that reads its old value. runs: groups of nodes that one
+        statement computes."""
         self.graph, self.names, self.lines = graph, dict(known), list[str]()
         self.scratch: dict[str, bool] = {}
         self.constants: dict[str, float] = {"one": 1.0}
@@ -190,8 +191,9 @@ def unpacking(names: Sequence[str], array: str) -> list[str]:
 
 
 def negatable(graph: CellGraph) -> str:
-    """Return the letters of the gates whose preactivation is read only by one sigmoid. `JoinedProduct` can compute
-    these preactivations negated, which saves the sigmoid a pass over memory."""
+    """Return the letters of the gates whose preactivation z is read only by one sigmoid. `JoinedProduct` can compute
+    -z instead of z for these gates. The sigmoid 1 / (1 + exp(-z)) then need not negate z, which saves a pass over
+    memory."""
     if graph.apart:
         return ""
     order = needed(graph.nodes, [*graph.forward, *graph.saved])
@@ -255,8 +257,8 @@ def forward_function(cell: PointwiseCell, order: str, negated: str) -> Callable[
 
 
 class PointwiseStep:
-    """Compute one forward step of a cell that the user wrote. Before each step the caller sets `us`, the inputs of the
-    step [U H, B]."""
+    """Compute one forward step of a cell that the user wrote. Before each step the caller writes the step's inputs to
+    `us` [U H, B]: U inputs for each of H hidden units and B batch items."""
 
     def __init__(self, problem: Problem, cell: PointwiseCell, v: Views, mask: Array | None):
         (_, B, H, _), dtype, graph = problem[:4], v["x"].dtype, cell.graph
@@ -282,11 +284,12 @@ class PointwiseStep:
         c: Array,
         h: Array,
     ) -> None:
-        """Write the new states c [C H, B] and h [H, B] and, unless it is None, `saved` [K H, B], the values for the
-        backward pass.
+        """Write the new h [H, B] and the other new states c [C H, B], for H hidden units, B batch items and C states
+        besides h. Write the K values per unit that the backward pass needs to `saved` [K H, B], unless it is None.
 
-        operand: the array that the recurrent weights multiply. inputs: the input's part of the preactivations [G H,
-        B], None if the product includes it. h_prev, c_prev: the states before the step.
+        operand: the array that the recurrent weights multiply. inputs: the input's part of the preactivations of the G
+        gates, [G H, B]; None if the weights contain Wx, so that the product with `operand` includes this part. h_prev,
+        c_prev: the states before the step.
         """
         if self.weights is not None:
             np.matmul(self.weights, operand, out=self.z)
@@ -303,17 +306,23 @@ def params_of(graph: CellGraph, v: Views, H: int, B: int) -> dict[str, Array]:
 
 @lru_cache(256)
 def backward_function(cell: PointwiseCell) -> tuple[Callable[..., Any], tuple[int, ...]]:
-    """Return (build, other): the function that builds a backward step, and the numbers of the gates whose input part
-    and recurrent part have different gradients (`apart` cells only, such as a GRU's candidate).
+    """Return (build, other). build: a function that builds a backward step. other: the numbers of the gates whose
+    input part and recurrent part have different gradients, such as a GRU's candidate (only if `graph.apart`).
 
-    The built function is step(y, s0, c_prev, n0, c, us, d0, dc, dz, dx, direct, du, dw). It reads y, the values saved
-    in the forward pass; s0 and c_prev, h and the other states before the step; n0 and c, the same after it; us, the
-    inputs; and d0, the gradient of the new h.
+    The built function is step(y, s0, c_prev, n0, c, us, d0, dc, dz, dx, direct, du, dw). It reads
 
-    It writes dz [G H, B], the gradient of the recurrent parts; dx, that of the input parts of the gates in `other`;
-    direct [H, B], the part of the gradient of h_prev that bypasses the recurrent product; and du and dw, the gradients
-    of inputs and parameters. dc holds the gradients of the other new states; the step overwrites them with those of
-    the states before it.
+        y            the values that the forward pass saved
+        s0, c_prev   h and the other states before the step
+        n0, c        h and the other states after the step
+        us           the inputs of the step
+        d0, dc       the gradients of h and of the other states after the step
+
+    and writes
+
+        dz, dx       the gradients of the recurrent parts of all gates, and of the input parts of the gates in `other`
+        direct       the part of the gradient of the h before the step that bypasses the recurrent product
+        dc           the gradients of the other states before the step
+        du, dw       the gradients of the inputs and of the parameters
     """
     graph = cell.graph
     known = dict(zip(graph.saved, columns("y", len(graph.saved)), strict=True))
@@ -345,9 +354,11 @@ def passes_h(graph: CellGraph) -> bool:
 class PointwiseStepBackward:
     """Compute one backward step of a cell that the user wrote, and collect what the weight gradients need.
 
-    `dz` [G H, n] collects the gradient of the recurrent parts of the preactivations for a chunk of n = steps x B
-    columns. A GRU's candidate, for example, has another gradient for its input part. `dx` collects such gradients, and
-    `end_chunk` copies them to `dz` once the gradient of Wh is computed.
+    A preactivation is the sum of a recurrent part (Wh h) and an input part (Wx x). `dz` [G H, n] collects the
+    gradients of the recurrent parts of G gates with H units each. It has n columns, one for each step and batch item
+    of a chunk. For some gates, such as a GRU's candidate, the input part has another gradient, which `dx` collects.
+    When the gradient of Wh is computed from `dz`, `end_chunk` copies `dx` to these gates' rows of `dz`, for the
+    gradients of Wx and x.
     """
 
     def __init__(self, problem: Problem, cell: PointwiseCell, v: Views, saved: Views):
@@ -381,9 +392,9 @@ class PointwiseStepBackward:
         """Compute step t backward. Write its columns of dz and dx (the gradients of the preactivations) and `direct`,
         the part of the gradient of h_prev that bypasses the recurrent product.
 
-        Overwrite dh, the gradient of the new h, with the gradient of the h in the recurrent product. Overwrite dc, the
-        gradients of the other new states, with those before the step. c_prev, c: the other states before and after it.
-        dgates is None.
+        Overwrite dh, the gradient of the h after the step, with the gradient of the h that entered the recurrent
+        product. Overwrite dc, the gradients of the other states after the step, with those before it. c_prev, c: the
+        other states before and after the step. dgates: always None, because callers cannot get a user's gates.
         """
         if self.reads_h:
             np.copyto(self.s0, self.h_prev[t - self.start].T)

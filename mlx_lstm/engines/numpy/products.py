@@ -32,9 +32,9 @@ def input_products(
 ) -> "JoinedProduct | SeparateProducts":
     """Return the object that computes x Wx^T + h Wh^T: a `JoinedProduct` or `SeparateProducts`, whichever is faster.
 
-    `JoinedProduct` is faster if steps arrive one at a time (`streamed`). It is also faster for a wide batch, if there
-    are enough rows (steps x batch) to pay for its copy of the weights. reciprocal: the gates for which the step
-    computes 1 + exp(-z); `JoinedProduct` negates their rows.
+    `JoinedProduct` first copies both weights into one matrix. It is faster if steps arrive one at a time (`streamed`),
+    and for a wide batch with so many rows (steps x batch) that the copy pays. reciprocal: the gates for which the step
+    computes 1 + exp(-z); `JoinedProduct` negates their rows, so that the step need not negate z.
     """
     T, B = problem[:2]
     if streamed:
@@ -64,21 +64,25 @@ def in_blocks(weights: Array, product: Array) -> tuple[Array, Array]:
 
 
 class SeparateProducts:
-    """Compute Wx @ x for a block of steps ahead, as one product. Each step then computes Wh @ h and adds its part of
-    the result.
+    """Compute Wx @ x for all steps of a block as one product, before these steps run. Each step then computes Wh @ h
+    and adds its own part of the first product.
 
-    The caller processes steps in blocks: block n holds the steps n * block to (n + 1) * block - 1. It calls `load`
-    before the first step of each block. For step t, with i = t % len(h_buffers):
+    Block n has the steps from n * block to (n + 1) * block - 1. The caller calls `load` before the first step of each
+    block. There are B batch items, G gates with H units each, and P is the width of h. A step t uses, with i = t %
+    len(h_buffers):
+
         h_buffers[i] [P, B]   h before the step; the previous step writes it there
-        h_rows[i] [P, B]      h as it enters the product: h_buffers[i], or with a mask a buffer for mask * h
-        operands[i] [K, B]    the array that `weights` [GH, K] multiplies in the step: here the same array as h_rows[i]
+        h_rows[i] [P, B]      h that enters the product: h_buffers[i], or with a mask another buffer, for mask * h
+        operands[i] [P, B]    the array that `weights` [GH, P] multiplies. Here it is the same array as h_rows[i]; in
+                              `JoinedProduct` it is a larger array that contains h_rows[i].
     """
 
     negated: str = ""
     """The gates whose rows of `weights` are negated. Here there are none; `JoinedProduct` has some."""
 
     def __init__(self, problem: Problem, v: Views, mask: Array | None):
-        """Copy or view the weights and allocate the buffers. mask: [T, B, P], or None."""
+        """Copy or view Wx and Wh, and allocate the buffers for h and for the products of a block of steps. mask: [T,
+        B, P] for T steps, B batch items and h of width P; or None."""
         dtype, (T, B, H, P), cell = v["x"].dtype, problem[:4], problem.cell
         rows = cell.gates * H
         self.order: str = cell.gate_order
@@ -136,7 +140,9 @@ class JoinedProduct:
     """
 
     def __init__(self, problem: Problem, v: Views, mask: Array | None, reciprocal: str):
-        """Copy the weights into one matrix and allocate the columns [x; 1; h]. mask: [T, B, P], or None."""
+        """Copy Wx, the bias and Wh into one matrix [Wx b Wh]. Allocate for each step of a block the operand that this
+        matrix multiplies: an array [x; 1; h], with x in its first rows, then a row of ones, then h. mask: [T, B, P]
+        for T steps, B batch items and h of width P; or None."""
         (T, B, H, P), cell, Wx, bias = problem[:4], problem.cell, v["Wx"], bias_of(problem, v)
         self.negated: str = reciprocal
         self.order: str = "".join(sorted(cell.gate_order, key=lambda gate: gate not in reciprocal))
@@ -148,7 +154,8 @@ class JoinedProduct:
             if gate in reciprocal:
                 np.negative(rows, out=rows)
         self.x: Array = v["x"]
-        # At least two columns: a step writes h into the next column while it still reads its own.
+        # A block has about AHEAD_ROWS rows (steps x batch), but at least two steps: a step writes the new h into the
+        # operand of the next step while it still reads its own operand.
         self.block: int = max(2, min(T, AHEAD_ROWS // B))
         columns = np.ones((self.block, self.weights.shape[1], B), Wx.dtype)
         self.x_rows: Array = columns[:, : Wx.shape[1]]
@@ -157,8 +164,8 @@ class JoinedProduct:
         self.h_buffers: list[Array] = self.h_rows if mask is None else [np.empty((P, B), Wx.dtype) for _ in range(2)]
 
     def load(self, start: int) -> None:
-        """Copy x of the block of steps that begins at `start` into the columns [x; 1; h]. Return None, because the
-        caller has no input part to add."""
+        """Copy x of the block of steps that begins at `start` into the first rows of these steps' operands [x; 1; h].
+        Return None instead of the input's part of the preactivations: the product of each step includes it already."""
         x = self.x[start : start + self.block]
         np.copyto(self.x_rows[: len(x)], x.transpose(0, 2, 1))
 
@@ -199,9 +206,9 @@ class WeightGradients:
         """
         self.out: Views = out
         self.written: set[int] = written
-        # A gradient dz^T x that is returned as two factors has one pair per block of rows: {name: {first row of the
-        # block: (left [n, rows], right [n, columns])}}. The factors are copies, because later steps overwrite the
-        # originals.
+        # Factors of the gradients that are returned as a pair instead of the product left^T right. A gradient may be
+        # written in blocks of its rows: {name: {first row of the block: (left [n, block's rows], right [n,
+        # columns])}}, with n = steps x batch. The factors are copies, because later steps overwrite the originals.
         self.factors: dict[str, dict[int, tuple[Array, Array]]] = {name: {} for name in factored}
         self.left: Array | None = None  # the latest left factor, which the next gradient may share
         self.begun: set[tuple[str, int | None]] = set()  # (name, first row) of each block that has been written
@@ -242,9 +249,13 @@ class WeightGradients:
             self.begun.add((name, None))
 
     def write_input(self, start: int, stop: int, dz: Array, Wx: Array | None) -> None:
-        """Write the gradient of x for the steps from `start` to `stop`, computed from dz [GH, n], if that gradient is
-        requested. The second direction adds its part to that of the first. Without Wx, x is already projected, and
-        each direction has its own part of the gradient."""
+        """Write the gradient of x for the steps from `start` to `stop`, if this gradient is requested. dz [GH, n]: the
+        gradient of the preactivations of G gates with H units each, with n = steps x batch.
+
+        With Wx the gradient is dz^T Wx. Both directions then read the same x, so the direction that runs second adds
+        its gradient to the one that is written already. Without Wx, x is projected already: each direction has its own
+        part of x, and the gradient of this part is dz.
+        """
         if "x" not in self.out:
             return
         dx = self.out["x"][start:stop]

@@ -35,7 +35,8 @@ class Segment(NamedTuple):
     items: Any
 
     def sizes(self, B: int) -> tuple[int, int]:
-        """Return the number of steps and of items of this segment. B: the number of all items."""
+        """Return (number of steps, number of batch items) of this segment: some steps, with the batch items that have
+        not ended before them. B: the number of items of the whole batch."""
         return self.stop - self.start, B if isinstance(self.items, slice) else len(self.items)
 
     def of_steps(self, sequence: Array) -> Array:
@@ -43,16 +44,18 @@ class Segment(NamedTuple):
         return sequence[self.start : self.stop][:, self.items]
 
     def of_features(self, sequence: Array) -> Array:
-        """Return a feature-major sequence [T, B, .] restricted to the steps and batch items of this segment. The
-        result is feature-major, too: each step is contiguous as [., B]."""
+        """Return the part of a sequence [T, B, .] that belongs to this segment: some steps, with the batch items that
+        have not ended before them. The sequence is feature-major in memory, and so is the result: each step is
+        contiguous as [., B]."""
         steps = sequence[self.start : self.stop].transpose(FEATURE_MAJOR)
         if isinstance(self.items, slice):
             return steps.transpose(FEATURE_MAJOR)
         return np.take(steps, self.items, axis=2).transpose(FEATURE_MAJOR)
 
     def write(self, sequence: Array, part: Array) -> None:
-        """Write `part` into a sequence [T, B, .], at the steps and batch items of this segment. Feature-major
-        sequences are written in memory order."""
+        """Write `part`, the results of this segment (some steps of some batch items), into its place in a sequence [T,
+        B, .]. If the sequence is feature-major in memory, both arrays are first transposed to [T, ., B], so that NumPy
+        writes it in the order of its memory."""
         target, source = sequence[self.start : self.stop], part
         if target.strides[1] < target.strides[2]:
             target.transpose(FEATURE_MAJOR)[:, :, self.items] = source.transpose(FEATURE_MAJOR)
@@ -76,15 +79,16 @@ def segments(problem: Problem, v: Views) -> list[Segment]:
     T, B = problem[:2]
     if T == 1:
         return []
-    # Long segments waste time on items that end within them. Each segment also costs as much as one or two steps. The
-    # sum of both costs is smallest for segments of about sqrt(T) steps. At least `enough` items must have ended before
-    # a new segment is worth it.
+    # A segment is a range of steps, run only for the items that have not ended before it. Items that end within a long
+    # segment waste time. But each segment has a fixed cost of one or two steps (for copies of its arrays). The sum of
+    # both costs is smallest near sqrt(T) steps. A new segment must also be smaller by at least `enough` items.
     shortest, enough = isqrt(T), min(ENDED, B / 8)
     lengths, found, start = v["lengths"], [], 0
     live = np.flatnonzero(lengths > 0)
     for stop in sorted(set(lengths[live].tolist())):
         left = np.flatnonzero(lengths > stop)
-        # A segment ends where enough items have ended since it started, and at the end of the longest item.
+        # End the segment at step `stop` if it is long enough (`shortest` steps) and enough of its items have ended by
+        # then, or if no item of the batch is left.
         if len(left) == 0 or (len(live) - len(left) >= enough and stop - start >= shortest):
             found.append(Segment(start, stop, slice(None) if len(live) == B else live))
             start, live = stop, left
@@ -94,7 +98,8 @@ def segments(problem: Problem, v: Views) -> list[Segment]:
 
 def part_of_call(problem: Problem, v: Views, segment: Segment) -> tuple[Problem, Views]:
     """Return the problem (sizes and options) and the arrays of one segment: some steps of some batch items. The
-    segment can then run like a whole call. Its arrays h0 and c0 are those of the whole call, for these items."""
+    segment can then run like a whole call. The first states h0 and c0 are only restricted to the segment's items; for
+    a later segment the caller replaces them by the states before its first step."""
     start, stop, items = segment
     part = dict(v)
     for name in {"x", "keep", "inputs"} & v.keys():
@@ -108,10 +113,11 @@ def part_of_call(problem: Problem, v: Views, segment: Segment) -> tuple[Problem,
 
 
 def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: Views, hidden: list[Array]) -> None:
-    """Run all steps of one direction forward, segment by segment, and write the outputs that `out` contains.
+    """Run one direction forward, one segment after the other, and write the outputs that `out` contains. A segment is
+    a range of steps, run only for the batch items that have not ended before it.
 
-    hidden: memory for the gates of each segment [steps, items, GH], if the backward pass needs them and the caller
-    does not.
+    hidden: for each segment the memory [steps, items, GH] for gates that only the backward pass reads. An empty list
+    if the caller gets the gates in `out`, or if no backward pass needs them.
     """
     (_, B, H, P), dtype, cell = problem[:4], v["x"].dtype, problem.cell
     widths = {"h": P, "c": cell.carried * H} if "c" in out else {"h": P}
@@ -152,7 +158,8 @@ def backward_in_segments(
     gates: list[Array],
     dv: Views,
 ) -> None:
-    """Run all steps of one direction backward, segment by segment. Write all gradients that `products.out` contains.
+    """Run one direction backward, one segment after the other. A segment is a range of steps, run only for the batch
+    items that have not ended before it. Write every gradient for which `products.out` has memory.
 
     saved: the outputs of the forward pass. gates: the gates of each segment; an empty list if the forward pass did not
     save gates by segment.

@@ -39,8 +39,8 @@ class RNNStep:
     ) -> None:
         """Write the new h [H, B] and, unless `gates` is None, the preactivation [H, B] to `gates`.
 
-        operand: the array that `weights` multiplies. inputs: the input's part of the preactivation, None if the
-        product includes it.
+        operand: the array that `weights` multiplies. inputs: the input's part of the preactivation; None if `weights`
+        contains Wx, so that the product with `operand` includes this part.
         """
         z = self.z
         np.matmul(self.weights, operand, out=self.product)
@@ -82,10 +82,11 @@ class RNNStepBackward:
         _dc: Array,
         dgates: Array | None,
     ) -> None:
-        """Compute step t backward: write its columns of dz. Overwrite dh [H, B], the gradient of the new h, with the
-        gradient of the h in the recurrent product.
+        """Compute step t backward and write its columns of `dz`, the gradient of the preactivation. Overwrite dh [H,
+        B], the gradient of the h after the step, with the gradient of the h that entered the recurrent product (the
+        masked h before the step).
 
-        dgates [H, B]: the cotangent of the preactivation, or None.
+        columns: the columns of `dz` that belong to step t. dgates [H, B]: the cotangent of the preactivation, or None.
         """
         h, dz = self.h_at(t), self.dz[:, columns]
         np.multiply(h, h, out=self.slope)

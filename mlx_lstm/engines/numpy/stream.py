@@ -14,11 +14,12 @@ from .products import bias_of, in_blocks
 
 
 class StreamedLayer:
-    """One layer of a stream, with its state.
+    """One layer of a stream, with its state: h [P, B] and c [H, B], for H hidden units, B batch items and h of width
+    P.
 
-    Buffer k = 0 or 1 holds the h [P, B] before a step, the other buffer gets the h after the step, and the next step
-    swaps them. c [H, B] is overwritten; it has no rows in a cell without c. x_rows[k] [I, B] is where the caller
-    writes the input of a step.
+    There are two buffers for h. A step reads h from one buffer, k = 0 or 1, and writes the new h to the other; the
+    next step swaps them. Before a step the caller writes its input to x_rows[k] [I, B]. c is overwritten by each step;
+    it has no rows in a cell without c.
     """
 
     def __init__(self, problem: Problem, v: Views):
@@ -46,7 +47,8 @@ class StreamedLayer:
             h.fill(0)
 
     def run(self, k: int) -> Array:
-        """Run a step that starts from h in buffer k and reads x_rows[k]. Return the new h [P, B], buffer 1 - k."""
+        """Run one step. k: which of the two buffers (0 or 1) holds the h before the step; the step reads its input
+        from x_rows[k]. Return the other buffer, which holds the new h [P, B] (P: the width of h)."""
         if self.inputs is not None:
             np.matmul(self.weights, self.column, out=self.product)
         h, new = self.h[k], self.h[1 - k]
@@ -57,7 +59,8 @@ class StreamedLayer:
 class Stream:
     """A stack of layers that runs one step at a time.
 
-    batch: the sizes of the batch axes of x, which may be none. x has the shape (*batch, I), and h (*batch, P).
+    batch: the sizes of the batch axes of x, which may be none. x has the shape (*batch, I) with I input features, and
+    h has the shape (*batch, P), where P is the width of the last layer's h.
     """
 
     def __init__(self, problems: list[Problem], parameters: list[Views], batch: tuple[int, ...]):
@@ -77,10 +80,11 @@ class Stream:
         return rows.T.reshape(*self.batch, -1) if len(rows) else rows
 
     def __call__(self, x: Array, keep: Array | None) -> Array:
-        """Run one step, and return the last layer's new h (*batch, P): a view of a buffer, valid until the next step.
+        """Run one step, and return the last layer's new h (*batch, P), with P its width. The result is a view of a
+        buffer and valid until the next step.
 
-        x: (*batch, I) in any memory order; a complex x raises a TypeError. keep: factors [B] on the states before the
-        step, or None.
+        x: (*batch, I). Its memory order does not matter. A complex x raises a TypeError. keep: factors [B] on the
+        states before the step, or None.
         """
         k = self.k
         np.copyto(self.x[k], x)

@@ -36,12 +36,15 @@ such array for each segment (some steps of some batch items, see `ragged`)."""
 
 
 def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_last: bool = True) -> Saved:
-    """Run the forward pass. Return the cell's outputs by name: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; for
-    an LSTM also c [T, B, D H] and cT [B, D H].
+    """Run the forward pass. Return the cell's outputs by name: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; for an
+    LSTM also c [T, B, D H] and cT [B, D H].
 
-    If the caller does not request gates but trains, `gates` is a NumPy array for the backward pass; it is None for
-    inference and for a plain RNN, whose gradient does not need it. With `batch_first` x, h, c and gates are [B, T,
-    .]. Without `wants_last`, hT and cT are missing. For a single step, x [B, I], the only outputs are hT and cT.
+    batch_first: x, h, c and gates are [B, T, .] instead. wants_last: whether to return hT and cT. For a single step, x
+    [B, I], the only outputs are hT and cT.
+
+    If the caller does not request the gates, `gates` is what the backward pass needs: without training None, in
+    training a NumPy array (or a list of arrays, see `Saved`). It is also None for a plain RNN, whose backward pass
+    needs no gates.
     """
     packing = problem.packing
     v = views(arrays if packing is None else with_float_weights(packing, arrays))
@@ -132,9 +135,10 @@ def backward(
 
 
 def in_mlx(problem: Problem, arrays: Arrays, factors: dict[str, dict[int, tuple[Array, Array]]]) -> Arrays:
-    """Return the weight gradients that are not yet multiplied as pairs of MLX arrays, named "Wh 0", "Wh 1" and so on:
-    a left and a right factor in turn. A factor that occurs twice is copied only once. x, the right factor for Wx, is
-    the caller's array and is not copied."""
+    """Return weight gradients as pairs of factors, which are multiplied later. factors: NumPy arrays from
+    `WeightGradients.factors`. The results are MLX arrays named "Wh 0" (left factor), "Wh 1" (right factor), "Wh 2"
+    (the next pair's left factor) and so on. A factor that occurs twice is copied only once. The right factor for Wx is
+    x; it is the caller's array and is not copied."""
     copied, results = {}, {}
     for name, blocks in factors.items():
         for n, factor in enumerate([factor for row in sorted(blocks) for factor in blocks[row]]):
@@ -150,10 +154,10 @@ def in_mlx(problem: Problem, arrays: Arrays, factors: dict[str, dict[int, tuple[
 def multiplied(gradients: Arrays) -> Arrays:
     """Return the gradients, with each pair of factors from `backward` replaced by a lazy MLX product.
 
-    The factors are named "Wh 0", "Wh 1" and so on: left [n, rows] and right [n, columns] in turn, one pair for each
-    block of the gradient's rows. A program that calls a layer at every time step sums the gradients of all calls.
-    MLX computes lazy products one by one while it sums them; products computed immediately would all be in memory at
-    once.
+    The factors of a weight are named "Wh 0", "Wh 1" and so on. Each pair is a left factor [n, rows] and a right factor
+    [n, columns], with n = steps x batch; left^T right is one block of rows of the gradient. The products are lazy
+    because a program that calls a layer at every time step sums the gradients of all calls. MLX computes lazy products
+    one by one while it sums them; products computed immediately would all be in memory at once.
     """
     blocks: dict[str, list[mx.array]] = {}
     factors = iter([name for name in gradients if " " in name])
@@ -181,7 +185,7 @@ def of_direction(d: int | None, values: Views, projects: bool | None = None) -> 
     """Return the parts of all arrays that belong to direction d. If d is None, there is one direction; return all
     arrays.
 
-    projects: whether the call has a Wx, so that both directions read the same x. None: `values` contains Wx if the
-    call has it.
+    projects: whether the call has a Wx. If it has one, both directions read the same x, so x is not divided. None: the
+    call has a Wx if `values` contains one.
     """
     return values if d is None else part(values, d, projects)

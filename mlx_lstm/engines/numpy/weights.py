@@ -52,8 +52,9 @@ def cached(kind: Hashable, parameters: Any, derive: Callable[[Any], Any]) -> Any
     entry = _cached.get(id(first))
     if entry and entry.first() is first and entry.key == key_of(kind, parameters):
         return entry.value
-    # The key is computed from the shared arrays, and the value is derived from them, too. So key and value belong
-    # together even if another thread replaces a parameter meanwhile.
+    # mx.stop_gradient makes new MLX arrays on the memory of the parameters. Both the key and the cached value are
+    # computed from these arrays. So key and value belong together even if another thread changes a parameter
+    # meanwhile.
     shared = tree_map(lambda leaf: mx.stop_gradient(leaf) if isinstance(leaf, mx.array) else leaf, parameters)
     mx.eval(shared)
     value = derive(shared)

@@ -12,7 +12,8 @@ from ..problem import Array
 
 
 class StepGradients(NamedTuple):
-    """The gradients that one step of a cell sends back.
+    """The gradients that the backward pass of one step computes, for B batch items, H hidden units, G gates and h of
+    width P.
 
     dz [B, GH]: the gradient of the input's part of the preactivations. dh [B, P]: the gradient of mask * h_prev, which
     enters the recurrent product. dc [B, H]: the gradient of c_prev, for an LSTM only. direct [B, H]: for a GRU only,
@@ -95,13 +96,16 @@ def by_gate(cell: LSTMCell | GRUCell, array: Array | None) -> dict[str, Array]:
 
 
 def lstm_step(cell: LSTMCell, a: Array, c_prev: Array, peephole: Array | None) -> tuple[Array, Array, Array]:
-    """Run one step of an LSTM. Return the gates [B, 4H], the new c [B, H] and m [B, H]; m is h, or the vector that
-    is projected to h.
+    """Run one step of an LSTM. Return the gates [B, 4H], the new c [B, H] and m [B, H]; m is h, or the vector that is
+    projected to h.
 
-    a [B, 4H]: the preactivations. c_prev [B, H]: the c before the step.
+    a [B, 4H]: the preactivations. c_prev [B, H]: the c before the step. With s_i, s_output, ...: the activations of
+    the gates and of the output; p_i, ...: the peephole weights, 0 if there are none; forget_bias: an option of the
+    cell, 0 by default.
 
       i = s_i(a_i + p_i c_prev)   f = s_f(a_f + forget_bias + p_f c_prev)   g = s_g(a_g + p_g c_prev)
-      c = f c_prev + i g, clipped                  o = s_o(a_o + p_o c)  or  s_o(a_o + p_o c_prev)
+      c = f c_prev + i g, clipped if `cell_clip` is given
+      o = s_o(a_o + p_o c), or s_o(a_o + p_o c_prev) if `output_peephole` is "previous"
       m = o s_output(c)
     """
     z, p, y = by_gate(cell, a), by_gate(cell, peephole), {}
@@ -191,11 +195,12 @@ def gru_candidate(h_in: Array, Wh_n: Array, bhn: Array | None) -> Array:
 def gru_step_backward(
     cell: GRUCell, gates: Array, h_in: Array, h: Array, Wh: Array, q: Array | None, dh: Array, dgates: Array | None
 ) -> StepGradients:
-    """Return the gradients of one GRU step, computed from dh [B, H] and dgates [B, 3H], the gradients of the new h
-    and of the gates.
+    """Return the gradients of one GRU step, computed from dh [B, H] and dgates [B, 3H], the gradients of the new h and
+    of the gates.
 
-    h [B, H]: the state before the step. h_in [B, H]: h times the mask. q [B, H]: the result of `gru_candidate`, or
-    None if the reset comes before that product.
+    h [B, H]: the state before the step. h_in [B, H]: h times the mask, which enters the recurrent products. q [B, H]:
+    the candidate's product h_in Wh_n^T + bhn, if the reset gate multiplies its result (reset "after"); None if the
+    reset gate multiplies h_in before the product (reset "before").
     """
     y, dy = by_gate(cell, gates), by_gate(cell, dgates)
     W = {gate: Wh[cell.block(gate, h.shape[-1])] for gate in "rzn"}

@@ -55,9 +55,9 @@ def times_input(packing: Packing | None, arrays: Arrays, rows: mx.array) -> mx.a
     if packing is None or not is_packed("Wx", arrays):
         return rows @ arrays["Wx"].T  # not mx.addmm: MLX 0.32.4 refuses it under mx.vmap over b alone
     scales, biases = scales_of(arrays, "Wx", rows.dtype)
-    # Arrays without values may come from mx.vmap, which does not support quantized products; then the weight is
-    # dequantized. Arrays of mx.compile and of an export look the same, so their weights are dequantized, too. This is
-    # slow, so it is done only on the CPU. It is done only in mode affine, because an export cannot write the
+    # mx.vmap does not support quantized products, so under mx.vmap the weight is dequantized first. Arrays of mx.vmap
+    # have no values, but those of mx.compile and of an export have none either, so their weights are dequantized, too.
+    # That is slow, so it is done only on the CPU; and only in mode affine, because an export cannot write the
     # dequantization of the other modes.
     traced = packing.mode == "affine" and mx.default_device() == mx.cpu and is_transforming()
     if traced and not have_values([rows, *(array for name, array in arrays.items() if name[:2] == "Wx")]):

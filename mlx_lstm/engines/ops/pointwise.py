@@ -1,5 +1,5 @@
-"""Run a cell that the user wrote in plain MLX operations: call the user's function. A test run of kernels knows only
-the cell's graph, not the function; then compute the graph's nodes one by one."""
+"""Run a cell that the user wrote in plain MLX operations, by calling the user's function. In a test run of kernels
+there is only the cell's graph and no function; there the graph's nodes are computed one by one."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -57,11 +57,13 @@ def blocks(array: Array | None, count: int) -> list[Array]:
 def pointwise_step(
     cell: PointwiseCell, z: Array, product: Array | None, h: Array, c: Array, inputs: Array | None, params: Array | None
 ) -> tuple[Array, Array, Array]:
-    """Run one step. Return (saved [B, K H], c [B, C H], h [B, H]). `saved` is all zeros: MLX derives the gradient, so
-    nothing need be saved for it.
+    """Run one step. Return (saved [B, K H], c [B, C H], h [B, H]) after the step: c has the C states besides h.
+    `saved`, which other engines fill with K values per unit for the backward pass, is all zeros: here MLX derives the
+    gradient.
 
-    z, product [B, G H]: the input's and the recurrent part of the preactivations; product is None without Wh. h
-    [B, H], c [B, C H]: the states before the step; c is not read if there is only h. inputs [B, U H]; params [V H].
+    z, product [B, G H]: the input's and the recurrent part of the G preactivations; product is None without Wh. h [B,
+    H], c [B, C H]: the states before the step; c is not read if there is only h. inputs [B, U H]: the step's U inputs
+    per unit. params [V H]: the V parameters per unit.
     """
     graph = cell.graph
     x, p = blocks(z, graph.gates), blocks(product, graph.gates)

@@ -23,7 +23,8 @@ from .pointwise import gradients_by_mlx, pointwise_step
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """Run the forward pass. Return the cell's outputs by name: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; for
     an LSTM also c [T, B, D H] and cT [B, D H]."""
-    # MLX derives the gradient of a user's cell. There a NaN in the padding, times 0, would be NaN; so the padding is 0.
+    # MLX derives the gradient of a user's cell, for which it multiplies x and `inputs` in the padding by a gradient of
+    # 0. A NaN times 0 is NaN and would spoil the weight gradients, so the padding is set to 0 first.
     if isinstance(problem.cell, PointwiseCell):
         names = {"x", "inputs"} & arrays.keys()
         arrays = arrays | {name: without_padding(arrays.get("lengths"), arrays[name]) for name in names}
@@ -73,7 +74,8 @@ def over_time(
 
 
 def choose_items(live: Array, tree: Any, other: Any) -> Any:
-    """Take the rows of `tree` for the batch items where `live` is true, and the rows of `other` for the rest."""
+    """Return `tree`, but with the parts of `other` for all batch items with false `live` [B]. `tree` is an array [B,
+    .], or a list or dict of such arrays; `other` has the same structure, with arrays or scalars."""
     return tree_map(lambda a, b: mx.where(live.reshape(-1, *[1] * (a.ndim - 1)), a, b), tree, other)
 
 
@@ -143,8 +145,9 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     dh, dc = cotangents.get("hT", mx.zeros_like(h0)), cotangents.get("cT", mx.zeros_like(c0))
     by_step: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}, "carry": {}}
     for t in reversed(problem.steps()):
-        # Gradients of step t's outputs: from the step after it, plus the cotangents. Indexed as [t, ...], not [t]: in
-        # MLX the gradient of indexing with a number alone has no forward mode.
+        # The gradient of h after step t is the one that step t + 1 returned (in reverse step t - 1), plus the
+        # cotangent of the output h. The same holds for c. The index is [t, ...], because in MLX the gradient of
+        # indexing with [t] has no forward mode.
         dh_t = dh + cotangents["h"][t, ...] if "h" in cotangents else dh
         dc_t = dc + cotangents["c"][t, ...] if "c" in cotangents else dc
         dgates = cotangents["gates"][t, ...] if "gates" in cotangents else None
@@ -178,8 +181,8 @@ def step_backward(
 ) -> cells.StepGradients:
     """Return the gradients of step t of the problem's cell.
 
-    before: h and c before the step and, for a GRU whose reset comes after the candidate's product, this product q.
-    after: h, c and the gates after the step. dh, dc, dgates: the gradients of the arrays h, c and gates in `after`.
+    before: the states h and c before the step. For a GRU with reset "after" also q, the candidate's product h Wh_n^T +
+    bhn. after: h, c and the gates after the step. dh, dc, dgates: the gradients of h, c and gates in `after`.
     """
     cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
     if isinstance(cell, LSTMCell):
@@ -195,11 +198,14 @@ def step_backward(
 
 
 def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
-    """Return the gradients of all arrays. sweep: the arrays from the backward steps, from which they are computed.
+    """Return the gradients of all arrays of the call, except lengths. sweep: what the backward steps returned, stacked
+    over time. It contains
 
-    It has dz [T, B, D G H], the gradient of the preactivations, and dh0 and dc0. If the call has a projection, it also
-    has dh [T, B, D P], the gradient of h. If the call has the option `keep`, it also has `carry` [T, B, D H], the
-    gradient of the carried state that does not go through the recurrent product.
+        dz [T, B, D G H]    the gradient of the preactivations
+        dh0, dc0            the gradients of the first states
+        dh [T, B, D P]      for an LSTM, the gradient of h, for the gradient of the projection
+        carry [T, B, D H]   with the option `keep`, a factor on the states: the gradient of keep * c (LSTM), or the part
+                            of the gradient of keep * h that bypasses the recurrent product (GRU)
     """
     gradients = input_gradients(problem, arrays, sweep["dz"])
     if problem.bidirectional:
@@ -242,7 +248,8 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
     if isinstance(cell, LSTMCell) and "peephole" in arrays:
         gradients["peephole"] = peephole_gradient(cell, dz, times_keep(arrays, before["c"]), saved["c"])
     if {"mask", "keep"} & arrays.keys():
-        # dh_in is the gradient of mask * keep * h. The gradient continues through the mask, then through `keep`.
+        # dh_in is the gradient of mask * keep * h. A GRU has computed it already; for other cells it is None and
+        # computed here. The gradient continues through the mask, then through `keep`.
         if dh_in is None:
             dh_in = (flat(dz) @ arrays["Wh"]).reshape(h_prev.shape)
         if mask is not None:
@@ -347,8 +354,8 @@ def before_each_step(problem: Problem, states: Array, first: Array, lengths: Arr
 
 
 def times_keep(arrays: Arrays, states: Array, t: int | slice = slice(None)) -> Array:
-    """Return states times `keep`, or the states unchanged without `keep`: [B, .] at step t, or [T, B, .] for all
-    steps. Gradients of the states are multiplied by the same function."""
+    """Return the states times `keep`, or unchanged without this option: [B, .] at step t, or [T, B, .] for all steps.
+    The derivative of this function is the same product, so the backward pass calls it with gradients of the states."""
     return states * arrays["keep"][t, ...] if "keep" in arrays else states
 
 
