@@ -2,25 +2,27 @@
 // registers.
 //
 // A threadgroup owns ROWS batch items of one direction and runs all their steps. No other threadgroup needs these
-// items. Shapes, with D directions and G gates; the blocks of H on a gate axis have the cell's gate order:
+// items. z is the input's part of the preactivations, dz the gradient of the preactivations. Shapes, with D directions
+// and G gates; a gate axis has a block of H numbers per gate, in the cell's gate order:
 //   z, gates, dz  [T, B, D G H]     h  [T, B, D H]        h0, hT  [B, D H]     lengths   [B]
 //   mask          [T or 1, B, D H]  c  [T, B, D H] float  c0, cT  [B, D H]     peephole  [D, 4H]     bhn  [D H]
 //   keep          [T, B, D]
 //   arranged      [D, simdgroups, COUNT, 32 lanes, 4]: the weights Wh [D, G H, H] in the order in which lanes read
 //                 them, written by fused_arrange.metal
-//   sizes         start, stop: the steps of this launch, counted in the order of processing; T, B, D;
-//                 whether the only direction is the reverse one; whether every step has a mask of its own
+//   sizes         seven integers: start, stop (this launch runs the steps start ... stop - 1, counted in the order of
+//                 processing); T; B; D; 1 if the only direction is the reverse one; 1 if each step has its own mask
 // `mask` already includes `keep`. Outputs with a time axis contain only the steps of this launch.
 //
 // A lane's weights are COUNT vectors of 4, in the order in which the lane needs them. The first RESIDENT vectors stay
-// in registers for all steps; the others are read again at every step. Units and numbers past the end are padding:
-// their weights are 0 and their results are not stored. In the kernels with the product in lanes, the rows past the
-// last batch item repeat this item; both copies write the same results.
+// in registers for all steps; the others are read again at every step. If H is not a multiple of the units of a
+// threadgroup, weights of 0 fill the vectors, and the results of units past H are not stored. In the kernels with the
+// product in lanes, a threadgroup with fewer than ROWS items left computes the last item several times; all copies
+// write the same results.
 //
 // Index is the unsigned integer type that counts the elements of a launch's arrays: 32 bits if that is enough, else 64.
 
-// The part of a sequence that one launch processes in one direction. The fields are the values of `sizes`, and the
-// direction.
+// The part of a sequence that one launch processes in one direction: the steps start ... stop - 1 in the order of
+// processing, of T steps; B items; D directions. masks_differ: whether each step has its own mask.
 struct Sweep {
   int start, stop, T, B, D, direction;
   bool reverse, masks_differ;
@@ -36,16 +38,17 @@ inline void read_sizes(const constant int* sizes, uint direction, thread Sweep& 
 inline int time_of(thread const Sweep& sweep, int n) { return sweep.reverse ? sweep.T - 1 - n : n; }
 inline int first_time(thread const Sweep& sweep) { return sweep.reverse ? sweep.T - sweep.stop : sweep.start; }
 
-// place_in returns the position of `unit` in H-block `block` of batch item b, in an array [B, D blocks H]. time_step
-// returns the distance between neighbouring time indices in an array [T, B, D blocks H].
+// place_in returns the position of one number in an array [B, D, blocks, H]: batch item b, this direction, block number
+// `block`, unit `unit`. A block is for example a gate. time_step returns the number of elements that one time index of
+// an array [T, B, D, blocks, H] has.
 inline long place_in(thread const Sweep& sweep, int b, int blocks, int block, int H, int unit) {
   return ((long(b) * sweep.D + sweep.direction) * blocks + block) * H + unit;
 }
 inline long time_step(thread const Sweep& sweep, int blocks, int H) { return long(sweep.B) * sweep.D * blocks * H; }
 
-// Positions of one unit of one batch item in several arrays, at one step. Another object of this type says how far the
-// positions move from step to step. `state` ([., B, D H]) and `gate` ([., B, D G H]) are for arrays that contain only
-// the launch's own steps; `mask`, `keep` and `q` ([D, T, B, H]) are for arrays with all T steps.
+// Positions of one unit of one batch item in several arrays, at one step; or the distances by which these positions
+// advance from step to step. `state` ([., B, D H]) and `gate` ([., B, D G H]) are for arrays that contain only the
+// launch's own steps; `mask`, `keep` and `q` ([D, T, B, H]) are for arrays with all T steps.
 template <class Index>
 struct Place {
   Index state, gate, mask, keep, q;
@@ -80,8 +83,8 @@ void advance(thread Place<Index>& place, thread const Place<Index>& step) {
   place.keep += step.keep;
 }
 
-// Set `distance` to the distances `step`, or to 0 if there is no next step. A position that has advanced by it can be
-// read in both cases.
+// Set `distance` to the distances `step`, or to 0 if there is no next step. Numbers at a position plus `distance` may
+// always be read: without a next step they are those of the current step, instead of numbers outside the array.
 template <class Index>
 void distance_to_next(bool exists, thread const Place<Index>& step, thread Place<Index>& distance) {
   distance.state = exists ? step.state : 0, distance.gate = exists ? step.gate : 0;
@@ -112,7 +115,8 @@ void load_resident(const device V* streamed, thread V (&resident)[SIZE]) {
 // compiler would move these loads out of the loop over time and spill the registers.
 inline int opaque_zero(thread const Sweep& sweep) { return sweep.B >> 31; }
 
-// Return a reference to float number n of the threadgroup memory, counted from vector number `row`.
+// Return a reference to one float of the threadgroup memory `vectors`, which consists of vectors of 4 floats: float
+// number n, counted from the beginning of vector number `row`.
 inline threadgroup float& number_at(threadgroup float4* vectors, int row, int n) {
   return ((threadgroup float*)(vectors + row))[n];
 }
@@ -133,12 +137,12 @@ float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)
 // dcT), each in the shape of its output, and
 //   states, states0  [T, B, D H] and [B, D H]: c after each step and before the first step; h if there is no c
 //   q                [D, T, B, H]: the candidate's recurrent product of a GRU
-// A kernel reads the numbers of a step before the product of the step processed before it. So they arrive while the
-// product is computed, and no step waits for them.
+// At each backward step a unit reads several numbers from memory. If registers are left, the kernel reads them one step
+// early, before a product. So they arrive while the product is computed, and no step waits for them.
 //
-// Fields of Item. at: the unit's positions. dh, dc: the gradients from later steps. before: the state before the step
-// that was processed last. y, d: the lane's gate and its gradient. past: the part of the gradient of h_prev that
-// bypasses the product. mask: the factor on the product.
+// Fields of Item. at: the unit's positions in the arrays. dh, dc: the gradients from later steps. before: the state
+// before the step that was processed last. y, d: the lane's gate and the gradient of this gate. past: the part of the
+// gradient of h_prev (h before the step) that bypasses the recurrent product. mask: the factor on the product.
 template <class Index>
 struct Item {
   Place<Index> at;
@@ -170,13 +174,15 @@ void begin_item(
   item.dc = real ? value_at(a.dcT, place, 0.0f) : 0.0f;
 }
 
-// Read the numbers of step n, at the positions `at`. earlier: the number of elements before the launch's first time
-// index in an array [T, B, D H]. step: the distance between two time indices there.
+// Read what a unit needs at step n besides the gates: a state, cotangents and factors. at: the unit's positions at this
+// step. `states`, dh and dc have all T steps, but at.state counts from the launch's first step; earlier: the number of
+// elements before this step. step: the distance between two time indices in these arrays.
 template <class Cell, class Index, class Arrays>
 void read_step(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread const Place<Index>& at, Index earlier, Index step,
     thread StepNumbers& numbers) {
-  // Before step 0 there is no state in `states`. The kernel then reads another one, which use_states replaces.
+  // The state before the step lies `back` elements away. Before step 0 there is none; then back is 0, so that the
+  // address is valid, and use_states replaces the number read.
   const Index back = !USES_BEFORE<Cell> || n == 0 ? Index(0) : sweep.reverse ? step : -step;
   numbers.state = float(a.states[at.state + earlier + back]);
   numbers.dh = value_at(a.dh, at.state + earlier, 0.0f);
@@ -185,7 +191,8 @@ void read_step(
   numbers.keep = value_at(a.keep, at.keep, 1.0f);
 }
 
-// Return the state after step n, and update item.before. state: what read_step read.
+// Return the state after step n, and set item.before to the state before it. The steps run in reverse, so the state
+// after step n is the old item.before. state: the state before the step, as read_step read it.
 template <class Cell, class Index, class Arrays>
 float use_states(
     thread const Sweep& sweep, thread const Arrays& a, int n, Index step, float state, thread Item<Index>& item) {
@@ -193,8 +200,8 @@ float use_states(
   const int t = time_of(sweep, n);
   const float after = item.before;
   item.before = n == 0 ? 0.0f : state;
-  // An item's first step begins with states0. In reverse this step is at the item's own last time index, which depends
-  // on its length. So the first step is not n = 0 for every item.
+  // At an item's first step the state before it is states0. In a reverse direction an item's first step is at its own
+  // last time index, which depends on its length. So it is not step n = 0 for every item.
   if (is_present(a.lengths) || is_present(a.states0))
     if (is_present(a.lengths) && sweep.reverse ? t + 1 == item.length : n == 0)
       item.before = value_at(a.states0, item.at.state - Index(t - first_time(sweep)) * step, 0.0f);

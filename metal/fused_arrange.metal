@@ -3,12 +3,14 @@
 // fixed distances, and the vectors of neighbouring lanes lie side by side. So a lane needs no bounds checks and no
 // address arithmetic to read them. The kernel runs once per pass, with one thread per vector.
 //
-// H and COUNT are arguments of the launch, not of the templates, so that one compiled kernel serves layers of any size.
-// `sizes` holds both.
+// H and COUNT (the vectors of a lane) come from the array `sizes`, not from template parameters, so that one compiled
+// kernel serves layers of any size.
 
-// Return weight k of the sum that `unit` computes, or 0 for padding. Forward it is number k in the row of Wh of `unit`
-// in H-block `block`. Backward (BACK) it is number k in the column of `unit`; `block` selects the rows of this column:
-// one H-block, ALL, or all but the candidate's (BUT_CANDIDATE), the last gate's.
+// Return the k-th weight of the product that computes one number for `unit`, or 0 past the end.
+// Forward the product computes one gate: the weights are the row of Wh of this unit and of the gate at position
+// `block`. Backward (BACK) it computes the gradient of the unit's h: the weights are the unit's column of Wh. `block`
+// then selects rows of the column: those of one gate, of ALL gates, or of all but the last gate, the candidate
+// (BUT_CANDIDATE).
 constant constexpr int ALL = -1, BUT_CANDIDATE = -2;
 template <class Cell, bool BACK, class W>
 float weight_of(W Wh, int H, int unit, int block, int k) {
@@ -21,10 +23,11 @@ float weight_of(W Wh, int H, int unit, int block, int k) {
   return float(Wh[row * H + unit]);
 }
 
-// Find the 4 weights of vector number `vector` of lane `index`, for the product in lanes (fused_lanes.metal): they are
-// in the row of `unit` in H-block `block` of Wh, from number k on. The lane has a vector of each row of its own unit,
-// then of the other units (unit = slot ^ own, exclusive or); then the next four numbers of the same rows, and so on.
-// If there are two products (backward), the candidate's vectors come first.
+// For the product in lanes (fused_lanes.metal), find which 4 weights vector number `vector` of lane `index` holds:
+// weights k ... k + 3 of `unit` and of the gate at position `block`. A group of lanes shares several units. The lane's
+// first vectors have the same k: one for each gate of its own unit, then those of unit (own ^ 1), (own ^ 2), ...
+// (exclusive or). Then all of them follow with the next k, and so on. If the backward pass has two products, the
+// vectors of the candidate's product come first.
 template <class Cell, int UNITS, bool BACK>
 void place_in_lanes(int H, int index, int vector, thread int& unit, thread int& block, thread int& k) {
   constexpr int LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS, PER = BACK ? 1 : int(Cell::GATES);
@@ -39,8 +42,9 @@ void place_in_lanes(int H, int index, int vector, thread int& unit, thread int& 
   }
 }
 
-// Find the weights of a vector of lane `index` for the product in 8 x 8 matrices (fused_matrix.metal): the unit, the
-// H-block of Wh and k. The vector holds weights k, k + 1 of one matrix, and k + 8, k + 9 of the next.
+// For the product of 8 x 8 matrices (fused_matrix.metal), find which 4 weights vector number `vector` of lane `index`
+// holds. They are weights k, k + 1, k + 8, k + 9 of `unit` and of the gate at position `block` (backward: of all
+// gates), because a lane holds two neighbouring numbers of each matrix, and a matrix has 8 columns.
 template <class Cell, bool BACK>
 void place_in_matrices(int index, int vector, thread int& unit, thread int& block, thread int& k) {
   constexpr int PER = BACK ? 1 : int(Cell::GATES);
@@ -65,8 +69,9 @@ void fused_arrange(thread const Arrays& a, uint2 place, uint threads) {
 
 // --- Quantized weights ---
 //
-// For the forward kernel, the code below copies quantized weights into the order that fused_quantized.metal describes.
-// Padding rows and columns are zeros. No kernel reads the words that fill up a lane's last vector.
+// The code below copies quantized weights into the order in which the forward kernel reads them; fused_quantized.metal
+// describes it. Units past H and weights past a row's end are zeros. A lane reads vectors of 4 words; if its words do
+// not fill the last vector, this vector ends with words that no kernel uses.
 
 // Return the BITS bits of weight k of a row of packed words.
 template <int BITS>
@@ -83,8 +88,9 @@ template <class Cell, int H, int UNITS, class V, int FIELD, int BITS, int SIZE, 
 uint word_of_lane(Packed<BITS, SIZE, A, B> Wh, long direction, int index, int number) {
   constexpr int GATES = Cell::GATES, GROUP = Lanes<Cell>::LANES * UNITS, SLOTS = UNITS * GATES, PER_WORD = 32 / FIELD;
   using Share = LaneShare<V, H, GROUP, SLOTS>;
-  // The words of a lane lie in pieces of EACH words: first OF_WEIGHTS words with weights, then the scale and bias of
-  // each slot. `factor` counts from the first scale, so factor < 0 means that this word holds weights.
+  // A lane's words consist of pieces of EACH words: first OF_WEIGHTS words with weights, then scales and biases. A slot
+  // is one row of Wh. factor: the number of this word among the piece's scales and biases. If it is negative, the word
+  // holds weights.
   const int piece = number / Share::EACH, place = number % Share::EACH, factor = place - int(Share::OF_WEIGHTS);
   const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;
   int unit, block, k;
@@ -102,7 +108,8 @@ uint word_of_lane(Packed<BITS, SIZE, A, B> Wh, long direction, int index, int nu
   return word;
 }
 
-// Copy the quantized recurrent weights Wh into `arranged` [D, simdgroups, COUNT, 32 lanes, 4 words].
+// Copy the quantized recurrent weights Wh into `arranged` [D, simdgroups, COUNT, 32 lanes, 4 words], in which each lane
+// finds its words one after the other: COUNT vectors of 4 words in each of D directions. One thread copies one vector.
 template <class Cell, int H, int UNITS, int COUNT, int FIELD, class V, class Arrays>
 void fused_arrange_quantized(thread const Arrays& a, uint2 place, uint threads) {
   const int index = int(place.x) / (32 * COUNT) * 32 + int(place.x) % 32, vector = int(place.x) / 32 % COUNT;

@@ -4,23 +4,25 @@
 //   dh_t = mask_next * (d_next Wh) + keep_next * (the part of the gradient that bypasses the product) + dh[t]
 //   d_t, ... = cell_backward(dh_t, ...)
 //
-// "next" is the step that the forward pass processes after t. d is the gradient of the recurrent products. It equals
-// dz, except for a GRU's candidate, where it is dz_n r. Outputs besides dz, dh0, dc0:
+// "next" is the step that the forward pass processes after t. d is the gradient of the recurrent products: for most
+// gates dz, the gradient of the preactivation, but dz_n r for a GRU's candidate, whose product is multiplied by r.
+// Besides dz, dh0 and dc0 the kernel writes:
 //   d_out   [T, B, D G H] or absent: d
 //   carry   [T, B, D H] float or absent: the gradient of keep * c, or the part of the gradient of keep * h that
 //                                         bypasses the product
 //
-// `vectors` in threadgroup memory holds d of the current step, the operand of the product, as a double buffer
-// [2][ROWS][padded G H]. A cell with two products (GRU, reset before) has dz_n [ROWS][padded H] first, from which r's
-// gradient is computed, and then dz_r, dz_z [ROWS][padded 2 H]. Every lane of a unit keeps the unit's dh, dc and state
-// in registers, and its own gate.
+// `vectors` in threadgroup memory holds d of the current step, the operand of the product with Wh. It is a double
+// buffer [2][ROWS][padded G H]. For a GRU whose reset comes before the product, a step has two products, and `vectors`
+// has other parts: first dz_n [ROWS][padded H], with which the first product computes r's gradient; then dz_r and dz_z
+// [ROWS][padded 2 H], for the second product. The lanes of a unit share its gates. Each lane has its own gate and a
+// copy of the unit's dh, dc and state in registers.
 //
 // Barriers: one per step, between writing d and the product that reads it. The halves of the double buffer alternate,
 // so no lane overwrites numbers that another lane still reads. With two products there is a second barrier, between r's
 // gradient and the second product.
 
-// Multiply the operand in `vectors` with the columns of Wh that belong to the units of this group of lanes. sum[r]: the
-// result for batch item r and the lane's own unit.
+// Multiply x, an operand in threadgroup memory, with the columns of Wh that belong to the units of this group of lanes
+// (the lanes that share UNITS units). sum[r]: the result for batch item r and the lane's own unit.
 template <class Cell, int UNITS, int ROWS, int RUNS, int FROM, int RESIDENT, class V>
 void products_of_columns(
     thread float (&sum)[ROWS], thread const V* resident, const device V* streamed, threadgroup const float4* x) {
@@ -34,10 +36,11 @@ void products_of_columns(
   }
 }
 
-// Run between the two products of a GRU whose reset comes before the product. sum: the result of the first product,
-// which is the gradient of r h. Compute r's gradient from it. Then lanes 0 and 1 write the operand of the second
-// product, the gradients of r and z, to `vectors` [ROWS][ROW]. This operand has no block for the candidate. So a block
-// that lies behind the candidate's in memory moves up by one.
+// The second part of a backward step of a GRU whose reset comes before the product; it runs between two products. sum:
+// the result of the first product, the gradient of r h. From it the function computes the gradient of r's
+// preactivation. Then lanes 0 and 1 of a unit write the gradients of r and z to `vectors` [ROWS][ROW], the operand of
+// the second product. On the gate axis of Wh there is also the candidate n, but not in this operand. So gates that come
+// after n on this axis move up by one block (`rank`).
 template <class Cell, int H, int ROWS, int ROW, class S, class Index, class Arrays>
 void reset_back(
     thread Item<Index> (&items)[ROWS], thread const float (&sum)[ROWS], int lane, int unit, bool real, int t,

@@ -3,18 +3,19 @@
 //
 //   a_t = z_t + (mask_t * h_prev) Wh^T;   gates, state, h = cell(a_t, keep_t * h_prev, keep_t * state)
 //
-// `vectors` in threadgroup memory is a double buffer [2][ROWS][padded H]: one half holds the masked h that the step
-// reads, the other the masked h that it writes for the next step. A cell with two products (GRU, reset before) has its
-// masked h in half 0 and the operand of the second product, r * mask * h_prev, in half 1. One lane of each unit,
-// WRITER, has the unit's h and c in registers. `gates` may be absent. z contains all time indices; `earlier` is the
-// number of its elements before the launch's first time index.
+// `vectors` in threadgroup memory is a double buffer [2][ROWS][padded H]: one half holds the masked h that the current
+// step reads, the other the masked h that it writes for the next step. If a step has two products (a GRU whose reset
+// comes before the product), half 0 holds the masked h, and half 1 the operand of the second product, r * mask *
+// h_prev. One lane of each unit, WRITER, has the unit's h and c in registers. `gates` may be absent. z contains all
+// time indices; `earlier` is the number of its elements before the launch's first time index.
 //
 // Barriers: one per step, after the new h is written and before any lane reads it. The halves alternate, so no lane
 // overwrites numbers that another lane still reads. With two products there is a second barrier, between writing r h
 // and the second product.
 
-// Compute the recurrent product for ROWS batch items in sums[row][slot], and sum it over the lanes of the group.
-// Afterwards Lanes<Cell>::sum_of_unit defines which lane has which gate. WANTED: the gates to compute, one bit each.
+// Compute the recurrent product for ROWS batch items, summed over the lanes of a group. Each sum belongs to one batch
+// item, one gate and one unit. On return sums[row] holds those of the lane's own unit; which gates a lane has depends
+// on the cell (Lanes<Cell>::sum_of_unit). WANTED: the gates to compute, one bit each.
 template <class Cell, int UNITS, int ROWS, int RUNS, int WANTED, int RESIDENT, class V>
 void add_products(
     thread float (&sums)[ROWS][UNITS * Cell::GATES], thread const V* resident, const device V* streamed,
@@ -45,8 +46,9 @@ void read_ahead(
   }
 }
 
-// Run between the two products of a GRU whose reset comes before the product. Compute the reset gate r from y and the
-// sums of the first product, and write r h to `operand`, the operand of the second product. h: the masked h.
+// The second part of a forward step of a GRU whose reset comes before the product; it runs between two products.
+// Compute the gate r from y (the input's part of its preactivation) and the sums of the first product. Write r h to
+// `operand`, which the second product reads. h: the masked h.
 template <class Cell, int ROW, int ROWS, int SLOTS>
 void write_reset(
     thread const float (&y)[ROWS], thread const float (&sums)[ROWS][SLOTS], bool writes, int own,

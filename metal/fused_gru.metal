@@ -1,5 +1,5 @@
-// The GRU step with four lanes per unit. Lanes 0, 1, 2 have the gates r, z, n, and lane 2 has h. In the backward pass
-// lane 3 has the gradient of the candidate's recurrent product, which differs from that of n's preactivation.
+// The GRU step with four lanes per unit. Lanes 0, 1, 2 have the gates r, z, n; lane 2 also has h. In the backward pass
+// lane 3 has the gradient of the candidate's recurrent product, which differs from the gradient of n's preactivation.
 template <int OPTIONS>
 struct Lanes<GRUCell<OPTIONS>> {
   using Cell = GRUCell<OPTIONS>;
@@ -17,8 +17,9 @@ struct Lanes<GRUCell<OPTIONS>> {
     return value_at(a.bhn, long(direction) * H + unit, 0.0f);
   }
 
-  // Sum the products over the lanes of a unit. Afterwards slot 0 holds the sum of gate r in lanes 0 and 2, and the
-  // sum of gate z in lanes 1 and 3. Slot 2 holds the sum of gate n in all lanes.
+  // Sum the products over the four lanes of a unit. On entry each lane has a part of the sum of every gate: r, z, n in
+  // slots[0], slots[1], slots[2]. On return slots[0] is the sum of gate r in lanes 0 and 2, and of gate z in lanes 1
+  // and 3; slots[2] is the sum of gate n in all lanes. slots[1] is not used afterwards.
   template <int WANTED>
   static void sum_of_unit(thread float* slots, int lane) {
     if constexpr ((WANTED & 1) != 0) {
@@ -30,8 +31,9 @@ struct Lanes<GRUCell<OPTIONS>> {
     if (WANTED & 4) slots[2] = sum_over_lanes<LANES>(slots[2]);
   }
 
-  // Compute one step and return the new h in lane 2. y: on entry the input's part of the preactivation, on return the
-  // lane's gate. bhn: the unit's bias. Lane 2 gets r from lane 0 = 2 ^ 2, z from lane 1 = 2 ^ 3 (exclusive or).
+  // Compute one step and return the new h in lane 2, which also has gate n. y: on entry the input's part of the
+  // preactivation, on return the lane's gate. bhn: the unit's bias. Lane 2 needs r of lane 0 and z of lane 1.
+  // simd_shuffle_xor(x, d) reads x of lane (own ^ d), an exclusive or; for lane 2, 2 ^ 2 = 0 and 2 ^ 3 = 1.
   static float forward(
       int gate, float bhn, float, float, float h_prev, thread const float* sums, thread float&, thread float& y) {
     const float a = y + sums[0];
@@ -44,9 +46,9 @@ struct Lanes<GRUCell<OPTIONS>> {
 
   // Compute one step in reverse; every lane computes all of it. y: the lane's gate. q: the candidate's recurrent
   // product. dh: on entry the gradient of the new h, on return the part of the gradient of h_prev that bypasses the
-  // products. d: on entry the cotangent of the lane's gate, on return the gradient of its preactivation, and in lane 3
-  // that of the candidate's product. If the reset comes before the product, the gradient of r is computed later,
-  // because it needs that product.
+  // products. d: on entry the cotangent of the lane's gate. On return d is the gradient of this gate's preactivation;
+  // in lane 3, which has no gate, it is the gradient of the candidate's product. If the reset comes before the product,
+  // r's gradient needs the result of a product, so it is computed later.
   static void backward(
       int gate, float y, float, float h_prev, float q, float, thread float& dh, thread float&, thread float& d) {
     const float r = of_lane<LANES>(y, Cell::GATE_R), z = of_lane<LANES>(y, Cell::GATE_Z);

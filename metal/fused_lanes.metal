@@ -1,22 +1,27 @@
 // The recurrent product of the whole-sequence kernels, distributed over lanes: which lane has which weights, and sums
 // over lanes.
 //
-// LANES adjacent lanes (4, or 1 for the plain RNN cell) share a hidden unit. A group of GROUP = LANES UNITS adjacent
-// lanes shares UNITS units: lane s of a group is lane s % LANES of unit s / LANES. Each row of weights is divided into
-// runs of 4 numbers. Lane s has the runs s, s + GROUP, ... of the rows of all units of its group. So only one lane of a
-// group reads a number of the vector, and multiplies it by UNITS GATES weights. Then the lanes add up their sums.
+// LANES adjacent lanes (4, or 1 for the plain RNN cell) share a hidden unit. GROUP = LANES UNITS adjacent lanes form a
+// group, which computes UNITS units: lane s of a group is lane s % LANES of unit s / LANES. To divide the product among
+// the lanes of a group, each row of weights is cut into runs of 4 numbers. Lane s multiplies the runs s, s + GROUP, ...
+// of the rows of all units of its group. So each number of the vector is read by only one lane of the group, which
+// multiplies it by the weights of UNITS units and all gates. Then the lanes add up their sums.
 //
-// A lane has one sum per row, in slots: slot n belongs to unit (n / GATES) ^ (the lane's own unit), an exclusive or.
-// When lanes exchange sums, all of them send the same slot number and add to the same slot number. So an addition takes
-// one shuffle, and no lane has to select a slot.
+// A lane has an array of partial sums, one per unit and gate of its group. The index is called a slot: slot n belongs
+// to unit (n / GATES) ^ (the lane's own unit), an exclusive or. So the sums of a lane's own unit are in the first
+// slots, and two lanes that exchange sums use the same slots. An exchange takes one shuffle, and no lane has to select
+// a slot.
 //
 // Lanes<Cell>, in fused_lstm.metal, fused_gru.metal and fused_rnn.metal, defines how the lanes of a unit compute a
 // step:
-//   LANES, WRITER     the number of lanes of a unit; the lane that has the unit's state and writes it
-//   TWO_PRODUCTS      whether a step has two products, one after the other; FIRST: the first product's gates, as bits
-//   gate_block(lane)  the H-block of z, gates, dz that a lane has, or -1
-//   operand_block(lane)   in the backward pass, the H-block of the product's operand that a lane writes, or -1
-//   slot_block(n, lane)   the H-block of Wh whose row a lane has in slot n of its own unit
+//   LANES             the number of lanes of a unit
+//   WRITER            the lane of a unit that has the unit's state and writes it
+//   TWO_PRODUCTS      whether a step has two products, one after the other
+//   FIRST             the gates of the step's first product, one bit per gate
+//   gate_block(lane)  the block of z, gates, dz (the H numbers of one gate) from which a lane has its number, or -1 if
+//                     the lane has no gate
+//   operand_block(lane)   in the backward pass, the block of the product's operand to which a lane writes, or -1
+//   slot_block(n, lane)   the block of Wh to which the weights in slot n of the lane's own unit belong
 //   constant_of       reads a lane's constant (its peephole weight, or bhn), once per launch
 //   sum_of_unit       sums over the lanes of a unit
 //   forward, backward one step; each lane computes its own gate
@@ -25,9 +30,9 @@ template <class Cell> struct Lanes;
 template <int LENGTH, int GROUP>
 constant constexpr int RUNS_OF = (LENGTH + 4 * GROUP - 1) / (4 * GROUP);
 
-// A lane's share of SLOTS rows of LENGTH weights, stored as COUNT vectors of type V. Of each row the lane has RUNS
-// runs of 4 neighbouring numbers. SPAN: how many numbers follow one another before the other lanes' numbers come.
-// fused_quantized.metal specializes this struct for quantized weights.
+// Which weights a lane has: of each of SLOTS rows with LENGTH weights, RUNS runs of 4 neighbouring weights. They are
+// stored as COUNT vectors of type V. A lane has SPAN neighbouring weights of a row; then those of the group's other
+// lanes follow. fused_quantized.metal specializes this struct for quantized weights.
 template <class V, int LENGTH, int GROUP, int SLOTS>
 struct LaneShare {
   enum { SPAN = 4, RUNS = RUNS_OF<LENGTH, GROUP>, COUNT = RUNS * SLOTS };
@@ -38,8 +43,9 @@ struct LaneShare {
 template <int SPAN, int GROUP>
 int place_in_row(int n) { return SPAN == 4 ? n : (n % SPAN / 4 * GROUP + n / SPAN) * 4 + n % 4; }
 
-// SQUASHED: whether the function `squash` can compute the activation of gate GATE, which must be tanh or sigmoid.
-// SQUASHES: whether `squash` can compute the activations of the first GATES gates, one gate per lane.
+// SQUASHED: whether the activation of gate GATE is tanh or sigmoid. The function `squash` computes both with the same
+// instructions, so lanes with different gates need no branch.
+// SQUASHES: whether this holds for each of the first GATES gates.
 template <int OPTIONS, int GATE>
 constant constexpr bool SQUASHED = activation_of(OPTIONS, GATE) == TANH || activation_of(OPTIONS, GATE) == SIGMOID;
 template <int OPTIONS, int GATES>
@@ -71,10 +77,11 @@ float slope_own(int gate, float y) {
   else return slope(activation_of(OPTIONS, gate), y);
 }
 
-// Add a lane's part of a product to sums[r][slot]: r stands for one of ROWS vectors x in threadgroup memory, STRIDE
-// apart, and a slot for one row of weights. The lane has a vector of 4 weights for each slot, and again for each of
-// its RUNS runs of 4 numbers, from vector FROM on. Vectors with an index below RESIDENT are in registers; the others
-// are read. Slot v is skipped unless bit v % PER of WANTED is set, because not every product needs all gates.
+// Add this lane's part of a product to sums[r][slot]: row number `slot` of its weights times vector r of ROWS vectors x
+// in threadgroup memory, which are STRIDE apart. The lane has RUNS runs of 4 neighbouring weights of each row. It reads
+// run after run; for each run it has one weight vector per slot, from vector FROM on. The weight vectors below RESIDENT
+// are in registers; the others are read from memory. Slots whose bit (slot % PER) in WANTED is 0 are skipped, because
+// not every product needs all gates.
 template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, class V>
 void add_product(
     thread float (&sums)[ROWS][SLOTS], thread const V* resident, const device V* streamed,
@@ -102,10 +109,11 @@ void add_product(
   }
 }
 
-// Sum the slots over the lanes of a group of UNITS units with N lanes each. Every lane begins with PER slots for each
-// unit. In each round it sends the upper half of its slots, which belong to units of the other lane, and adds what it
-// receives to the lower half. At the end it has only the slots of its own unit. Each is a sum over one lane of every
-// unit; the N lanes of a unit are added up later.
+// Add up the partial sums of the UNITS units of a group of lanes. A unit has N lanes. On entry a lane has PER sums for
+// each unit of the group, its own unit first. In each round two lanes exchange sums: each sends the half of its sums
+// that belongs to the other lane's units, and keeps and adds to the first half. On return a lane has only the sums of
+// its own unit, added up over one lane of each unit. The N lanes of a unit still have different parts; sum_of_unit adds
+// them up later.
 template <int UNITS, int PER, int WANTED, int N>
 void sum_over_units(thread float (&values)[UNITS * PER]) {
 #pragma clang loop unroll(full)

@@ -14,8 +14,9 @@ struct Lanes<LSTMCell<OPTIONS>> {
     return value_at(a.peephole, (4l * direction + Cell::block(lane)) * H + unit, 0.0f);
   }
 
-  // Sum the products over the lanes of a unit. On entry slot n of a lane holds its part of gate n ^ lane (exclusive
-  // or), so each lane has parts of all four gates. On return slot 0 holds the whole sum of the lane's own gate.
+  // Sum the products over the four lanes of a unit, so that each lane gets the sum of its own gate in slots[0]. On
+  // entry slots[n] of a lane is its part of the sum of gate n ^ lane (exclusive or). So slots[0] belongs to its own
+  // gate, and slots[2] to the own gate of lane ^ 2, to which the shuffle sends it.
   template <int WANTED>
   static void sum_of_unit(thread float* slots, int) {
     slots[0] += simd_shuffle_xor(slots[2], 2);
@@ -23,9 +24,9 @@ struct Lanes<LSTMCell<OPTIONS>> {
     slots[0] += simd_shuffle_xor(slots[1], 1);
   }
 
-  // Compute one step and return h in the last lane. y: on entry the lane's part of z, on return its gate. c: in the
-  // last lane, on entry c_prev and on return the new c. The last lane gets the gates i, f, g from lane ^ 3, lane ^ 2
-  // and lane ^ 1. The values of c in the other lanes are not used.
+  // Compute one step and return h in lane 3, the last lane of a unit; lanes 0, 1, 2, 3 have the gates i, f, g, o. y: on
+  // entry the lane's part of z, on return its gate. c: in lane 3 on entry c_prev, on return the new c; its values in
+  // other lanes are not used. Lane 3 reads i, f, g from the lanes 3 ^ 3 = 0, 3 ^ 2 = 1 and 3 ^ 1 = 2 (exclusive or).
   static float forward(
       int gate, float p, float forget_bias, float limit, float, thread const float* sums, thread float& c,
       thread float& y) {
@@ -36,10 +37,12 @@ struct Lanes<LSTMCell<OPTIONS>> {
     return y * activate(Cell::activation(Cell::OUTPUT), c);
   }
 
-  // Compute one step in reverse: the equations of LSTMCell::backward, with one gate per lane. y, p: the lane's gate and
-  // peephole weight. c: the new c. dc_outside: the cotangent of c. dh: on entry the gradient of h, on return 0. dc: on
-  // entry the gradient of c from later steps, on return that of c_prev. d: on entry the cotangent of the lane's gate,
-  // on return the gradient of its preactivation.
+  // Compute one step in reverse; each lane computes the gradient of its own gate. LSTMCell::backward has the equations.
+  // y, p: the lane's gate and peephole weight. c: the new c. dc_outside: the cotangent of c. The other parameters
+  // change:
+  //   dh: the gradient of h; on return 0, because an LSTM has no path from h_prev to h besides the product
+  //   dc: the gradient of c from later steps; on return the gradient of c_prev
+  //   d: the cotangent of the lane's gate; on return the gradient of its preactivation
   static void backward(
       int gate, float y, float p, float c_prev, float dc_outside, float c, thread float& dh, thread float& dc,
       thread float& d) {
@@ -47,8 +50,9 @@ struct Lanes<LSTMCell<OPTIONS>> {
     dc = Cell::state_backward(dc + dc_outside, dh, of_lane<LANES>(y, Cell::GATE_O), s);
     if constexpr (Cell::PEEPHOLE == Cell::O_SEES_CURRENT)
       dc += of_lane<LANES>(p * Cell::gate_backward(d, dh, s, own_slope), Cell::GATE_O);
-    // The gradient of a gate is the gradient of a product times the other factor: g for i, i for g, c_prev for f, and
-    // s_output(c) for o. The lanes of i and g, which are two lanes apart, get it from each other.
+    // The step multiplies gates with other values: i g, f c_prev and o s_output(c). The gradient of a gate is the
+    // gradient of this product times the other factor: g for i, i for g, c_prev for f, s_output(c) for o. The lanes of
+    // i and g, which are two lanes apart, get the factor from each other.
     const float neighbour = simd_shuffle_xor(y, Cell::GATE_I ^ Cell::GATE_G);
     const float factor = gate == Cell::GATE_F ? c_prev : neighbour;
     d = Cell::gate_backward(d, gate == Cell::GATE_O ? dh : dc, gate == Cell::GATE_O ? s : factor, own_slope);

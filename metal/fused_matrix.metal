@@ -1,11 +1,12 @@
 // The whole-sequence kernels for wide batches, with products of 8 x 8 matrices. fused.metal describes the arrays.
 //
 // A threadgroup owns 8 batch items of one direction; each of its simdgroups owns 8 hidden units. The product is weights
-// times vectors: the left matrix holds 8 rows of weights, one per unit, and the right matrix holds 8 numbers of each
-// item. So the result has one row per unit and one column per item. Of each 8 x 8 matrix a lane holds two neighbouring
-// numbers of one row (row_of, column_of). In the result these are two items of one unit, e = 0 and 1; the lane computes
-// their cells. A vector of 4 weights is two numbers of a left matrix and two of the next one. `vectors` in threadgroup
-// memory holds the right side of the product, [length, padded to 8][8 items].
+// times vectors. The left matrix holds 8 rows of weights, one per unit; the right matrix holds 8 numbers of each item.
+// So the result has one row per unit and one column per item. The lanes of a simdgroup share each matrix: a lane holds
+// two neighbouring numbers of one row (row_of, column_of). In the result these belong to two items of one unit, and the
+// lane computes their cells; e = 0, 1 numbers these items. A vector of 4 weights contains the lane's numbers of two
+// successive left matrices. `vectors` in threadgroup memory holds the right side of the product, [length, padded to
+// 8][8 items].
 
 template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
 
@@ -18,8 +19,10 @@ template <int RESIDENT> constant constexpr bool READS_AHEAD = RESIDENT > 0;
 inline int row_of(int lane) { return (lane >> 2 & 4) + (lane >> 1 & 3); }
 inline int column_of(int lane) { return (lane >> 2 & 2) * 2 + (lane & 1) * 2; }
 
-// Add the products of TILES rows of weight matrices with the vectors. The partial products of tile m go in turn to
-// total[m CHAINS] ... total[m CHAINS + CHAINS - 1], so that an addition need not wait for the previous one.
+// Multiply TILES matrices with 8 rows of weights by `vectors`, a matrix with LENGTH rows and 8 columns. The terms are
+// added in parts of 8 x 8 matrices. The product of tile m is the sum of CHAINS partial sums, total[m CHAINS] ...
+// total[m CHAINS + CHAINS - 1]. Successive parts are added to different partial sums, so that an addition need not wait
+// for the previous one.
 template <int TILES, int CHAINS, int RESIDENT, int LENGTH, class V>
 void product_of_matrices(
     thread simdgroup_float8x8 (&total)[TILES * CHAINS], thread const V* resident, const device V* streamed,
@@ -47,8 +50,8 @@ void product_of_matrices(
   }
 }
 
-// Read what a step needs for a lane's two items: z as y, `keep` as factor, and the mask of the next step, which is
-// `distance` away. earlier: the number of elements of z before the launch's first time index.
+// Read what a forward step needs for the two batch items of a lane: z, into y; `keep` as factor; and the mask of the
+// next step, which lies `distance` away. earlier: the number of elements of z before the launch's first time index.
 template <class Cell, int H, class Index, class Arrays>
 void read_inputs(
     thread const Arrays& a, thread const Place<Index> (&at)[2], thread const Place<Index>& distance, Index earlier,
@@ -62,9 +65,9 @@ void read_inputs(
   }
 }
 
-// The forward pass, with the equation of fused_forward.metal. `vectors` is a double buffer [2][padded H][8 items]: one
-// half holds the masked h that the step reads, the other the masked h that it writes for the next step. One barrier per
-// step separates these writes from the reads.
+// The forward pass: h = cell(z_t + (mask_t * h_prev) Wh^T, ...). `vectors` is a double buffer [2][padded H][8 items],
+// for the 8 batch items of a threadgroup: one half holds the masked h that the current step reads, the other the masked
+// h that it writes for the next step. One barrier per step separates the writes from the reads.
 template <class Cell, int H, int RESIDENT, class Index, class S, class Arrays>
 void fused_matrix_forward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
@@ -139,8 +142,9 @@ void fused_matrix_forward(
   }
 }
 
-// Compute the products of the vectors with the columns of 8 units. sum[e]: the result for the lane's unit and its item
-// e. The function computes four independent sums and adds them at the end, so that no addition waits for another.
+// Multiply `vectors`, LENGTH numbers of each of 8 batch items, by the columns of Wh that belong to the 8 units of this
+// simdgroup. sum[e]: the result for the lane's unit and for the first or second of its two batch items. The function
+// computes four independent sums and adds them at the end, so that no addition waits for another.
 template <int RESIDENT, int LENGTH, class V>
 void product_of_columns(
     thread float (&sum)[2], thread const V* resident, const device V* streamed, threadgroup const float* vectors) {
@@ -156,8 +160,8 @@ void product_of_columns(
   }
 }
 
-// Read the numbers of step n for a lane's two items, also the gates y and their cotangents d. earlier, step: as in
-// read_step.
+// Read what the lane needs at step n for its two batch items: the gates y, their cotangents d, and in `numbers` a
+// state, cotangents and factors (see read_step, which also describes earlier and step).
 template <class Cell, int H, class Index, class Arrays>
 void read_items(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread const Item<Index> (&items)[2], Index earlier,
@@ -175,10 +179,10 @@ void read_items(
   }
 }
 
-// The backward pass, with the arrays and the equation of fused_backward.metal. `vectors` [VECTORS][padded G H][8 items]
-// holds d of the current step: VECTORS is 2 (a double buffer), or 1 if threadgroup memory has no space for two.
-// Barriers: one per step, between writing d and the product; with a single buffer a second one, between the product and
-// the writes of the next step.
+// The backward pass; fused_backward.metal describes its arrays and equation. `vectors` [VECTORS][padded G H][8 items]
+// holds the gradients d of the recurrent products at the current step, the operand of the product with Wh. VECTORS is 2
+// (a double buffer), or 1 if threadgroup memory has no space for two. Barriers: one per step, between writing d and the
+// product; with a single buffer a second one, between the product and the writes of the next step.
 template <class Cell, int H, int RESIDENT, int VECTORS, class Index, class S, class Arrays>
 void fused_matrix_backward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {

@@ -1,11 +1,12 @@
-// Quantized weights in the forward whole-sequence kernel with the product in lanes. fused_arrange.metal writes them in
-// the order described here; quantized.metal describes the format of the weights.
+// Quantized weights in the forward whole-sequence kernel with the product in lanes: which weights each lane reads, and
+// in which order. fused_arrange.metal stores them in this order. quantized.metal describes the format.
 //
-// A lane has SPAN neighbouring weights of each of SLOTS rows of Wh. A span has PIECES pieces. The weights of a piece
-// lie in one quantization group, of SIZE weights. A weight takes FIELD bits: 4, or 8 if it has more than 4 bits. So
-// eight weights fill WORDS = FIELD / 4 words. The words of a lane are in the order in which it needs them. For each
-// piece these are: eight weights of every row, then the next eight of every row, and so on; then the scale and, if
-// BIASED, the bias of every row, as floats.
+// A lane has SPAN neighbouring weights of each of SLOTS rows of Wh. They are divided into PIECES pieces; the weights of
+// a piece of a row lie in one quantization group of SIZE weights, so they have the same scale and bias. A weight takes
+// FIELD bits: 4, or 8 if it has more than 4 bits. So eight weights fill WORDS = FIELD / 4 words. A lane needs its words
+// in this order, in which they are stored, piece after piece:
+//   - eight weights of every row, then the next eight weights of every row, and so on to the end of the piece
+//   - the scale and, if BIASED, the bias of every row, as floats
 
 template <int FIELD, int SIZE, bool BIASED>
 struct PackedVector {
@@ -16,8 +17,9 @@ template <int FIELD, int SIZE, bool BIASED, int LENGTH, int GROUP, int SLOTS>
 struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
   enum {
     NEEDED = (LENGTH + GROUP - 1) / GROUP,
-    // SPAN is a power of two. So a span (the neighbouring weights of a row that a lane has) lies in one quantization
-    // group, or consists of whole groups.
+    // A lane needs at least NEEDED weights of each row, so that the lanes together have the whole row. SPAN is the next
+    // power of two, because the size of a quantization group is one too: a lane's weights then lie in one group, or
+    // fill whole groups.
     SPAN = NEEDED <= 8 ? 8 : NEEDED <= 16 ? 16 : NEEDED <= 32 ? 32 : NEEDED <= 64 ? 64 : 128,
     RUNS = SPAN / 4,
     PIECE = SPAN < SIZE ? SPAN : SIZE,
@@ -38,8 +40,8 @@ void load_resident(
   for (int n = 0; n < RESIDENT; ++n) resident[n].words = streamed[32 * n].words;
 }
 
-// State for reading a lane's words, which lie in vectors of 4. resident: the vectors in registers. streamed: all
-// vectors, in memory. words: the vector that was read last. vector: its index.
+// What a lane remembers while it reads its words in order. The words lie in vectors of 4. resident: the vectors in
+// registers. streamed: all vectors, in memory. words: the vector that was read last. vector: the index of this vector.
 template <class V>
 struct Words {
   thread const V* resident;
@@ -64,8 +66,9 @@ uint word_at(thread Words<V>& lane, int word) {
 template <bool BIASED> struct Biases { using type = float; };
 template <> struct Biases<false> { using type = Absent; };
 
-// Multiply the next eight weights of every slot (a row of Wh) by eight numbers of x, for every batch item r. Add the
-// results to products[r][slot], and the numbers of x to x_sums[r]. first: the index of the first word of the weights.
+// Multiply eight neighbouring weights of each row that a lane has (a slot) by the same eight numbers of x, for each
+// batch item r. Add the results to products[r][slot]. Add the eight numbers of x to x_sums[r], from which the biases of
+// the weights are applied later. first: the index of the first word with these weights.
 template <int ROWS, int SLOTS, int GROUP, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD, int SIZE,
     bool BIASED>
 void add_eight(
@@ -94,9 +97,10 @@ void add_eight(
   }
 }
 
-// Add a lane's part of a product with quantized weights to sums[r][slot], like add_product in fused_lanes.metal. For
-// each piece (weights of one quantization group) it computes two sums: of x, and of x times number_at(weight). From
-// both sums, of_group computes the product with the weights, by means of the group's scale and bias.
+// Add a lane's part of a product with quantized weights to sums[r][slot], for batch item r and row `slot` of the lane's
+// weights. A quantized weight is scale * q + bias, with the same scale and bias for all weights of a piece. So for each
+// piece the function adds up x, and x times q (as number_at returns it). Then of_group applies scale and bias to both
+// sums.
 template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD,
     int SIZE, bool BIASED>
 void add_product(

@@ -14,7 +14,7 @@ struct Lanes<RNNCell<OPTIONS>> {
   template <int WANTED>
   static void sum_of_unit(thread float*, int) {}
 
-  // Compute one step and return h. y: on entry the unit's part of z, on return the preactivation.
+  // Compute one step and return h. y: on entry the input's part of the unit's preactivation, on return the whole one.
   static float forward(
       int, float, float, float, float, thread const float* sums, thread float&, thread float& y) {
     y += sums[0];

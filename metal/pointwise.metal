@@ -1,8 +1,9 @@
 // What the forward and the backward whole-sequence kernel of a cell written by the user share.
 //
-// The cell is a struct that mlx_lstm/engines/metal/pointwise.py generates from the user's function. A block is H
-// numbers, one per unit. Shapes, for one direction (G gates, C = STATES - 1 states besides h, U inputs of each step, V
-// parameters, K blocks that the forward pass saves, D blocks of gradients):
+// The cell is a struct that mlx_lstm/engines/metal/pointwise.py generates from the user's function. The arrays consist
+// of blocks of H numbers, one number per unit. The letters count blocks: G gates; C = STATES - 1 states besides h; U
+// inputs of each step; V parameters; K blocks that the forward pass saves for the backward pass; D blocks of gradients.
+// Shapes, for one direction:
 //   z       [T, B, G H]      h     [T, B, H]         h0, hT  [B, H]        inputs  [T, B, U H]   lengths  [B]
 //   gates   [T, B, K H]      c     [T, B, C H] float c0, cT  [B, C H] float params [V H]         keep     [T, B]
 //   mask    [T or 1, B, H], which already includes `keep`
@@ -12,26 +13,30 @@
 //   GATES, STATES, INPUTS, PARAMS, KEPT, GRADIENTS   the numbers G, C + 1, U, V, K, D
 //   LANES      the lanes of a unit: 4, or 1 for a cell without a product
 //   PRODUCTS   the gates that have a recurrent product: GATES or 0
-//   SCATTERS   whether each lane gets the product of its own gate only, in sums[0]; else all lanes get all products
+//   SCATTERS   whether each of the four lanes gets only the recurrent product of one gate (lane k: gate k), in sums[0];
+//              otherwise all lanes get the products of all gates
 //   READS_H    whether the backward pass reads h before or after a step
 //   forward, backward   one step of one unit of one batch item. The lanes of a unit share the work: an array of blocks
 //              (z, gates, c, gradients) has block LANES j + lane in register j of a lane. All lanes have all states.
-// A threadgroup owns ROWS batch items, as in fused.metal; rows past the last item repeat it.
+// A threadgroup owns ROWS batch items. If fewer are left, it computes the last item several times, with the same
+// results.
 
-// The number of registers that hold a lane's share of COUNT blocks. It is at least 1, because Metal has no arrays of
-// size 0.
+// The number of registers that a lane needs if COUNT values of a unit are divided among LANES lanes. It is at least 1,
+// because Metal has no arrays of size 0.
 template <int COUNT, int LANES>
 constant constexpr int REGISTERS_OF = COUNT == 0 ? 1 : (COUNT + LANES - 1) / LANES;
 
 // Overload for a cell without a recurrent product, which has no weights: return a null pointer, which is never read.
 template <int COUNT, class V> const device V* vectors_of_lane(Absent, int, uint, uint) { return (const device V*)0; }
 
-// Return the position of `unit` in block `block`, in one row of an array [rows, COUNT H]. at: the unit's position in
-// the same row of [rows, H]. The term after + is the same at all steps: one multiply-add per step.
+// Return the position of number `unit` of block `block` in an array [rows, COUNT H], a row having COUNT blocks of H
+// numbers. at: the unit's position in an array [rows, H] with the same rows. Only `at` changes from step to step; the
+// compiler computes the term after + once, so a step costs one multiply-add.
 template <int COUNT, int H, class Index>
 Index place_of(Index at, int block, int unit) { return at * COUNT + Index(block * H + unit - COUNT * unit); }
 
-// Load a lane's blocks of a row. values[j] gets block (LANES * j + lane), or the last block if there are fewer blocks.
+// Load a lane's part of the COUNT values that an array has for one unit, step and item; the LANES lanes of a unit share
+// these values. values[j] gets value number LANES * j + lane, or the last value if there are fewer.
 template <int COUNT, int LANES, int H, class Index, class A>
 void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[REGISTERS_OF<COUNT, LANES>]) {
 #pragma clang loop unroll(full)
@@ -41,7 +46,8 @@ void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[R
   }
 }
 
-// Store this lane's blocks in a row. values[j] is block (LANES * j + lane).
+// Store a lane's part of the COUNT values that an array has for one unit, step and item; the LANES lanes of a unit
+// share these values. values[j] is value number LANES * j + lane.
 template <int COUNT, int LANES, int H, class Index, class A>
 void store_blocks(A array, Index at, int lane, int unit, thread const float (&values)[REGISTERS_OF<COUNT, LANES>]) {
 #pragma clang loop unroll(full)
@@ -50,15 +56,16 @@ void store_blocks(A array, Index at, int lane, int unit, thread const float (&va
       store(array, place_of<COUNT, H>(at, LANES * j + lane, unit), values[j]);
 }
 
-// Load all COUNT blocks of a row into every lane: block k into values[first + k].
+// Load all COUNT values that an array has for one unit, step and item into every lane: value k into values[first + k].
 template <int COUNT, int H, class Index, class A, int SIZE>
 void load_all(A array, Index at, int unit, thread float (&values)[SIZE], int first) {
 #pragma clang loop unroll(full)
   for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, place_of<COUNT, H>(at, k, unit), 0.0f);
 }
 
-// Add up the partial products of a unit's lanes. If each lane gets only its own gate (SCATTERS), sums[n] is a part of
-// gate n ^ lane (exclusive or), and sums[0] becomes the lane's own gate. Otherwise all lanes get all gates.
+// Add up the partial products of a unit's lanes. With SCATTERS each lane gets only the sum of its own gate, in sums[0].
+// There sums[n] is on entry a part of gate n ^ lane (exclusive or), so sums[0] belongs to the lane's own gate, and a
+// lane sends what another lane needs in one shuffle. Without SCATTERS all lanes get the sums of all gates.
 template <class Cell, int SIZE>
 void sum_of_own_unit(thread float (&sums)[SIZE]) {
   if constexpr (Cell::SCATTERS != 0) {

@@ -1,5 +1,7 @@
-// The backward pass of a cell written by the user, over a whole sequence. pointwise.metal describes the cell and the
-// arrays of the forward pass. Further arrays:
+// The backward pass of a cell written by the user, over a whole sequence. pointwise.metal describes the cell, the
+// arrays of the forward pass and the letters in shapes: C states besides h, U inputs, V parameters, G gates and D
+// gradients of preactivations, each with H numbers. A preactivation is a recurrent part plus an input part. Further
+// arrays:
 //   dh [T, B, H], dc [T, B, C H] float, dhT, dcT    cotangents, in the shapes of their outputs
 //   d        [T, B, D H]       gradients of all recurrent parts, then of those input parts that have another gradient
 //   du       [T, B, U H]       gradients of the inputs of each step
@@ -9,8 +11,9 @@
 // `vectors` holds the gradients of a step's recurrent products, which the product with Wh reads. It is a double buffer
 // [2][ROWS][padded G H] in threadgroup memory. One barrier per step separates writing the gradients from the product.
 
-// Load the states before step n: h if the cell reads it, and this lane's blocks of the other states. item: the unit's
-// position in an array [B, H]. before: the unit's position in an array [T, B, H] at the step before n.
+// Load the states before step n: h if the cell reads it, and this lane's part of the other states. At an item's first
+// step they are h0 and c0. item: the unit's position in an array [B, H]. before: the unit's position in an array [T, B,
+// H], at the step that the forward pass processed before n.
 template <class Cell, int H, class Index, class Arrays>
 void load_states_before(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index item, Index before, int length, int lane, int unit,
@@ -29,8 +32,9 @@ void load_states_before(
   }
 }
 
-// Store the results of one step of a batch item at position `at`: d, du and carry, or zeros if the item has ended. Also
-// store the gradients of the recurrent products in `operand`, which the product with Wh reads.
+// Store the results of one step of a batch item, or zeros if the item has ended: d (the gradients of the
+// preactivations), du (of the inputs) and, from `back`, carry (of the states). at: the unit's position in an array
+// [steps, B, H]. Also store the gradients of the recurrent products in `operand`, which the product with Wh reads.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_step(
     thread const Arrays& a, bool live, bool real, int lane, int unit, Index at,
@@ -126,7 +130,8 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
       for (int k = 0; k <= C; ++k) back[k] = ds[r][k] + outside[k];
       Cell::backward(lane, y, h, c, factor, u, w, now[r], back, d, du, dw_now);
       store_step<Cell, H, S>(a, live, real, lane, unit, at - earlier, d, du, back, current + r * ROW);
-      // Rows past the last item repeat it. They are left out here, because the sum dw would count the item twice.
+      // A threadgroup computes ROWS items. If fewer are left, the last item is computed several times. The repetitions
+      // are left out here, because the sum dw would count the item more than once.
 #pragma clang loop unroll(full)
       for (int k = 0; k < Cell::PARAMS; ++k)
         dw[k] += live && int(group.x) * ROWS + r < sweep.B ? dw_now[k] : 0.0f;

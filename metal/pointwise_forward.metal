@@ -79,7 +79,7 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
       for (int k = 0; k <= C; ++k) next[k] = factor * state[r][k];
       Cell::forward(lane, z[r], sums[r], u, w, next, y);
       next[0] = float(S(next[0]));
-      // Past an item's end the state stays and outputs are 0. Values are selected, not multiplied, as they may be NaN.
+      // Past an item's end outputs are 0 and the state stays. A selection discards the new state, which may be NaN.
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) state[r][k] = live ? next[k] : state[r][k];
       if (real) store_outputs<Cell, H, S>(a, live, lane, unit, now - earlier + item[r], next, y);

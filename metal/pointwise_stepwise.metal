@@ -137,7 +137,8 @@ float through_product(
   return Cell::PRODUCTS == 0 || next < 0 ? 0.0f : *sum * mask_at(s, a.mask, next, b, j, s.H);
 }
 
-// Return how many floats per unit are at the beginning of a row (the array that one backward launch writes).
+// Return how many float values a unit has at the beginning of the array that one backward launch writes: a gradient for
+// each state, with `keep` a second one, and a gradient for each parameter.
 template <class Cell, class Arrays>
 int floats_of(thread const Arrays& a) {
   return (is_present(a.keep) ? 2 : 1) * int(Cell::STATES) + int(Cell::PARAMS);
@@ -222,7 +223,8 @@ void pointwise_stepwise_backward(
   pad_row(a.after, start + units * (N + U), group, 32 * simdgroup + lane);
 }
 
-// Compute dh0 [B, D H], the gradient of the first h, from the row of the last backward launch. The launch has n = -1.
+// Compute dh0 [B, D H], the gradient of the initial h, from the array that the last backward launch wrote. The backward
+// steps are counted down to n = 0, so this launch has the step number -1.
 template <class Cell, class Product, class S, class Arrays>
 void pointwise_stepwise_dh0(
     thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {

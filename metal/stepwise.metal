@@ -7,8 +7,8 @@
 // float, or ushort if S has 16 bits; a float then takes two elements. A row has at least 8 elements, because Metal
 // would bind a shorter array as `constant`.
 //
-//   sizes  T, B, H, K (how many terms a sum of the product has), D, whether the only direction is the reverse one,
-//          whether every step has a mask of its own
+//   sizes  seven integers: T; B; H; K, the number of terms of each sum of the product; D; 1 if the only direction is
+//          the reverse one; 1 if each step has its own mask
 //
 // Index is the integer type that counts the elements of an array: int, or long if an array may have 2^31 elements. The
 // generated source declares it before the text of these files.
@@ -35,8 +35,8 @@ inline Index place_by_direction(thread const Step& s, int b, int width) {
   return ((Index(s.d) * s.T + s.t) * s.B + b) * width;
 }
 
-// Return whether an item's state before this step is h0 and c0. At n = 0 this holds for all items. Items that run in
-// reverse and end before T also begin there: they have no other state yet.
+// Return whether the state before this step is h0 and c0. It is at step n = 0. An item that runs in reverse and is
+// shorter than T begins later, at its own last time index; at this step the result is also true.
 inline bool is_first(thread const Step& s, int length) { return s.n == 0 || (s.reverse && s.t + 1 == length); }
 
 // A threadgroup's part of the output: the batch items from b0 on and the units from j0 on. `sums` and `tiles` are
@@ -63,8 +63,8 @@ template <> struct Neighbours<half> { using four = packed_half4; };
 template <> struct Neighbours<bfloat> { using four = packed_bfloat4; };
 #endif
 
-// Read N neighbouring elements into `values`. If the array is absent, set all N values to `otherwise`. A `constant`
-// array is read one element at a time.
+// Read N neighbouring elements from array[index] on into `values`, as float. If the array is absent, set all N values
+// to `otherwise`. Metal has `device` and `constant` arrays; only from the first kind vectors of four are read at once.
 template <int N> void take(Absent, int, float otherwise, thread float (&values)[N]) {
 #pragma clang loop unroll(full)
   for (int e = 0; e < N; ++e) values[e] = otherwise;

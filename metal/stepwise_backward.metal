@@ -2,16 +2,19 @@
 //
 //   dh_t = mask_next * (dz_next Wh) + the cotangent of h[t];   dz_t, carry = cell_backward(dh_t, carry_next)
 //
-// "next" is the step of an item that the forward pass processes after t. After an item's last step, dhT replaces the
-// product. With a projection, the kernel stepwise_dh computes dh_t [B, D P], and the product here is dm = dh_t Wp.
+// "next" is the step of an item that the forward pass processes after t. At an item's last step there is no next one,
+// and dhT replaces the product. With a projection, the kernel stepwise_dh computes dh_t [B, D P], and the product here
+// is dm = dh_t Wp. A "row" is the array that one launch writes. The "carry" is the gradient of c[t-1], or for a cell
+// without c the part of the gradient of h[t-1] that bypasses the products.
 //
 //   before    the row that the previous launch wrote, for the step processed after t in the forward pass
-//   after     the row that this launch writes: the carry (the gradient of c[t-1], or the part of the gradient of h[t-1]
-//             that bypasses the products) and dz [B, D G H]. Past an item's end both are copied from `before`. With the
-//             option `keep` there follows the carry before it was multiplied by keep, [B, D H]; 0 past an item's end
+//   after     the row that this launch writes: the carry [B, D H], then dz [B, D G H]. Past an item's end both are
+//             copied from `before`. With the option `keep` a third array [B, D H] follows: the carry before its
+//             multiplication by keep; it is 0 past an item's end
 //   dh_now    [B, D P]      a row with dh_t, with a projection only
 //   weights   [D, H, K]     the transposed Wh, K = G H, or the transposed Wp, K = P
-//   rows, row instead of `gates`: an array with the results of several forward steps, and this step's index in it
+//   rows      an array with the rows of several forward launches, which contain the gates, if `gates` is absent
+//   row       the index of this step's row in `rows`
 //   gates     [T, B, D G H]     states  [T, B, D H]: c, or h if there is no c     states0  [B, D H]: the first state
 //   q         [D, T, B, H]  the candidate's recurrent products of a GRU        peephole [D, 4H]
 //   mask      [T or 1, B, D P], including keep       keep  [T, B, D]  lengths [B]

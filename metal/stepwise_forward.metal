@@ -3,10 +3,10 @@
 //   gates, state, h = cell(z_t, (mask_t * h_before) Wh^T, keep_t * state_before);   `mask` already includes `keep`
 //
 //   z         [T, B, D G H]  the input's part of the preactivations, blocks in the cell's gate order
-//   before    the array that the launch of the step processed before this one has written
-//   after     the array ("row") that this launch writes: c (if the cell has one); then m [B, D H], which is h or, with
-//             a projection, the vector to be projected; then, if SAVES, the gates [B, D G H]; 0 past an item's end
-//   h_before  [B, D K]       with a projection only: h of the step before, from a separate launch. K: the width of h
+//   before    the row (the array that one launch writes) of the previous step
+//   after     the row that this launch writes: c [B, D H] if the cell has one; then m [B, D H]; then, if SAVES, the
+//             gates [B, D G H]. All are 0 past an item's end. m is h or, with a projection, the vector to be projected
+//   h_before  [B, D K]       with a projection only: h of the previous step, from a separate launch. K: the width of h
 //   Wh        [D, G H, K]    peephole  [D, 4H]     bhn  [D H]
 //   h0, c0    [B, D K], [B, D H]: the first states of an item, at t = 0 or, in reverse, at its end
 //   mask      [T or 1, B, D K]     keep     [T, B, D]      lengths  [B]      numbers  [2]: forget bias, clip of c
@@ -65,8 +65,8 @@ void operands_at(thread const PreviousRow<S, Arrays>& row, int k, thread float (
 template <class Arrays>
 int product_length(thread const Step& s, thread const Arrays& a) { return s.n > 0 || is_present(a.h0) ? s.K : 0; }
 
-// Return the h of the previous step. It lies behind c in the array that the previous launch wrote or, with a
-// projection, in a separate array.
+// Return a pointer to h of the previous step. Without a projection h lies behind c in the row (the array) that the
+// previous launch wrote. With a projection it lies in a separate array.
 template <class S, bool CARRIES, class X>
 const device S* h_of(thread const Step& s, const device X* row, Absent) {
   return (const device S*)row + carried<S, CARRIES>(Index(s.B) * s.D * s.H);

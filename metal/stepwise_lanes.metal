@@ -5,12 +5,14 @@
 //   sums[r, n] = sum over k of x(b0 + r, k) weights[row(n), k]
 //   row(n) = Gates::block(FIRST + n / UNITS) H + j0 + n % UNITS
 //
-//   x        the operand: find_row(x, b, segment, row) finds batch item b's numbers in one of SEGMENTS equal parts of k
+//   x        the operand. The K numbers of a batch item are divided into SEGMENTS equal parts;
+//            find_row(x, b, segment, row) lets `row` point to one part of batch item b
 //   weights  [., K], H rows per gate
 //   sums     [ROWS, COLUMNS], in threadgroup memory; a barrier at the end separates the writes of the simdgroups from
 //            the reads of the cells
-// Each of the 8 simdgroups computes every eighth column for all rows. Its lanes split K, four numbers at a time, and
-// add up their sums at the end. Rows and units past the end repeat the last ones; their results are not used.
+// Each of the 8 simdgroups computes every eighth column for all rows. Its 32 lanes divide the K terms of a sum: each
+// multiplies four neighbouring terms at a time. At the end the lanes' sums are added up. Batch items and units past the
+// end repeat the last ones; their results are not used.
 
 // Multiply the next N numbers of each row of x with the next N numbers of each of this lane's columns (OWN rows of
 // weights), and add the products to partial[column][row]. Then move the pointers of rows and columns by `step` numbers.

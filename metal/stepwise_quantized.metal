@@ -1,4 +1,5 @@
-// The recurrent product of a forward step with quantized weights. quantized.metal describes the format of the weights.
+// The recurrent product of a forward step with quantized weights: for each batch item (a row) and each gate of each
+// unit (a column) a sum of K terms. quantized.metal describes the format of the weights.
 //
 // With few batch items a column of the product (one row of weights) is computed by a team of eight lanes, for all rows
 // of x. A team has every eighth column. Its lanes divide the K terms of each sum: a lane multiplies TAKEN neighbouring

@@ -1,6 +1,6 @@
-// Kernels for the "rows", the arrays that the launches of a pass write, one row per launch. Some rows are joined during
-// the pass, and all are copied into sequences at its end. The kernels need no barriers, because each thread reads and
-// writes only its own numbers.
+// Kernels for the "rows": the arrays that the launches of a pass write, one row per launch. During the pass, some rows
+// are copied into larger arrays. After the last step all rows are copied into sequences in the order of time. The
+// kernels need no barriers, because each thread reads and writes only its own numbers.
 
 // Metal limits the arrays of one launch, so the last launch of a pass cannot read one row from each step. Therefore
 // some launches copy the rows of several earlier steps into one array, `joined`, in addition to their own work.
@@ -25,13 +25,13 @@ void stepwise_join(thread const Pieces<COUNT, X>& pieces, thread const Arrays& a
 
 // --- The launch after all steps ---
 //
-// It copies the rows into sequences. Thread (k, n, d) copies unit k % width of batch item k / width, from the row of
-// step n, in direction d.
+// It copies the rows (the arrays that the launches of the steps wrote) into sequences. Thread (k, n, d) copies the
+// numbers of unit k % width of batch item k / width, from the row of step n, in direction d.
 //
 //   rows    the arrays that contain the rows, in the order of the launches: up to 20 arrays of one or more rows
 //   starts  the index of the first row of each array, and the index at which the last array ends
-//   kind    a kind of rows: the elements per row, the width of its units, and the index of its first row. With a
-//           projection there are two kinds: first the rows of the cells, then the rows with h or dh
+//   kind    three numbers: the elements of a row, the number of units, and the index of the first row. With a
+//           projection there are two kinds of rows: first those that the cells wrote, then those with h or dh
 template <class X>
 struct Rows {
   const device X* pieces[20];

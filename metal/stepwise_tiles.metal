@@ -2,22 +2,25 @@
 // matrices.
 //
 // Each sum has K terms, which are added in turns of 128. In each turn the threads first copy 128 numbers of x of all
-// ROWS batch items, as float, into `tiles` in threadgroup memory, because all simdgroups read them. Rows of a tile are
-// PITCH floats apart. A weight is used by one simdgroup only, so lanes read their weights from device memory.
-// Simdgroup s computes columns 8 s ... 8 s + 7 of all rows. If there are few columns, SLICES simdgroups share eight
-// columns; each of these "slices" multiplies a part of the numbers of a turn. The results are sums [SLICES, ROWS,
-// COLUMNS]. At the end the slices are added up in the first one. A thread may then read only the sums that it has added
-// up itself: those of the cells thread_index, thread_index + THREADS, ...
+// ROWS batch items, as float, into `tiles` in threadgroup memory, because all simdgroups read them. The rows of this
+// tile are PITCH floats apart. A weight is used by one simdgroup only, so lanes read their weights from device memory.
+// Simdgroup s computes columns 8 s ... 8 s + 7 of all rows.
 //
-// Terms may be added in any order. So the 128 numbers of a turn are divided among 16 pairs of 8 x 8 matrices (a "quad"
-// is four pairs) in an order that gives each lane neighbouring numbers in memory. In pair m of a quad, column c of the
-// left matrix (x) and row c of the right matrix (weights) hold number SPAN c + m of the quad. Eight lanes read 8 SPAN
-// neighbouring weights. Weights that are not quantized have SPAN = 4, and the quads begin 32 numbers apart.
+// If there are few columns, SLICES simdgroups share eight columns, so that more threads are at work. Each of them (a
+// "slice") multiplies a part of the numbers of a turn. The results are sums [SLICES, ROWS, COLUMNS]. At the end the
+// sums of the other slices are added to those of the first one. No barrier follows, so a thread may then read only the
+// sums that it has added up itself: number thread_index, thread_index + THREADS, ...
+//
+// Terms may be added in any order. So the 128 numbers of a turn are divided among 16 pairs of 8 x 8 matrices, x and
+// weights, in an order that gives each lane neighbouring numbers in memory. Four successive pairs are a "quad". Column
+// c of x and row c of the weights in pair m of a quad hold number SPAN c + m, counted from the beginning of the quad.
+// So a lane's numbers of the four pairs are neighbours, and eight lanes read 8 SPAN neighbouring weights. Weights that
+// are not quantized have SPAN = 4, and their quads begin 32 numbers apart.
 //
 // Barriers: in each turn one between the copies and the products, and one between the products and the next turn's
 // copies; at the end one between the writes of all simdgroups and the reads of the sums.
 //
-// Rows and units past the end repeat the last ones; their results are not used. Numbers past the end of K are zeros.
+// Batch items and units past the end repeat the last ones; their results are not used. Terms past K are zeros.
 
 // The distance between the rows of a tile is 132 instead of 128, so that the rows begin in different banks of
 // threadgroup memory.
