@@ -177,7 +177,8 @@ def detected(model, x):
 
 
 class Policy(nn.Module):
-    """An actor and a critic with one GRU layer in common. Each is a list of lists of layers."""
+    """An actor and a critic that share one GRU layer. Both are nested lists of the form [[shared GRU], linear
+    layer]."""
 
     def __init__(self):
         super().__init__()

@@ -95,7 +95,8 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
-    """Collect the coverage file and the deselected tests of a worker process that has ended (`-n`)."""
+    """Collect the results of a worker process that has ended: its coverage file and its numbers of deselected tests.
+    There are worker processes if pytest runs in parallel (option `-n`)."""
     output = getattr(node, "workeroutput", {})
     if path := output.get("shader_coverage"):
         FROM_WORKERS.append(Path(path))

@@ -147,8 +147,9 @@ def in_turns(cases, choices, others=False):
 
 
 def over_engines(table, choices):
-    """Return test parameters (engine, name, choice). For each name of `table`, an engine gets all choices except
-    one. The engines leave out different choices, so that together they cover every choice."""
+    """Return test parameters (engine, name, choice). Each name of `table` runs on each engine with all values in
+    `choices` except one. Each engine leaves out another value, so that every name runs with every value on some
+    engine. Names that an engine cannot run are left out."""
     turns = [(n, k, e) for n in range(len(table)) for k in range(len(choices) - 1) for e in range(len(ENGINES))]
     names = list(table)
     triples = [(ENGINES[e], names[n], choices[(n + k + e) % len(choices)]) for n, k, e in turns]
@@ -179,14 +180,15 @@ def crossed(table, fewest=7):
     """Combine the options in `table` into few test cases. Return {"gru_both_3": {"op": "gru", "reset": ..., ...}}.
 
     Most options change the source of a kernel, so a test case per option would compile a kernel per option. Instead,
-    each option is added to the smallest case that it can be merged with.
+    several options are merged into one case.
 
-    A kind is an op with or without reset="before", in one or both directions. The options of a kind include masks of
-    about `fewest` shapes, and each shape needs its own case. So the first `fewest` options (3 with reset="before") each
-    become a case, to which further options are added. Only the first case of a kind keeps a single option.
+    Cases are grouped by op, reset="before" and number of directions. The first `fewest` options of a group (3 with
+    reset="before") each begin a new case, because a group's masks have about that many shapes and a case has only
+    one mask. Each further option is added to the smallest case that it can be merged with. Without reset="before",
+    nothing is added to the first case of a group.
 
-    The number of directions does not change a kernel's source. Therefore the bidirectional cases begin as copies of
-    the cases of one direction, and an option that one of these cases already has is not added again.
+    The number of directions does not change a kernel's source. Therefore a bidirectional group begins as a copy of
+    the group with one direction. Options that one of the copied cases already has are not added again.
     """
     groups = {}
     for option in table.values():
@@ -219,9 +221,9 @@ direction from which it was copied, so that both use the same compiled kernels."
 
 
 def rows_from(batch):
-    """Return a replacement for `fused.rows_for`, which chooses how many sequences a threadgroup computes. From
-    `batch` sequences on (counted in both directions) it chooses 8, for the kernel with 8 x 8 matrix products. For
-    smaller batches it chooses 1, 2 or 4, for the kernel without them."""
+    """Return a replacement for `fused.rows_for`, which chooses how many sequences a threadgroup computes. If the
+    call has at least `batch` sequences, it chooses 8, for the kernel with 8 x 8 matrix products. Otherwise it
+    chooses 1, 2 or 4, for the kernel without them. With two directions each sequence counts twice."""
 
     def rows_for(cell, B, H, itemsize, directions, cores, packing=None):
         matrices = directions * B >= batch and fused.fits_matrices(cell, H)
@@ -231,6 +233,6 @@ def rows_from(batch):
 
 
 def matrices_from(batch):
-    """Return a context manager in which `fused` uses its kernel with 8 x 8 matrix products from `batch` sequences
-    on. The sequences of both directions are counted."""
+    """Return a context manager in which `fused` uses its kernel with 8 x 8 matrix products if a call has at least
+    `batch` sequences. With two directions each sequence counts twice."""
     return patch.object(fused, "rows_for", rows_from(batch))

@@ -57,8 +57,9 @@ def draw(rng, form, options, sizes=SIZES):
 
 
 def run(form, case, cotangents, call, dtype=np.float32):
-    """Run `call(form, arrays, case)`, e.g. `by_recurrent`. Return its outputs and gradients in one dict of NumPy
-    arrays by name."""
+    """Run `call(form, arrays, case)`, e.g. `by_recurrent`. form: a `Form`, which describes the cell. case: a dict of
+    the arrays and options of the call; `arrays` are its arrays as MLX arrays. Return outputs and gradients in one
+    dict of NumPy arrays by name."""
     names = [name for name, value in case.items() if name not in ("lengths", "reverse")]
     arrays = [to_mlx(case[name], dtype) for name in names]
 
@@ -105,8 +106,9 @@ def by_pointwise(engine, **options):
 
 
 def by_recurrent(form, a, case):
-    """Compute a case with `mlx_lstm.recurrent`, which runs the cell step by step as a graph of plain MLX. Return its
-    result."""
+    """Compute a recurrence with `mlx_lstm.recurrent`, which runs the cell `form.cell` step by step as a graph of
+    plain MLX. a: the MLX arrays by name. case: a dict that also holds the options `lengths` and `reverse`. Return
+    (h, last states)."""
     (x, Wx, Wh, b), state, more = arguments(form, a)
     z = x if Wx is None else x @ Wx.T
     z = z if b is None else z + b

@@ -217,8 +217,8 @@ class Classifier(nn.Module):
 
 
 class HandWritten(nn.Module):
-    """A classifier whose LSTM step is written by hand. Given `step`, the function `recognise` returns the call of
-    `lstm` that `after` makes."""
+    """A classifier with a hand-written LSTM. `before` computes its time steps in a loop, `after` calls `lstm`
+    instead. `step` is one of these time steps as a function. If `recognise` gets it, it returns this call of `lstm`."""
 
     def __init__(self):
         super().__init__()
@@ -320,7 +320,8 @@ def lines_of(method):
 
 
 def main():
-    """Print how many lines `before` and `after` have for each program."""
+    """Print two numbers for each program: the lines of its method `before` (written by hand) and of `after` (with
+    mlx-lstm)."""
     for program in PROGRAMS:
         print(f"{program.__name__:14} {lines_of(program.before):3} -> {lines_of(program.after)}")
     before, after = (sum(lines_of(getattr(each, way)) for each in PROGRAMS) for way in ("before", "after"))

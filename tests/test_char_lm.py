@@ -490,7 +490,9 @@ def test_the_loss_of_bfloat16_is_off_by_no_more_than_its_roundings(corpus):
     with patch.object(char_lm, "product", mx.matmul):
         exact, logits, outputs = (np.array(array) for array in with_outputs(model, codes, targets, state, dropped))
     sums = np.abs(outputs) @ np.abs(np.array(model.vocabulary.weight))
-    # The factor 1.01 covers products of rounding errors and the float32 rounding.
+    # The error bound of the logits allows three roundings to bfloat16 (relative error `half`) for each term of a sum,
+    # and one for the sum. The factor 1.01 covers what this formula leaves out: products of two rounding errors, and
+    # rounding to float32.
     error = 1.01 * half * (3 * sums + np.abs(logits)).max()
     assert 0 < abs(loss.item() - exact) <= 2 * error
     assert all(mx.isfinite(array).all() and array.dtype == mx.float32 for _, array in tree_flatten(gradients))
@@ -516,8 +518,11 @@ def test_bfloat16_learns(corpus, tmp_path):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_training_step_on_metal_equals_that_on_the_cpu(engine, corpus):
     """One training step on a Metal engine agrees with float64 in loss, state and parameters. The step has dropout,
-    cross entropy, gradient clipping and AdamW. A gradient may have twice the CPU engine's error, plus rounding. Each
-    parameter must lie between two values: AdamW's updates for the smallest and for the largest allowed gradient."""
+    cross entropy, gradient clipping and AdamW.
+
+    The error of a gradient may be twice that of the CPU engine, plus rounding. This gives a largest and a smallest
+    allowed gradient. AdamW's results for these two are the limits between which a parameter must lie.
+    """
     options = {"batch": 3, "window": 6, "embedding": 5, "hidden": 9, "dropout": 0.3, "weight_decay": 0.1}
     run, cpu, exact = (new_run(corpus, engine=word, **options) for word in (engine, "numpy", "numpy"))
     start = {name: np.array(array, np.float64) for name, array in tree_flatten(run.model.parameters())}

@@ -341,14 +341,14 @@ def test_little_is_kept(engine, T):
 
     with mx.stream(mx.cpu):
         few, all_of_it = peak_of(lambda: step("auto")), peak_of(lambda: step(None))
-    # The unit of memory is an array of the size of x [T, B, H], as are h, dx and c. Memory holds h, dx, one chunk of
-    # steps and, in a compiled graph, c. A chunk of `numpy` has T / 8 steps and takes 4 arrays per step, two of c and
-    # two of h: 4 / 8 units. A chunk of `ops` has at most sqrt(T) steps and takes 16 arrays per step, each 4 times as
-    # wide as h. The factor 1.25 covers all other memory.
+    # The unit of memory is an array of the size of x [T, B, H]. Memory holds h and dx (one unit each), c in a compiled
+    # graph (one unit), and one chunk of steps. With `numpy` a chunk has T / 8 steps, and a step has 4 arrays of the
+    # size of h: 4 / 8 units. With `ops` a chunk has at most sqrt(T) steps, and a step has 16 arrays that are 4 times as
+    # large as h. The factor 1.25 covers all other memory.
     of_chunk = 4 / 8 if engine == "numpy" else 16 * 4 / T**0.5
     assert few < 1.25 * (2 + compiled + of_chunk) * x.nbytes
-    # Without `checkpoint_every`, engine `numpy` saves most arrays in NumPy's memory. MLX does not count this memory, so
-    # the limit is only 0.9.
+    # `few` and `all_of_it` are the largest memory with and without `checkpoint_every`. Without it, engine `numpy` saves
+    # most arrays in NumPy's memory, which MLX does not count. Therefore this test asks only for a tenth less memory.
     assert few < 0.9 * all_of_it
 
 
@@ -461,9 +461,9 @@ def test_a_stack_of_a_dialect_keeps_little():
 
     with mx.stream(mx.cpu):
         few, all_of_it = peak_of(lambda: step("auto")), peak_of(lambda: step(None))
-    # The unit of memory is an array of the size of h [T, N, H]. A layer needs three: h, the gradient of h and the
-    # gradient of the layer's input. Dropout needs three more between two layers. A chunk has T / 8 steps and takes 4
-    # arrays per step, two of c and two of h: 4 / 8 units.
+    # The unit of memory is an array of the size of h [T, N, H]. Each of the L layers needs three: h, its gradient and
+    # the gradient of the layer's input. Dropout needs three more between two layers. One chunk of T / 8 steps needs 4
+    # arrays per step, two of c and two of h: 4 / 8 units. The factor 1.25 covers all other memory.
     assert few < 1.25 * (3 * L + 3 * (L - 1) + 4 / 8) * x.nbytes
     assert few < 0.6 * all_of_it
 

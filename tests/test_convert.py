@@ -236,8 +236,8 @@ def assert_outputs(weights, x, expected, states=None):
     """Assert that our output of each layer agrees with `expected`, the outputs of the original library. The input of
     each layer is the original library's output of the layer below.
 
-    Both outputs are float32. Each may differ from the exact output by the derived error bound, so they may differ by
-    twice the bound.
+    Both outputs are float32. Each may differ from the exact output by the error bound that `bounds` derives from
+    rounding errors, so they may differ by twice the bound.
     """
     for arrays, one, h in zip(convert.to_ops(weights), weights.each(), expected, strict=True):
         case = case_of(arrays, one, x) | (states or {})

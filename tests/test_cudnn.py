@@ -201,7 +201,7 @@ def test_backprop_is_pure(mode):
 @pytest.mark.parametrize("version", ["", "_v2", "_v3"])
 def test_without_training(version):
     """With is_training=False there is no dropout, and the op saves nothing for the gradient. A request for a
-    gradient raises TensorFlow's error."""
+    gradient raises an error with the same message as TensorFlow."""
     case = draw(4, mode="lstm", L=2, D=1, T=3, N=2, P=0, lengths=None)
     inputs = arrays_of(case)
     given = [*inputs.values()] + ([lengths_of(case)] if version == "_v3" else [])

@@ -126,7 +126,8 @@ def test_a_shrinking_batch_agrees_with_ops(monkeypatch, word, seed):
     poison_scratch(monkeypatch)
     sizes = T, B, 2, 3, 3
     _, arrays, options = split(draw(rng, sizes=sizes, **every_option(rng, word, sizes)))
-    # Held steps (option `hold`) would shorten the lengths, so this test has none.
+    # With the option `hold`, the library removes the held steps and gives the engine shorter lengths. The last line of
+    # this test compares with the lengths drawn here, so the test does not use `hold`.
     options |= {"hold": None, "lengths": [int(length) for length in rng.integers(0, T, B)]}
     spoil_padding(arrays["x"], options["lengths"])
     ran, sweep = [], engine_numpy_ragged.sweep_forward
@@ -213,7 +214,8 @@ def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training)
             return OPS[word][0](**dict(zip(drawn, values, strict=True)), **options, training=training).h.sum()
 
         mx.eval(mx.grad(output)(*arrays) if training else output(*arrays))
-    # Each of 4 steps has 4 arrays, and a fifth for the gates if they are saved for the gradient.
+    # The list has one entry per array that a step reads or writes: whether it is contiguous. There are 4 steps. Each
+    # has 4 arrays, and a fifth for the gates if they are saved for the gradient.
     assert len(contiguous) == 4 * (5 if training and word != "rnn" else 4) and all(contiguous)
 
 
@@ -290,9 +292,13 @@ def test_gradients_of_many_calls_are_not_in_memory_at_once(word, options):
 
 
 def gradients_asked(word, argnums, wrap=lambda loss: loss, **options):
-    """Differentiate a loss of two layers with the same weights by `argnums`: 0 is the input x of the first layer, 1
-    is Wx. `wrap` transforms the loss first. Return (left_out, gradients). `left_out` has one entry per backward pass
-    of engine `numpy`: the names of the gradients that the pass does not compute."""
+    """Differentiate a loss of two layers with the same weights, to see which gradients engine `numpy` computes.
+    Return (left_out, gradients). `left_out` has one entry per backward pass: the names of the gradients that the
+    pass does not compute.
+
+    argnums: what to differentiate by; 0 is the input x of the first layer, 1 is Wx. wrap: a function that transforms
+    the loss first.
+    """
     rng, G, log = np.random.default_rng(0), {"lstm": 4, "gru": 3, "rnn": 1}[word], []
     backward = engine_numpy_sweep.backward
 

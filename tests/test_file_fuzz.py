@@ -158,8 +158,8 @@ def fuzz(kind, folder, count):
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=2 * SECONDS)
         refused = done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
-        # The mutant ran past the time limit above, so the whole command runs here once more. If it ends with exit
-        # code 0, HDF5 did not hang: the machine was only busy.
+        # A child process did not finish this mutated file in time or crashed. So the whole conversion command runs here
+        # once more. If it ends with exit code 0, HDF5 did not hang: the machine was only busy.
         if not refused and done.returncode != 0:
             wrong.append((n, f"whole command: {done.returncode} {done.stderr[-300:]}"))
     return counts, wrong, lost

@@ -59,8 +59,9 @@ def test_equals_the_op_with_all_gradients(case, D, engine):
     ops = [arrays_of(op, n, D, options) for n in range(2)]
     weights = convert.from_ops(op, ops, bidirectional=D == 2, **options)
     layer = nn.from_weights(weights, engine=engine)
-    # The layer may store the gates in another order than the test's arrays. `weights.options` are the options for the
-    # layer's own parameters.
+    # The layer may store the gates in another order than the test's arrays. So the op is called with `weights.options`,
+    # which describe the layer's own parameters. "bidirectional" is left out, because `run_op` takes the number of
+    # directions D instead.
     keywords = {name: value for name, value in weights.options.items() if name != "bidirectional"}
     widths = {"h": P if "cell_clip" in options else H} | ({"c": H} if op == "lstm" else {})
     states = {name: mx.random.normal((2 * D, B, width)) for name, width in widths.items()}

@@ -54,7 +54,8 @@ PARTS = 20
 
 # (seed of the run, number of the case). In these two cases engine `ops` returned NaN for a clipped infinite c.
 FAILED_ONCE = [(20261122, 275), (20261122, 1065)]
-# In this case, sums as large as 1e15 came too close to the kinks of hard sigmoids to be compared.
+# In this case the arguments of hard sigmoids were sums as large as 1e15. Their rounding errors were larger than their
+# distance to a kink of the function, so the comparison with the oracle failed.
 FAILED_ONCE += [(20261123, 856)]
 """(seed, number) of each case that failed before a fix of the library or of the comparison with the oracle."""
 

@@ -79,7 +79,8 @@ def prefer(monkeypatch, engine):
 
 
 def in_a_new_process():
-    """Clear everything that the guard remembers in this process, as if the process had just started."""
+    """Clear the results of trial runs (small test runs of kernels) that this process remembers, as if the process
+    had just started."""
     _guard.forget()
 
 
@@ -188,8 +189,8 @@ FAMILIES = {
 
 
 def assert_right_without(kernel, monkeypatch, said, kind):
-    """Plant a fault of this kind in a kernel. Check that the op runs on the next engine with right results, and that
-    there is one warning per refused engine."""
+    """Plant a fault in a kernel; `kind` names the fault, e.g. wrong numbers. Check that a call then runs on the next
+    engine with right results. Check that there is one warning for each engine that is refused because of the fault."""
     engines, options = FAMILIES[kernel]
     options = dict(options)
     sizes = (options.pop("T", 3), options.pop("B", 2), 3, 9, 5)
@@ -293,8 +294,9 @@ def in_python(code, monkeypatch):
 
 @pytest.mark.parametrize("fault", ENDINGS)
 def test_what_the_user_sees_of_a_fault(fault, monkeypatch, said, own_cache):
-    """Whatever happens to a child process, the user gets one warning, and the next engine runs. Only faults of the
-    kernels are stored for other processes. A fault that may not come again counts in this process only."""
+    """A child process tests the kernels of an engine before their first use. However it ends, the user gets one
+    warning, and engine `ops` runs instead. If the kernels are at fault, the result is stored for later processes.
+    Other faults, which may not happen again, count in this process only."""
     code, words, is_stored = ENDINGS[fault]
     in_python(f"{COUNTED}; {code}", monkeypatch)
     best = lambda refused: Choice("ops", refused["fused"])  # noqa: E731
@@ -308,8 +310,9 @@ def test_what_the_user_sees_of_a_fault(fault, monkeypatch, said, own_cache):
 
 
 def test_a_child_that_cannot_begin_says_nothing(monkeypatch):
-    """A child process that fails at its imports gives no result of the trial run. The guard then tries the kernels
-    in the user's process. If the child was ended by a signal, the kernels never run in the user's process."""
+    """Kernels get a small test run in a child process before their first use. If the child fails at its imports,
+    CannotBegin is raised, so that the test run can be repeated in the user's process. If a signal ended the child,
+    the kernels are refused and never run in the user's process."""
     in_python("import nothing_of_the_kind", monkeypatch)
     with pytest.raises(_child.CannotBegin, match="nothing_of_the_kind"):
         _child.by_child(_guard.command(), [trial_of("fused", problem())])
@@ -512,9 +515,9 @@ def test_a_program_makes_few_trials(H, most, kernels):
 
 
 def test_a_loss_of_other_outputs_has_its_own_trial(monkeypatch, said):
-    """If a loss depends on outputs other than h, its backward kernels have a separate trial run when the gradient is
-    requested. If this trial run fails, engine `ops` computes the right gradient. A caller who requests the refused
-    engine gets the reason as an error."""
+    """Backward kernels get a separate trial run (a small test run before their first use) if a loss depends on
+    outputs other than h, here on cT. If this trial run fails, engine `ops` computes the right gradient. A caller who
+    requests the refused engine gets the reason as an error."""
     asked = []
 
     def try_out(trials):
@@ -539,7 +542,8 @@ def test_a_loss_of_other_outputs_has_its_own_trial(monkeypatch, said):
 
 def test_every_loss_has_a_trial_that_passes(said):
     """Our kernels compute the gradients of a loss of any outputs: in training, in evaluation, and if gates are
-    returned. A set of outputs needs at most one additional trial run, which passes."""
+    returned. Every kernel that such a call launches had a trial run (a small test run before its first use), and
+    these trial runs pass."""
     layer, x, _ = layer_and_data()
     names = ("h", "c", "gates", "hT", "cT")
     losses = [("h",), ("c",), ("h", "gates"), ("hT",), ("cT", "c"), ("gates",), names]
@@ -568,7 +572,8 @@ def test_every_loss_has_a_trial_that_passes(said):
 
 
 def test_inside_transformations(monkeypatch, said, tmp_path):
-    """If the trial run of a kernel fails while MLX traces a call, the engine `ops` takes over in the traced graph."""
+    """Kernels get a trial run (a small test run) before their first use. If it fails while MLX traces a call, the
+    engine `ops` takes over in the traced graph."""
     monkeypatch.setattr(_guard, "try_out", lambda trials: [WRONG])
     layer, x, _ = layer_and_data()
     plain = layer(x)[0]
@@ -588,8 +593,9 @@ def test_inside_transformations(monkeypatch, said, tmp_path):
 
 
 def test_a_trial_in_this_process_inside_of_compile(said, tried):
-    """The results of a kernel's trial run are checked even inside mx.compile, because the arrays of the trial run
-    are not traced and have values."""
+    """Kernels get a trial run (a small test run) before their first use, even if that use is inside mx.compile.
+    There the user's arrays are traced and have no values. The arrays of the trial run are not traced, so its results
+    can be checked."""
     layer, x, _ = layer_and_data()
     with on_metal(guarded=True), fault("wrong", ".*fused_forward|.*stepwise_outputs"):
         compiled = mx.compile(lambda x: layer(x)[0])(x)
@@ -606,7 +612,8 @@ def test_an_emulator_is_no_reason_for_a_trial(monkeypatch):
 
 
 def test_a_gradient_op_is_tried_with_its_gradients(tried):
-    """The trial run of a gradient op's kernels has cotangents for the same outputs as the user's call."""
+    """Before `lstm_gradients` runs, its kernels get a trial run (a small test run). The trial run has cotangents for
+    the same outputs as the user's call."""
     seen = []
     case = draw(np.random.default_rng(1), sizes=(3, 2, 3, 9, 9), dtype=np.float32)
     arrays = {name: mx.array(case[name]) for name in ("x", "Wx", "Wh", "b")}
@@ -659,7 +666,8 @@ def test_another_process_may_have_tried_meanwhile(own_cache, monkeypatch):
     before = own_cache.read_text()
     _guard.refusal("fused", problem(H=10, P=10))
     other = own_cache.read_text()
-    # Simulate another process that has overwritten the file and did not know of the second trial run.
+    # Simulate another process that writes its own result to the file. It read the file before the second trial run
+    # here, so it deletes the result of this trial run.
     own_cache.write_text(before)
     verdicts.record("mine", "")
     assert len(trials) == 2 and set(json.loads(own_cache.read_text())[verdicts.names()]) >= {"mine"}
@@ -756,8 +764,8 @@ SHAPES = [(1, 1, 2), (22, 5, 9), (4, 9, 24), (12, 40, 9)]
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(pairs(EVERY_OPTION))))
 def test_a_trial_runs_the_kernels_of_any_call(number):
-    """For every option, the trial runs use the kernels of the call. Each option is tested with one of four shapes
-    and one of three dtypes."""
+    """A trial run (a small test run of kernels before their first use) uses the same kernels as the user's call,
+    whatever options the call has. Each option is tested with one of four shapes and one of three dtypes."""
     engine, option = pairs(EVERY_OPTION)[number]
     T, B, H = SHAPES[number % len(SHAPES)]
     options = dict(EVERY_OPTION[option])
@@ -781,7 +789,8 @@ def test_large_calls_have_small_trials():
     assert trial.problem[:4] == (10, 33, 32, 32) and trial.problem.limits == Limits(index=0, rows_left=9, cores=1)
     assert trial_of("stepwise", problem(T=64, B=5, H=1000, P=1000)).problem[:4] == (10, 3, 8, 8)
     packed = {"packing": Packing(64, 4, "affine"), "names": ("x", "Wh", "Wh_scales", "Wh_biases")}
-    # Lanes read a row of more than 256 quantized weights in several passes, in the trial run (H = 320), too.
+    # A row of more than 256 quantized weights needs a kernel whose lanes read it in several passes. So the trial run
+    # also has more than 256 weights per row (H = 320).
     assert trial_of("stepwise", problem(T=64, B=5, H=1024, P=1024, **packed)).problem[:4] == (10, 3, 320, 320)
     assert trial_of("stepwise", problem(T=64, B=5, H=128, P=128, **packed)).problem[:4] == (10, 3, 64, 64)
     # Kernels depend neither on numbers such as cell_clip nor on the order of the arrays.
@@ -804,9 +813,9 @@ def test_kernels_of_large_calls_run_in_small_trials():
 
 
 def test_launches_of_one_limit_never_serve_another():
-    """Two trial runs (small test runs of kernels) that differ only in their limits use different kernels: one with
-    64-bit indices, one with 32-bit indices. Both run in one process, but neither gets the other's kernel from a cache,
-    whichever runs first."""
+    """Two trial runs (small test runs of kernels) differ only in `limits`, for example the size from which indices
+    have 64 bits. So one uses kernels with 64-bit indices, the other kernels with 32-bit indices. Both run in one
+    process, but neither gets the other's kernel from a cache, whichever runs first."""
     for engine, word in (("fused", "using Index = ulong"), ("stepwise", "using Index = long")):
         wide = trial_of(engine, problem(T=2**26, B=3))
         narrow = wide._replace(problem=wide.problem._replace(limits=Limits()))

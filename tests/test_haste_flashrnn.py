@@ -61,8 +61,9 @@ def loop_of_haste(kind, x, arrays, zoneout=0.0):
 
 
 def loop_of_flashrnn(function, x, W, R, b):
-    """Return FlashRNN's h [T, B, N, D] and its last states, computed in the dtype of x. W is the weight of the linear
-    layer that makes FlashRNN's input."""
+    """Return h [T, B, N, D] (N heads of D units) and the last states by FlashRNN's equations in NumPy, computed in
+    the dtype of x. FlashRNN itself has no input weights: `W` belongs to a linear layer that computes FlashRNN's
+    input from x."""
     W, R, b = (array.astype(x.dtype) for array in (W, R, b))
     N, D = R.shape[1:3]
     first = np.zeros((x.shape[1], N, D), x.dtype)
@@ -94,7 +95,8 @@ def loop_of_flashrnn(function, x, W, R, b):
 
 
 def assert_equals(got, loop, x):
-    """Assert that a float32 output of ours has at most twice the rounding error of `loop` in float32."""
+    """Assert that our float32 output `got` is close to the exact one, which `loop` gives for x in float64. `loop`
+    computes the original library's equations in NumPy. The error of `got` may be twice that of `loop` in float32."""
     assert_close("h", np.array(got), loop(x), loop(x.astype(np.float64)))
 
 

@@ -143,8 +143,8 @@ def test_a_row_of_many_numbers_has_wide_indices(cell, dtype):
     """`stepwise` uses 64-bit indices if one of its arrays, or the block of numbers that one launch writes for a
     step, has 2^31 elements."""
     for H, P in ((1024, 1024), (64, 640), (640, 64)):
-        # The number of arrays in the block that a launch writes: at most one per gate, the array m, and the gradient
-        # before it is multiplied by `keep`, so gates + 2.
+        # Count the arrays whose numbers one launch writes for a step: at most one per gate, one more (`m`), and the
+        # gradient before it is multiplied by `keep`. So there are 1 to gates + 2 arrays.
         for arrays in range(1, cell.gates + 3):
             carries = "c" in cell.outputs or cell.op == "gru"
             of_item = kernels_stepwise.row_length(Problem(1, 1, H, P, cell), max(H, P), arrays, carries, dtype)

@@ -194,8 +194,8 @@ def test_launches_of_stepwise_with_those_of_mlx(op, T):
 
 @pytest.mark.parametrize("T", [1, 3, 9, 30, 200])
 def test_launches_of_stepwise_with_a_projection(T):
-    """With a projection, `stepwise` needs one more launch per step and pass, and two for the gradient of the
-    projection: at most 4T + 12 launches for T steps."""
+    """With a projection, `stepwise` has two launches per step in the forward pass and two in the backward pass. All
+    launches of a call with its gradient are at most 4T + 12 for T steps."""
     for dtype in (mx.float32, mx.float16):
         for D in (1, 2):
             count = graph_of("stepwise", T, True, dtype, D=D)

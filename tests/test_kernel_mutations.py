@@ -91,19 +91,21 @@ BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
 # Damages that change no result, so that no test can notice them. The comment above an entry, or above several entries,
 # gives the reason.
 HARMLESS = {
-    # N is a multiple of 4, so the last value of `e` is N - 4 with the original and with the changed bound: the loop
-    # reads the same numbers.
+    # The loop copies N numbers, 4 per pass, and N is a multiple of 4. With the bound N - 1 it has the same passes: e =
+    # 0, 4, ..., N - 4.
     "for (int e = 0; e < N; e += 4) {  the bound of < is one less",
     # With the smaller bound, this loop leaves out some of the last numbers, but the next loop adds all that are left.
     # So the sum has the same terms.
     "for (; k + 3 < length; k += 128) accumulate<4>(rows, columns, 128, partial);  the bound of < is one less",
-    # A product takes TURN terms per loop pass. With these changes, the code for the remaining terms takes the last TURN
-    # terms, or no terms. So the sum is the same.
+    # `left` counts the terms of a product that are still to be added: the loop adds TURN terms per pass, the code
+    # behind `if` adds the rest. After the first two changes the rest may be TURN terms, after the third 0 terms. So the
+    # sum is the same.
     "for (; left >= TURN; left -= TURN) {  >= becomes >",
     "for (; left >= TURN; left -= TURN) {  the bound of >= is one more",
     "if (left > 0) {  > becomes >=",
-    # With <=, there is one more loop pass, but its inner loops skip rows from OWN on. With the smaller bound, the last
-    # value of `part` is the same. So both changes leave the result as it is.
+    # The loop copies OWN rows, four per pass, and skips rows from OWN on. With `part <= OWN` there may be one more
+    # pass, which skips all its rows. With `part < OWN - 1` there are the same passes, because OWN - 1 is not a multiple
+    # of 4. So the copied rows are the same.
     "for (int part = 0; part < OWN; part += 4) {  // four rows at a time: more would take too many registers"
     "  < becomes <=",
     "for (int part = 0; part < OWN; part += 4) {  // four rows at a time: more would take too many registers"
@@ -111,11 +113,11 @@ HARMLESS = {
     # With >=, the block also runs for one slice. Its inner loop begins at slice 1, which does not exist, so it adds
     # nothing and the sums stay the same.
     "if constexpr (SLICES > 1) {  // a thread adds up the sums of the cells it will compute  > becomes >=",
-    # With <=, the loop also compares `m`, the index of a row, with starts[20]. This is the number of all rows, so `m`
-    # is smaller, and the loop finds the same array.
+    # The loop looks for the array that holds row `m`. starts[n] is the first row of array n. With <=, the loop also
+    # compares `m` with starts[20], the number of all rows. `m` is smaller, so the loop finds the same array.
     "for (int n = 1; n < 20; ++n) {  < becomes <=",
-    # With the smaller bound, the last weight that a register holds is read from memory instead. It has the same value
-    # there, so the product is the same.
+    # Weights with an index n below RESIDENT are in registers. With the bound RESIDENT - 1, the last of these weights is
+    # read from memory instead. It has the same value there, so the product is the same.
     "if (n < RESIDENT) weights = float4(resident[n]);  the bound of < is one less",
     # In this branch `lane` is never equal to GATE_N, so > and >= choose the same block.
     "return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);  > becomes >=",
@@ -126,8 +128,9 @@ HARMLESS = {
     "for (int n = 0; n < GATES; ++n) found = found || (activation_of(OPTIONS, n) == TANH && gate == n);  < becomes <=",
     # Only cells with four lanes per unit call this function. So N is 4, and both conditions are true.
     "float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)) : mine; }  > becomes >=",
-    # P is the number of products of a cell. With >=, a cell without products (P = 0) also waits at these barriers, and
-    # runs the code that adds the products. There is no term to add, so the result is the same.
+    # P is the number of recurrent products of a cell. With `P >= 0` instead of `P > 0`, cells without a product (P = 0)
+    # also wait at the barriers and run the code that adds the products. There is no term to add, so the result is the
+    # same.
     *(
         f"if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates {what}  > becomes >="
         for what in (
@@ -138,17 +141,19 @@ HARMLESS = {
         )
     ),
     "if constexpr (P > 0) {  > becomes >=",
-    # These lines replace what a step saves by 0 after the end of a sequence. With the smaller bound, the last number is
-    # not replaced. The backward pass never reads it, so the gradients are the same.
+    # After the end of a sequence (`live` is false) these loops replace the values that a step saves by 0. With a
+    # smaller bound a loop leaves out the last value. The backward pass reads no value after the end, so the gradients
+    # are the same.
     "for (int j = 0; j < REGISTERS_OF<C, LANES>; ++j) c[j] = live ? c[j] : 0.0f;  the bound of < is one less",
     "for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;  the bound of < is one less",
     "for (int k = 0; k <= C; ++k) state[k] = live ? state[k] : 0.0f;  <= becomes <",
-    # The changed condition differs only for the index COUNT - 1. Both branches give it the block COUNT - 1, so nothing
-    # changes.
+    # A lane whose block index LANES * j + lane is too large loads the last block, COUNT - 1. With the bound COUNT - 1
+    # the condition changes only for the index COUNT - 1. Both branches of ?: then give block COUNT - 1.
     "const int block = COUNT % LANES == 0 || LANES * j + lane < COUNT ? LANES * j + lane : COUNT - 1;"
     "  the bound of < is one less",
-    # Where two formulas meet, both are precise enough. The last terms of the series are smaller than a rounding error.
-    # So these changes move no result out of its error bound.
+    # These functions (exp(x) - 1 and erf) use a series for small x and another formula for larger x. With <= they use
+    # the series at the limit itself, where both formulas are precise enough. One more or one less term of the series
+    # changes the result by less than a rounding error.
     "return x * x < 0.04f ? near : exp(x) - 1.0f;  < becomes <=",
     "return copysign(t < 1.0f ? 1.12837917f * t * near : 1.0f - exp(-s) * 0.564189584f / (t + far), x);  < becomes <=",
     "for (int n = 0; n < 12; ++n) near += term / float(2 * n + 1), term *= -s / float(n + 1);  < becomes <=",
@@ -157,8 +162,9 @@ HARMLESS = {
     # With <=, the loop also adds up the number in `sums` that follows the products of this unit. It belongs to another
     # unit, and nothing here uses the sum. So the result is the same.
     "for (int n = 0; n < Cell::PRODUCTS; ++n) sums[n] = sum_over_lanes<Cell::LANES>(sums[n]);  < becomes <=",
-    # The first change matters only for z = 0.3, where both formulas of tanh are precise enough; the second only for the
-    # power 126, for which both branches give 126. So neither moves a result out of its error bound.
+    # For tanh the function `squash` returns the formula `near` if z = x * x < 0.3, otherwise the formula `far`. With <=
+    # it returns `near` at z = 0.3, where both are precise enough. The second change concerns only power = 126: both
+    # branches of ?: then give 126.
     "return is_tanh && z < 0.3f ? near : far;  < becomes <=",
     "const float y = fast::divide(1.0f, 1.0f + exp2(power > 126.0f ? 126.0f : power));  > becomes >=",
     # The changes matter only if x equals the bound. Both branches then return the bound, so the result is the same.
@@ -167,11 +173,13 @@ HARMLESS = {
     "  < becomes <=",
     "inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }"
     "  > becomes >=",
-    # With <=, the threads of the step after the end of a sequence also read its last h. The product multiplies this h
-    # by a gradient of 0, so the gradient of Wh is the same.
+    # The kernel collects the h by which each step multiplies, and 0 for steps after the end of a sequence. With <=, the
+    # first step after the end gets the sequence's last h instead of 0. The gradient of Wh multiplies this h by a
+    # gradient of 0, so it is the same.
     "if (t < length) {  < becomes <=",
-    # K is a multiple of the group size, so the last group is complete, and the smaller bounds skip no weight. With <=,
-    # one more loop pass begins at K, but no lane has a weight there. So the product is the same.
+    # These loops take the K terms of a product several at a time, and K is a multiple of that number. So with a bound
+    # that is smaller by one, they have the same passes. With `k <= K` there is one more pass, at k = K, but no lane has
+    # a weight there. So the product is the same.
     "for (int first = 0; first < COUNT; first += AT_ONCE) {  the bound of < is one less",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  < becomes <=",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  the bound of < is one less",
@@ -180,21 +188,23 @@ HARMLESS = {
     "inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }  < becomes <=",
     # With >=, bits of the next word are added, too, but a later mask removes them. So the weight is the same.
     "if (shift + BITS > 32) bits |= words[word + 1] << (32 - shift);  > becomes >=",
-    # SPAN and SIZE are powers of two. If they are equal, both branches give the same PIECE. Otherwise the changed
-    # conditions have the same value as the original one. So PIECE is always the same.
+    # PIECE is the smaller one of SPAN and SIZE, two powers of two. If SPAN = SIZE, both branches of ?: give the same
+    # number. If not, the changed conditions are true for the same sizes as SPAN < SIZE. So PIECE is always the same.
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  < becomes <=",
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  the bound of < is one less",
-    # `factor` is negative for a word with weights. The change matters only for factor = 0, the first scale, which
-    # belongs to slot 0. Both branches give slot 0 for it, so the result is the same.
+    # A lane's words are first weights (factor < 0), then scales and biases (factor = 0, 1, ...). With `factor <= 0` the
+    # slot of the first scale is computed by the formula for weights. Both formulas give slot 0 for it, so the result is
+    # the same.
     "const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;  < becomes <=",
-    # With the smaller bound, the last word that a register holds is read from memory instead. It has the same value
-    # there, so the product is the same.
+    # Words with an index n below RESIDENT are in registers. With the bound RESIDENT - 1, the last of these words is
+    # read from memory instead. It has the same value there, so the product is the same.
     "if (n < RESIDENT) lane.words = lane.resident[n].words;  the bound of < is one less",
-    # With >=, groups of 16 weights run this block, too. Each lane then leads its own group and gets its own values
-    # back, so nothing changes.
+    # If a quantization group has more than 16 weights, several lanes share it: its first lane (the leader) loads the
+    # scale and sends it to the others. With >=, groups of 16 run this code, too. There each lane is its own leader and
+    # sends the scale to itself, so nothing changes.
     "if constexpr (GROUP > 16) {  > becomes >=",
-    # With <=, the thread also computes dh of a sequence that has already ended. Nothing reads this dh, so the gradients
-    # are the same.
+    # The line computes dh at the time step s.t if this step is before the end of the sequence. With <=, it also
+    # computes dh at the first step after the end. Nothing reads this dh, so the gradients are the same.
     "if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);  < becomes <=",
 }
 
@@ -222,7 +232,8 @@ def trials(file, kind):
         yield trial(engine, (2, batches[-1], 2, 33, 33), bidirectional=engine == "fused", **options)
     if file == "stepwise_tiles":
         yield trial("stepwise", (2, 9, 2, 32, 32))  # products of 32 and 128 terms: the last four matrices are full
-        # Products have more terms than one loop pass takes (128), and three SIMD groups compute 11 rows each.
+        # H = P = 130: a product has more terms than the 128 of one loop pass. B = 33: three SIMD groups of a
+        # threadgroup compute 11 batch rows each.
         yield trial("stepwise", (2, 33, 2, 130, 130), op="gru")
     if file in ("quantized", "stepwise_tiles", "stepwise_quantized", "fused_quantized", "fused_arrange"):
         for packing, sizes in FUSED_PACKED if "fused" in file else PACKED:
@@ -230,7 +241,8 @@ def trials(file, kind):
             case, cotangents, weights, ref, limit = quantized_case(packing, sizes=sizes, quantize=("Wh",), op=op)
             yield "fused" if "fused" in file else "stepwise", case, cotangents, ref, limit, weights
     if "pointwise" in file:
-        # With 8 items and 8 units the only tile of a step is full: it has no item and no unit to leave out.
+        # In the additional case for `stepwise`, 8 sequences and 8 units fill the only tile of a step. In the other
+        # cases a tile extends past the last sequence or unit, so some threads are left out.
         for cell, sizes in [*POINTWISE, *([("cifg", (2, 8, 2, 8))] if "stepwise" in file else [])]:
             for options in ({"lengths": True, "keep": True, "mask": True}, {"lengths": True, "reverse": True}):
                 case, cotangents = draw_smooth(np.random.default_rng(3), ZOO[cell], options, sizes)
@@ -252,7 +264,8 @@ def trials(file, kind):
         for T in (20, 21, 36):  # launches concatenate no array, 2 arrays, or as many as they may
             yield trial("stepwise", (T, 3, 2, 5, 5), op="rnn")
     if file == "fused_lanes":
-        # If the last gate's activation is tanh, all gates share one exp2 and one reciprocal; with relu they do not.
+        # The kernel has two paths. If all activations are sigmoid or tanh, all gates share one exp2 and one reciprocal.
+        # With relu as the last gate's activation they do not.
         for last in ("relu", "tanh"):
             yield trial("fused", (3, 3, 2, 5, 5), activations=("sigmoid", "sigmoid", "tanh", last, "tanh"))
     if file == "fused_matrix":
@@ -374,7 +387,8 @@ def test_every_shader_with_a_bound_or_a_barrier_is_damaged():
 
 
 def test_every_damage_of_the_lists_can_be_made():
-    """Each entry of HARMLESS is a line of a shader and a change of this line that `mutations` makes."""
+    """Each entry of HARMLESS (changes that change no result) names a line that a shader has and a change of this line
+    that `mutations` makes."""
     made = set()
     for file in USERS:
         lines = kernels.shader_file(file).splitlines()

@@ -24,7 +24,8 @@ from mlx_lstm.testing.cases import T as T_OF_OPTIONS
 
 T = 6
 
-# --- Rows of options -------------------------------------------------------------------------------------------------
+# --- ROWS: sets of options, one set per call
+# ---------------------------------------------------------------------------
 
 ALL = {"mask": (T, "B", "P"), "keep": True, "lengths": True}
 BARE = {"mask": ("P",), "hold": True, "keep": True, "projected_x": True, "b": None, "h0": None}
@@ -91,8 +92,11 @@ def features(options):
 
 class Path(NamedTuple):
     """A way through the kernels of an engine. product: how the recurrent product is computed. rare: whether the call
-    has everything that most calls do not have: several launches (in `stepwise` instead launches that concatenate
-    arrays of earlier steps), 64-bit indices, 16-bit arrays and both directions."""
+    needs code that most calls do not need.
+
+    A rare call has 64-bit indices, 16-bit arrays and both directions. In `fused` it also has several launches per
+    pass. In `stepwise`, which always has several, it has launches that concatenate arrays of earlier steps.
+    """
 
     engine: str
     product: str
@@ -104,7 +108,8 @@ class Path(NamedTuple):
 
 PATHS = [Path("fused", product, rare) for product in ("lanes", "matrices") for rare in (False, True)]
 PATHS += [Path("stepwise", product, rare) for product in ("lanes", "tiles") for rare in (False, True)]
-# With quantized weights a product only reads its weights in another way, so one path per kind of product is enough.
+# Quantized ("packed") weights only change how a product reads its weights. So one path for each kind of product is
+# enough, instead of one with `rare` and one without.
 PATHS += [Path("fused", "packed lanes", True), Path("stepwise", "packed lanes", True)]
 PATHS += [Path("stepwise", "packed tiles", True)]
 
@@ -115,12 +120,12 @@ NEVER_OPTION = {("fused", "projection"): "`fused` has no projection"}
 
 
 def cases():
-    """Return pytest parameters (path, row name). A row of `ROWS` is a set of options for one call; a path of `PATHS`
-    is a variant of the kernels that computes the call.
+    """Return pytest parameters (path, name). A path of `PATHS` is a variant of the kernels; a name is the key of a
+    set of options in `ROWS`.
 
-    `test_options_crossed` runs every option on the paths that most calls take, so these paths are slow tests here.
-    With quantized weights one row per cell is enough, because the code that reads these weights is the same for all
-    options.
+    Paths that are not rare are slow tests here, because `test_options_crossed` already runs every option on them.
+    The code that reads quantized weights is the same for all options. So each path with quantized weights runs only
+    one set of options per cell.
     """
     found = []
     for path in PATHS:
@@ -149,8 +154,8 @@ def test_every_option_is_in_a_row():
 
 
 def options_of(path, name):
-    """Return the options of a call: those of the row `name` of `ROWS`, and those that the variant of the kernels
-    `path` needs. In engine `stepwise` every LSTM also has a projection, which `fused` does not support."""
+    """Return the options of a call: the set of options `name` in `ROWS`, and what a variant of the kernels (`path`)
+    needs besides. In engine `stepwise` every LSTM also has a projection, which `fused` does not support."""
     options = dict(ROWS[name]) | {"op": name[:4] if name.startswith("lstm") else name[:3]}
     if cell_of(name) == "gru_before":
         options["reset"] = "before"
@@ -165,7 +170,9 @@ def drawn(path, name):
     """Return random (case, cotangents, quantized weights, dtype) for a call with the options `name` of `ROWS`. The
     sizes and the dtype are such that the variant of the kernels `path` computes the call."""
     B = 9 if path.product in ("matrices", "tiles", "packed tiles") else 3
-    # H = 12 is not a multiple of 8, so that some lanes of the last SIMD group compute no unit. P is larger than H.
+    # With H = 12, not a multiple of 8, some lanes of the last SIMD group compute no unit. P (the size of h after a
+    # projection) differs from H, so that a kernel that confuses H and P is wrong. For quantized weights both are
+    # multiples of the group size 16.
     H, P = (16, 32) if "packed" in path.product else (12, 13)
     options, dtype = options_of(path, name), np.float32
     if path.rare:

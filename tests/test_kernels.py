@@ -218,9 +218,9 @@ def test_a_projection_of_few_numbers(sizes, way):
 
 @pytest.mark.parametrize("layer, B, H", [("projection", 2, 3), ("rnn", 2, 3), ("rnn", 9, 15)])
 def test_more_steps_than_arrays_that_a_launch_may_read(layer, B, H):
-    """`stepwise` is right for a sequence with more steps than the arrays that its last launch can read. Each step
-    writes one array, so launches concatenate earlier arrays on the way. Long arrays are concatenated by two
-    threadgroups."""
+    """`stepwise` is right for long sequences. Each step writes one array, but a launch can read only a limited
+    number of arrays. Therefore other launches concatenate arrays of earlier steps during the pass; two threadgroups
+    concatenate long arrays."""
     options = {"projection": True} if layer == "projection" else LAYERS[layer]
     drawn = draw_away_from_kinks(3, ROUNDING_MARGIN, sizes=(30, B, 2, H, 3), **options)
     _, log = check(*with_engine("stepwise", drawn))
@@ -301,8 +301,8 @@ def found_on_metal(shaders, body, count, inputs):
 
 @pytest.mark.parametrize("T, B", [(70001, 601), (5, 2**21 + 1)])
 def test_places_that_32_bits_do_not_count(T, B):
-    """The shaders compute right offsets for arrays of more than 2**31 elements. The test does not allocate such
-    arrays."""
+    """The shaders compute right offsets for arrays of more than 2**31 elements. The test runs only the functions
+    that compute offsets, so it needs no such arrays."""
     H, G, length = 1021, 4, 2**31 - 9
     t, b, at = T - 1, B - 1, ((T - 1) * B + B - 1) * 2 + 1
     step = f"const Step s = {{0, {t}, {T}, {B}, {H}, {H}, 2, 1, 1, false}};\n"
@@ -318,8 +318,10 @@ find_row(items, {b}, 0, row);
 """
     shaders = ("arrays", "cell", "stepwise", "stepwise_rows")
     inputs = {"piece": [0] * 8, "starts": [0] * 20 + [T], "kind": (length, H, 0)}
-    # The expected offsets in the arrays, which have two directions. `row_of` chooses among up to 20 arrays, to which
-    # `starts` assigns the time steps; here the last array has all T steps.
+    # The expected offsets, one per line of `body` that writes to `to`. All arrays have two directions, and `at` counts
+    # the vectors before time step t, sequence b, direction 1. `row_of` chooses the array that holds step t among up to
+    # 20 arrays; starts[n] is the first step of array n. Here the last array has all T steps, so the offset in it is t *
+    # length.
     expected = [at * G * H, ((T + t) * B + b) * H, (b * 2 + 1) * H, t * length, 2 * at * H]
     assert found_on_metal(shaders, step + rows + body, 5, inputs) == expected
     body = f"""
@@ -504,8 +506,9 @@ def test_options_in_many_random_combinations(engine, seed, sizes, op, both, show
     in_turns(product(("lstm", "gru", "rnn"), [SHAPES[n] for n in (0, 3, 4, 5, 6)]), [1, 2], others=True),
 )
 def test_odd_shapes_in_matrices(layer, sizes, directions):
-    """`fused` with 8 x 8 matrix products is right for odd sizes. With one direction, the gradients d of the gates
-    have a double buffer in threadgroup memory. With two directions they have a single buffer."""
+    """`fused` with 8 x 8 matrix products is right for odd sizes, which do not fill all matrices. The gradients d of
+    the gates are in threadgroup memory, as a double buffer or as a single buffer. The test runs the double buffer
+    with one direction and the single buffer with two."""
     options = {"mask": (*sizes[:2], "P"), "bidirectional": directions == 2, **LAYERS[layer]}
     with (
         matrices_from(1),

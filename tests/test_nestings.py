@@ -46,10 +46,13 @@ class UnfitError(Exception):
 
 
 def outcome(model, run, loss_of, expected):
-    """Evaluate a nesting of transformations, such as grad of vmap, of a recurrence. `run` names the options of the
-    recurrence in `RUNS`. Return "right" if the value is close to `expected`, or "refused" if the call raises an error
-    that engines may raise. Otherwise raise AssertionError. `loss_of` transforms a function of the vector
-    `model.theta`, which holds all arrays of the recurrence."""
+    """Evaluate a nesting of transformations, such as grad of vmap, of a recurrence. Return "right" if the value is
+    close to `expected`, or "refused" if the call raises an error that engines may raise. Otherwise raise
+    AssertionError.
+
+    run: the name of the recurrence's options in `RUNS`. loss_of: a function that applies the nesting to a loss; the
+    loss has one argument, the vector `model.theta`, which holds all arrays of the recurrence.
+    """
     options, unchunked = RUNS[run]
     try:
         with mx.stream(mx.cpu), limited(unchunked=unchunked):
@@ -63,11 +66,12 @@ def outcome(model, run, loss_of, expected):
 
 
 def judged(model, names, runs, inner=None):
-    """Evaluate a nesting of transformations, such as grad of vmap, of a recurrence. Return {run: "right" or "refused"}
-    for each `run` in `runs`, a name of options in `RUNS`.
+    """Evaluate a nesting of transformations, such as grad of vmap, of a recurrence. Return {run: "right" or
+    "refused"}. `runs` are names of sets of options in `RUNS`.
 
-    The arrays of the recurrence come from the vector theta. With `inner`, theta is multiplied by a factor that depends
-    on a derivative of another function, so that MLX has already differentiated something when the recurrence runs.
+    The arrays of the recurrence come from the vector theta. If `inner` is given, theta is first multiplied by a
+    factor that depends on derivatives of another function. So the recurrence runs after MLX has differentiated
+    something else, which must not change the result.
     """
 
     def loss_of(loss):
@@ -220,7 +224,8 @@ def test_forward_mode_of_the_gradient_op_is_right_or_refused():
 
         (slope,) = mx.jvp(lambda dh: number(dh, "ops"), [model.dh], [out.h])[1]
         above, below = (number(model.dh + k * out.h, "ops") for k in (0.5, -0.5))
-        # `number` is a quadratic function of dh, so its central difference has no error besides rounding.
+        # `above` and `below` are values of `number` half a step to either side of model.dh, along out.h. `number` is a
+        # quadratic function of its argument, so their difference equals the slope, apart from rounding.
         assert slope.item() == pytest.approx((above - below).item(), rel=1e-9)
         for engine in ("numpy", None):
             with pytest.raises(RuntimeError, match="has no second derivative: use engine='ops'"):
@@ -247,7 +252,8 @@ def test_vmap_over_the_input_of_quantized_weights(engine, training):
         np.testing.assert_allclose(np.array(got), np.array(expected), atol=1e-5)
 
 
-# --- Processes that end ----------------------------------------------------------------------------------------------
+# --- A process that called layers in threads ends without an error
+# -----------------------------------------------------
 
 SERVER = """
 from concurrent.futures import ThreadPoolExecutor
@@ -273,8 +279,9 @@ def test_a_process_ends_after_calls_in_threads(count):
 
 # --- Random nestings -------------------------------------------------------------------------------------------------
 
-# Nesting 18 of seed 71 takes a third forward-mode derivative. MLX has no such derivative of `mx.any`. The library once
-# used `mx.any` to make each chunk of time steps wait for the chunk before.
+# Random nesting 18 of seed 71 (a combination of transformations such as grad and jvp) takes a third forward-mode
+# derivative. It failed because the library used `mx.any`, for which MLX has no such derivative, to make each chunk of
+# time steps wait for the chunk before. The library no longer uses `mx.any` there.
 FAILED_ONCE = [(71, 18)]
 """(seed, number) of random nestings that failed before a fix of the library."""
 

@@ -39,8 +39,8 @@ def test_every_engine_of_the_cpu_is_right(cell, option):
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 2, 3, 4), (20, 17, 3, 6), (3, 33, 5, 2), (9, 1, 2, 3)])
 def test_odd_sizes_are_right(sizes):
-    """Results are right for T, B or H of 1, and for sizes at which `numpy` computes its matrix products in other
-    ways."""
+    """Results are right if T, B or H is 1, and for larger sizes, at which the engine `numpy` divides its matrix
+    products in another way."""
     for cell in ("lstm", "gru", "slstm", "indrnn"):
         case, cotangents = draw_smooth(np.random.default_rng(2), ZOO[cell], {"lengths": True}, sizes)
         exact, bounds = judged(ZOO[cell], case, cotangents)

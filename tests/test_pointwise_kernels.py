@@ -298,7 +298,8 @@ def test_both_directions_are_right(engine):
         return {name: np.array(array) for name, array in both.items()}
 
     def call(form, a, case):
-        # An argument has the blocks of both directions side by side, the joined array the blocks of one direction.
+        # `a["inputs"]` holds all blocks of direction 0, then all blocks of direction 1. A bidirectional call takes them
+        # in another order: block 0 of both directions, block 1 of both directions, and so on. So reorder them.
         halves = [blocks(half, form.inputs) for half in blocks(a["inputs"], 2)]
         a = a | {"inputs": mx.concatenate([half[k] for k in range(form.inputs) for half in halves], axis=-1)}
         return by_pointwise(engine, bidirectional=True)(form, a, case)

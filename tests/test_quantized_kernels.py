@@ -66,8 +66,8 @@ def test_every_mode_width_and_group_is_read_once_a_step(packing):
 
 @pytest.mark.parametrize("packing", [(64, 4, "affine"), (32, 3, "affine")], ids=str)
 def test_a_tile_reads_each_byte_once(packing):
-    """If one threadgroup computes the whole batch, a step of `stepwise` that computes its product in tiles reads
-    each byte of quantized weights exactly once."""
+    """For a batch of 8 sequences, one threadgroup of `stepwise` multiplies all of them by its part of the quantized
+    weights. So a time step reads each byte of these weights exactly once."""
     with on_metal() as log:
         check_quantized("stepwise", quantized_case(packing, sizes=(2, 8, packing[0], 128, 128)))
     for launch in [launch for launch in log if "stepwise_forward" in launch.name]:
@@ -129,8 +129,8 @@ def test_16_bits(B, packing, dtype, engine):
     [(2, 1, 10, 256), (4, 2, 10, 256), (8, 1, 38, 224), (5, 16, 10, 160), (4, 32, 10, 128), (8, 32, 10, 128)],
 )
 def test_who_reads_them(bits, B, cores, largest):
-    """For float32 arrays and quantized weights, the default engine is `fused` up to H = `largest`, and `stepwise` for
-    the next larger H."""
+    """For float32 arrays and quantized weights, the default engine is `fused` for small H and `stepwise` for large
+    H. The parameter `largest` is the largest H with `fused`; the next larger H gets `stepwise`."""
     here = {"device": "gpu", "metal": True, "traced": False, "packing": Packing(32, bits, "affine"), "cores": cores}
     found = {H: choose(sizes=(8, B, 32, H), dtype=mx.float32, **here) for H in (32, largest, largest + 32)}
     assert [choice.engine for choice in found.values()] == ["fused", "fused", "stepwise"]
@@ -141,9 +141,9 @@ def test_who_reads_them(bits, B, cores, largest):
 
 @pytest.mark.parametrize("packing", [(64, 4, "affine"), (16, 4, "nvfp4")], ids=str)
 def test_predictions_know_the_bytes(packing):
-    """The predicted bytes of a `stepwise` launch contain each byte of the quantized weights, scales and biases once.
-    The prediction is an average over the 3 time steps of the sequence. Only 2 of them read weights, because the first
-    step has no product. Other tests of this file count the bytes in the emulator."""
+    """The predicted bytes of a `stepwise` launch contain the quantized weights, scales and biases once for each of 2
+    time steps in 3. The prediction is an average over the 3 time steps of the sequence, and the first step reads no
+    weights because it has no product. Other tests of this file count the bytes in the emulator."""
     problem, graph = ours(Size(3, 1, 64, 64), mx.float32, "stepwise", "forward", packing=Packing(*packing))
     step = next(launch for launch in graph.launches if "stepwise_forward" in launch.name)
     count = moved_bytes(step, problem) - moved_bytes(step, problem, weights=False)

@@ -273,9 +273,10 @@ def nearly_closed(op, dtype, sizes):
     limit = elementwise_bounds(case, np.float32 if half else dtype, cotangents)
     if half:
         limit = {name: value + float_of(dtype).eps / 2 * np.abs(ref[name]) for name, value in limit.items()}
-    # Check that the bounds are small relative to the tiny gates. The argument of a gate, near -30, comes from three
-    # additions. The rounding error of each changes the gate by up to 30 rounding errors of the gate itself. The
-    # activation adds 12, so the gate has fewer than 3 * 40.
+    # Check that the bounds are small relative to the gates, although these are as small as exp(-30). Three additions
+    # give the argument of a gate, which is near -30. Each addition changes the gate by up to 30 times the relative
+    # rounding error eps / 2. The activation's own error is 12 times eps / 2. Together this is 3 * 30 + 12, less than 3
+    # * 40.
     sigmoids, allowed = (np.abs(values["h" if op == "rnn" else "gates"][..., closed]) for values in (ref, limit))
     assert (allowed < SAFETY * 3 * 40 * float_of(dtype).eps / 2 * sigmoids).all() and sigmoids.min() < 1e-11
     return case, cotangents, ref, limit
@@ -337,9 +338,8 @@ def test_sigmoid_of_engine_ops_in_float64():
         along = mx.jvp(sigmoid, [point], [mx.ones_like(point)])[1][0]
         second = mx.grad(lambda x: slope(x).sum())(point)
         found = sigmoid(point), along, slope(point), second
-    # Allow 16 rounding errors for each value. The error of the second derivative s (1 - s) (1 - 2 s) is compared with s
-    # (1 - s), not with the derivative itself: near s = 1/2 the factor 1 - 2 s is tiny, but its rounding error is that
-    # of numbers near 1.
+    # Allow 16 rounding errors of each value, but 16 rounding errors of s (1 - s) for the second derivative s (1 - s) (1
+    # - 2 s). Near s = 1/2 its factor 1 - 2 s is tiny, but has the rounding error of numbers near 1. `rest` is 1 - s.
     expected = s, s * rest, s * rest, s * rest * (rest - s)
     for got, exact, size in zip(found, expected, (s, *[s * rest] * 3), strict=True):
         assert_within("sigmoid", np.array(got), exact, 16 * 2.0**-53 * size)

@@ -128,7 +128,8 @@ def test_the_model_itself_with_what_was_set_on_it(kind):
 def test_containers_shared_layers_and_circles():
     policy = Policy()
     policy._self = policy
-    # This function is made before `replace` changes the layers, and called after it.
+    # `value_and_grad` gets the model before `replace` changes its layers. The function that it returns must work
+    # afterwards, too.
     step = mlx.nn.value_and_grad(policy, lambda x: sum(out.sum() for out in policy(x)))
     models = {"policy": policy, "more": (StackedLSTM(), [mlx.nn.Sequential(mlx.nn.RNN(D, H))])}
     assert silently(replace, models, engine="ops") is models

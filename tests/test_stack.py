@@ -247,8 +247,8 @@ def test_groups_are_layers_side_by_side(kind, ways):
 
 
 def test_groups_with_states_lengths_and_the_sum_of_directions():
-    """With groups, the states of one call can be passed to the next call, `lengths` apply to every group, and
-    merge='sum' adds the two directions of each group."""
+    """With groups=2, each of two groups of layers computes one half of the features. The states of one call can be
+    passed to the next call, `lengths` apply to both groups, and merge='sum' adds the two directions of each group."""
     mx.random.seed(8)
     model, x = Grouped("GRU", 2, 1), mx.random.normal((2, T, 2 * D))
     layers = model.ways[0]

@@ -279,8 +279,9 @@ def test_gradient_of_every_output_by_finite_differences(op, engine):
 
 @pytest.mark.parametrize("op, engine", ON_CPU)
 def test_gradient_by_mlx_equals_the_gradient_op(op, engine):
-    """mx.vjp from cs and h agrees with TensorFlow's gradients. For a cell op, these come from TensorFlow's sequence
-    op of one step (LSTM) or from the formulas of TensorFlow 1 (GRU)."""
+    """The gradients that mx.vjp computes for the outputs cs and h agree with TensorFlow's gradients. For an LSTM
+    cell op, TensorFlow's gradients are those of its sequence op with one time step. For the GRU cell op, they are
+    computed by the formulas of TensorFlow 1."""
     for seed in range(10):
         case, outputs, given, gradients = recorded(op, seed)
         named = {{"d_h": "h"}.get(name, name.removesuffix("_grad")): given[name] for name in GRADIENTS_OF[op]}

@@ -302,7 +302,8 @@ def test_forward_mode_is_right_or_refused(kind):
 
 @ALL_KINDS
 def test_two_gradients_of_one_forward(kind):
-    """If several outputs of one call have separate cotangents, the gradients of x add up."""
+    """If two functions use outputs of one call (h and hT), the gradient of x for both is the sum of the gradients
+    for each of them alone."""
     arrays, call, _ = small(kind)
 
     def both(x):

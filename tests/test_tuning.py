@@ -214,7 +214,8 @@ def test_a_program_may_name_another_file(tmp_path):
     assert tuning.use(None) is PREDICTED
 
 
-# --- Measuring the table ---------------------------------------------------------------------------------------------
+# --- Measuring the table of the fastest engines
+# ------------------------------------------------------------------------
 
 
 def test_tune_measures_writes_and_counts(own_cache, capsys, monkeypatch):
@@ -281,8 +282,9 @@ def test_the_library_cuts_as_the_file_says(own_cache):
 
 
 def test_a_cut_counts_where_it_is_worth_it(monkeypatch, capsys):
-    """`best_cut` first tries several numbers of batch rows per threadgroup, then several numbers of registers left
-    free. It never selects a choice that gives wrong results or that is hardly faster."""
+    """A cut says how `fused` divides its work: the batch rows per threadgroup, and the number of registers that
+    weights leave free. `best_cut` first tries several numbers of rows, then several numbers of free registers. It
+    never selects a cut that gives wrong results or that is hardly faster than the default."""
     times = {None: 1.0, (1, 0): "discarded: wrong", (2, 0): 0.98, (4, 0): 0.9, (8, 0): 2.0}
     times |= {(4, 8): 0.89, (4, 16): 0.8, (4, 32): "discarded: no pipeline"}
     monkeypatch.setattr(tune_module, "measure", lambda contenders, *_: {cut: times[cut] for cut in contenders})

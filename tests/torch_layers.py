@@ -66,8 +66,8 @@ THEIRS = {"Wx": "weight_ih", "Wh": "weight_hh", "b": "bias_ih", "b_hh": "bias_hh
 
 
 def parameters(layer, name, suffix):
-    """Return a list with one torch parameter: that with our name `name` for the direction `suffix`. Return [] if the
-    layer has no such parameter."""
+    """Return a list with the torch parameter that corresponds to our array `name`, such as "Wx". suffix: "" for the
+    forward direction, "_reverse" for the other. Return [] if the layer has no such parameter."""
     found = getattr(layer, f"{THEIRS[name]}_l0{suffix}", None)
     return [] if found is None else [found]
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build Mesa's compiler for Apple's GPUs (AGX: M1, M2) as a command that reads SPIR-V and prints machine code.
-# Needs Debian 12 and takes about two minutes on two cores. Does nothing if the command exists. Prints its path.
+# Needs Debian 12 and takes about two minutes on two cores. Does nothing if the command exists. Prints its file's path.
 set -euo pipefail
 home="${1:-${XDG_CACHE_HOME:-$HOME/.cache}/mlx-lstm/agx}"
 command="$home/build/src/asahi/clc/asahi_clc"
@@ -22,9 +22,10 @@ if [ ! -d mesa ]; then
   apt-get "${options[@]}" source --download-only -qq mesa
   mkdir mesa.part && tar xf mesa_*.orig.tar.xz -C mesa.part --strip-components=1 && mv mesa.part mesa
 fi
-# Change Mesa's offline compiler. Functions and parameters without a name get one. Kernels may spill registers. The
-# compiler exits after printing the machine code and writes no file. A shuffle becomes one instruction, as hardware
-# needs for a fixed distance or within a quad of lanes; unchanged Mesa makes four instructions of any shuffle.
+# Change Mesa's compiler in three ways. It gives a name to functions and parameters that have none. It exits after
+# printing the machine code; it writes no file and does not reject kernels that spill registers. And a shuffle becomes
+# one instruction, which the hardware needs for a fixed distance or within a quad of lanes; unchanged Mesa makes four
+# instructions of any shuffle.
 python3 - <<'PYTHON'
 from pathlib import Path
 

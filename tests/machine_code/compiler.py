@@ -14,6 +14,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-
 MESA = CACHE / "build/src/asahi/clc/asahi_clc"
 LLVM = Path("/usr/lib/llvm-15/bin")
 
+# OpenCL's expression for each value that Metal provides for a thread. %d stands for the axis: 0, 1 or 2.
 ATTRIBUTES = {
     "thread_position_in_grid": "get_global_id(%d)",
     "threads_per_grid": "get_global_size(%d)",
@@ -41,17 +42,20 @@ PASSES = (
 
 
 def machine_code(text: str, threads: int) -> str:
-    """Return what Mesa's compiler prints for a kernel: statistics and the programs. text: the kernel's Metal source.
-    threads: the number of threads per threadgroup, which decides how many registers a thread gets."""
+    """Compile a kernel and return what Mesa's compiler prints: statistics, and the machine code at several stages.
+    text: the kernel's Metal source. threads: the number of threads per threadgroup, which decides how many registers
+    a thread gets."""
     with TemporaryDirectory() as folder:
         source, code, spirv = (f"{folder}/kernel{end}" for end in (".clcpp", ".ll", ".spv"))
         Path(source).write_text(opencl(text, threads))
         run(LLVM / "clang", *CLANG.split(), source, "-o", code)
-        # A function that is called with a struct local to the kernel is internal. LLVM does not unroll a loop around
-        # the only call of an internal function: it expects the function to be inlined first. So change the linkage.
+        # clang makes a template function internal if a template argument is a struct that is defined inside the kernel.
+        # LLVM does not unroll a loop around the only call of an internal function, since it expects to inline the
+        # function first. So change the linkage of all such functions.
         Path(code).write_text(Path(code).read_text().replace("define internal ", "define linkonce_odr "))
         run(LLVM / "opt", "-S", "-force-attribute=alwaysinline", f"-passes={PASSES}", code, "-o", code)
-        # Remove LLVM's freeze, lifetime and noalias, which the translator to SPIR-V does not support.
+        # Remove LLVM's instruction freeze and its marks lifetime and noalias, which the translator to SPIR-V does not
+        # support.
         llvm = re.sub(r"= freeze (\S+|<[^>]*>) (\S+)$", r"= bitcast \1 \2 to \1", Path(code).read_text(), flags=re.M)
         Path(code).write_text(re.sub(r"^.*@llvm\.(?:lifetime|experimental\.noalias).*$\n", "", llvm, flags=re.M))
         run(LLVM / "opt", "-passes=lowerswitch", code, "-o", code)
@@ -69,7 +73,7 @@ def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
 
 
 def opencl(text: str, threads: int) -> str:
-    """Return the source of a Metal kernel, translated to C++ for OpenCL."""
+    """Translate the source of a Metal kernel to C++ for OpenCL. threads: the number of threads per threadgroup."""
     code = lowering.blank_comments(text)
     signature = next(lowering.SIGNATURE.finditer(code))
     start = code.find("{", signature.end())
@@ -81,7 +85,8 @@ def opencl(text: str, threads: int) -> str:
             buffers.append(f"{kind} {parameter.name}")
         else:
             attributes.append(attribute(parameter))
-    # The source redefines the word `kernel` to set a limit of threads. OpenCL does not support it: delete the lines.
+    # MLX writes the attribute `kernel` before the signature, and our source defines a macro `kernel` that adds a limit
+    # of threads. OpenCL does not support this limit, so delete the lines that define and undefine the macro.
     word = re.compile(r"^\s*#\s*(?:define|undef)\s+kernel\b.*$", re.M)
     head, body = (word.sub("", part) for part in (text[: signature.start()], body))
     size = f"__attribute__((reqd_work_group_size({threads}, 1, 1)))"
@@ -92,8 +97,8 @@ def opencl(text: str, threads: int) -> str:
 
 
 def attribute(parameter: lowering.Parameter) -> str:
-    """Return the C++ declaration of a variable for one kernel parameter whose value Metal provides, such as the
-    position of the thread in the grid."""
+    """Return a C++ declaration that replaces one parameter of a Metal kernel. It declares a variable with the value
+    that Metal passes for the parameter, such as the position of the thread in the grid."""
     scalar, axes = re.match(r"(?:const\s+)?(u?short|u?int)([23])?$", parameter.type).groups()
     form = ATTRIBUTES[parameter.attribute]
     each = [f"({scalar}){form % axis if '%' in form else form}" for axis in range(int(axes or 1))]

@@ -1,9 +1,9 @@
 """Count the instructions of one kernel by kind, from the machine code that Mesa's compiler prints. Instructions of
 the product loop and of the rest of the kernel are counted separately.
 
-The product loop computes the recurrent product. It is the first outermost loop with multiply-adds, such as the loop
-over time. If this loop contains other loops with multiply-adds whose number of iterations is unknown, the product
-loop is the one among them with most multiply-adds.
+The product loop is the loop that computes the recurrent product. The search for it starts at the first outermost
+loop with multiply-adds, such as the loop over time. A loop inside it with multiply-adds and an unknown number of
+iterations is a better candidate. If there are several, the one with most multiply-adds is the product loop.
 """
 
 import re
@@ -66,10 +66,13 @@ class Count(NamedTuple):
 
     registers: registers of 32 bits per thread. scratch: bytes of memory per thread for registers that did not fit.
     kinds: the number of instructions of each kind in the product loop. unknown: the number of loops inside the
-    product loop whose number of iterations is unknown. cycles, outside: the cycles that a quarter of a GPU core
-    needs for one SIMD-group, inside and outside the product loop. Cycles are the larger of two sums: over all
-    instructions (one cycle each, more for those in SLOW), and over the instructions in COMPLEX, which a separate
-    unit executes.
+    product loop whose number of iterations is unknown. cycles: the cycles that the product loop takes for one
+    SIMD-group (32 threads); a GPU core has four quarters, and one quarter executes a SIMD-group. outside: the cycles
+    of the rest of the kernel.
+
+    A quarter executes instructions in two units at the same time, and the slower unit decides. So `cycles` is the
+    larger of two sums: all instructions with one cycle each (more for those in SLOW), and the instructions in
+    COMPLEX, which a separate unit executes.
     """
 
     registers: float
@@ -81,7 +84,8 @@ class Count(NamedTuple):
 
 
 def count(printed: str) -> Count:
-    """Return the figures of a kernel. printed: the whole output of `machine_code`."""
+    """Count the instructions of a kernel and return the figures. printed: all that Mesa's compiler prints for the
+    kernel, as `compiler.machine_code` returns it."""
     found = re.search(r"(\d+) inst,.*? (\d+) regs,.*? (\d+) scratch", printed)
     total, halves, scratch = map(int, found.groups())
     blocks = program(printed)
@@ -100,8 +104,9 @@ def count(printed: str) -> Count:
 
 
 def program(printed: str) -> list[Block]:
-    """Return the blocks of the final program. It is the third program in the compiler's output: the first two are
-    inputs of register allocation. A later program runs once per launch."""
+    """Return the blocks of the final program. It is the third program that Mesa's compiler prints: the first two are
+    earlier stages, before registers are allocated. If there is a fourth program, it runs only once per launch and is
+    left out."""
     starts = [match.start() for match in re.finditer(r"^block0 \{", printed, re.M)]
     text = printed[starts[2] : starts[3] if len(starts) > 3 else None]
     found = []
@@ -113,7 +118,7 @@ def program(printed: str) -> list[Block]:
 
 
 def loops(blocks: list[Block]) -> list[Span]:
-    """Return the first and last block of every loop of a program, sorted."""
+    """Return all loops of a program, sorted. Each loop is given by the numbers of its first and last block."""
     ends: dict[int, int] = {}  # for each loop: first block -> last block that jumps back to it
     for number, _, following in blocks:
         ends |= {first: max(number, ends.get(first, 0)) for first in following if first <= number}
@@ -121,9 +126,9 @@ def loops(blocks: list[Block]) -> list[Span]:
 
 
 def product_loop(blocks: list[Block], spans: list[Span]) -> Span | None:
-    """Return the product loop as the module's docstring defines it, or None if no loop has multiply-adds. Go inwards
-    while the loop contains loops with multiply-adds and an unknown number of iterations, each time to the one with
-    most multiply-adds."""
+    """Return the loop that computes the recurrent product, or None if no loop has multiply-adds. Start with the
+    first outermost loop that has multiply-adds. If it contains other loops with multiply-adds and an unknown number
+    of iterations, continue with the one that has most multiply-adds, and so on inwards."""
     often = {span: sum(words_of(blocks, span, spans)[word] for word in PRODUCT) for span in spans}
     products = [span for span in spans if often[span]]
     outer = (span for span in products if not any(within(span, other) for other in spans))
@@ -140,8 +145,9 @@ def within(span: Span, other: Span) -> bool:
 
 
 def turns(blocks: list[Block], span: Span) -> int:
-    """Return the number of iterations of a loop whose counter is compared with a constant, or 0 if the number is
-    unknown. The counter is assumed to start below one step."""
+    """Return the number of iterations of a loop, or 0 if it is unknown. The number is known if the loop adds a
+    constant step to a counter and compares the counter with a constant end. The counter's start is not read; it must
+    be 0 or at least less than one step."""
     lines = [line for number, lines, _ in blocks if span[0] <= number <= span[1] for line in lines]
     end = next(
         (re.match(r"while_icmp (r\d+)[lh]?, #(\d+)", line) for line in reversed(lines) if "while_" in line), None
@@ -153,8 +159,9 @@ def turns(blocks: list[Block], span: Span) -> int:
 
 
 def words_of(blocks: list[Block], span: Span, spans: list[Span], once: Span | None = None) -> Counter:
-    """Return how often one iteration of the loop `span` executes each (instruction name, kind). Instructions of
-    inner loops count once per iteration of the inner loop, except in the loop `once`, of which one iteration counts."""
+    """Return how often one iteration of the loop `span` executes each instruction. The keys are (instruction name,
+    kind). An instruction of an inner loop counts once per iteration of the inner loop. If the number of iterations
+    is unknown, or if the inner loop is `once`, it counts for one iteration only."""
     within_it = [(inner, turns(blocks, inner) or 1) for inner in spans if within(inner, span) and inner != once]
     found = Counter()
     for number, lines, _ in blocks:
@@ -166,7 +173,8 @@ def words_of(blocks: list[Block], span: Span, spans: list[Span], once: Span | No
 
 
 def cycles(words: Counter) -> int:
-    """Return the cycles that a quarter of a GPU core needs for these instructions of one SIMD-group."""
+    """Return the cycles that a quarter of a GPU core needs to execute these instructions for one SIMD-group. words:
+    how often each (instruction name, kind) is executed."""
     simple = sum(number * SLOW.get(word, 1) for (word, _), number in words.items())
     return round(max(simple, sum(number * COMPLEX.get(word, 0) for (word, _), number in words.items())))
 

@@ -124,8 +124,9 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
         elements = problem.directions * problem.cell.gates * H * problem.P if per_step else elements * 32 // packed.bits
         dtype = next(word for word, kind in KINDS.items() if f"using S = {kind};" in launch.text)
     rows = constant_of(launch, "ROWS", 8)  # kernels of 8 x 8 products do not define ROWS
-    # `down`: the number of threadgroups along the batch. Threadgroups along the hidden units divide the weights among
-    # them, but each threadgroup along the batch multiplies by all weights, so `needed` contains the factor `down`.
+    # `needed`: the multiply-adds of one lane. Threadgroups along the hidden units divide the weights among them. But
+    # each threadgroup along the batch multiplies by all weights, so the number of these, `down`, is a factor.
+    # Threadgroups along the batch are on axis 0 of the grid of `fused`, and on axis 1 for `stepwise`.
     down = launch.groups[not per_step]
     needed = round(rows * elements * down / prod(launch.groups) / launch.threads, 2)
     per = "step" if per_step else "turn"
@@ -197,11 +198,12 @@ class Work(NamedTuple):
 
 
 def work_of(launch: Launch, problem: Problem, steps: int) -> Work:
-    """Return what one SIMD-group executes in a launch over `steps` time steps, by a line of machine_code.csv.
+    """Return what one SIMD-group executes in a launch over `steps` time steps, from the instructions that
+    machine_code.csv lists for the kernel.
 
     If the table has only a similar kernel, for example for another H, its cycles are scaled by the number of
-    multiply-adds that this launch needs. With quantized weights the number of iterations is rounded up, since an
-    iteration takes as long when some lanes have no weights.
+    multiply-adds that this launch needs. With quantized weights the number of loop iterations is rounded up. The
+    last iteration takes as long as the others, although some lanes may have no weights left.
     """
     line, own = counted(launch, problem)
     needed = kernel_of(launch, problem).needed

@@ -149,7 +149,7 @@ def doubts(times: Iterable[Time]) -> list[str]:
 
 
 def total(*parts: float | None) -> float | None:
-    """Return the sum of the parts, or None if one of them is not known."""
+    """Return the sum of the numbers `parts`, or None if one of them is None (not known)."""
     return sum(part or 0.0 for part in parts) if None not in parts else None
 
 

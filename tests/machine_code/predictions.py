@@ -71,7 +71,8 @@ class Asked(NamedTuple):
 
 
 def predict(asked: Asked, engines: Iterable[str]) -> list[Prediction]:
-    """Return the predicted lines of all layers. The last line of each layer is the whole layer."""
+    """Return the lines of the printed table of predictions, for the layer on each engine and for `mlx.nn.LSTM`. Each
+    layer has several lines; its last line holds the figures of the whole layer."""
     lines: list[Prediction] = []
     for engine in engines:
         problem, graph = asked.graph(engine)
@@ -99,7 +100,8 @@ def estimates(asked: Asked, engines: Iterable[str]) -> list[str]:
 
 
 def line_of(layer: str, kind: str, launches: Sequence[Launch], problem: Problem, chip: Chip) -> Prediction:
-    """Return one printed line of predictions: the sums over several launches of a layer that have the same name."""
+    """Return one line of the printed table of predictions: the bytes and seconds of `launches`, added up. `kind` is
+    the name of these launches of a layer, or "all"."""
     moved = sum(moved_bytes(launch, problem) for launch in launches)
     floor = sum(floor_bytes(launch, problem) for launch in launches)
     parts = [parts_of(launch, problem, chip) for launch in launches]
@@ -110,8 +112,9 @@ def line_of(layer: str, kind: str, launches: Sequence[Launch], problem: Problem,
 
 
 def longest(parts: Iterable[dict[str, float]]) -> str:
-    """Return the name of the limit (instructions, memory, ...) that takes most of the time in total. `parts`: for
-    each launch, the seconds by each limit."""
+    """Return the main cause of the time of several launches: instructions, memory, ... `parts`: for each launch,
+    {cause: seconds that the launch takes at least because of it}. The largest of these times is the time of the
+    launch and counts for its cause. The result is the cause with the largest sum."""
     total: dict[str, float] = {}
     for each in parts:
         name = max(each, key=each.__getitem__)
@@ -120,8 +123,8 @@ def longest(parts: Iterable[dict[str, float]]) -> str:
 
 
 def sums(layer: str, asked: Asked, graph: Graph, problem: Problem) -> tuple[Prediction, Prediction, Prediction]:
-    """Return (building, between, whole): the line for the time in which the host builds the graph, the line for the
-    time that passes between the launches of a layer, and the line for the whole layer."""
+    """Return three lines of the printed table of predictions for one layer: the host's time to build the graph, the
+    time between the launches, and the figures of the whole layer."""
     work = line_of(layer, "all", graph.launches, problem, asked.chip)
     host = host_seconds(layer, asked.which, problem.T)
     evaluating, encoding = evaluation_seconds(graph, problem, asked.chip), encoding_seconds(graph)
@@ -173,8 +176,8 @@ def traffic_cells(line: Prediction) -> list[str]:
 
 
 def csv_records(asked: Asked, lines: Iterable[Prediction]) -> list[dict[str, object]]:
-    """Return the predicted lines as records for a CSV file. Each record also holds the layer's size, dtype and pass,
-    and the chip."""
+    """Return the lines of the table of predictions as records for a CSV file. Each record also holds the layer's
+    size, dtype and pass, and the chip."""
     about = asked.size._asdict() | {"dtype": asked.dtype, "pass": asked.which, "chip": asked.chip.name}
     records = [about | line._asdict() for line in lines]
     return [record | {"predicted_s": record.pop("seconds")} for record in records]

@@ -1,5 +1,6 @@
-// Replaces Metal's standard library when a kernel is compiled as C++ for OpenCL. Only the cost has to be right, since the
-// kernel never runs: functions take about as many instructions as on an Apple GPU, but some return other values.
+// Replaces Metal's standard library when a kernel is compiled as C++ for OpenCL to count its instructions. The kernel
+// never runs, so only the cost of the functions has to be right: they take about as many instructions as on an Apple
+// GPU, but some return other values.
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 #define __METAL_VERSION__ 320
 #define device __global
@@ -27,7 +28,7 @@ typedef uchar uint8_t; typedef ulong uint64_t; typedef __SIZE_TYPE__ size_t;
 VECTORS(char) VECTORS(uchar) VECTORS(short) VECTORS(ushort) VECTORS(int) VECTORS(uint) VECTORS(long) VECTORS(ulong)
 VECTORS(half) VECTORS(float)
 typedef half float16_t;
-// The M1's GPU does not support bfloat. Replace it by a 16-bit integer, whose conversions take one instruction each.
+// The M1's GPU does not support bfloat. Replace it by a 16-bit integer. A conversion then takes one instruction.
 typedef short bfloat; typedef short bfloat16_t; typedef short2 bfloat2; typedef short4 bfloat4;
 typedef uint packed_uint2 __attribute__((ext_vector_type(2), aligned(4)));
 typedef uint packed_uint4 __attribute__((ext_vector_type(4), aligned(4)));
@@ -55,7 +56,7 @@ using ::ushort2; using ::uint2; using ::uint3; using ::uint4; using ::int2; usin
 
 enum class mem_flags : uint { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 EMU_INLINE void threadgroup_barrier(mem_flags) { barrier(1); }
-EMU_INLINE void simdgroup_barrier(mem_flags) {}  // empty: OpenCL only has the costlier barrier of a whole threadgroup
+EMU_INLINE void simdgroup_barrier(mem_flags) {}  // empty: OpenCL has only threadgroup barriers, which cost more
 
 template <typename T> EMU_INLINE T simd_shuffle(T v, ushort lane) { return sub_group_shuffle(v, lane); }
 template <typename T> EMU_INLINE T simd_shuffle_xor(T v, ushort mask) { return sub_group_shuffle_xor(v, mask); }
@@ -87,7 +88,7 @@ template <typename V> EMU_INLINE float dot(V a, V b) {
   for (int n = 1; n < emu_shape<V>::size; ++n) sum += a[n] * b[n];
   return sum;
 }
-// exp, log and tanh are computed from exp2, log2 and a division, as with fast mathematics in hardware.
+// Compute exp, log and tanh from exp2, log2 and a division, as Metal's fast mathematics does.
 EMU_INLINE float exp2(float x) { return native_exp2(x); }
 EMU_INLINE float exp(float x) { return native_exp2(1.44269504f * x); }
 EMU_INLINE float log2(float x) { return native_log2(x); }
@@ -102,9 +103,10 @@ EMU_INLINE float divide(float x, float y) { return x * native_recip(y); }
 namespace precise { using metal::exp; using metal::exp2; using metal::tanh; using metal::sqrt; using metal::log; using metal::divide; }
 namespace fast { using metal::exp; using metal::exp2; using metal::tanh; using metal::sqrt; using metal::log; using metal::divide; }
 
-// Metal's 8 x 8 matrices, which this compiler does not support. Loads and stores access the same memory as Metal's.
-// A product is replaced by 16 multiply-adds per lane, its share of the work. Published for the M1: a matrix product
-// takes 17 to 20 cycles per SIMD-group, a multiply-add takes one.
+// Metal's matrices of 8 x 8 elements, which Mesa's compiler does not support. Each lane (thread of a SIMD-group) holds
+// two elements. Loads and stores access the same memory as Metal's. The product of two matrices has 512 multiply-adds,
+// so each of the 32 lanes executes 16 multiply-adds instead. They take 16 cycles per SIMD-group. That is close to the
+// 17 to 20 cycles that are published for Metal's matrix product on the M1.
 template <typename T, int C, int R>
 struct simdgroup_matrix {
   vec<T, 2> elements;

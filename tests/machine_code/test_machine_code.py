@@ -88,7 +88,8 @@ def test_a_loop_within_turns_as_often_as_it_counts():
 
 
 def test_a_product_within_is_the_loop_that_counts():
-    """If an inner loop with multiply-adds has an unknown number of iterations, `count` counts the inner loop only."""
+    """If the loop over time contains a loop with multiply-adds and an unknown number of iterations, this inner loop
+    computes the recurrent product. So `count` counts the instructions of the inner loop only."""
     lines = "   r1 = ffma r2, r3, r1\n   while_icmp r12, r4, #0, n=1\n} -> block3 block4  from block2"
     nested = FINAL.replace("} -> block4  from block2", lines)
     found = count(STATISTICS.replace("15 inst", "17 inst") + BEFORE * 2 + nested)
@@ -234,8 +235,8 @@ def test_packed_weights_take_registers_only():
 
 
 def test_a_step_of_the_whole_sequence_with_packed_weights():
-    """At H = 128 and 256 no lane of `fused` works on padding. There a time step of one batch row takes at most 3.7
-    instructions per weight of 4 or 8 bits, and 4.4 per weight in a float format such as mxfp4."""
+    """If H is 128 or 256, the weights fill all lanes of `fused`. At these sizes a time step of one batch row takes
+    at most 3.7 instructions per quantized weight of 4 or 8 bits, and at most 4.4 in a float format such as mxfp4."""
     lines = [line for line in table() if line.kernel.startswith("lstm_fused") and line.kernel.endswith("_bits")]
     assert {line.H for line in lines} == {64, 96, 128, 160, 192, 224, 256}
     for line in [line for line in lines if line.rows == 1 and line.H in (128, 256)]:

@@ -218,8 +218,8 @@ def tiling_of(launch: Launch, problem: Problem, size: int) -> FusedTiling:
 
 
 def parts_of(launch: Launch, problem: Problem, chip: Chip) -> dict[str, float]:
-    """Return {limit: predicted seconds} of a launch, for limits such as instructions and memory. The launch takes
-    the longest of these times."""
+    """Return {cause: predicted seconds} of a launch. Each value is the time that the launch takes at least because
+    of one cause: its instructions, its memory traffic, its latency, ... The launch takes the longest of these times."""
     if has_product(launch):
         return parts_of_product(launch, problem, chip)
     parts = {"memory": memory_seconds(floor_bytes(launch, problem), chip)}
@@ -232,9 +232,9 @@ def parts_of(launch: Launch, problem: Problem, chip: Chip) -> dict[str, float]:
 
 
 def gemm_seconds(launch: Launch, chip: Chip) -> float:
-    """Return the predicted seconds of MLX's product of matrices without the time for its memory traffic. A product
-    with few tiles leaves cores without work. MLX divides the sums of the smallest products among several
-    threadgroups."""
+    """Return the predicted seconds of MLX's product of matrices without the time for its memory traffic. MLX divides
+    the product into tiles, one per threadgroup, and the core with most tiles decides the time. For the smallest
+    products MLX divides each sum among several threadgroups, which this prediction takes into account."""
     *batch, rows, columns = launch.writes[0].shape
     K = launch.reads[0].shape[-1]
     tiles = prod(batch) * ceil(rows / GEMM_TILE) * ceil(columns / GEMM_TILE)
@@ -249,9 +249,9 @@ def gemm_seconds(launch: Launch, chip: Chip) -> float:
 
 
 def busiest(groups: int, together: int, work: float, waits: float) -> float:
-    """Return the seconds of a core that runs `groups` threadgroups, at most `together` at the same time. work:
-    seconds of the core for one threadgroup. waits: seconds in which one threadgroup waits for loads and barriers.
-    Threadgroups that run at the same time work while another one waits."""
+    """Return the seconds that a core needs for `groups` threadgroups, of which it runs at most `together` at the
+    same time. work: seconds for which one threadgroup keeps the core busy. waits: seconds for which one threadgroup
+    waits for loads and barriers; meanwhile the core works for the other threadgroups."""
     return max(groups * work, ceil(groups / together) * (work + waits))
 
 
@@ -268,9 +268,10 @@ def memory_seconds(count: float, chip: Chip) -> float:
 
 
 def parts_of_product(launch: Launch, problem: Problem, chip: Chip) -> dict[str, float]:
-    """Return {limit: predicted seconds} of a kernel with a recurrent product.
+    """Return {cause: predicted seconds} of a launch with a recurrent product. Each value is the time that the launch
+    takes at least because of one cause: instructions, weights, caches or memory.
 
-    The core that gets the most threadgroups determines the time. It runs as many threadgroups at the same time as
+    The core that gets the most threadgroups determines these times. It runs as many threadgroups at the same time as
     fit in its registers.
     """
     steps = launch.writes[0].shape[0] if "fused" in launch.name else 1
@@ -293,9 +294,9 @@ def parts_of_product(launch: Launch, problem: Problem, chip: Chip) -> dict[str, 
 def waits_of_product(
     launch: Launch, problem: Problem, chip: Chip, steps: int, turns: float, instructions: float
 ) -> float:
-    """Return the seconds in which one threadgroup of a kernel with a recurrent product only waits for loads and
-    barriers. turns: how often the loop of the product runs in a launch of `stepwise`. instructions: the seconds of
-    the instructions of one step.
+    """Return the seconds in which one threadgroup waits for loads and barriers and computes nothing. The threadgroup
+    belongs to a kernel with a recurrent product. turns: how often the loop of the product runs in a launch of
+    `stepwise`. instructions: the seconds of the instructions of one step.
 
     A kernel of `fused` loads the numbers of a step early. The forward pass has a whole step until it uses them, so
     they are never late. The backward pass and the product of 8 x 8 matrices load them before a product and use them
@@ -319,8 +320,9 @@ def seconds_of(launch: Launch, problem: Problem, chip: Chip) -> float:
 
 
 def gpu_parts(graph: Graph, problem: Problem, chip: Chip) -> dict[str, float]:
-    """Return the predicted seconds of the GPU for a function. Each launch's time is added to the limit that decides
-    it (instructions, memory, ...); the key "launches" holds the gaps between launches."""
+    """Return {cause: predicted seconds} of the GPU for all launches of a graph. The time of each launch is added to
+    the cause that determines this time: instructions, memory, ... The key "launches" holds the time of the gaps
+    between launches."""
     gaps = DEPENDENT * graph.depth + INDEPENDENT * (len(graph.launches) - graph.depth)
     seconds = {"launches": gaps}
     for launch in graph.launches:

@@ -69,8 +69,9 @@ def product(problem: Problem, launch: Launch) -> tuple[int, int, float, float]:
     rows, columns = constant_of(launch, "ROWS", 0), constant_of(launch, "COLUMNS", 0)
     units = columns // (problem.cell.gates if kind_of(launch) == "forward" else 1)
     across, down = ceil(problem.H / units), ceil(problem.B / rows)
-    # With fewer than 8 batch rows, each of the eight SIMD-groups of a threadgroup reads the operand. Lanes
-    # past the end of the batch or of the units read the last rows and units again, so these reads count, too.
+    # With fewer than 8 batch rows in a threadgroup, each of its eight SIMD-groups reads the whole operand, so the
+    # operand is read 8 times (`readers`). Lanes past the end of the batch or of the units read the last rows and units
+    # again, so these reads count, too.
     readers = 8 if rows < 8 else 1
     return across, down, readers * across * down * rows / problem.B, down * across * units / problem.H
 
@@ -120,9 +121,9 @@ def step_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, fl
 
 
 def of_sequences(buffer: Buffer, launch: Launch, kind: str, problem: Problem) -> tuple[float, float]:
-    """Return (bytes needed, bytes of all loads) of a buffer for a launch that joins the arrays of all time steps into
-    sequences. The launch reads each value once. But it does not read all of a buffer: gates of an output, or values
-    that one backward step passes to the next one, are left out."""
+    """Return (bytes needed, bytes of all loads) of a buffer for a launch that joins the arrays of all time steps
+    into sequences. The launch loads only what becomes part of a sequence, and loads it once. It does not load gates
+    that are not returned, or values that one backward step passes to the next one."""
     T, op = problem.T, problem.cell.op
     if kind == "outputs":
         gates = problem.cell.gates if keeps_rows(problem, problem.names) else 0  # gates that the launch does not copy

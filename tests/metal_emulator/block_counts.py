@@ -46,10 +46,12 @@ class FunctionBlocks:
         return ran
 
     def _solve_tree(self, known: dict[int, int]) -> None:
-        """Compute the counts of the arcs on the spanning tree and add them to `known`.
+        """Compute the counts of the jumps that clang did not count, and add them to `known`. These jumps form the
+        spanning tree of the flow graph.
 
-        A tree has leaves, so there is always a block with exactly one arc of unknown count. A block is left as often
-        as it is entered, which gives this count.
+        A tree always has a block with only one jump of unknown count. A block is left as often as it is entered, so
+        this count follows from the other jumps of the block. Then the next block has only one unknown jump, and so
+        on.
         """
         at: dict[int, list[int]] = defaultdict(list)
         for i, (start, end, _) in enumerate(self.arcs):

@@ -53,8 +53,9 @@ class CompiledKernel:
     def executed_lines(self) -> set[int]:
         """Return the lines of the kernel's source that ran in any launch.
 
-        The counters' sums over all launches satisfy the same flow equations as the counters of one launch. So the
-        equations are solved only once, for the sums.
+        clang counts only some of the jumps between blocks. The other counts follow from equations: a block is left
+        as often as it is entered. The sums of the counters over all launches satisfy the same equations, so these
+        are solved only once.
         """
         pairs = zip(self.image.counter_arrays(), self.counted, strict=True) if self.counted else ()
         ran = [

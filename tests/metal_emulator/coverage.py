@@ -5,8 +5,8 @@ Executable lines of a file are
   - the first line of every statement that no instantiation has code for (templates that are never instantiated,
     branches of `if constexpr` that are never taken). `source_lines.statements` defines what counts as a statement.
 
-Executed lines are the lines of the blocks that ran, counted before any optimisation. A launch that a finding stopped
-does not count.
+Executed lines are the lines of the blocks that ran, counted before any optimisation. If the emulator stops a launch
+because it found an error in the kernel, this launch does not count.
 """
 
 import json

@@ -1,12 +1,13 @@
-"""Metal text -> text clang's C++ for OpenCL mode accepts. Every line keeps its number.
+"""Translate the source of a Metal kernel so that clang accepts it as C++ for OpenCL. Every line keeps its number.
 
-Only six rewrites; the rest is the shim's work:
-  1. the `thread` behind a method's parameter list is dropped,
-  2. `threadgroup T x[n];` becomes a reference to storage of the runtime,
-  3. unsuffixed float literals get an `f` (MSL has no double),
+The shim (shim/*.h) replaces Metal's standard library. These six changes of the source do the rest:
+  1. the word `thread` behind the parameters of a method is removed,
+  2. `threadgroup T x[n];` becomes a reference to memory that the runtime provides,
+  3. float literals without a suffix get an `f`, because Metal has no double,
   4. `vec<T, n>(...)` becomes a call of the shim's constructor,
-  5. an index of an array of simdgroup matrices is checked (clang lets such objects be one past the end),
-  6. `#include <metal_*>`, `#line` and MLX's instantiation lines are blanked; the latter become entry points.
+  5. each index of an array of simdgroup matrices is checked, because clang accepts the index one past the end,
+  6. the lines `#include <metal_*>` and `#line` become empty. So does MLX's line that instantiates the kernel template;
+     a generated function `emu_entry` calls this instance instead.
 """
 
 import re
@@ -31,7 +32,8 @@ INSTANTIATION = re.compile(
 SIGNATURE = re.compile(r"\[\[\s*kernel\b[^;{}]*?\]\]\s*void\s+(\w+)\s*\(|\bkernel\s+void\s+(\w+)\s*\(")
 _PARAMETER = re.compile(r"\s*(.*?)\s*(\w+)\s*\[\[\s*(\w+)\s*(?:\(\s*(\d+)\s*\))?\s*\]\]\s*$", re.S)
 
-# Numbers of emu_attribute in runtime/host.h.
+# The numbers of the values that Metal provides for each thread. `emu_entry` passes the number to the function
+# emu_attribute, which returns the value; the cases of its `switch` in runtime/host.h must have the same numbers.
 ATTRIBUTES = {
     "thread_position_in_grid": 0,
     "thread_position_in_threadgroup": 1,
@@ -58,7 +60,8 @@ ATTRIBUTES = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a kernel: a buffer, or a thread attribute."""
+    """A parameter of a kernel. attribute: "buffer", or the name of a value that Metal provides for each thread, such
+    as "thread_position_in_grid"."""
 
     type: str
     name: str
@@ -67,24 +70,25 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Lowered:
-    """The text for clang and the buffers of the kernel in binding order."""
+    """A kernel that clang can compile. text: the translated source. buffers: the names of the kernel's buffers in
+    the order of its parameters."""
 
     text: str
     buffers: tuple[str, ...]
 
 
 def blank_comments(text: str) -> str:
-    """Returns the text with comments and strings replaced by spaces; offsets and lines stay."""
+    """Return the source with comments and strings replaced by spaces. All other characters keep their position."""
     return _COMMENT_OR_STRING.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text)
 
 
 def line_of(text: str, offset: int) -> int:
-    """Returns the 1-based line of an offset."""
+    """Return the number of the line (from 1) in which the character at this offset stands."""
     return text.count("\n", 0, offset) + 1
 
 
 def split_top_level(text: str) -> list[str]:
-    """Splits at the commas outside all brackets."""
+    """Split a text at the commas that are outside all brackets."""
     parts, depth, start = [], 0, 0
     for i, char in enumerate(text):
         depth += (char in "([{<") - (char in ")]}>")
@@ -96,7 +100,7 @@ def split_top_level(text: str) -> list[str]:
 
 
 def matching(code: str, start: int, opening: str, closing: str) -> int:
-    """Returns the offset behind the bracket that closes the one just before `start`."""
+    """Return the offset just behind the bracket that closes the one just before `start`."""
     depth = 1
     while depth and start < len(code):
         depth += (code[start] == opening) - (code[start] == closing)
@@ -132,7 +136,7 @@ def _threadgroup_edits(code: str) -> list[tuple[int, int, str]]:
         if not variable:
             if _INITIALISED.match(code, m.start()):
                 raise _fail("a threadgroup variable cannot have an initialiser", m.start(), code)
-            continue  # a pointer or reference: the address space is enough
+            continue  # a pointer or reference needs no change: its address space is in its type
         if not any(m.start() in body for body in bodies):
             raise _fail("threadgroup variable outside a kernel function", m.start(), code)
         kind, texts = variable.group(1), []
@@ -176,14 +180,14 @@ def apply_edits(text: str, edits: list[tuple[int, int, str]]) -> str:
     parts, position = [], 0
     for start, end, replacement in sorted(edits):
         if start < position:
-            continue  # inside a region that is replaced as a whole
+            continue  # an earlier edit has already replaced this part of the text
         parts += [text[position:start], replacement]
         position = end
     return "".join([*parts, text[position:]])
 
 
 def lower_library(text: str) -> str:
-    """Lowers text without kernels (MLX's preamble)."""
+    """Translate source without kernels (MLX's preamble), so that clang accepts it. The lines `#line` stay."""
     code = blank_comments(text)
     keep_lines = [m for m in text_edits(code) if not code[m[0] : m[1]].lstrip().startswith("#line")]
     return apply_edits(text, keep_lines)
@@ -211,7 +215,9 @@ def _attribute_argument(parameter: Parameter) -> str:
 
 
 def _entry_point(callee: str, code: str, signature: re.Match, parameters: list[Parameter]) -> str:
-    """The function the runtime calls in every fiber: calls the kernel with its buffers and attributes."""
+    """Return the source of the function `emu_entry`, which the runtime starts in every fiber (emulated thread). It
+    calls the kernel with its buffers and with the values that Metal provides for each thread. callee: the name of
+    the kernel, with template arguments if it has any."""
     arguments, buffer = [], 0
     for p in parameters:
         if p.attribute != "buffer":
@@ -220,6 +226,8 @@ def _entry_point(callee: str, code: str, signature: re.Match, parameters: list[P
         pointer = p.type[:-1].strip() + "*" if p.type.endswith("&") else p.type
         arguments.append(("*" if p.type.endswith("&") else "") + f"({pointer})emu_buffer({buffer})")
         buffer += 1
+    # The type of a kernel's parameter may be the name of a type parameter of the kernel's template. `emu_entry` is not
+    # a template, so these names are defined in it as aliases of the actual types.
     aliases = ""
     templates = re.search(r"template\s*<([^{};]*)>\s*$", code[: signature.start()])
     if templates and "<" in callee:
@@ -232,7 +240,8 @@ def _entry_point(callee: str, code: str, signature: re.Match, parameters: list[P
 
 
 def lower_kernel(text: str) -> Lowered:
-    """Lowers the text MLX generates for one kernel: header, signature, body and instantiation."""
+    """Translate the source that MLX generates for one kernel (header, signature, body and instantiation), so that
+    clang accepts it. Append the entry point, which calls the kernel."""
     code = blank_comments(text)
     instantiation = INSTANTIATION.search(text)
     signature = next(SIGNATURE.finditer(code), None)

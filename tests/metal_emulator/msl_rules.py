@@ -1,4 +1,5 @@
-"""Restrictions of MSL that clang's OpenCL mode does not enforce: found in the text, the warnings or the AST."""
+"""Find what the Metal Shading Language (MSL) does not allow, although clang accepts it in C++ for OpenCL. These
+functions search the kernel's source, clang's warnings, and the syntax tree (AST) that clang prints."""
 
 import re
 
@@ -14,8 +15,9 @@ _FORBIDDEN = (
     (r"\[\[buffer\((?:3[1-9]|[4-9]\d|\d{3,})\)\]\]", "a kernel has at most 31 buffers"),
     (r"\b__builtin_\w+|\b(?:metal::)?emu_\w+|\bEMU_\w+", "compiler or emulator internals used in a kernel"),
 )
-# Warnings about the kernel that are errors in MSL or certain bugs. MSL 3 is C++14: of C++17 only `if constexpr` may be
-# used, which Metal's compiler takes and MLX's own kernels have; of C++20 nothing.
+# Warnings of clang that count as errors in a kernel: MSL forbids the code, or it certainly has a bug. MSL 3 is based on
+# C++14, so newer C++ is an error. The only exception is `if constexpr` of C++17, which Metal's compiler accepts and
+# MLX's own kernels use.
 _FATAL_WARNING = re.compile(
     r"to '(?:metal::)?bfloat|to 'double'"
     r"|\[-Wc\+\+20-extensions|^(?!constexpr if ).*\[-Wpre-c\+\+17-compat"
@@ -28,7 +30,8 @@ _CALL = re.compile(r"(?:Function|CXXMethod) (0x\w+) '([^']*)'")
 
 
 def forbidden_text(source: str) -> list[Finding]:
-    """Returns uses of what MSL does not have."""
+    """Return one finding for each use of a word or construct in the kernel's source that MSL does not have, such as
+    goto."""
     code = blank_comments(source)
     found = []
     for pattern, why in _FORBIDDEN:
@@ -38,7 +41,8 @@ def forbidden_text(source: str) -> list[Finding]:
 
 
 def diagnostics(stderr: str) -> list[Finding]:
-    """Returns clang's errors and the warnings that count as errors."""
+    """Return a finding for each error that clang reports, and for each warning about the kernel that counts as an
+    error. stderr: the messages that clang has printed."""
     found = []
     for file, line, severity, text in _DIAGNOSTIC.findall(stderr):
         if "error" in severity or (file.endswith("kernel.metal") and _FATAL_WARNING.search(text)):
@@ -47,11 +51,13 @@ def diagnostics(stderr: str) -> list[Finding]:
 
 
 def ast_rules(dump: str) -> list[Finding]:
-    """Returns pointers without an address space and recursive functions, from clang's AST dump of the kernel."""
+    """Return a finding for each pointer without an address space and for each recursive function. dump: the syntax
+    tree (AST) of the kernel as clang prints it."""
     found, calls, names, alias, function, implicit = [], {}, {}, {}, None, False
     for text in dump.splitlines():
         if "ParmVarDecl" not in text and "Decl 0x" in text:
-            implicit = "ConstructorDecl" in text and " implicit " in text  # and so are its parameters
+            # Constructors that the compiler generates are not reported, nor are their parameters.
+            implicit = "ConstructorDecl" in text and " implicit " in text
         m = _DECLARATION.search(text) if "__generic" in text and " implicit " not in text and not implicit else None
         if m and "__range" not in m.group(1):
             found.append(compile_error(f"{m.group(1)!r} has no address space ({m.group(2)})"))
@@ -67,7 +73,8 @@ def ast_rules(dump: str) -> list[Finding]:
 
 
 def _recursive(calls: dict[str, set[str]], names: dict[str, str]) -> list[str]:
-    """Returns the functions from which a chain of calls leads back to them."""
+    """Return the names of all functions that call themselves, directly or through other functions. calls: for each
+    function, the functions that it calls."""
     found = []
     for start in calls:
         reached, todo = set(), list(calls[start])

@@ -129,6 +129,7 @@ def _missing_features() -> None:
 
 
 def add_bugs() -> None:
-    """Add all bugs of this module to the table."""
+    """Add kernels with bugs that break a rule of Metal's language (e.g. on address spaces) to the table of planted
+    bugs."""
     for add in (_address_spaces, _language, _missing_features):
         add()

@@ -265,6 +265,7 @@ def _limits() -> None:
 
 
 def add_bugs() -> None:
-    """Add all bugs of this module to the table."""
+    """Add kernels with bugs that show when they run (e.g. races, indices out of bounds) to the table of planted
+    bugs."""
     for add in (_synchronisation, _simdgroup, _bounds, _pointers, _initialisation, _arithmetic, _limits):
         add()

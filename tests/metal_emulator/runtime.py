@@ -1,5 +1,5 @@
-"""The Python interface to the runtime library (runtime/*.h): its structures, its functions, and compiled kernels in
-memory."""
+"""The Python interface to the emulator's runtime, a C++ library that runs kernels (runtime/*.h): its structures, its
+functions, and the kernels that are loaded into memory."""
 
 import ctypes
 from ctypes import POINTER, c_char, c_char_p, c_int64, c_uint32, c_uint64, c_void_p
@@ -10,7 +10,8 @@ import numpy as np
 
 from .toolchain import runtime_library
 
-# {number: name} of the kinds of findings. The numbers are those of the enum `Kind` in runtime/findings.h.
+# {number: name} of the kinds of findings (defects of a kernel). The enum `Kind` in runtime/findings.h must have the
+# same order.
 KINDS = dict(
     enumerate(
         (
@@ -46,10 +47,12 @@ class CFinding(ctypes.Structure):
 
 
 class Counters(ctypes.Structure):
-    """The structure `Counters` of runtime/base.h: sums over all threadgroups of a launch.
+    """What a launch did, counted by the runtime and summed over the launch's threadgroups. ctypes reads it from the
+    C++ structure `Counters` of runtime/base.h. Both must have the same fields in the same order.
 
     A threadgroup barrier counts once per threadgroup. Simdgroup barriers, simdgroup operations and matrix operations
-    count once per simdgroup.
+    count once per simdgroup. Only threadgroup_bytes is a maximum: the most threadgroup memory that one threadgroup
+    used.
     """
 
     _fields_ = [
@@ -81,15 +84,16 @@ class CTraffic(ctypes.Structure):
 
 
 class CCoverage(ctypes.Structure):
-    """The counters of one function, for --coverage, as ctypes reads them from the C++ structure `CoverageCounters` of
-    runtime/hooks.h. Both must have the same fields in the same order."""
+    """The counters of executed code that clang's option --coverage adds to one function of a kernel. ctypes reads
+    them from the C++ structure `CoverageCounters` of runtime/hooks.h. Both must have the same fields in the same
+    order."""
 
     _fields_ = [("values", POINTER(c_uint64)), ("count", c_uint32), ("function", c_uint32)]
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return the loaded runtime library. Kernels that are loaded later can use its symbols."""
+    """Return the runtime, loaded as a library. Kernels that are loaded later can call its functions."""
     lib = ctypes.CDLL(str(runtime_library()), mode=ctypes.RTLD_GLOBAL)
     lib.emu_reset.argtypes = [c_uint64] * 4
     lib.emu_options.argtypes = [c_uint32] * 5
@@ -135,16 +139,18 @@ class Image:
             address = ctypes.addressof(arrays[i].values.contents)
             values = (c_uint64 * arrays[i].count).from_address(address)
             self._counters.append((arrays[i].function, np.ctypeslib.as_array(values)))
-            # The counters are zero-initialised data, which lies behind the part of the image that is mapped from the
-            # file. So extend the image's address range to include them.
+            # The runtime lets a kernel access the addresses from `low` to `high`, so the counters must lie between
+            # them. The counters start as zeros. Therefore they are not in the part of the file that /proc/self/maps
+            # lists under its name, but behind it.
             self.high = max(self.high, address + ctypes.sizeof(values))
 
     def counter_arrays(self) -> list[tuple[int, np.ndarray]]:
-        """Return (function number, coverage counters) of every function. The counters are views of the kernel's
-        memory."""
+        """Return (function number, counters) for every function of the kernel's machine code. The counters say how
+        often the parts of this function were executed. The arrays are views of the kernel's memory, so each launch
+        changes them."""
         return self._counters
 
     def reset_runtime(self) -> None:
-        """Make the runtime forget the last launch, and allow reads of this kernel's constant data."""
+        """Make the runtime forget the last launch, and let it accept reads of this kernel's constants."""
         if library().emu_reset(self.low, self.high, *_own_range()):
             raise MemoryError("metal_emulator: cannot reserve address space")

@@ -1,4 +1,5 @@
-"""Correct kernels. The emulator must report nothing for them. The planted bugs are made by changes of these kernels.
+"""Correct kernels, for which the emulator must report nothing. Other modules change them in one place to plant a
+bug, which the emulator must report (planted_run_bugs.py, planted_language_bugs.py).
 
 Each kernel is the source that the library would pass to `mx.fast.metal_kernel`. A NumPy function next to it computes
 the same result.
@@ -34,7 +35,7 @@ class Sample:
     keep_types: bool = False
 
     def build(self):
-        """Return the kernel object."""
+        """Return the object that `mx.fast.metal_kernel` makes from this sample's source and names."""
         names = self.input_names or [f"a{i}" for i in range(len(self.arrays))]
         outputs = self.output_names or [f"o{i}" for i in range(len(self.output_shapes))]
         return mx.fast.metal_kernel(
@@ -168,7 +169,8 @@ def pointwise_backward_equation(z, c, dh, dc_in) -> list[np.ndarray]:
     return [np.concatenate(dz, axis=-1), dc * f]
 
 
-# ---- the whole sequence in one launch: 8 rows per threadgroup, h and c in threadgroup memory, R [4H, H]
+# ---- An LSTM over the whole sequence in one launch. R: recurrent weights [4H, H]. Each threadgroup computes 8
+# sequences of the batch and keeps their h and c in threadgroup memory.
 PERSISTENT = """
 const uint tid = thread_index_in_threadgroup, lane = thread_index_in_simdgroup, sg = simdgroup_index_in_threadgroup;
 const uint row0 = threadgroup_position_in_grid.x * 8;

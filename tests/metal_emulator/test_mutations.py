@@ -1,5 +1,5 @@
-"""Test which mutations (small damages to a kernel) are made. Test that the emulator or wrong values reveal them in
-small kernels."""
+"""Test which mutations (small damages to a kernel) are made. Test in small kernels that every damage is noticed: the
+emulator reports an error, or the kernel's results are wrong."""
 
 import numpy as np
 import pytest

@@ -61,8 +61,9 @@ _QUICK_CODE = [
     "-regalloc=fast",
     "-mllvm",
     "-optimize-regalloc=false",
-    # The debug information has lines but no variables. With this option clang does not follow variables through the
-    # machine code: the other of its two methods would, even without any variable.
+    # clang can follow variables through the machine code by two methods. The debug information here has lines but no
+    # variables, so there is nothing to follow. The method that this option selects then does no work; the other one
+    # would.
     "-mllvm",
     "-experimental-debug-variable-locations=false",
 ]

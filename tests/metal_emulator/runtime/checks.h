@@ -1,11 +1,14 @@
-// The checks of every load and store: bounds, initialisation, and races. A race is found by comparing barrier epochs,
-// the numbers of barriers so far.
+// Checks each load and store of a kernel: is the address inside a buffer or variable, was the value written before, and
+// is there a race? To find races, each granule of memory (an element of 1, 2 or 4 bytes, or 4 bytes of a larger one)
+// has a cell (memory.h). The cell stores the last write and the last read: by which thread, and in which epoch. An
+// epoch is the number of barriers so far that order this memory.
 //
-// Two accesses of different threads to one granule, at least one of them a write, are ordered only if
-//   - the epoch of that memory advanced in between (threadgroup_barrier naming that memory), or
-//   - both threads are in one simdgroup and its epoch advanced (simdgroup_barrier naming that memory), or
-//   - both are atomic.
-// On device memory nothing orders two threadgroups. The verdict depends neither on the schedule nor on the values.
+// Two accesses to the same granule by different threads, at least one of them a write, are a race unless
+//   - a threadgroup_barrier that names this memory lies between them, so that their epochs differ, or
+//   - both threads are in one simdgroup, and a simdgroup_barrier that names this memory lies between them, or
+//   - both accesses are atomic.
+// No barrier orders accesses of two threadgroups to device memory. The checks compare numbers of barriers and not
+// values. So they find a race in any order of the threads and with any values.
 #pragma once
 #include "memory.h"
 
@@ -16,6 +19,7 @@ static void report_race(const char* what, bool other_group, u64 pc, u64 other_pc
   if (finding) finding->other_thread = other;
 }
 
+// A load or store that a thread is about to execute. pc: address of the code. name: the buffer or variable.
 struct Access {
   u64 pc;
   bool write, atomic;
@@ -23,7 +27,8 @@ struct Access {
   const char* name;
 };
 
-// Reports a race of this access with the last write of the granule.
+// Reports a race if another thread was the last to write this granule (element of memory) and no barrier lies between
+// its write and this access. `cell` records the last write.
 static inline void check_against_write(const Cell* cell, const Access& a, u64 offset) {
   if (a.atomic && (cell->flags & kAtomicWrite)) return;
   bool other_group = a.memory == kDeviceMemory && cell->write_epoch < dispatch.group_epoch[kDeviceMemory];
@@ -36,7 +41,8 @@ static inline void check_against_write(const Cell* cell, const Access& a, u64 of
               dispatch.image_base + cell->write_pc, cell->writer, a.name, offset);
 }
 
-// Reports a race of this write with earlier reads of the granule.
+// Reports a race if other threads have read this granule (element of memory) and no barrier lies between their reads
+// and this write. `cell` records the reads.
 static inline void check_against_reads(const Cell* cell, const Access& a, u64 offset) {
   if (a.atomic && (cell->flags & kAtomicRead)) return;
   bool other_group = a.memory == kDeviceMemory &&
@@ -51,6 +57,7 @@ static inline void check_against_reads(const Cell* cell, const Access& a, u64 of
   report_race("write over a value read", other_group, a.pc, dispatch.image_base + cell->read_pc, cell->reader, a.name, offset);
 }
 
+// Records a write in `cell`, which describes the last accesses to one granule (element of memory).
 static inline void note_write(Cell* cell, const Access& a) {
   cell->write_epoch = dispatch.epoch[a.memory];
   cell->write_simd_epoch = dispatch.simd_epoch[a.memory][current->simdgroup];
@@ -59,8 +66,8 @@ static inline void note_write(Cell* cell, const Access& a) {
   cell->flags = (cell->flags & ~kAtomicWrite) | kInitialised | kWritten | (a.atomic ? kAtomicWrite : 0);
 }
 
-// Records a read in the cell of the memory location. A cell stores only one reader; its flags say whether other threads
-// read in the same epoch.
+// Records a read in `cell`, which describes the last accesses to one granule (element of memory). A cell stores only
+// one reader; its flags say whether other threads have read since the last barrier (in the same epoch).
 static inline void note_read(Cell* cell, const Access& a) {
   u32 epoch = dispatch.epoch[a.memory], simd_epoch = dispatch.simd_epoch[a.memory][current->simdgroup];
   u8 flags = cell->flags;
@@ -72,8 +79,9 @@ static inline void note_read(Cell* cell, const Access& a) {
   if (fresh && a.memory == kDeviceMemory && (flags & kRead) && cell->read_epoch < dispatch.group_epoch[kDeviceMemory])
     flags |= kOtherGroupRead;
   bool one_simdgroup = !(flags & kManySimdgroups) && cell->reader / kLanes == current->simdgroup;
-  // All earlier reads came from this simdgroup, and a simdgroup barrier orders them before this read: they need no
-  // further check, so that the record starts again with this read.
+  // Forget earlier reads and record only this read in two cases: no thread has read since the last threadgroup barrier;
+  // or only threads of this simdgroup have, all before its last simdgroup barrier. The earlier reads are not needed: a
+  // write by another simdgroup that races with one of them also races with this read.
   bool restart = fresh || (one_simdgroup && cell->read_simd_epoch < simd_epoch);
   if (restart) {
     flags &= ~(kManyReaders | kManySimdgroups | kAtomicRead);
@@ -89,6 +97,8 @@ static inline void note_read(Cell* cell, const Access& a) {
   cell->flags = flags | kRead;
 }
 
+// Checks an access to the granules (elements) `first` to `last` of a buffer or variable, and records it in their cells.
+// `shift` is the base-2 logarithm of a granule's bytes.
 static inline void check_cells(Cell* cell, u64 first, u64 last, u32 shift, const Access& a) {
   for (u64 i = first; i <= last; i++) {
     Cell* c = cell + i;
@@ -111,7 +121,8 @@ static void outside_region(const Region* region, u64 address, bool write, u64 pc
   int64_t offset = (int64_t)(address - region->base);
   place(add_finding(kOutOfBounds, pc, 0, "%s outside the buffer of %llu bytes", write ? "write" : "read",
                     (unsigned long long)region->size), region->name, offset);
-  // Memory farther than half a page from the buffer may not exist, and the access would crash.
+  // Unused memory surrounds each buffer, so an access just outside does no harm and the launch continues. An access
+  // more than half a page outside could crash the process, so the launch ends before it.
   int64_t far = (int64_t)kPage / 2;
   if (offset < -far || offset > (int64_t)region->size + far) abort_dispatch();
 }
@@ -168,7 +179,8 @@ static void shared_access(u64 address, u32 size, bool write, bool atomic, u64 pc
   if (LIKELY(address - threadgroup_arena < kThreadgroupArena)) return threadgroup_access(address, size, write, atomic, pc);
   counters.accesses--;
   // The address is not in a buffer or a threadgroup variable. Allow addresses in the kernel's machine code file and in
-  // this library. They hold constant tables, simdgroup slots and coverage counters, but no variables of a kernel.
+  // this library. They hold constant tables, values that lanes exchange, and coverage counters, but no variables of a
+  // kernel.
   for (int i = 0; i < 2; i++) if (address - image_low[i] < image_high[i] - image_low[i]) return;
   add_finding(kWildPointer, pc, 0, "%s at %llx, which is no memory of this thread", write ? "write" : "read",
               (unsigned long long)address);
@@ -176,7 +188,7 @@ static void shared_access(u64 address, u32 size, bool write, bool atomic, u64 pc
 }
 
 static inline void check_access(u64 address, u32 size, bool write, u64 pc) {
-  if (LIKELY(!current || address - current->stack_low < kStackBytes)) return;  // the thread's own variables
+  if (LIKELY(!current || address - current->stack_low < kStackBytes)) return;  // an address on the thread's stack
   shared_access(address, size, write, false, pc);
 }
 

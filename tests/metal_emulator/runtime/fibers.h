@@ -1,11 +1,14 @@
-// Every Metal thread is a fiber: it has its own stack, and emu_switch exchanges the stack pointers of two fibers. A
-// lane that has to wait switches directly to the next lane of its simdgroup. Control returns to the scheduler only when
-// no lane of the simdgroup can continue.
+// Runs each Metal thread as a fiber. Fibers are threads that the program itself switches; only one runs at a time. Each
+// fiber has its own stack; emu_switch leaves one fiber and continues another by changing the stack pointer.
+//
+// A lane (thread of a simdgroup) that has to wait for other threads switches directly to the next lane of its
+// simdgroup. If no lane of the simdgroup can continue, it switches to the scheduler (scheduler.h) instead.
 #pragma once
 #include <sys/mman.h>
 
 #include "base.h"
 
+// What a fiber does: it can run, waits for other threads at one of three places, or has returned from the kernel.
 enum State { kReady, kAtSimdOperation, kAtSimdgroupBarrier, kAtThreadgroupBarrier, kFinished };
 
 struct Fiber {
@@ -14,8 +17,8 @@ struct Fiber {
   u32 thread, simdgroup, lane;
   u32 position[3];           // thread_position_in_threadgroup
   State state;
-  u32 operation, line, flags;  // what the fiber waits for
-  u32 exchanges;             // simdgroup operations so far; the parity selects the slot buffer
+  u32 operation, line, flags;  // the operation or barrier at which the fiber waits (emu_exchange, emu_barrier)
+  u32 exchanges;             // number of simdgroup operations so far; odd or even selects one of two slots
 };
 
 static const u64 kStackBytes = 256 << 10;
@@ -25,14 +28,18 @@ static Fiber* current;
 static void* scheduler_stack;
 static u64 stacks;
 
-// The lanes of the running simdgroup in the order in which this pass resumes them.
+// One pass of the scheduler over the lanes of a simdgroup: each lane that can run does so until it has to wait. lane:
+// the lanes in the order of this pass. first: thread number of lane 0. next: index in `lane` of the lane that comes
+// next.
 struct Pass {
   u8 lane[kLanes];
   u32 first, count, next;
 };
 static Pass pass;
 
-// Saves the callee-saved registers on the current stack and its stack pointer in *save, then continues on stack `to`.
+// Leaves the current fiber and continues another one. Pushes the registers that a C function must preserve onto the
+// current stack and stores the stack pointer in *save. Then changes to the stack `to`, pops the registers of the fiber
+// that was left there, and returns into that fiber.
 EXPORT void emu_switch(void** save, void* to);
 #if defined(__x86_64__)
 asm(".text\n.globl emu_switch\n.type emu_switch,@function\n"
@@ -44,7 +51,8 @@ asm(".text\n.globl emu_switch\n.type emu_switch,@function\n"
 #error "metal_emulator: fibers are written for x86-64 only"
 #endif
 
-// Returns the next lane of the pass that can run, or null if there is no such lane or the launch was aborted.
+// Returns the next lane of the current pass (see Pass) that can run, or null if there is no such lane or if the launch
+// was aborted.
 static Fiber* next_ready() {
   if (dispatch.aborted) return nullptr;
   while (pass.next < pass.count) {
@@ -54,8 +62,9 @@ static Fiber* next_ready() {
   return nullptr;
 }
 
-// Stops the running fiber in `state` and switches to the next one. Returns once the scheduler has set the fiber's state
-// to kReady and a pass reaches the fiber again.
+// The running fiber calls this function when it has to wait or has finished; `state` says what it waits for. Switches
+// to the next lane that can run, or to the scheduler. Returns after the scheduler has set the fiber's state to kReady
+// and the fiber's turn comes again.
 static void leave(State state) {
   Fiber* fiber = current;
   fiber->state = state;
@@ -71,7 +80,8 @@ static void fiber_main() {
   __builtin_trap();
 }
 
-// Reserves the stacks of all fibers. The lowest page of each is a guard page: an overflow then raises a signal.
+// Reserves the stacks of all fibers. The lowest page of each stack cannot be accessed, so that a stack overflow raises
+// a signal (see on_signal in host.h).
 static void allocate_stacks() {
   stacks = (u64)mmap(0, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   for (u32 i = 0; i < kMaxThreads; i++) mprotect((void*)(stacks + i * kStackBytes), kStackGuard, PROT_NONE);
@@ -90,11 +100,12 @@ static void start_fiber(u32 thread) {
   fiber->position[2] = thread / (size[0] * size[1]);
   fiber->state = kReady;
   fiber->exchanges = 0;
-  // Stagger the stacks so that the same variable of all threads does not fall into one cache set.
+  // Start the stacks at different offsets. Otherwise the same variable of all threads would use the same few places of
+  // the CPU's cache.
   u64 top = (fiber->stack_low + kStackBytes - 256 - (thread % 61) * 192) & ~63ull;
   u64* frame = (u64*)top;
-  *--frame = 0;                  // in place of a return address: a function expects the stack pointer at 16 n + 8
+  *--frame = 0;  // in place of a return address: at its start a function expects the stack pointer at 16 n + 8
   *--frame = (u64)fiber_main;
-  for (int i = 0; i < 6; i++) *--frame = 0;
+  for (int i = 0; i < 6; i++) *--frame = 0;  // the six registers that emu_switch pops
   fiber->stack_pointer = frame;
 }

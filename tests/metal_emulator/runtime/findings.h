@@ -1,4 +1,5 @@
-// The list of findings of a dispatch. Findings of the same kind at the same two places are listed once: the first one.
+// The list of findings of a launch. A finding is a defect of the kernel that a check found. If the same defect occurs
+// again at the same places of the code, it is not listed again.
 #pragma once
 #include <stdarg.h>
 #include <stdio.h>
@@ -6,13 +7,15 @@
 
 #include "fibers.h"
 
-// Must match `KINDS` in ../runtime.py.
+// The kinds of findings. `KINDS` in ../runtime.py lists their names in the same order, because Python translates the
+// numbers to names.
 enum Kind {
   kOutOfBounds = 1, kUninitialised, kRace, kWildPointer, kDivergence, kTooMuchMemory, kArithmetic, kReadOnly,
   kSimdgroup, kStack, kMisaligned
 };
 
-// Must match `CFinding` in ../runtime.py.
+// One finding. pc, other_pc: addresses in the kernel's machine code, from which Python finds the source lines if `line`
+// is 0. ctypes reads this structure as `CFinding` in ../runtime.py: both must have the same fields in the same order.
 struct Finding {
   u32 kind, thread, other_thread, group, line, column;
   u64 pc, other_pc;
@@ -26,8 +29,8 @@ static Finding findings[kMaxFindings];
 static u32 finding_count;
 static const u32 kNobody = ~0u;
 
-// Adds a finding to the list and returns it, so that the caller can fill in the rest. Returns null if the same finding
-// is already in the list.
+// Adds a finding to the list and returns it, so that the caller can fill in the other fields. Returns null if the same
+// finding (kind, pc and other_pc) is already in the list, or if the list is full.
 __attribute__((format(printf, 4, 5)))
 static Finding* add_finding(Kind kind, u64 pc, u64 other_pc, const char* format, ...) {
   for (u32 i = 0; i < finding_count; i++)
@@ -55,7 +58,8 @@ static void place(Finding* finding, const char* name, int64_t offset) {
   finding->offset = offset;
 }
 
-// Ends the launch. The running fiber (the thread that called this function) never continues.
+// Ends the launch, after a defect with which the kernel cannot continue. The running fiber (the thread that called this
+// function) never continues.
 static void abort_dispatch() {
   dispatch.aborted = 1;
   if (current) leave(kFinished);

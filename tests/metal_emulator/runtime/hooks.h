@@ -1,6 +1,7 @@
-// The functions that clang's instrumentation calls. They have the names of the sanitizers' functions, but the
-// sanitizers' own runtimes are not linked. -fsanitize=thread reports loads and stores, -fsanitize=bounds,... reports
-// undefined behaviour, and --coverage registers its counters.
+// The emulator lets clang add function calls to a kernel: at each load and store (-fsanitize=thread), at undefined
+// behaviour (-fsanitize=bounds,...), and, to register the counters of executed code, when the kernel is loaded
+// (--coverage). clang fixes the names of these functions. Normally clang's own libraries define them. This file defines
+// them instead, and they do the emulator's checks (checks.h).
 #pragma once
 #include "checks.h"
 
@@ -30,12 +31,14 @@ EXPORT void* __tsan_memset(void* to, int value, size_t n) {
   if (n) check_access((u64)to, (u32)n, true, CALLER_PC);
   return memset(to, value, n);
 }
+// Checks the access of an atomic function. ../shim/atomics.h calls it, because clang adds no call to these accesses.
 EXPORT void emu_atomic_access(u64 address, u32 size, u32 read, u32 write) {
   if (read) shared_access(address, size, false, true, CALLER_PC);
   if (write) shared_access(address, size, true, true, CALLER_PC);
 }
 
-// A position in the source. The record that clang passes to each handler of undefined behaviour begins with it.
+// A position in the kernel's source. `data`, which clang passes to the handlers of undefined behaviour below, points to
+// a record that begins with such a position.
 struct SourcePlace {
   const char* file;
   u32 line, column;
@@ -54,7 +57,7 @@ EXPORT void __ubsan_handle_local_out_of_bounds() {
 }
 EXPORT void __ubsan_handle_divrem_overflow(void* data, u64 value, u64) {
   undefined(data, kArithmetic, "integer division by zero or overflow", value);
-  abort_dispatch();  // before the division, which would crash the process
+  abort_dispatch();  // clang calls this handler before the division, which would crash the process
 }
 EXPORT void __ubsan_handle_add_overflow(void* data, u64 v, u64) { undefined(data, kArithmetic, "signed overflow in +", v); }
 EXPORT void __ubsan_handle_sub_overflow(void* data, u64 v, u64) { undefined(data, kArithmetic, "signed overflow in -", v); }
@@ -78,8 +81,9 @@ EXPORT void __ubsan_handle_builtin_unreachable(void* data) {
   abort_dispatch();
 }
 
-// --coverage: the constructor of a kernel's image passes a function to llvm_gcov_init. emu_coverage_arrays (host.h)
-// calls it once; it then calls the functions below for each counter array.
+// With --coverage clang adds counters of executed code to a kernel. When the kernel is loaded, it passes a function
+// (`writeout`) to llvm_gcov_init. emu_coverage_arrays (host.h) calls `writeout` once. `writeout` then calls the
+// functions llvm_gcda_... below, which store the place of each function's counters in `coverage`.
 static void (*coverage_writeout)();
 struct CoverageCounters {
   u64* values;

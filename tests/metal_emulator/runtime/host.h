@@ -1,4 +1,5 @@
-// The functions that Python calls (../runtime.py), and those that the kernel's entry function calls (../lowering.py).
+// The functions through which Python runs a launch (../runtime.py declares them), and the functions emu_buffer and
+// emu_attribute, which the entry point of a kernel calls (../lowering.py generates the entry point).
 #pragma once
 #include <signal.h>
 
@@ -11,7 +12,9 @@ static Region* buffer_region[kMaxBuffers];
 
 EXPORT u64 emu_buffer(u32 index) { return buffers[index]; }
 
-// Returns the value of one of MSL's thread attributes. ATTRIBUTES in ../lowering.py lists their numbers (`which`).
+// Returns the value of a thread attribute of Metal, such as thread_position_in_grid, for the running thread. `which` is
+// the number of the attribute: ATTRIBUTES in ../lowering.py must list the same numbers. `axis`: 0, 1 or 2 for x, y or
+// z.
 EXPORT u32 emu_attribute(u32 which, u32 axis) {
   const Dispatch& d = dispatch;
   switch (which) {
@@ -35,8 +38,8 @@ EXPORT u32 emu_attribute(u32 which, u32 axis) {
   }
 }
 
-// A crash inside a kernel becomes a finding. The signal handler runs on its own stack; it does not return but switches
-// to the scheduler.
+// A kernel that crashes raises a signal. The handler `on_signal` turns the signal into a finding, and switches to the
+// scheduler instead of returning. It has its own stack, because the thread's stack may be full.
 static const int kSignals[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
 static struct sigaction previous_action[4];
 static u8 signal_stack[65536];
@@ -71,7 +74,11 @@ static void release_signals() {
   sigaltstack(&previous_stack, nullptr);
 }
 
-// ---- Functions that Python calls, in this order: reset, options, add_buffer..., run, then those that return results
+// ---- Python calls the functions below for each launch, in this order: emu_reset, emu_options, emu_add_buffer for each
+// buffer, emu_run, then the functions that return results.
+//
+// Forgets the last launch. low0 to high1: address ranges of the kernel's machine code file and of this library, whose
+// constants the kernel may read. Returns 0, or -1 if the address space cannot be reserved.
 EXPORT int emu_reset(u64 low0, u64 high0, u64 low1, u64 high1) {
   if (!reserve_memory()) return -1;
   clear_memory();
@@ -88,14 +95,17 @@ EXPORT void emu_options(u32 order, u32 seed, u32 noise, u32 strict_exit, u32 thr
   dispatch.strict_exit = strict_exit;
   dispatch.threadgroup_limit = threadgroup_limit;
 }
-// Adds a buffer and returns its address, or 0 if there is not enough memory.
+// Adds the buffer with number `index` to the launch. Returns its address, or 0 if there is not enough memory. granule:
+// bytes of an element, at most 4. initialised: whether the buffer has values before the kernel writes any. skew: bytes
+// by which the buffer's start is moved from a 16-byte boundary.
 EXPORT u64 emu_add_buffer(u32 index, const char* name, u64 size, u32 granule, u32 read_only, u32 initialised, u32 skew) {
   Region* region = index < kMaxBuffers ? add_region(name, size, granule, read_only, initialised, skew) : nullptr;
   if (!region) return 0;
   buffer_region[index] = region;
   return buffers[index] = region->base;
 }
-// Runs the kernel over the grid, one threadgroup after the other. Returns whether the dispatch was aborted.
+// Runs the kernel for all threads of the grid, one threadgroup after the other. Returns 1 if a defect of the kernel
+// ended the launch early, else 0.
 EXPORT int emu_run(void (*entry)(), u64 image_base, const u32* grid, const u32* group) {
   dispatch.entry = entry;
   dispatch.image_base = image_base;
@@ -105,7 +115,7 @@ EXPORT int emu_run(void (*entry)(), u64 image_base, const u32* grid, const u32* 
   u32 total = 1;
   for (int axis = 0; axis < 3; axis++) {
     dispatch.grid[axis] = grid[axis];
-    dispatch.group[axis] = group[axis] < grid[axis] ? group[axis] : grid[axis];  // MLX clamps the group to the grid
+    dispatch.group[axis] = group[axis] < grid[axis] ? group[axis] : grid[axis];  // as MLX does
     dispatch.groups[axis] = (grid[axis] + dispatch.group[axis] - 1) / dispatch.group[axis];
     total *= dispatch.groups[axis];
   }
@@ -130,7 +140,9 @@ EXPORT u32 emu_finding_count() { return finding_count; }
 EXPORT const Finding* emu_finding(u32 index) { return &findings[index]; }
 EXPORT const Counters* emu_counters() { return &counters; }
 
-// Must match `CTraffic` in ../runtime.py.
+// The bytes that a launch read and wrote in one buffer. The fields distinct_... count each byte once. unwritten: number
+// of granules (elements of at most 4 bytes) that were never written; first_unwritten: index of the first one. ctypes
+// reads this structure as `CTraffic` in ../runtime.py: both must have the same fields in the same order.
 struct Traffic {
   u64 bytes_read, bytes_written, distinct_read, distinct_written, unwritten, first_unwritten;
 };
@@ -147,14 +159,16 @@ EXPORT void emu_traffic(u32 index, Traffic* result) {
     else if (!result->unwritten++) result->first_unwritten = i;
   }
 }
-// Returns the address of the code that last wrote this byte of an output, and the thread in *thread.
+// Returns the address of the code that last wrote the byte at `offset` of an output buffer, and stores the number of
+// the thread that wrote it in *thread.
 EXPORT u64 emu_last_writer(u32 index, u64 offset, u32* thread) {
   const Region* region = buffer_region[index];
   const Cell* cell = &region->cells[offset >> region->shift];
   *thread = cell->writer;
   return dispatch.image_base + cell->write_pc;
 }
-// Returns the coverage counters of the image that was loaded last. Their addresses are valid while the image is loaded.
+// Stores in *list where the kernel that was loaded last has its counters of executed code (--coverage), with one entry
+// per function, and returns the number of entries. The counters' addresses are valid while the kernel is loaded.
 EXPORT u32 emu_coverage_arrays(const CoverageCounters** list) {
   coverage_count = 0;
   if (coverage_writeout) coverage_writeout();

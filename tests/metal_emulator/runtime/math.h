@@ -1,11 +1,13 @@
-// MSL's float functions, computed by libm. With the option `noise` each result is changed at random by as many units in
-// the last place as the Metal specification allows. Tests use it to see whether their tolerances suffice.
+// The float functions of Metal's standard library, computed by libm (C's library of mathematics). With the launch's
+// option `noise` each result is moved at random by up to the error that the Metal specification allows, in units in the
+// last place. Tests use `noise` to see whether their tolerances suffice.
 #pragma once
 #include <math.h>
 #include <xmmintrin.h>
 
 #include "base.h"
 
+// Returns `value`, with the option `noise` moved at random by at most `bound` units in the last place.
 static inline float noisy(float value, u32 bound) {
   if (LIKELY(!dispatch.noise) || !isfinite(value) || value == 0) return value;
   int shift = (int)(next_random() % (2 * bound + 1)) - (int)bound;
@@ -16,7 +18,8 @@ static inline float noisy(float value, u32 bound) {
   return value;
 }
 
-// Parameters: name, expression, allowed error of the precise variant, allowed error of the fast variant.
+// Defines the two variants of a function of x: emu_precise_<name> and emu_fast_<name>. The bounds are the errors of the
+// precise and of the fast variant that the Metal specification allows, in units in the last place.
 #define UNARY(name, expression, precise_bound, fast_bound)                                   \
   EXPORT float emu_precise_##name(float x) { return noisy((expression), precise_bound); }     \
   EXPORT float emu_fast_##name(float x) { return noisy((expression), fast_bound); }
@@ -36,7 +39,7 @@ UNARY(rint, rintf(x), 0, 0) UNARY(round, roundf(x), 0, 0) UNARY(fabs, fabsf(x), 
 EXPORT float emu_precise_exp(float x) { return noisy(expf(x), 4); }
 EXPORT float emu_precise_tanh(float x) { return noisy(tanhf(x), 5); }
 EXPORT float emu_fast_exp(float x) { return noisy(expf(x), 3 + (u32)fabsf(fminf(2 * x, 300))); }
-// The specification defines fast::tanh by this quotient, which is inf / inf = NaN beyond x = 44.
+// The Metal specification defines fast::tanh(x) by this quotient. For x above about 44 it is inf / inf = NaN.
 EXPORT float emu_fast_tanh(float x) {
   float t = emu_fast_exp(2 * x);
   return (t - 1) / (t + 1);
@@ -49,15 +52,17 @@ BINARY(pow, powf(x, y), 16, 32) BINARY(powr, powf(x, y), 16, 32) BINARY(atan2, a
 BINARY(fmod, fmodf(x, y), 0, 0) BINARY(fmin, fminf(x, y), 0, 0) BINARY(fmax, fmaxf(x, y), 0, 0)
 BINARY(fdim, fdimf(x, y), 0, 0) BINARY(nextafter, nextafterf(x, y), 0, 0)
 EXPORT float emu_precise_divide(float x, float y) { return noisy(x / y, 0); }
-// The specification gives no result of fast::divide for divisors above 2^126, so the emulator returns NaN.
+// The Metal specification does not define fast::divide for divisors above 2^126. Return NaN there, so that tests notice
+// such a division.
 EXPORT float emu_fast_divide(float x, float y) { return fabsf(y) > 0x1p126f ? NAN : noisy(x / y, 2); }
 
 EXPORT float emu_fma(float x, float y, float z) { return fmaf(x, y, z); }
 EXPORT float emu_ldexp(float x, int e) { return ldexpf(x, e); }
 EXPORT float emu_frexp(float x, int* e) { return frexpf(x, e); }
 
-// Converts a float to bfloat16, rounded to nearest even. clang calls this function of compiler-rt and expects the
-// result in the lowest bits of the register xmm0.
+// Converts a float to bfloat16, rounded to nearest even. clang calls this function for the conversion; its library
+// compiler-rt, which normally defines it, is not linked. clang expects the result in the lowest bits of the register
+// xmm0.
 EXPORT __m128 __truncsfbf2(float x) {
   u32 bits;
   memcpy(&bits, &x, 4);

@@ -1,8 +1,11 @@
-// The runtime of the Metal emulator, one translation unit so that the memory checks can be inlined into the hooks.
-//   base.h       types and the state of the dispatch        fibers.h     a stack and a switch per thread
-//   findings.h   the list of findings                       memory.h     buffers, threadgroup variables, shadow cells
-//   checks.h     bounds, initialisation, races              hooks.h      entry points of clang's instrumentation
-//   simdgroup.h  exchange between lanes, matrices           scheduler.h  orders, barriers, divergence
-//   math.h       float functions                            host.h       what Python and the entry stub call
-// No C++ library: built with -fno-exceptions -fno-rtti and linked to libc and libm only.
+// The runtime of the Metal emulator: it runs the threads of a compiled kernel on the CPU and checks each memory access.
+// All parts are compiled as one file, so that the compiler can inline the checks into the functions that a kernel
+// calls.
+//   base.h       types and the state of the launch          fibers.h     threads: a stack each, and the switch
+//   findings.h   the list of findings (defects)             memory.h     buffers, threadgroup variables, their cells
+//   checks.h     bounds, initialisation, races              hooks.h      functions that clang makes a kernel call
+//   simdgroup.h  exchange between lanes, matrices           scheduler.h  order of threads, barriers, divergence
+//   math.h       float functions                            host.h       functions that Python and the entry point call
+// The runtime does not use the C++ library: it is compiled with -fno-exceptions -fno-rtti and linked to libc and libm
+// only.
 #include "host.h"

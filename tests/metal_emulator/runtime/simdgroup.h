@@ -1,17 +1,22 @@
-// Simdgroup operations: lanes exchange values. A lane writes up to 64 bytes to its slot and waits for the others. When
-// all have arrived, the scheduler calls complete_operation; then every lane reads the slots it needs (shim/simd.h).
-// Slots are double-buffered: a lane may write its next value while another lane still reads the current ones.
+// Simdgroup operations: the lanes (the 32 threads of a simdgroup) exchange values, for example in simd_sum. Each lane
+// copies its value, up to 64 bytes, to its slot and waits for the others. When all have arrived, the scheduler calls
+// complete_operation. Then every lane reads the slots that it needs (../shim/simd.h).
+//
+// Each lane has two slots, used in turn: it may write its next value while another lane still reads the current one.
 #pragma once
 #include "findings.h"
 
-// Must match the values in ../shim/simd.h and matrix.h.
+// The numbers of the matrix operations. complete_operation uses them, and ../shim/matrix.h passes the same numbers to
+// emu_exchange. Numbers below 100 are other simdgroup operations (../shim/simd.h), for which the runtime has nothing to
+// compute.
 enum Operation { kFirstMatrixOperation = 100, kMatrixLoad = 100, kMatrixStore = 101, kMatrixMultiply = 102 };
 
 static u8 slots[kMaxSimdgroups][2][kLanes][kSlotBytes] __attribute__((aligned(64)));
 static u32 active_lanes[kMaxSimdgroups][2];
 
-// Writes the lane's value to its slot, waits for the other lanes, and returns the slots of all lanes. Bit n of *active
-// says whether lane n took part.
+// Copies the lane's value to its slot in `slots`, waits until all lanes have done so, and returns the slots of all
+// lanes. Bit n of *active says whether lane n took part. `operation` and `line` say which function is called, and
+// where.
 EXPORT void* emu_exchange(u32 operation, const void* data, u32 size, u32 line, u32* active) {
   Fiber* fiber = current;
   u32 parity = fiber->exchanges & 1;
@@ -37,12 +42,13 @@ EXPORT void emu_bad_index(const char* name, u64 index, u64 extent, u32 line) {
   place(finding, name, 0);
 }
 
-// Apple's layout of an 8x8 matrix: two neighbouring columns per lane (MLX's own GEMM relies on the same formula).
+// A lane holds two elements of an 8x8 matrix, in neighbouring columns. Return their row, and the column of the first
+// one. MLX's own matrix kernels rely on the same layout.
 static inline u32 matrix_row(u32 lane) { return (lane >> 2 & 4) + (lane >> 1 & 3); }
 static inline u32 matrix_column(u32 lane) { return (lane >> 2 & 2) * 2 + (lane & 1) * 2; }
 
-// Computes C + A B. The slot of a lane holds its two elements of A, B and C as floats; the lane's two elements of the
-// result are stored behind them, as elements 6 and 7.
+// Computes C + A B for 8x8 matrices. The slot of a lane holds six floats: its two elements of A, of B and of C. The
+// lane's two elements of the result are stored behind them, as elements 6 and 7 of the slot.
 static void multiply_matrices(u8 (*slot)[kSlotBytes]) {
   float a[8][8], b[8][8], c[8][8];
   for (u32 lane = 0; lane < kLanes; lane++) {
@@ -70,8 +76,9 @@ static void matrix_finding(const Fiber* fiber, const char* what, u32 place_code)
   if (finding) finding->line = fiber->line, finding->thread = fiber->thread;
 }
 
-// Called when all lanes in `mask` have written their slots; `fiber` is one of them. Computes matrix products, and
-// checks the arguments of matrix operations.
+// Completes a simdgroup operation after the lanes in `mask` (bit n: lane n) have written their values to their slots.
+// `fiber` is any lane that takes part. Matrix products are computed here. Loads and stores of matrices are only
+// checked: all 32 lanes must take part, with the same arguments.
 static void complete_operation(const Fiber* fiber, u32 mask) {
   u32 parity = fiber->exchanges & 1;
   u8 (*slot)[kSlotBytes] = slots[fiber->simdgroup][parity];

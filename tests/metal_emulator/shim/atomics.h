@@ -1,5 +1,6 @@
-// <metal_atomic>: relaxed order only, as in MSL. Threads switch only where they wait, so plain code is atomic; the
-// runtime is told about the access so that atomic and plain accesses to one place count as a race.
+// Metal's atomic functions (header <metal_atomic>). As in Metal, the memory order is always relaxed. The emulator
+// changes from one thread to another only where a thread waits, so an ordinary load and store together are atomic
+// already. Each function calls emu_atomic_access, which tells the race check that the access is atomic.
 #pragma once
 namespace metal {
 enum memory_order { memory_order_relaxed };
@@ -11,6 +12,7 @@ struct atomic {
 };
 template <typename T> EMU_UNCHECKED T emu_plain_load(ulong p) { return *(device T *)p; }
 template <typename T> EMU_UNCHECKED void emu_plain_store(ulong p, T v) { *(device T *)p = v; }
+// A parameter of type emu_not_deduced<T> accepts any value that converts to T: only the pointer decides what T is.
 template <typename T> struct emu_same { typedef T type; };
 template <typename T> using emu_not_deduced = typename emu_same<T>::type;
 
@@ -48,7 +50,7 @@ template <typename T> using emu_not_deduced = typename emu_same<T>::type;
   EMU_FETCH(SPACE, fetch_and, old & v) EMU_FETCH(SPACE, fetch_or, old | v) EMU_FETCH(SPACE, fetch_xor, old ^ v)
 EMU_ATOMICS(device) EMU_ATOMICS(threadgroup)
 }
-// Macros, because OpenCL has types of its own by some of these names.
+// These names are macros and not types, because OpenCL already has other types with some of these names.
 #define atomic_int metal::atomic<int>
 #define atomic_uint metal::atomic<uint>
 #define atomic_bool metal::atomic<bool>

@@ -1,4 +1,5 @@
-// Barriers. The line is the caller's: the scheduler compares where threads wait.
+// Metal's barriers. A caller does not pass `line`: its default value is the line of the call in the kernel. The
+// scheduler compares these lines to find out whether all threads wait at the same barrier (../runtime/scheduler.h).
 #pragma once
 namespace metal {
 enum class mem_flags : uint { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };

@@ -1,8 +1,12 @@
-// <metal_math>, <metal_integer>, <metal_common>, <metal_relational>, <metal_geometric>.
-// Float functions go to libm wrappers in ../runtime/math.h; half goes through float and is rounded once.
-// As in MSL there is no overload for bfloat here (MLX's preamble adds them) and exp(int) is ambiguous.
+// The functions of Metal's headers <metal_math>, <metal_integer>, <metal_common>, <metal_relational> and
+// <metal_geometric>.
+//
+// A float function calls libm through ../runtime/math.h. A half function converts its arguments to float, calls the
+// float function, and rounds the result once. Functions of bfloat are not defined here, because MLX's preamble adds
+// them. As in Metal, exp(int) is ambiguous and therefore a compile error.
 #pragma once
 namespace metal {
+// EMU_MAPn defines, for a function of n scalars, the function that applies it to each element of vectors.
 #define EMU_MAP1(name)                                                                              \
   template <typename V>                                                                             \
   EMU_INLINE enable_if_t<emu_is_vector<V> && is_floating_point_v<emu_scalar<V>>, V> name(V x) {     \
@@ -55,7 +59,8 @@ namespace metal {
   EMU_FLOAT2(F, fmax) EMU_FLOAT2(F, fdim) EMU_FLOAT2(F, nextafter) EMU_FLOAT2(F, divide) EMU_FRACT
 namespace precise { EMU_FLOAT_FUNCTIONS(precise) }
 namespace fast { EMU_FLOAT_FUNCTIONS(fast) }
-// MLX compiles with math mode "safe" unless compile_options says otherwise: plain metal::exp is then the precise one.
+// Functions without `precise::` or `fast::`, such as metal::exp, are the precise ones, because MLX compiles kernels
+// with the math mode "safe". EMU_FAST_MATH is defined for kernels whose `compile_options` choose another math mode.
 #ifdef EMU_FAST_MATH
 EMU_FLOAT_FUNCTIONS(fast)
 #else

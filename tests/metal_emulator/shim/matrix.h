@@ -1,5 +1,8 @@
-// <metal_simdgroup_matrix>: 8x8 matrices, two elements per lane (layout: matrix_row / matrix_column).
-// Element types are independent: half x half -> float is legal. Products accumulate in float.
+// Matrices of 8 x 8 elements that the 32 lanes of a simdgroup hold together (Metal's header <metal_simdgroup_matrix>).
+// Each lane holds two elements: row matrix_row(), columns matrix_column() and matrix_column() + 1.
+//
+// The factors and the result of a product may have different element types, e.g. half x half -> float. Products
+// accumulate in float.
 #pragma once
 namespace metal {
 EMU_INLINE uint matrix_row() { uint l = emu_lane(); return (l >> 2 & 4) + (l >> 1 & 3); }
@@ -30,12 +33,17 @@ EMU_INLINE simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(T value) {
   return m;
 }
 
-// Every lane must pass the same arguments: published, and compared by the runtime.
+// Metal requires that all lanes load or store a matrix with the same arguments. Each lane publishes its arguments
+// (emu_publish copies them to memory of the runtime), and the runtime compares them (complete_operation in
+// ../runtime/simdgroup.h).
 EMU_INLINE void emu_same_in_all_lanes(uint operation, ulong pointer, ulong stride, ulong2 origin, bool transpose, uint line) {
   struct Arguments { ulong v[4]; } a = {{pointer, stride, origin.x << 32 | origin.y, transpose}};
   emu_publish(operation, a, line);
 }
-// Index of an array of matrices; ../lowering.py puts it around every such index.
+// clang accepts the index one past the end of an array of matrices. Therefore ../lowering.py replaces each index i of
+// an array `a` of matrices by emu_index<EMU_EXTENT(a)>(name, line, i), which reports an index that is too large.
+// EMU_EXTENT(a) is the length of the array `a`; if `a` is a pointer, it is the largest number, so that each index
+// passes.
 #define EMU_EXTENT(a) (__is_array(__remove_reference_t(decltype(a))) ? sizeof(a) / sizeof(a[0]) : ~0ul)
 template <ulong EXTENT>
 EMU_INLINE ulong emu_index(const constant char *name, uint line, ulong index) {

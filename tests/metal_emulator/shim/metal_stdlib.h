@@ -1,23 +1,29 @@
-// The Metal standard library for clang's C++ for OpenCL mode, written from the Metal Shading Language specification.
-// Only what MSL offers is declared: std::, libc, double, new, ... stay compile errors.
-// Functions are `nodebug`: their code counts as the line of the kernel that calls them.
+// Metal's standard library for the emulator, which compiles kernels with clang as C++ for OpenCL. It is written from
+// the specification of the Metal Shading Language (MSL) and declares only what MSL has. So std::, libc, double or new
+// in a kernel are compile errors.
+//
+// Functions are `nodebug`: clang gives their code the line of the kernel that calls them. Findings and line coverage
+// then name lines of the kernel.
 #pragma once
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 
-// OpenCL's address spaces have MSL's rules; an unqualified pointer is __generic and rejected by msl_rules.py.
+// clang compiles the kernels as C++ for OpenCL. OpenCL's address spaces have the same rules as Metal's but other names.
+// A pointer without an address space is an error in Metal. In OpenCL it is allowed and belongs to the space
+// `__generic`, which msl_rules.py reports.
 #define device __global
 #define constant __constant
 #define threadgroup __local
 #define thread __private
 #define kernel
-// OpenCL keywords that are plain identifiers in MSL.
+// These words are keywords in OpenCL but ordinary names in Metal. Rename them, so that kernels can use them.
 #define global msl_identifier_global
 #define local msl_identifier_local
 #define generic msl_identifier_generic
 #define pipe msl_identifier_pipe
 
 #define EMU_INLINE inline __attribute__((always_inline, nodebug))
-// Code that reads what lanes published: the runtime's own memory, so it is kept out of the instrumentation.
+// Marks a function in which clang must not add checks and counters. Such functions access memory of the runtime (values
+// that lanes exchange), or memory that has already been checked (atomics.h).
 #define EMU_UNCHECKED __attribute__((noinline, nodebug, no_sanitize("thread"), no_profile_instrument_function))
 #define METAL_FUNC inline __attribute__((always_inline))
 #define METAL_CONST constant

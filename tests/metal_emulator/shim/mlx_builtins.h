@@ -1,4 +1,5 @@
-// Apple's __metal_* builtins and the logging class, as far as MLX's preamble (bf16_math.h, logging.h, utils.h) uses them.
+// Functions __metal_... that are built into Apple's compiler, and Metal's class os_log for messages. Only those are
+// defined that MLX's preamble uses: bf16_math.h, logging.h and utils.h, which MLX puts before each kernel.
 #pragma once
 #define __METAL_FAST_MATH__ true
 #define __METAL_PRECISE_MATH__ false
@@ -22,7 +23,9 @@ EMU_INLINE float __metal_fmedian3(float x, float y, float z, bool) {
 EMU_INLINE float __metal_ldexp(float x, int e, bool = false) { return metal::ldexp(x, e); }
 EMU_INLINE float __metal_frexp(float x, thread int *e) { return metal::frexp(x, *e); }
 EMU_INLINE ushort __metal_get_simdgroup_size(ushort) { return 32; }
-// __builtin_LINE here would be this file's; 0 makes lanes comparable by operation only.
+// A function of simd.h takes the line of its call as last argument, and the runtime reports lanes that wait at
+// different lines. Here the default value __builtin_LINE() would be a line of this file and not of the kernel. Pass 0
+// instead: the runtime then only checks that all lanes call the same function.
 #define EMU_BUILTIN_SIMD1(name) \
   template <typename T> EMU_INLINE T __metal_##name(T x) { return metal::name(x, 0); }
 EMU_BUILTIN_SIMD1(simd_max) EMU_BUILTIN_SIMD1(simd_min) EMU_BUILTIN_SIMD1(simd_sum) EMU_BUILTIN_SIMD1(simd_product)

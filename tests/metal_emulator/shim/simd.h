@@ -1,5 +1,9 @@
-// <metal_simdgroup>: every function publishes the lane's value, waits for the other lanes, then combines what it needs.
-// The numbers passed to emu_publish only have to differ from function to function; below 100 = not a matrix operation.
+// Functions in which the lanes (threads) of a simdgroup exchange values (Metal's header <metal_simdgroup>). In each
+// function a lane publishes its value (copies it to where all lanes can read it), waits for the other lanes, and then
+// combines the values that it needs.
+//
+// The first argument of emu_publish is the function's number. The runtime compares the numbers to check that all lanes
+// call the same function. They are below 100; matrix operations have numbers from 100 on (matrix.h).
 #pragma once
 namespace metal {
 template <typename T>
@@ -39,7 +43,9 @@ constexpr constant bool emu_simd_type = sizeof(emu_scalar<T>) <= 4 && is_arithme
                                         !is_same_v<emu_scalar<T>, bfloat> && !is_same_v<emu_scalar<T>, bool>;
 #define EMU_SIMD template <typename T> EMU_INLINE enable_if_t<emu_simd_type<T>, T>
 
-// Combines the values `x` of the lanes first .. last - 1 into `r`.
+// Defines a function that combines the values `x` of the lanes `first` to `last` - 1, one after the other, into the
+// result `r`. Each lane has stored its value in `lanes.slots` before (emu_publish). `expression` computes the new r
+// from r and x.
 #define EMU_REDUCTION(name, number, expression)                                                       \
   template <typename T>                                                                               \
   EMU_UNCHECKED T emu_##name(emu_lanes<T> lanes, T r, uint first, uint last) {                        \
@@ -88,7 +94,9 @@ EMU_SIMD simd_broadcast_first(T v, uint line = __builtin_LINE()) {
 EMU_SIMD simd_shuffle_xor(T v, ushort mask, uint line = __builtin_LINE()) {
   return emu_value_of(emu_publish(15, v, line), emu_lane() ^ mask, line);
 }
-// Lanes beyond the edge keep their own value; a lane that takes no part is undefined: NaN.
+// simd_shuffle_down returns the value of the lane whose number is larger by `delta`, simd_shuffle_up that of the lane
+// whose number is smaller by `delta`. If no lane has this number, the caller gets its own value back. The value of a
+// lane that has not called the function is undefined in Metal; return NaN for it.
 EMU_SIMD simd_shuffle_down(T v, ushort delta, uint line = __builtin_LINE()) {
   emu_lanes<T> lanes = emu_publish(16, v, line);
   uint lane = emu_lane() + delta;

@@ -1,4 +1,4 @@
-// <metal_type_traits> and <metal_limits>.
+// Type traits and limits of number types (Metal's headers <metal_type_traits> and <metal_limits>).
 #pragma once
 namespace metal {
 template <typename T, T v>

@@ -1,4 +1,5 @@
-// Scalar and vector types, constants, and what the runtime offers to the shim.
+// Metal's scalar types, vector types and constants, and declarations of the functions that the emulator's runtime
+// provides.
 #pragma once
 #define INFINITY (__builtin_inff())
 #define NAN (__builtin_nanf(""))
@@ -35,18 +36,20 @@ typedef __bf16 bfloat;
   typedef T T##4 __attribute__((ext_vector_type(4)));
 EMU_VECTORS(char) EMU_VECTORS(uchar) EMU_VECTORS(short) EMU_VECTORS(ushort) EMU_VECTORS(int) EMU_VECTORS(uint)
 EMU_VECTORS(long) EMU_VECTORS(ulong) EMU_VECTORS(half) EMU_VECTORS(float) EMU_VECTORS(bfloat)
-// Comparing float vectors yields int vectors here (MSL: bool vectors).
+// In OpenCL a comparison of vectors gives a vector of integers, in Metal a vector of bool. So a bool vector is an
+// integer vector here.
 typedef int2 bool2;
 typedef int3 bool3;
 typedef int4 bool4;
-// Packed vectors may lie wherever an element may.
+// The address of a packed vector only has to be a multiple of the element's size, not of the vector's size.
 typedef uint packed_uint2 __attribute__((ext_vector_type(2), aligned(4)));
 typedef uint packed_uint4 __attribute__((ext_vector_type(4), aligned(4)));
 typedef float packed_float4 __attribute__((ext_vector_type(4), aligned(4)));
 typedef half packed_half4 __attribute__((ext_vector_type(4), aligned(2)));
 typedef bfloat packed_bfloat4 __attribute__((ext_vector_type(4), aligned(2)));
 
-// ../runtime/host.h, simdgroup.h, scheduler.h, memory.h
+// Functions of the emulator's runtime, which kernels and the other headers call. ../runtime/ defines them with the same
+// parameters, in host.h, hooks.h, memory.h, scheduler.h and simdgroup.h.
 extern "C" {
 ulong emu_buffer(uint index);
 uint emu_attribute(uint which, uint axis);
@@ -65,7 +68,9 @@ EMU_INLINE constexpr T as_type(U x) {
 }
 
 namespace metal {
-namespace metal = ::metal;  // so that metal::float4(...), which a macro turns into metal::metal::..., is found
+// A macro (vector_constructors.h) turns `metal::float4(...)` into `metal::metal::emu_construct<float4>(...)`. This
+// alias makes the doubled name valid.
+namespace metal = ::metal;
 typedef ::bfloat bfloat_t;
 #define EMU_USE(T) using ::T; using ::T##2; using ::T##3; using ::T##4;
 EMU_USE(uchar) EMU_USE(ushort) EMU_USE(uint) EMU_USE(ulong) EMU_USE(bfloat)

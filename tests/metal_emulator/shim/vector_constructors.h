@@ -1,4 +1,6 @@
-// float4(...) constructs a vector. A function-like macro fires in `float4(a, b, c, d)`, never in `float4 x`.
+// In Metal an expression like float4(a, b, c, d) constructs a vector, which clang does not support. The macros below
+// turn it into a call of metal::emu_construct (vectors.h). A macro with parameters is expanded only before a
+// parenthesis, so a declaration like `float4 x` stays unchanged.
 #pragma once
 #define char2(...) metal::emu_construct<char2>(__VA_ARGS__)
 #define char3(...) metal::emu_construct<char3>(__VA_ARGS__)
