@@ -413,9 +413,9 @@ def arguments_of(way: Way, parts: dict[Part, list[Block]], H: int) -> dict[str, 
 
 
 def order_of(blocks: list[list[Block]], gates: str) -> str:
-    """Return the gate order, such as "ifgo", of the parameter that consists of these blocks. `blocks` holds for each
-    of the `gates` a list of blocks (H rows of a parameter each). Return "" if a gate has several blocks, or if one
-    of the blocks belongs to another parameter."""
+    """Return the gate order, such as "ifgo", in which one parameter holds the blocks of all gates. A block is H rows
+    of a parameter. `blocks` has a list of blocks for each of the `gates`. Return "" if a gate has several blocks, or
+    if the blocks belong to different parameters."""
     firsts = [each[0] for each in blocks if len(each) == 1]
     like = {(block.name, block.form, block.columns) for block in firsts}
     if len(firsts) != len(gates) or len(like) != 1 or firsts[0].k != len(gates):

@@ -695,7 +695,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, said):
     assert len(trials) == 1 and not said
 
 
-# --- Kernels that a trial run covers ---------------------------------------------------------------------------------
+# --- Kernels that the library tests in a trial run before their first use --------------------------------------------
 
 
 # Calls that together use as many kernels as possible: {name: (engine, (T, B, I, H, P), options)}

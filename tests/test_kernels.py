@@ -400,8 +400,8 @@ def test_what_a_nearly_closed_gate_lets_through_has_all_its_digits(engine, op, B
 
 
 def judge_each_element(case, engine):
-    """Check that every element of outputs and gradients is within its own error bound. With a batch of 9, `fused`
-    uses its kernel with 8 x 8 matrix products."""
+    """Check that every element of outputs and gradients is within its own error bound. `fused` computes batches of
+    at least 9 with 8 x 8 matrix products here, so that cases with B = 9 test this kernel."""
     cotangents = draw_cotangents(np.random.default_rng(5), forward(**case), np.float32)
     ref, limit = forward(**case) | backward(case, cotangents), elementwise_bounds(case, np.float32, cotangents)
     with on_metal(), matrices_from(9):

@@ -153,8 +153,8 @@ class Attempt:
 
     def note_end(self, end: ChildError) -> None:
         """Handle the end of the child process during a test run of kernels: append to `self.verdicts` that these
-        kernels are refused. But if the child exited on its own before its first answer, its imports failed and no
-        kernel is to blame. Then raise `CannotBegin`."""
+        kernels are refused. If the child exited on its own before its first answer, raise `CannotBegin` instead:
+        the child's imports failed, so no kernel is to blame."""
         if not self.began and end.code is not None and end.code >= 0:
             raise CannotBegin(str(end))
         said = _children[-1].said() or "it said nothing"

@@ -1,5 +1,5 @@
-"""The function `pointwise`: run a recurrent cell that the user wrote on the engines of this package. The cell's
-arithmetic treats each hidden unit by itself."""
+"""The function `pointwise`: it runs a recurrent cell that the user wrote as a Python function. The engines compute the
+products with the weights; the function then computes each hidden unit from the numbers of this unit alone."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

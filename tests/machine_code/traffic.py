@@ -113,8 +113,8 @@ def step_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, fl
         return twice((own + before * later) * step)
     if buffer.name == "gates":
         own = step if kind == "backward" else 0
-        # A GRU's backward pass multiplies the weights of the candidate gate by dz * r, so it also reads r, a third of
-        # the gates.
+        # A GRU also reads its gate r, a third of the gates: forward r of the same step, and backward r of the step
+        # that ran before, to multiply r and the gradient of the candidate's preactivation.
         extra = step / 3 * (later if kind == "backward" else 1) if op == "gru" else 0
         return own + extra, own + extra * product(problem, launch)[2]
     return step, step

@@ -326,9 +326,9 @@ def resets_before(problem: Problem) -> bool:
 
 
 class StepKernel:
-    """The kernel of one step: a shader that computes a recurrent product, mostly also the cell, and writes one array
-    per launch. The kernel can be launched in two variants. The second one has additional threadgroups, which copy
-    arrays that earlier steps wrote into one array (a join).
+    """The kernel of one step. Its shader computes a recurrent product and, in most kernels, also the cell. A launch
+    writes one array. The kernel has two variants. The second one has additional threadgroups, which join the arrays of
+    earlier steps: they copy them into one array.
 
     present: the names of the arrays that the caller has. fields: the names of all arrays that the shader can read,
     separated by spaces. tile: how many rows and columns of the product a threadgroup computes. units: the number of

@@ -1,7 +1,8 @@
-"""The matrix products of the engine `numpy` that span several time steps, for one direction.
+"""The matrix products of the engine `numpy` that read arrays of the whole sequence, for one direction.
 
-Forward: the input's part of the preactivations, computed for a block of steps ahead (`SeparateProducts`) or within
-each step's own product (`JoinedProduct`). Backward: the gradients of the weights (`WeightGradients`).
+Forward: the product of the input x and Wx. `SeparateProducts` computes it for many steps at once, before these steps
+run. `JoinedProduct` computes it in each step, in one product with Wh h. Backward: the gradients of the weights
+(`WeightGradients`), each in one product over many steps.
 """
 
 from collections.abc import Sequence
