@@ -36,8 +36,7 @@ def to_torch(ours: Layer) -> torch.nn.RNNBase:
 
 
 def options(layer: Layer | torch.nn.RNNBase) -> dict[str, Any]:
-    """Return the values of the constructor arguments of `layer`. They are the arguments that the layers of torch and
-    of mlx_lstm.torch share."""
+    """Return the constructor arguments with which `layer` was made, of torch or of mlx_lstm.torch."""
     more = {"LSTM": ["proj_size"], "RNN": ["nonlinearity"]}.get(type(layer).__name__, [])
     return {name: getattr(layer, name) for name in NAMES + more}
 

@@ -74,8 +74,7 @@ def stream(model, samples):
 
 
 def main(steps=80):
-    """Train the detector, compare it with a threshold on the energy, run it as a stream, and draw its output over
-    time."""
+    """Train the detector, compare it with a threshold, run it as a stream, and draw its output over time."""
     mx.random.seed(0)
     sounds, active = map(np.stack, zip(*map(scene, [np.random.default_rng(0)] * 40), strict=True))
     frames = np.stack([features(np.pad(sound, (HOP, 0))) for sound in sounds])  # before the sound it was silent
