@@ -135,6 +135,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     Characters that the terminal cannot show are escaped."""
     code: object
     signal.signal(signal.SIGTERM, terminate)
+    sys.unraisablehook = raise_later
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -156,3 +157,18 @@ def terminate(signum: int, frame: object) -> NoReturn:
     """Raise SystemExit for a signal, so that `finally` blocks run; a second signal ends the process at once."""
     signal.signal(signum, signal.SIG_DFL)
     raise SystemExit(128 + signum)
+
+
+def raise_later(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Handle an exception that Python would ignore, because it was raised in a destructor or a callback. If it is the
+    SystemExit of `terminate`, raise it again a moment later; otherwise a signal at such a moment would be lost."""
+    end = unraisable.exc_value
+    if not isinstance(end, SystemExit):
+        sys.__unraisablehook__(unraisable)
+        return
+
+    def again(signum: int, frame: object) -> NoReturn:
+        raise SystemExit(end.code)
+
+    signal.signal(signal.SIGALRM, again)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)

@@ -249,6 +249,29 @@ def test_a_file_that_appears_meanwhile_is_kept(links, tmp_path, monkeypatch):
     assert path.read_text() == "ours" and [each.name for each in tmp_path.iterdir()] == ["out.npz"]
 
 
+def test_a_signal_in_a_destructor_ends_the_command():
+    """SIGTERM ends a command with its exit code even if it arrives while Python runs a destructor, where Python
+    ignores exceptions. `finally` blocks run."""
+    code = """
+import os, signal, time
+from mlx_lstm.machine import run_command
+class Killed:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)
+def main():
+    Killed()
+    try:
+        time.sleep(60)
+    finally:
+        print("cleared")
+run_command(main)
+"""
+    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "cleared\n", "")
+
+
 @pytest.mark.parametrize("number", ["TERM", "KILL"])
 def test_kills_during_writes(number, tmp_path):
     kill_during_writes(tmp_path, number, 3)
@@ -286,7 +309,10 @@ run_command(forever)
         process.stdout.readline()
         time.sleep(rng.uniform(0.05, 0.4))
         process.terminate() if number == "TERM" else process.kill()
-        process.communicate()
+        try:
+            process.communicate(timeout=60)
+        finally:
+            process.kill()  # a process that did not end would disturb later tests
         assert process.returncode == (143 if number == "TERM" else -9)
         assert convert.differences(layer(), convert.read(target).layers["lstm"]) == []
         left = sorted({each.name for each in folder.iterdir()} - {"in.safetensors", "out.safetensors"})
