@@ -23,9 +23,11 @@ from mlx_lstm.recurrence._trial import trial_of
 def computed(shaders, body, inputs, output):
     """Run the Metal code `body`, which calls functions of the files `shaders`, with one thread per element of the
     first input. Return the array `found` that the code writes. output: (shape, dtype) of `found`."""
-    with on_metal(), mx.stream(mx.cpu):
+    with on_metal(), mx.stream(METAL):
         header = "using Index = long;\n" + kernels.header(shaders, body)
-        kernel = mx.fast.metal_kernel("computed", list(inputs), ["found"], body, header)
+        kernel = mx.fast.metal_kernel(
+            name="computed", input_names=list(inputs), output_names=["found"], source=body, header=header
+        )
         arrays = [mx.array(value) for value in inputs.values()]
         grid = (arrays[0].size, 1, 1)
         (found,) = kernel(
@@ -107,9 +109,11 @@ const Arrays a = {{
 }};
 recurrent_input<float>(a, uint3({b * H + j}, {t}, 1));
 """
-    with on_metal(), mx.stream(mx.cpu):
+    with on_metal(), mx.stream(METAL):
         header = kernels.header(("arrays", "recurrent_input"), body) + RECORDER
-        kernel = mx.fast.metal_kernel("places_of_input", ["sizes"], ["found"], body, header)
+        kernel = mx.fast.metal_kernel(
+            name="places_of_input", input_names=["sizes"], output_names=["found"], source=body, header=header
+        )
         sizes = mx.array([T, B, D, H, 0, 1, 0], mx.int32)
         found = kernel(
             inputs=[sizes], grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[(4,)], output_dtypes=[mx.int64]

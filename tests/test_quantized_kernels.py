@@ -45,6 +45,7 @@ def test_cells_directions_options(name, engine):
             check_quantized(engine, quantized_case(packing, sizes=sizes, **options))
 
 
+@pytest.mark.not_on_a_mac("bytes: the emulator counts them")
 @pytest.mark.parametrize(
     "packing",
     [pytest.param(p, id=str(p), marks=pytest.mark.slow if p[0] in (64, 128) and p[1] != 4 else []) for p in PACKINGS],
@@ -64,6 +65,7 @@ def test_every_mode_width_and_group_is_read_once_a_step(packing):
         assert len(weights) == (3 if packing[2] == "affine" else 2)
 
 
+@pytest.mark.not_on_a_mac("bytes: the emulator counts them")
 @pytest.mark.parametrize("packing", [(64, 4, "affine"), (32, 3, "affine")], ids=str)
 def test_a_tile_reads_each_byte_once(packing):
     """For a batch of 8 sequences, one threadgroup of `stepwise` multiplies all of them by its part of the quantized
@@ -78,6 +80,7 @@ def test_a_tile_reads_each_byte_once(packing):
 FEW = [(32, 1, "affine"), (64, 4, "affine"), (128, 5, "affine"), (32, 8, "mxfp8"), (16, 4, "nvfp4")]
 
 
+@pytest.mark.not_on_a_mac("bytes: the emulator counts them")
 @pytest.mark.parametrize(
     "packing", [pytest.param(p, id=str(p), marks=[] if p in FEW else pytest.mark.slow) for p in PACKINGS]
 )
@@ -94,6 +97,7 @@ def test_fused_reads_every_mode_width_and_group_once_a_call(packing):
     assert sweep.traffic["arranged"].bytes_read == sweep.traffic["arranged"].size
 
 
+@pytest.mark.not_on_a_mac("bytes: the emulator counts them")
 @pytest.mark.parametrize("op, B, rows", [("lstm", 17, 2), ("gru", 65, 4)])
 def test_fused_reads_what_registers_do_not_hold_at_every_step(op, B, rows):
     """If only some quantized weights fit in registers, `fused` reads the weights in registers once per threadgroup,

@@ -394,7 +394,8 @@ def test_the_system_counts_gpu_cores(monkeypatch):
         machine.counted_gpu_cores.cache_clear()
         return max((machine.counted_gpu_cores() for _ in range(2)), key=bool)
 
-    assert answering(IOREG) is None and not asked  # this machine is not a Mac
+    monkeypatch.setattr(machine.sys, "platform", "linux")
+    assert answering(IOREG) is None and not asked
     monkeypatch.setattr(machine.sys, "platform", "darwin")
     assert answering(IOREG) == 38 and len(asked) == 1
     for none in (b"", b'"gpu-core-count" = "many"', b'"gpu-core-count" = 0', b'"gpu-core-count" = 99999', b"\xff\xfe"):
