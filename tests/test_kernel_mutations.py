@@ -260,7 +260,8 @@ def trials(file, kind):
         yield trial("fused", (4, 3, 5, 2, 2), lengths=np.array([2, 4, 3]), mask=None)
     if file == "stepwise":
         yield trial("stepwise", (21, 1, 2, 2, 2), op="rnn")  # concatenates rows of fewer than 8 numbers
-        yield trial("stepwise", (2, 1, 2, 4, 4), op="rnn")  # h0 has 4 numbers, which Metal binds as `constant`
+        # A mask of 4 numbers: Metal binds an array of so few numbers as `constant`.
+        yield trial("stepwise", (2, 1, 2, 4, 4), op="rnn", mask=(1, 1, "P"))
     if file == "stepwise_lanes":
         yield trial("stepwise", (2, 3, 2, 7, 7))  # H = 7: three elements remain after the vectors of 4
     if file == "stepwise_rows":
