@@ -75,8 +75,8 @@ def test_each_option_alone(option, engine, way):
 
 @pytest.mark.parametrize("option", every_so_many([(option,) for option in EVERY_OPTION], 11))
 def test_each_option_in_sequences_that_are_cut_for_their_length(option):
-    """Each option gives the right results in a sequence that the engine divides into chunks because it is long. Each
-    chunk saves all its values for the gradient."""
+    """Each option gives the right results in a sequence that the engine divides into chunks because the sequence is
+    long. The gradient computes no step again, because each chunk saves all its values."""
     with evaluating("evaluated"), patch.object(choice, "GATES", {"ops": 1}):
         assert_right(*draw_away_from_kinks(1, **EVERY_OPTION[option]), "ops")
 
@@ -479,8 +479,8 @@ def test_a_wrong_number_is_refused(every):
 
 def test_what_auto_is():
     """The value "auto" of `checkpoint_every` divides T time steps into chunks of about sqrt(T) steps. With engine
-    `ops`, chunks have a quarter of these steps. With engine `numpy`, a chunk has as many steps as fill one matrix
-    product, if that is more than sqrt(T), but at most T / 8."""
+    `ops`, a chunk has a quarter of these steps. With engine `numpy`, a chunk has max(sqrt(T), min(n, T / 8)) steps,
+    where n is the number of steps that fill one matrix product."""
 
     def chosen(engine, T, B, width, every):
         """Return the chunks that are chosen for a plain RNN cell (one gate) whose input and hidden size are `width`."""

@@ -61,8 +61,9 @@ USERS = {
     "cell": ({"stepwise": ["projection"]}, (3,)),
     "cell_lstm": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3, 19)),
 }
-# Quantized cases for `stepwise`: ((group size, bits, mode), (T, B, I, H, P)). The lanes of a SIMD group compute some
-# products, with all lanes busy or not. Tiles compute the others, with the last tile full or half empty.
+# Quantized cases for `stepwise`: ((group size, bits, mode), (T, B, I, H, P)). With B = 1 the lanes of a SIMD group
+# compute a product; in some cases a part of the lanes has no work. With B = 8 tiles compute it; in some cases the last
+# tile is half empty.
 PACKED = [
     *[(packing, (2, 1, 2, H, H)) for packing, H in (((64, 3, "affine"), 64), ((32, 8, "affine"), 320))],
     *[(packing, (2, 8, 2, H, H)) for packing, H in (((64, 3, "affine"), 64), ((32, 8, "mxfp8"), 32))],
@@ -80,8 +81,8 @@ FUSED_PACKED = [
 # of the batch in some cases and several in others.
 POINTWISE = [(cell, (4, 3, 2, 19)) for cell in ("slstm", "zoneout_lstm", "sum_peephole_lstm", "gru", "indrnn")]
 POINTWISE += [("peephole_lstm", (4, 41, 2, 9)), ("minimal_gru_log", (4, 1, 2, 33))]
-# Cells that compute one function of their preactivation, with the largest absolute preactivation. The functions use
-# different formulas for small and for large arguments.
+# (function, largest absolute argument). Each function is tested in a cell that applies it to the preactivation. The
+# functions use different formulas for small and for large arguments.
 FUNCTIONS = [(mx.erf, 6.0), (mx.expm1, 1e-3), (mx.expm1, 2.0), (lambda u: mx.sign(u) + mx.sign(u - u), 1.0)]
 BOTH_FORMS = ("cell_lstm", "fused", "fused_arrange")
 """Shader files used by both kinds of products: by lanes and by 8 x 8 matrices."""
