@@ -108,8 +108,8 @@ def table() -> tuple[Counted, ...]:
 def kernel_of(launch: Launch, problem: Problem) -> Kernel:
     """Return the key in machine_code.csv of a launch with a recurrent product.
 
-    A stepwise kernel that also joins arrays of earlier time steps (`_joining`) gets the key of the kernel that does
-    not. Suffixes distinguish kernels of the same name: for inference, with a projection, for a GRU that resets
+    A stepwise kernel that also joins arrays of earlier time steps (`_joining`) gets the key of the kernel that joins
+    nothing. Suffixes distinguish kernels of the same name: for inference, with a projection, for a GRU that resets
     before the product, and with quantized weights.
     """
     name = launch.name.removesuffix("_joining") + "_for_inference" * (not problem.training)
@@ -134,8 +134,8 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
 
 
 def constant_of(launch: Launch, name: str, absent: int) -> int:
-    """Return the value of a template parameter, an integer, in the source of a launch's kernel, or `absent` if the
-    source has no such parameter. The sizes of a tile can be read only in the source."""
+    """Return the integer that the source of a launch's kernel defines under this name, or `absent` if the source does
+    not define it. Only the source says how large a tile is."""
     return constants_of(launch.text).get(name, absent)
 
 

@@ -451,8 +451,8 @@ def step_seconds(
 
 
 def default_over_best(dtype: mx.Dtype, B: int, H: int, chip: Chip, cell: Cell = LSTM) -> float:
-    """Return the ratio of two predicted times: that of the default engine and division of work, divided by the
-    shortest time of all engines and divisions."""
+    """Return the predicted time of the default engine with its default division of work, divided by the shortest
+    predicted time of all engines and divisions."""
     times: dict[tuple[str, int], float | None] = {("stepwise", 0): step_seconds(dtype, B, H, chip, "stepwise", 0, cell)}
     for rows in (1, 2, 8 if fits_matrices(cell, H) else 4) if FUSED_LIMIT[cell.op] >= H else ():
         times["fused", rows] = step_seconds(dtype, B, H, chip, "fused", rows, cell)
