@@ -96,7 +96,7 @@ void distance_to_next(bool exists, thread const Place<Index>& step, thread Place
 template <class L> bool is_live(L lengths, int t, int length) { return !is_present(lengths) || t < length; }
 
 // Return a pointer to the first weight vector of lane `index` of a threadgroup of `threads`. The vectors of one lane
-// lie 32 apart, because the 32 lanes of a simdgroup read theirs side by side.
+// lie 32 vectors apart, because the vectors that the 32 lanes of a simdgroup read at the same time lie side by side.
 template <int COUNT, class V, class W>
 const device V* vectors_of_lane(W arranged, int direction, uint index, uint threads) {
   const uint simdgroup = direction * threads / 32 + index / 32;
