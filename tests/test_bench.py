@@ -123,7 +123,7 @@ def test_every_contender_agrees_and_the_bound_is_tight(dtype):
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_judge_of_a_stack_evaluates_it_and_its_gradient(cell):
     """The judge (float64 reference) computes the right gradients of two bidirectional layers: they agree with
-    difference quotients along a random direction of every array."""
+    difference quotients of the judge's forward pass along a random direction of every array."""
     rng = np.random.default_rng(1)
     numbers = CASES[f"cudnn_{cell}"].draw(Size(3, 2, 3, 2), "float32")
     numbers = {name: array.astype(np.float64) for name, array in numbers.items()}

@@ -175,8 +175,8 @@ def test_an_engine_that_was_asked_for_has_to_run(capsys):
 
 
 def test_a_file_that_cannot_be_written(capsys):
-    """If the JSON file cannot be written, the command says so before any comparison. The file's folder is missing or
-    not writable."""
+    """If the JSON file cannot be written, the command says so before any comparison. The test has one
+    folder that is missing and one that is not writable."""
     with pytest.raises(SystemExit) as info:
         command.main(["--file", "/proc/nothing/x.json"])
     assert info.value.code == 2 and "--file: no folder /proc/nothing" in capsys.readouterr().err

@@ -461,9 +461,9 @@ def test_a_stack_of_a_dialect_keeps_little():
 
     with mx.stream(mx.cpu):
         few, all_of_it = peak_of(lambda: step("auto")), peak_of(lambda: step(None))
-    # The unit of memory is an array of the size of h [T, N, H]. Each of the L layers needs three: h, its gradient and
-    # the gradient of the layer's input. Dropout needs three more between two layers. One chunk of T / 8 steps needs 4
-    # arrays per step, two of c and two of h: 4 / 8 units. The factor 1.25 covers all other memory.
+    # The unit of memory is an array of the size of h [T, N, H]. Each of the L layers needs three such arrays: h, its
+    # gradient and the gradient of the layer's input. Dropout needs three more between two layers. One chunk of T / 8
+    # steps needs 4 arrays per step, two of c and two of h: 4 / 8 units. The factor 1.25 covers all other memory.
     assert few < 1.25 * (3 * L + 3 * (L - 1) + 4 / 8) * x.nbytes
     assert few < 0.6 * all_of_it
 

@@ -86,7 +86,7 @@ def test_many_more(seeds, dtype):
 @pytest.mark.parametrize("mode", ["lstm", "gru", "rnn_tanh"])
 def test_16_bits_within_bounds(mode, dtype):
     """In 16-bit dtypes, outputs and gradients lie within derived error bounds. Mode rnn_relu is not tested: in 16
-    bits too many inputs of relu are so near 0 that rounding changes its gradient."""
+    bits too many arguments of relu are so near 0 that rounding changes their sign, and with it the gradient."""
     for seed in range(4):
         check(seed, dtype, None, mode=mode)
 

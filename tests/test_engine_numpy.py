@@ -264,9 +264,9 @@ def test_no_sequence_is_copied(monkeypatch, word, batch_major):
 
 @pytest.mark.parametrize("word, options", [*((word, {}) for word in OPS), ("gru", {"reset": "before"})], ids=str)
 def test_gradients_of_many_calls_are_not_in_memory_at_once(word, options):
-    """If a loss calls the op once per time step, engine `numpy` gives the same gradients as engine `ops`, and its peak
-    memory is below half of the memory that the weights' gradients of all calls would take at once. The peak varies from
-    run to run, since another thread of MLX releases arrays."""
+    """A loss calls the op once per time step, so each call computes gradients of the weights. The peak memory of engine
+    `numpy` is below half of the memory that the gradients of all calls would take together. The peak varies from run
+    to run, because another thread of MLX releases arrays. The gradients equal those of engine `ops`."""
     T, H, rng = 40, 384 if word == "rnn" else 256, np.random.default_rng(0)
     G = {"lstm": 4, "gru": 3, "rnn": 1}[word]
     with mx.stream(mx.cpu):

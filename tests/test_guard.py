@@ -322,8 +322,8 @@ def test_a_child_that_cannot_begin_says_nothing(monkeypatch):
 
 
 def test_a_hang_refuses_the_engine_in_this_process_only(monkeypatch, said, capfd):
-    """A trial run that hangs makes the guard refuse the engine in this process only. There is no second trial run,
-    which would cost another minute, and none in the user's process, where the kernel might hang, too."""
+    """A trial run that hangs makes the guard refuse the engine in this process only. The trial run is not repeated: a
+    second child process would cost another minute, and the user's process might hang, too."""
     monkeypatch.setattr(_child, "SECONDS", 2)
     monkeypatch.setattr(_child, "PATIENCE", 0.5)
     monkeypatch.setattr(_guard, "is_real", lambda: True)

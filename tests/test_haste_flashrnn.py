@@ -116,7 +116,8 @@ def test_outputs_of_haste(kind):
 
 
 def test_zoneout_of_haste_is_zoneout_of_h():
-    """haste's LSTM with zoneout in inference equals `cells.zoneout_lstm` with a constant `hold_h` and no `hold_c`."""
+    """haste's LSTM with zoneout in inference equals `cells.zoneout_lstm` with the zoneout rate as `hold_h` and 0 as
+    `hold_c`."""
     arrays, x = drawn(HASTE["lstm"]), numbers(T, B, I)
     a = convert.to_ops(convert.from_haste(arrays))[0]
     hold = (mx.array(0.3), mx.array(0.0))
@@ -163,7 +164,8 @@ def test_outputs_of_flashrnn(function):
 
 
 def test_outputs_of_flashrnns_slstm():
-    """The heads of FlashRNN's sLSTM, run by `cells.slstm`, give FlashRNN's h, and go on from FlashRNN's states."""
+    """The heads of FlashRNN's sLSTM, run by `cells.slstm`, give FlashRNN's h: from states of 0, and from the last
+    states that FlashRNN returns."""
     W, R, b = of_flashrnn("slstm")
     b[1] += 2  # the forget gates are nearly open, so that log f + m exceeds i at some steps and not at others
     x = numbers(2 * T, B, I)

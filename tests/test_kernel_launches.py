@@ -218,8 +218,8 @@ def test_rows_are_few_at_the_end_of_a_sweep(left, again, most):
 
 
 def test_a_launch_binds_at_most_31_arrays():
-    """No launch binds more than 31 arrays, Metal's limit. A launch that concatenates arrays therefore reads 16 of
-    them, or 8 if its other arguments leave no room for 16."""
+    """No launch binds more than 31 arrays, which is Metal's limit. So a launch concatenates at most 16 arrays, or at
+    most 8 if its other arguments leave no room for 16."""
     assert [joined_beside(others) for others in (11, 15, 16, 23)] == [16, 16, 8, 8]
     options = {"peephole": True, "mask": (30, 2, "P"), "keep": True, "lengths": np.array([30, 3])}
     for case in (options, {**options, "projection": True}, {**options, "op": "gru", "peephole": False}, {}):
@@ -266,7 +266,7 @@ def test_a_line_of_a_kernel_is_that_of_its_file(engine):
 
 
 def test_shaders_have_few_parameters_and_short_functions():
-    """Each function in metal/ has at most 12 template parameters, 10 parameters and 80 lines."""
+    """Each function in metal/ has at most 12 template parameters, 10 function parameters and 80 lines."""
     seen = 0
     for path in shader_folder().glob("*.metal"):
         code = blank_comments(path.read_text())

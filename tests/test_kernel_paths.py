@@ -31,7 +31,8 @@ ALL = {"mask": (T, "B", "P"), "keep": True, "lengths": True}
 BARE = {"mask": ("P",), "hold": True, "keep": True, "projected_x": True, "b": None, "h0": None}
 ROWS: dict[str, dict[str, Any]] = {
     # Each row is a set of options for one call. Options that exclude each other, such as the two kinds of peepholes,
-    # are in different rows. Each gate has a different activation, so that a kernel that confuses two gates is wrong.
+    # are in different rows. Each gate has a different activation, so that a kernel that confuses two gates gives wrong
+    # results.
     "lstm": {
         **ALL,
         "peephole": True,
@@ -69,7 +70,7 @@ ROWS |= {f"{name}, reverse": ROWS[name] | {"reverse": True} for name in ("lstm",
 
 
 def cell_of(name):
-    """Return the name of a row's cell, which begins the row's name: "gru" for the row "gru, bare"."""
+    """Return the cell of a row of `ROWS`: the part of the row's name before a comma, e.g. "gru" of "gru, bare"."""
     return name.partition(",")[0]
 
 
@@ -211,7 +212,7 @@ def test_every_option_on_every_path(path, name):
 
 
 def assert_on_path(path, log):
-    """Check the log of kernel launches: the call has run the variant of the kernels that `path` describes."""
+    """Check in the log of kernel launches that a call ran the variant of the kernels that `path` describes."""
     passes = [launch for launch in log if re.search("fused_.*ward|stepwise", launch.name)]
     index = "ulong|long" if path.rare else "uint|int"
     assert passes and all(re.search(rf"Index = ({index});", launch.source) for launch in passes)

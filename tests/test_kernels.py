@@ -378,7 +378,7 @@ def test_fused_with_weights_that_do_not_fit_in_registers(H, dtype):
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_small_numbers_have_all_their_digits(engine, op, B):
-    """Each element has a small relative error even for tiny inputs x, where tanh(x) is nearly x. The formula 2
+    """Each element of the results has a small relative error even for tiny x, where tanh(x) is nearly x. The formula 2
     sigmoid(2 x) - 1 would lose all digits there."""
     case = draw(np.random.default_rng(3), op=op, sizes=(4, B, 3, 10, 10), dtype=np.float32)
     scale = {"x": 1e-4, "b": 1e-5, "bhn": 1e-5, "h0": 1e-4, "c0": 1e-4}
@@ -389,8 +389,8 @@ def test_small_numbers_have_all_their_digits(engine, op, B):
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_a_nearly_closed_gate_lets_through_has_all_its_digits(engine, op, B):
-    """Each element has a small relative error when sigmoid gates are nearly closed (biases from -30 to -8) or fully
-    open (bias 30)."""
+    """Each element of the results has a small relative error when sigmoid gates are nearly closed (biases from -30 to
+    -8) or fully open (bias 30)."""
     rng, gates = np.random.default_rng(7), {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}[op]
     options = {"activation": "sigmoid"} if op == "rnn" else {}
     case = draw(rng, op=op, sizes=(4, B, 3, 10, 10), dtype=np.float32, **options)
