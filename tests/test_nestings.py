@@ -226,7 +226,7 @@ def test_forward_mode_of_the_gradient_op_is_right_or_refused():
         (slope,) = mx.jvp(lambda dh: number(dh, "ops"), [model.dh], [out.h])[1]
         above, below = (number(model.dh + k * out.h, "ops") for k in (0.5, -0.5))
         # `above` and `below` are values of `number` half a step to either side of model.dh, along out.h. `number` is a
-        # quadratic function of its argument, so their difference equals the slope, apart from rounding.
+        # quadratic function of its argument, so their difference equals the slope, except for rounding.
         assert slope.item() == pytest.approx((above - below).item(), rel=1e-9)
         for engine in ("numpy", None):
             with pytest.raises(RuntimeError, match="has no second derivative: use engine='ops'"):
