@@ -321,8 +321,8 @@ def one_nesting(rng):
 
 
 def judge_by_differences(model, names):
-    """Check the expected values of this file: compare MLX's derivative of a loop in plain MLX, inside the
-    transformations `names`, with finite differences. Return None if they agree, otherwise an error text.
+    """Check how this file computes expected values: MLX's derivative of a loop in plain MLX, inside the
+    transformations `names`, must agree with finite differences. Return None if it does, otherwise an error text.
 
     The steps of the differences are as large as 4e-3, because MLX computes sin and cos of float64 only with float32
     accuracy.
