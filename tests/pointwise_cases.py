@@ -13,7 +13,8 @@ from mlx_lstm.oracle.pointwise import comparison_distance, evaluate_graph
 
 
 class Form(check_cells.Form):
-    """A cell that is given as a function, with the number of its gates, states, inputs of each step and parameters."""
+    """The Python function of a cell, and how many gates, states, inputs per step and parameters it has. The method
+    `graph` traces the function."""
 
     def graph(self, B, H, dtype=mx.float32):
         return traced(self.cell, Counts(self.gates, self.states, self.inputs, self.params), self.apart, (B, H), dtype)
@@ -34,7 +35,7 @@ OPTIONS = {
 
 def draw(rng, form, options, sizes=SIZES):
     """Return random (case, cotangents) for a call of a cell: a dict of its arrays and options, and a dict of the
-    cotangents of its outputs. The case's arrays are float64, rounded to float32."""
+    cotangents of its outputs. The case's arrays are float64 and hold only numbers that float32 has."""
     T, B, I, H = sizes
     G, C = form.gates, form.states - 1
     shapes = {"x": (T, B, I), "Wx": (G * H, I), "Wh": (G * H, H), "b": (G * H,), "h0": (B, H), "c0": (B, C * H)}
