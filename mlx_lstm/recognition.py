@@ -103,8 +103,8 @@ def recognise(module: nn.Module, step: Callable[[mx.array, Any], Any], D: int, H
             by `mx.compile` before.
         D (int): the number of features of x.
         H (int): the number of units, at least 2.
-        name (str): the name of the module in the returned line, such as `"self"`. Default: the line has the bare names
-            of the parameters.
+        name (str): the name of the module in the returned line, such as `"self"`. Default: the line has the names of
+            the parameters without a module.
 
     Returns:
         str or None: a call whose x is [T, B, D] and whose output is `.h`; add `h0=` and `c0=` for first states. None if

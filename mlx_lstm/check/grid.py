@@ -61,8 +61,8 @@ WIDE: dict[str, dict[str, Any]] = {
 UNBOUNDED = ("relu_gates", "identity_gates")
 """Options under which h can grow without limit. With a large batch some value of h leaves the range of float16."""
 KINKED = ("relu", "hard")
-"""Options whose activations have kinks (jumps of the slope). With a large batch one argument is so near to a kink that
-rounding to 16 bits could move it across."""
+"""Options whose activations have kinks (jumps of the slope). With a large batch, some argument of an activation is so
+near to a kink that rounding to 16 bits could move it across."""
 
 
 class GridCase(NamedTuple):

@@ -131,7 +131,7 @@ class Recurrence(nn.Module):
 def from_weights(
     weights: Weights, *, checkpoint_every: int | str | None = None, engine: Engine | None = None
 ) -> Recurrence:
-    """Return a trainable layer with these weights, whatever options their cell has.
+    """Return a trainable layer with these weights. Their cell may have any options.
 
     Use it for weights that `LSTM`, `GRU` and `RNN` cannot hold: several layers, both directions, a GRU that resets
     before the product (ONNX's default), peepholes, a clip, other activations, a projection. The layer equals

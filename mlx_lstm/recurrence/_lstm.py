@@ -185,8 +185,8 @@ def lstm_gradients(
 ) -> Arrays:
     """Return the gradients of `lstm`, computed from the outputs of a forward pass.
 
-    The results equal those of `mx.vjp` for the same arguments. No gate is recomputed. Wrong arguments raise the same
-    errors as in `lstm`.
+    The results equal the gradients that `mx.vjp` returns for the same arguments. No gate is recomputed. Wrong arguments
+    raise the same errors as in `lstm`.
 
     Args:
         x, Wx, Wh, b, h0, c0 and all options: as in the call of `lstm`, except cell_clip and forget_bias: the

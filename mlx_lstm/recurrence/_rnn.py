@@ -107,7 +107,8 @@ def rnn_gradients(
     stream: Stream = None,
 ) -> Arrays:
     """Return the gradients of `rnn`, computed from the outputs of a forward pass: a dict with a gradient for each array
-    argument that was passed, under the argument's name and in its shape. They equal those of `mx.vjp`.
+    argument that was passed, under the argument's name and in its shape. They equal the gradients that `mx.vjp`
+    returns.
 
     Args:
         x, Wx, Wh, b, h0 and all options: as in the call of `rnn`.
