@@ -11,24 +11,24 @@
 // `vectors` holds the gradients of a step's recurrent products, which the product with Wh reads. It is a double buffer
 // [2][ROWS][padded G H] in threadgroup memory. One barrier per step separates writing the gradients from the product.
 
-// Load the states before step n: h if the cell reads it, and this lane's part of the other states. At an item's first
-// step they are h0 and c0. item: the unit's position in an array [B, H]. before: the unit's position in an array [T, B,
-// H], at the step that the forward pass processed before n.
+// Load the states before step n: h if the cell reads it, and the other states. At an item's first step they are h0 and
+// c0. item: the unit's position in an array [B, H]. before: the unit's position in an array [T, B, H], at the step that
+// the forward pass processed before n.
 template <class Cell, int H, class Index, class Arrays>
 void load_states_before(
-    thread const Arrays& a, thread const Sweep& sweep, int n, Index item, Index before, int length, int lane, int unit,
-    thread float& h, thread float (&c)[REGISTERS_OF<Cell::STATES - 1, Cell::LANES>]) {
+    thread const Arrays& a, thread const Sweep& sweep, int n, Index item, Index before, int length, int unit,
+    thread float (&s)[Cell::STATES]) {
   constexpr int C = Cell::STATES - 1;
   const int t = time_of(sweep, n);
   // In reverse an item's first step is at its own last time index, which depends on its length.
   const bool begins = is_present(a.lengths) && sweep.reverse ? t + 1 == length || n == 0 : n == 0;
-  h = 0.0f;
+  s[0] = 0.0f;
   if (begins) {
-    if (Cell::READS_H != 0) h = value_at(a.h0, item, 0.0f);
-    load_blocks<C, Cell::LANES, H>(a.c0, item, lane, unit, c);
+    if (Cell::READS_H != 0) s[0] = value_at(a.h0, item, 0.0f);
+    load_all<C, H>(a.c0, item, unit, s, 1);
   } else {
-    if (Cell::READS_H != 0) h = float(a.h[before]);
-    load_blocks<C, Cell::LANES, H>(a.c, before, lane, unit, c);
+    if (Cell::READS_H != 0) s[0] = float(a.h[before]);
+    load_all<C, H>(a.c, before, unit, s, 1);
   }
 }
 
@@ -80,7 +80,7 @@ template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, cla
 void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::STATES - 1, LANES = Cell::LANES, GROUP = LANES * UNITS;
   constexpr int RUNS = P == 0 ? 0 : RUNS_OF<P * H, GROUP>, ROW = GROUP * RUNS, HALF = ROWS * ROW;
-  constexpr int NC = REGISTERS_OF<C, LANES>, NK = REGISTERS_OF<Cell::KEPT, LANES>;
+  constexpr int NK = REGISTERS_OF<Cell::KEPT, LANES>;
   constexpr int ND = REGISTERS_OF<Cell::GRADIENTS, LANES>, V = Cell::PARAMS == 0 ? 1 : Cell::PARAMS;
   constexpr int U = Cell::INPUTS == 0 ? 1 : Cell::INPUTS;
   Sweep sweep = {};
@@ -120,15 +120,15 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
       const bool live = is_live(a.lengths, t, length[r]);
       const Index at = now_at + item[r];
       const float factor = value_at(a.keep, t * sweep.B + min(int(group.x) * ROWS + r, sweep.B - 1), 1.0f);
-      float y[NK], c[NC], u[U], d[ND] = {}, du[U] = {}, dw_now[V] = {}, back[C + 1], h, outside[C + 1];
+      float y[NK], u[U], d[ND] = {}, du[U] = {}, dw_now[V] = {}, back[C + 1], before[C + 1], outside[C + 1];
       load_blocks<Cell::KEPT, LANES, H>(a.gates, at, lane, unit, y);
-      load_states_before<Cell, H, Index>(a, sweep, n, item[r], at + next_now, length[r], lane, unit, h, c);
+      load_states_before<Cell, H, Index>(a, sweep, n, item[r], at + next_now, length[r], unit, before);
       load_all<Cell::INPUTS, H>(a.inputs, at, unit, u, 0);
       load_all<1, H>(a.dh, at, unit, outside, 0);
       load_all<C, H>(a.dc, at, unit, outside, 1);
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) back[k] = ds[r][k] + outside[k];
-      Cell::backward(lane, y, h, c, factor, u, w, now[r], back, d, du, dw_now);
+      Cell::backward(lane, y, before, factor, u, w, now[r], back, d, du, dw_now);
       store_step<Cell, H, S>(a, live, real, lane, unit, at - earlier, d, du, back, current + r * ROW);
       // A threadgroup computes ROWS items. If fewer are left, the last item is computed several times. The repetitions
       // are left out here, because the sum dw would count the item more than once.

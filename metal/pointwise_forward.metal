@@ -8,15 +8,13 @@ void store_outputs(
     thread const Arrays& a, bool live, int lane, int unit, Index at, thread const float (&s)[Cell::STATES],
     thread float (&y)[REGISTERS_OF<Cell::KEPT, Cell::LANES>]) {
   constexpr int C = Cell::STATES - 1, LANES = Cell::LANES;
-  float c[REGISTERS_OF<C, LANES>] = {};
-  Cell::own_blocks(lane, s, c);
-#pragma clang loop unroll(full)
-  for (int j = 0; j < REGISTERS_OF<C, LANES>; ++j) c[j] = live ? c[j] : 0.0f;
 #pragma clang loop unroll(full)
   for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;
   store_blocks<Cell::KEPT, LANES, H>(a.gates, at, lane, unit, y);
-  store_blocks<C, LANES, H>(a.c, at, lane, unit, c);
-  if (lane == LANES - 1) a.h[at] = S(live ? s[0] : 0.0f);
+  if (lane != LANES - 1) return;
+  a.h[at] = S(live ? s[0] : 0.0f);
+#pragma clang loop unroll(full)
+  for (int k = 0; k < C; ++k) store(a.c, place_of<C, H>(at, k, unit), live ? s[k + 1] : 0.0f);
 }
 
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
