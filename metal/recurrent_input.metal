@@ -6,8 +6,8 @@
 //   h     [T, B, D H]         h0  [B, D H]               lengths  [B]
 //   mask  [T or 1, B, D H]    h_in  [D, T, B, H], output  ones  [T, B], output, may be absent
 //   x, x_in  [T, B, I], input and output, may be absent
-//   sizes  T, B, D, H, whether the only direction is the reverse one, whether every step has a mask of its own, I (0 if
-//          x is absent)
+//   sizes  T; B; D; H; 1 if the only direction is the reverse one; 1 if each step has its own mask; I, or 0 if x is
+//          absent
 template <class S, class Arrays>
 void recurrent_input(thread const Arrays& a, uint3 thread_index) {
   const int T = a.sizes[0], B = a.sizes[1], D = a.sizes[2], H = a.sizes[3];

@@ -44,8 +44,8 @@ scratch arrays."""
 
 
 class Code(NamedTuple):
-    """Python statements that compute nodes of a graph, and what they need: the scratch arrays by name, with whether
-    each is bool, and the constants by name."""
+    """Python statements that compute nodes of a graph, and what these statements need. scratch: {name of a scratch
+    array: whether its dtype is bool}. constants: {name: value}."""
 
     lines: tuple[str, ...]
     scratch: dict[str, bool]
@@ -54,8 +54,8 @@ class Code(NamedTuple):
 
 class Run(NamedTuple):
     """A group of nodes with the same operation, which one statement computes, because their operands lie side by side
-    in one array and their results in another. source, target: Python expressions for both parts. names: the names of
-    the results, one per node."""
+    in one array and their results in another. source, target: Python expressions for the operands' part of the first
+    array and the results' part of the second. names: the names of the results, one per node."""
 
     op: str
     nodes: tuple[int, ...]
@@ -171,7 +171,7 @@ def function_of(code: Code, parameters: str, once: Sequence[str], unpacked: Sequ
         space |= {name: np.empty(shape, bool if is_bool else dtype) for name, is_bool in code.scratch.items()}
         space |= {name: np.array(value, dtype) for name, value in code.constants.items()}
         space |= fixed | {"H": shape[0]}
-        # The statements were generated from a graph of numbered nodes, so they contain no text of the caller's.
+        # The statements were generated from a graph of numbered nodes, so they contain no text that the caller wrote.
         exec(compiled, space)  # nosec B102
         return space["step"]
 
@@ -211,10 +211,17 @@ def negatable(graph: CellGraph) -> str:
 def forward_function(cell: PointwiseCell, order: str, negated: str) -> Callable[..., Any]:
     """Return the function that builds a forward step: step(xs, s0, c_prev, y, c, n0).
 
-    The step reads the fixed arrays z [G H, B], the preactivations (with `graph.apart` only the recurrent part), and us
-    [U H, B], the inputs of the step. It also reads xs [G H, B], the input's part, if z does not contain it; s0 [H, B],
-    h before the step; and c_prev, the other states before it. It writes n0, the new h; c, the other new states; and y,
-    the values for the backward pass.
+    The step reads these arrays; z and us are fixed, the same in every call:
+
+        z [G H, B]     the preactivations, or only their recurrent part if `graph.apart`
+        us [U H, B]    the inputs of the step
+        xs [G H, B]    the input's part of the preactivations, if z does not contain it
+        s0, c_prev     h and the other states before the step
+
+    and writes
+
+        n0, c          h and the other states after the step
+        y              the values that the backward pass needs
 
     order: the order of the gates in z. negated: the gates whose rows of z are negated.
     """
@@ -358,11 +365,11 @@ def passes_h(graph: CellGraph) -> bool:
 class PointwiseStepBackward:
     """Compute one backward step of a cell that the user wrote, and collect what the weight gradients need.
 
-    A preactivation is the sum of a recurrent part (Wh h) and an input part (Wx x). `dz` [G H, n] collects the
-    gradients of the recurrent parts of G gates with H units each. It has n columns, one for each step and batch item
-    of a chunk. For some gates, such as a GRU's candidate, the input part has another gradient, which `dx` collects.
-    When the gradient of Wh is computed from `dz`, `end_chunk` copies `dx` to these gates' rows of `dz`, for the
-    gradients of Wx and x.
+    A preactivation is the sum of a recurrent part (Wh h) and an input part (Wx x). `dz` [G H, n] collects the gradients
+    of the recurrent parts of G gates with H units each. It has n columns, one for each step and batch item of a chunk.
+    For some gates, such as a GRU's candidate, the gradient of the input part is a different one, and `dx` collects it.
+    First `end_chunk` computes the gradient of Wh from `dz`. Then it copies `dx` to these gates' rows of `dz`, from
+    which the gradients of Wx and x are computed.
     """
 
     def __init__(self, problem: Problem, cell: PointwiseCell, v: Views, saved: Views):
