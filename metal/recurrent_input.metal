@@ -1,7 +1,7 @@
 // Compute the input of the recurrent product at every step, mask * h_prev, from which the gradient of Wh is computed.
-// It is 0 past an item's end. Also write a 1 per row into `ones`, so that sums over all rows can be computed as
-// products, and x with zeros past an item's end into `x_in`, because NaN there would spoil the gradient of Wx. Thread
-// (k, t, d) computes number k % H of batch item k / H, at time index t in direction d.
+// It is 0 past an item's end. Also write two more arrays. `ones` has a 1 per row, so that sums over all rows can be
+// computed as products. `x_in` is x with zeros past an item's end, because NaN there would spoil the gradient of Wx.
+// Thread (k, t, d) computes number k % H of batch item k / H, at time index t in direction d.
 //
 //   h     [T, B, D H]         h0  [B, D H]               lengths  [B]
 //   mask  [T or 1, B, D H]    h_in  [D, T, B, H], output  ones  [T, B], output, may be absent
