@@ -5,7 +5,7 @@ compiler."""
 import mlx.core as mx
 import pytest
 
-from machine_code import instructions
+from machine_code import cells, instructions
 from machine_code.compiler import opencl
 from machine_code.count import count
 from machine_code.instructions import FILE, Counted, Kernel, counted, kernel_of, products, table, text_hash, work_of
