@@ -200,9 +200,10 @@ def test_a_step_of_the_usual_size(kernel, most):
 
 
 def test_generated_kernels_spill_nothing_and_cost_as_much_as_written_ones():
-    """Generated kernels spill no register. In a time step of `fused`, those of the LSTM's equations take at most 1.03 of
-    the instructions of the built-in LSTM, and those of the sLSTM's equations at most 1.25. In a time step of `stepwise`,
-    those of the LSTM's equations take at most as many instructions outside of the product as the built-in LSTM."""
+    """Generated kernels spill no register. Their instructions are compared with those of the built-in LSTM. On `fused` a
+    time step of the LSTM's equations takes at most 1.03 times as many, and one of the sLSTM's equations at most 1.25
+    times as many. On `stepwise` the code of the LSTM's equations outside of the product takes at most as many cycles.
+    """
     lines = {line[:4]: line for line in table()}
     generated = [line for line in table() if line.kernel.startswith("generated_")]
     assert len(generated) == 24 and not any(line.spills or line.scratch for line in generated)
