@@ -200,8 +200,8 @@ def test_a_step_of_the_usual_size(kernel, most):
 
 
 def test_generated_kernels_spill_nothing_and_cost_as_much_as_written_ones():
-    """Generated kernels spill no register. Their instructions are compared with those of the built-in LSTM. On `fused` a
-    time step of the LSTM's equations takes at most 1.03 times as many, and one of the sLSTM's equations at most 1.25
+    """Generated kernels spill no register. Their instructions are compared with those of the built-in LSTM. On `fused`
+    a time step of the LSTM's equations takes at most 1.03 times as many, and one of the sLSTM's equations at most 1.25
     times as many. On `stepwise` the code of the LSTM's equations outside of the product takes at most as many cycles.
     """
     lines = {line[:4]: line for line in table()}
@@ -210,7 +210,7 @@ def test_generated_kernels_spill_nothing_and_cost_as_much_as_written_ones():
     for sweep in ("forward", "backward"):
         for size in cells.SIZES:
             own, other, written = (
-                lines[f"{word}_fused_{sweep}", "float32", *size].instructions
+                lines[(f"{word}_fused_{sweep}", "float32", *size)].instructions
                 for word in ("generated_lstm", "generated_slstm", "lstm")
             )
             assert own <= 1.03 * written and other <= 1.25 * written
