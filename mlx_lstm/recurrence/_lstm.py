@@ -69,8 +69,8 @@ def lstm(
 
     Args:
         x (array): input, [T, B, I]; or, with `Wx=None`, the already projected input, [T, B, 4H].
-        Wx (array, optional): input weights, [4H, I]. Wx, Wh and Wp may be `Quantized`: the result equals that with the
-            matrices which `mx.dequantize` returns for them. Quantized weights have no gradient.
+        Wx (array, optional): input weights, [4H, I]. Wx, Wh and Wp may be `Quantized`: the call then equals a call with
+            the matrices that `mx.dequantize` returns for them. Quantized weights have no gradient.
         Wh (array): recurrent weights, [4H, P]; P is H, or the projection's width.
         b (array, optional): bias, [4H].
         h0 (array, optional): first h, [B, P]. Default: zeros.
@@ -107,15 +107,16 @@ def lstm(
             at its end. Under `mx.compile` the range is not checked.
         Wp (array, optional): projection of h, [P, H].
         return_gates (bool): whether `gates` is returned, else it is `None`. Default: `False`.
-        training (bool): `False` for inference. The forward pass then saves nothing for a gradient; a gradient that is
-            asked for all the same runs the forward pass again. With `False`, a graph that MLX traces does not contain
+        training (bool): `False` for inference. The forward pass then saves nothing for a gradient. If a gradient is
+            needed nevertheless, the forward pass runs again. With `False`, a graph that MLX traces does not contain
             this package's gradient, because `mx.export_function` could not write it; MLX differentiates the graph
             itself. Default: `True`.
         checkpoint_every (int or str, optional): gradient checkpointing. In training, save only the states of every
-            K-th step; the gradient recomputes K steps at a time. The result is exact. The memory holds K steps and
-            T / K states instead of the gates and cell states of all steps, besides the outputs that the caller holds;
-            docs/training.md has the time. `"auto"` chooses a K near sqrt(T); for engine `"ops"` a quarter of that, for
-            `"numpy"` at least 1024 rows (steps times B), at most T / 8. Default: `None`, no checkpointing.
+            K-th step; the gradient recomputes K steps at a time. The result is exact. Besides the outputs that the
+            caller holds, memory holds the gates and cell states of K steps and the states of T / K steps, not the gates
+            and cell states of all steps; docs/training.md shows the time. `"auto"` chooses a K near sqrt(T).
+            Exceptions: the engine `"ops"` takes a quarter of that; the engine `"numpy"` takes the smaller one of
+            1024 / B and T / 8 if it is larger than sqrt(T). Default: `None`, no checkpointing.
         engine (str, optional): `"fused"`, `"stepwise"` (Metal), `"numpy"` or `"ops"` to force an engine. Default: the
             best for the stream's device and the sizes, see `mlx_lstm.engines.choose`.
         stream (Stream or Device, optional): where to run, as for any MLX op.
