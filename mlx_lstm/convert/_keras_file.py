@@ -188,8 +188,8 @@ def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
 
 def gathered(arrays: Mapping[str, Any], directions: list[Direction], known: Mapping[str, Known], slope: str) -> Found:
     """Build `Weights` from the arrays of all directions. Return (layers, others, keys, notes): the layers in the
-    order of the model's configuration, the arrays that belong to no recurrent layer, the keys of each layer, and a
-    note on arrays of the optimizer and of random generators, which are in none of these.
+    order of the model's configuration, the arrays that belong to no recurrent layer, the keys of each layer, and notes.
+    Arrays of the optimizer and of random generators are left out; a note says how many.
 
     slope: which hard_sigmoid this version of Keras has. "x/5": clip(x/5 + 0.5, 0, 1); "x/6": clip(x/6 + 0.5, 0, 1).
     """

@@ -144,10 +144,10 @@ def from_weights(
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
 
     Returns:
-        Module: called as `layer(x, state, lengths=, keep=, hold=)` with x [B, T, I], it returns the output [B, T, D P],
-        where D is the number of directions and P the width of h, and the last states. `stack` describes the shapes of
-        the states and the three options: lengths of sequences, factors on the states, steps that leave the states as
-        they are. Gate order i, f, g, o or r, z, n.
+        Module: called as `layer(x, state, lengths=, keep=, hold=)` with x [B, T, I], it returns the output [B, T, D P]
+        and the last states. D is the number of directions, P the width of h. `stack` describes the shapes of the states
+        and the three options: lengths of sequences, factors on the states, steps that leave the states as they are.
+        Gate order i, f, g, o or r, z, n.
 
     Raises:
         ValueError: an argument breaks a rule.
