@@ -17,8 +17,8 @@
 //              otherwise all lanes get the products of all gates
 //   READS_H    whether the backward pass reads h before or after a step
 //   forward, backward   one step of one unit of one batch item. The lanes of a unit share the work: register j of a
-//              lane holds block LANES j + lane of z, of the saved blocks, of c before a backward step, and of the
-//              gradients d. The unit's current states and their gradients are in every lane.
+//              lane holds block LANES j + lane of z, of the saved blocks, and of the gradients d. The unit's states and
+//              their gradients are in every lane.
 // A threadgroup owns ROWS batch items. If fewer are left, it computes the last item several times, with the same
 // results.
 
@@ -65,8 +65,9 @@ void load_all(A array, Index at, int unit, thread float (&values)[SIZE], int fir
 }
 
 // Add up the partial products of a unit's lanes. With SCATTERS each lane gets only the sum of its own gate, in sums[0].
-// There sums[n] is on entry a part of gate n ^ lane (exclusive or), so sums[0] belongs to the lane's own gate, and a
-// lane sends what another lane needs in one shuffle. Without SCATTERS all lanes get the sums of all gates.
+// In this case sums[n] is on entry a part of the sum of gate n ^ lane (exclusive or). So sums[0] belongs to the lane's
+// own gate, and one shuffle sends a sum to the lane that needs it. Without SCATTERS all lanes get the sums of all
+// gates.
 template <class Cell, int SIZE>
 void sum_of_own_unit(thread float (&sums)[SIZE]) {
   if constexpr (Cell::SCATTERS != 0) {

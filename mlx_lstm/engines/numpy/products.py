@@ -76,7 +76,7 @@ class SeparateProducts:
     len(h_buffers):
 
         h_buffers[i] [P, B]   h before the step; the previous step writes it there
-        h_rows[i] [P, B]      h that enters the product: h_buffers[i], or with a mask another buffer, for mask * h
+        h_rows[i] [P, B]      mask * h, which enters the product; without a mask the same array as h_buffers[i]
         operands[i] [P, B]    the array that `weights` [GH, P] multiplies. Here it is the same array as h_rows[i]; in
                               `JoinedProduct` it is a larger array that contains h_rows[i].
     """
@@ -198,7 +198,8 @@ def factored_names(problem: Problem, v: Views) -> list[str]:
 
 
 class WeightGradients:
-    """Weight gradients of one direction: matrix products over steps and batch, summed over chunks of time."""
+    """The weight gradients of one direction. A gradient is a sum over chunks of time: each chunk adds one matrix
+    product over its steps and batch items."""
 
     def __init__(self, out: Views, written: set[int], factored: Sequence[str] = ()):
         """Prepare the gradients of one direction.
