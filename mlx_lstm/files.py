@@ -279,7 +279,8 @@ def link(partial: Path, path: Path) -> None:
 
 
 def mode_of(path: Path) -> int:
-    """Return the permission bits of a file, or those of a new file if it does not exist."""
+    """Return the permission bits of a file. If the file does not exist, return the permission bits that a new file
+    gets."""
     try:
         return stat.S_IMODE(path.stat().st_mode)
     except FileNotFoundError:

@@ -90,10 +90,13 @@ def recognise(module: nn.Module, step: Callable[[mx.array, Any], Any], D: int, H
     """Return the call of `lstm`, `gru` or `rnn` that equals a recurrent cell written by hand, as a line to paste.
 
     The function runs `step` with parameters that it chooses, finds out which rows of which parameter belong to which
-    gate, and compares values and gradients over several steps. So it does not matter how the cell is written or
-    what its parameters are called: one matrix or one for each gate, joined or separate weights of x and h, transposed
-    or not, in any gate order, with no, one or two biases, a GRU that resets before or after its product, with z or 1 -
-    z, an LSTM with a constant forget bias or with peepholes, a plain RNN with tanh, relu or sigmoid.
+    gate, and compares values and gradients over several steps. So it does not matter how the cell is written or what
+    its parameters are called. There may be one matrix or one for each gate, joined or separate weights of x and h,
+    transposed or not, in any gate order, and no, one or two biases. The cell may be
+
+    - an LSTM, also with a constant forget bias or with peepholes;
+    - a GRU that resets before or after its product, whose z is the weight of the old h or of the candidate;
+    - a plain RNN with tanh, relu or sigmoid.
 
     Args:
         module (Module): has all parameters of the cell, and maybe others. They are replaced while the function runs,
@@ -103,8 +106,8 @@ def recognise(module: nn.Module, step: Callable[[mx.array, Any], Any], D: int, H
             by `mx.compile` before.
         D (int): the number of features of x.
         H (int): the number of units, at least 2.
-        name (str): the name of the module in the returned line, such as `"self"`. Default: the line has the bare names
-            of the parameters.
+        name (str): the name of the module in the returned line, such as `"self"`. Default: the line has the names of
+            the parameters without a module.
 
     Returns:
         str or None: a call whose x is [T, B, D] and whose output is `.h`; add `h0=` and `c0=` for first states. None if

@@ -293,8 +293,8 @@ class LSTM(Layer):
         """Return the hidden and the cell state after one step, for input that arrives one step at a time: frames of
         sound, moves of a game, or text that a model generates.
 
-        The results equal those of a call with `x[..., None, :]`, without the axis of time. `engine_used`, gradients
-        and `mx.compile` work as for a call. On a CPU a step takes less time than a call.
+        The results equal the results of a call with `x[..., None, :]`, but have no axis of time. `engine_used`,
+        gradients and `mx.compile` work as for a call. On a CPU a step takes less time than a call.
         `mlx.nn.LSTM` has no such method.
 
         Args:

@@ -77,8 +77,8 @@ def lstm(
         c0 (array, optional): first c, [B, H]. Default: zeros.
         gate_order (str): order of the four H-blocks on every 4H axis (weights, bias, peephole, gates), a permutation of
             input, forget, candidate and output gate. Default: `"ifgo"`.
-        activations (sequence of str): the activations of i, f, g, o (in this order, whatever `gate_order` is) and of
-            the output, each one of `"identity"`, `"relu"`, `"tanh"`, `"sigmoid"`, `"hard_sigmoid"`
+        activations (sequence of str): the activations of i, f, g, o and of the output, in this order, which does not
+            depend on `gate_order`. Each is one of `"identity"`, `"relu"`, `"tanh"`, `"sigmoid"`, `"hard_sigmoid"`
             (clip(0.2 x + 0.5, 0, 1)), `"hard_sigmoid_sixth"` (clip(x / 6 + 0.5, 0, 1)).
         peephole (array, optional): peephole weights, [4H]; zeros for a gate without a peephole.
         output_peephole (str): with `"current"` the peephole of o reads c[t]; with `"previous"` it reads c[t-1].
@@ -185,8 +185,8 @@ def lstm_gradients(
 ) -> Arrays:
     """Return the gradients of `lstm`, computed from the outputs of a forward pass.
 
-    The results equal those of `mx.vjp` for the same arguments. No gate is recomputed. Wrong arguments raise the same
-    errors as in `lstm`.
+    The results equal the gradients that `mx.vjp` returns for the same arguments. No gate is recomputed. Wrong arguments
+    raise the same errors as in `lstm`.
 
     Args:
         x, Wx, Wh, b, h0, c0 and all options: as in the call of `lstm`, except cell_clip and forget_bias: the
