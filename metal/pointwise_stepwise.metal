@@ -10,6 +10,8 @@
 // c [T, B, D C H] and so on, params [D V H], keep [T, B, D]. Further arrays:
 //   before          the row (the array of one launch) that the previous launch wrote
 //   after           the row that this launch writes
+//   rows, row       an array with the rows of several forward launches, and the index of this step's row in it; a
+//                   backward launch reads them if `gates` is absent
 //   Wh [D, G H, H], weights [D, H, G H]: the recurrent weights and, for the backward steps, their transpose
 //   step, sizes     the number of the step, and the sizes that stepwise.metal lists
 //
@@ -146,6 +148,21 @@ int floats_of(thread const Arrays& a) {
   return (is_present(a.keep) ? 2 : 1) * int(Cell::STATES) + int(Cell::PARAMS);
 }
 
+// Load the values of a unit that the forward pass saved for step s.t, from the array `gates` or, if `gates` is absent,
+// from the row that the forward launch of this step wrote.
+template <class Cell, class S, class Arrays>
+void take_saved(
+    thread const Step& s, thread const Arrays& a, int b, int j, thread float (&y)[REGISTERS_OF<Cell::KEPT, 1>]) {
+  constexpr int C = Cell::STATES - 1, K = Cell::KEPT;
+  const Index units = Index(s.B) * s.D * s.H, start = carried<S, true>(C * units);
+  const Index length = max(start + units * (1 + K), Index(8));
+#pragma clang loop unroll(full)
+  for (int k = 0; k < K; ++k) {
+    const Index block = Index(k) * s.H + j, at = start + units + place(s, 0, b, K * s.H) + block;
+    y[k] = value_at(a.gates, place(s, s.t, b, K * s.H) + block, gate_in_row<S>(a.rows, a.row, length, at));
+  }
+}
+
 // Compute one step of one unit backward, for an item that has not ended. ds: on entry the gradients of the states after
 // the step, on return the gradients of the states before it. unscaled: ds before the multiplication by keep. dw: the
 // gradients of the parameters are added to it. d, du: as in pointwise_backward.metal.
@@ -154,11 +171,11 @@ void live_unit_backward(
     thread const Step& s, thread const Arrays& a, int length, int b, int j, thread float (&ds)[Cell::STATES],
     thread float (&unscaled)[Cell::STATES], thread float (&dw)[REGISTERS_OF<Cell::PARAMS, 1>],
     thread float (&d)[Cell::GRADIENTS], thread float (&du)[REGISTERS_OF<Cell::INPUTS, 1>]) {
-  constexpr int C = Cell::STATES - 1, K = Cell::KEPT;
+  constexpr int C = Cell::STATES - 1;
   const int H = s.H, t = s.t, previous = s.reverse ? t + 1 : t - 1;
   const Index at = place(s, t, b, H) + j, c_at = place(s, t, b, C * H) + j;
   const float factor = value_at(a.keep, place(s, t, b, 1), 1.0f);
-  float y[REGISTERS_OF<K, 1>], u[REGISTERS_OF<Cell::INPUTS, 1>], w[REGISTERS_OF<Cell::PARAMS, 1>];
+  float y[REGISTERS_OF<Cell::KEPT, 1>], u[REGISTERS_OF<Cell::INPUTS, 1>], w[REGISTERS_OF<Cell::PARAMS, 1>];
   float before[C + 1], now[C + 1], outside[C + 1], dw_now[REGISTERS_OF<Cell::PARAMS, 1>];
   if (is_first(s, length)) {
     take_blocks<1>(a.h0, place(s, 0, b, H) + j, H, before, 0);
@@ -167,7 +184,7 @@ void live_unit_backward(
     take_blocks<1>(a.h, place(s, previous, b, H) + j, H, before, 0);
     take_blocks<C>(a.c, place(s, previous, b, C * H) + j, H, before, 1);
   }
-  take_blocks<K>(a.gates, place(s, t, b, K * H) + j, H, y, 0);
+  take_saved<Cell, S>(s, a, b, j, y);
   take_blocks<Cell::INPUTS>(a.inputs, place(s, t, b, Cell::INPUTS * H) + j, H, u, 0);
   take_blocks<Cell::PARAMS>(a.params, Index(s.d) * Cell::PARAMS * H + j, H, w, 0);
   take_blocks<1>(a.h, at, H, now, 0);

@@ -5,6 +5,8 @@ template over the cell's struct, which holds the cell's arithmetic in Metal; the
 struct. One thread computes one unit. If both directions run, each launch computes one step of both.
 """
 
+from typing import Any
+
 import mlx.core as mx
 
 from ..directions import half, join_gradients, one_direction, part
@@ -14,11 +16,13 @@ from .pointwise import gradient_nodes, gradients_after, own_cell
 from .products import project
 from .rows import Rows
 from .stepwise import (
+    ROWS,
     Layout,
     Sequences,
     StepKernel,
     after_sweep,
     each_step,
+    keeps_rows,
     nothing,
     options,
     outputs_launch,
@@ -26,16 +30,21 @@ from .stepwise import (
     row_length,
     row_type,
     sizes,
+    step_number,
     stepwise_rows,
+    taken_rows,
     tile_of,
     transposed,
 )
 
 
-def forward(problem: Problem, arrays: Arrays) -> Arrays:
+def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
     """Run the forward pass, with D directions. Return h [T, B, D H] and hT [B, D H]; if the cell has states besides
-    h, also c and cT. For the backward pass also return `gates` [T, B, D K H]: K numbers per unit, step and item,
-    which the backward pass needs."""
+    h, also c and cT.
+
+    In training also return `ROWS`: a list of the arrays that the steps wrote. They contain the K numbers per unit, step
+    and item that the backward pass needs. If K is 0, return the empty `gates` [T, B, 0] instead.
+    """
     T, B, H, cell = problem.T, problem.B, problem.H, own_cell(problem)
     mask, z = mask_of(problem, arrays), project(problem, arrays)
     row = nothing(row_type(z.dtype))
@@ -45,20 +54,22 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     step = each_step(forward_kernel, problem, inputs, rows)
     for n in range(T):
         row = step(n, row)
-    saves = cell.kept > 0 and (problem.training or problem.return_gates)
-    names = frozenset(name for name in cell.outputs if name != "gates" or saves)
+    keeps = keeps_rows(problem, arrays)
+    with_gates = cell.kept > 0 and problem.return_gates
+    names = frozenset(name for name in cell.outputs if name != "gates" or with_gates)
     results = after_sweep(outputs_launch, problem, inputs, [(rows, H)], names)
     if cell.kept == 0:
         results["gates"] = mx.zeros((T, B, 0), z.dtype)
-    return results
+    return results | {ROWS: rows.pieces} if keeps else results
 
 
-def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
+def backward(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents: Arrays) -> Arrays:
     """Run the backward pass. Return the gradients of all arrays, by name. saved: the outputs of the forward pass.
     cotangents: the gradients of some outputs."""
-    if saved.get("gates") is None:
+    if saved.get("gates") is None and not saved.get(ROWS):
         saved = forward(problem._replace(training=True), arrays)
     swept, cell = sweep_backward(problem, arrays, saved, cotangents), own_cell(problem)
+    saved = {name: saved[name] for name in saved if name != ROWS}
     if not problem.bidirectional:
         return gradients_after(problem, cell, arrays, saved, swept)
     parts = []
@@ -68,7 +79,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     return join_gradients(parts, arrays)
 
 
-def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
+def sweep_backward(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents: Arrays) -> Arrays:
     """Run the backward steps. Return the results by name. D is the number of directions; a unit has N gradients of
     preactivations, U inputs, C states besides h, and V parameters.
 
@@ -85,12 +96,14 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     inputs |= {"mask": mask, "sizes": sizes(problem, mask, H, cell.gates * H), "before": row}
     inputs |= {name: contiguous(saved[name]) for name in ("h", "c", "gates") if name in saved and saved[name].size}
     inputs |= {f"d{name}": contiguous(cotangents[name]) for name in cotangents}
+    kept = taken_rows(problem, saved)
+    inputs |= {"rows": row, "row": step_number(0)} if kept else {}
     if "Wh" in arrays:
         inputs["weights"] = transposed(arrays["Wh"])
     rows = Rows(T, problem.limits.rows_left)
     step = each_step(backward_kernel, problem, inputs, rows)
     for n in reversed(range(T)):
-        row = step(n, row)
+        row = step(n, row, *(kept.pop() if kept else ()))
     results = after_sweep(gradients_launch, problem, inputs, [(rows, H)], frozenset())
     last = each_step(dh0_kernel, problem, inputs)
     results["dh0"] = last(-1, row)[: B * D * H].reshape(B, D * H)
@@ -152,7 +165,7 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
     length = row_length(problem, problem.H, len(gradient_nodes(graph)) + graph.inputs, floats, dtype)
     return StepKernel(
         *(problem, dtype, present, "pointwise_stepwise_backward"),
-        "step before weights gates h c h0 c0 inputs params mask keep lengths dh dc dhT dcT sizes",
+        "step before rows row weights gates h c h0 c0 inputs params mask keep lengths dh dc dhT dcT sizes",
         tile=tile,
         units=(problem.H, tile[1]),
         output=(length, row_type(dtype)),

@@ -170,11 +170,13 @@ def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
     """Return whether the forward pass keeps its rows (the arrays that its launches wrote) for the backward pass,
     instead of copying the gates from the rows into a sequence.
 
-    Only an LSTM without a projection keeps them, if the caller does not ask for the gates. Other backward passes
-    cannot read rows: a GRU's steps need the gates of two steps at a time, and a projection needs the gates of all
-    steps in one launch.
+    Only cells written by the user and an LSTM without a projection keep them, if the caller does not ask for the
+    gates. Other backward passes cannot read rows: a GRU's steps need the gates of two steps at a time, and a projection
+    needs the gates of all steps in one launch.
     """
-    return problem.training and not problem.return_gates and problem.cell.op == "lstm" and "Wp" not in names
+    cell = problem.cell
+    reads_rows = cell.kept > 0 if isinstance(cell, PointwiseCell) else cell.op == "lstm" and "Wp" not in names
+    return problem.training and not problem.return_gates and reads_rows
 
 
 def taken_rows(problem: Problem, saved: dict[str, Any]) -> list[tuple[mx.array, mx.array]]:
