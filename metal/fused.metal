@@ -21,8 +21,8 @@
 //
 // Index is the unsigned integer type that counts the elements of a launch's arrays: 32 bits if that is enough, else 64.
 
-// The part of a sequence that one launch processes in one direction: the steps start ... stop - 1 in the order of
-// processing, of T steps; B items; D directions. masks_differ: whether each step has its own mask.
+// What one launch processes in one direction: the steps start ... stop - 1 of all T steps, counted in the order of
+// processing, for B batch items. D: the number of directions. masks_differ: whether each step has its own mask.
 struct Sweep {
   int start, stop, T, B, D, direction;
   bool reverse, masks_differ;
@@ -83,8 +83,8 @@ void advance(thread Place<Index>& place, thread const Place<Index>& step) {
   place.keep += step.keep;
 }
 
-// Set `distance` to the distances `step`, or to 0 if there is no next step. Numbers at a position plus `distance` may
-// always be read: without a next step they are those of the current step, instead of numbers outside the array.
+// Set `distance` to `step`, the distances to the next step, or to 0 if there is no next step. With 0 a kernel that
+// reads ahead reads the numbers of the current step again, instead of numbers outside the array.
 template <class Index>
 void distance_to_next(bool exists, thread const Place<Index>& step, thread Place<Index>& distance) {
   distance.state = exists ? step.state : 0, distance.gate = exists ? step.gate : 0;
@@ -96,7 +96,7 @@ void distance_to_next(bool exists, thread const Place<Index>& step, thread Place
 template <class L> bool is_live(L lengths, int t, int length) { return !is_present(lengths) || t < length; }
 
 // Return a pointer to the first weight vector of lane `index` of a threadgroup of `threads`. The vectors of one lane
-// lie 32 apart, because the 32 lanes of a simdgroup read theirs side by side.
+// lie 32 vectors apart, because the vectors that the 32 lanes of a simdgroup read at the same time lie side by side.
 template <int COUNT, class V, class W>
 const device V* vectors_of_lane(W arranged, int direction, uint index, uint threads) {
   const uint simdgroup = direction * threads / 32 + index / 32;
@@ -126,7 +126,7 @@ void fill_with_zeros(threadgroup V* vectors, int count, uint index, uint threads
   for (int n = int(index); n < count; n += int(threads)) vectors[n] = V(0.0f);
 }
 
-// N lanes share a unit. Return the value that `mine` has in lane n of them.
+// N lanes share a unit. Return the value that `mine` has in lane n of these N lanes.
 template <int N>
 float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)) : mine; }
 
@@ -141,8 +141,9 @@ float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)
 // early, before a product. So they arrive while the product is computed, and no step waits for them.
 //
 // Fields of Item. at: the unit's positions in the arrays. dh, dc: the gradients from later steps. before: the state
-// before the step that was processed last. y, d: the lane's gate and the gradient of this gate. past: the part of the
-// gradient of h_prev (h before the step) that bypasses the recurrent product. mask: the factor on the product.
+// before the step that was processed last. y: the lane's gate. d: first the cotangent of this gate, then the gradient
+// of its preactivation. past: the part of the gradient of h_prev (h before the step) that bypasses the recurrent
+// product. mask: the factor on the product.
 template <class Index>
 struct Item {
   Place<Index> at;
@@ -154,7 +155,8 @@ struct Item {
 template <class Cell> constant constexpr bool USES_BEFORE = Cell::HAS_C || Cell::PASSES_H;
 
 // What a unit reads at a step besides the gates: the state that the step uses, the cotangents dh and dc (or q), and the
-// factors `mask` and `keep`. If an array is absent, its cotangent is 0 and its factor is 1.
+// factors `mask` and `keep`. If the caller does not have the array of a cotangent, the cotangent is 0; without the
+// array of a factor, the factor is 1.
 struct StepNumbers {
   float state, dh, dc_or_q, mask, keep;
 };
@@ -175,8 +177,8 @@ void begin_item(
 }
 
 // Read what a unit needs at step n besides the gates: a state, cotangents and factors. at: the unit's positions at this
-// step. `states`, dh and dc have all T steps, but at.state counts from the launch's first step; earlier: the number of
-// elements before this step. step: the distance between two time indices in these arrays.
+// step. `states`, dh and dc have all T steps, but at.state counts from the launch's first time index. earlier: the
+// number of elements before this time index. step: the distance between two time indices in these arrays.
 template <class Cell, class Index, class Arrays>
 void read_step(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread const Place<Index>& at, Index earlier, Index step,

@@ -2,7 +2,7 @@
 // scale and, in mode affine, a bias.
 //
 //   words   [rows, K BITS / 32] of 32 bits: the weights of a row as one string of bits, each with its lowest bit first
-//   scales  [rows, K / GROUP]: floats, or 8 bits: powers of two (groups of 32) or 8-bit floats (groups of 16)
+//   scales  [rows, K / GROUP]: floats, or numbers of 8 bits: powers of two if GROUP is 32, small floats if GROUP is 16
 //   biases  [rows, K / GROUP], or absent
 // In mode affine a weight is scale * q + bias with an integer q. In the other modes it is scale * q with a float q of 4
 // or 8 bits, without biases. Therefore the functions below have two overloads, selected by the type of the argument
@@ -25,17 +25,18 @@ template <int BITS, int GROUP, class W, class A, class B>
 Packed<BITS, GROUP, A, B> packed_weights(W words, A scales, B biases) { return {words, scales, biases}; }
 
 // A small float has 1 sign bit, then 2 exponent bits and 1 mantissa bit (BITS = 4), or 4 exponent bits and 3 mantissa
-// bits (BITS = 8). Exponent and mantissa are moved to the lowest bits of a half's exponent and the highest bits of its
-// mantissa. This divides the value by FACTOR.
+// bits (BITS = 8). To convert it to a half, its exponent becomes the lowest bits of the half's exponent, and its
+// mantissa the highest bits of the half's mantissa. The half is the value divided by FACTOR, because the exponents of
+// the two types have different offsets.
 template <int BITS> constant constexpr int MANTISSA = BITS == 4 ? 1 : 3;
 template <int BITS> constant constexpr float FACTOR = BITS == 4 ? 16384.0f : 256.0f;
 
 inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }
 
 // Convert two quantized weights at once. Return two numbers of type half in one 32-bit word. The bits q of one weight
-// begin at bit `first` of the lower 16 bits of `word`, those of the other at bit `first` of the upper 16 bits.
-// Integers (biases present): q becomes the top of the mantissa, with the exponent of 2^BITS. The result is 2^BITS + q.
-// Small floats (biases Absent): exponent and mantissa move together, the sign separately. The result is q / FACTOR.
+// begin at bit `first` of the lower 16 bits of `word`, and the bits of the other at bit `first` of the upper 16 bits.
+//   integers (biases present)     q becomes the top of the mantissa, with the exponent of 2^BITS; result 2^BITS + q
+//   small floats (biases Absent)  exponent and mantissa move together, the sign separately; result q / FACTOR
 template <int BITS> uint with_exponents(uint bits) {
   constexpr uint MASK = ((1u << BITS) - 1) << (10 - BITS), EXPONENT = (15 + BITS) << 10;
   return (bits & (MASK << 16 | MASK)) | (EXPONENT << 16 | EXPONENT);
@@ -67,8 +68,8 @@ float number_at(thread const uint (&words)[WORDS], int e, B biases) {
 }
 
 // Return the sum of w x over the weights w of one quantization group. product: the sum of v x, where v = number_at(w)
-// is 2^BITS + q for an integer q, or q / FACTOR for a small float q. x_sum: the sum of x, which corrects the added
-// 2^BITS and applies the bias. scale, bias: of the group.
+// is 2^BITS + q for an integer q, or q / FACTOR for a small float q. x_sum: the sum of x. The functions need it to
+// subtract the added 2^BITS and to add the bias. scale, bias: the group's scale and bias.
 template <int BITS> float of_group(float product, float, float scale, float, Absent) {
   return scale * (FACTOR<BITS> * product);
 }

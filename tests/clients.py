@@ -1,5 +1,5 @@
 """Models as other programs build them with `mlx.nn`, each with its own loop over layers. For each model, a function
-computes the same result with one call of `stack`, which replaces the loop.
+computes the same result with `stack`, which replaces the loop over layers.
 
 All models read x [B, T, D] and return a tuple of arrays. `CLIENTS` maps a name to the model and this function.
 """
@@ -229,7 +229,7 @@ class Tagger(nn.Module):
 
 
 class OwnLSTM(nn.Module):
-    """An LSTM layer written without `mlx.nn.LSTM`. It has the same parameter names and runs step by step."""
+    """An LSTM layer written without `mlx.nn.LSTM`, but with its parameter names. It runs step by step."""
 
     def __init__(self, D):
         super().__init__()
@@ -321,7 +321,7 @@ OWN = ("codec of its own", "two biases")
 def assert_same(got, rounded, exact):
     """Check that each result in `got` is about as close to the float64 result `exact` as `rounded`, which is the
     same formula computed in the dtype of `got`. The error may be twice that of `rounded`, plus 4 eps times the
-    largest exact value or 1. The 1 allows for sums whose terms of size 1 cancel."""
+    largest exact value, which is taken as at least 1 because terms of size 1 may cancel in a sum."""
     assert got.keys() == rounded.keys() == exact.keys()
     for name, value in exact.items():
         assert got[name].dtype == rounded[name].dtype, name

@@ -47,8 +47,9 @@ class Noted(EmulatedKernel):
 
 @contextmanager
 def noted():
-    """Run the library as on a Mac, but run no kernel. Yield a Counter {source of a kernel: number of its launches}, in
-    the order of the first launches. The usual small test run before a kernel's first use is left out."""
+    """Make the library work as on a Mac inside the context, but run no kernel. Yield a Counter whose keys become the
+    sources of the kernels that are called, with the number of calls. The usual small test run before a kernel's first
+    use is left out."""
     texts = Counter()
     kernel.forget()
     with (

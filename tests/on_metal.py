@@ -106,8 +106,8 @@ pretended = ExitStack()
 
 # --- Cases, batch sizes and kernels that the tests run ---------------------------------------------------------------
 
-# Batch sizes that use different kernels. The number of batch rows per threadgroup depends on the batch size, and so do
-# the three ways to compute a product: by single lanes, by tiles, or by 8 x 8 matrices.
+# Batch sizes that use different kernels. The batch size decides how many batch rows a threadgroup computes. It also
+# decides whether single lanes, tiles or 8 x 8 matrices compute a product.
 BATCHES = (1, 2, 9)
 
 
@@ -223,7 +223,7 @@ direction from which it was copied, so that both use the same compiled kernels."
 def rows_from(batch):
     """Return a replacement for `fused.rows_for`, which chooses how many sequences a threadgroup computes. If the
     call has at least `batch` sequences, it chooses 8, for the kernel with 8 x 8 matrix products. Otherwise it
-    chooses 1, 2 or 4, for the kernel without them. With two directions each sequence counts twice."""
+    chooses 1, 2 or 4, for the kernel without matrix products. With two directions each sequence counts twice."""
 
     def rows_for(cell, B, H, itemsize, directions, cores, packing=None):
         matrices = directions * B >= batch and fused.fits_matrices(cell, H)

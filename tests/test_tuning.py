@@ -131,8 +131,9 @@ def test_a_changed_file_changes_the_hash_of_the_kernels(tmp_path, folder):
 
 @pytest.mark.parametrize("entry", ["chip", "architecture", "system", "mlx", "mlx_lstm", "kernels"])
 def test_a_file_of_another_machine_does_not(own_cache, entry):
-    """The library ignores the file with the table of the fastest engines, without a warning, if an entry of the file
-    describes another machine. The reason that is given for the choice of an engine names this entry."""
+    """The library ignores the file with the table of the fastest engines if an entry of the file describes another
+    machine, another version or other kernels. There is no warning, but the reason that is given for the choice of an
+    engine names this entry."""
     written(own_cache, **{entry: "another"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -214,8 +215,7 @@ def test_a_program_may_name_another_file(tmp_path):
     assert tuning.use(None) is PREDICTED
 
 
-# --- Measuring the table of the fastest engines
-# ------------------------------------------------------------------------
+# --- Measuring the table ---------------------------------------------------------------------------------------------
 
 
 def test_tune_measures_writes_and_counts(own_cache, capsys, monkeypatch):
@@ -380,8 +380,8 @@ IOREG = (
 
 
 def test_the_system_counts_gpu_cores(monkeypatch):
-    """On a Mac the command ioreg is asked once per process. A missing command, a hang, or an answer without a plausible
-    number count as no answer. Other systems are not asked."""
+    """On a Mac `counted_gpu_cores` runs the command ioreg once per process. It returns None if the command is missing,
+    hangs or prints no plausible number. On other systems it returns None without running the command."""
     asked = []
 
     def answering(answer):

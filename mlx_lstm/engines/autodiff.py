@@ -138,9 +138,9 @@ def differentiable(
     visible, hidden = saved_of(problem, engine, names) if chunked is None else chunked.saved_of(problem)
     saved: Saved = {}  # the arrays named in `hidden`, which only the backward pass sees
     used = set() if problem.training else set(visible)  # names of outputs that have a cotangent; taps add them
-    # The engine `numpy` does not compute the gradient of x if nobody asks for it, as for the data of a first layer. To
-    # learn whether MLX asks for it, the call gets a mark: a scalar that depends on x (see `gradient_mark`).
-    # MARKS_COME_FIRST says whether this version of MLX differentiates the mark before the recurrence.
+    # If MLX does not ask for the gradient of x (for example because x is data), the engine `numpy` does not compute it.
+    # To learn whether MLX asks for it, the outputs get a mark: a scalar that depends on x (see `gradient_mark`). That
+    # works only if this version of MLX differentiates the mark before the recurrence; MARKS_COME_FIRST says so.
     marks = engine == "numpy" and problem.training and MARKS_COME_FIRST
     mark = gradient_mark(arrays["x"], used) if marks else None
 
@@ -157,8 +157,8 @@ def differentiable(
         # have a real cotangent. The others are left out, so that the engine does not work on zeros.
         cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in used}
         # The set `used` contains `MARK` if MLX asks for the gradient of x; otherwise the engine leaves this gradient
-        # out. From now on all outputs count as used, because a second derivative calls this rule again. Each output
-        # may then have a cotangent that did not come through a tap: the backward pass reads the outputs directly.
+        # out. From now on `used` names all outputs, because a second derivative calls this rule again. Each output may
+        # then have a cotangent that did not come through a tap: the backward pass reads the outputs directly.
         left_out = ("x",) if marks and MARK not in used else ()
         used.discard(MARK)
         used.update(visible)
@@ -269,9 +269,9 @@ def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[lis
     """Return two lists: the names of the outputs that MLX gets, and the names of the outputs that only Python saves
     for the backward pass. The lists differ only in the gates:
 
-    - `ops`: MLX gets the gates, because it can differentiate the backward pass of `ops` again, which reads them.
+    - `ops`: MLX gets the gates. The backward pass of `ops` reads them, and MLX can differentiate this pass again.
     - `stepwise`: Python saves the gates of an LSTM in training, unless the caller wants them. They are up to 20 arrays.
-      As outputs they would take MLX a third of the time in which it builds and frees the graph.
+      If they were outputs, they would cause a third of the time in which MLX builds and frees the graph.
     - `numpy`: Python saves the gates, unless the caller wants them.
     - All engines but `ops`: without training they compute no gates, unless the caller wants them.
     """
@@ -388,7 +388,8 @@ def evaluated_gradients(problem: Problem, floats: Arrays, chunked: Chunked, cota
 
 
 def with_quantized_constant(problem: Problem, arrays: Arrays) -> Arrays:
-    """Return the arrays unchanged, but so that asking for the gradient of a quantized weight raises an error."""
+    """Return the same arrays, with a derivative rule for the quantized weights: asking MLX for the gradient of such a
+    weight raises an error."""
     names = packed_names(arrays)
     error = (
         f"[{problem.cell.op}] quantized weights have no gradient: freeze them, as layer.freeze() does, or "

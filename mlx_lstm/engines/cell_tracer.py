@@ -35,7 +35,7 @@ BINARY = {
     "LessEqual": "le", "Equal": "eq", "NotEqual": "ne", "LogicalAnd": "and", "LogicalOr": "or",
 }  # fmt: skip
 VIEWS = ("Broadcast", "Copy", "Contiguous", "Full")
-"""Operations that change neither the value nor the unit of a number."""
+"""Operations that only repeat or copy numbers. A number keeps its value and its hidden unit."""
 
 ADVICE = {
     "a product belongs into Wx and Wh, outside of the cell": ("Matmul", "AddMM", "QuantizedMatmul", "GatherMM"),
@@ -124,7 +124,8 @@ def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[in
 def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int], dtype: mx.Dtype) -> None:
     """Compare a graph with the function and with MLX's derivative of it, at random numbers in float64.
 
-    Numbers that are not finite on both sides are left out: a rewrite may be finite where MLX's formula overflows.
+    Only numbers that are finite in both results are compared, because a rewrite may be finite where MLX's formula
+    overflows.
 
     Raises:
         RuntimeError: they differ, which is a defect of this package.
@@ -153,7 +154,7 @@ cached_trace = lru_cache(512)(trace)
 
 
 def names_of(counts: Counts, apart: bool) -> list[str]:
-    """Return the names of the inputs of a cell's graph, as `CellGraph` lists them."""
+    """Return the names of the inputs of a cell's graph: x0, x1, ..., in the same order as `CellGraph.names`."""
     parts = [("x", counts.gates), ("p", counts.gates if apart else 0), ("s", counts.states)]
     return [f"{letter}{k}" for letter, n in [*parts, ("u", counts.inputs), ("w", counts.params)] for k in range(n)]
 
@@ -219,7 +220,7 @@ def absorb(graph: Graph, function: Callable[..., Any], given: list[mx.array], na
     # A constant that the function creates then has another address, and a captured array has the same.
     again = exported(function, given)
     captured = captured_arrays(content, again)
-    found: dict[str, int | None] = {}  # node by key of MLX's graph; None: an array whose numbers differ
+    found: dict[str, int | None] = {}  # {key in MLX's graph: node, or None for an array with unequal numbers}
     outputs: list[str] = []
     for item in content:
         if item["type"] == "inputs":
@@ -314,8 +315,8 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
 
 
 def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype) -> int:
-    """Return the node of a conversion from `before` to `after`. Supported are conversions between bool and numbers,
-    and any conversion of a constant; raise an error for others."""
+    """Return the node of a conversion from `before` to `after`. The function supports conversions between bool and
+    numbers, and all conversions of a constant. For any other conversion raise an error."""
     if after == mx.bool_:
         return n if is_bool else graph.add("ne", n, graph.constant(0))
     if is_bool:
@@ -329,7 +330,8 @@ def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype)
 
 
 def refuse(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.array], what: str) -> None:
-    """Raise the error of a cell that is not pointwise. It names the operation, the line and what to do instead."""
+    """Raise the error for a cell that is not pointwise. The error names the operation, its line and what to do
+    instead."""
     advice = next((text for text, names in ADVICE.items() if what in names), "docs/cells.md lists the operations")
     name = getattr(cell, "__name__", type(cell).__name__)
     fail(OP, f"the cell must compute each number by itself ({advice})", f"{what} in {name}{line_of(step, given)}")

@@ -91,17 +91,17 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
         activation              4 ulp = 8 v |result|, then stored
         dot, sum of K terms     v sqrt(K) sum|terms|, in any order, then stored (Higham and Mary, SIAM J. Sci. Comput.,
                                 2019: roundings are not all of one sign, so the K of the worst case becomes sqrt(K))
-        dot, quantized weights  another v sqrt((n + 4) sum over the groups of (C X)^2), explained below
+        dot, quantized weights  in addition v sqrt((n + 4) sum over the groups of (C X)^2), explained below
         z a + (1 - z) b         u (|z a| + 2 |(1 - z) b| + |result|), or as b + z (a - b): u (2 |z (a - b)| + |result|);
-                                either is right, so the larger
+                                an engine may use either formula, so the larger limit applies
         underflow               the smallest subnormal of `dtype`, or the smallest normal of the accumulator if larger
 
-    A group of quantized weights is n weights, scale q + bias, with integers q. A kernel may compute two sums over the
-    group, S = sum (2^f + q) x and s = sum x, and then scale (S - 2^f s) + bias s. Partial sums of S and s may be larger
-    than the result, and round with larger errors. X is the largest possible |partial sum| of s: the larger one of the
-    sum of the positive x and the sum of the negative |x|. C X is a limit for the partial sums, multiplied by their
-    factors in the result: C^2 = (2 scale 2^f)^2 + (scale 2^f + |bias|)^2. The case passes C as the imaginary part of
-    the first weight of each group.
+    A group of quantized weights has n weights of the form scale q + bias. Each weight has its own integer q; scale and
+    bias are the same for the group. A kernel may compute two sums over the group, S = sum (2^f + q) x and s = sum x,
+    and then scale (S - 2^f s) + bias s. Partial sums of S and s may be larger than the result, and round with larger
+    errors. X is the largest possible |partial sum| of s: the larger one of the sum of the positive x and the sum of the
+    negative |x|. C X is a limit for the partial sums, multiplied by their factors in the result: C^2 = (2 scale 2^f)^2
+    + (scale 2^f + |bias|)^2. The case passes C as the imaginary part of the first weight of each group.
 
     The sensitivities must come from the true Jacobian, whose terms cancel: a bound from absolute values grows
     exponentially in T and would allow any result. So the sum is sampled (as CESTAC does): the float64 oracle is
@@ -166,11 +166,11 @@ def keeps_off_kinks(case: Case, dtype: DTypeLike) -> bool:
     """Return whether no rounding in `dtype` can move an argument of relu or a hard sigmoid across a kink. At a kink
     the gradient jumps, so it has no error bound.
 
-    An argument that is not 0 must be farther from each kink than the sum of two distances. The first is the
-    argument's error bound times `Noise.gain`. This factor is needed because bounds are computed with random errors,
-    which are `gain` times as large as real ones and must not cross a kink, either. The second distance covers the
-    error of the activation function itself: a hard sigmoid has the slope 1 / (2 |kink|), so an error e of its result
-    is like a shift of the argument by 2 |kink| e. An argument that is exactly 0 stays 0 when it is rounded.
+    An argument that is not 0 must be farther from each kink than the sum of two distances. The first is the argument's
+    error bound times `Noise.gain`. This factor is needed because bounds are computed with random errors that are `gain`
+    times as large as real ones. These errors must not move an argument across a kink, either. The second distance
+    covers the error of the activation function itself: a hard sigmoid has the slope 1 / (2 |kink|), so an error e of
+    its result is like a shift of the argument by 2 |kink| e. An argument that is exactly 0 stays 0 when it is rounded.
     """
     names = [name for name, _ in activation_arguments(**case)]
     if not KINKS.keys() & set(names):

@@ -80,8 +80,8 @@ def kink_distance(**case: Any) -> float:
     """Return how near an argument of relu or a hard sigmoid comes to a kink, where rounding can make a gradient
     jump.
 
-    An argument that is exactly 0 does not count: it comes from another activation that is flat there, and rounding
-    leaves it 0.
+    Arguments that are exactly 0 are left out: such an argument is 0 because another activation computed it in its flat
+    part, and rounding leaves it 0.
     """
     distances = (
         np.abs(argument[argument != 0] - kink).min(initial=np.inf)
@@ -116,8 +116,8 @@ def unroll(p: Side, fl: Arithmetic, frozen_clip: Array | None = None) -> tuple[T
 
 
 def padded(on: Array, value: Array) -> Array:
-    """Return `value` where `on` is true, else 0. This selects instead of multiplying by 0, because the value may be
-    NaN for sequences that are held or have ended."""
+    """Return `value` where `on` is true, else 0. The function selects instead of multiplying by 0, because the value
+    may be NaN for sequences that are held or have ended."""
     return np.where(on, value, 0.0)
 
 

@@ -91,7 +91,7 @@ def unguarded() -> Iterator[None]:
 
 @cache
 def is_real() -> bool:
-    """Return whether this machine has a GPU that MLX can use. The emulated GPU of the tests does not count."""
+    """Return whether this machine has a GPU that MLX can use. The emulated GPU of the tests is not such a GPU."""
     return mx.is_available(mx.gpu)
 
 

@@ -54,9 +54,9 @@ class Statements:
     lines: the statements generated so far."""
 
     def __init__(self, graph: CellGraph, lanes: int, uniform: dict[int, str], bundles: list[tuple[str, list[int]]]):
-        """Create a generator. uniform: from each node whose value all lanes already have, to the name of the
-        variable with this value. bundles: the registers that hold a different node in each lane, as pairs (name, the
-        node of each lane)."""
+        """Create a generator. uniform: {a node whose value all lanes already have: the name of the variable with this
+        value}. bundles: the registers that hold a different node in each lane, as pairs (name, the node of each
+        lane)."""
         self.graph, self.lanes = graph, lanes
         self.uniform, self.bundles = dict(uniform), list(bundles)
         self.lines: list[str] = []
@@ -79,8 +79,8 @@ class Statements:
         return n in self.uniform or self.graph.nodes[n].op == "const" or self.place(n) is not None
 
     def place(self, n: int) -> tuple[str, int] | None:
-        """Return (name, lane): the register that holds node n, and the lane that has it there. Return None if no
-        register holds node n."""
+        """Return (name, lane): the name of a register that holds node n in one of its lanes, and this lane. Return None
+        if no register holds node n."""
         return next(((name, nodes.index(n)) for name, nodes in self.bundles if n in nodes), None)
 
     def everywhere(self, n: int) -> str:
@@ -145,7 +145,8 @@ class Statements:
 
     def home(self, n: int) -> int | None:
         """Return a lane that holds a value from which node n is computed, so that this lane can compute n without
-        receiving the value from another lane. Return None if no lane holds such a value, or all lanes hold the values.
+        receiving the value from another lane. Return None if no lane holds such a value, or if all lanes hold all such
+        values.
         """
         for k in needed(self.graph.nodes, [n], self.uniform):
             place = self.place(k)
@@ -190,6 +191,7 @@ class Statements:
             return self.new(first, OPERATIONS[nodes[first].op].format(*merged))
         # No single statement computes the values of all lanes, so each lane selects its value with a conditional
         # expression. Lanes whose values are in one register, or are results of the same operation, share a selection.
+        self.exchange(of)
         kinds: dict[object, list[int]] = {}
         for k, n in of.items():
             mine = next((name for name, have in self.bundles if have[k] == n), None)
@@ -201,6 +203,22 @@ class Statements:
         for group, name in parts[:-1]:
             code = f"({self.condition(group)}) ? {name} : {code}"
         return self.new(first, code)
+
+    def exchange(self, of: dict[int, int]) -> None:
+        """Append shuffles with which pairs of lanes exchange the values of one register, if at least two lanes then
+        get the nodes that they want. For example, the backward pass of an LSTM needs gate g in the lane of gate i, and
+        gate i in the lane of gate g: one shuffle replaces two broadcasts. of: from each lane to the node that it wants.
+        """
+        wanted: dict[tuple[str, int], list[int]] = {}
+        for k, n in of.items():
+            place = self.place(n)
+            if place is not None and n not in self.uniform and not any(have[k] == n for _, have in self.bundles):
+                wanted.setdefault((place[0], k ^ place[1]), []).append(k)
+        for (name, distance), lanes in wanted.items():
+            if len(lanes) > 1:
+                have = next(nodes for other, nodes in self.bundles if other == name)
+                code = f"simd_shuffle_xor({name}, ushort({distance}))"
+                self.bundles.append((self.new(of[lanes[0]], code), [have[k ^ distance] for k in range(4)]))
 
     def align(self, operands: dict[int, list[int]]) -> None:
         """Swap the two operands of a commutative operation in some lanes, in place, so that fewer statements are

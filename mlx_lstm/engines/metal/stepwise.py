@@ -113,9 +113,9 @@ def sweep_backward(
     """Run the backward steps, with D directions, G gates and P numbers of h per item. Return the results by name:
 
     - dz [T, B, D G H]: the gradient of the preactivations
-    - dh0 [B, D P], dc0 [B, D H]: if the call has h0 or c0
-    - carry [T, B, D H], if the call has `keep`: the gradient of keep * (c, or h if there is no c, before each step),
-      without the part that flows through the recurrent product
+    - dh0 [B, D P], dc0 [B, D H]: the gradients of h0 and c0, each if the call has this array
+    - carry [T, B, D H], for an LSTM or GRU if the call has `keep`: the gradient of keep * c (LSTM) or keep * h (GRU)
+      before each step, without the part that flows through the recurrent product
     - dh [T, B, D P], with a projection: the gradient of h
     - m [D, T, B, H], with a projection and if `wants_m`: the vector that the projection multiplies with Wp
     - d_out [T, B, D 3H], for a GRU whose reset comes after the product: the gradient of the recurrent product
@@ -235,7 +235,7 @@ def in_device_memory(array: mx.array | None) -> mx.array | None:
 
 
 def transposed(weights: mx.array) -> mx.array | None:
-    """Return the transpose [.., m, n] of matrices [.., n, m], in row order."""
+    """Return the transpose [.., m, n] of matrices [.., n, m], in row-major order."""
     return in_device_memory(contiguous(mx.swapaxes(weights, -1, -2)))
 
 
@@ -245,12 +245,13 @@ UNITS = {"lstm": 8, "gru": 8, "rnn": 32}
 """How many hidden units a threadgroup computes in the forward pass, by op."""
 
 SLICES = {8: 4, 16: 2}
-"""How many simdgroups share eight columns of the product in tiles, by the number of columns. With quantized weights
-one simdgroup computes eight columns, because several would read the same words."""
+"""How many simdgroups share the work on eight columns of the product in tiles, by the number of columns of a
+threadgroup. For other numbers it is one. It is also one with quantized weights, because several simdgroups would read
+the same words."""
 
 TILES = {8: ((8, 32), (8, 16), (8, 8)), 32: ((32, 32), (16, 32), (16, 16))}
-"""The sizes (rows, columns) that the part of a threadgroup can have in a product in tiles, if a cell needs one
-column. The key is the number of rows that `stepwise_rows` returns."""
+"""The sizes from which `tile_of` chooses how many rows and columns of a product one threadgroup computes with 8 x 8
+matrices, largest first. They are for products with one column per unit. The key is the result of `stepwise_rows`."""
 
 
 def stepwise_rows(B: int) -> int:
@@ -310,8 +311,8 @@ def row_type(dtype: mx.Dtype) -> mx.Dtype:
 
 def row_length(problem: Problem, width: int, arrays: int, carries: int, dtype: mx.Dtype) -> int:
     """Return the number of elements of a row, the array that one launch writes. It contains `arrays` arrays [B, D
-    width] and, as float32, `carries` more: c or the gradient of c. The number is at least 8, because Metal binds
-    smaller arrays in another address space."""
+    width] in the dtype of the call, and `carries` arrays of the same shape in float32, such as c or the gradient of c.
+    The number is at least 8, because Metal binds smaller arrays in another address space."""
     words = carries * (4 // dtype.size)
     return max(8, problem.B * problem.directions * width * (arrays + words))
 
@@ -527,13 +528,13 @@ def each_step(make: Make, problem: Problem, inputs: Inputs, rows: Rows | None = 
 
 
 # The functions below return the kernels of a step. Their arguments are the problem, the dtype of the arrays, the names
-# of the arrays that the call passes, and whether each step's launch writes an array of its own (a row).
+# of the arrays that the call passes, and whether the launch of each step writes a separate array (a row).
 
 
 @cached
 def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel of a forward step. It writes one row, the step's array; metal/stepwise_forward.metal lists
-    its inputs and the contents of the row."""
+    """Return the kernel of a forward step. At each step it writes one array (a row). metal/stepwise_forward.metal lists
+    the kernel's inputs and the contents of the row."""
     H, cell, units = problem.H, problem.cell, UNITS[problem.cell.op]
     saves = problem.training or problem.return_gates
     length = row_length(problem, H, 1 + cell.gates if saves else 1, "c" in cell.outputs, dtype)

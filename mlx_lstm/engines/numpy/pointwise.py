@@ -44,8 +44,8 @@ scratch arrays."""
 
 
 class Code(NamedTuple):
-    """Python statements that compute nodes of a graph, and what they need: the scratch arrays by name, with whether
-    each is bool, and the constants by name."""
+    """Python statements that compute nodes of a graph, and what these statements need. scratch: {name of a scratch
+    array: whether its dtype is bool}. constants: {name: value}."""
 
     lines: tuple[str, ...]
     scratch: dict[str, bool]
@@ -54,8 +54,8 @@ class Code(NamedTuple):
 
 class Run(NamedTuple):
     """A group of nodes with the same operation, which one statement computes, because their operands lie side by side
-    in one array and their results in another. source, target: Python expressions for both parts. names: the names of
-    the results, one per node."""
+    in one array and their results in another. source, target: Python expressions for the operands' part of the first
+    array and the results' part of the second. names: the names of the results, one per node."""
 
     op: str
     nodes: tuple[int, ...]
@@ -154,15 +154,16 @@ class Writer:
         return Code(tuple(self.lines), self.scratch, self.constants)
 
 
-def function_of(code: Code, parameters: str, unpacked: Sequence[str]) -> Callable[..., Any]:
+def function_of(code: Code, parameters: str, once: Sequence[str], unpacked: Sequence[str]) -> Callable[..., Any]:
     """Return a function build(shape, dtype, fixed), which returns the function step(parameters). A call of `step` runs
     the statements of `code` on arrays of this shape and dtype.
 
-    fixed: a dict of further arrays that the statements use. unpacked: statements that run first; they split parameters
-    such as z into their blocks and name the blocks.
+    fixed: a dict of further arrays that the statements use, the same arrays in every call. once, unpacked: statements
+    that split arrays such as z into their blocks and name the blocks. `build` runs those of `once`, for the arrays in
+    `fixed`; every call of `step` first runs those of `unpacked`, for its parameters.
     """
     body = "\n    ".join([*unpacked, *code.lines, "pass"])
-    text = f"def step({parameters}):\n    {body}\n"
+    text = "\n".join([*once, f"def step({parameters}):\n    {body}\n"])
     compiled = compile(text, "<a cell of your own>", "exec")
 
     def build(shape: tuple[int, int], dtype: np.dtype, fixed: dict[str, Any]) -> Callable[..., None]:
@@ -170,7 +171,7 @@ def function_of(code: Code, parameters: str, unpacked: Sequence[str]) -> Callabl
         space |= {name: np.empty(shape, bool if is_bool else dtype) for name, is_bool in code.scratch.items()}
         space |= {name: np.array(value, dtype) for name, value in code.constants.items()}
         space |= fixed | {"H": shape[0]}
-        # The statements were generated from a graph of numbered nodes, so they contain no text of the caller's.
+        # The statements were generated from a graph of numbered nodes, so they contain no text that the caller wrote.
         exec(compiled, space)  # nosec B102
         return space["step"]
 
@@ -183,11 +184,11 @@ def columns(letter: str, count: int) -> list[str]:
 
 
 def unpacking(names: Sequence[str], array: str) -> list[str]:
-    """Return a list with the statement that assigns the n blocks [H, B] of an array [n H, B] to n names. Return an
-    empty list without names."""
+    """Return the statements that assign the n blocks [H, B] of an array [n H, B] to n names. A slice per name takes
+    less time than `reshape` and an assignment to all names at once."""
     if len(names) == 1:
         return [f"{names[0]} = {array}"]
-    return [f"{', '.join(names)} = {array}.reshape({len(names)}, H, -1)"] if names else []
+    return [f"{name} = {array}[{k} * H : {k + 1} * H]" for k, name in enumerate(names)]
 
 
 def negatable(graph: CellGraph) -> str:
@@ -208,12 +209,19 @@ def negatable(graph: CellGraph) -> str:
 
 @lru_cache(256)
 def forward_function(cell: PointwiseCell, order: str, negated: str) -> Callable[..., Any]:
-    """Return the function that builds a forward step: step(z, xs, s0, c_prev, us, y, c, n0).
+    """Return the function that builds a forward step: step(xs, s0, c_prev, y, c, n0).
 
-    The step reads z [G H, B], the preactivations (with `graph.apart` only the recurrent part); xs [G H, B], the
-    input's part, if z does not contain it; s0 [H, B], h before the step; c_prev, the other states before it; and us [U
-    H, B], the inputs of the step. It writes n0, the new h; c, the other new states; and y, the values for the backward
-    pass.
+    The step reads these arrays; z and us are fixed, the same in every call:
+
+        z [G H, B]     the preactivations, or only their recurrent part if `graph.apart`
+        us [U H, B]    the inputs of the step
+        xs [G H, B]    the input's part of the preactivations, if z does not contain it
+        s0, c_prev     h and the other states before the step
+
+    and writes
+
+        n0, c          h and the other states after the step
+        y              the values that the backward pass needs
 
     order: the order of the gates in z. negated: the gates whose rows of z are negated.
     """
@@ -234,11 +242,12 @@ def forward_function(cell: PointwiseCell, order: str, negated: str) -> Callable[
             runs[-1][2].append(place)
         else:
             runs.append((op, [k], [place]))
-    together, slices = [], []
+    together = []
+    of_blocks, of_y = unpacking(columns("a", graph.gates), blocks), unpacking(kept, "y")
     for number, (op, saved, places) in enumerate(runs):
         if len(saved) > 1:
-            slices += [f"r{number} = {blocks}[{places[0]}*H:{places[-1] + 1}*H]"]
-            slices += [f"q{number} = y[{saved[0]}*H:{saved[-1] + 1}*H]"]
+            of_blocks += [f"r{number} = {blocks}[{places[0]} * H : {places[-1] + 1} * H]"]
+            of_y += [f"q{number} = y[{saved[0]} * H : {saved[-1] + 1} * H]"]
         source, target = (f"r{number}", f"q{number}") if len(saved) > 1 else (f"a{places[0]}", kept[saved[0]])
         names = tuple(kept[k] for k in saved)
         together.append(Run(op, tuple(graph.saved[k] for k in saved), names, source, target))
@@ -246,14 +255,14 @@ def forward_function(cell: PointwiseCell, order: str, negated: str) -> Callable[
     known |= {graph.number[name]: block for name, block in by_name.items() if name in graph.number}
     targets = [*zip(graph.saved, kept, strict=True), *zip(graph.forward, columns("n", graph.states), strict=True)]
     code = Writer(graph, known, targets, together).code()
-    unpacked = [
-        *slices,
-        *unpacking(columns("a", graph.gates), blocks),
-        *unpacking(columns("p", graph.gates * graph.apart), "z"),
-    ]
-    unpacked += [*unpacking(columns("s", graph.states)[1:], "c_prev"), *unpacking(columns("u", graph.inputs), "us")]
-    unpacked += [*unpacking(kept, "y"), *unpacking(columns("n", graph.states)[1:], "c")]
-    return function_of(code, "z, xs, s0, c_prev, us, y, c, n0", unpacked)
+    once = [*unpacking(columns("p", graph.gates * graph.apart), "z"), *unpacking(columns("u", graph.inputs), "us")]
+    unpacked = [*of_y, *unpacking(columns("s", graph.states)[1:], "c_prev")]
+    unpacked += unpacking(columns("n", graph.states)[1:], "c")
+    if blocks == "z":
+        once += of_blocks
+    else:
+        unpacked += of_blocks
+    return function_of(code, "xs, s0, c_prev, y, c, n0", once, unpacked)
 
 
 class PointwiseStep:
@@ -272,7 +281,8 @@ class PointwiseStep:
         self.saved: Array = np.empty((cell.kept * H, B), dtype)  # used if the caller wants no gates
         self.us: Array = np.empty((graph.inputs * H, B), dtype)
         build = forward_function(cell, self.products.order, self.products.negated)
-        self.step: Callable[..., None] = build((H, B), dtype, params_of(graph, v, H, B))
+        fixed = params_of(graph, v, H, B) | {"z": self.z, "us": self.us}
+        self.step: Callable[..., None] = build((H, B), dtype, fixed)
 
     def __call__(
         self,
@@ -295,7 +305,7 @@ class PointwiseStep:
             np.matmul(self.weights, operand, out=self.z)
             if inputs is not None and not self.apart:
                 self.z += inputs
-        self.step(self.z, inputs, h_prev, c_prev, self.us, self.saved if saved is None else saved, c, h)
+        self.step(inputs, h_prev, c_prev, self.saved if saved is None else saved, c, h)
 
 
 def params_of(graph: CellGraph, v: Views, H: int, B: int) -> dict[str, Array]:
@@ -309,7 +319,8 @@ def backward_function(cell: PointwiseCell) -> tuple[Callable[..., Any], tuple[in
     """Return (build, other). build: a function that builds a backward step. other: the numbers of the gates whose
     input part and recurrent part have different gradients, such as a GRU's candidate (only if `graph.apart`).
 
-    The built function is step(y, s0, c_prev, n0, c, us, d0, dc, dz, dx, direct, du, dw). It reads
+    The built function is step(y, s0, c_prev, n0, c, d0, dc, dz, dx, direct). The arrays us, du and dw are fixed: they
+    are the same in every call. The function reads
 
         y            the values that the forward pass saved
         s0, c_prev   h and the other states before the step
@@ -337,12 +348,12 @@ def backward_function(cell: PointwiseCell) -> tuple[Callable[..., Any], tuple[in
     targets += [*zip(graph.gradients("u"), columns("v", graph.inputs), strict=True)]
     targets += [*zip(graph.gradients("w"), columns("g", graph.params), strict=True)]
     code = Writer(graph, known, targets).code()
+    once = [*unpacking(columns("u", graph.inputs), "us"), *unpacking(columns("v", graph.inputs), "du")]
+    once += unpacking(columns("g", graph.params), "dw")
     unpacked = [*unpacking(columns("y", len(graph.saved)), "y"), *unpacking(columns("s", graph.states)[1:], "c_prev")]
     unpacked += [*unpacking(columns("n", graph.states)[1:], "c"), *unpacking(columns("d", graph.states)[1:], "dc")]
     unpacked += [*unpacking(columns("z", graph.gates), "dz"), *unpacking(columns("q", len(other)), "dx")]
-    unpacked += [*unpacking(columns("u", graph.inputs), "us"), *unpacking(columns("v", graph.inputs), "du")]
-    unpacked += unpacking(columns("g", graph.params), "dw")
-    return function_of(code, "y, s0, c_prev, n0, c, us, d0, dc, dz, dx, direct, du, dw", unpacked), other
+    return function_of(code, "y, s0, c_prev, n0, c, d0, dc, dz, dx, direct", once, unpacked), other
 
 
 def passes_h(graph: CellGraph) -> bool:
@@ -354,11 +365,11 @@ def passes_h(graph: CellGraph) -> bool:
 class PointwiseStepBackward:
     """Compute one backward step of a cell that the user wrote, and collect what the weight gradients need.
 
-    A preactivation is the sum of a recurrent part (Wh h) and an input part (Wx x). `dz` [G H, n] collects the
-    gradients of the recurrent parts of G gates with H units each. It has n columns, one for each step and batch item
-    of a chunk. For some gates, such as a GRU's candidate, the input part has another gradient, which `dx` collects.
-    When the gradient of Wh is computed from `dz`, `end_chunk` copies `dx` to these gates' rows of `dz`, for the
-    gradients of Wx and x.
+    A preactivation is the sum of a recurrent part (Wh h) and an input part (Wx x). `dz` [G H, n] collects the gradients
+    of the recurrent parts of G gates with H units each. It has n columns, one for each step and batch item of a chunk.
+    For some gates, such as a GRU's candidate, the gradient of the input part is a different one, and `dx` collects it.
+    First `end_chunk` computes the gradient of Wh from `dz`. Then it copies `dx` to these gates' rows of `dz`, from
+    which the gradients of Wx and x are computed.
     """
 
     def __init__(self, problem: Problem, cell: PointwiseCell, v: Views, saved: Views):
@@ -366,7 +377,6 @@ class PointwiseStepBackward:
         forward pass."""
         (_, B, H, _), dtype, graph = problem[:4], v["x"].dtype, cell.graph
         build, self.other = backward_function(cell)
-        self.step: Callable[..., None] = build((H, B), dtype, params_of(graph, v, H, B))
         self.H, self.recurrent, self.inputs = H, cell.recurrent, v.get("inputs")
         self.Wh_T: Array | None = transposed(v["Wh"], problem) if cell.recurrent else None
         self.reads_h: bool = graph.reads("s0")
@@ -381,6 +391,8 @@ class PointwiseStepBackward:
         self.us, self.du = (np.empty((graph.inputs * H, B), dtype) for _ in range(2))
         self.dw: Array = np.empty((graph.params * H, B), dtype)
         self.dparams: Array = np.zeros((graph.params * H, B), dtype)  # it is summed over the batch after the last step
+        fixed = params_of(graph, v, H, B) | {"us": self.us, "du": self.du, "dw": self.dw}
+        self.step: Callable[..., None] = build((H, B), dtype, fixed)
 
     def begin_chunk(self, start: int, h_prev: Array, h_in: Array) -> None:
         """Set the states before the steps of a chunk that begins at step `start`: h_prev [steps, B, H]."""
@@ -401,10 +413,8 @@ class PointwiseStepBackward:
         if self.inputs is not None:
             np.copyto(self.us, self.inputs[t].T)
         dz, saved = self.dz[:, columns], self.saved_at(t)
-        self.step(
-            *(saved, self.s0, c_prev, self.h_at(t), c, self.us, dh, dc),
-            *(dz, self.dx[:, columns], self.direct, self.du, self.dw),
-        )
+        dx = self.dx[:, columns] if self.other else self.dx
+        self.step(saved, self.s0, c_prev, self.h_at(t), c, dh, dc, dz, dx, self.direct)
         if self.Wh_T is None:
             dh.fill(0)
         else:

@@ -23,7 +23,7 @@ from .pointwise import gradients_by_mlx, pointwise_step
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """Run the forward pass. Return the cell's outputs by name: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; for
     an LSTM also c [T, B, D H] and cT [B, D H]."""
-    # MLX derives the gradient of a user's cell, for which it multiplies x and `inputs` in the padding by a gradient of
+    # MLX derives the gradient of a user's cell. For this it multiplies the padding of x and `inputs` by a gradient of
     # 0. A NaN times 0 is NaN and would spoil the weight gradients, so the padding is set to 0 first.
     if isinstance(problem.cell, PointwiseCell):
         names = {"x", "inputs"} & arrays.keys()
@@ -74,8 +74,8 @@ def over_time(
 
 
 def choose_items(live: Array, tree: Any, other: Any) -> Any:
-    """Return `tree`, but with the parts of `other` for all batch items with false `live` [B]. `tree` is an array [B,
-    .], or a list or dict of such arrays; `other` has the same structure, with arrays or scalars."""
+    """Return `tree`, but with the parts of `other` for all batch items whose entry in `live` [B] is false. `tree` is an
+    array [B, .], or a list or dict of such arrays; `other` has the same structure, with arrays or scalars."""
     return tree_map(lambda a, b: mx.where(live.reshape(-1, *[1] * (a.ndim - 1)), a, b), tree, other)
 
 
@@ -134,10 +134,12 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     """Run all steps of one direction in reverse. Return the arrays from which `gradients_after_sweep` computes the
     gradients:
 
-    dz [T, B, G H]: the gradient of the preactivations. dh0 [B, P]: the gradient of h0. For an LSTM also dc0 [B, H],
-    and dh [T, B, P], the gradient of h, from which the gradient of the projection is computed. With the option
-    `keep`, for an LSTM or GRU, also carry [T, B, H]: the gradient of keep * c (LSTM), or the part of the gradient of
-    keep * h that bypasses the recurrent product (GRU).
+    - dz [T, B, G H]: the gradient of the preactivations
+    - dh0 [B, P]: the gradient of h0
+    - dc0 [B, H], for an LSTM: the gradient of c0
+    - dh [T, B, P], for an LSTM: the gradient of h, from which the gradient of the projection is computed
+    - carry [T, B, H], for an LSTM or GRU with the option `keep`: the gradient of keep * c (LSTM), or the part of the
+      gradient of keep * h that bypasses the recurrent product (GRU)
     """
     h0, c0 = initial_states(problem, arrays)
     starts = {name: times_keep(arrays, states) for name, states in states_before(problem, arrays, saved).items()}
@@ -145,8 +147,8 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     dh, dc = cotangents.get("hT", mx.zeros_like(h0)), cotangents.get("cT", mx.zeros_like(c0))
     by_step: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}, "carry": {}}
     for t in reversed(problem.steps()):
-        # The gradient of h after step t is the one that step t + 1 returned (in reverse step t - 1), plus the
-        # cotangent of the output h. The same holds for c. The index is [t, ...], because in MLX the gradient of
+        # The gradient of h after step t is a sum: the gradient that step t + 1 (in reverse step t - 1) returned, plus
+        # the cotangent of the output h. The same holds for c. The index is [t, ...], because in MLX the gradient of
         # indexing with [t] has no forward mode.
         dh_t = dh + cotangents["h"][t, ...] if "h" in cotangents else dh
         dc_t = dc + cotangents["c"][t, ...] if "c" in cotangents else dc
@@ -326,7 +328,7 @@ def project(problem: Problem, arrays: Arrays) -> Array:
 
 
 def initial_states(problem: Problem, arrays: Arrays) -> tuple[Array, Array]:
-    """Return h0 [B, P] and c0 [B, H], with zeros for an absent one."""
+    """Return h0 [B, P] and c0 [B, H]. A state that the call does not have is zeros."""
     B, dtype, widths = problem.B, arrays["x"].dtype, {"h0": problem.P, "c0": (problem.cell.carried or 1) * problem.H}
     h0, c0 = (arrays[name] if name in arrays else mx.zeros((B, width), dtype) for name, width in widths.items())
     return h0, c0
@@ -360,17 +362,17 @@ def times_keep(arrays: Arrays, states: Array, t: int | slice = slice(None)) -> A
 
 
 def times_mask(arrays: Arrays, h: Array, t: int) -> Array:
-    """Return h [B, P] times the mask of step t, or h unchanged without a mask. The gradient of h is multiplied by
-    the same function."""
+    """Return h [B, P] times the mask of step t, or h unchanged without a mask. The derivative of this function is the
+    same product, so the backward pass calls it with the gradient of h."""
     if "mask" not in arrays:
         return h
-    mask = arrays["mask"]  # for all steps ([B, P] or less) or one per step ([T or 1, B or 1, P or 1])
+    mask = arrays["mask"]  # one for all steps (at most two axes), or [T or 1, B or 1, P or 1]
     return h * (mask if mask.ndim < 3 else mask[t if mask.shape[0] > 1 else 0, ...])
 
 
 def without_padding(lengths: Array | None, sequence: Array) -> Array:
-    """Return a sequence [T, B, .] with 0 where a batch item has ended. The padding must not enter a sum: a NaN there
-    would spoil it even if multiplied by 0."""
+    """Return a sequence [T, B, .] with 0 where a batch item has ended. The padding must not enter a sum: a NaN in it
+    would spoil the sum even if it were multiplied by 0."""
     if lengths is None:
         return sequence
     return of_live(mx.arange(sequence.shape[0])[:, None] < lengths, sequence)
@@ -382,8 +384,8 @@ def of_live(live: Array, sequence: Array) -> Array:
 
 
 def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
-    """Return x, summed over axes so that the result has this shape. Inverse of a broadcast: it sums over the axes that
-    `shape` lacks or in which its size is 1."""
+    """Return x, summed over axes so that the result has this shape: over the axes that `shape` lacks, or in which its
+    size is 1. The gradient of a broadcast is such a sum."""
     added = x.ndim - len(shape)
     axes = [added + axis for axis, size in enumerate(shape) if size == 1 and x.shape[added + axis] > 1]
     return total(x, axis=[*range(added), *axes]).reshape(shape) if added or axes else x
