@@ -78,7 +78,7 @@ class Layers(nn.Module):
     gates: int  # number of gates: a weight matrix has H rows for each gate
     engine: Engine | None
     checkpoint_every: int | str | None
-    nonlinearity: str  # of a plain RNN
+    nonlinearity: str  # the activation of a plain RNN
     engine_used = engine_used
 
     def __init__(

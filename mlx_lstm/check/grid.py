@@ -91,7 +91,7 @@ class GridCase(NamedTuple):
     def draw(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return (case, cotangents) with random arrays, which are the same at every call."""
         margin = ROUNDING_MARGIN if self.dtype == "float32" else KINK_MARGIN
-        recurrent = 0.7 / self.options["sizes"][3] ** 0.5  # with a norm above 1, rounding errors would grow with time
+        recurrent = 0.7 / self.options["sizes"][3] ** 0.5  # small weights: with large ones, rounding errors would grow
         case, cotangents = draw_away_from_kinks(1, margin, **self.options, recurrent=recurrent, dtype=self.dtype)
         return case, {name: cotangents[name] for name in self.with_cotangent or cotangents}
 

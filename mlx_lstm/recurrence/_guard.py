@@ -112,7 +112,7 @@ def refusal(engine: str, problem: Problem) -> str:
         reason = verdicts.find(text)
         if reason is None and (reason := _child.hung(engine)) is None:
             with one_process_at_a_time():
-                reason = verdicts.find(text)  # another process may have tried meanwhile
+                reason = verdicts.find(text)  # another process may have tested the kernels meanwhile
                 if reason is None:
                     reason = tried(trial, neighbours(engine, problem))
     return reason
