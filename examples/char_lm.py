@@ -62,8 +62,8 @@ from support.ranks import Lost, Ranks
 from mlx_lstm.nn import LSTM, QuantizedLSTM
 
 CHECKPOINT = "checkpoint.safetensors"
-VALIDATION_ROWS = 16  # the validation text is read in this number of rows at once, each from a zero state
-ALONE = Ranks()  # the only process of a run
+VALIDATION_ROWS = 16  # the validation text is cut into so many rows, read together, each from a zero state
+ALONE = Ranks()  # a run with only one process
 State = tuple[mx.array, mx.array]
 
 
@@ -146,8 +146,8 @@ def documentation() -> str:
 
 
 def kneser_ney(counts: np.ndarray, lower: np.ndarray) -> np.ndarray:
-    """Return Kneser-Ney probabilities from counts [..., V]. A discount is taken from each count and redistributed by
-    `lower`, the probabilities of a model that reads one character less."""
+    """Return Kneser-Ney probabilities from counts [..., V]. A discount is taken from each count. The sum of the
+    discounts is distributed in proportion to `lower`, the probabilities of a model that reads one character less."""
     once, twice = (counts == 1).sum(), (counts == 2).sum()
     discount = once / (once + 2 * twice) if once else 0.5
     total, kinds = counts.sum(-1, keepdims=True), (counts > 0).sum(-1, keepdims=True)
@@ -235,7 +235,7 @@ class CharLM(nn.Module):
         steps."""
         if self.dtype == mx.float32:
             return self.forward(codes, state, dropped)
-        weights = self.parameters()  # stay float32: the optimizer's steps are too small for 16 bits
+        weights = self.parameters()  # kept in float32, restored below: the optimizer's steps are too small for 16 bits
         self.set_dtype(self.dtype)
         dropped = None if dropped is None else dropped.astype(self.dtype)
         logits, state = self.forward(codes, tuple(array.astype(self.dtype) for array in state), dropped)
@@ -272,7 +272,7 @@ def validation_bits(model: CharLM, corpus: Corpus, window: int = 256, ranks: Ran
 
 
 def sample(model: CharLM, corpus: Corpus, prompt: str, length: int, temperature: float, seed: int) -> str:
-    """Return the prompt and `length` characters after it; at temperature 0 always the likeliest one."""
+    """Return the prompt, continued by `length` characters. At temperature 0 each of them is the likeliest character."""
     codes, key, state = corpus.encode(prompt), mx.random.key(seed), model.zero_state(1)
     fresh = mx.array([codes])
     for _ in range(length):
@@ -318,7 +318,7 @@ class Run:
         self.losses: list[float] = []  # bits per character of every step's window
         self.validation: list[tuple[int, float]] = []  # (step, bits per character)
         self.wish: Callable[[], bool] = lambda: False  # whether this process wants to end after the current step
-        self.stop = False  # whether any process wanted an end after the last step
+        self.stop = False  # whether any process wanted to end after the latest step
         self.gradient = nn.value_and_grad(self.model, window_loss)
 
     def train_step(self) -> float:
@@ -561,7 +561,8 @@ def plot(run: Run, baseline: float, path: Path) -> None:
 
 
 def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Settings | None]:
-    """Return the options, and the settings of a new run or None with --resume."""
+    """Return (options, settings). The settings are those of a new run. With --resume they are None, since the
+    checkpoint contains them."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

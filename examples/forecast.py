@@ -3,8 +3,8 @@
     python examples/forecast.py  # writes runs/forecast.png; needs `pip install matplotlib`
 
 After training, the LSTM continues the series from its own predictions. The series follows the Mackey-Glass equation,
-dx/dt = 0.2 x(t - 17) / (1 + x(t - 17)^10) - x(t) / 10. The last printed line has the errors over 50 values not used for
-training: of the LSTM, of a linear model of 20 values, and of the guess "no change".
+dx/dt = 0.2 x(t - 17) / (1 + x(t - 17)^10) - x(t) / 10. The last line shows the errors of three forecasts of 50 values
+not used for training: by the LSTM, by a linear model of 20 values, and by the guess "no change".
 """
 
 import os
@@ -43,10 +43,10 @@ class Forecaster(nn.Module):
 
 def train(values, steps):
     model, rng, optimizer = Forecaster(), np.random.default_rng(0), optim.Adam(optim.cosine_decay(1e-2, steps))
-    step = nn.value_and_grad(model, lambda x, y: ((model(x)[0] - y)[:, LAGS:] ** 2).mean())  # not of the first LAGS
+    step = nn.value_and_grad(model, lambda x, y: ((model(x)[0] - y)[:, LAGS:] ** 2).mean())  # not the first LAGS values
     for n in range(1, steps + 1):
         x = mx.array(values[rng.integers(0, len(values) - WINDOW, (24, 1)) + np.arange(WINDOW + 1)])
-        loss, gradients = step(x[:, :-1] + 0.01 * mx.random.normal((24, WINDOW)), x[:, 1:])  # noise, as in forecasts
+        loss, gradients = step(x[:, :-1] + 0.01 * mx.random.normal((24, WINDOW)), x[:, 1:])  # forecasts are noisy
         optimizer.update(model, gradients)
         mx.eval(model.parameters(), optimizer.state)
         if n % 50 == 0:
@@ -64,7 +64,7 @@ def forecast(model, past):
 
 
 def linear(values, past):
-    """Return the AHEAD values after `past` from a linear model of each value on the LAGS values before it."""
+    """Return the AHEAD values after `past`, forecast by a linear model that reads the LAGS values before each."""
     rows = np.lib.stride_tricks.sliding_window_view(values, LAGS + 1)
     weights = np.linalg.lstsq(rows[:, :-1], rows[:, -1], rcond=None)[0]
     for _ in range(AHEAD):

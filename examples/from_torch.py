@@ -36,13 +36,13 @@ def to_torch(ours: Layer) -> torch.nn.RNNBase:
 
 
 def options(layer: Layer | torch.nn.RNNBase) -> dict[str, Any]:
-    """Return the constructor arguments with which `layer` was made, of torch or of mlx_lstm.torch."""
+    """Return the constructor arguments with which `layer`, of torch or of mlx_lstm.torch, was made."""
     more = {"LSTM": ["proj_size"], "RNN": ["nonlinearity"]}.get(type(layer).__name__, [])
     return {name: getattr(layer, name) for name in NAMES + more}
 
 
 def run_torch(layer: torch.nn.RNNBase, x: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """Run a torch layer. Return output, last h, and the gradients of output.sum() + h.sum() by x and all parameters."""
+    """Run a torch layer. Return output, last h, and gradients of output.sum() + h.sum() for x and all parameters."""
     inputs = torch.tensor(x, requires_grad=True)
     packed = torch.nn.utils.rnn.pack_padded_sequence(inputs, torch.from_numpy(lengths), enforce_sorted=False)
     output, last = layer(packed)

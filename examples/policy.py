@@ -22,8 +22,8 @@ GAMES, STEPS, HIDDEN = 64, 24, 32  # games in parallel, steps of a rollout, unit
 
 
 class Corridors:
-    """All games together. `act` plays one step and returns the rewards (1 or -1 at an end, else 0) and which games end.
-    A game that ends starts again."""
+    """All games, played in parallel. `act` plays one step and returns the rewards (1 or -1 at an end, else 0) and which
+    games end. A game that ends starts again."""
 
     def __init__(self, rng):
         self.rng, self.sign, self.left = rng, np.zeros(GAMES, int), np.zeros(GAMES, int)
@@ -66,8 +66,8 @@ def rollout(policy, games, state, rng, steps=STEPS, wipe=False):
 
 
 def loss(policy, played, state):
-    """Return the REINFORCE loss: winning actions get more likely, losing ones less. Only the last action of an
-    episode counts."""
+    """Return the REINFORCE loss: winning actions get more likely, losing ones less. Only the last action of an episode
+    has a reward, so only this action enters the loss."""
     played = {name: mx.array(values) for name, values in played.items()}
     keep = mx.concatenate([mx.ones((GAMES, 1), mx.bool_), ~played["ends"][:, :-1]], axis=1)  # False: a new episode
     scores = policy(played["seen"], state, keep)

@@ -1,4 +1,4 @@
-// Helpers for the arrays of a kernel, some of which the caller may not have.
+// Helpers for the arrays of a kernel. The caller may not have all of these arrays.
 //
 // A kernel gets its arrays in one struct, `a`. The launcher (mlx_lstm/engines/metal/kernel.py) generates this struct:
 // it has one field per array, with the type of the array's buffer, or Absent for an array that the caller does not
@@ -6,11 +6,11 @@
 // be `constant` or `device` pointers, because MLX binds an array of fewer than 8 elements as `constant` and others as
 // `device`.
 
-// Absent is the type, and `absent` the value, of an array that the caller does not have.
+// In place of an array that the caller does not have, a kernel gets `absent`, the only value of the type Absent.
 enum Absent { absent };
 
-// Deduce the type of a struct field from a kernel's parameter: the parameter's type without an address space, which a
-// field may not have. Use it in decltype only.
+// Use this function in decltype only. Its return type is the type of a struct field for the parameter of a kernel: the
+// parameter's type without the address space of the parameter itself, because the field of a struct must not have one.
 template <class A> A as_field(A parameter);
 
 inline bool is_present(Absent) { return false; }

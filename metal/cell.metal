@@ -16,8 +16,8 @@
 //   forward        one step of one unit of one batch item: sums of products, preactivations -> gates, state, h
 //   backward       the same step in reverse: gradients of h and c -> gradients of the preactivations and of the state
 //                  before the step
-//   SEGMENTS       the number of parts in which the backward step multiplies dz with Wh: 1 for all gates, or one
-//                  part per gate
+//   SEGMENTS       the number of parts into which the backward step divides the product dz Wh: 1 for all gates
+//                  together, or one part for each gate that has weights in this product
 //   product_gradient   the gradient of a gate's recurrent product; for a GRU's candidate it differs from the gradient
 //                      of the preactivation
 // All arithmetic is in float, whatever type the arrays store.
@@ -27,17 +27,18 @@ enum Activation { IDENTITY, RELU, TANH, SIGMOID, HARD_SIGMOID, HARD_SIGMOID_SIXT
 constexpr int block_of(int options, int gate) { return (options >> (2 * gate)) & 3; }
 constexpr int activation_of(int options, int gate) { return (options >> (8 + 3 * gate)) & 7; }
 
-// Return the slope of the linear part of the hard sigmoid with number `name`: 0.2 or 1/6.
+// Return the slope of the linear part of a hard sigmoid: 0.2 or 1/6. name: the number of the activation.
 inline float rise(int name) { return name == HARD_SIGMOID ? 0.2f : 1.0f / 6.0f; }
 
-// Return x, limited to the range from `least` to `most`. NaN stays NaN, but Metal's functions clamp and max would
-// replace NaN by a number.
+// Return x, limited to the range from `least` to `most`. If x is NaN, return NaN. Metal's functions clamp and max are
+// not used, because they would replace NaN by a number.
 inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }
 
 // Return tanh(x) if is_tanh, else sigmoid(x). One formula with one exp2 and one reciprocal serves both, so neighbouring
 // lanes can compute different functions without a branch: sigmoid(x) = 1 / (1 + 2^(-x log2 e)) and tanh(x) = 2
 // sigmoid(2 x) - 1. Near 0 the formula of tanh loses digits, so a polynomial replaces it there. The error is at most 4
-// units in the last place (ulp), but up to |x| ulp for a sigmoid with x < -4, because the argument of exp2 is rounded.
+// units in the last place (ulp). Exception: for a sigmoid with x < -4 it is up to |x| ulp, because the argument of exp2
+// is rounded.
 inline float squash(bool is_tanh, float x) {
   const float power = x * (is_tanh ? -2.88539008f : -1.44269504f);
   // The exponent is limited to 126, because the reciprocal of numbers above 2^126 may be inexact. NaN stays NaN.

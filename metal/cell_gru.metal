@@ -1,4 +1,5 @@
-// The GRU cell of one hidden unit and one batch item. a_k: the preactivation of gate k. s_k: its activation function.
+// The GRU cell of one hidden unit and one batch item. s_k: the activation function of gate k. a_k: the preactivation of
+// gate k, for the candidate n without the term with q.
 //
 //   r = s_r(a_r)   z = s_z(a_z)
 //   n = s_n(a_n + r q)   reset after the product: q is the candidate's recurrent product plus its bias bhn
@@ -6,8 +7,10 @@
 //   h = z h_prev + (1 - z) n,  or with flip_z  (1 - z) h_prev + z n
 // metal/README.md has the backward equations.
 //
-// Bits of OPTIONS that only this cell has: bit 23 is set if the reset comes before the candidate's product; bit 24 is
-// flip_z. The constant of a unit, read once per launch, is its bias bhn. It is 0 if the reset comes before the product.
+// This cell gives two more bits of OPTIONS a meaning:
+//   bit 23   1 if the reset comes before the candidate's product, 0 if it comes after
+//   bit 24   1 for flip_z
+// A unit has one constant, its bias bhn, which is read once per launch. It is 0 if the reset comes before the product.
 template <int OPTIONS>
 struct GRUCell {
   enum { GATE_R, GATE_Z, GATE_N, GATES = 3, CONSTANTS = 1, HAS_C = 0, PASSES_H = 1 };
@@ -50,8 +53,8 @@ struct GRUCell {
     return state(y[GATE_Z], y[GATE_N], h_prev);
   }
 
-  // update_backward returns the gradient of z's preactivation, candidate_backward that of n's preactivation. dh: the
-  // gradient of the new h. dy: the cotangent of gate z or n.
+  // update_backward returns the gradient of z's preactivation. candidate_backward returns the gradient of n's
+  // preactivation. dh: the gradient of the new h. dy: the cotangent of gate z or n.
   static float update_backward(float z, float n, float h_prev, float dh, float dy) {
     return (dy + dh * (FLIPS_Z ? n - h_prev : h_prev - n)) * slope(activation(GATE_Z), z);
   }

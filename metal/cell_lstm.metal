@@ -7,8 +7,10 @@
 // m is h, or the vector that a projection multiplies. metal/README.md has the backward equations, in which the
 // derivative of the clip is 1.
 //
-// The cell's own options: bits 23-24 are the peephole (none, o sees the new c, o sees c_prev); bit 25 says whether c is
-// clipped. The constants of a unit are its peephole weights p, in the order i, f, g, o.
+// This cell gives three more bits of OPTIONS a meaning:
+//   bits 23-24   0 without peepholes; 1 if o reads the new c, 2 if o reads c_prev
+//   bit 25       1 if c is clipped
+// The constants of a unit are its peephole weights p, in the order i, f, g, o.
 template <int OPTIONS>
 struct LSTMCell {
   enum { GATE_I, GATE_F, GATE_G, GATE_O, OUTPUT, GATES = 4, CONSTANTS = 4, SEGMENTS = 1, HAS_C = 1, PASSES_H = 0 };
@@ -56,15 +58,15 @@ struct LSTMCell {
     return y[GATE_O] * activate(activation(OUTPUT), c);
   }
 
-  // Return the gradient of the new c. dc: the gradient from later steps plus the cotangent of c. dm: the gradient of m
-  // = o s, the output of the cell. s: s_output(c).
+  // Return the gradient of the new c, without the peephole terms. c is used by later steps and in m = o s, where s =
+  // s_output(c). dc: the gradient from later steps plus the cotangent of c. dm: the gradient of m.
   static float state_backward(float dc, float dm, float o, float s) {
     return dc + dm * o * slope(activation(OUTPUT), s);
   }
 
-  // Return the gradient of a gate's preactivation. dy: the cotangent of the gate. The step multiplies the gate by one
-  // factor, for example i by g in c = f c_prev + i g. other: this factor. d: the gradient of the result, c (for gate
-  // o: m). slope: the derivative of the gate's activation.
+  // Return the gradient of a gate's preactivation. In the forward step the gate is multiplied by one factor, for
+  // example i by g in c = f c_prev + i g. other: this factor. d: the gradient of c, or of m for gate o. dy: the
+  // cotangent of the gate. slope: the derivative of the gate's activation.
   static float gate_backward(float dy, float d, float other, float slope) { return (dy + d * other) * slope; }
 
   // Compute one step in reverse. y: the gates. dm: on entry the gradient of m, on return 0, because h_prev is used only

@@ -1,4 +1,4 @@
-// The plain RNN cell: one hidden unit of one batch item, forward and backward: h = s(a). The preactivation a is stored
+// The plain RNN cell, h = s(a): one hidden unit of one batch item, forward and backward. The preactivation a is stored
 // as the cell's only gate, so that all cells share the layout of gates.
 template <int OPTIONS>
 struct RNNCell {

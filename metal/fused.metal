@@ -83,8 +83,8 @@ void advance(thread Place<Index>& place, thread const Place<Index>& step) {
   place.keep += step.keep;
 }
 
-// Set `distance` to the distances `step`, or to 0 if there is no next step. Numbers at a position plus `distance` may
-// always be read: without a next step they are those of the current step, instead of numbers outside the array.
+// Set `distance` to `step`, the distances to the next step, or to 0 if there is no next step. With 0 a kernel that
+// reads ahead reads the numbers of the current step again, instead of numbers outside the array.
 template <class Index>
 void distance_to_next(bool exists, thread const Place<Index>& step, thread Place<Index>& distance) {
   distance.state = exists ? step.state : 0, distance.gate = exists ? step.gate : 0;
@@ -126,7 +126,7 @@ void fill_with_zeros(threadgroup V* vectors, int count, uint index, uint threads
   for (int n = int(index); n < count; n += int(threads)) vectors[n] = V(0.0f);
 }
 
-// N lanes share a unit. Return the value that `mine` has in lane n of them.
+// N lanes share a unit. Return the value that `mine` has in lane n of these N lanes.
 template <int N>
 float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)) : mine; }
 
@@ -141,8 +141,9 @@ float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)
 // early, before a product. So they arrive while the product is computed, and no step waits for them.
 //
 // Fields of Item. at: the unit's positions in the arrays. dh, dc: the gradients from later steps. before: the state
-// before the step that was processed last. y, d: the lane's gate and the gradient of this gate. past: the part of the
-// gradient of h_prev (h before the step) that bypasses the recurrent product. mask: the factor on the product.
+// before the step that was processed last. y: the lane's gate. d: first the cotangent of this gate, then the gradient
+// of its preactivation. past: the part of the gradient of h_prev (h before the step) that bypasses the recurrent
+// product. mask: the factor on the product.
 template <class Index>
 struct Item {
   Place<Index> at;
@@ -154,7 +155,8 @@ struct Item {
 template <class Cell> constant constexpr bool USES_BEFORE = Cell::HAS_C || Cell::PASSES_H;
 
 // What a unit reads at a step besides the gates: the state that the step uses, the cotangents dh and dc (or q), and the
-// factors `mask` and `keep`. If an array is absent, its cotangent is 0 and its factor is 1.
+// factors `mask` and `keep`. If the caller does not have the array of a cotangent, the cotangent is 0; without the
+// array of a factor, the factor is 1.
 struct StepNumbers {
   float state, dh, dc_or_q, mask, keep;
 };

@@ -14,8 +14,8 @@
 // and the second product.
 
 // Compute the recurrent product for ROWS batch items, summed over the lanes of a group. Each sum belongs to one batch
-// item, one gate and one unit. On return sums[row] holds those of the lane's own unit; which gates a lane has depends
-// on the cell (Lanes<Cell>::sum_of_unit). WANTED: the gates to compute, one bit each.
+// item, one gate and one unit. On return sums[r] holds the sums of batch item r and the lane's own unit. For which
+// gates a lane has them depends on the cell (Lanes<Cell>::sum_of_unit). WANTED: the gates to compute, one bit each.
 template <class Cell, int UNITS, int ROWS, int RUNS, int WANTED, int RESIDENT, class V>
 void add_products(
     thread float (&sums)[ROWS][UNITS * Cell::GATES], thread const V* resident, const device V* streamed,
@@ -29,9 +29,10 @@ void add_products(
   }
 }
 
-// Read numbers before the product that a lane needs after it, so that they arrive while the product is computed: z and
-// the mask of the next step, and `keep` of this step (factor). next: the distance to the next step. If the launch has
-// no next step (has_next is false), the function reads z and the mask of this step again.
+// Read the numbers that a lane needs after the product: z and the mask of the next step, and `keep` of this step
+// (factor). The function is called before the product, so that the numbers arrive while it is computed. next: the
+// distance to the next step. If the launch has no next step (has_next is false), the function reads z and the mask of
+// this step again.
 template <int ROWS, class Index, class Arrays>
 void read_ahead(
     thread const Arrays& a, bool has_next, thread const Place<Index> (&at)[ROWS], thread const Place<Index>& next,
@@ -91,7 +92,7 @@ void fused_forward(
   for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
     const long item = place_in(sweep, b, 1, 0, H, unit);
-    // A lane without a gate or without a unit reads the numbers of another one.
+    // A lane without a gate reads the numbers of block 0, and a lane without a unit those of unit 0.
     first_place<false>(sweep, b, GATES, max(block, 0), H, real ? unit : 0, at[r]);
     length[r] = value_at(a.lengths, b, sweep.T);
     h_now[r] = writes ? value_at(a.h0, item, 0.0f) : 0.0f;

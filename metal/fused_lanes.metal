@@ -30,9 +30,10 @@ template <class Cell> struct Lanes;
 template <int LENGTH, int GROUP>
 constant constexpr int RUNS_OF = (LENGTH + 4 * GROUP - 1) / (4 * GROUP);
 
-// Which weights a lane has: of each of SLOTS rows with LENGTH weights, RUNS runs of 4 neighbouring weights. They are
-// stored as COUNT vectors of type V. A lane has SPAN neighbouring weights of a row; then those of the group's other
-// lanes follow. fused_quantized.metal specializes this struct for quantized weights.
+// Which weights a lane has: from each of SLOTS rows it has RUNS runs of 4 neighbouring weights. A row has LENGTH
+// weights. The lane's weights are stored as COUNT vectors of type V. In a row, SPAN neighbouring weights belong to one
+// lane, the next SPAN weights to the next lane of the group, and so on. fused_quantized.metal specializes this struct
+// for quantized weights.
 template <class V, int LENGTH, int GROUP, int SLOTS>
 struct LaneShare {
   enum { SPAN = 4, RUNS = RUNS_OF<LENGTH, GROUP>, COUNT = RUNS * SLOTS };
@@ -110,10 +111,10 @@ void add_product(
 }
 
 // Add up the partial sums of the UNITS units of a group of lanes. A unit has N lanes. On entry a lane has PER sums for
-// each unit of the group, its own unit first. In each round two lanes exchange sums: each sends the half of its sums
-// that belongs to the other lane's units, and keeps and adds to the first half. On return a lane has only the sums of
-// its own unit, added up over one lane of each unit. The N lanes of a unit still have different parts; sum_of_unit adds
-// them up later.
+// each unit of the group, its own unit first. In each round two lanes exchange sums: each sends the second half of its
+// sums, because these belong to the other lane's units, and adds the received sums to its first half. On return a lane
+// has only the sums of its own unit, added up over one lane of each unit. The N lanes of a unit still have different
+// parts; sum_of_unit adds them up later.
 template <int UNITS, int PER, int WANTED, int N>
 void sum_over_units(thread float (&values)[UNITS * PER]) {
 #pragma clang loop unroll(full)

@@ -15,8 +15,8 @@ struct Lanes<LSTMCell<OPTIONS>> {
   }
 
   // Sum the products over the four lanes of a unit, so that each lane gets the sum of its own gate in slots[0]. On
-  // entry slots[n] of a lane is its part of the sum of gate n ^ lane (exclusive or). So slots[0] belongs to its own
-  // gate, and slots[2] to the own gate of lane ^ 2, to which the shuffle sends it.
+  // entry slots[n] of a lane is its part of the sum of gate n ^ lane (exclusive or). So slots[0] belongs to the lane's
+  // own gate. slots[2] belongs to the own gate of lane ^ 2, and the first shuffle sends it there.
   template <int WANTED>
   static void sum_of_unit(thread float* slots, int) {
     slots[0] += simd_shuffle_xor(slots[2], 2);

@@ -3,15 +3,16 @@
 // A threadgroup owns 8 batch items of one direction; each of its simdgroups owns 8 hidden units. The product is weights
 // times vectors. The left matrix holds 8 rows of weights, one per unit; the right matrix holds 8 numbers of each item.
 // So the result has one row per unit and one column per item. The lanes of a simdgroup share each matrix: a lane holds
-// two neighbouring numbers of one row (row_of, column_of). In the result these belong to two items of one unit, and the
-// lane computes their cells; e = 0, 1 numbers these items. A vector of 4 weights contains the lane's numbers of two
-// successive left matrices. `vectors` in threadgroup memory holds the right side of the product, [length, padded to
-// 8][8 items].
+// two neighbouring numbers of one row (row_of, column_of). In the result a lane's two numbers belong to one unit of two
+// items, and the lane computes the cell of this unit for both items; e = 0, 1 numbers these items. A vector of 4
+// weights contains the lane's numbers of two successive left matrices. `vectors` in threadgroup memory holds the right
+// side of the product, [length, padded to 8][8 items].
 
 template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
 
-// Whether the kernels read numbers before the product that they use after it. These numbers take registers during the
-// product. If no register is left for weights, there is none for these numbers either.
+// Whether the kernels read ahead: they load the numbers that they use after the product already before it. These
+// numbers then take registers during the product. If no register is left for weights (RESIDENT is 0), there is none for
+// these numbers either.
 template <int RESIDENT> constant constexpr bool READS_AHEAD = RESIDENT > 0;
 
 // row_of and column_of return the position of a lane's two numbers in an 8 x 8 matrix: the row, and the first of two
@@ -95,7 +96,7 @@ void fused_matrix_forward(
   for (int e = 0; e < 2; ++e) {
     const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
     real[e] = b0 + e < sweep.B && unit < H;
-    // A lane without an item or without a unit reads the numbers of another one.
+    // A lane without an item reads the numbers of the last item, and a lane without a unit those of unit 0.
     first_place<false>(sweep, min(b0 + e, sweep.B - 1), GATES, 0, H, unit < H ? unit : 0, at[e]);
     length[e] = b0 + e < sweep.B ? value_at(a.lengths, b0 + e, sweep.T) : 0;
     h_now[e] = real[e] ? value_at(a.h0, item, 0.0f) : 0.0f;
@@ -240,7 +241,8 @@ void fused_matrix_backward(
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // separates d of all units from the product that reads it
-    // Read the numbers of the next step. The launch's last step has no next one, it reads its own numbers again.
+    // Read the numbers of the next step. At the launch's last step there is no next step, so the numbers of this step
+    // are read again.
     const int ahead = max(n - 1, sweep.start);
     Place<Index> distance;
     distance_to_next(ahead != n, next, distance);

@@ -3,8 +3,8 @@
 //
 // A lane has SPAN neighbouring weights of each of SLOTS rows of Wh. They are divided into PIECES pieces; the weights of
 // a piece of a row lie in one quantization group of SIZE weights, so they have the same scale and bias. A weight takes
-// FIELD bits: 4, or 8 if it has more than 4 bits. So eight weights fill WORDS = FIELD / 4 words. A lane needs its words
-// in this order, in which they are stored, piece after piece:
+// FIELD bits: 4, or 8 if it has more than 4 bits. So eight weights fill WORDS = FIELD / 4 words. The words of a lane
+// are stored in the order in which it needs them, piece after piece. A piece consists of:
 //   - eight weights of every row, then the next eight weights of every row, and so on to the end of the piece
 //   - the scale and, if BIASED, the bias of every row, as floats
 

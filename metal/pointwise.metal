@@ -16,8 +16,9 @@
 //   SCATTERS   whether each of the four lanes gets only the recurrent product of one gate (lane k: gate k), in sums[0];
 //              otherwise all lanes get the products of all gates
 //   READS_H    whether the backward pass reads h before or after a step
-//   forward, backward   one step of one unit of one batch item. The lanes of a unit share the work: an array of blocks
-//              (z, gates, c, gradients) has block LANES j + lane in register j of a lane. All lanes have all states.
+//   forward, backward   one step of one unit of one batch item. The lanes of a unit share the work: register j of a
+//              lane holds block LANES j + lane of z, of the saved blocks, of c before a backward step, and of the
+//              gradients d. The unit's current states and their gradients are in every lane.
 // A threadgroup owns ROWS batch items. If fewer are left, it computes the last item several times, with the same
 // results.
 
@@ -29,9 +30,9 @@ constant constexpr int REGISTERS_OF = COUNT == 0 ? 1 : (COUNT + LANES - 1) / LAN
 // Overload for a cell without a recurrent product, which has no weights: return a null pointer, which is never read.
 template <int COUNT, class V> const device V* vectors_of_lane(Absent, int, uint, uint) { return (const device V*)0; }
 
-// Return the position of number `unit` of block `block` in an array [rows, COUNT H], a row having COUNT blocks of H
-// numbers. at: the unit's position in an array [rows, H] with the same rows. Only `at` changes from step to step; the
-// compiler computes the term after + once, so a step costs one multiply-add.
+// Return the position of number `unit` of block `block` in an array [rows, COUNT H]. A row of this array has COUNT
+// blocks of H numbers. at: the unit's position in an array [rows, H], in the row of the same number. Only `at` changes
+// from step to step; the compiler computes the term after + once, so a step costs one multiply-add.
 template <int COUNT, int H, class Index>
 Index place_of(Index at, int block, int unit) { return at * COUNT + Index(block * H + unit - COUNT * unit); }
 
@@ -86,7 +87,7 @@ inline float own_max(float a, float b) { return a > b || a != a ? a : b; }
 
 inline float own_min(float a, float b) { return a < b || a != a ? a : b; }
 
-// Return log(1 + x) by Kahan's method, which divides the rounding error of 1 + x out.
+// Return log(1 + x) by Kahan's method: the rounding error of u = 1 + x cancels in log(u) x / (u - 1).
 inline float own_log1p(float x) {
   const float u = 1.0f + x;
   return u == 1.0f || u - u != 0.0f ? (u == 1.0f ? x : log(u)) : log(u) * (x / (u - 1.0f));

@@ -8,7 +8,8 @@
 // pointwise.metal describes the cell's struct, which here has LANES = 1: one thread computes a unit. It also describes
 // the arrays. With D directions, an array has the blocks of both directions side by side: z [T, B, D G H],
 // c [T, B, D C H] and so on, params [D V H], keep [T, B, D]. Further arrays:
-//   before, after   the rows that the previous launch wrote and that this launch writes
+//   before          the row (the array of one launch) that the previous launch wrote
+//   after           the row that this launch writes
 //   Wh [D, G H, H], weights [D, H, G H] (the transposed Wh), sizes, step: as in stepwise.metal
 //
 // A row of the forward pass contains, in this order: c [B, D C H] float; h [B, D H]; if SAVES, the K saved blocks

@@ -2,7 +2,7 @@
 // scale and, in mode affine, a bias.
 //
 //   words   [rows, K BITS / 32] of 32 bits: the weights of a row as one string of bits, each with its lowest bit first
-//   scales  [rows, K / GROUP]: floats, or 8 bits: powers of two (groups of 32) or 8-bit floats (groups of 16)
+//   scales  [rows, K / GROUP]: floats, or numbers of 8 bits: powers of two if GROUP is 32, small floats if GROUP is 16
 //   biases  [rows, K / GROUP], or absent
 // In mode affine a weight is scale * q + bias with an integer q. In the other modes it is scale * q with a float q of 4
 // or 8 bits, without biases. Therefore the functions below have two overloads, selected by the type of the argument
@@ -25,8 +25,9 @@ template <int BITS, int GROUP, class W, class A, class B>
 Packed<BITS, GROUP, A, B> packed_weights(W words, A scales, B biases) { return {words, scales, biases}; }
 
 // A small float has 1 sign bit, then 2 exponent bits and 1 mantissa bit (BITS = 4), or 4 exponent bits and 3 mantissa
-// bits (BITS = 8). Exponent and mantissa are moved to the lowest bits of a half's exponent and the highest bits of its
-// mantissa. This divides the value by FACTOR.
+// bits (BITS = 8). To convert it to a half, its exponent becomes the lowest bits of the half's exponent, and its
+// mantissa the highest bits of the half's mantissa. The half is the value divided by FACTOR, because the exponents of
+// the two types have different offsets.
 template <int BITS> constant constexpr int MANTISSA = BITS == 4 ? 1 : 3;
 template <int BITS> constant constexpr float FACTOR = BITS == 4 ? 16384.0f : 256.0f;
 
@@ -68,7 +69,7 @@ float number_at(thread const uint (&words)[WORDS], int e, B biases) {
 
 // Return the sum of w x over the weights w of one quantization group. product: the sum of v x, where v = number_at(w)
 // is 2^BITS + q for an integer q, or q / FACTOR for a small float q. x_sum: the sum of x, which corrects the added
-// 2^BITS and applies the bias. scale, bias: of the group.
+// 2^BITS and applies the bias. scale, bias: the group's scale and bias.
 template <int BITS> float of_group(float product, float, float scale, float, Absent) {
   return scale * (FACTOR<BITS> * product);
 }

@@ -35,7 +35,7 @@ inline Index place_by_direction(thread const Step& s, int b, int width) {
   return ((Index(s.d) * s.T + s.t) * s.B + b) * width;
 }
 
-// Return whether the state before this step is h0 and c0. It is at step n = 0. An item that runs in reverse and is
+// Return whether the states before this step are h0 and c0. They are at step n = 0. An item that runs in reverse and is
 // shorter than T begins later, at its own last time index; at this step the result is also true.
 inline bool is_first(thread const Step& s, int length) { return s.n == 0 || (s.reverse && s.t + 1 == length); }
 
@@ -64,7 +64,7 @@ template <> struct Neighbours<bfloat> { using four = packed_bfloat4; };
 #endif
 
 // Read N neighbouring elements from array[index] on into `values`, as float. If the array is absent, set all N values
-// to `otherwise`. Metal has `device` and `constant` arrays; only from the first kind vectors of four are read at once.
+// to `otherwise`. Vectors of four elements are read from `device` arrays only, not from `constant` arrays.
 template <int N> void take(Absent, int, float otherwise, thread float (&values)[N]) {
 #pragma clang loop unroll(full)
   for (int e = 0; e < N; ++e) values[e] = otherwise;

@@ -24,9 +24,9 @@
 // `sums` [ROWS][COLUMNS] in threadgroup memory; then every thread computes some cells. The product ends with a barrier
 // between the two parts.
 
-// How the product reads one row of its operand: dz of one batch item, which the previous launch wrote, or with a
-// projection dh_t. If the reset of a GRU comes after the candidate's product, the gradient of this product is dz_n r.
-// So the numbers of the candidate's dz are multiplied by r when they are read.
+// How the product reads one row of its operand, the row of one batch item. The operand is dz, which the previous launch
+// wrote. Exception: with a projection it is dh_t. If the reset of a GRU comes after the candidate's product, the
+// gradient of this product is dz_n r. So the numbers of the candidate's dz are multiplied by r when they are read.
 template <class S, class Arrays>
 struct FollowingRow {
   const device S* dz;
@@ -122,9 +122,9 @@ void stepwise_backward(
   const device S* dz_before = (const device S*)a.before + start;
   const Following<Cell, S, Arrays> x = {either(a.dh_now, dz_before), &a, &s, H};
   const Block own = {b0, j0, simdgroup, lane, sums, tiles};
-  // The product multiplies the dz of the step that is processed later in the forward pass by Wh. The first launch
-  // (`begins`) has no such step, so it skips the product. With a projection the product is needed at every step,
-  // because it multiplies dh_t by Wp instead.
+  // The product is dz Wh, with dz of the step that the forward pass processes next. The first launch (`begins`) has no
+  // such step, so it skips the product. With a projection every launch needs the product, because it is dh_t Wp
+  // instead.
   const bool begins = s.n + 1 == s.T;
   if (!begins || is_present(a.dh_now))
     Product::template product<OneBlock, 0, COLUMNS, Cell::SEGMENTS>(

@@ -1,6 +1,7 @@
-// The recurrent product of a step for few batch items, whose speed is limited by reading the weights. The result is a
-// matrix `sums` in threadgroup memory, with a row per batch item and a column per unit and gate. A threadgroup computes
-// the batch items from b0 on and the units j0 ... j0 + UNITS - 1 of the gates from FIRST on.
+// The recurrent product of a step for few batch items. Each weight is then used for few multiplications, so reading the
+// weights limits the speed. The result is a matrix `sums` in threadgroup memory, with a row per batch item and a column
+// per unit and gate. A threadgroup computes the batch items from b0 on and the units j0 ... j0 + UNITS - 1 of the gates
+// from FIRST on.
 //
 //   sums[r, n] = sum over k of x(b0 + r, k) weights[row(n), k]
 //   row(n) = Gates::block(FIRST + n / UNITS) H + j0 + n % UNITS

@@ -1,11 +1,12 @@
-// The recurrent product of a forward step with quantized weights: for each batch item (a row) and each gate of each
-// unit (a column) a sum of K terms. quantized.metal describes the format of the weights.
+// The recurrent product of a forward step with quantized weights, whose format quantized.metal describes. The result is
+// a matrix with one row per batch item and one column per gate of each unit. Each of its numbers is a sum of K terms.
 //
-// With few batch items a column of the product (one row of weights) is computed by a team of eight lanes, for all rows
-// of x. A team has every eighth column. Its lanes divide the K terms of each sum: a lane multiplies TAKEN neighbouring
-// weights at a time, which have the same scale. It does not dequantize them: it adds up x times their integers or small
-// floats, and applies scale and bias to the sums. With many batch items the product runs in tiles of 8 x 8 matrices:
-// weights are dequantized in registers just before stepwise_tiles.metal multiplies them.
+// With few batch items, a team of eight lanes computes a whole column, which needs one row of weights. A threadgroup
+// has eight teams, so a team computes every eighth column. The lanes of a team divide the K terms of each sum: a lane
+// multiplies TAKEN neighbouring weights at a time, which have the same scale. The lane does not dequantize them. It
+// adds up the products of x and the quantized numbers, and applies scale and bias to these sums. With many batch items,
+// stepwise_tiles.metal computes the product with 8 x 8 matrices, and each lane dequantizes its weights in registers
+// just before.
 
 // Return the quantized weights from row `row` on.
 template <int BITS, int GROUP, class A, class B>
@@ -48,9 +49,9 @@ struct PackedColumn {
 };
 
 // What a lane computes from the TAKEN weights that it multiplies at a time. products[column][row]: the sum of x times
-// number_at(weight). x_sums[row]: the sum of x, which replaces an addition of the bias to each weight. scales, biases:
-// of the weights' quantization group, per column. If several lanes share the group, only the first of them reads these,
-// and the others have 0.
+// number_at(weight). x_sums[row]: the sum of x, which is later multiplied by the bias. scales, biases: the scale and
+// the bias of the weights' quantization group, one per column. If several lanes share the group, only the first of them
+// reads its scale and bias, and the others have 0.
 template <int ROWS, int OWN>
 struct PartialSums {
   float products[OWN][ROWS], x_sums[ROWS], scales[OWN], biases[OWN];

@@ -7,8 +7,8 @@
 //
 //   pieces  arrays of one or more rows
 //   starts  the element of `joined` at which each array begins, and the element at which the last one ends
-//   first   three numbers: the first threadgroup along x that joins; the threads of a threadgroup; the threads of all
-//           threadgroups that join
+//   first   three numbers: the index along x of the first threadgroup that joins; how many threads one threadgroup has;
+//           how many threads all threadgroups that join have together
 template <int COUNT, class X>
 struct Pieces {
   const device X* rows[COUNT];

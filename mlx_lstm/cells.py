@@ -1,7 +1,7 @@
 r"""Recurrent cells for `mlx_lstm.pointwise` and `mlx_lstm.nn.Pointwise`, each in a few lines of MLX.
 
-They are examples to copy and change as much as functions to use. The docstring of each names the paper, the order of
-the gates `a` and of the states, and the equations.
+Use them as they are, or copy and change them. The docstring of each names the paper, the order of the gates `a` and of
+the states, and the equations.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def peephole_lstm(a: Arrays, state: Arrays, p_i: Array, p_f: Array, p_o: Array) 
 
 
 def sum_peephole_lstm(a: Arrays, state: Arrays, p: Array) -> tuple[Array, ...]:
-    r"""Run a step of an LSTM in which all three gates see c through the same peephole p.
+    r"""Run a step of an LSTM in which the gates i, f and o see c through the same peephole p.
 
     Gates i, f, g, o; states h, c; params p. It is `peephole_lstm` with p_i = p_f = p_o.
     """

@@ -52,14 +52,15 @@ def refused(word, both=False, **changed):
 
 
 def wrong_shapes(word, both):
-    """Yield (array name, wrong shape) pairs. A wrong shape has one axis too few or too many, has an axis that is
-    empty or longer by 1, or is the shape for the other number of directions."""
+    """Yield pairs (array name, wrong shape). There are three kinds of wrong shapes: one axis is missing or added; one
+    axis is empty or longer by 1; the shape is that of an op with the other number of directions."""
     other = right(word, not both)
     for name, shape in right(word, both).items():
         shapes = [shape[1:], (1, *shape), other[name]]
         shapes += [(*shape[:n], size + 1, *shape[n + 1 :]) for n, size in enumerate(shape)]
         shapes += [(*shape[:n], 0, *shape[n + 1 :]) for n in range(len(shape))]
-        # For a mask, some of these shapes are correct: it may be broadcast and may have a time axis.
+        # A mask may be broadcast and may have a time axis, so some of the shapes above are correct for a mask. This
+        # list replaces them.
         if name == "mask":
             shapes = [
                 (B + 1, shape[1]),

@@ -123,7 +123,7 @@ def test_every_contender_agrees_and_the_bound_is_tight(dtype):
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_judge_of_a_stack_evaluates_it_and_its_gradient(cell):
     """The judge (float64 reference) computes the right gradients of two bidirectional layers: they agree with
-    difference quotients along a random direction of every array."""
+    difference quotients of the judge's forward pass along a random direction of every array."""
     rng = np.random.default_rng(1)
     numbers = CASES[f"cudnn_{cell}"].draw(Size(3, 2, 3, 2), "float32")
     numbers = {name: array.astype(np.float64) for name, array in numbers.items()}
@@ -278,8 +278,9 @@ def test_plan_keeps_to_the_budget():
 
 
 def test_needed_bytes():
-    """The needed memory is the size of all arrays of a pass. The forward pass has 780 numbers: x 60, gates 480, h
-    120, c 120. The backward pass adds 476: dx 60, dWx 128, dWh 256, db 32."""
+    """The needed memory of a pass is the size of x and of all arrays that the pass computes. The weights do not
+    count. The forward pass has 780 numbers: x 60, gates 480, h 120, c 120. The backward pass adds 476: dx 60, dWx
+    128, dWh 256, db 32."""
     assert needed_bytes(TINY, "forward", "float32") == 4 * 780
     assert needed_bytes(TINY, "backward", "float16") == 2 * (780 + 476)
     assert peak_ratio(timed("ours", peak=3 * 4 * 1256 - 240)) == pytest.approx(3)

@@ -145,7 +145,7 @@ OPERATIONS |= {f"binary {n}": lambda a, state, f=f: (mx.tanh(f(a[0], state[0])),
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_of_mlx_is_right_in_a_cell(name):
     """A cell with this operation of MLX has right values and gradients on the CPU engines and in `recurrent`, which
-    runs the cell as plain MLX. Engine `numpy` is not tested with erf."""
+    runs the cell as plain MLX. NumPy has no erf, so cells with erf are not tested with engine `numpy`."""
     form = Form(OPERATIONS[name], 1)
     case, cotangents = draw(np.random.default_rng(11), form, {}, (2, 2, 2, 4))
     exact, bounds = judged(form, case, cotangents)

@@ -56,7 +56,7 @@ def new_run(corpus, **options):
 
 
 def everything(run) -> dict[str, bytes]:
-    """Return the bytes of all arrays that the next training step depends on, by array name."""
+    """Return {array name: bytes} of all arrays on which the next training step depends."""
     trees = {"model": run.model.parameters(), "optimizer": run.optimizer.state, "state": run.state, "key": run.key}
     return {name: np.array(array).tobytes() for name, array in tree_flatten(trees)}
 
@@ -472,10 +472,10 @@ def test_bfloat16_is_in_the_weights_and_activations_and_nowhere_else(corpus):
 
 
 def test_the_loss_of_bfloat16_is_off_by_no_more_than_its_roundings(corpus):
-    """The bfloat16 loss differs from the float64 loss with the same rounded weights by at most a derived bound. The
-    bound counts the roundings of three values: the LSTM's outputs, their products with the dropout mask, and the
-    vocabulary layer's sums before and after the bias. If every logit changes by at most e, the loss changes by at
-    most 2e."""
+    """The bfloat16 loss differs from the float64 loss with the same rounded weights by at most a derived bound. Four
+    values are rounded to bfloat16: the LSTM's outputs, their products with the dropout mask, and the vocabulary
+    layer's sums before and after the bias is added. If every logit changes by at most e, the loss changes by at most
+    2e."""
     run = new_run(corpus, dtype="bfloat16", dropout=0.3)
     window, dropped = run.settings.window, dropout_of(run)
     codes, targets = run.inputs[:, :window], run.targets[:, :window]

@@ -114,8 +114,8 @@ def test_as_on_a_mac(tmp_path, capsys, start):
     ],
 )
 def test_a_damaged_kernel_is_found(tmp_path, capsys, start, damage, engine, said):
-    """After a kernel is damaged, the exit code is 1 and a printed line says what is wrong. The other engines are
-    still checked."""
+    """If an engine is damaged, the exit code is 1 and a printed line says what is wrong. The other engines are still
+    checked. There are three damages: wrong numbers, a kernel that does not compile, and a process that ends."""
     start(f"import on_metal; on_metal.pretend()\n{DAMAGES[damage]}")
     with on_metal():
         code, lines, report = run(tmp_path, capsys, "--problems", "rnn, 17 items", "--sizes")
@@ -175,8 +175,8 @@ def test_an_engine_that_was_asked_for_has_to_run(capsys):
 
 
 def test_a_file_that_cannot_be_written(capsys):
-    """If the JSON file cannot be written, the command says so before any comparison. The file's folder is missing or
-    not writable."""
+    """If the JSON file cannot be written, the command says so before any comparison. The test has one
+    folder that is missing and one that is not writable."""
     with pytest.raises(SystemExit) as info:
         command.main(["--file", "/proc/nothing/x.json"])
     assert info.value.code == 2 and "--file: no folder /proc/nothing" in capsys.readouterr().err

@@ -75,8 +75,8 @@ def test_each_option_alone(option, engine, way):
 
 @pytest.mark.parametrize("option", every_so_many([(option,) for option in EVERY_OPTION], 11))
 def test_each_option_in_sequences_that_are_cut_for_their_length(option):
-    """Each option gives the right results in a sequence that the engine divides into chunks because it is long. Each
-    chunk saves all its values for the gradient."""
+    """Each option gives the right results in a sequence that the engine divides into chunks because the sequence is
+    long. The gradient computes no step again, because each chunk saves all its values."""
     with evaluating("evaluated"), patch.object(choice, "GATES", {"ops": 1}):
         assert_right(*draw_away_from_kinks(1, **EVERY_OPTION[option]), "ops")
 
@@ -461,9 +461,9 @@ def test_a_stack_of_a_dialect_keeps_little():
 
     with mx.stream(mx.cpu):
         few, all_of_it = peak_of(lambda: step("auto")), peak_of(lambda: step(None))
-    # The unit of memory is an array of the size of h [T, N, H]. Each of the L layers needs three: h, its gradient and
-    # the gradient of the layer's input. Dropout needs three more between two layers. One chunk of T / 8 steps needs 4
-    # arrays per step, two of c and two of h: 4 / 8 units. The factor 1.25 covers all other memory.
+    # The unit of memory is an array of the size of h [T, N, H]. Each of the L layers needs three such arrays: h, its
+    # gradient and the gradient of the layer's input. Dropout needs three more between two layers. One chunk of T / 8
+    # steps needs 4 arrays per step, two of c and two of h: 4 / 8 units. The factor 1.25 covers all other memory.
     assert few < 1.25 * (3 * L + 3 * (L - 1) + 4 / 8) * x.nbytes
     assert few < 0.6 * all_of_it
 
@@ -479,8 +479,8 @@ def test_a_wrong_number_is_refused(every):
 
 def test_what_auto_is():
     """The value "auto" of `checkpoint_every` divides T time steps into chunks of about sqrt(T) steps. With engine
-    `ops`, chunks have a quarter of these steps. With engine `numpy`, a chunk has as many steps as fill one matrix
-    product, if that is more than sqrt(T), but at most T / 8."""
+    `ops`, a chunk has a quarter of these steps. With engine `numpy`, a chunk has max(sqrt(T), min(n, T / 8)) steps,
+    where n is the number of steps that fill one matrix product."""
 
     def chosen(engine, T, B, width, every):
         """Return the chunks that are chosen for a plain RNN cell (one gate) whose input and hidden size are `width`."""

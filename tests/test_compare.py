@@ -373,7 +373,7 @@ def test_options_that_do_not_apply(capsys, arguments, words):
 
 def test_stacks_of_layers(tmp_path, on_path, monkeypatch, capsys):
     """The command compares stacks of layers. In this test torch runs on the CPU instead of the Mac's GPU. The
-    command does not call MPSGraph here, because its ops run only one layer."""
+    command does not call MPSGraph here, because MPSGraph's ops run only one layer."""
     monkeypatch.setattr(contenders, "no_torch_mps", lambda: None)
     handed = []
 

@@ -36,8 +36,8 @@ def numbers(*shape, dtype=np.float32, rng=RNG):
 def weights_of(
     cell, layers=1, directions=1, *, biases="xh", proj=0, peephole=False, dtype=np.float32, reverse=False, rng=RNG
 ):
-    """Return random weights of a cell. `biases` says which biases exist: "x" is the bias of the input product, "h"
-    of the recurrent product; "xh" means both."""
+    """Return random weights of a cell. `biases` names the biases that exist: "x" (added to the input's product), "h"
+    (added to the recurrent product), "xh" (both) or "" (none)."""
     rows, found = cell.gates * H, []
     for k in range(layers):
         found.append([])
@@ -335,7 +335,7 @@ def golden(op):
 
 
 def test_files_of_onnx(tmp_path):
-    """`convert.read` reads the LSTM, GRU and RNN test models of the package onnx, and our writer returns the same
+    """`convert.read` reads the LSTM, GRU and RNN test models of the package onnx, and `to_onnx` returns the same
     weights bit for bit. The models take their weights as inputs, so the test first stores the weights in the model
     files, as in files of trained models."""
     onnx, node = pytest.importorskip("onnx"), pytest.importorskip("onnx.backend.test.case.node")

@@ -17,7 +17,7 @@ ACTIVATIONS = {"sigmoid": lambda x: 1 / (1 + np.exp(-x)), "tanh": np.tanh, "relu
 
 def program_of(path):
     """Return (specification, operations) of a Core ML package. The operations are those of its function main."""
-    # Importing coremltools takes seconds, so only the process that runs these tests does it.
+    # Importing coremltools takes seconds, so it is imported only when a test needs it.
     import coremltools
     from coremltools.converters.mil.frontend.milproto.load import load
 

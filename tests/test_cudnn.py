@@ -44,7 +44,8 @@ def test_float64_equals_torch(seeds, engine):
 
 def check(seed, dtype, *engines, **fixed):
     """Assert that the outputs and gradients of a random cuDNN call lie within error bounds derived for this call.
-    The gradients of mx.vjp with recomputed steps (`checkpoint_every`) are checked, too."""
+    The gradients are computed twice: by the backward op, and by mx.vjp, which in most cases recomputes steps
+    (`checkpoint_every`)."""
     every = (None, 2, 1, "auto")[seed % 4]
     case = draw_for(seed, dtype, **fixed)
     exact, limit = by_oracle(case), bounds_of(lambda fl: by_oracle(case, fl), dtype)
@@ -85,7 +86,7 @@ def test_many_more(seeds, dtype):
 @pytest.mark.parametrize("mode", ["lstm", "gru", "rnn_tanh"])
 def test_16_bits_within_bounds(mode, dtype):
     """In 16-bit dtypes, outputs and gradients lie within derived error bounds. Mode rnn_relu is not tested: in 16
-    bits too many inputs of relu are so near 0 that rounding changes its gradient."""
+    bits too many arguments of relu are so near 0 that rounding changes their sign, and with it the gradient."""
     for seed in range(4):
         check(seed, dtype, None, mode=mode)
 
@@ -361,8 +362,9 @@ def test_dropout_of_1_drops_all(mode):
 
 
 def test_dropout_between_layers_only():
-    """A stack with dropout gives the same result as single layers, if the test multiplies by the stack's dropout
-    factors between the layers. The factors have the right mean and are independent."""
+    """Dropout multiplies the output of each layer except the last by factors. The test runs the layers one by one,
+    multiplies by the same factors, and gets the result of the stack. The factors have the right mean and are
+    independent."""
     p, L, D, T, N, H = 0.3, 4, 2, 20, 30, 8
     case = draw(10, mode="rnn_tanh", L=L, D=D, T=T, N=N, I=3, H=H, lengths=None)
     inputs = arrays_of(case)

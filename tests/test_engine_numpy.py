@@ -105,7 +105,8 @@ def test_agrees_with_ops(monkeypatch, word, seed):
     rng = np.random.default_rng(seed)
     T, B, I, H = (int(rng.choice(sizes)) for sizes in ([1, 2, 5, 8], [1, 2, 5, 16, 17], [1, 3], [1, 2, 5]))
     monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", int(rng.choice([3 * B, 1024])))
-    # This limit decides whether the engine copies its weights. Random limits test both ways.
+    # AHEAD_ROWS is the number of rows of x that are multiplied before their steps run. It also decides whether Wx and
+    # Wh are copied into one matrix. Random values test both cases.
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", int(rng.choice([2 * B, 256])))
     poison_scratch(monkeypatch)
     sizes = T, B, I, H, 3
@@ -166,8 +167,9 @@ def test_a_shrinking_batch_agrees_in_16_bits_and_with_checkpoints(word, dtype, c
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("word", OPS)
 def test_wide_batches_agree_with_ops(monkeypatch, word, seed, copied):
-    """Engine `numpy` agrees with engine `ops` for wide batches. Engine `numpy` then computes one recurrent product
-    per step, with or without copied weights, and one input product for several steps."""
+    """Engine `numpy` agrees with engine `ops` for wide batches, with and without copied weights. If Wx and Wh are
+    copied into one matrix, each step computes one product. Otherwise each step has a recurrent product, and several
+    steps share one product of the input."""
     rng = np.random.default_rng(seed)
     T, B, I, H = 5 + seed % 2, 16 + seed % 3, 3, 5
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", 2 * B)
@@ -215,7 +217,7 @@ def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training)
 
         mx.eval(mx.grad(output)(*arrays) if training else output(*arrays))
     # The list has one entry per array that a step reads or writes: whether it is contiguous. There are 4 steps. Each
-    # has 4 arrays, and a fifth for the gates if they are saved for the gradient.
+    # has 4 arrays. If gates are saved for the gradient, there is a fifth array; a plain RNN saves no gates.
     assert len(contiguous) == 4 * (5 if training and word != "rnn" else 4) and all(contiguous)
 
 
@@ -262,9 +264,9 @@ def test_no_sequence_is_copied(monkeypatch, word, batch_major):
 
 @pytest.mark.parametrize("word, options", [*((word, {}) for word in OPS), ("gru", {"reset": "before"})], ids=str)
 def test_gradients_of_many_calls_are_not_in_memory_at_once(word, options):
-    """If a loss calls the op once per time step, engine `numpy` gives the same gradients as engine `ops`, and its peak
-    memory is below half of the memory that the weights' gradients of all calls would take at once. The peak varies from
-    run to run, since another thread of MLX releases arrays."""
+    """A loss calls the op once per time step, so each call computes gradients of the weights. The peak memory of engine
+    `numpy` is below half of the memory that the gradients of all calls would take together. The peak varies from run
+    to run, because another thread of MLX releases arrays. The gradients equal those of engine `ops`."""
     T, H, rng = 40, 384 if word == "rnn" else 256, np.random.default_rng(0)
     G = {"lstm": 4, "gru": 3, "rnn": 1}[word]
     with mx.stream(mx.cpu):

@@ -23,8 +23,8 @@ FIGURES = {
 
 
 def figures(name, text):
-    """Return [our model's figure, the baseline's figure] from the output of an example. A number before the word
-    `apart` is the difference of two computations; assert that it is at most 2e-5."""
+    """Return [our model's figure, the baseline's figure] from the output of an example. If the
+    output says how far two computations are apart, assert that they are at most 2e-5 apart."""
     (result,) = re.findall(FIGURES[name][0], text)
     assert all(float(apart) <= 2e-5 for apart in re.findall(r"(\S+) apart", text))
     assert ("apart" in text) == (name in ("policy", "voice_activity"))

@@ -28,7 +28,8 @@ NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 2**15, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**40
 
 
 def mutated(data, rng):
-    """Return a copy of the bytes `data` with one to four random changes, like those by damage or by an attacker."""
+    """Return a copy of the bytes `data` with one to four random changes. An attacker or a damaged disk could make such
+    changes."""
     data = bytearray(data)
     for _ in range(int(rng.integers(1, 5))):
         place, end = (int(n) for n in sorted(rng.integers(0, max(1, len(data)), 2)))

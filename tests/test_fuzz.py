@@ -249,9 +249,8 @@ def recurrence_on_cpu(rng):
 
 
 def inferred(rng, case, engine, dtype, giver):
-    """Return the outputs computed without a gradient. Rarely the call runs in a compiled function. Otherwise its
-    arrays are temporary: nobody but the op holds them, so an op that frees or overwrites its arguments too early would
-    fail."""
+    """Return the outputs computed without a gradient. In most cases only the op holds the arrays of the call, so an op
+    that frees or overwrites its arguments too early fails. In few cases the call runs in a compiled function."""
     op, arrays, options = split(case)
     options |= {"engine": engine, "return_gates": True, "training": pick(rng, (False, True))}
 
@@ -462,8 +461,8 @@ def ops_of_tensorflow(rng):
 
 
 def prefixed(gradients):
-    """Return the gradients under the names of the op's arguments with a prefix d, e.g. "dh". The prefix keeps
-    gradients apart from outputs of the same name."""
+    """Return the gradients under the names of the op's arguments with a prefix d, e.g. "dh". Without
+    the prefix, gradients and outputs would have the same names."""
     return {f"d{name}": value for name, value in gradients.items()}
 
 

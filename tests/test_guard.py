@@ -294,9 +294,9 @@ def in_python(code, monkeypatch):
 
 @pytest.mark.parametrize("fault", ENDINGS)
 def test_what_the_user_sees_of_a_fault(fault, monkeypatch, said, own_cache):
-    """A child process tests the kernels of an engine before their first use. However it ends, the user gets one
-    warning, and engine `ops` runs instead. If the kernels are at fault, the result is stored for later processes.
-    Other faults, which may not happen again, count in this process only."""
+    """A child process tests the kernels of an engine before their first use. However the child process fails, the
+    user gets one warning, and engine `ops` runs instead. If the kernels are at fault, the result is stored for later
+    processes. Any other fault may not happen again, so only this process remembers it."""
     code, words, is_stored = ENDINGS[fault]
     in_python(f"{COUNTED}; {code}", monkeypatch)
     best = lambda refused: Choice("ops", refused["fused"])  # noqa: E731
@@ -322,8 +322,8 @@ def test_a_child_that_cannot_begin_says_nothing(monkeypatch):
 
 
 def test_a_hang_refuses_the_engine_in_this_process_only(monkeypatch, said, capfd):
-    """A trial run that hangs makes the guard refuse the engine in this process only. There is no second trial run,
-    which would cost another minute, and none in the user's process, where the kernel might hang, too."""
+    """A trial run that hangs makes the guard refuse the engine in this process only. The trial run is not repeated: a
+    second child process would cost another minute, and the user's process might hang, too."""
     monkeypatch.setattr(_child, "SECONDS", 2)
     monkeypatch.setattr(_child, "PATIENCE", 0.5)
     monkeypatch.setattr(_guard, "is_real", lambda: True)
@@ -428,8 +428,8 @@ def test_eight_processes_lose_no_verdict(tmp_path):
 
 
 def test_a_verdict_counts_for_one_version_of_everything(monkeypatch):
-    """A verdict (the result of a trial run of kernels) is stored for one chip, one version of macOS, of MLX and of
-    mlx-lstm, and one source of the kernels. If one of them changes, even macOS 26.0 to 26.1, the kernels are tried
+    """A verdict (the result of a trial run of kernels) is stored together with the chip, the versions of macOS, MLX
+    and mlx-lstm, and the kernels' source. If one of these changes, even macOS 26.0 to 26.1, the kernels are tried
     again."""
     trials = counted(monkeypatch)
     machine = {"chip": "M4", "architecture": "g16", "system": "macOS 26.0", "mlx": "0.32.1", "mlx_lstm": "0.1.0"}
@@ -452,8 +452,10 @@ def test_a_verdict_counts_for_one_version_of_everything(monkeypatch):
 @contextmanager
 def counted_kernels():
     """Count the kernels of trial runs and of calls, but run none. Kernels return zeros, and every trial run passes.
-    Yield (goes, tried, used): the number of new kernels in each request for trial runs, the sources of these
-    kernels, and the names and arguments of the kernels that calls launch."""
+
+    Yield (goes, tried, used). goes: for each request for trial runs, the number of new kernels. tried: the names,
+    sources and argument types of these kernels. used: the names and argument types of the kernels that calls launch.
+    """
     goes, used, judge = [], set(), _judge.Judge()
 
     def metal_kernel(**definition):

@@ -22,7 +22,8 @@ HASTE = {
 """The shapes of the parameters of `haste_pytorch`'s layers."""
 
 GATES = {"lstm": (4, 4), "gru": (3, 4), "elman": (1, 1), "slstm": (4, 4)}
-"""The number of gates of W and R, and of b, for each function of FlashRNN."""
+"""{function of FlashRNN: (number of gates in W and in R, number of biases per unit in b)}. A GRU's candidate has two
+biases: one for the input's product and one for the recurrent product."""
 
 
 def numbers(*shape):
@@ -72,7 +73,7 @@ def loop_of_flashrnn(function, x, W, R, b):
     for x_t in x:
         a = np.einsum("gndi,bi->gbnd", W, x_t)
         r = np.einsum("gndp,bnp->gbnd", R, h)
-        if function == "gru":  # R has n, r, z; W has r, z, n; b has the recurrent n, then r, z, n
+        if function == "gru":  # gate order of R: n, r, z; of W: r, z, n; of b: n (recurrent), r, z, n (input)
             bias = b[:, None]
             reset, update = sigmoid(a[0] + r[1] + bias[1]), sigmoid(a[1] + r[2] + bias[2])
             candidate = np.tanh(a[2] + bias[3] + reset * (r[0] + bias[0]))
@@ -96,7 +97,8 @@ def loop_of_flashrnn(function, x, W, R, b):
 
 def assert_equals(got, loop, x):
     """Assert that our float32 output `got` is close to the exact one, which `loop` gives for x in float64. `loop`
-    computes the original library's equations in NumPy. The error of `got` may be twice that of `loop` in float32."""
+    computes the original library's equations in NumPy. The error of `got` may be twice the error of `loop` in
+    float32."""
     assert_close("h", np.array(got), loop(x), loop(x.astype(np.float64)))
 
 
@@ -114,7 +116,8 @@ def test_outputs_of_haste(kind):
 
 
 def test_zoneout_of_haste_is_zoneout_of_h():
-    """haste's LSTM with zoneout in inference equals `cells.zoneout_lstm` with a constant `hold_h` and no `hold_c`."""
+    """haste's LSTM with zoneout in inference equals `cells.zoneout_lstm` with the zoneout rate as `hold_h` and 0 as
+    `hold_c`."""
     arrays, x = drawn(HASTE["lstm"]), numbers(T, B, I)
     a = convert.to_ops(convert.from_haste(arrays))[0]
     hold = (mx.array(0.3), mx.array(0.0))
@@ -161,7 +164,8 @@ def test_outputs_of_flashrnn(function):
 
 
 def test_outputs_of_flashrnns_slstm():
-    """The heads of FlashRNN's sLSTM, run by `cells.slstm`, give FlashRNN's h, and go on from FlashRNN's states."""
+    """The heads of FlashRNN's sLSTM, run by `cells.slstm`, give FlashRNN's h: from states of 0, and from the last
+    states that FlashRNN returns."""
     W, R, b = of_flashrnn("slstm")
     b[1] += 2  # the forget gates are nearly open, so that log f + m exceeds i at some steps and not at others
     x = numbers(2 * T, B, I)
@@ -187,7 +191,9 @@ def test_outputs_of_flashrnns_slstm():
 
 
 def test_two_biases_become_their_sum():
-    """The formats have one bias, so weights of torch lose the split of their two biases but give the same outputs."""
+    """haste's LSTM and FlashRNN's LSTM have one bias per gate, so torch's two biases become their sum. haste's GRU has
+    two biases per gate, so the weights do not change. FlashRNN's GRU has two biases for n only, so the biases of r
+    and z become their sums."""
     weights = convert.from_torch(mlx_lstm.torch.LSTM(I, H))
     a = weights.layers[0][0]
     assert mx.array_equal(convert.to_flashrnn([weights])["b"].reshape(-1), a["bx"] + a["bh"])

@@ -488,8 +488,8 @@ def test_keys_forge_no_line(tmp_path, capsys):
 
 
 def golden(tmp_path, change):
-    """Write a golden file (recorded results of a contender) whose contents `change` alters before the checksum is
-    computed. Return the path."""
+    """Write a golden file, which holds recorded results of one implementation. The function `change` alters the
+    contents before the checksum is computed. Return the path."""
     from mlx_lstm.compare import judge
     from mlx_lstm.compare.grid import grid
 

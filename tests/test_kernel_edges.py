@@ -40,7 +40,7 @@ def computed(shaders, body, inputs, output):
 
 
 def squashed(x, is_tanh):
-    """Return the shaders' tanh or sigmoid of an array."""
+    """Return tanh (if `is_tanh`) or sigmoid of the array x, computed by the shader function `squash`."""
     body = f"const int n = int(thread_position_in_grid.x);\nfound[n] = squash({str(is_tanh).lower()}, x[n]);\n"
     return computed(("arrays", "cell"), body, {"x": x}, (x.shape, mx.float32))
 
@@ -144,11 +144,11 @@ found[0] = at.keep, found[1] = next.keep, found[2] = at.q, found[3] = next.q;
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
 @pytest.mark.parametrize("cell", [LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell()], ids=str)
 def test_a_row_of_many_numbers_has_wide_indices(cell, dtype):
-    """`stepwise` uses 64-bit indices if one of its arrays, or the block of numbers that one launch writes for a
-    step, has 2^31 elements."""
+    """`stepwise` uses 64-bit indices if an array has 2^31 elements. Such an array may be the row: the array that one
+    launch writes for a step."""
     for H, P in ((1024, 1024), (64, 640), (640, 64)):
-        # Count the arrays whose numbers one launch writes for a step: at most one per gate, one more (`m`), and the
-        # gradient before it is multiplied by `keep`. So there are 1 to gates + 2 arrays.
+        # Besides c (or its gradient), a row holds at most one array per gate and one more: h in the forward pass, or in
+        # the backward pass the gradient before it is multiplied by `keep`. So it holds at most gates + 1 arrays.
         for arrays in range(1, cell.gates + 3):
             carries = "c" in cell.outputs or cell.op == "gru"
             of_item = kernels_stepwise.row_length(Problem(1, 1, H, P, cell), max(H, P), arrays, carries, dtype)

@@ -109,8 +109,8 @@ CELLS = {cell.op: cell for cell in (LSTMCell(), GRUCell(), RNNCell())}
 
 
 def graph_of(engine, T, projection=False, dtype=mx.float32, op="lstm", D=1):
-    """Return the number of launches of the forward and the backward pass, by MLX primitive. Copies of arrays are
-    launches, too. A concatenation has one launch per input, because MLX copies the inputs one by one."""
+    """Return {MLX primitive: number of its launches} for the forward and the backward pass together. Copies of arrays
+    are launches, too. A concatenation has one launch per input, because MLX copies the inputs one by one."""
     B, I, H, P, cell, own = 2, 3, 8, 4, CELLS[op], (2,) if D == 2 else ()
     width, rows = P if projection else H, D * cell.gates * H
     shapes = {"x": (T, B, I), "Wx": (rows, I), "Wh": (*own, rows // D, width), "b": (rows,), "h0": (B, D * width)}
@@ -141,8 +141,8 @@ def graph_of(engine, T, projection=False, dtype=mx.float32, op="lstm", D=1):
 
 
 def launches_of_node(node, memory):
-    """Return how many launches one MLX primitive needs. Copies of arrays that are not contiguous are launches, too.
-    `memory` maps the name of each array of the graph to a NumPy array with the same shape and strides."""
+    """Return {kind of launch: number} for one MLX primitive. Copies of arrays that are not contiguous are launches,
+    too. `memory` maps the name of each array of the graph to a NumPy array with the same shape and strides."""
     name, arguments = node["name"], node["arguments"]
     given = [memory[word] for word, *_ in node["inputs"]]
     views = {
@@ -218,8 +218,8 @@ def test_rows_are_few_at_the_end_of_a_sweep(left, again, most):
 
 
 def test_a_launch_binds_at_most_31_arrays():
-    """No launch binds more than 31 arrays, Metal's limit. A launch that concatenates arrays therefore reads 16 of
-    them, or 8 if its other arguments leave no room for 16."""
+    """No launch binds more than 31 arrays, which is Metal's limit. So a launch concatenates at most 16 arrays, or at
+    most 8 if its other arguments leave no room for 16."""
     assert [joined_beside(others) for others in (11, 15, 16, 23)] == [16, 16, 8, 8]
     options = {"peephole": True, "mask": (30, 2, "P"), "keep": True, "lengths": np.array([30, 3])}
     for case in (options, {**options, "projection": True}, {**options, "op": "gru", "peephole": False}, {}):
@@ -266,7 +266,7 @@ def test_a_line_of_a_kernel_is_that_of_its_file(engine):
 
 
 def test_shaders_have_few_parameters_and_short_functions():
-    """Each function in metal/ has at most 12 template parameters, 10 parameters and 80 lines."""
+    """Each function in metal/ has at most 12 template parameters, 10 function parameters and 80 lines."""
     seen = 0
     for path in shader_folder().glob("*.metal"):
         code = blank_comments(path.read_text())
@@ -356,8 +356,9 @@ COUNTED = {
 def test_fused_moves_hardly_more_than_every_array_once(options):
     """Each launch of `fused` reads and writes at most 1.15 times as many bytes as its arrays have. Weights and the
     sizes in constant memory are not counted. If several lanes load the same number at the same time, this load counts
-    once: the four lanes of a unit load its state, the fourth lane of a GRU's unit loads a gate of another lane, and the
-    lanes of the six items that a batch of 2 lacks load the numbers of the last item."""
+    once. There are three such cases: the four lanes of a unit all load its state; the fourth lane of a GRU's unit loads
+    a gate of another lane; and the 8 x 8 matrices have room for eight sequences, so with a batch of 2 the lanes of six
+    missing sequences load the numbers of the last sequence."""
     left_out, op = (*WEIGHTS, "sizes"), options.get("op")
     shared, gates = ("states", "dh", "dc", "q", "mask"), ("z", "gates", "dgates")
     by_all_lanes = dict.fromkeys(shared, 1 if op == "rnn" else 4) | dict.fromkeys(gates, 4 / 3 if op == "gru" else 1)
@@ -388,7 +389,7 @@ def test_kernels_are_in_an_exported_function(tmp_path):
 
 
 def exported_kernels(engine, arrays, path):
-    """Export the op to a file. Return the names of the kernels in the exported graph."""
+    """Export a call of `lstm` to the file `path`. Return the names of the kernels in the exported graph."""
 
     def op(*arrays):
         return lstm(*arrays, engine=engine, training=False).h
@@ -456,8 +457,9 @@ class MeanKernel:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_backward_pass_reads_the_forward_pass_of_its_own_graph(engine):
-    """MLX does not see some arrays that the backward pass of a Metal engine reads. The gradients are nevertheless the
-    same inside mx.compile, of a compiled function, with mx.checkpoint, and if a compiled graph runs again."""
+    """MLX does not see some arrays that the backward pass of a Metal engine reads. The gradients are nevertheless
+    right in four cases: a compiled gradient, the gradient of a compiled function, mx.checkpoint, and a compiled graph
+    that runs again."""
     rng, shapes = np.random.default_rng(0), ((40, 3, 4), (20, 4), (20, 5), (20,))
     arrays = [mx.array(rng.normal(size=shape), mx.float32) for shape in shapes]
 

@@ -61,16 +61,17 @@ USERS = {
     "cell": ({"stepwise": ["projection"]}, (3,)),
     "cell_lstm": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3, 19)),
 }
-# Quantized cases for `stepwise`: ((group size, bits, mode), (T, B, I, H, P)). The lanes of a SIMD group compute some
-# products, with all lanes busy or not. Tiles compute the others, with the last tile full or half empty.
+# Quantized cases for `stepwise`: ((group size, bits, mode), (T, B, I, H, P)). With B = 1 the lanes of a SIMD group
+# compute a product; in some cases a part of the lanes has no work. With B = 8 tiles compute a product; in some cases
+# the last tile is half empty.
 PACKED = [
     *[(packing, (2, 1, 2, H, H)) for packing, H in (((64, 3, "affine"), 64), ((32, 8, "affine"), 320))],
     *[(packing, (2, 8, 2, H, H)) for packing, H in (((64, 3, "affine"), 64), ((32, 8, "mxfp8"), 32))],
     *[((16, 4, "nvfp4"), (2, B, 2, 48, 48)) for B in (1, 8)],
     *[(packing, (2, 1, 2, 32, 32)) for packing in ((32, 4, "mxfp4"), (32, 1, "affine"))],
 ]
-# Quantized cases for `fused`: ((group size, bits, mode), (T, B, I, H, P)). They give the constant SPAN, the number of
-# neighbouring weights that a lane reads, different values.
+# Quantized cases for `fused`: ((group size, bits, mode), (T, B, I, H, P)). They have different values of the constant
+# SPAN, which is the number of neighbouring weights that a lane reads.
 FUSED_PACKED = [
     *[((64, 3, "affine"), (2, 1, 2, H, H)) for H in (64, 128, 256)],
     *[((32, bits, "affine"), (2, 17, 2, 32, 32)) for bits in (4, 5)],
@@ -80,8 +81,8 @@ FUSED_PACKED = [
 # of the batch in some cases and several in others.
 POINTWISE = [(cell, (4, 3, 2, 19)) for cell in ("slstm", "zoneout_lstm", "sum_peephole_lstm", "gru", "indrnn")]
 POINTWISE += [("peephole_lstm", (4, 41, 2, 9)), ("minimal_gru_log", (4, 1, 2, 33))]
-# Cells that compute one function of their preactivation, with the largest absolute preactivation. The functions use
-# different formulas for small and for large arguments.
+# (function, largest absolute argument). Each function is tested in a cell that applies it to the preactivation. The
+# functions use different formulas for small and for large arguments.
 FUNCTIONS = [(mx.erf, 6.0), (mx.expm1, 1e-3), (mx.expm1, 2.0), (lambda u: mx.sign(u) + mx.sign(u - u), 1.0)]
 BOTH_FORMS = ("cell_lstm", "fused", "fused_arrange")
 """Shader files used by both kinds of products: by lanes and by 8 x 8 matrices."""
@@ -116,7 +117,7 @@ HARMLESS = {
     # nothing and the sums stay the same.
     "if constexpr (SLICES > 1) {  // a thread adds up the sums of the cells it will compute  > becomes >=",
     # The loop looks for the array that holds row `m`. starts[n] is the first row of array n. With <=, the loop also
-    # compares `m` with starts[20], the number of all rows. `m` is smaller, so the loop finds the same array.
+    # compares `m` with starts[20], the number of all rows. `m` is always below it, so the loop finds the same array.
     "for (int n = 1; n < 20; ++n) {  < becomes <=",
     # Weights with an index n below RESIDENT are in registers. With the bound RESIDENT - 1, the last of these weights is
     # read from memory instead. It has the same value there, so the product is the same.
@@ -143,7 +144,7 @@ HARMLESS = {
         )
     ),
     "if constexpr (P > 0) {  > becomes >=",
-    # After the end of a sequence (`live` is false) these loops replace the values that a step saves by 0. With a
+    # After the end of a sequence (`live` is false) these loops write 0 instead of the values that a step saves. With a
     # smaller bound a loop leaves out the last value. The backward pass reads no value after the end, so the gradients
     # are the same.
     "for (int j = 0; j < REGISTERS_OF<C, LANES>; ++j) c[j] = live ? c[j] : 0.0f;  the bound of < is one less",
@@ -161,8 +162,8 @@ HARMLESS = {
     "for (int n = 0; n < 12; ++n) near += term / float(2 * n + 1), term *= -s / float(n + 1);  < becomes <=",
     "for (int n = 0; n < 12; ++n) near += term / float(2 * n + 1), term *= -s / float(n + 1);"
     "  the bound of < is one less",
-    # With <=, the loop also adds up the number in `sums` that follows the products of this unit. It belongs to another
-    # unit, and nothing here uses the sum. So the result is the same.
+    # With <=, the loop also adds up the number in `sums` that follows the products of this unit. This number belongs to
+    # another unit, and nothing here uses the sum. So the result is the same.
     "for (int n = 0; n < Cell::PRODUCTS; ++n) sums[n] = sum_over_lanes<Cell::LANES>(sums[n]);  < becomes <=",
     # For tanh the function `squash` returns the formula `near` if z = x * x < 0.3, otherwise the formula `far`. With <=
     # it returns `near` at z = 0.3, where both are precise enough. The second change concerns only power = 126: both
@@ -177,7 +178,7 @@ HARMLESS = {
     "  > becomes >=",
     # The kernel collects the h by which each step multiplies, and 0 for steps after the end of a sequence. With <=, the
     # first step after the end gets the sequence's last h instead of 0. The gradient of Wh multiplies this h by a
-    # gradient of 0, so it is the same.
+    # gradient of 0, so the gradient of Wh is the same.
     "if (t < length) {  < becomes <=",
     # These loops take the K terms of a product several at a time, and K is a multiple of that number. So with a bound
     # that is smaller by one, they have the same passes. With `k <= K` there is one more pass, at k = K, but no lane has

@@ -31,7 +31,8 @@ ALL = {"mask": (T, "B", "P"), "keep": True, "lengths": True}
 BARE = {"mask": ("P",), "hold": True, "keep": True, "projected_x": True, "b": None, "h0": None}
 ROWS: dict[str, dict[str, Any]] = {
     # Each row is a set of options for one call. Options that exclude each other, such as the two kinds of peepholes,
-    # are in different rows. Each gate has a different activation, so that a kernel that confuses two gates is wrong.
+    # are in different rows. Each gate has a different activation, so that a kernel that confuses two gates gives wrong
+    # results.
     "lstm": {
         **ALL,
         "peephole": True,
@@ -69,7 +70,7 @@ ROWS |= {f"{name}, reverse": ROWS[name] | {"reverse": True} for name in ("lstm",
 
 
 def cell_of(name):
-    """Return the name of a row's cell, which begins the row's name: "gru" for the row "gru, bare"."""
+    """Return the cell of a row of `ROWS`: the part of the row's name before a comma, e.g. "gru" of "gru, bare"."""
     return name.partition(",")[0]
 
 
@@ -94,8 +95,8 @@ class Path(NamedTuple):
     """A way through the kernels of an engine. product: how the recurrent product is computed. rare: whether the call
     needs code that most calls do not need.
 
-    A rare call has 64-bit indices, 16-bit arrays and both directions. In `fused` it also has several launches per
-    pass. In `stepwise`, which always has several, it has launches that concatenate arrays of earlier steps.
+    A rare call has 64-bit indices, 16-bit arrays and both directions. A rare call of `fused` also has several launches
+    per pass. A rare call of `stepwise` also has launches that concatenate arrays of earlier steps.
     """
 
     engine: str
@@ -154,8 +155,8 @@ def test_every_option_is_in_a_row():
 
 
 def options_of(path, name):
-    """Return the options of a call: the set of options `name` in `ROWS`, and what a variant of the kernels (`path`)
-    needs besides. In engine `stepwise` every LSTM also has a projection, which `fused` does not support."""
+    """Return the options of a call: the options `ROWS[name]`, and those that a variant of the kernels (`path`) needs
+    in addition. In engine `stepwise` every LSTM also has a projection, which `fused` does not support."""
     options = dict(ROWS[name]) | {"op": name[:4] if name.startswith("lstm") else name[:3]}
     if cell_of(name) == "gru_before":
         options["reset"] = "before"
@@ -211,8 +212,7 @@ def test_every_option_on_every_path(path, name):
 
 
 def assert_on_path(path, log):
-    """Check, by the log of kernel launches, that the variant of the kernels that `path` describes has computed a
-    call."""
+    """Check in the log of kernel launches that a call ran the variant of the kernels that `path` describes."""
     passes = [launch for launch in log if re.search("fused_.*ward|stepwise", launch.name)]
     index = "ulong|long" if path.rare else "uint|int"
     assert passes and all(re.search(rf"Index = ({index});", launch.source) for launch in passes)

@@ -107,7 +107,8 @@ def with_engine(engine, drawn):
 # The cases for 16 bits have no unbounded gates (relu, identity), whose results would overflow float16.
 BOUNDED = [pair for pair, case in CROSSED.items() if not {"relu", "identity"} & {*case.get("activations", ())[:1]}]
 LAST = {(engine, name.rsplit("_", 1)[0]): name for engine, name in BOUNDED if "both" not in name}
-"""{(engine, kind of cell): name of the last of its cases}. The number of directions does not change a kernel."""
+"""{(engine, kind of cell): name of the last of its cases}. Cases with both directions are left out, because they run
+the same kernels as cases with one direction."""
 UNBOUNDED = ("relu_gates", "identity_gates")
 WIDE = [pair for pair in pairs(OPTIONS | CELLS | BOTH) if pair[0] == "fused" and not pair[1].endswith(UNBOUNDED)]
 TILED = ("plain", "mask_0", "peephole_current", "lengths_reverse", "projection")
@@ -116,8 +117,8 @@ MANY += [("fused", option) for option in ("peephole_current", "gru_mask_0", "rnn
 
 
 def other_half(name):
-    """Return the 16-bit dtype in which test_kernel_paths.py does not run the cell of a case with this name. That file
-    runs every option of every cell in the other 16-bit dtype."""
+    """Return the 16-bit dtype for the case called `name`. test_kernel_paths.py runs every option of the case's cell in
+    the other 16-bit dtype."""
     return "float16" if name.startswith("rnn") else "bfloat16"
 
 
@@ -258,9 +259,9 @@ def test_long_products_of_many_items(sizes, dtype, options):
     ids=str,
 )
 def test_rows_that_the_forward_pass_keeps(sizes, dtype):
-    """If the caller does not ask for the gates of an LSTM, the forward pass of `stepwise` does not copy them into
-    one array. The backward pass reads them from the arrays that the launches of single or several steps wrote. The
-    gradients are right."""
+    """The gradients of `stepwise` are right if the caller does not ask for the gates of an LSTM. The forward pass then
+    does not copy the gates into one array. The backward pass reads them from the arrays of single steps, and from
+    arrays that launches have concatenated from several steps."""
     T, B = sizes[:2]
     options = {"bidirectional": True, "peephole": True, "lengths": np.arange(B) * 7 % (T + 1), "mask": (T, B, "P")}
     case, cotangents = draw_away_from_kinks(8, sizes=sizes, dtype=dtype, **options)
@@ -377,7 +378,7 @@ def test_fused_with_weights_that_do_not_fit_in_registers(H, dtype):
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_small_numbers_have_all_their_digits(engine, op, B):
-    """Each element has a small relative error even for tiny inputs x, where tanh(x) is nearly x. The formula 2
+    """Each element of the results has a small relative error even for tiny x, where tanh(x) is nearly x. The formula 2
     sigmoid(2 x) - 1 would lose all digits there."""
     case = draw(np.random.default_rng(3), op=op, sizes=(4, B, 3, 10, 10), dtype=np.float32)
     scale = {"x": 1e-4, "b": 1e-5, "bhn": 1e-5, "h0": 1e-4, "c0": 1e-4}
@@ -388,8 +389,8 @@ def test_small_numbers_have_all_their_digits(engine, op, B):
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_a_nearly_closed_gate_lets_through_has_all_its_digits(engine, op, B):
-    """Each element has a small relative error when sigmoid gates are nearly closed (biases from -30 to -8) or fully
-    open (bias 30)."""
+    """Each element of the results has a small relative error when sigmoid gates are nearly closed (biases from -30 to
+    -8) or fully open (bias 30)."""
     rng, gates = np.random.default_rng(7), {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}[op]
     options = {"activation": "sigmoid"} if op == "rnn" else {}
     case = draw(rng, op=op, sizes=(4, B, 3, 10, 10), dtype=np.float32, **options)

@@ -25,15 +25,16 @@ class Ranks:
         self.rank, self.size = (self.group.rank(), self.group.size()) if self.group else (0, 1)
 
     def share(self, rows: int) -> slice:
-        """Return the slice of `rows` that this process computes; shares differ by at most one row."""
+        """Return the slice of `rows` that this process computes; the shares of two processes differ by at most one
+        row."""
         return slice(rows * self.rank // self.size, rows * (self.rank + 1) // self.size)
 
     def join(self, means, parts, rows: int, count: float):
         """Return means over the whole batch of `rows`, and the parts of all processes joined along the first axis.
 
-        means, parts: trees of float32 arrays of this process' share of the batch. count: the number of terms that the
-        means of this process are over: its rows, or with padded rows its real steps; a mean over no terms is left out.
-        One message carries all of them.
+        means, parts: trees of float32 arrays of this process' share of the batch. count: the number of terms in each
+        mean of this process. It is for example the number of its rows, or of its time steps without padding. A process
+        with count 0 does not change the means. One message carries all arrays.
         """
         if self.size == 1:
             return means, parts

@@ -83,8 +83,8 @@ def seconds(call: Callable[..., mx.array], which: str, values: list[mx.array]) -
 
 @contextmanager
 def as_on_a_mac() -> Iterator[None]:
-    """Return a context in which engines are chosen as on a Mac with a GPU. Kernels are not tested before their first
-    use, as they otherwise are. Inside the context graphs can only be built, not evaluated."""
+    """Return a context in which engines are chosen as on a Mac with a GPU. Normally a kernel is tested before its first
+    use. Inside this context there are no tests, and graphs can only be built, not evaluated."""
     before = [(choice, "current_device", choice.current_device), (choice, "has_metal", choice.has_metal)]
     choice.current_device = lambda: "gpu"
     choice.has_metal = lambda: True

@@ -102,7 +102,7 @@ def needed_bytes(size: Size, which: str, dtype: str) -> int:
 
 def peak_ratio(row: Measurement) -> float | None:
     """Return the peak memory of a task divided by `needed_bytes`, the least number of bytes that its pass must hold.
-    Return None for a task that is not an LSTM, and if the peak is unknown.
+    Return None if the peak is unknown, or if the task belongs to another benchmark case than `lstm`.
 
     The measured peak does not include x, which exists before the run, so the size of x is added. On the GPU the peak
     is the larger one of two values: the process's resident memory may not include the GPU's memory, and MLX's own

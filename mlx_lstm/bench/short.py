@@ -16,8 +16,8 @@ from .rounds import Measurement, label, measure, ratio
 from .tasks import PASSES, SIZES, Size, Task
 
 SETTLING = (
-    # The model assumes that the GPU waits while the host builds the graph. To check this, the times of building and of
-    # evaluating the graph are measured apart.
+    # The model assumes that the GPU waits while the host builds the graph. To check this, the time to build the graph
+    # and the time to evaluate it are measured separately.
     (Size(64, 32, 64, 64), "fused", ("backward",), ("float32",)),
     # The model assumes that a step of `stepwise` waits for the weights of its matrix product. To check this, compare
     # the measured time of a step at this size with the predicted one.
@@ -61,7 +61,7 @@ def measure_sizes(
 
 
 def settle(engines: Sequence[str], progress: Progress) -> Iterator[list[Measurement]]:
-    """Yield additional measurements that only a Mac can make. Each of them decides an assumption of the model in
+    """Yield additional measurements that only a Mac can make. Each of them checks an assumption of the model in
     tests/machine_code, which predicts the time of a step. `SETTLING` lists the measurements with their questions."""
     for size, engine, passes, dtypes in SETTLING:
         for dtype in dtypes if engine in engines else ():

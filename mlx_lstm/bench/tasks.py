@@ -54,10 +54,11 @@ class Work(NamedTuple):
     """A task that is ready to run in this process.
 
     `run` runs the task once and returns when every result is computed. `build`, if there is one, is the first part of
-    `run`: it builds the graph that `mx.eval` then computes, so that both parts can be timed apart. `tensors` converts
-    what `run` returned to float32 NumPy arrays with the names in the case's `passes`; in the case `lstm` these are h
-    [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H]. `threads` is the number of threads that the framework
-    reports. `slept` returns for how many seconds the latest run slept, which are not counted in its time.
+    `run`: it builds the graph that `mx.eval` then computes, so that both parts can be timed separately. `tensors`
+    converts what `run` returned to float32 NumPy arrays with the names in the case's `passes`; in the case `lstm` these
+    are h [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H]. `threads` is the number of threads that the
+    framework reports. `slept` returns the seconds that the latest run slept; they are subtracted from the time of the
+    run.
     """
 
     run: Callable[[], Any]

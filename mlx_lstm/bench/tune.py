@@ -129,8 +129,8 @@ def text_of(cut: Cut | None) -> str:
 
 
 def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:
-    """Measure one dtype and batch size for each H in ascending order. Stop when `fused` was slower than `stepwise`
-    twice in a row."""
+    """Measure both Metal engines for one dtype and batch size, at each H in ascending order. Stop when `stepwise` was
+    the faster engine at two H in a row."""
     points: list[dict[str, object]] = []
     for H in grid.units:
         points.append(measure_point(Size(grid.steps, B, H, H), dtype, grid))

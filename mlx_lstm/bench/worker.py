@@ -76,8 +76,8 @@ class Worker:
         return answer
 
     def time(self, seconds: float, warmups: int) -> dict[str, Any]:
-        """Run the task for this number of seconds, at least once, after `warmups` untimed runs. Return the seconds
-        of each timed run, and the part of them in which a graph was built, if the task builds one."""
+        """Run the task for this number of seconds, at least once, after `warmups` untimed runs. The answer contains the
+        seconds of each timed run and, if the task builds a graph, the seconds that building took."""
         self.resume()
         start = time.process_time()
         for _ in range(warmups):
@@ -169,6 +169,6 @@ def linux_memory(field: str) -> int:
 
 
 def task_from_json(text: str) -> Task:
-    """Return the task that a text describes. `json.dumps(task)` made this text."""
+    """Return the task that `json.dumps(task)` has converted to `text`."""
     contender, engine, size, *rest = json.loads(text)
     return Task(contender, engine, Size(*size), *rest)

@@ -3,7 +3,7 @@
     python -m mlx_lstm.check.cells --json FILE
 
 Before the first use of a kernel, the library compares the kernel's results with the float64 oracle and refuses the
-kernel if they are wrong. So a cell that runs is right.
+kernel if they are wrong. So a cell that runs has right results.
 """
 
 import argparse

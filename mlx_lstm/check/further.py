@@ -14,8 +14,9 @@ LIMIT = 3600  # seconds that a command may take
 
 
 class Command(NamedTuple):
-    """A command that `check --full` runs: its command line, the file that it writes (None: the file named by
-    --json), why it cannot run here or "", and the exit codes that mean success."""
+    """A command that `check --full` runs. line: the module and its options. file: the file that the command always
+    writes, or None if the option --json names the file. hindrance: why the command cannot run here, or "". answers: the
+    exit codes that mean that the command has done its work."""
 
     line: tuple[str, ...]
     file: Path | None

@@ -47,7 +47,7 @@ BARE: dict[str, dict[str, None]] = {
     "gru": {"h0": None, "bhn": None},
     "rnn": {"h0": None},
 }
-"""The arguments that are None in a call without initial states, by op."""
+"""For each op, the arguments that are None in the cases called "bare"."""
 
 WIDE: dict[str, dict[str, Any]] = {
     # Some of these layers keep all weights in registers, others only a part of the weights. The last layer has 1024
@@ -175,9 +175,15 @@ def quantized() -> Iterator[GridCase]:
 
 
 def others() -> Iterator[GridCase]:
-    """Yield the rarer cases: all batch sizes in 16 bits, with all arrays and without initial states; sizes of 1;
-    indices of 64 bits; wide layers in 16 bits; every kind of quantized weights; each option alone, with changing
-    batch sizes and dtypes."""
+    """Yield the cases that only `full` adds:
+
+    - every kind of layer in every dtype and at every batch size, once with all arrays and once without initial states;
+    - layers whose sizes are all 1, layers with indices of 64 bits, and wide layers in 16 bits;
+    - every kind of quantized weights;
+    - each option by itself, with changing batch sizes and dtypes.
+
+    Some of these cases are also in `families`; `grid` leaves out the copies.
+    """
     for name in LAYERS:
         yield from (layer(name, B, dtype, bare) for dtype in DTYPES for B in BATCHES for bare in (False, True))
         one = LAYERS[name] | {"sizes": (1, 1, 1, 1, 1)}

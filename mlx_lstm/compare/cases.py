@@ -73,8 +73,9 @@ class CompareCase(NamedTuple):
 
     @property
     def layers(self) -> list["CompareCase"]:
-        """Return a case for each layer of a stack. Arrays of layers above the first are named "bias_l1", "bias_l2" and
-        so on; these layers have no array `source`, since they read the layer below."""
+        """Return a case for each layer. If there is one layer, this is the case itself. In a stack, the arrays of the
+        layers above the first have names such as "bias_l1" and "bias_l2". The returned cases have the weights of one
+        layer by their plain names, and no `source`, which depends on the layer below."""
         count = 1 + sum(name.startswith("recurrent_weight_l") for name in self.arrays)
         if count == 1:
             return [self]

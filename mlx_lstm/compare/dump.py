@@ -249,7 +249,7 @@ def shaped(dump: Dump) -> list[tuple[str, np.ndarray]]:
 
 def sized(case: CompareCase, results: Arrays, both: bool) -> Iterator[Dump]:
     """Yield a `Dump` for each choice of sizes that fits the number of elements of the weights and the axes of the
-    source."""
+    source. `both`: whether to assume two directions."""
     G, D, arrays = GATES[case.op], 2 if both else 1, case.arrays
     H = math.isqrt(arrays["recurrent_weight"].size // (D * G))
     if arrays["recurrent_weight"].size != D * G * H * H or arrays["source"].ndim != 3:

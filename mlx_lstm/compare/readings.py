@@ -240,8 +240,8 @@ def predicted(case: CompareCase, fl: Arithmetic, readings: dict[str, str]) -> Ar
 
 
 def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
-    """Yield all changes of interpretation to try. `few` leaves out changes to the gates of one array or to one
-    activation."""
+    """Yield all changes of interpretation to try. `few`: leave out changes that concern only one activation, or the
+    gate order of only one array."""
     case = base_case(dump)[0]
     yield from of_layouts(dump)
     yield from of_options(case)

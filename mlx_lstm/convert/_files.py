@@ -121,10 +121,11 @@ def write(
 
     Args:
         path (str or Path): a file with one of the endings that `read` takes, or `.mlpackage`. `.keras` and `.h5` become
-            complete Keras models of these layers. `.onnx` becomes a model in which the layers of each name are nodes,
-            each the input of the next one. Only `.safetensors` and `.npz` hold other arrays. `.mlpackage` is a Core ML
-            model of LSTMs in float32 (with coremltools), which `read` cannot read. Its inputs are x [T, 1, I], h_0 and
-            c_0, its outputs h, h_n and c_n. These names begin with the stack's name if it has one.
+            complete Keras models of these layers. `.onnx` becomes a model in which each layer is a node; in a stack
+            each node reads the output of the node before. Only `.safetensors` and `.npz` hold other arrays.
+            `.mlpackage` is a Core ML model of LSTMs in float32 (with coremltools), which `read` cannot read. Its inputs
+            are x [T, 1, I], h_0 and c_0, its outputs h, h_n and c_n. These names begin with the stack's name if it has
+            one.
         model (Model or dict): what `read` returns, or `Weights` by name.
         style (str): how the arrays are called in `.safetensors` and `.npz`: as in PyTorch (`"torch"`), in MLX (`"mlx"`;
             `"two-biases"` with bias_ih and bias_hh), in Keras (`"keras"`) or in `mlx_lstm.lstm` (`"ops"`).

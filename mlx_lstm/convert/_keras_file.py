@@ -92,7 +92,8 @@ def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, An
 
 
 def walk(config: Mapping[str, Any], place: str, name: str) -> Iterator[Known]:
-    """Yield all layers in a model's configuration, also the layers of nested models."""
+    """Yield all layers in a model's configuration, also the layers of nested models. place, name: the path of the
+    model's arrays and the names of the models around the layers; both are put before those of each layer."""
     inner = config.get("config")
     layers = inner.get("layers") if isinstance(inner, Mapping) else inner
     counts: Counter[str] = Counter()

@@ -195,9 +195,8 @@ def from_names(arrays: Mapping[str, Any], *, nonlinearity: str | None = None) ->
 
 
 def names_counted_by(key: str, names: Container[str]) -> list[str]:
-    """Return the strings in `names` that may be a layer's name in `key`, if the name is followed by a layer number.
-    For the key "a.12.weight" these are "a" and "a.1", if both are in `names`: the key may mean layer 12 of "a", or
-    layer 2 of "a.1"."""
+    """Return the strings in `names` with which `key` begins, if a number follows that may be the number of a layer. For
+    the key "a.12.weight" these are "a" (the number is 12) and "a.1" (the number is 2), if both are in `names`."""
     counted = []
     for number in re.finditer(r"\d+(?=\.)", key):
         start, end = number.span()

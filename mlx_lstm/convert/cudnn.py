@@ -1,7 +1,8 @@
 """cuDNN's parameter buffer: its layout, its reader and its writer.
 
-The buffer is dense and one-dimensional. With L layers of D directions (1, or 2: forward, backward) and G gates,
-all matrices come first and all biases after them, ordered by layer, then by direction, and for each direction
+The buffer is dense and one-dimensional, for L layers of D directions (1, or 2: forward, backward) and G gates. All
+matrices come first, then all biases. Both are ordered by layer, and within a layer by direction. One direction has the
+matrices of the first line and the biases of the second:
 
     W_g [H, in] for each gate, R_g [H, S] for each gate, Pr [P, H] with a projection
     bW_g [H]    for each gate, bR_g [H]   for each gate

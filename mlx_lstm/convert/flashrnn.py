@@ -107,8 +107,8 @@ def from_flashrnn_slstm(W: Any, R: Any, b: Any) -> list[Arrays]:
     """Return the parameters of each head of an sLSTM that `flashrnn` runs, for layers `mlx_lstm.nn.Pointwise`.
 
     `mlx_lstm.cells.slstm` and FlashRNN's sLSTM give the same h if the states begin as zeros. The states c and n are
-    stored divided by e^m, with a third state m. The two libraries may choose another m, so c, n and m may differ; only
-    c e^m and n e^m are the same in both. FlashRNN's last states are valid first states here.
+    stored divided by e^m, with a third state m. The two libraries may choose different values of m, so c, n and m may
+    differ; only c e^m and n e^m are the same in both. FlashRNN's last states are valid first states here.
 
     Args:
         W (array, optional): [4, N, D, I], as in `from_flashrnn`. `None`: the preactivations are made in another way;
@@ -172,8 +172,8 @@ def to_flashrnn_slstm(heads: Sequence[Mapping[str, Any]]) -> dict[str, mx.array 
 
 
 def checked_arrays(op: str, W: Any, R: Any, b: Any, gates: int, biases: int) -> tuple[Any, mx.array, mx.array]:
-    """Return the three arrays as MLX arrays after checking their shapes; W may be None. gates: the number of gates
-    of W and R; biases: that of b."""
+    """Return the three arrays as MLX arrays after checking their shapes; W may be None. gates: the number of gates of W
+    and R; biases: the number of biases of a unit in b."""
     W, R, b = (None if array is None else to_mlx(array) for array in (W, R, b))
     check_array(op, "R", R, [gates, "N", "D", "D"])
     _, N, D, _ = R.shape

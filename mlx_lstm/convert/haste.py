@@ -35,7 +35,7 @@ def from_haste(layer: Any, *, prefix: str = "") -> Weights:
     """Return the weights of an `LSTM` or a `GRU` of `haste_pytorch`.
 
     haste stores an LSTM's gates in the order i, g, f, o and a GRU's in the order z, r, h. A GRU of haste applies its
-    reset gate after the product, as ours does. Its forget bias is part of `bias`.
+    reset gate after the product, as ours does. The forget bias of an LSTM of haste is part of `bias`.
 
     Args:
         layer: a layer of `haste_pytorch`, or a dict of arrays by its names: `kernel` [I, G H], `recurrent_kernel` [H, G

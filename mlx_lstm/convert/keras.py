@@ -99,7 +99,8 @@ def from_arrays(
 
 def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] | None:
     """Convert the arrays of a CuDNNLSTM or CuDNNGRU to the layout of an LSTM or GRU; return None for any other
-    layer. The two classes have both biases in one row, and store each gate's block [H, I] under the shape [I, H]."""
+    layer. These two classes join both biases into one row. They store the numbers of each gate's block [H, I] in this
+    order, but under the shape [I, H]."""
     shape = np.shape(recurrent_kernel)
     H, columns = shape if len(shape) == 2 else (0, 0)
     if not H or columns not in (3 * H, 4 * H) or [np.shape(kernel)[1:], np.shape(bias)] != [(columns,), (2 * columns,)]:

@@ -45,9 +45,9 @@ class Weights(NamedTuple):
 
     `cell` has the formula and its options. The gate order is always i, f, g, o or r, z, n.
 
-    `layers[layer][direction]` holds arrays by name, the forward direction first: `Wx` [GH, I], `Wh` [GH, P] and, where
-    the layer has them, `bx` [GH], the bias of the input's product, `bh` [GH], the bias of the recurrent product, `Wp`
-    [P, H], and `peephole` [4H].
+    `layers[layer][direction]` holds arrays by name, the forward direction first. `Wx` [GH, I] and `Wh` [GH, P] are
+    always there; P is the width of h, which is H without a projection. A layer may also have the biases `bx` [GH] of
+    the input's product and `bh` [GH] of the recurrent product, the projection `Wp` [P, H], and `peephole` [4H].
 
     `reverse`: the layers have one direction, which runs from the end to the start.
     """
@@ -339,7 +339,7 @@ def bits(array: mx.array) -> bytes:
 
 def differences(one: Weights, other: Weights) -> list[str]:
     """Return a list of what differs between two weights, even by one bit: names such as "Wh", "bx", "activations",
-    or "float16 is now float32". A missing bias counts as zeros."""
+    or "float16 is now float32". A missing bias equals a bias of zeros."""
     check_weights("differences", one)
     check_weights("differences", other)
     if (len(one.layers), one.directions) != (len(other.layers), other.directions):

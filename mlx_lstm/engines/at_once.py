@@ -33,8 +33,8 @@ def by_mlx(function: Run, *arrays: mx.array) -> Any:
 
 
 def by_numpy(function: Run, *arrays: mx.array) -> Any:
-    """Return function(*arrays). NumPy computes it on views of the arrays if these are small and share a dtype that
-    NumPy has; otherwise MLX computes it. The function must accept both kinds of arrays."""
+    """Return function(*arrays). NumPy computes the function on views of the arrays if these are small and all have the
+    dtype float32 or all float64; otherwise MLX computes it. The function must accept both kinds of arrays."""
     dtypes, dtype = [array.dtype for array in arrays], arrays[0].dtype
     if dtypes.count(dtype) < len(dtypes) or dtype not in (mx.float32, mx.float64):
         return function(*arrays)

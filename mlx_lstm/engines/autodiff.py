@@ -138,9 +138,9 @@ def differentiable(
     visible, hidden = saved_of(problem, engine, names) if chunked is None else chunked.saved_of(problem)
     saved: Saved = {}  # the arrays named in `hidden`, which only the backward pass sees
     used = set() if problem.training else set(visible)  # names of outputs that have a cotangent; taps add them
-    # The engine `numpy` does not compute the gradient of x if nobody asks for it, as for the data of a first layer. To
-    # learn whether MLX asks for it, the call gets a mark: a scalar that depends on x (see `gradient_mark`).
-    # MARKS_COME_FIRST says whether this version of MLX differentiates the mark before the recurrence.
+    # If MLX does not ask for the gradient of x (for example because x is data), the engine `numpy` does not compute it.
+    # To learn whether MLX asks for it, the outputs get a mark: a scalar that depends on x (see `gradient_mark`). That
+    # works only if this version of MLX differentiates the mark before the recurrence; MARKS_COME_FIRST says so.
     marks = engine == "numpy" and problem.training and MARKS_COME_FIRST
     mark = gradient_mark(arrays["x"], used) if marks else None
 
@@ -396,7 +396,8 @@ def evaluated_gradients(problem: Problem, floats: Arrays, chunked: Chunked, cota
 
 
 def with_quantized_constant(problem: Problem, arrays: Arrays) -> Arrays:
-    """Return the arrays unchanged, but so that asking for the gradient of a quantized weight raises an error."""
+    """Return the same arrays, with a derivative rule for the quantized weights: asking MLX for the gradient of such a
+    weight raises an error."""
     names = packed_names(arrays)
     error = (
         f"[{problem.cell.op}] quantized weights have no gradient: freeze them, as layer.freeze() does, or "

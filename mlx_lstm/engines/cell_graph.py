@@ -101,8 +101,8 @@ def multiply_by_one(graph: Graph, a: int, b: int) -> int | None:
 
 
 def multiply_by_condition(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite float(p) * x, with a condition p, as x if p else 0, which is 0 even for an infinite x. MLX writes the
-    gradients of maximum and minimum as such products."""
+    """Rewrite float(p) * x, where p is a condition, as x if p else 0. The product would be NaN if p is false and x
+    infinite. MLX writes the gradients of maximum and minimum as such products."""
     for factor, x in ((a, b), (b, a)):
         if graph.nodes[factor].op != "float":
             continue
@@ -199,9 +199,14 @@ def needed(nodes: list[Node] | tuple[Node, ...], outputs: Iterable[int], leaves:
 class CellGraph:
     """A recurrent cell as a graph: one step forward and its gradient.
 
-    The inputs have the names x0, x1, ... (the preactivations; if `apart`, the input's part of them), p0, ... (if
-    `apart`, the recurrent part), s0, ... (the states; s0 is h), u0, ... (inputs of each step), w0, ... (parameters
-    per unit) and d0, ... (the gradients of the new states).
+    The name of an input is one of these letters and a number from 0 on:
+
+    - x: a preactivation, or only its part from the input if `apart`
+    - p: the recurrent part of a preactivation, if `apart`
+    - s: a state; s0 is h
+    - u: an input of each step
+    - w: a parameter, one number per unit
+    - d: the gradient of a new state
 
     apart: whether the function reads the input's part and the recurrent part of the preactivations separately. forward:
     the nodes of the new states. back: the nodes of the gradients of x*, p*, s*, u*, w*, in this order. saved: the nodes

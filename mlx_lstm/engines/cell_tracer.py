@@ -124,7 +124,8 @@ def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[in
 def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int], dtype: mx.Dtype) -> None:
     """Compare a graph with the function and with MLX's derivative of it, at random numbers in float64.
 
-    Numbers that are not finite on both sides are left out: a rewrite may be finite where MLX's formula overflows.
+    Only numbers that are finite in both results are compared, because a rewrite may be finite where MLX's formula
+    overflows.
 
     Raises:
         RuntimeError: they differ, which is a defect of this package.
@@ -219,7 +220,7 @@ def absorb(graph: Graph, function: Callable[..., Any], given: list[mx.array], na
     # A constant that the function creates then has another address, and a captured array has the same.
     again = exported(function, given)
     captured = captured_arrays(content, again)
-    found: dict[str, int | None] = {}  # node by key of MLX's graph; None: an array whose numbers differ
+    found: dict[str, int | None] = {}  # {key in MLX's graph: node, or None for an array with unequal numbers}
     outputs: list[str] = []
     for item in content:
         if item["type"] == "inputs":
@@ -329,7 +330,8 @@ def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype)
 
 
 def refuse(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.array], what: str) -> None:
-    """Raise the error of a cell that is not pointwise. It names the operation, the line and what to do instead."""
+    """Raise the error for a cell that is not pointwise. The error names the operation, its line and what to do
+    instead."""
     advice = next((text for text, names in ADVICE.items() if what in names), "docs/cells.md lists the operations")
     name = getattr(cell, "__name__", type(cell).__name__)
     fail(OP, f"the cell must compute each number by itself ({advice})", f"{what} in {name}{line_of(step, given)}")

@@ -9,7 +9,7 @@ Entry = TypeVar("Entry")
 
 ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_sixth")
 """Names of activations. `hard_sigmoid(x) = clip(0.2 x + 0.5, 0, 1)`; `hard_sigmoid_sixth(x) = clip(x / 6 + 0.5, 0, 1)`
-is the one of torch and Keras 3. The slope of relu at 0 is 0."""
+is the hard sigmoid of torch and Keras 3. The slope of relu at 0 is 0."""
 
 HARD_SIGMOIDS = {"hard_sigmoid": 0.2, "hard_sigmoid_sixth": 1 / 6}
 """The slope of each hard sigmoid between the two points where it is clipped."""

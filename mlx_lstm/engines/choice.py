@@ -35,8 +35,8 @@ FUSED_LIMIT = {"lstm": 256, "gru": 256, "rnn": 1024}
 Metal allows at most 1024 threads."""
 
 FUSED_NUMBERS = 16
-"""The largest sum of gates, states, inputs of each step and parameters of a user's cell for which `fused` has enough
-registers."""
+"""How many numbers per unit a user's cell may have so that the registers suffice for `fused`: its gates, states, inputs
+of each step and parameters together."""
 
 STEPWISE_GATES = 32
 """The largest number of gates of a user's cell that `stepwise` supports. A threadgroup has 32 threads per gate, and
@@ -143,8 +143,9 @@ def decide(
     """Return the engine that runs this problem, and the reason. Like `choose`, but for a problem whose arguments have
     already been checked.
 
-    Without `requested` (the engine that the caller forces) this is the fastest engine that can run. traced: whether
-    arrays have no values yet. refused: engines that failed a test run, with reasons.
+    requested: the engine that the caller forces. If it cannot run, an error is raised. If it is None, the fastest
+    engine that can run is returned. traced: whether arrays have no values yet. refused: engines that failed a test run,
+    with reasons.
     """
     check_engine(op, requested)
     B, H, dtype, packing, cell = problem.B, problem.H, problem.dtype, problem.packing, problem.cell

@@ -79,8 +79,8 @@ class Chunked:
 
     def __init__(self, chunks: Chunks, engine: str, module: Any, batch_first: bool, evaluates: bool):
         """Prepare a run in chunks. module: the module of the engine, with the functions `forward` and `backward`.
-        batch_first: whether sequences are batch-major in memory. evaluates: whether each chunk is evaluated before
-        the next one."""
+        batch_first: whether sequences are batch-major in memory. evaluates: whether each chunk is evaluated before the
+        next one starts."""
         self.steps, self.recomputes = chunks.steps, chunks.recomputes
         self.engine: str = engine
         self.module: Any = module
@@ -123,9 +123,9 @@ class Chunked:
         return outputs
 
     def stood_for(self, names: list[str], values: list[Array]) -> list[Array]:
-        """Return `values` with the real sequences in place of their stand-ins: arrays of zeros that MLX got instead of
-        long sequences. Each returned sequence is removed from `held`, so that only the caller keeps it in memory.
-        Without stand-ins return `values` unchanged. names: the names of the values."""
+        """Return `values`, but with the real sequences in place of their stand-ins. (MLX got these arrays of zeros
+        instead of long sequences.) Each returned sequence is removed from `held`, so that only the caller keeps it in
+        memory. Without stand-ins return `values` unchanged. names: the names of the values."""
         if not self.held:
             return values
         return [self.held.pop(name, value) for name, value in zip(names, values, strict=True)]
@@ -215,15 +215,16 @@ class Chunked:
         cotangents: Arrays,
         left_out: tuple[str, ...] = (),
     ) -> Arrays:
-        """Run the backward pass. Return the gradients of all arrays, each in the dtype of its array. saved: what
-        `forward` returned for it, the states at the start of each chunk and, if chunks are not recomputed, the outputs
-        of all steps. left_out: names of gradients that nobody asks for, which `numpy` does not compute."""
+        """Run the backward pass. Return the gradients of all arrays, each in the dtype of its array. saved: the results
+        of `forward` that this method reads. They are the states at the start of each chunk and, if chunks are not
+        recomputed, the outputs of all steps. left_out: names of gradients that nobody asks for, which `numpy` does not
+        compute."""
         self.begin(
             problem, self.evaluates and have_values([*arrays.values(), *cotangents.values()], transforming=False)
         )
         sequences = {}
-        # Allocate a gradient for each array that has a time axis, such as x. If both directions read x, its gradient
-        # is the sum of two gradients, so with two directions 16-bit arrays get a float32 gradient.
+        # Allocate a gradient for each array that has a time axis, such as x. With two directions the gradient of x may
+        # be a sum of two gradients. So 16-bit arrays then get a float32 gradient.
         for name in (name for name in with_steps(arrays) if name not in left_out):
             dtype = widened(arrays[name]).dtype if problem.bidirectional else arrays[name].dtype
             sequences[name] = SequenceBuffer(arrays[name].shape, dtype, self.batch_first, self.eager)

@@ -17,12 +17,12 @@ from .packing import Packing, field_of
 from .problem import LIMITS, Problem
 
 LAUNCH = 5500
-"""GPU cycles from the start of one launch of `stepwise` to the start of the next, which waits for it, without the work
-of the kernel: 3.9 us."""
+"""GPU cycles that each launch of `stepwise` takes in addition to the work of its kernel: 3.9 us. Each launch waits for
+the launch before."""
 
 BUILDING = {"forward": 3800, "both": 9400}
-"""GPU cycles that pass while the host builds the launches of one step, forward, or forward and backward: 2.7 and 6.7
-us. The GPU waits meanwhile if a program evaluates each call. Measured on an AMD EPYC."""
+"""GPU cycles that pass while the host builds the launches of one step: 2.7 us for a forward step, 6.7 us for a forward
+and a backward step. The GPU waits meanwhile if a program evaluates each call. Measured on an AMD EPYC."""
 
 TURN = 370
 """Cycles for which a threadgroup waits for weights in each turn of the loop that computes its product (see `TERMS`):

@@ -1,6 +1,7 @@
 """The static description of a recurrence, `Problem`, and the names and shapes of its arrays.
 
-With one direction, T time, B batch, I input, H hidden, P the width of h (H, or the projection's), G gates:
+The arrays of a call with one direction have these shapes. T: time steps, B: batch items, I: input features, H: hidden
+units, P: the width of h (H, or the width of the projection), G: gates.
 
     x [T, B, I], or [T, B, G H] without Wx   Wx [G H, I]   Wh [G H, P]   b [G H]   bhn [H]   peephole [4H]   Wp [P, H]
     h0 [B, P]   c0 [B, H]   mask, broadcastable to [T, B, P]   keep [T, B, 1]   lengths [B] int32

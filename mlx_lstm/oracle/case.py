@@ -55,11 +55,14 @@ def sides(case: Case) -> list[Case]:
 def side_of(case: Case, d: int) -> Case:
     """Return the part of a bidirectional case that belongs to direction d.
 
-    These arrays have one half for each direction on axis 0: Wx [2GH,I], b [2GH], bhn [2H]. These have an axis of 2
-    for the directions: Wh [2,GH,P], Wp [2,P,H], peephole [2,4H]. These have both directions on the last axis: h0,
-    c0, an x [T,B,2GH] that is already projected, a mask wider than 1, a keep [T,B,2]. Both directions share any other
-    x, a mask of width 1, a keep [T,B] and hold [T,B]. (G: gates; H: units; P: the width of h; keep: the factor on
-    the states that a step carries on; hold: where a step leaves the states unchanged.)
+    - One half of axis 0 belongs to each direction: Wx [2GH,I], b [2GH], bhn [2H].
+    - The first axis has size 2, one entry per direction: Wh [2,GH,P], Wp [2,P,H], peephole [2,4H].
+    - One half of the last axis belongs to each direction: h0, c0, an x [T,B,2GH] that is already projected, a mask
+      wider than 1, a keep [T,B,2].
+    - Both directions share the array: any other x, a mask of width 1, a keep [T,B], hold [T,B].
+
+    G: gates; H: units; P: the width of h; keep: the factor on the states that a step carries on; hold: where a step
+    leaves the states unchanged.
     """
     side = {**case, "bidirectional": False, "reverse": d == 1}
     for name in (n for n in ARRAYS if case.get(n) is not None):

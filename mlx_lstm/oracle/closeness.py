@@ -91,17 +91,17 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
         activation              4 ulp = 8 v |result|, then stored
         dot, sum of K terms     v sqrt(K) sum|terms|, in any order, then stored (Higham and Mary, SIAM J. Sci. Comput.,
                                 2019: roundings are not all of one sign, so the K of the worst case becomes sqrt(K))
-        dot, quantized weights  another v sqrt((n + 4) sum over the groups of (C X)^2), explained below
+        dot, quantized weights  in addition v sqrt((n + 4) sum over the groups of (C X)^2), explained below
         z a + (1 - z) b         u (|z a| + 2 |(1 - z) b| + |result|), or as b + z (a - b): u (2 |z (a - b)| + |result|);
-                                either is right, so the larger
+                                an engine may use either formula, so the larger limit applies
         underflow               the smallest subnormal of `dtype`, or the smallest normal of the accumulator if larger
 
-    A group of quantized weights is n weights, scale q + bias, with integers q. A kernel may compute two sums over the
-    group, S = sum (2^f + q) x and s = sum x, and then scale (S - 2^f s) + bias s. Partial sums of S and s may be larger
-    than the result, and round with larger errors. X is the largest possible |partial sum| of s: the larger one of the
-    sum of the positive x and the sum of the negative |x|. C X is a limit for the partial sums, multiplied by their
-    factors in the result: C^2 = (2 scale 2^f)^2 + (scale 2^f + |bias|)^2. The case passes C as the imaginary part of
-    the first weight of each group.
+    A group of quantized weights has n weights of the form scale q + bias. Each weight has its own integer q; scale and
+    bias are the same for the group. A kernel may compute two sums over the group, S = sum (2^f + q) x and s = sum x,
+    and then scale (S - 2^f s) + bias s. Partial sums of S and s may be larger than the result, and round with larger
+    errors. X is the largest possible |partial sum| of s: the larger one of the sum of the positive x and the sum of the
+    negative |x|. C X is a limit for the partial sums, multiplied by their factors in the result: C^2 = (2 scale 2^f)^2
+    + (scale 2^f + |bias|)^2. The case passes C as the imaginary part of the first weight of each group.
 
     The sensitivities must come from the true Jacobian, whose terms cancel: a bound from absolute values grows
     exponentially in T and would allow any result. So the sum is sampled (as CESTAC does): the float64 oracle is

@@ -41,8 +41,8 @@ COMPARISONS = ("gt", "ge", "lt", "le", "max", "min", "eq", "ne")
 
 
 class Run:
-    """Runs a cell's graph over a sequence in one direction. Holds the arrays in float64 and the values that the
-    graph's nodes had at every step."""
+    """A run of a cell's graph over a sequence in one direction. The object holds the arrays in float64, and the values
+    that the graph's nodes had at every step."""
 
     def __init__(self, graph: Any, case: dict[str, Any], fl: Arithmetic):
         """Prepare a run of `graph`. fl: how each result is rounded (`Arithmetic`).

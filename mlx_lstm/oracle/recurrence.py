@@ -80,8 +80,8 @@ def kink_distance(**case: Any) -> float:
     """Return how near an argument of relu or a hard sigmoid comes to a kink, where rounding can make a gradient
     jump.
 
-    An argument that is exactly 0 does not count: it comes from another activation that is flat there, and rounding
-    leaves it 0.
+    Arguments that are exactly 0 are left out: such an argument is 0 because another activation computed it in its flat
+    part, and rounding leaves it 0.
     """
     distances = (
         np.abs(argument[argument != 0] - kink).min(initial=np.inf)

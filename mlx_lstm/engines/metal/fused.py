@@ -540,9 +540,9 @@ def fused_tiling(
 
 
 def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int, int]:
-    """Return two numbers, if `lanes` lanes share each row of the quantized weights, and each lane works on `slots`
-    rows: how many weights of one row a lane gets, and how many vectors of four words it gets for all its rows
-    together. metal/fused_quantized.metal computes the same numbers."""
+    """Return (span, vectors): how many weights of one row a lane gets, and how many vectors of four words it gets for
+    all its rows together. lanes: how many lanes share each row of the quantized weights. slots: how many rows each lane
+    works on. metal/fused_quantized.metal computes the same numbers."""
     span = max(8, 2 ** (-(-H // lanes) - 1).bit_length())
     pieces = max(1, span // packing.group_size)
     words = span * field_of(packing) // 32 + pieces * (2 if packing.mode == "affine" else 1)
@@ -556,8 +556,8 @@ def rows_for(
     """Return how many batch items a threadgroup computes; 8 means that it multiplies 8 x 8 matrices.
 
     If a threadgroup computes more items, each weight that it loads serves more items. If it computes fewer, there are
-    more threadgroups, so that all cores have work. Of the numbers whose predicted time is nearly the shortest, the
-    smallest one is chosen.
+    more threadgroups, so that all cores have work. The result is the smallest number of items whose predicted time is
+    nearly the shortest (see SIMPLER).
     """
     matrices = packing is None and fits_matrices(cell, H) and WIDEST_MATRICES[itemsize] >= H
     times = {

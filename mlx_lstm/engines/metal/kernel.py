@@ -60,9 +60,8 @@ def constant(numbers: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
 
 
 def contiguous(array: mx.array | None) -> mx.array | None:
-    """Return the array with its last axis contiguous, then the axis before it, and so on (row order). Otherwise each
-    launch that reads the array would copy it into this order; here it is copied only once. (`mx.contiguous` cannot be
-    exported.)"""
+    """Return the array with its elements in row-major order in memory. Each launch that reads an array in another order
+    would copy it; here it is copied only once. (`mx.contiguous` cannot be exported.)"""
     return None if array is None else array.reshape(-1).reshape(array.shape)
 
 

@@ -26,9 +26,9 @@ WORKING_REGISTERS = {
     "forward": {1: 44, 2: 64, 4: 92},
     "backward": {1: 48, 2: 68, 4: 108},
 }
-"""The number of registers that a thread needs, by pass and batch items of a threadgroup. Not included are resident
-weights, and what grows with the cell's states, inputs, gates and parameters: `tiling_of` adds these. The numbers come
-from machine code that Mesa's compiler generates for the M1."""
+"""The number of registers that a thread needs, by pass and batch items of a threadgroup. It does not include the
+registers for resident weights, nor those whose number grows with the cell's states, inputs, gates and parameters:
+`tiling_of` adds both. The numbers come from machine code that Mesa's compiler generates for the M1."""
 
 FILES = ("arrays", "cell", "fused", "fused_lanes", "pointwise")
 
@@ -151,8 +151,8 @@ def backward_text(cell: PointwiseCell, lanes: int) -> str:
     """Return the source of the Metal function that computes one backward step of a unit, whose states and gates are
     distributed over several lanes. The function's parameters are:
 
-    - y, h, c: this lane's values of what the forward pass saved; h before the step; this lane's values of the other
-      states before the step
+    - y: this lane's values of what the forward pass saved
+    - h: the state h before the step. c: this lane's values of the other states before the step
     - factor: the value of the option `keep`, by which the forward step multiplied the states first
     - u, w: the inputs of the step, and the parameters
     - now: on entry the states after the step, on return the states before it

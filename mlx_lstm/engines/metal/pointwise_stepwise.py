@@ -1,7 +1,8 @@
 """Run a cell written by the user on the engine `stepwise`, with one launch per time step.
 
-The launches are those of the module `stepwise`, with the shaders of metal/pointwise_stepwise.metal and the struct
-that the module `pointwise` generates for one thread per unit. If both directions run, one launch computes both.
+The module `stepwise` builds and runs the launches. Their shaders are in metal/pointwise_stepwise.metal. A shader is a
+template over the cell's struct, which holds the cell's arithmetic in Metal; the module `pointwise` generates this
+struct. One thread computes one unit. If both directions run, each launch computes one step of both.
 """
 
 import mlx.core as mx

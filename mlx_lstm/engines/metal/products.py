@@ -2,8 +2,8 @@
 the steps, and the gradients of the weights after the backward steps.
 
 This module computes the gradients in few launches: one product per weight, for both directions at once. It does not
-support a mask, `keep`, a peephole, or a GRU whose reset comes before the candidate's product. For them the engines
-call `engines.ops.sweep.gradients_after_sweep`, which also defines the gradients.
+support a mask, `keep`, a peephole, or a GRU whose reset comes before the candidate's product. For these options the
+engines call `engines.ops.sweep.gradients_after_sweep`, which supports all of them.
 """
 
 from collections.abc import Collection
@@ -50,7 +50,8 @@ def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.arra
     """Return a dict with h_in [D, T, B, P]: what the recurrent product multiplies with Wh at each step, for D
     directions and P numbers of h. It is mask * (h before the step), and 0 past an item's end. If the arrays have 16
     bits and there are biases, also return `ones` [1, T * B]: `column_sums` computes a sum of rows in float32 as a
-    product with ones. If the call has lengths, also return x_in [T, B, I]: x with 0 past an item's end.
+    product with ones. If the call has lengths and Wx and `is_plain` is true, also return x_in [T, B, I]: x with 0 past
+    an item's end.
 
     mask: the factor on h in the recurrent product (it includes `keep`), or None.
     """
@@ -75,10 +76,9 @@ def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.arra
 def input_launch(
     problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, sums: bool, width: int
 ) -> tuple[Launch, mx.array]:
-    """Return the launch of the shader `recurrent_input`, and its array of sizes. names: the names of the arrays that
-    are present, of h, h0, mask, lengths and x. width: the number of features of x, or 0 without x. sums: whether the
-    shader also writes the array `ones` [1, T * B]. `column_sums` multiplies it with 16-bit rows to add them up in
-    float32."""
+    """Return the launch of the shader `recurrent_input`, and its array of sizes. names: which of the arrays h, h0,
+    mask, lengths and x the call has. width: the number of features of x, or 0 without x. sums: whether the shader also
+    writes the array `ones` [1, T * B]. `column_sums` multiplies it with 16-bit rows to add them up in float32."""
     T, B, P, D = problem.T, problem.B, problem.P, problem.directions
     inputs = {name: name in (*names, "sizes") for name in ("h", "h0", "mask", "lengths", "x", "sizes")}
     outputs: Outputs = {"h_in": ((D, T, B, P), dtype), "ones": ((1, T * B), dtype) if sums else None}

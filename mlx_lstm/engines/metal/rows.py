@@ -26,8 +26,8 @@ LEFT = 20
 
 
 class Join(NamedTuple):
-    """A plan to join neighbouring arrays of rows into one array: the index of the first array, and the number of
-    rows in each."""
+    """A plan to join neighbouring arrays of rows into one array: the index of the first array, and the number of rows
+    in each of the arrays."""
 
     first: int
     steps: tuple[int, ...]
@@ -45,9 +45,9 @@ def joins(T: int, left: int, most: int) -> tuple[tuple[Join | None, ...], tuple[
     launches that each write one array. Return (joins, sizes): the join of each launch, or None; and how many rows
     (results of one launch) each remaining array has. A join has at most `most` arrays.
 
-    To copy each row as seldom as possible, a launch joins only neighbouring arrays of the same level; the level is
-    the number of joins that an array's oldest rows went through. Only near the end, if too many arrays would remain,
-    it joins the shortest neighbouring arrays of any level.
+    To copy each row as seldom as possible, a launch joins only neighbouring arrays of the same level; the level of an
+    array is the largest number of joins that one of its rows went through. Only near the end, if too many arrays would
+    remain, it joins the shortest neighbouring arrays of any level.
     """
     levels = next(level for level in range(T) if left * most**level >= T)
     plan: list[Join | None] = []

@@ -79,8 +79,8 @@ class Statements:
         return n in self.uniform or self.graph.nodes[n].op == "const" or self.place(n) is not None
 
     def place(self, n: int) -> tuple[str, int] | None:
-        """Return (name, lane): the register that holds node n, and the lane that has it there. Return None if no
-        register holds node n."""
+        """Return (name, lane): the name of a register that holds node n in one of its lanes, and this lane. Return None
+        if no register holds node n."""
         return next(((name, nodes.index(n)) for name, nodes in self.bundles if n in nodes), None)
 
     def everywhere(self, n: int) -> str:

@@ -245,12 +245,13 @@ UNITS = {"lstm": 8, "gru": 8, "rnn": 32}
 """How many hidden units a threadgroup computes in the forward pass, by op."""
 
 SLICES = {8: 4, 16: 2}
-"""How many simdgroups share eight columns of the product in tiles, by the number of columns. With quantized weights
-one simdgroup computes eight columns, because several would read the same words."""
+"""How many simdgroups share the work on eight columns of the product in tiles, by the number of columns of a
+threadgroup. For other numbers it is one. It is also one with quantized weights, because several simdgroups would read
+the same words."""
 
 TILES = {8: ((8, 32), (8, 16), (8, 8)), 32: ((32, 32), (16, 32), (16, 16))}
-"""The sizes (rows, columns) that the part of a threadgroup can have in a product in tiles, if a cell needs one
-column. The key is the number of rows that `stepwise_rows` returns."""
+"""The sizes from which `tile_of` chooses how many rows and columns of a product one threadgroup computes with 8 x 8
+matrices, largest first. They are for products with one column per unit. The key is the result of `stepwise_rows`."""
 
 
 def stepwise_rows(B: int) -> int:
@@ -527,13 +528,13 @@ def each_step(make: Make, problem: Problem, inputs: Inputs, rows: Rows | None = 
 
 
 # The functions below return the kernels of a step. Their arguments are the problem, the dtype of the arrays, the names
-# of the arrays that the call passes, and whether each step's launch writes an array of its own (a row).
+# of the arrays that the call passes, and whether the launch of each step writes a separate array (a row).
 
 
 @cached
 def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel of a forward step. It writes one row, the step's array; metal/stepwise_forward.metal lists
-    its inputs and the contents of the row."""
+    """Return the kernel of a forward step. At each step it writes one array (a row). metal/stepwise_forward.metal lists
+    the kernel's inputs and the contents of the row."""
     H, cell, units = problem.H, problem.cell, UNITS[problem.cell.op]
     saves = problem.training or problem.return_gates
     length = row_length(problem, H, 1 + cell.gates if saves else 1, "c" in cell.outputs, dtype)

@@ -22,15 +22,15 @@ MLX_ALLOCATES = 2**13
 Waiting for an array that MLX allocates takes 20 to 40 us, as long as a small step; the copy takes less."""
 
 CHUNK_ROWS = 1024
-"""The largest number of rows (steps x batch) of one matrix product over time in the backward pass, at least one
-step. It limits the scratch memory."""
+"""The largest number of rows (steps x batch) of one matrix product over time in the backward pass. Exception: a step
+with more rows is one product. This number limits the scratch memory."""
 
 COPIED_NUMBERS = 2**20
 """The largest number of elements of a weight matrix for which a copy in another layout saves time."""
 
 WIDE_BATCH = 16
-"""The smallest batch size B that counts as wide: the rows of a step's array [4H, B] are then long enough for BLAS
-and contiguous access to be fast."""
+"""The smallest size B of a wide batch. With a wide batch the rows of a step's array [4H, B] are so long that products
+and elementwise operations are fast if the rows are contiguous."""
 
 
 def view(array: mx.array | Array) -> Array:

@@ -99,9 +99,9 @@ class GRUStepBackward:
         inner [H, columns]   with reset "after" the candidate's product q = Wh_n h + bhn, with reset "before" r * h
         dz_n [H, columns]    the gradient of the candidate's preactivation
 
-    With reset "after" the candidate's preactivation contains r * q, so q has another gradient than the preactivation.
-    The products with Wh need the gradient of q: the candidate's rows of `dz` hold it first, and `end_chunk` then
-    overwrites them with `dz_n`.
+    With reset "after" the candidate's preactivation contains r * q, so the gradient of q differs from the gradient of
+    the preactivation. The products with Wh need the gradient of q: the candidate's rows of `dz` hold it first, and
+    `end_chunk` then overwrites them with `dz_n`.
     """
 
     def __init__(self, problem: Problem, cell: GRUCell, v: Views, saved: Views):

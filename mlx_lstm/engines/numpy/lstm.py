@@ -93,8 +93,9 @@ class LSTMStep:
             self.m: Array = np.empty((H, B), dtype)  # o * output(c), which Wp projects to h
 
     def activations(self, cell: LSTMCell, order: str, gates: str) -> list[tuple[InPlace, Array]]:
-        """Return pairs (function, rows of z). Each function overwrites its rows with gates or, for a sigmoid if the
-        step divides by gates, with 1 / gate = 1 + exp(-z), which is faster to compute."""
+        """Return pairs (function, rows of z). Each function overwrites its rows of z, which hold preactivations, with
+        gates. Exception: if `apply_gate` is a division, the rows of a sigmoid gate become 1 / gate = 1 + exp(-z), which
+        is faster to compute. The step then divides by these rows instead of multiplying by the gate."""
         sigmoid = reciprocal_sigmoid_negated if self.products.negated else reciprocal_sigmoid
         reciprocal = self.apply_gate is np.divide
         return [
@@ -119,9 +120,8 @@ class LSTMStep:
         contains Wx, so that the product with `operand` includes this part. c_prev [H, B]: the c before the step.
         """
         gate, scratch, apply_gate = self.gate, self.scratch, self.apply_gate
-        # Compute the preactivations z. Below, each activation overwrites its rows of z with its gate. For gates by
-        # which the step divides (see `apply_gate`) it writes 1 / gate = 1 + exp(-z) instead, which is faster to
-        # compute.
+        # Compute the preactivations z. Below, each activation overwrites its rows of z with its gate, or with 1 / gate
+        # if `apply_gate` divides by these rows.
         np.matmul(self.weights, operand, out=self.product)
         if inputs is not None:
             self.z += inputs

@@ -32,8 +32,9 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     """Run all steps of one direction. Write the outputs that `out` contains: h [T, B, P], c [T, B, H], gates [T, B,
     GH], hT [B, P] and cT [B, H].
 
-    A batch item that has ended, or has not begun in reverse, runs like the others, because its columns have no effect
-    on those of other items. Afterwards its outputs are overwritten by 0.
+    Every batch item runs at every step, even if it has ended or, in reverse, has not begun. That does no harm, because
+    the columns of one item do not affect the columns of others. Afterwards the outputs at these steps are overwritten
+    by 0.
     """
     dtype, (T, B, H, _), keep, mask = v["x"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
     step = STEPS[type(problem.cell)][0](problem, problem.cell, v, mask)

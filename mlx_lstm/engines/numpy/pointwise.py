@@ -44,8 +44,8 @@ scratch arrays."""
 
 
 class Code(NamedTuple):
-    """Python statements that compute nodes of a graph, and what they need: the scratch arrays by name, with whether
-    each is bool, and the constants by name."""
+    """Python statements that compute nodes of a graph, and what these statements need. scratch: {name of a scratch
+    array: whether its dtype is bool}. constants: {name: value}."""
 
     lines: tuple[str, ...]
     scratch: dict[str, bool]
@@ -170,7 +170,7 @@ def function_of(code: Code, parameters: str, unpacked: Sequence[str]) -> Callabl
         space |= {name: np.empty(shape, bool if is_bool else dtype) for name, is_bool in code.scratch.items()}
         space |= {name: np.array(value, dtype) for name, value in code.constants.items()}
         space |= fixed | {"H": shape[0]}
-        # The statements were generated from a graph of numbered nodes, so they contain no text of the caller's.
+        # The statements were generated from a graph of numbered nodes, so they contain no text that the caller wrote.
         exec(compiled, space)  # nosec B102
         return space["step"]
 
@@ -354,11 +354,11 @@ def passes_h(graph: CellGraph) -> bool:
 class PointwiseStepBackward:
     """Compute one backward step of a cell that the user wrote, and collect what the weight gradients need.
 
-    A preactivation is the sum of a recurrent part (Wh h) and an input part (Wx x). `dz` [G H, n] collects the
-    gradients of the recurrent parts of G gates with H units each. It has n columns, one for each step and batch item
-    of a chunk. For some gates, such as a GRU's candidate, the input part has another gradient, which `dx` collects.
-    When the gradient of Wh is computed from `dz`, `end_chunk` copies `dx` to these gates' rows of `dz`, for the
-    gradients of Wx and x.
+    A preactivation is the sum of a recurrent part (Wh h) and an input part (Wx x). `dz` [G H, n] collects the gradients
+    of the recurrent parts of G gates with H units each. It has n columns, one for each step and batch item of a chunk.
+    For some gates, such as a GRU's candidate, the gradient of the input part is a different one, and `dx` collects it.
+    First `end_chunk` computes the gradient of Wh from `dz`. Then it copies `dx` to these gates' rows of `dz`, from
+    which the gradients of Wx and x are computed.
     """
 
     def __init__(self, problem: Problem, cell: PointwiseCell, v: Views, saved: Views):

@@ -31,11 +31,14 @@ shall compute its product."""
 def input_products(
     problem: Problem, v: Views, mask: Array | None, reciprocal: str, streamed: bool = False
 ) -> "JoinedProduct | SeparateProducts":
-    """Return the object that computes x Wx^T + h Wh^T: a `JoinedProduct` or `SeparateProducts`, whichever is faster.
+    """Return an object that computes x Wx^T + h Wh^T at each step: a `JoinedProduct` or a `SeparateProducts`, the
+    faster one.
 
-    `JoinedProduct` first copies both weights into one matrix. It is faster if steps arrive one at a time (`streamed`),
-    and for a wide batch with so many rows (steps x batch) that the copy pays. reciprocal: the gates for which the step
-    computes 1 + exp(-z); `JoinedProduct` negates their rows, so that the step need not negate z.
+    A `JoinedProduct` copies both weights into one matrix when it is created, and multiplies by this matrix at each
+    step. It is returned in two cases: if steps arrive one at a time (`streamed`); or if the batch is wide, the matrix
+    is not too large, and there are so many rows (steps x batch) that the copy pays. reciprocal: the gates whose
+    reciprocal 1 + exp(-z) the step computes. `JoinedProduct` negates the weights of these gates, so that the product is
+    -z and the step need not negate z.
     """
     T, B = problem[:2]
     if streamed:

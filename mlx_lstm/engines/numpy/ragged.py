@@ -1,9 +1,9 @@
 """The passes of one direction over sequences of different lengths. The batch becomes smaller where sequences have
 ended.
 
-The steps are divided into segments. A segment runs only the batch items that have not ended before its first step, as
-a smaller call with copies of these items' parts of the arrays. Items that end within the segment run on until its last
-step. `passes` keeps their results out of the outputs and gradients, as in a call without segments.
+The steps are divided into segments. A segment runs only the batch items that have not ended before its first step, as a
+smaller call with copies of these items' parts of the arrays. Items that end within the segment run on until its last
+step. The module `passes` keeps the results of these additional steps out of the outputs and gradients.
 """
 
 from math import isqrt

@@ -99,9 +99,9 @@ def lstm_step(cell: LSTMCell, a: Array, c_prev: Array, peephole: Array | None) -
     """Run one step of an LSTM. Return the gates [B, 4H], the new c [B, H] and m [B, H]; m is h, or the vector that is
     projected to h.
 
-    a [B, 4H]: the preactivations. c_prev [B, H]: the c before the step. With s_i, s_output, ...: the activations of
-    the gates and of the output; p_i, ...: the peephole weights, 0 if there are none; forget_bias: an option of the
-    cell, 0 by default.
+    a [B, 4H]: the preactivations. c_prev [B, H]: the c before the step. In the equations s_i, ..., s_output are the
+    activations of the gates and of the output, and p_i, ... are the peephole weights (0 if there are none). forget_bias
+    is an option of the cell (0 by default).
 
       i = s_i(a_i + p_i c_prev)   f = s_f(a_f + forget_bias + p_f c_prev)   g = s_g(a_g + p_g c_prev)
       c = f c_prev + i g, clipped if `cell_clip` is given

@@ -55,8 +55,8 @@ def times_input(packing: Packing | None, arrays: Arrays, rows: mx.array) -> mx.a
     if packing is None or not is_packed("Wx", arrays):
         return rows @ arrays["Wx"].T  # not mx.addmm: MLX 0.32.4 refuses it under mx.vmap over b alone
     scales, biases = scales_of(arrays, "Wx", rows.dtype)
-    # mx.vmap does not support quantized products, so under mx.vmap the weight is dequantized first. Arrays of mx.vmap
-    # have no values, but those of mx.compile and of an export have none either, so their weights are dequantized, too.
+    # mx.vmap does not support quantized products, so under mx.vmap the weight is dequantized first. Inside mx.vmap
+    # arrays have no values. The same is true inside mx.compile and an export, so weights are dequantized there, too.
     # That is slow, so it is done only on the CPU; and only in mode affine, because an export cannot write the
     # dequantization of the other modes.
     traced = packing.mode == "affine" and mx.default_device() == mx.cpu and is_transforming()

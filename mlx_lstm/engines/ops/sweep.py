@@ -107,8 +107,8 @@ def over_time(
 
 
 def choose_items(live: Array, tree: Any, other: Any) -> Any:
-    """Return `tree`, but with the parts of `other` for all batch items with false `live` [B]. `tree` is an array [B,
-    .], or a list or dict of such arrays; `other` has the same structure, with arrays or scalars."""
+    """Return `tree`, but with the parts of `other` for all batch items whose entry in `live` [B] is false. `tree` is an
+    array [B, .], or a list or dict of such arrays; `other` has the same structure, with arrays or scalars."""
     return tree_map(lambda a, b: mx.where(live.reshape(-1, *[1] * (a.ndim - 1)), a, b), tree, other)
 
 
@@ -167,10 +167,12 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     """Run all steps of one direction in reverse. Return the arrays from which `gradients_after_sweep` computes the
     gradients:
 
-    dz [T, B, G H]: the gradient of the preactivations. dh0 [B, P]: the gradient of h0. For an LSTM also dc0 [B, H],
-    and dh [T, B, P], the gradient of h, from which the gradient of the projection is computed. With the option
-    `keep`, for an LSTM or GRU, also carry [T, B, H]: the gradient of keep * c (LSTM), or the part of the gradient of
-    keep * h that bypasses the recurrent product (GRU).
+    - dz [T, B, G H]: the gradient of the preactivations
+    - dh0 [B, P]: the gradient of h0
+    - dc0 [B, H], for an LSTM: the gradient of c0
+    - dh [T, B, P], for an LSTM: the gradient of h, from which the gradient of the projection is computed
+    - carry [T, B, H], for an LSTM or GRU with the option `keep`: the gradient of keep * c (LSTM), or the part of the
+      gradient of keep * h that bypasses the recurrent product (GRU)
     """
     h0, c0 = initial_states(problem, arrays)
     starts = {name: times_keep(arrays, states) for name, states in states_before(problem, arrays, saved).items()}
@@ -393,11 +395,11 @@ def times_keep(arrays: Arrays, states: Array, t: int | slice = slice(None)) -> A
 
 
 def times_mask(arrays: Arrays, h: Array, t: int) -> Array:
-    """Return h [B, P] times the mask of step t, or h unchanged without a mask. The gradient of h is multiplied by
-    the same function."""
+    """Return h [B, P] times the mask of step t, or h unchanged without a mask. The derivative of this function is the
+    same product, so the backward pass calls it with the gradient of h."""
     if "mask" not in arrays:
         return h
-    mask = arrays["mask"]  # for all steps ([B, P] or less) or one per step ([T or 1, B or 1, P or 1])
+    mask = arrays["mask"]  # one for all steps (at most two axes), or [T or 1, B or 1, P or 1]
     return h * (mask if mask.ndim < 3 else mask[t if mask.shape[0] > 1 else 0, ...])
 
 
@@ -415,8 +417,8 @@ def of_live(live: Array, sequence: Array) -> Array:
 
 
 def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
-    """Return x, summed over axes so that the result has this shape. Inverse of a broadcast: it sums over the axes that
-    `shape` lacks or in which its size is 1."""
+    """Return x, summed over axes so that the result has this shape: over the axes that `shape` lacks, or in which its
+    size is 1. The gradient of a broadcast is such a sum."""
     added = x.ndim - len(shape)
     axes = [added + axis for axis, size in enumerate(shape) if size == 1 and x.shape[added + axis] > 1]
     return total(x, axis=[*range(added), *axes]).reshape(shape) if added or axes else x
