@@ -20,7 +20,7 @@
 //                  together, or one part for each gate that has weights in this product
 //   product_gradient   the gradient of a gate's recurrent product; for a GRU's candidate it differs from the gradient
 //                      of the preactivation
-// All arithmetic is in float, whatever type the arrays store.
+// All arithmetic is in float, even if the arrays store 16-bit numbers.
 
 enum Activation { IDENTITY, RELU, TANH, SIGMOID, HARD_SIGMOID, HARD_SIGMOID_SIXTH };
 

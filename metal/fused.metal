@@ -21,8 +21,8 @@
 //
 // Index is the unsigned integer type that counts the elements of a launch's arrays: 32 bits if that is enough, else 64.
 
-// The part of a sequence that one launch processes in one direction: the steps start ... stop - 1 in the order of
-// processing, of T steps; B items; D directions. masks_differ: whether each step has its own mask.
+// What one launch processes in one direction: the steps start ... stop - 1 of all T steps, counted in the order of
+// processing, for B batch items. D: the number of directions. masks_differ: whether each step has its own mask.
 struct Sweep {
   int start, stop, T, B, D, direction;
   bool reverse, masks_differ;
@@ -96,7 +96,7 @@ void distance_to_next(bool exists, thread const Place<Index>& step, thread Place
 template <class L> bool is_live(L lengths, int t, int length) { return !is_present(lengths) || t < length; }
 
 // Return a pointer to the first weight vector of lane `index` of a threadgroup of `threads`. The vectors of one lane
-// lie 32 apart, because the 32 lanes of a simdgroup read theirs side by side.
+// lie 32 vectors apart, because the vectors that the 32 lanes of a simdgroup read at the same time lie side by side.
 template <int COUNT, class V, class W>
 const device V* vectors_of_lane(W arranged, int direction, uint index, uint threads) {
   const uint simdgroup = direction * threads / 32 + index / 32;
@@ -177,8 +177,8 @@ void begin_item(
 }
 
 // Read what a unit needs at step n besides the gates: a state, cotangents and factors. at: the unit's positions at this
-// step. `states`, dh and dc have all T steps, but at.state counts from the launch's first step; earlier: the number of
-// elements before this step. step: the distance between two time indices in these arrays.
+// step. `states`, dh and dc have all T steps, but at.state counts from the launch's first time index. earlier: the
+// number of elements before this time index. step: the distance between two time indices in these arrays.
 template <class Cell, class Index, class Arrays>
 void read_step(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread const Place<Index>& at, Index earlier, Index step,

@@ -25,9 +25,9 @@ float weight_of(W Wh, int H, int unit, int block, int k) {
 
 // For the product in lanes (fused_lanes.metal), find which 4 weights vector number `vector` of lane `index` holds:
 // weights k ... k + 3 of `unit` and of the gate at position `block`. A group of lanes shares several units. The lane's
-// first vectors have the same k: one for each gate of its own unit, then those of unit (own ^ 1), (own ^ 2), ...
-// (exclusive or). Then all of them follow with the next k, and so on. If the backward pass has two products, the
-// vectors of the candidate's product come first.
+// first vectors have the same k: one for each gate of its own unit, then one for each gate of unit (own ^ 1), (own ^
+// 2), ... (exclusive or). Then the vectors of the same units and gates follow with the next k, and so on. If the
+// backward pass has two products, the vectors of the candidate's product come first.
 template <class Cell, int UNITS, bool BACK>
 void place_in_lanes(int H, int index, int vector, thread int& unit, thread int& block, thread int& k) {
   constexpr int LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS, PER = BACK ? 1 : int(Cell::GATES);

@@ -14,8 +14,9 @@
 // and the second product.
 
 // Compute the recurrent product for ROWS batch items, summed over the lanes of a group. Each sum belongs to one batch
-// item, one gate and one unit. On return sums[r] holds the sums of batch item r and the lane's own unit. For which
-// gates a lane has them depends on the cell (Lanes<Cell>::sum_of_unit). WANTED: the gates to compute, one bit each.
+// item, one gate and one unit. On return sums[r] holds the sums of batch item r and the lane's own unit. The cell
+// determines for which gates a lane has these sums (Lanes<Cell>::sum_of_unit). WANTED: the gates to compute, one bit
+// each.
 template <class Cell, int UNITS, int ROWS, int RUNS, int WANTED, int RESIDENT, class V>
 void add_products(
     thread float (&sums)[ROWS][UNITS * Cell::GATES], thread const V* resident, const device V* streamed,

@@ -4,9 +4,9 @@
 // times vectors. The left matrix holds 8 rows of weights, one per unit; the right matrix holds 8 numbers of each item.
 // So the result has one row per unit and one column per item. The lanes of a simdgroup share each matrix: a lane holds
 // two neighbouring numbers of one row (row_of, column_of). In the result a lane's two numbers belong to one unit of two
-// items, and the lane computes the cell of this unit for both items; e = 0, 1 numbers these items. A vector of 4
-// weights contains the lane's numbers of two successive left matrices. `vectors` in threadgroup memory holds the right
-// side of the product, [length, padded to 8][8 items].
+// items, and the lane computes the cell of this unit for both items; e, 0 or 1, is the number of the item. A vector of
+// 4 weights contains the lane's numbers of two successive left matrices. `vectors` in threadgroup memory holds the
+// right side of the product, [length, padded to 8][8 items].
 
 template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
 
@@ -20,10 +20,10 @@ template <int RESIDENT> constant constexpr bool READS_AHEAD = RESIDENT > 0;
 inline int row_of(int lane) { return (lane >> 2 & 4) + (lane >> 1 & 3); }
 inline int column_of(int lane) { return (lane >> 2 & 2) * 2 + (lane & 1) * 2; }
 
-// Multiply TILES matrices with 8 rows of weights by `vectors`, a matrix with LENGTH rows and 8 columns. The terms are
-// added in parts of 8 x 8 matrices. The product of tile m is the sum of CHAINS partial sums, total[m CHAINS] ...
-// total[m CHAINS + CHAINS - 1]. Successive parts are added to different partial sums, so that an addition need not wait
-// for the previous one.
+// Multiply TILES matrices, each with 8 rows of weights, by `vectors`, a matrix with LENGTH rows and 8 columns. The
+// terms are added in parts of 8 x 8 matrices. The product of tile m is the sum of CHAINS partial sums, total[m CHAINS]
+// ... total[m CHAINS + CHAINS - 1]. Successive parts are added to different partial sums, so that an addition need not
+// wait for the previous one.
 template <int TILES, int CHAINS, int RESIDENT, int LENGTH, class V>
 void product_of_matrices(
     thread simdgroup_float8x8 (&total)[TILES * CHAINS], thread const V* resident, const device V* streamed,
@@ -241,8 +241,7 @@ void fused_matrix_backward(
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // separates d of all units from the product that reads it
-    // Read the numbers of the next step. At the launch's last step there is no next step, so the numbers of this step
-    // are read again.
+    // Read the numbers of the next step. At the launch's last step, read the numbers of this step again.
     const int ahead = max(n - 1, sweep.start);
     Place<Index> distance;
     distance_to_next(ahead != n, next, distance);

@@ -65,8 +65,9 @@ void load_all(A array, Index at, int unit, thread float (&values)[SIZE], int fir
 }
 
 // Add up the partial products of a unit's lanes. With SCATTERS each lane gets only the sum of its own gate, in sums[0].
-// There sums[n] is on entry a part of gate n ^ lane (exclusive or), so sums[0] belongs to the lane's own gate, and a
-// lane sends what another lane needs in one shuffle. Without SCATTERS all lanes get the sums of all gates.
+// In this case sums[n] is on entry a part of the sum of gate n ^ lane (exclusive or). So sums[0] belongs to the lane's
+// own gate, and one shuffle sends a sum to the lane that needs it. Without SCATTERS all lanes get the sums of all
+// gates.
 template <class Cell, int SIZE>
 void sum_of_own_unit(thread float (&sums)[SIZE]) {
   if constexpr (Cell::SCATTERS != 0) {

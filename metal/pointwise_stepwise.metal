@@ -10,7 +10,8 @@
 // c [T, B, D C H] and so on, params [D V H], keep [T, B, D]. Further arrays:
 //   before          the row (the array of one launch) that the previous launch wrote
 //   after           the row that this launch writes
-//   Wh [D, G H, H], weights [D, H, G H] (the transposed Wh), sizes, step: as in stepwise.metal
+//   Wh [D, G H, H], weights [D, H, G H]: the recurrent weights and, for the backward steps, their transpose
+//   step, sizes     the number of the step, and the sizes that stepwise.metal lists
 //
 // A row of the forward pass contains, in this order: c [B, D C H] float; h [B, D H]; if SAVES, the K saved blocks
 // [B, D K H]. A row of the backward pass contains:

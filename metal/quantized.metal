@@ -34,9 +34,9 @@ template <int BITS> constant constexpr float FACTOR = BITS == 4 ? 16384.0f : 256
 inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }
 
 // Convert two quantized weights at once. Return two numbers of type half in one 32-bit word. The bits q of one weight
-// begin at bit `first` of the lower 16 bits of `word`, those of the other at bit `first` of the upper 16 bits.
-// Integers (biases present): q becomes the top of the mantissa, with the exponent of 2^BITS. The result is 2^BITS + q.
-// Small floats (biases Absent): exponent and mantissa move together, the sign separately. The result is q / FACTOR.
+// begin at bit `first` of the lower 16 bits of `word`, and the bits of the other at bit `first` of the upper 16 bits.
+//   integers (biases present)     q becomes the top of the mantissa, with the exponent of 2^BITS; result 2^BITS + q
+//   small floats (biases Absent)  exponent and mantissa move together, the sign separately; result q / FACTOR
 template <int BITS> uint with_exponents(uint bits) {
   constexpr uint MASK = ((1u << BITS) - 1) << (10 - BITS), EXPONENT = (15 + BITS) << 10;
   return (bits & (MASK << 16 | MASK)) | (EXPONENT << 16 | EXPONENT);
@@ -68,8 +68,8 @@ float number_at(thread const uint (&words)[WORDS], int e, B biases) {
 }
 
 // Return the sum of w x over the weights w of one quantization group. product: the sum of v x, where v = number_at(w)
-// is 2^BITS + q for an integer q, or q / FACTOR for a small float q. x_sum: the sum of x, which corrects the added
-// 2^BITS and applies the bias. scale, bias: the group's scale and bias.
+// is 2^BITS + q for an integer q, or q / FACTOR for a small float q. x_sum: the sum of x. The functions need it to
+// subtract the added 2^BITS and to add the bias. scale, bias: the group's scale and bias.
 template <int BITS> float of_group(float product, float, float scale, float, Absent) {
   return scale * (FACTOR<BITS> * product);
 }

@@ -1,13 +1,13 @@
 // Compute the input of the recurrent product at every step, mask * h_prev, from which the gradient of Wh is computed.
-// It is 0 past an item's end. Also write a 1 per row into `ones`, so that sums over all rows can be computed as
-// products, and x with zeros past an item's end into `x_in`, because NaN there would spoil the gradient of Wx. Thread
-// (k, t, d) computes number k % H of batch item k / H, at time index t in direction d.
+// It is 0 past an item's end. Also write two more arrays. `ones` has a 1 per row, so that sums over all rows can be
+// computed as products. `x_in` is x with zeros past an item's end, because NaN there would spoil the gradient of Wx.
+// Thread (k, t, d) computes number k % H of batch item k / H, at time index t in direction d.
 //
 //   h     [T, B, D H]         h0  [B, D H]               lengths  [B]
 //   mask  [T or 1, B, D H]    h_in  [D, T, B, H], output  ones  [T, B], output, may be absent
 //   x, x_in  [T, B, I], input and output, may be absent
-//   sizes  T, B, D, H, whether the only direction is the reverse one, whether every step has a mask of its own, I (0 if
-//          x is absent)
+//   sizes  T; B; D; H; 1 if the only direction is the reverse one; 1 if each step has its own mask; I, or 0 if x is
+//          absent
 template <class S, class Arrays>
 void recurrent_input(thread const Arrays& a, uint3 thread_index) {
   const int T = a.sizes[0], B = a.sizes[1], D = a.sizes[2], H = a.sizes[3];

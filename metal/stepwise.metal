@@ -11,7 +11,7 @@
 //          the reverse one; 1 if each step has its own mask
 //
 // Index is the integer type that counts the elements of an array: int, or long if an array may have 2^31 elements. The
-// generated source declares it before the text of these files.
+// generated source declares it before the definitions of these files.
 
 // One step of one direction: step n in the order of processing, at time index t. d: the direction, 0 or 1.
 struct Step {

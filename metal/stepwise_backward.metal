@@ -92,7 +92,8 @@ const device S* either(Absent, const device S* dz) { return dz; }
 template <class S, class X>
 const device S* either(const device X* row, const device S*) { return (const device S*)row; }
 
-// Return the gradient of h_t[b, j]: the part from the next step, or dhT at the end, plus the cotangent dh of step t.
+// Return the gradient of h_t[b, j]. It is a sum: the part from the next step (at the item's last step dhT), plus the
+// cotangent dh of step t.
 template <class Arrays>
 float dh_sum(
     thread const Step& s, thread const Arrays& a, threadgroup const float* sum, int length, int b, int j, int width) {

@@ -31,7 +31,7 @@ void stepwise_join(thread const Pieces<COUNT, X>& pieces, thread const Arrays& a
 //   rows    the arrays that contain the rows, in the order of the launches: up to 20 arrays of one or more rows
 //   starts  the index of the first row of each array, and the index at which the last array ends
 //   kind    three numbers: the elements of a row, the number of units, and the index of the first row. With a
-//           projection there are two kinds of rows: first those that the cells wrote, then those with h or dh
+//           projection there are two kinds of rows: first the rows of the cells, then the rows with h or dh
 template <class X>
 struct Rows {
   const device X* pieces[20];

@@ -173,8 +173,8 @@ struct ByTiles {
     constexpr int STEP = THREADS / 32, OWN = (ROWS + STEP - 1) / STEP;
     const int lane = block.lane, simdgroup = block.simdgroup, length = K / SEGMENTS;
     const int slice = SLICES == 1 ? 0 : simdgroup / (COLUMNS / 8), eight = simdgroup - COLUMNS / 8 * slice;
-    // `eight` numbers the groups of eight columns. Such a group never contains units of two gates, because UNITS is a
-    // multiple of 8. So one gate and the first unit describe it.
+    // `eight` is the number of this simdgroup's group of eight columns. Such a group never contains units of two gates,
+    // because UNITS is a multiple of 8. So one gate and the first unit describe it.
     const int first_unit = block.j0 + eight % (UNITS / 8) * 8, gate = Gates::block(FIRST + eight / (UNITS / 8));
     // This lane's position in an 8 x 8 matrix: its row and the first of its two columns.
     const int row = (lane >> 2 & 4) + (lane >> 1 & 3), pair = (lane >> 2 & 2) * 2 + (lane & 1) * 2;

@@ -321,7 +321,7 @@ OWN = ("codec of its own", "two biases")
 def assert_same(got, rounded, exact):
     """Check that each result in `got` is about as close to the float64 result `exact` as `rounded`, which is the
     same formula computed in the dtype of `got`. The error may be twice that of `rounded`, plus 4 eps times the
-    largest exact value or 1. The 1 allows for sums whose terms of size 1 cancel."""
+    largest exact value, which is taken as at least 1 because terms of size 1 may cancel in a sum."""
     assert got.keys() == rounded.keys() == exact.keys()
     for name, value in exact.items():
         assert got[name].dtype == rounded[name].dtype, name

@@ -1,5 +1,5 @@
-"""Command line options of the test run, for one or several processes (`-n 2`). On a Mac, this file deselects the
-tests that cannot run there."""
+"""pytest's settings for the tests: command line options, the report of which shader lines ran, and the choice of the
+tests that run on a Mac. All of them also work if the tests run in several processes (`-n 2`)."""
 
 import json
 import sys
@@ -15,8 +15,8 @@ SHADERS = Path(__file__).parents[1] / "metal"
 EMULATOR = Path(__file__).parent / "metal_emulator"
 
 collect_ignore = ["keras_files.py", "simulated_mac_children"]
-"""Files and folders in which pytest looks for no tests. A child process runs keras_files.py; importing it takes
-seconds, because it imports TensorFlow. Importing the module in the folder makes the process a simulated Mac."""
+"""Files and folders in which pytest looks for no tests. Only a child process runs keras_files.py, because its import
+of TensorFlow takes seconds. A process that imports the module in simulated_mac_children becomes a simulated Mac."""
 
 FROM_WORKERS = []
 """Paths of shader coverage files, one per worker process of pytest-xdist (option -n)."""
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Print how many random cases `test_fuzz.py` tried, and which tests were deselected on a Mac."""
+    """Print how many random cases the tests tried, and how many tests were deselected on a Mac, by reason."""
     tell_of_fuzz(terminalreporter, config.getoption("--fuzz-seed"))
     for reason, count in LEFT_OUT.items():
         terminalreporter.write_line(f"left out on a Mac: {count}, {reason}")

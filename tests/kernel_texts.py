@@ -47,8 +47,8 @@ class Noted(EmulatedKernel):
 
 @contextmanager
 def noted():
-    """Run the library as on a Mac, but store the source of each kernel in the dict that this yields, and run none. The
-    usual small test run before a kernel's first use is left out."""
+    """Make the library work as on a Mac inside the context, but run no kernel. Yield a dict whose keys become the
+    sources of the kernels that are called. The usual small test run before a kernel's first use is left out."""
     texts = {}
     kernel.forget()
     with (

@@ -106,8 +106,8 @@ pretended = ExitStack()
 
 # --- Cases, batch sizes and kernels that the tests run ---------------------------------------------------------------
 
-# Batch sizes that use different kernels. The number of batch rows per threadgroup depends on the batch size, and so do
-# the three ways to compute a product: by single lanes, by tiles, or by 8 x 8 matrices.
+# Batch sizes that use different kernels. The batch size decides how many batch rows a threadgroup computes. It also
+# decides whether single lanes, tiles or 8 x 8 matrices compute a product.
 BATCHES = (1, 2, 9)
 
 

@@ -13,7 +13,8 @@ from mlx_lstm.oracle.pointwise import comparison_distance, evaluate_graph
 
 
 class Form(check_cells.Form):
-    """A cell that is given as a function, with the number of its gates, states, inputs of each step and parameters."""
+    """The Python function of a cell, and how many gates, states, inputs per step and parameters it has. The method
+    `graph` traces the function."""
 
     def graph(self, B, H, dtype=mx.float32):
         return traced(self.cell, Counts(self.gates, self.states, self.inputs, self.params), self.apart, (B, H), dtype)

@@ -217,8 +217,8 @@ class Classifier(nn.Module):
 
 
 class HandWritten(nn.Module):
-    """A classifier with a hand-written LSTM. `before` computes its time steps in a loop, `after` calls `lstm`
-    instead. `step` is one of these time steps as a function. If `recognise` gets it, it returns this call of `lstm`."""
+    """A classifier with a hand-written LSTM. `before` computes the time steps in a loop, `after` calls `lstm` instead.
+    `step` computes one time step. From `step`, `recognise` finds the call of `lstm` in `after`."""
 
     def __init__(self):
         super().__init__()

@@ -38,8 +38,8 @@ print((peak() - before) / (4 * floats))
 
 @pytest.mark.parametrize("word, directions", in_turns([("gru",), ("lstm",), ("rnn",)], [1, 2], others=True))
 def test_peak_is_near_what_backpropagation_through_time_must_hold(word, directions):
-    """The peak memory is at most 1.3 times the size of the arrays that backpropagation needs: x, gates, h, c, dx,
-    the weights, their gradients and the cotangent of h."""
+    """A training step raises the peak memory by at most 1.3 times the size of the arrays that backpropagation needs:
+    x, gates, h, c, dx, the weights, their gradients and the cotangent of h."""
     command = [sys.executable, "-c", STEP, word, str(directions)]
     printed = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True).stdout
     assert float(printed) < 1.3

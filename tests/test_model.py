@@ -1,5 +1,6 @@
-"""Tests of the performance model of `bench --model`, which predicts times on Apple's GPUs. Predicted launches and
-bytes must equal the emulator's counts, and the default engine must be nearly the fastest by predicted times."""
+"""Tests of the performance model of `python -m machine_code --model`, which predicts times on Apple's GPUs. Predicted
+launches and bytes must equal the emulator's counts. By predicted times, the default engine must be nearly the fastest.
+"""
 
 import csv
 import json
@@ -54,8 +55,8 @@ ON_THE_EMULATOR = pytest.mark.not_on_a_mac("bytes: the emulator counts them")
 
 def seen_by_the_emulator(size, dtype, engine, **layer):
     """Run a training step on the Metal emulator. Return three counters by kernel name: launches, bytes moved (every
-    access counts) and bytes touched (each address counts once). Buffers that only contain array sizes are not
-    counted."""
+    access counts) and bytes touched (each address counts once). Small buffers that only contain array sizes or start
+    positions are not counted."""
     rng = np.random.default_rng(0)
     case = draw(rng, sizes=(*size, size.H), dtype=dtype, **layer)
     case = {name: value for name, value in case.items() if name not in ("h0", "c0", "bhn")}
@@ -92,7 +93,7 @@ def check_against_the_emulator(engine, size, dtype, **layer):
     [
         *((engine, Size(3, B, 5, 40), np.float32) for engine in ENGINES for B in (1, 2, 6, 9, 40)),
         *((engine, Size(2, 2, 3, 24), np.float16) for engine in ENGINES),
-        ("stepwise", Size(30, 2, 3, 8), np.float32),  # some launches also concatenate arrays of old steps
+        ("stepwise", Size(30, 2, 3, 8), np.float32),  # some launches also concatenate the arrays of earlier time steps
         ("fused", Size(2, 130, 3, 12), np.float32),  # `fused` uses its kernel of 8 x 8 matrix products
         # Not all weights fit in registers. A threadgroup computes two sequences of the batch.
         ("fused", Size(2, 17, 3, 112), np.float32),
@@ -274,7 +275,7 @@ def test_lengths_need_no_launch(engine):
 
 
 def test_model_command(tmp_path, capsys):
-    """The command `bench --model` marks every time as predicted. The predicted time of a layer is the sum of the
+    """The command with `--model` marks every time as predicted. The predicted time of a layer is the sum of the
     times in its lines of output."""
     file = tmp_path / "model.csv"
     assert main(["--model", "--sizes", "5,3,4,8", "--passes", "backward", "--csv", str(file)]) == 0

@@ -25,7 +25,7 @@ from mlx_lstm.oracle.closeness import assert_within, bounds_of
 ROUNDING_MARGIN = 1e-4  # smallest allowed distance of relu and hard_sigmoid arguments from their kinks
 CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}
 CASES = {"lstm": 100, "gru": 30, "single_gate_rnn": 30}
-"""The number of random cases of each op in each of ten parts."""
+"""The number of random cases that a test draws for each op and each seed."""
 
 OPTIONAL = ("input_weight", "bias", "peephole", "init_state", "init_cell", "secondary_bias", "mask")
 OPTIONAL += ("state_gradient", "cell_gradient")
@@ -61,8 +61,8 @@ def random_case(rng, op):
 
 
 def check(case, by_engine, **readings):
-    """Assert that every engine returns all results of a case (dict of arrays and options) in float32, and that they
-    differ from the oracle's by at most the error bounds."""
+    """Assert that the results of every engine in `by_engine` are complete and float32, and differ from the oracle's
+    by at most the error bounds. `readings` say how to interpret Apple's documentation where it is unclear."""
     for results in by_engine.values():
         assert list(results) == case.results
         assert {value.dtype for value in results.values()} == {np.dtype(np.float32)}

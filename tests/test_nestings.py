@@ -41,8 +41,9 @@ RUNS = {  # name: (options of the call, longest sequence that is not evaluated i
 
 
 class UnfitError(Exception):
-    """Raised for a nesting whose right result is unknown. Either MLX cannot differentiate or compile even the plain
-    loop in it (some nestings with `checkpoint` or `compile`), or its slope is too steep for finite differences."""
+    """Raised for a nesting of transformations, such as grad of vmap, whose right result is unknown. There are two
+    reasons: MLX cannot differentiate or compile even a plain loop in it (some nestings with `checkpoint` or
+    `compile`), or its slope is too steep for finite differences."""
 
 
 def outcome(model, run, loss_of, expected):
@@ -252,8 +253,7 @@ def test_vmap_over_the_input_of_quantized_weights(engine, training):
         np.testing.assert_allclose(np.array(got), np.array(expected), atol=1e-5)
 
 
-# --- A process that called layers in threads ends without an error
-# -----------------------------------------------------
+# --- Calls in threads ------------------------------------------------------------------------------------------------
 
 SERVER = """
 from concurrent.futures import ThreadPoolExecutor

@@ -334,9 +334,10 @@ def test_the_error_of_a_sum_grows_with_the_root_of_its_length(K):
 
 
 def test_the_error_of_quantized_weights_grows_with_their_groups():
-    """`errors_of_groups` returns the error that a product with quantized weights may have. A group of n weights allows
-    sqrt(n + 4) roundings of its sum of |x|, here sqrt(32 + 4) = 6. Errors of groups add up like independent random
-    errors, so 4 groups have twice the error of 1. If half of the x are negative, the error is half as large."""
+    """`errors_of_groups` returns the error that a product with quantized weights may have. A group of n weights adds
+    sqrt(n + 4) roundings, here sqrt(32 + 4) = 6, of a sum over its x: the sum of all positive x or the sum of all
+    negative x, whichever is larger. If half of the x are negative, this sum is half as large. Errors of groups add up
+    like independent random errors, so 4 groups have twice the error of 1."""
     for groups, sign, largest in ((1, 1, 32), (4, 1, 2 * 32), (4, -1, 32)):
         a = np.where(np.arange(32 * groups) % 2, 1.0, sign)[None]
         factors = np.zeros((32 * groups, 3))

@@ -106,8 +106,8 @@ def change(rng, modules, old, alone):
     """Change one random parameter of one random module.
 
     `old` maps (module id, parameter name) to an earlier array, which may be assigned again. `alone` says that no
-    other thread reads the module during the change; only then may a parameter be missing for a moment or new values
-    be lazy.
+    other thread reads the module during the change. If it is false, new values are evaluated before they are
+    assigned, and the last four kinds of change in this function do not happen.
     """
     module = modules[rng.integers(len(modules))]
     name = str(rng.choice(list(module.parameters())))

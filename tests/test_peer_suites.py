@@ -449,7 +449,9 @@ BOTH = [
 MERGED = {"concat": lambda a, b: np.concatenate([a, b], -1), "ave": lambda a, b: (a + b) / 2}
 MERGED |= {"mul": np.multiply, "sum": np.add}
 
-
+# The default options of a test of Keras. again: run the layer twice, and start the second run from the last states of
+# the first. zero: outputs of masked steps are 0. states: (h0, c0), as factors of 0, 1, 2, ... swapped: the reverse
+# layer has kernels of 0.03 and biases of 0.01.
 PLAIN = {"backwards": False, "mask": None, "states": (), "again": False, "sequences": False, "zero": False}
 PLAIN |= {"bias": True, "unit_forget_bias": True, "reset_after": True, "swapped": False}
 

@@ -282,8 +282,8 @@ def test_check_tries_the_zoo(tmp_path, capsys):
 
 @pytest.mark.parametrize("engine", METAL_ENGINES)
 def test_both_directions_are_right(engine):
-    """Outputs and gradients of a bidirectional call are right: they equal those of both directions alone, and the
-    gradient of x is the sum of both."""
+    """Outputs and gradients of a bidirectional call are right: they are those of two calls, one per direction, side by
+    side. Only the gradient of x is the sum of the two gradients."""
     form, rng = ZOO["zoneout_lstm"], np.random.default_rng(6)
     options = {"mask": True, "keep": True, "lengths": True}
     parts = [draw_smooth(rng, form, options | {"reverse": reverse}) for reverse in (False, True)]
@@ -304,7 +304,7 @@ def test_both_directions_are_right(engine):
         a = a | {"inputs": mx.concatenate([half[k] for k in range(form.inputs) for half in halves], axis=-1)}
         return by_pointwise(engine, bidirectional=True)(form, a, case)
 
-    with mx.stream(mx.cpu):  # it has float64
+    with mx.stream(mx.cpu):  # `joined` makes float64 arrays, which a GPU does not support
         case, cotangents, wanted = (joined(values) for values in (*zip(*parts, strict=True), exact))
     limits = {name: max(bound[name] for bound in bounds) for name in wanted}
     cotangents = {name: d.astype(np.float32) for name, d in cotangents.items()}

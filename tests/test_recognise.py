@@ -32,6 +32,10 @@ def lstm_of(gates, state, bias=0.0):
     return mx.sigmoid(o) * mx.tanh(c), c
 
 
+# Each of the next functions writes a cell by hand, in another way. It returns (module with the parameters, step
+# function, source that `recognise` must return).
+
+
 def joined_weights():
     """Return an LSTM cell in which one linear layer reads x and h side by side, in the gate order i, f, o, g."""
     m = Cell(linear=nn.Linear(D + H, 4 * H))

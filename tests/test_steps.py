@@ -90,8 +90,9 @@ def test_equals_a_loop_of_torch(op, reverse, holds):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ["numpy", "ops", "stepwise", "fused"])
 def test_nothing_is_read_at_held_steps(engine, kind):
-    """NaN changes no bit of any result if it is in x, masks or the cotangent of gates at held steps, or in any array
-    after the end of a sequence. The gates are 0 at these steps."""
+    """Values that must not be read may be NaN, and all results stay the same bit for bit. At held steps these values
+    are x, masks and the cotangent of gates. After the end of a sequence they are the values of all arrays. The gates
+    are 0 at all these steps."""
     rng = np.random.default_rng(0)
     hold, lengths = held(rng), [T - 1, T, 5]
     ended = np.arange(T)[:, None] >= lengths
@@ -253,7 +254,8 @@ def test_layers_refuse_by_their_own_names(name):
 @pytest.mark.parametrize("name", EVERY_LAYER)
 def test_layers(name):
     """In every layer, a sequence with a reset gives the results of two separate sequences, and a held step repeats
-    the output of the step before. This also holds without a batch axis and with two batch axes."""
+    the output of the step before. Layers that accept x without a batch axis or with two batch axes are also called
+    with such an x."""
     layer, output_of = EVERY_LAYER[name]()
     x = mx.random.normal((B, T, I), key=mx.random.key(0))
     keep, hold = mx.ones((B, T), mx.bool_), mx.zeros((B, T), mx.bool_)

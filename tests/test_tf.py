@@ -40,8 +40,9 @@ ON_METAL = [(op, engine) for op in OPS for engine in engines_that_run(op, METAL_
 
 
 def on_metal_in_turns(pairs):
-    """Return pytest parameters made of pairs (op, engine). By default each op runs on one Metal engine, in turns. Its
-    other Metal engine is marked slow: `test_equals_tensorflow_on_metal` runs all ops on all engines."""
+    """Return pytest parameters made of pairs (op, engine). For each op one Metal engine runs by default, and the other
+    one is marked slow. Successive ops take different engines by default. `test_equals_tensorflow_on_metal` does not
+    use this function: it runs all pairs."""
     on_metal = {op: [engine for each, engine in pairs if each == op and engine in METAL_ENGINES] for op, _ in pairs}
     turn = {op: engines[n % len(engines)] for n, (op, engines) in enumerate(on_metal.items())}
     return [

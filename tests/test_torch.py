@@ -298,8 +298,8 @@ def test_the_key_of_a_call_decides_what_dropout_drops():
 
 @pytest.mark.parametrize("engine", ["numpy", "ops"])
 def test_what_dropout_leaves_is_divided_by_its_probability(engine):
-    """Dropout divides the remaining values by 1 - dropout. The test uses dropout=0.25 (factor 4 / 3), because 0.5
-    could hide an error."""
+    """Dropout divides the remaining values by 1 - dropout. The test uses dropout=0.25 (factor 4 / 3), because with
+    0.5 a wrong division by dropout would give the same values."""
     layer, x, key = (
         ours.GRU(I, H, num_layers=2, dropout=0.25, engine=engine),
         mx.random.normal((6, 4, I)),
@@ -570,8 +570,8 @@ def test_lengths_of_exchanged_axes_get_a_hint():
 
 
 def test_from_weights_refuses_options_in_its_own_name():
-    """The error of `from_weights` for an option that torch lacks begins with its own name, not with that of a function
-    that it calls, and names the function that takes the option."""
+    """`torch.from_weights` refuses an option that torch lacks. The error begins with the name `torch.from_weights` and
+    also names the function that takes the option."""
     weights = convert.from_ops("gru", [{"Wx": mx.ones((12, 3)), "Wh": mx.ones((12, 4))}], reset="before")
     with pytest.raises(ValueError, match=r"^\[torch.from_weights\] reset must be .* nn.from_weights have.* 'before'"):
         ours.from_weights(weights)

@@ -238,9 +238,9 @@ def test_inference_gives_the_same_and_its_gradient_too(option, engine):
 @pytest.mark.parametrize("shown", [None, ("h",)], ids=["every output", "h"])
 @ALL_KINDS
 def test_second_derivative_is_right_or_refused(kind, shown):
-    """The second derivative, that of the sum of all squared gradients, is right with the engine `ops` and refused with
-    `numpy`. The test runs with a loss of all outputs, and with a loss of h alone. Then the other outputs have no
-    gradient in the first derivative, but have one in the second."""
+    """The derivative of the sum of all squared gradients is right with the engine `ops` and refused with `numpy`. The
+    test runs with a loss of all outputs, and with a loss of h alone. With the loss of h alone, the other outputs have
+    no gradient in the first derivative, but have one in the second."""
     options = {} if shown is None else {"shown": shown}
     rng = np.random.default_rng(1)
     with mx.stream(mx.cpu):

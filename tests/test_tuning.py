@@ -214,8 +214,7 @@ def test_a_program_may_name_another_file(tmp_path):
     assert tuning.use(None) is PREDICTED
 
 
-# --- Measuring the table of the fastest engines
-# ------------------------------------------------------------------------
+# --- Measuring the table ---------------------------------------------------------------------------------------------
 
 
 def test_tune_measures_writes_and_counts(own_cache, capsys, monkeypatch):
@@ -379,8 +378,8 @@ IOREG = (
 
 
 def test_the_system_counts_gpu_cores(monkeypatch):
-    """On a Mac the command ioreg is asked once per process. A missing command, a hang, or an answer without a plausible
-    number count as no answer. Other systems are not asked."""
+    """On a Mac `counted_gpu_cores` runs the command ioreg once per process. It returns None if the command is missing,
+    hangs or prints no plausible number. On other systems it returns None without running the command."""
     asked = []
 
     def answering(answer):

@@ -17,10 +17,10 @@ Run = Callable[..., Any]
 
 
 def computes_now(engine: str | None) -> bool:
-    """Return whether NumPy may compute the small operations before and after a call on this engine. It may if the
-    engine itself computes its results with NumPy on the CPU before the call returns, and MLX is not transforming a
-    function. During a transformation MLX must see every operation to differentiate or compile it. engine: a name, or
-    None for the best engine."""
+    """Return whether NumPy may compute the small operations before and after a recurrence on this engine. There are two
+    conditions. First, the engine itself computes with NumPy on the CPU, so that its results exist when the call
+    returns. Second, MLX is not transforming a function: to differentiate or compile a function, MLX must see all its
+    operations. engine: a name, or None for the best engine."""
     # `engine` may still have a wrong type, for which a later check raises an error. So isinstance comes before the
     # comparison.
     on_numpy = engine is None or (isinstance(engine, str) and engine == "numpy")

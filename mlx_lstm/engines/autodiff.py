@@ -157,8 +157,8 @@ def differentiable(
         # have a real cotangent. The others are left out, so that the engine does not work on zeros.
         cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in used}
         # The set `used` contains `MARK` if MLX asks for the gradient of x; otherwise the engine leaves this gradient
-        # out. From now on all outputs count as used, because a second derivative calls this rule again. Each output
-        # may then have a cotangent that did not come through a tap: the backward pass reads the outputs directly.
+        # out. From now on `used` names all outputs, because a second derivative calls this rule again. Each output may
+        # then have a cotangent that did not come through a tap: the backward pass reads the outputs directly.
         left_out = ("x",) if marks and MARK not in used else ()
         used.discard(MARK)
         used.update(visible)
@@ -277,9 +277,9 @@ def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[lis
     """Return two lists: the names of the outputs that MLX gets, and the names of the outputs that only Python saves
     for the backward pass. The lists differ only in the gates:
 
-    - `ops`: MLX gets the gates, because it can differentiate the backward pass of `ops` again, which reads them.
+    - `ops`: MLX gets the gates. The backward pass of `ops` reads them, and MLX can differentiate this pass again.
     - `stepwise`: Python saves the gates of an LSTM in training, unless the caller wants them. They are up to 20 arrays.
-      As outputs they would take MLX a third of the time in which it builds and frees the graph.
+      If they were outputs, they would cause a third of the time in which MLX builds and frees the graph.
     - `numpy`: Python saves the gates, unless the caller wants them.
     - All engines but `ops`: without training they compute no gates, unless the caller wants them.
     """

@@ -232,7 +232,7 @@ class CellGraph:
         back: tuple[int, ...],
         saved: tuple[int, ...],
     ):
-        """counts: the numbers of gates, states, inputs of each step and parameters."""
+        """Create the graph from its parts. counts: the numbers of gates, states, inputs of each step and parameters."""
         self.nodes, self.apart, self.forward, self.back, self.saved = nodes, apart, forward, back, saved
         self.gates, self.states, self.inputs, self.params = counts
         self.number: dict[str, int] = {node.value: n for n, node in enumerate(nodes) if node.op == "input"}

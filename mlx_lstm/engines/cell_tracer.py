@@ -35,7 +35,7 @@ BINARY = {
     "LessEqual": "le", "Equal": "eq", "NotEqual": "ne", "LogicalAnd": "and", "LogicalOr": "or",
 }  # fmt: skip
 VIEWS = ("Broadcast", "Copy", "Contiguous", "Full")
-"""Operations that change neither the value nor the unit of a number."""
+"""Operations that only repeat or copy numbers. A number keeps its value and its hidden unit."""
 
 ADVICE = {
     "a product belongs into Wx and Wh, outside of the cell": ("Matmul", "AddMM", "QuantizedMatmul", "GatherMM"),
@@ -315,8 +315,8 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
 
 
 def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype) -> int:
-    """Return the node of a conversion from `before` to `after`. Supported are conversions between bool and numbers,
-    and any conversion of a constant; raise an error for others."""
+    """Return the node of a conversion from `before` to `after`. The function supports conversions between bool and
+    numbers, and all conversions of a constant. For any other conversion raise an error."""
     if after == mx.bool_:
         return n if is_bool else graph.add("ne", n, graph.constant(0))
     if is_bool:

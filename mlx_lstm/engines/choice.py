@@ -54,8 +54,8 @@ chunk is small compared with its steps. The products of `numpy` take this many r
 would save little memory."""
 
 ONE_STEP = 2**19
-"""For a call of a single step inside a transformation of MLX, such as mx.grad: the largest number of multiplications in
-its recurrent product for which `ops` runs instead of `numpy`."""
+"""The largest recurrent product, as a number of multiplications, for which `ops` runs instead of `numpy`. This limit is
+for a call of a single step inside a transformation of MLX, such as mx.grad."""
 
 NONE: Mapping[str, str] = MappingProxyType({})
 """The default of the argument `refused`: no engine is refused."""

@@ -46,7 +46,7 @@ class Chunks(NamedTuple):
 
     steps: how many steps a chunk has. recomputes: whether the backward pass recomputes each chunk; if it does, the
     forward pass saves only the state at the start of each chunk. is_long: whether the sequence has too many steps for
-    one graph of the engine, so that each chunk is evaluated before the next one.
+    one graph of the engine, so that each chunk is evaluated before the next one starts.
     """
 
     steps: int
@@ -61,7 +61,7 @@ class Limits(NamedTuple):
     index: arrays with at least this many elements are indexed with 64 bits instead of 32.
     launch_steps: the largest number of steps in one launch of `fused`. macOS ends a launch that keeps the GPU from the
         display for too long. A model predicts 1 to 10 microseconds per step up to H = 128, so 4 to 40 ms per launch.
-        Not measured.
+        This is not measured.
     rows_left: each launch of `stepwise` writes its step's results to a new array, and later launches join these arrays
         until at most this many are left. The last launch then reads all of them, and Metal binds up to 31 arrays.
     unchunked: the largest number of steps that are not divided into chunks, or None for the limit of the engine.

@@ -116,8 +116,8 @@ def unroll(p: Side, fl: Arithmetic, frozen_clip: Array | None = None) -> tuple[T
 
 
 def padded(on: Array, value: Array) -> Array:
-    """Return `value` where `on` is true, else 0. This selects instead of multiplying by 0, because the value may be
-    NaN for sequences that are held or have ended."""
+    """Return `value` where `on` is true, else 0. The function selects instead of multiplying by 0, because the value
+    may be NaN for sequences that are held or have ended."""
     return np.where(on, value, 0.0)
 
 

@@ -370,8 +370,8 @@ def packing_template(problem: Problem) -> Template:
 
 
 def arrange(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
-    """Return Wh, copied into the order in which lanes (threads of a simdgroup) read it: [D, simdgroups, vectors, 32,
-    4], with D directions, a number of vectors for each lane, 32 lanes of a simdgroup, and vectors of 4 weights."""
+    """Return Wh, copied into the order in which lanes (threads of a simdgroup) read it. The axes of the result are:
+    directions, simdgroups, vectors of a lane, the 32 lanes of a simdgroup, the 4 weights of a vector."""
     return arrange_launch(sweep, problem, Wh.dtype)(inputs=[Wh])[0]
 
 
@@ -395,9 +395,9 @@ def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch:
 
 @cached
 def arrange_quantized(problem: Problem, names: tuple[str, ...], dtype: mx.Dtype) -> Launch:
-    """Return the launch that copies quantized weights into the order in which lanes read them: [D, simdgroups,
-    vectors, 32, 4], with D directions, a number of vectors for each lane, 32 lanes of a simdgroup, and vectors of 4
-    words of 32 bits. metal/fused_quantized.metal describes what a lane's words contain."""
+    """Return the launch that copies quantized weights into the order in which lanes read them. The axes of the copy
+    are: directions, simdgroups, vectors of a lane, the 32 lanes of a simdgroup, the 4 words of a vector. A word has 32
+    bits. metal/fused_quantized.metal describes what a lane's words contain."""
     op, D, tiling = problem.cell.op, problem.directions, tiling_of("forward", problem, dtype)
     inputs = {"Wh": True, "Wh_scales": True, "Wh_biases": "Wh_biases" in names}
     outputs: Outputs = {"arranged": ((D, tiling.threads // 32, tiling.weights, 32, 4), mx.uint32)}
@@ -445,8 +445,9 @@ WIDEST_MATRICES = {4: 192, 2: 224}
 of a thread do not suffice, and the kernel would spill some of them to memory."""
 
 CYCLES = {"lanes": 0.018, "packed": 0.028, "matrices": 0.013}
-"""Cycles of a GPU core per weight and batch item of a step: for the product in lanes, the same with quantized weights,
-and the product of 8 x 8 matrices. The numbers come from machine code that Mesa's compiler generates for the M1."""
+"""Cycles of a GPU core per weight and batch item of a step, for three kinds of products: "lanes" is the product in
+lanes, "packed" the product in lanes with quantized weights, "matrices" the product of 8 x 8 matrices. The numbers come
+from machine code that Mesa's compiler generates for the M1."""
 
 WAIT = 840
 """The assumed number of cycles that a threadgroup waits at each step, for a barrier and for the cell: 0.6 us."""

@@ -49,8 +49,8 @@ def lanes_of(cell: PointwiseCell) -> int:
 
 
 def scatters(cell: PointwiseCell, lanes: int = 4) -> bool:
-    """Return whether each of a unit's four lanes gets the recurrent product of one gate only: lane k gets that of
-    gate k. Otherwise all lanes get the products of all gates, which takes more additions."""
+    """Return whether each of a unit's four lanes gets the recurrent product of one gate only: lane k gets the product
+    of gate k. Otherwise all lanes get the products of all gates, which takes more additions."""
     return lanes == 4 and cell.recurrent and cell.gates == 4 and not cell.graph.apart
 
 

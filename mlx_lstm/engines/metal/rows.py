@@ -74,7 +74,7 @@ def due(pieces: list[tuple[int, int]], to_come: int, left: int, levels: int, mos
     how often a row may be copied before the end of the pass. most: how many arrays one launch can copy.
     """
     count = len(pieces)
-    size = min(most, count + to_come - left + 1)  # a join of n arrays leaves n - 1 arrays less
+    size = min(most, count + to_come - left + 1)  # a join of n arrays into one removes n - 1 arrays
     if size < 2:
         return None
     for first in range(count - most + 1):

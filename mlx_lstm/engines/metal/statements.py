@@ -54,9 +54,9 @@ class Statements:
     lines: the statements generated so far."""
 
     def __init__(self, graph: CellGraph, lanes: int, uniform: dict[int, str], bundles: list[tuple[str, list[int]]]):
-        """Create a generator. uniform: from each node whose value all lanes already have, to the name of the
-        variable with this value. bundles: the registers that hold a different node in each lane, as pairs (name, the
-        node of each lane)."""
+        """Create a generator. uniform: {a node whose value all lanes already have: the name of the variable with this
+        value}. bundles: the registers that hold a different node in each lane, as pairs (name, the node of each
+        lane)."""
         self.graph, self.lanes = graph, lanes
         self.uniform, self.bundles = dict(uniform), list(bundles)
         self.lines: list[str] = []
@@ -145,7 +145,8 @@ class Statements:
 
     def home(self, n: int) -> int | None:
         """Return a lane that holds a value from which node n is computed, so that this lane can compute n without
-        receiving the value from another lane. Return None if no lane holds such a value, or all lanes hold the values.
+        receiving the value from another lane. Return None if no lane holds such a value, or if all lanes hold all such
+        values.
         """
         for k in needed(self.graph.nodes, [n], self.uniform):
             place = self.place(k)

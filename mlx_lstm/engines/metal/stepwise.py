@@ -113,9 +113,10 @@ def sweep_backward(
     """Run the backward steps, with D directions, G gates and P numbers of h per item. Return the results by name:
 
     - dz [T, B, D G H]: the gradient of the preactivations
-    - dh0 [B, D P], dc0 [B, D H]: if the call has h0 or c0
-    - carry [T, B, D H], if the call has `keep`: the gradient of keep * (c, or h if there is no c, before each step),
-      without the part that flows through the recurrent product
+    - dh0 [B, D P], if the call has h0: the gradient of h0
+    - dc0 [B, D H], if the call has c0: the gradient of c0
+    - carry [T, B, D H], for an LSTM or GRU if the call has `keep`: the gradient of keep * c (LSTM) or keep * h (GRU)
+      before each step, without the part that flows through the recurrent product
     - dh [T, B, D P], with a projection: the gradient of h
     - m [D, T, B, H], with a projection and if `wants_m`: the vector that the projection multiplies with Wp
     - d_out [T, B, D 3H], for a GRU whose reset comes after the product: the gradient of the recurrent product
@@ -235,7 +236,7 @@ def in_device_memory(array: mx.array | None) -> mx.array | None:
 
 
 def transposed(weights: mx.array) -> mx.array | None:
-    """Return the transpose [.., m, n] of matrices [.., n, m], in row order."""
+    """Return the transpose [.., m, n] of matrices [.., n, m], in row-major order."""
     return in_device_memory(contiguous(mx.swapaxes(weights, -1, -2)))
 
 
@@ -311,8 +312,8 @@ def row_type(dtype: mx.Dtype) -> mx.Dtype:
 
 def row_length(problem: Problem, width: int, arrays: int, carries: int, dtype: mx.Dtype) -> int:
     """Return the number of elements of a row, the array that one launch writes. It contains `arrays` arrays [B, D
-    width] and, as float32, `carries` more: c or the gradient of c. The number is at least 8, because Metal binds
-    smaller arrays in another address space."""
+    width] in the dtype of the call, and `carries` arrays of the same shape in float32, such as c or the gradient of c.
+    The number is at least 8, because Metal binds smaller arrays in another address space."""
     words = carries * (4 // dtype.size)
     return max(8, problem.B * problem.directions * width * (arrays + words))
 

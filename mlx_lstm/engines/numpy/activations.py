@@ -10,8 +10,8 @@ import numpy as np
 from ..cells import HARD_SIGMOIDS, known
 
 ONE = np.ones((), np.float32)
-"""The number 1 as a NumPy array. From Python's 1 NumPy would create an array at every call, which takes half as long
-as the addition itself in a small step."""
+"""The number 1 as a NumPy array. With Python's 1 instead, NumPy would create an array at every call. In a small step
+this takes half as long as the addition itself."""
 
 InPlace = Callable[[np.ndarray, np.ndarray], object]
 """Type of a function that reads its first array and writes its second array. Both may be the same array."""

@@ -68,8 +68,9 @@ class NewSequence(NewArray):
     def __init__(self, dtype: np.dtype, shape: tuple[int, int, int], order: Order, batch_first: bool = False):
         T, B, _ = shape
         self.returned: Order = BATCH_MAJOR if batch_first else TIME_MAJOR
-        # With B = 1 all three orders of the axes mean the same layout in memory; with T = 1 TIME_MAJOR and BATCH_MAJOR
-        # do. In these cases take the order that the MLX array will have, so that `to_mlx` need not transpose it.
+        # With B = 1 all three orders of the axes mean the same layout in memory. With T = 1 TIME_MAJOR and BATCH_MAJOR
+        # mean the same layout. In these cases take the order that the MLX array will have, so that `to_mlx` need not
+        # transpose it.
         self.order: Order = self.returned if B == 1 or (T == 1 and order != FEATURE_MAJOR) else order
         super().__init__(dtype, (shape[self.order[0]], shape[self.order[1]], shape[self.order[2]]))
         self.as_allocated: Array = self.memory
@@ -108,8 +109,8 @@ def steps_of(sequence: Array) -> Callable[[int], Array]:
 
 
 def matrix(a: Array) -> Array:
-    """Return `a` itself if BLAS can read it, which requires one of its last two axes to be contiguous; else a
-    contiguous copy. For any other layout NumPy would use a slow loop instead of BLAS."""
+    """Return `a` itself if one of its last two axes is contiguous, so that BLAS can read it. Otherwise return a
+    contiguous copy, because NumPy would use a slow loop instead of BLAS."""
     rows, columns = a.strides[-2:]
     size = a.itemsize
     fits = (columns == size and rows >= size * a.shape[-1]) or (rows == size and columns >= size * a.shape[-2])
@@ -131,8 +132,8 @@ def chunk_steps(problem: Problem) -> int:
 
 
 def columns_buffer(rows: int, columns: int, B: int, dtype: np.dtype) -> Array:
-    """Return scratch memory [rows, columns] that is used B columns at a time. For a wide batch its rows are
-    contiguous; for a narrow batch its columns are."""
+    """Return scratch memory [rows, columns] that is used B columns at a time. For a wide batch its rows are contiguous;
+    for a narrow batch its columns are contiguous."""
     if B >= WIDE_BATCH:
         # 16 extra columns: otherwise rows whose distance is a power of two would share cache sets.
         return np.empty((rows, columns + 16), dtype)[:, :columns]

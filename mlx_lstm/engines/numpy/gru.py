@@ -96,7 +96,7 @@ class GRUStepBackward:
     Each of these arrays has one column for each step and batch item of the chunk; `by_column` lists them:
 
         dz [3H, columns]     the gradients of the preactivations of r, z and the candidate
-        inner [H, columns]   with reset "after" the candidate's product q = Wh_n h + bhn, with reset "before" r * h
+        inner [H, columns]   the candidate's product q = Wh_n h + bhn (reset "after"), or r * h (reset "before")
         dz_n [H, columns]    the gradient of the candidate's preactivation
 
     With reset "after" the candidate's preactivation contains r * q, so the gradient of q differs from the gradient of
@@ -119,7 +119,7 @@ class GRUStepBackward:
         self.slopes: Array = np.empty((3 * H, B), dtype)  # the derivatives of the gates' activations
         self.dy: Array = np.empty((3 * H, B), dtype)  # the gradient of the gates
         self.dy_r, self.dy_z, self.dy_n = (self.dy[self.block[gate]] for gate in "rzn")
-        self.direct: Array = np.empty((H, B), dtype)  # the gradient of h_prev that bypasses the recurrent product
+        self.direct: Array = np.empty((H, B), dtype)  # the part of the gradient of h_prev that bypasses the product
         self.scratch: Array = np.empty((H, B), dtype)
         columns = chunk_steps(problem) * B
         self.dz: Array = columns_buffer(3 * H, columns, B, dtype)

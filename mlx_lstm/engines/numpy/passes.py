@@ -136,7 +136,8 @@ class BackwardSweep:
             self.dh[:, idle] = self.dc[:, idle] = 0
 
     def run(self) -> None:
-        """Run all steps, then write the gradients of the first states and of the peephole weights."""
+        """Run all steps, then write the gradients of the first states, of the peephole weights and of the parameters of
+        a user's cell."""
         T, chunk, out = self.problem.T, chunk_steps(self.problem), self.out
         bounds = [(start, min(start + chunk, T)) for start in range(0, T, chunk)]
         for start, stop in bounds if self.problem.reverse else reversed(bounds):

@@ -54,8 +54,8 @@ class Code(NamedTuple):
 
 class Run(NamedTuple):
     """A group of nodes with the same operation, which one statement computes, because their operands lie side by side
-    in one array and their results in another. source, target: Python expressions for both parts. names: the names of
-    the results, one per node."""
+    in one array and their results in another. source, target: Python expressions for the operands' part of the first
+    array and the results' part of the second. names: the names of the results, one per node."""
 
     op: str
     nodes: tuple[int, ...]
@@ -210,10 +210,17 @@ def negatable(graph: CellGraph) -> str:
 def forward_function(cell: PointwiseCell, order: str, negated: str) -> Callable[..., Any]:
     """Return the function that builds a forward step: step(z, xs, s0, c_prev, us, y, c, n0).
 
-    The step reads z [G H, B], the preactivations (with `graph.apart` only the recurrent part); xs [G H, B], the
-    input's part, if z does not contain it; s0 [H, B], h before the step; c_prev, the other states before it; and us [U
-    H, B], the inputs of the step. It writes n0, the new h; c, the other new states; and y, the values for the backward
-    pass.
+    The step reads
+
+        z [G H, B]     the preactivations, or only their recurrent part if `graph.apart`
+        xs [G H, B]    the input's part of the preactivations, if z does not contain it
+        s0, c_prev     h and the other states before the step
+        us [U H, B]    the inputs of the step
+
+    and writes
+
+        n0, c          h and the other states after the step
+        y              the values that the backward pass needs
 
     order: the order of the gates in z. negated: the gates whose rows of z are negated.
     """

@@ -76,7 +76,7 @@ class SeparateProducts:
     len(h_buffers):
 
         h_buffers[i] [P, B]   h before the step; the previous step writes it there
-        h_rows[i] [P, B]      h that enters the product: h_buffers[i], or with a mask another buffer, for mask * h
+        h_rows[i] [P, B]      mask * h, which enters the product; without a mask the same array as h_buffers[i]
         operands[i] [P, B]    the array that `weights` [GH, P] multiplies. Here it is the same array as h_rows[i]; in
                               `JoinedProduct` it is a larger array that contains h_rows[i].
     """

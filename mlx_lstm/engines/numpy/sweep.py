@@ -42,9 +42,8 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
     batch_first: x, h, c and gates are [B, T, .] instead. wants_last: whether to return hT and cT. For a single step, x
     [B, I], the only outputs are hT and cT.
 
-    If the caller does not request the gates, `gates` is what the backward pass needs: without training None, in
-    training a NumPy array (or a list of arrays, see `Saved`). It is also None for a plain RNN, whose backward pass
-    needs no gates.
+    If the caller does not request the gates, `gates` is for the backward pass only: in training it is a NumPy array (or
+    a list of arrays, see `Saved`), otherwise None. It is also None for a plain RNN, whose backward pass needs no gates.
     """
     packing = problem.packing
     v = views(arrays if packing is None else with_float_weights(packing, arrays))
@@ -175,7 +174,7 @@ def each_direction(problem: Problem) -> list[tuple[int | None, Problem]]:
     direction is not measured; the threads would have to take turns where both add to dx and to the gradient of a
     shared mask.
 
-    Callers run them under `np.errstate(all="ignore")`, whatever the user's np.seterr says. Infinity and NaN in
+    Callers run them under `np.errstate(all="ignore")`, which also overrides the user's np.seterr. Infinity and NaN in
     padding, overflow of exp in a sigmoid that is 0, and underflow are no errors, as in MLX's own operations.
     """
     return [(d, one_direction(problem, d)) for d in range(2)] if problem.bidirectional else [(None, problem)]

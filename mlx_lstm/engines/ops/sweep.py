@@ -180,8 +180,8 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     dh, dc = cotangents.get("hT", mx.zeros_like(h0)), cotangents.get("cT", mx.zeros_like(c0))
     by_step: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}, "carry": {}}
     for t in reversed(problem.steps()):
-        # The gradient of h after step t is the one that step t + 1 returned (in reverse step t - 1), plus the
-        # cotangent of the output h. The same holds for c. The index is [t, ...], because in MLX the gradient of
+        # The gradient of h after step t is a sum: the gradient that step t + 1 (in reverse step t - 1) returned, plus
+        # the cotangent of the output h. The same holds for c. The index is [t, ...], because in MLX the gradient of
         # indexing with [t] has no forward mode.
         dh_t = dh + cotangents["h"][t, ...] if "h" in cotangents else dh
         dc_t = dc + cotangents["c"][t, ...] if "c" in cotangents else dc
@@ -361,7 +361,7 @@ def project(problem: Problem, arrays: Arrays) -> Array:
 
 
 def initial_states(problem: Problem, arrays: Arrays) -> tuple[Array, Array]:
-    """Return h0 [B, P] and c0 [B, H], with zeros for an absent one."""
+    """Return h0 [B, P] and c0 [B, H]. A state that the call does not have is zeros."""
     B, dtype, widths = problem.B, arrays["x"].dtype, {"h0": problem.P, "c0": (problem.cell.carried or 1) * problem.H}
     h0, c0 = (arrays[name] if name in arrays else mx.zeros((B, width), dtype) for name, width in widths.items())
     return h0, c0
@@ -404,8 +404,8 @@ def times_mask(arrays: Arrays, h: Array, t: int) -> Array:
 
 
 def without_padding(lengths: Array | None, sequence: Array) -> Array:
-    """Return a sequence [T, B, .] with 0 where a batch item has ended. The padding must not enter a sum: a NaN there
-    would spoil it even if multiplied by 0."""
+    """Return a sequence [T, B, .] with 0 where a batch item has ended. The padding must not enter a sum: a NaN in it
+    would spoil the sum even if it were multiplied by 0."""
     if lengths is None:
         return sequence
     return of_live(mx.arange(sequence.shape[0])[:, None] < lengths, sequence)
