@@ -1,5 +1,5 @@
 """Models as other programs build them with `mlx.nn`, each with its own loop over layers. For each model, a function
-computes the same result with one call of `stack`, which replaces the loop.
+computes the same result with `stack`, which replaces the loop over layers.
 
 All models read x [B, T, D] and return a tuple of arrays. `CLIENTS` maps a name to the model and this function.
 """
@@ -229,7 +229,7 @@ class Tagger(nn.Module):
 
 
 class OwnLSTM(nn.Module):
-    """An LSTM layer written without `mlx.nn.LSTM`. It has the same parameter names and runs step by step."""
+    """An LSTM layer written without `mlx.nn.LSTM`, but with its parameter names. It runs step by step."""
 
     def __init__(self, D):
         super().__init__()

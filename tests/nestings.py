@@ -83,7 +83,7 @@ class Model:
         return self.number(mx.stack([hs[t] for t in range(T)]), h)
 
     def other(self, theta):
-        """Return a scalar function of theta that contains no recurrence. Tests combine it with `loss`, so that MLX
+        """Return a number that is computed from theta without the recurrence. Tests combine it with `loss`, so that MLX
         also differentiates something besides the recurrence."""
         return 0.1 * (mx.sin(theta) * theta * self.weights).sum()
 

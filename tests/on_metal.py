@@ -223,7 +223,7 @@ direction from which it was copied, so that both use the same compiled kernels."
 def rows_from(batch):
     """Return a replacement for `fused.rows_for`, which chooses how many sequences a threadgroup computes. If the
     call has at least `batch` sequences, it chooses 8, for the kernel with 8 x 8 matrix products. Otherwise it
-    chooses 1, 2 or 4, for the kernel without them. With two directions each sequence counts twice."""
+    chooses 1, 2 or 4, for the kernel without matrix products. With two directions each sequence counts twice."""
 
     def rows_for(cell, B, H, itemsize, directions, cores, packing=None):
         matrices = directions * B >= batch and fused.fits_matrices(cell, H)

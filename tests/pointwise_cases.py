@@ -35,7 +35,7 @@ OPTIONS = {
 
 def draw(rng, form, options, sizes=SIZES):
     """Return random (case, cotangents) for a call of a cell: a dict of its arrays and options, and a dict of the
-    cotangents of its outputs. The case's arrays are float64, rounded to float32."""
+    cotangents of its outputs. The case's arrays are float64 and hold only numbers that float32 has."""
     T, B, I, H = sizes
     G, C = form.gates, form.states - 1
     shapes = {"x": (T, B, I), "Wx": (G * H, I), "Wh": (G * H, H), "b": (G * H,), "h0": (B, H), "c0": (B, C * H)}

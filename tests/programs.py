@@ -198,8 +198,8 @@ class Separator(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A classifier of padded texts: a linear layer reads the sum of the last states of both directions, without
-    padding."""
+    """A classifier of padded texts. A linear layer reads the sum of the last states of both directions. The padding has
+    no effect."""
 
     def __init__(self):
         super().__init__()

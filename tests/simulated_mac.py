@@ -75,8 +75,8 @@ class Kernel(dropin.EmulatedKernel):
 
 
 def run(command, *arguments, **options):
-    """Replacement for `subprocess.run`. Answers the commands that ask for a Mac's chip and system version; runs all
-    others."""
+    """Replacement for `subprocess.run`. It answers the commands that ask for a Mac's chip and system version, and runs
+    all other commands."""
     if command[0] in ("/usr/sbin/sysctl", "/usr/bin/sw_vers"):
         return subprocess.CompletedProcess(command, 0, stdout="simulated\n", stderr="")
     return run_here(command, *arguments, **options)

@@ -226,7 +226,7 @@ def test_forward_mode_of_the_gradient_op_is_right_or_refused():
         (slope,) = mx.jvp(lambda dh: number(dh, "ops"), [model.dh], [out.h])[1]
         above, below = (number(model.dh + k * out.h, "ops") for k in (0.5, -0.5))
         # `above` and `below` are values of `number` half a step to either side of model.dh, along out.h. `number` is a
-        # quadratic function of its argument, so their difference equals the slope, apart from rounding.
+        # quadratic function of its argument, so their difference equals the slope, except for rounding.
         assert slope.item() == pytest.approx((above - below).item(), rel=1e-9)
         for engine in ("numpy", None):
             with pytest.raises(RuntimeError, match="has no second derivative: use engine='ops'"):
@@ -321,8 +321,8 @@ def one_nesting(rng):
 
 
 def judge_by_differences(model, names):
-    """Check the expected values of this file: compare MLX's derivative of a loop in plain MLX, inside the
-    transformations `names`, with finite differences. Return None if they agree, otherwise an error text.
+    """Check how this file computes expected values: MLX's derivative of a loop in plain MLX, inside the
+    transformations `names`, must agree with finite differences. Return None if it does, otherwise an error text.
 
     The steps of the differences are as large as 4e-3, because MLX computes sin and cos of float64 only with float32
     accuracy.

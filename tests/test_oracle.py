@@ -184,8 +184,8 @@ def test_equals_tensorflow_gru_block_cell():
 
 
 def test_sigmoid_has_all_its_digits():
-    """sigmoid and its slope agree with decimal arithmetic. sigmoid may have four rounding errors: those of exp
-    (two), of 1 + e and of the quotient."""
+    """The oracle's sigmoid and its slope agree with decimal arithmetic. The sigmoid is computed from e = exp(-|x|) and
+    may have four rounding errors: two of e, one of 1 + e, and one of the quotient."""
     x = np.linspace(-700, 40, 1481)
     exact = np.array([float(1 / (1 + (-Decimal(value)).exp())) for value in x.tolist()])
     s = ACTIVATIONS["sigmoid"](x, Arithmetic(np.float64))

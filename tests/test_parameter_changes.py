@@ -1,6 +1,6 @@
 """Tests of the cache of arrays derived from parameters. The parameters change in every way that MLX allows, and each
-result must equal the result with an empty cache. The models are bidirectional `torch` layers and `nn.stack` calls,
-and quantized layers."""
+result must equal the result with an empty cache. The models are bidirectional layers of `torch`, bidirectional calls
+of `nn.stack`, and quantized layers."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor

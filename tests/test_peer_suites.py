@@ -169,8 +169,8 @@ def test_sums_of_tensorflow(engine, mode):
 
 @engines
 def test_number_of_a_gru_without_an_input_product(engine):
-    """The output of a cuDNN GRU with skip_input (x is added without a product with Wx), params of 0, x = 1 and h = 0
-    agrees with the number that a GPU printed, to all printed digits."""
+    """The output of a cuDNN GRU agrees, to all printed digits, with the number that a GPU printed. The GRU has
+    skip_input (x is added without a product with Wx), all parameters are 0, x is 1 and h is 0."""
     with mx.stream(mx.cpu):
         params = mx.zeros((cudnn.cudnn_rnn_params_size(1, 1, 1, rnn_mode="gru", input_mode="skip_input").item(),))
         options = {"rnn_mode": "gru", "input_mode": "skip_input", "is_training": False, "engine": engine}

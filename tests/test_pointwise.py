@@ -172,8 +172,8 @@ def call_of_slstm():
 
 @pytest.mark.filterwarnings("ignore:inside mx.compile")
 def test_mlx_transforms_it():
-    """Inside mx.compile and mx.checkpoint a call of `pointwise` gives the same value and the same gradients. Inside
-    mx.vmap it gives the same value."""
+    """Inside mx.compile and mx.checkpoint a call of `pointwise` gives the same value and gradients as outside of them.
+    Inside mx.vmap it gives the same value."""
     arrays = call_of_slstm()
     value, gradients = mx.value_and_grad(loss)(arrays)
     for transformed in (mx.compile(mx.value_and_grad(loss)), mx.value_and_grad(mx.checkpoint(loss))):

@@ -76,9 +76,9 @@ def test_every_cell_of_the_zoo_is_right(engine, cell, option):
     ],
 )
 def test_sizes_that_use_other_tilings_are_right(engine, cell, sizes):
-    """Results are right if a threadgroup of `fused` computes one, two or four sequences of the batch, if `stepwise`
-    computes its products in lanes or in tiles of 8 or 32 sequences, and if H is not a multiple of the 32 lanes of a
-    SIMD-group."""
+    """Results are right with every tiling. A threadgroup of `fused` computes one, two or four sequences of the batch.
+    `stepwise` computes its products in lanes, or in tiles of 8 or 32 sequences. H is not a multiple of 32, the number
+    of lanes of a SIMD-group."""
     check(engine, ZOO[cell], {"lengths": True}, sizes)
 
 
@@ -88,9 +88,9 @@ LARGE += [(engine, limits) for engine in METAL_ENGINES for limits in ({"index": 
 
 @pytest.mark.parametrize("engine, limits", LARGE)
 def test_large_calls_are_right(engine, limits):
-    """Results are right if a pass of `fused` takes several launches, if launches of `stepwise` also join the arrays of
-    earlier steps, if indices have 64 bits, and if the sequence is computed in chunks of time steps. The limits from
-    which this happens are lowered here."""
+    """Results are right in four kinds of large calls: a pass of `fused` takes several launches, launches of `stepwise`
+    also join the arrays of earlier steps, indices have 64 bits, or the sequence is computed in chunks of time steps.
+    The test lowers the sizes from which this happens."""
     for cell in ("zoneout_lstm", "peephole_lstm"):
         check(engine, ZOO[cell], {"lengths": True, "reverse": True, "keep": True, "mask": True}, (5, 3, 2, 19), limits)
 
@@ -127,7 +127,8 @@ def test_many_gates_and_states_are_right(engine):
 
 
 def test_functions_that_metal_lacks_are_right():
-    """The kernels compute erf and expm1 right for small and for large arguments, which take different formulas."""
+    """Metal has no erf and no expm1, so the kernels have formulas for them. The results are right for small and for
+    large arguments, which take different formulas."""
 
     def cell(a, state):
         u, v = a
@@ -174,8 +175,8 @@ TRIED = [("fused", cell) for cell in ("lstm", "zoneout_lstm", "gru", "indrnn")]
 
 @pytest.mark.parametrize("engine, cell", [*TRIED, ("stepwise", "zoneout_lstm"), ("stepwise", "indrnn")])
 def test_a_trial_gets_the_graph(engine, cell):
-    """Before a cell's kernels are first used, a child process tries them on a small problem (the trial). It gets the
-    traced graph of the cell as text, without the Python function. The trial accepts right kernels and refuses a
+    """Before a cell's kernels are first used, a child process tries them on a small problem (the trial). The child gets
+    the traced graph of the cell as text, without the Python function. The trial accepts right kernels and refuses a
     wrong one."""
     form = ZOO[cell]
     names = NAMES | ({"Wh"} if form.recurrent else set()) | ({"c0"} if form.states > 1 else set())
@@ -195,7 +196,8 @@ def test_a_trial_gets_the_graph(engine, cell):
 
 
 def texts_of(problem, engine):
-    """Return the sources of all kernels that a call with this description and its gradient launch. None runs."""
+    """Return the sources of all kernels that a call described by `problem`, and its gradient, would launch. No kernel
+    runs."""
     shapes, lengths = _draw.output_shapes(problem), mx.full((problem.B,), problem.T, mx.int32)
     cotangents = {name: mx.zeros(shapes[name], problem.dtype) for name in _judge.cotangents_of(problem)}
     with noted() as texts:

@@ -456,8 +456,8 @@ def test_dequantize_makes_the_float_layer_again(module, kind, mode):
 
 @pytest.mark.parametrize("name", [name for name in clients.CLIENTS if name not in clients.OWN])
 def test_clients_models(name):
-    """In typical models, the layers are replaced by ours and then quantized. The outputs equal those of float layers
-    with the dequantized weights."""
+    """The layers of typical models are replaced by ours and then quantized. The outputs of the quantized models equal
+    those of the same models with float layers that hold the dequantized weights."""
     with patch.object(clients, "D", 32), patch.object(clients, "H", 32):
         model = clients.CLIENTS[name][0]()
         mlx_lstm.nn.replace(model)

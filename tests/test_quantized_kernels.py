@@ -18,7 +18,7 @@ from mlx_lstm.engines import choose
 from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.packing import Packing
 
-CASES = {  # name: (packing, (T, B, I, H, P), options)
+CASES = {  # name: ((group size, bits, mode), (T, B, I, H, P), options)
     "3 bits, tiles, projection": ((32, 3, "affine"), (2, 9, 5, 40, 32), {"projection": True, "quantize": ("Wh",)}),
     "4 bits, both, projection": ((32, 4, "affine"), (2, 3, 32, 32, 64), {"projection": True, "bidirectional": True}),
     "5 bits, gru, lengths": ((32, 5, "affine"), (2, 3, 32, 64, 64), {"op": "gru", "lengths": [2, 1, 0]}),
@@ -145,9 +145,9 @@ def test_who_reads_them(bits, B, cores, largest):
 
 @pytest.mark.parametrize("packing", [(64, 4, "affine"), (16, 4, "nvfp4")], ids=str)
 def test_predictions_know_the_bytes(packing):
-    """The predicted bytes of a `stepwise` launch contain the quantized weights, scales and biases once for each of 2
-    time steps in 3. The prediction is an average over the 3 time steps of the sequence, and the first step reads no
-    weights because it has no product. Other tests of this file count the bytes in the emulator."""
+    """The predicted bytes of a `stepwise` launch contain 2 / 3 of the bytes of quantized weights, scales and biases.
+    The prediction is an average over the 3 time steps of the sequence. Two of them read all weights once, and the first
+    reads none, because it has no product. Other tests of this file count the bytes in the emulator."""
     problem, graph = ours(Size(3, 1, 64, 64), mx.float32, "stepwise", "forward", packing=Packing(*packing))
     step = next(launch for launch in graph.launches if "stepwise_forward" in launch.name)
     count = moved_bytes(step, problem) - moved_bytes(step, problem, weights=False)

@@ -196,8 +196,8 @@ WITHOUT_H += [f"rnn_{name}" for name in ("relu", "sigmoid", "lengths", "both_rel
 
 @pytest.mark.parametrize("option", WITHOUT_H)
 def test_gradient_ops_make_h_themselves_where_it_is_not_given(option):
-    """Without the argument h, a gradient op recomputes h from the cell state and the output gate, or for a plain RNN
-    from the preactivations."""
+    """Without the argument h, a gradient op recomputes h. For an LSTM it uses the cell state and the output gate, for
+    a plain RNN the preactivations."""
     case, cotangents, ref, limit = judged_option(option, np.float64)
     saved = ("gates",) if case.get("op") == "rnn" else ("gates", "c")
     for name, value in run_gradients(case, "numpy", np.float64, cotangents, saved).items():
@@ -338,8 +338,9 @@ def test_sigmoid_of_engine_ops_in_float64():
         along = mx.jvp(sigmoid, [point], [mx.ones_like(point)])[1][0]
         second = mx.grad(lambda x: slope(x).sum())(point)
         found = sigmoid(point), along, slope(point), second
-    # Allow 16 rounding errors of each value, but 16 rounding errors of s (1 - s) for the second derivative s (1 - s) (1
-    # - 2 s). Near s = 1/2 its factor 1 - 2 s is tiny, but has the rounding error of numbers near 1. `rest` is 1 - s.
+    # Allow 16 rounding errors of each value. One exception: for the second derivative s (1 - s) (1 - 2 s) allow 16
+    # rounding errors of s (1 - s). Near s = 1/2 the factor 1 - 2 s is tiny, but has the rounding error of numbers near
+    # 1. `rest` is 1 - s.
     expected = s, s * rest, s * rest, s * rest * (rest - s)
     for got, exact, size in zip(found, expected, (s, *[s * rest] * 3), strict=True):
         assert_within("sigmoid", np.array(got), exact, 16 * 2.0**-53 * size)

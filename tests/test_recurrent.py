@@ -1,5 +1,5 @@
-"""Tests of `recurrent`, which runs a cell written by the user as a step function. They cover the oracle's cells, a
-cell also written in torch, trees of arrays, MLX's transformations, and refused arguments."""
+"""Tests of `recurrent`, which runs a cell written by the user as a step function. They compare cells with the oracle
+and with torch, and cover trees of arrays, MLX's transformations, and refused arguments."""
 
 from typing import NamedTuple
 

@@ -284,8 +284,8 @@ def names_of(kind, style, rng):
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_object_with_both_directions_by_any_names(kind, style):
     """One dict with the arrays of both directions is accepted under torch's names and under names with suffixes such
-    as `_forward` or `_fwd`. Outputs and gradients equal those of `mlx_lstm.torch` with the same arrays, also on the
-    second call, when converted arrays are cached."""
+    as `_forward` or `_fwd`. Outputs and gradients equal those of `mlx_lstm.torch` with the same arrays.
+    Outputs are also equal in a second call, when converted arrays are cached."""
     arrays = names_of(kind, style, np.random.default_rng(9))
     x = mx.random.normal((2, T, D), key=mx.random.key(9))
     layer = getattr(mlx_lstm.torch, kind)(D, H, bidirectional=True, batch_first=True)
@@ -338,7 +338,7 @@ def test_further_names():
 
 def test_gradients_by_finite_differences():
     """The gradients of `stack` equal central differences in float64 with two step sizes. The stack has groups of
-    layers, two biases, both directions, whose outputs are added, and a function between the layers."""
+    layers, two biases per direction and a function between the layers. It adds the outputs of both directions."""
     rng = np.random.default_rng(11)
     named = [names_of("GRU", "forward", rng) for _ in range(4)]
     for arrays in named[2:]:

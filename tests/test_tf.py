@@ -113,8 +113,8 @@ def test_half_equals_tensorflow(op, engine):
     """float16 results are close to TensorFlow's. TensorFlow rounds every operation to float16 and sums in float16,
     so our results are more accurate.
 
-    Outputs may differ by 2e-3 of the largest output, for I + H up to 64. Gradients over a sequence may differ by
-    twice the error bound derived from the case.
+    Outputs may differ by 2e-3, or by 2e-3 of the largest output if it is larger than 1. Gradients over a sequence may
+    differ by twice the error bound that is derived from the case.
     """
 
     def near(name, got, expected):
@@ -345,8 +345,8 @@ def test_what_tensorflow_makes_of_its_own_gradients():
 
 
 def test_forward_and_second_derivatives_through_co():
-    """Forward-mode and second derivatives through the output co, which is tanh of the cell state, are right with the
-    engine `ops`. co is computed outside the engine."""
+    """Forward-mode and second derivatives through the output co are right with the engine `ops`. co, which is tanh of
+    the cell state, has its own test because it is computed outside the engine."""
     case = draw("block_lstm", 4, np.float64, SMALL, seq_len_max=3, cell_clip=-1.0)
     rng = np.random.default_rng(0)
     weight, along = (rng.normal(size=shape) for shape in ((3, 2, 4), case["w"].shape))
@@ -531,8 +531,8 @@ def test_more_is_refused_than_by_tensorflow(op, changes, text):
 
 @pytest.mark.parametrize("op", RAW)
 def test_every_wrong_shape_kind_and_dtype_is_refused(op):
-    """An array with an axis too many or too few, with one axis longer by one, with another dtype, or a value that is
-    not an array, raises ValueError."""
+    """An op raises ValueError for an array with one axis too many, one too few, or one axis longer by one. It also
+    raises it for an array of another dtype, and for a value that is not an array."""
     case = a_case(op)
     for name, array in case.items():
         if name in ATTRIBUTES:

@@ -208,8 +208,8 @@ def test_compiled_with_lengths_as_an_argument(kind):
 
 
 def test_compiled_gradient_without_training():
-    """With training=False, the compiled gradient, which is MLX's own derivative of the graph, equals the eager
-    gradient."""
+    """With training=False, the compiled gradient equals the eager gradient. The compiled gradient is MLX's own
+    derivative of the graph."""
     arrays, call, _ = small("rnn")
     untrained = gradient(lambda *arrays: call(*arrays, training=False).h.sum(), len(arrays))
     assert_trees_close(mx.compile(untrained)(*arrays), untrained(*arrays))

@@ -131,8 +131,9 @@ def test_a_changed_file_changes_the_hash_of_the_kernels(tmp_path, folder):
 
 @pytest.mark.parametrize("entry", ["chip", "architecture", "system", "mlx", "mlx_lstm", "kernels"])
 def test_a_file_of_another_machine_does_not(own_cache, entry):
-    """The library ignores the file with the table of the fastest engines, without a warning, if an entry of the file
-    describes another machine. The reason that is given for the choice of an engine names this entry."""
+    """The library ignores the file with the table of the fastest engines if an entry of the file describes another
+    machine, another version or other kernels. There is no warning, but the reason that is given for the choice of an
+    engine names this entry."""
     written(own_cache, **{entry: "another"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -25,8 +25,7 @@ def fault(kind, kernel):
     """Plant a fault in the matching kernels: the source does not compile, the launch raises an error, the results
     are 1 % too large, the launch hangs, or the launch aborts the process.
 
-    kernel: a regular expression for the whole kernel name. Before the comparison, the parts of the name from
-    `_without_` or `__` on are removed.
+    kernel: a regular expression for the whole name of a kernel, up to `_without_` or `__` if the name contains them.
     """
     real = mx.fast.metal_kernel
 

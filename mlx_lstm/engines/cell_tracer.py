@@ -154,7 +154,7 @@ cached_trace = lru_cache(512)(trace)
 
 
 def names_of(counts: Counts, apart: bool) -> list[str]:
-    """Return the names of the inputs of a cell's graph, as `CellGraph` lists them."""
+    """Return the names of the inputs of a cell's graph: x0, x1, ..., in the same order as `CellGraph.names`."""
     parts = [("x", counts.gates), ("p", counts.gates if apart else 0), ("s", counts.states)]
     return [f"{letter}{k}" for letter, n in [*parts, ("u", counts.inputs), ("w", counts.params)] for k in range(n)]
 

@@ -474,7 +474,8 @@ def copied_to_mlx(memory: np.ndarray) -> Array:
 def after_all(array: Array, others: list[Array]) -> Array:
     """Return a copy of the array that MLX computes only after the other arrays, so that MLX does not run chunks side
     by side. `mx.depends` would do the same, but mx.jvp does not support it."""
-    # The condition below is always true (or NaN), but MLX must compute all other arrays first to know it. It uses a
-    # sum instead of `any`, because MLX cannot compute a third forward-mode derivative of `any`.
+    # Both branches of the selection below are `array`, so its condition has no effect on the result. But MLX must
+    # compute the other arrays to know the condition. It reads their sum instead of `any`, because MLX cannot compute a
+    # third forward-mode derivative of `any`.
     first = mx.stack([other[(0,) * other.ndim].astype(mx.float32) for other in others]).sum()
     return mx.where(first == first, array, array)

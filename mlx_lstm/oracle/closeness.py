@@ -166,11 +166,11 @@ def keeps_off_kinks(case: Case, dtype: DTypeLike) -> bool:
     """Return whether no rounding in `dtype` can move an argument of relu or a hard sigmoid across a kink. At a kink
     the gradient jumps, so it has no error bound.
 
-    An argument that is not 0 must be farther from each kink than the sum of two distances. The first is the
-    argument's error bound times `Noise.gain`. This factor is needed because bounds are computed with random errors,
-    which are `gain` times as large as real ones and must not cross a kink, either. The second distance covers the
-    error of the activation function itself: a hard sigmoid has the slope 1 / (2 |kink|), so an error e of its result
-    is like a shift of the argument by 2 |kink| e. An argument that is exactly 0 stays 0 when it is rounded.
+    An argument that is not 0 must be farther from each kink than the sum of two distances. The first is the argument's
+    error bound times `Noise.gain`. This factor is needed because bounds are computed with random errors that are `gain`
+    times as large as real ones. These errors must not move an argument across a kink, either. The second distance
+    covers the error of the activation function itself: a hard sigmoid has the slope 1 / (2 |kink|), so an error e of
+    its result is like a shift of the argument by 2 |kink| e. An argument that is exactly 0 stays 0 when it is rounded.
     """
     names = [name for name, _ in activation_arguments(**case)]
     if not KINKS.keys() & set(names):

@@ -29,7 +29,8 @@ SIZES = ((1, 128), (32, 128), (32, 256))
 
 
 def layer_of(form: Form, engine: str, B: int, H: int, T: int = 3) -> tuple[Problem, Graph]:
-    """Return the `Problem` and the kernel launches of the forward and the backward pass of a cell on a Metal engine."""
+    """Return the `Problem` (sizes and options) of a call with this cell, and the kernel launches of its forward and
+    its backward pass on a Metal engine."""
     G, C = form.gates, form.states - 1
     shapes = {"x": (T, B, 8), "Wx": (G * H, 8), "Wh": (G * H, H), "b": (G * H,), "h0": (B, H), "c0": (B, C * H)}
     shapes |= {"inputs": (T, B, form.inputs * H), "params": (form.params * H,)}
@@ -68,8 +69,8 @@ def counted(graph: Graph) -> dict[str, Count]:
 
 
 def per_step(engine: str, c: Count) -> int:
-    """Return the number by which kernels are compared: the instructions of a time step of `fused`, or the cycles
-    outside of the product's loop of `stepwise`, because this loop is the same for all cells."""
+    """Return the number by which kernels are compared. For `fused` it is the number of instructions of a time step.
+    For `stepwise` it is the number of cycles outside of the product's loop, which is the same for all cells."""
     return c.kinds.total() if engine == "fused" else c.outside
 
 

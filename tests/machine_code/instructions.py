@@ -45,7 +45,7 @@ class Counted(NamedTuple):
     that did not fit. spills: loads and stores of that memory. cycles: how many cycles a quarter of a GPU core needs
     to execute `instructions` for one SIMD-group. outside: cycles of the instructions that run once per launch.
     unknown: inner loops whose number of iterations is not a constant; their instructions are counted once. text: a
-    hash of the kernel's source.
+    hash of the kernel's source and of its number of threads per threadgroup.
     """
 
     kernel: str
@@ -108,8 +108,8 @@ def table() -> tuple[Counted, ...]:
 def kernel_of(launch: Launch, problem: Problem) -> Kernel:
     """Return the key in machine_code.csv of a launch with a recurrent product.
 
-    A stepwise kernel that also joins arrays of earlier time steps (`_joining`) gets the key of the kernel that does
-    not. Suffixes distinguish kernels of the same name: for inference, with a projection, for a GRU that resets
+    A stepwise kernel that also joins arrays of earlier time steps (`_joining`) gets the key of the kernel that joins
+    nothing. Suffixes distinguish kernels of the same name: for inference, with a projection, for a GRU that resets
     before the product, and with quantized weights.
     """
     name = launch.name.removesuffix("_joining") + "_for_inference" * (not problem.training)
@@ -134,8 +134,8 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
 
 
 def constant_of(launch: Launch, name: str, absent: int) -> int:
-    """Return the value of a template parameter, an integer, in the source of a launch's kernel, or `absent` if the
-    source has no such parameter. The sizes of a tile can be read only in the source."""
+    """Return the integer that the source of a launch's kernel defines under this name, or `absent` if the source does
+    not define it. Only the source says how large a tile is."""
     return constants_of(launch.text).get(name, absent)
 
 
@@ -155,9 +155,9 @@ def text_hash(text: str, threads: int) -> str:
 
 
 def counted(launch: Launch, problem: Problem) -> tuple[Counted, bool]:
-    """Return (line, own): the line of machine_code.csv for a launch with a recurrent product, and whether it was
-    counted from exactly this kernel's source. Otherwise it is the line of the most similar kernel, compared by name,
-    dtype, batch rows per threadgroup, and H."""
+    """Return (line, own) for a launch with a recurrent product. If machine_code.csv has a line for exactly this
+    kernel, `line` is this line and `own` is True. Otherwise `line` is the line of the most similar kernel, and `own`
+    is False. Kernels are compared by name, dtype, batch rows per threadgroup, and H."""
     kernel = kernel_of(launch, problem)
     for line in table():
         if line.text == kernel.text:
@@ -188,7 +188,7 @@ class Work(NamedTuple):
     """What one SIMD-group executes in a launch. cycles: the cycles that a quarter of a GPU core needs for the
     SIMD-group's instructions. spills: the number of loads and stores of spilled registers. turns: how many iterations
     the loop over time steps, or over a product's terms, has. line: the line of machine_code.csv from which the
-    instructions come. own: whether this line was counted for exactly this kernel, not for a similar one."""
+    instructions come. own: whether this line belongs to exactly this kernel, not to a similar one."""
 
     cycles: float
     spills: float

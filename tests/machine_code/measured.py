@@ -107,14 +107,14 @@ def step_of_stepwise(find: Find) -> float | None:
 
 
 def backward_over_forward(find: Find) -> float | None:
-    """Return the ratio of two times of `fused`: that of the backward pass divided by that of the forward pass."""
+    """Return the time of the backward pass of `fused`, divided by the time of its forward pass."""
     at = Size(1024, 1, 64, 64), "fused"
     forward, both = (find(*at, which, "float32", 1) for which in ("forward", "backward"))
     return None if forward is None or both is None else quotient(both - forward, forward)
 
 
 def narrow_over_wide(find: Find) -> float | None:
-    """Return the ratio of two times of `fused`: that in float16 divided by that in float32."""
+    """Return the time of `fused` in float16, divided by its time in float32."""
     at = Size(64, 32, 128, 128), "fused", "backward"
     return quotient(find(*at, "float16", 1), find(*at, "float32", 1))
 

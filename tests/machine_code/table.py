@@ -71,8 +71,8 @@ def defaults() -> frozenset[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Yield the layers whose kernels are counted. For `fused` these are the layers for which it is the default, and
-    larger sizes of an LSTM, which show that larger kernels are slower or spill registers."""
+    """Yield the layers whose kernels are counted. Among them are all layers for which `fused` is the default engine,
+    and larger LSTMs with `fused`, which show that larger kernels are slower or spill registers."""
     yield from sorted(defaults(), key=lambda case: (case.cell, case.dtype, case.rows, case.H))
     wide = [(rows, H) for rows in (1, 2, 8) for H in (64, 96, 112, 128, 160, 192, 224, 256)]
     at = BATCH_OF_ROWS

@@ -122,7 +122,8 @@ ISSUE = 4
 
 GEMM_TILE, GEMM_DEPTH, GEMM_PART = 64, 16, 0.75
 """MLX's product of matrices: the rows and columns that a threadgroup computes, the terms of each turn of its loop,
-and the part of a core's peak that the arithmetic reaches (published: 0.73 to 0.75). Read in MLX's source."""
+and the part of a core's peak that the arithmetic reaches. The sizes come from MLX's source. The part is published as
+0.73 to 0.75."""
 
 GEMM_TOGETHER = 4
 """How many threadgroups of MLX's product of matrices a core runs at the same time. Assumed."""
@@ -173,9 +174,9 @@ SEQUENCES = ("z", "gates", "dgates", "states", "dh", "dc", "q")
 
 
 def sequence_reads(buffer: Buffer, launch: Launch, problem: Problem) -> float:
-    """Return the bytes that all threads of a `fused` kernel load from an array with a time axis. All lanes of a unit
-    load the unit's numbers, as do lanes without a unit. A kernel that loads a step's numbers early loads those of its
-    last step twice. The state after the last step is one more load."""
+    """Return the bytes that all threads of a `fused` kernel load from an array with a time axis. All lanes of a hidden
+    unit load the unit's numbers, and lanes without a unit load as many. A kernel that loads the numbers of a step
+    before it needs them loads those of its last step twice. In the array `states`, one more state is loaded."""
     tiling = tiling_of(launch, problem, itemsize(launch))
     each, back = tiling.rows, "backward" in launch.name
     if tiling.matrices:  # a lane computes all gates of two batch items
@@ -371,10 +372,10 @@ def ours(
     cores: int = CORES,
     rows: int = 0,
 ) -> tuple[Problem, Graph]:
-    """Return the `Problem` and the launches of one layer on one of our engines. which: the pass; "backward" includes
-    the forward pass. projected: the size P of a projected h, or 0 without projection. packing: how the weights are
-    quantized. cores: the number of GPU cores. rows: the batch items of a threadgroup of `fused`, or 0 for the default
-    number."""
+    """Return the `Problem` (sizes and options) and the launches of one layer on one of our engines. which: the pass;
+    "backward" includes the forward pass. projected: the size P of a projected h, or 0 without projection. packing: how
+    the weights are quantized. cores: the number of GPU cores. rows: the batch items of a threadgroup of `fused`, or 0
+    for the default number."""
     T, B, width, H = size
     D, own, gates = (2, (2,), 2 * cell.gates * H) if bidirectional else (1, (), cell.gates * H)
     P = projected or H
@@ -450,8 +451,8 @@ def step_seconds(
 
 
 def default_over_best(dtype: mx.Dtype, B: int, H: int, chip: Chip, cell: Cell = LSTM) -> float:
-    """Return the ratio of two predicted times: that of the default engine and division of work, divided by the
-    shortest time of all engines and divisions."""
+    """Return the predicted time of the default engine with its default division of work, divided by the shortest
+    predicted time of all engines and divisions."""
     times: dict[tuple[str, int], float | None] = {("stepwise", 0): step_seconds(dtype, B, H, chip, "stepwise", 0, cell)}
     for rows in (1, 2, 8 if fits_matrices(cell, H) else 4) if FUSED_LIMIT[cell.op] >= H else ():
         times["fused", rows] = step_seconds(dtype, B, H, chip, "fused", rows, cell)

@@ -113,8 +113,8 @@ def step_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, fl
         return twice((own + before * later) * step)
     if buffer.name == "gates":
         own = step if kind == "backward" else 0
-        # A GRU also reads its gate r, a third of the gates: forward r of the same step, and backward r of the step
-        # that ran before, to multiply r and the gradient of the candidate's preactivation.
+        # A GRU also reads its gate r, a third of the gates. The forward pass reads r of the same step. The backward
+        # pass reads r of the step that ran before, and multiplies it by the gradient of the candidate's preactivation.
         extra = step / 3 * (later if kind == "backward" else 1) if op == "gru" else 0
         return own + extra, own + extra * product(problem, launch)[2]
     return step, step

@@ -55,7 +55,7 @@ def training_step(engine: str, T: int, B: int, H: int) -> Graph:
 
 
 def counted(engine: str, T: int, B: int, H: int) -> tuple[str | int, ...]:
-    """Return the row of the table for one engine: see `COLUMNS`. The primitives that MLX does not launch are views."""
+    """Return the row of the table for one engine, in the order of `COLUMNS`. A primitive without a launch is a view."""
     graph = training_step(engine, T, B, H)
     kinds = Counter(
         ("steps" if "stepwise_forward" in launch.name or "stepwise_backward" in launch.name else "ours")

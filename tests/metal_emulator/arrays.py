@@ -41,7 +41,7 @@ def memory_of(values: np.ndarray, row_contiguous: bool) -> tuple[np.ndarray, tup
 
 
 def to_mlx(raw: np.ndarray, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """Return an MLX array of this shape and dtype. Its values are the raw bytes."""
+    """Return an MLX array of this shape and dtype whose memory holds the bytes in `raw`."""
     if dtype == mx.bfloat16:
         return mx.array(raw.view(np.uint16).reshape(shape)).view(mx.bfloat16)
     return mx.array(raw.view(numpy_dtype(dtype)).reshape(shape))

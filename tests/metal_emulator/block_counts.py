@@ -63,8 +63,8 @@ class FunctionBlocks:
             balance[self.arcs[i][0]] -= count
             balance[self.arcs[i][1]] += count
         # If a block has only one arc (jump) of unknown count, this count follows, because a block is left as often as
-        # it is entered. Start with these blocks. Leave out block 0 (entry) and block 1 (exit): control does not enter
-        # the one or leave the other.
+        # it is entered. Start with these blocks. Leave out block 0 (the entry) and block 1 (the exit): no arc enters
+        # block 0, and no arc leaves block 1.
         todo = [b for b in balance if b > 1 and len(unknown[b]) == 1]
         while todo:
             block = todo.pop()

@@ -195,8 +195,8 @@ def emulated_metal(
         metal_version: 310, 320 or 400, the value of `__METAL_VERSION__`.
         raise_on_findings: whether the first launch with findings raises KernelError; else they are only logged.
         pretend_available: whether `mx.metal.is_available()` returns True inside.
-        on_enter: functions to call when the context begins and when it ends, for example to clear a cache of kernels,
-            so that a kernel of the emulator is used only inside.
+        on_enter: functions to call when the context begins and again when it ends. An example is a function that clears
+            a cache of kernels, so that kernels of the emulator are used only inside the context.
     """
     if order not in ("forward", "reverse", "random"):
         raise ValueError(f"[emulated_metal] order must be forward, reverse or random but got {order!r}")

@@ -13,7 +13,7 @@ class Finding:
     kind: "out-of-bounds", "uninitialised", "unwritten", "race", "divergence", "simdgroup", "threadgroup-memory",
         "thread-limit", "misaligned", "arithmetic", "read-only", "wild-pointer", "stack" or "compile".
     line, other_line: lines of the kernel text, 0 if unknown.  name: buffer or variable.  offset: bytes into it.
-    place, other_place: the same lines as "file:line" of the shader, where the kernel text names it by `#line`.
+    place, other_place: the same lines as "file:line" of the shader, or "" if no `#line` in the kernel text names one.
     """
 
     kind: str

@@ -31,7 +31,8 @@ class Options:
 
 @dataclass
 class Buffer:
-    """An argument of a kernel. data: the initial content, or None for an output, which is filled with NaN."""
+    """An argument of a kernel. data: the initial content, or None for an output, which is filled with NaN. view:
+    whether the argument is an array of the caller, which `Options.skew` moves."""
 
     name: str
     dtype: np.dtype

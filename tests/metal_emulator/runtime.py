@@ -140,8 +140,8 @@ class Image:
             values = (c_uint64 * arrays[i].count).from_address(address)
             self._counters.append((arrays[i].function, np.ctypeslib.as_array(values)))
             # The runtime lets a kernel access the addresses from `low` to `high`, so the counters must lie between
-            # them. The counters start as zeros. Therefore they are not in the part of the file that /proc/self/maps
-            # lists under its name, but behind it.
+            # them. The counters start as zeros, so the file does not contain them. They lie behind the range that
+            # /proc/self/maps lists under the file's name.
             self.high = max(self.high, address + ctypes.sizeof(values))
 
     def counter_arrays(self) -> list[tuple[int, np.ndarray]]:

@@ -35,7 +35,7 @@ def check(table: dict[str, np.ndarray], arrays: list[np.ndarray], rtol: float = 
 
 
 def rows(values: np.ndarray) -> np.ndarray:
-    """Repeat the value of each simdgroup 32 times, once for each of its lanes."""
+    """Return an array in which each of the values, one per simdgroup, is repeated for the 32 lanes of its simdgroup."""
     return np.repeat(values, 32)
 
 

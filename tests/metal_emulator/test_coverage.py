@@ -1,4 +1,5 @@
-"""Test that executed lines are assigned to the shader files from which the kernel's source was assembled."""
+"""Test the line coverage: which lines of a shader file are statements, and that executed lines of a kernel are assigned
+to the shader files from which its source was assembled."""
 
 import numpy as np
 import pytest

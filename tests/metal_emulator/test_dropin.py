@@ -1,5 +1,5 @@
-"""Test the replacement for `mx.fast.metal_kernel`: log, counters, gradients, strides, cached kernels, and supported
-machines."""
+"""Test the replacement for `mx.fast.metal_kernel`: its log, counters and findings, gradients, strided inputs, and
+cached kernels."""
 
 from functools import cache
 

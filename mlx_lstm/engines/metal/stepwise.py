@@ -113,8 +113,7 @@ def sweep_backward(
     """Run the backward steps, with D directions, G gates and P numbers of h per item. Return the results by name:
 
     - dz [T, B, D G H]: the gradient of the preactivations
-    - dh0 [B, D P], if the call has h0: the gradient of h0
-    - dc0 [B, D H], if the call has c0: the gradient of c0
+    - dh0 [B, D P], dc0 [B, D H]: the gradients of h0 and c0, each if the call has this array
     - carry [T, B, D H], for an LSTM or GRU if the call has `keep`: the gradient of keep * c (LSTM) or keep * h (GRU)
       before each step, without the part that flows through the recurrent product
     - dh [T, B, D P], with a projection: the gradient of h

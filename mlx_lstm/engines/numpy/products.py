@@ -198,7 +198,8 @@ def factored_names(problem: Problem, v: Views) -> list[str]:
 
 
 class WeightGradients:
-    """Weight gradients of one direction: matrix products over steps and batch, summed over chunks of time."""
+    """The weight gradients of one direction. A gradient is a sum over chunks of time: each chunk adds one matrix
+    product over its steps and batch items."""
 
     def __init__(self, out: Views, written: set[int], factored: Sequence[str] = ()):
         """Prepare the gradients of one direction.
