@@ -62,7 +62,7 @@ from support.ranks import Lost, Ranks
 from mlx_lstm.nn import LSTM, QuantizedLSTM
 
 CHECKPOINT = "checkpoint.safetensors"
-VALIDATION_ROWS = 16  # the validation text is cut into so many rows, read together, each from a zero state
+VALIDATION_ROWS = 16  # rows of the validation text, which are read together, each from a zero state
 ALONE = Ranks()  # a run with only one process
 State = tuple[mx.array, mx.array]
 

@@ -43,10 +43,10 @@ class Forecaster(nn.Module):
 
 def train(values, steps):
     model, rng, optimizer = Forecaster(), np.random.default_rng(0), optim.Adam(optim.cosine_decay(1e-2, steps))
-    step = nn.value_and_grad(model, lambda x, y: ((model(x)[0] - y)[:, LAGS:] ** 2).mean())  # not the first LAGS values
+    step = nn.value_and_grad(model, lambda x, y: ((model(x)[0] - y)[:, LAGS:] ** 2).mean())  # skip the first LAGS steps
     for n in range(1, steps + 1):
         x = mx.array(values[rng.integers(0, len(values) - WINDOW, (24, 1)) + np.arange(WINDOW + 1)])
-        loss, gradients = step(x[:, :-1] + 0.01 * mx.random.normal((24, WINDOW)), x[:, 1:])  # forecasts are noisy
+        loss, gradients = step(x[:, :-1] + 0.01 * mx.random.normal((24, WINDOW)), x[:, 1:])  # noise, as in forecasts
         optimizer.update(model, gradients)
         mx.eval(model.parameters(), optimizer.state)
         if n % 50 == 0:

@@ -77,7 +77,7 @@ def main(steps=80):
     """Train the detector, compare it with a threshold, run it as a stream, and draw its output over time."""
     mx.random.seed(0)
     sounds, active = map(np.stack, zip(*map(scene, [np.random.default_rng(0)] * 40), strict=True))
-    frames = np.stack([features(np.pad(sound, (HOP, 0))) for sound in sounds])  # before the sound it was silent
+    frames = np.stack([features(np.pad(sound, (HOP, 0))) for sound in sounds])  # silence before the sound
     x, y, model, optimizer = mx.array(frames[:24]), mx.array(active[:24], mx.float32), Detector(), optim.Adam(1e-2)
     step = nn.value_and_grad(model, lambda: nn.losses.binary_cross_entropy(model(x), y))
     for n in range(1, steps + 1):

@@ -17,8 +17,8 @@
 //              otherwise all lanes get the products of all gates
 //   READS_H    whether the backward pass reads h before or after a step
 //   forward, backward   one step of one unit of one batch item. The lanes of a unit share the work: register j of a
-//              lane holds block LANES j + lane of z, of the saved blocks, of c before a backward step, and of the
-//              gradients d. The unit's current states and their gradients are in every lane.
+//              lane holds block LANES j + lane of z, of the saved blocks, and of the gradients d. The unit's states and
+//              their gradients are in every lane.
 // A threadgroup owns ROWS batch items. If fewer are left, it computes the last item several times, with the same
 // results.
 

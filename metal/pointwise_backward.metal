@@ -12,25 +12,49 @@
 // `vectors` holds the gradients of a step's recurrent products, which the product with Wh reads. It is a double buffer
 // [2][ROWS][padded G H] in threadgroup memory. One barrier per step separates writing the gradients from the product.
 
-// Load the states before step n: h if the cell reads it, and this lane's part of the other states. At an item's first
-// step they are h0 and c0. item: the unit's position in an array [B, H]. before: the unit's position in an array [T, B,
-// H], at the step that the forward pass processed before n.
-template <class Cell, int H, class Index, class Arrays>
-void load_states_before(
-    thread const Arrays& a, thread const Sweep& sweep, int n, Index item, Index before, int length, int lane, int unit,
-    thread float& h, thread float (&c)[REGISTERS_OF<Cell::STATES - 1, Cell::LANES>]) {
+// What a lane reads at a step, for one unit of one batch item: its part of the values that the forward pass saved, the
+// inputs of the step, the states before it, the cotangents of all states (`outside`), and the factors `keep` and
+// `mask`. If an array is absent, its cotangent is 0 and its factor is 1.
+template <class Cell>
+struct BackwardNumbers {
+  float saved[REGISTERS_OF<Cell::KEPT, Cell::LANES>], inputs[Cell::INPUTS == 0 ? 1 : Cell::INPUTS];
+  float before[Cell::STATES], outside[Cell::STATES], keep, mask;
+};
+
+// Read the numbers of step n, for ROWS batch items. now: the step's position in an array [T, B, H]. item: the unit's
+// positions in an array [B, H].
+template <class Cell, int H, int ROWS, class Index, class Arrays>
+void read_numbers(
+    thread const Arrays& a, thread const Sweep& sweep, int n, Index now, thread const Index (&item)[ROWS], uint group,
+    int lane, int unit, thread BackwardNumbers<Cell> (&numbers)[ROWS]) {
   constexpr int C = Cell::STATES - 1;
-  const int t = time_of(sweep, n);
-  // In reverse an item's first step is at its own last time index, which depends on its length.
-  const bool begins = is_present(a.lengths) && sweep.reverse ? t + 1 == length || n == 0 : n == 0;
-  h = 0.0f;
-  if (begins) {
-    if (Cell::READS_H != 0) h = value_at(a.h0, item, 0.0f);
-    load_blocks<C, Cell::LANES, H>(a.c0, item, lane, unit, c);
-  } else {
-    if (Cell::READS_H != 0) h = float(a.h[before]);
-    load_blocks<C, Cell::LANES, H>(a.c, before, lane, unit, c);
+  const Index step = Index(sweep.B) * H;
+  // Step 0 has no step before it. Then read any valid numbers; use_first_states replaces them.
+  const Index previous = n == 0 ? now : sweep.reverse ? now + step : now - step;
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    const int b = min(int(group) * ROWS + r, sweep.B - 1);
+    load_blocks<Cell::KEPT, Cell::LANES, H>(a.gates, now + item[r], lane, unit, numbers[r].saved);
+    load_all<Cell::INPUTS, H>(a.inputs, now + item[r], unit, numbers[r].inputs, 0);
+    numbers[r].before[0] = Cell::READS_H != 0 ? float(a.h[previous + item[r]]) : 0.0f;
+    load_all<C, H>(a.c, previous + item[r], unit, numbers[r].before, 1);
+    load_all<1, H>(a.dh, now + item[r], unit, numbers[r].outside, 0);
+    load_all<C, H>(a.dc, now + item[r], unit, numbers[r].outside, 1);
+    numbers[r].keep = value_at(a.keep, time_of(sweep, n) * sweep.B + b, 1.0f);
+    numbers[r].mask = value_at(a.mask, item[r] + (sweep.masks_differ ? now : 0), 1.0f);
   }
+}
+
+// At an item's first step, set the states before the step to h0 and c0. item: the unit's position in an array [B, H].
+template <class Cell, int H, class Index, class Arrays>
+void use_first_states(
+    thread const Arrays& a, thread const Sweep& sweep, int n, Index item, int length, int unit,
+    thread float (&before)[Cell::STATES]) {
+  // In reverse an item's first step is at its own last time index, which depends on its length.
+  const bool last_index = is_present(a.lengths) && sweep.reverse && time_of(sweep, n) + 1 == length;
+  if (n != 0 && !last_index) return;
+  if (Cell::READS_H != 0) before[0] = value_at(a.h0, item, 0.0f);
+  load_all<Cell::STATES - 1, H>(a.c0, item, unit, before, 1);
 }
 
 // Store the results of one step of a batch item, or zeros if the item has ended: d (the gradients of the
@@ -81,7 +105,6 @@ template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, cla
 void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::STATES - 1, LANES = Cell::LANES, GROUP = LANES * UNITS;
   constexpr int RUNS = P == 0 ? 0 : RUNS_OF<P * H, GROUP>, ROW = GROUP * RUNS, HALF = ROWS * ROW;
-  constexpr int NC = REGISTERS_OF<C, LANES>, NK = REGISTERS_OF<Cell::KEPT, LANES>;
   constexpr int ND = REGISTERS_OF<Cell::GRADIENTS, LANES>, V = Cell::PARAMS == 0 ? 1 : Cell::PARAMS;
   constexpr int U = Cell::INPUTS == 0 ? 1 : Cell::INPUTS;
   Sweep sweep = {};
@@ -112,45 +135,45 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
   if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros from d of the units
   Index now_at = Index(time_of(sweep, sweep.stop - 1)) * step;  // the step's position in an array [T, B, H]
   const Index next_now = sweep.reverse ? step : -step;  // Index is unsigned: adding a negative distance wraps around
+  BackwardNumbers<Cell> numbers[ROWS];
+  read_numbers<Cell, H>(a, sweep, sweep.stop - 1, now_at, item, group.x, lane, unit, numbers);
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     const int t = time_of(sweep, n);
     threadgroup float4* current = vectors + (n & 1) * HALF;
-    float sums[ROWS][UNITS] = {};
+    float sums[ROWS][UNITS] = {}, mask[ROWS];
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, t, length[r]);
-      const Index at = now_at + item[r];
-      const float factor = value_at(a.keep, t * sweep.B + min(int(group.x) * ROWS + r, sweep.B - 1), 1.0f);
-      float y[NK], c[NC], u[U], d[ND] = {}, du[U] = {}, dw_now[V] = {}, back[C + 1], h, outside[C + 1];
-      load_blocks<Cell::KEPT, LANES, H>(a.gates, at, lane, unit, y);
-      load_states_before<Cell, H, Index>(a, sweep, n, item[r], at + next_now, length[r], lane, unit, h, c);
-      load_all<Cell::INPUTS, H>(a.inputs, at, unit, u, 0);
-      load_all<1, H>(a.dh, at, unit, outside, 0);
-      load_all<C, H>(a.dc, at, unit, outside, 1);
+      thread BackwardNumbers<Cell>& mine = numbers[r];
+      float d[ND] = {}, du[U] = {}, dw_now[V] = {}, back[C + 1];
+      use_first_states<Cell, H>(a, sweep, n, item[r], length[r], unit, mine.before);
 #pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) back[k] = ds[r][k] + outside[k];
-      Cell::backward(lane, y, h, c, factor, u, w, now[r], back, d, du, dw_now);
-      store_step<Cell, H, S>(a, live, real, lane, unit, at - earlier, d, du, back, current + r * ROW);
+      for (int k = 0; k <= C; ++k) back[k] = ds[r][k] + mine.outside[k];
+      Cell::backward(lane, mine.saved, mine.before, mine.keep, mine.inputs, w, now[r], back, d, du, dw_now);
+      store_step<Cell, H, S>(a, live, real, lane, unit, now_at - earlier + item[r], d, du, back, current + r * ROW);
       // A threadgroup computes ROWS items. If fewer are left, the last item is computed several times. The repetitions
       // are left out here, because the sum dw would count the item more than once.
 #pragma clang loop unroll(full)
       for (int k = 0; k < Cell::PARAMS; ++k)
         dw[k] += live && int(group.x) * ROWS + r < sweep.B ? dw_now[k] : 0.0f;
 #pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) ds[r][k] = live ? factor * back[k] : ds[r][k];
+      for (int k = 0; k <= C; ++k) ds[r][k] = live ? mine.keep * back[k] : ds[r][k];
+      mask[r] = mine.mask;
     }
+    if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates d of all units from the product
+    if (n > sweep.start) now_at += next_now;
+    // Read the next step's numbers before the product, so that they arrive while the product is computed. The last step
+    // reads its own numbers again.
+    read_numbers<Cell, H>(a, sweep, max(n - 1, sweep.start), now_at, item, group.x, lane, unit, numbers);
     if constexpr (P > 0) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);  // separates d of all units from the product that reads it
       add_product<ROWS, UNITS, RUNS, GROUP, 0, 1, 1, RESIDENT, ROW>(sums, resident, streamed, current + s);
 #pragma clang loop unroll(full)
       for (int r = 0; r < ROWS; ++r) {
         sum_over_units<UNITS, 1, 1, LANES>(sums[r]);
-        const Index at = item[r] + (sweep.masks_differ ? Index(t) * step : 0);
-        const float dh = sum_over_lanes<LANES>(sums[r][0]) * value_at(a.mask, at, 1.0f);
+        const float dh = sum_over_lanes<LANES>(sums[r][0]) * mask[r];
         ds[r][0] += is_live(a.lengths, t, length[r]) ? dh : 0.0f;
       }
     }
-    now_at += next_now;
     streamed += opaque_zero(sweep);
   }
   store_ends<Cell, H, ROWS, S>(a, item, group.x, real && lane == 0, unit, ds, dw);

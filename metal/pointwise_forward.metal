@@ -2,26 +2,50 @@
 // cell. `vectors` in threadgroup memory holds h of all units, times the mask, as a double buffer [2][ROWS][padded H].
 // If the cell has a recurrent product, one barrier per step separates writing h from the next product, which reads h.
 
+// What a lane reads at a step, for one unit of one batch item: its part of z, the inputs of the step, the factor `keep`
+// of this step, and the mask of the next step, for which this step writes h. If an array is absent, its factor is 1.
+template <class Cell>
+struct ForwardNumbers {
+  float z[REGISTERS_OF<Cell::GATES, Cell::LANES>], inputs[Cell::INPUTS == 0 ? 1 : Cell::INPUTS], keep, mask;
+};
+
+// Read the numbers of step n, for ROWS batch items. now: the step's position in an array [T, B, H]. item: the unit's
+// positions in an array [B, H].
+template <class Cell, int H, int ROWS, class Index, class Arrays>
+void read_numbers(
+    thread const Arrays& a, thread const Sweep& sweep, int n, Index now, thread const Index (&item)[ROWS], uint group,
+    int lane, int unit, thread ForwardNumbers<Cell> (&numbers)[ROWS]) {
+  // The last step has no next step. It reads its own mask again, which nobody uses.
+  const int next = time_of(sweep, min(n + 1, sweep.stop - 1));
+  const Index masks = sweep.masks_differ ? Index(next) * Index(sweep.B) * H : 0;
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    const int b = min(int(group) * ROWS + r, sweep.B - 1);
+    load_blocks<Cell::GATES, Cell::LANES, H>(a.z, now + item[r], lane, unit, numbers[r].z);
+    load_all<Cell::INPUTS, H>(a.inputs, now + item[r], unit, numbers[r].inputs, 0);
+    numbers[r].keep = value_at(a.keep, time_of(sweep, n) * sweep.B + b, 1.0f);
+    numbers[r].mask = value_at(a.mask, masks + item[r], 1.0f);
+  }
+}
+
 // Store the outputs of one step at position `at`, or zeros if the item has ended. s: the states after the step.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_outputs(
     thread const Arrays& a, bool live, int lane, int unit, Index at, thread const float (&s)[Cell::STATES],
     thread float (&y)[REGISTERS_OF<Cell::KEPT, Cell::LANES>]) {
   constexpr int C = Cell::STATES - 1, LANES = Cell::LANES;
-  float c[REGISTERS_OF<C, LANES>] = {};
-  Cell::own_blocks(lane, s, c);
-#pragma clang loop unroll(full)
-  for (int j = 0; j < REGISTERS_OF<C, LANES>; ++j) c[j] = live ? c[j] : 0.0f;
 #pragma clang loop unroll(full)
   for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;
   store_blocks<Cell::KEPT, LANES, H>(a.gates, at, lane, unit, y);
-  store_blocks<C, LANES, H>(a.c, at, lane, unit, c);
-  if (lane == LANES - 1) a.h[at] = S(live ? s[0] : 0.0f);
+  if (lane != LANES - 1) return;
+  a.h[at] = S(live ? s[0] : 0.0f);
+#pragma clang loop unroll(full)
+  for (int k = 0; k < C; ++k) store(a.c, place_of<C, H>(at, k, unit), live ? s[k + 1] : 0.0f);
 }
 
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
-  constexpr int G = Cell::GATES, P = Cell::PRODUCTS, C = Cell::STATES - 1, LANES = Cell::LANES, GROUP = LANES * UNITS;
+  constexpr int P = Cell::PRODUCTS, C = Cell::STATES - 1, LANES = Cell::LANES, GROUP = LANES * UNITS;
   constexpr int RUNS = P == 0 ? 0 : RUNS_OF<H, GROUP>, ROW = GROUP * RUNS, HALF = ROWS * ROW;
   Sweep sweep = {};
   read_sizes(a.sizes, 0, sweep);
@@ -57,9 +81,10 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
     threadgroup float4* before = vectors + (n & 1) * HALF;
     threadgroup float4* after = vectors + (~n & 1) * HALF;
     const int t = time_of(sweep, n);
-    float z[ROWS][REGISTERS_OF<G, LANES>], sums[ROWS][P == 0 ? 1 : UNITS * P] = {};
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) load_blocks<G, LANES, H>(a.z, now + item[r], lane, unit, z[r]);
+    float sums[ROWS][P == 0 ? 1 : UNITS * P] = {};
+    ForwardNumbers<Cell> numbers[ROWS];
+    // Read these numbers before the product, so that they arrive while the product is computed.
+    read_numbers<Cell, H>(a, sweep, n, now, item, group.x, lane, unit, numbers);
     if constexpr (P > 0) {
       constexpr int ALL = (1 << P) - 1;
       add_product<ROWS, UNITS * P, RUNS, GROUP, 0, P, ALL, RESIDENT, ROW>(sums, resident, streamed, before + s);
@@ -72,21 +97,16 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, t, length[r]);
-      const float factor = value_at(a.keep, t * sweep.B + min(int(group.x) * ROWS + r, sweep.B - 1), 1.0f);
-      float u[Cell::INPUTS == 0 ? 1 : Cell::INPUTS], y[REGISTERS_OF<Cell::KEPT, LANES>] = {}, next[C + 1];
-      load_all<Cell::INPUTS, H>(a.inputs, now + item[r], unit, u, 0);
+      float y[REGISTERS_OF<Cell::KEPT, LANES>] = {}, next[C + 1];
 #pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) next[k] = factor * state[r][k];
-      Cell::forward(lane, z[r], sums[r], u, w, next, y);
+      for (int k = 0; k <= C; ++k) next[k] = numbers[r].keep * state[r][k];
+      Cell::forward(lane, numbers[r].z, sums[r], numbers[r].inputs, w, next, y);
       next[0] = float(S(next[0]));
       // Past an item's end outputs are 0 and the state stays. A selection discards the new state, which may be NaN.
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) state[r][k] = live ? next[k] : state[r][k];
       if (real) store_outputs<Cell, H, S>(a, live, lane, unit, now - earlier + item[r], next, y);
-      if (P > 0 && writes && (!is_present(a.mask) || n + 1 < sweep.stop)) {  // after the last step no mask is left
-        const Index at = item[r] + (sweep.masks_differ ? Index(time_of(sweep, n + 1)) * step : 0);
-        number_at(after, r * ROW, own) = state[r][0] * value_at(a.mask, at, 1.0f);
-      }
+      if (P > 0 && writes) number_at(after, r * ROW, own) = state[r][0] * numbers[r].mask;
     }
     if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates new h from the next product
     now += next_now;

@@ -159,13 +159,13 @@ void live_unit_backward(
   const Index at = place(s, t, b, H) + j, c_at = place(s, t, b, C * H) + j;
   const float factor = value_at(a.keep, place(s, t, b, 1), 1.0f);
   float y[REGISTERS_OF<K, 1>], u[REGISTERS_OF<Cell::INPUTS, 1>], w[REGISTERS_OF<Cell::PARAMS, 1>];
-  float h[1], c[REGISTERS_OF<C, 1>], now[C + 1], outside[C + 1], dw_now[REGISTERS_OF<Cell::PARAMS, 1>];
+  float before[C + 1], now[C + 1], outside[C + 1], dw_now[REGISTERS_OF<Cell::PARAMS, 1>];
   if (is_first(s, length)) {
-    take_blocks<1>(a.h0, place(s, 0, b, H) + j, H, h, 0);
-    take_blocks<C>(a.c0, place(s, 0, b, C * H) + j, H, c, 0);
+    take_blocks<1>(a.h0, place(s, 0, b, H) + j, H, before, 0);
+    take_blocks<C>(a.c0, place(s, 0, b, C * H) + j, H, before, 1);
   } else {
-    take_blocks<1>(a.h, place(s, previous, b, H) + j, H, h, 0);
-    take_blocks<C>(a.c, place(s, previous, b, C * H) + j, H, c, 0);
+    take_blocks<1>(a.h, place(s, previous, b, H) + j, H, before, 0);
+    take_blocks<C>(a.c, place(s, previous, b, C * H) + j, H, before, 1);
   }
   take_blocks<K>(a.gates, place(s, t, b, K * H) + j, H, y, 0);
   take_blocks<Cell::INPUTS>(a.inputs, place(s, t, b, Cell::INPUTS * H) + j, H, u, 0);
@@ -176,7 +176,7 @@ void live_unit_backward(
   take_blocks<C>(a.dc, c_at, H, outside, 1);
 #pragma clang loop unroll(full)
   for (int k = 0; k <= C; ++k) unscaled[k] = ds[k] + outside[k];
-  Cell::backward(0, y, h[0], c, factor, u, w, now, unscaled, d, du, dw_now);
+  Cell::backward(0, y, before, factor, u, w, now, unscaled, d, du, dw_now);
 #pragma clang loop unroll(full)
   for (int k = 0; k <= C; ++k) ds[k] = factor * unscaled[k];
 #pragma clang loop unroll(full)

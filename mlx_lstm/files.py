@@ -95,8 +95,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict. Raise ValueError for a key that appears twice, as readers differ on which one
-    counts."""
+    """Return a JSON object as a dict. Raise ValueError for a key that appears twice, because JSON readers differ in
+    which of the two values they use."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("it has a key twice")
@@ -266,7 +266,8 @@ def write_whole(
 
 
 def link(partial: Path, path: Path) -> None:
-    """Give a file the second name `path`, which must not exist. (A rename would replace an existing file.)"""
+    """Give a file the second name `path`, which must not exist. (A rename would replace an existing file.) A file
+    system without hard links allows no second name: then rename the file."""
     try:
         os.link(partial, path)
     except OSError as error:
@@ -278,7 +279,8 @@ def link(partial: Path, path: Path) -> None:
 
 
 def mode_of(path: Path) -> int:
-    """Return the permission bits of a file, or those of a new file if it does not exist."""
+    """Return the permission bits of a file. If the file does not exist, return the permission bits that a new file
+    gets."""
     try:
         return stat.S_IMODE(path.stat().st_mode)
     except FileNotFoundError:

@@ -28,8 +28,8 @@ HIDDEN = {"lstm": "i", "gru": "r", "rnn": ""}
 """For each op the gate whose weights have no effect while all other parameters are 0."""
 
 OPENER = {"lstm": ("g", "x"), "gru": ("n", "h")}
-"""For each op the weights, as (gate, kind), that are not 0 while those of the `HIDDEN` gate are tried: they show its
-effect."""
+"""For each op the weights, as (gate, kind), that are not 0 while the weights of the `HIDDEN` gate are tried. Without
+them the weights of the `HIDDEN` gate would not change the result."""
 
 ROUNDING = 1e-4
 """The largest relative difference of equal results. Rounding in float32 gives about 1e-6, another formula 1e-2."""
@@ -43,11 +43,10 @@ bias, "bhn" a bias that the reset gate multiplies, "p" a peephole."""
 
 
 class Block(NamedTuple):
-    """H rows of one parameter of the user's module. They may be the weights of one of the gates, each of which has H
-    units.
+    """H rows of one parameter of the user's module, which may be the weights of one gate.
 
-    The rows are rows of a view of the parameter: of the parameter itself, of its transpose, or of some of its columns.
-    The view consists of k such blocks. So a matrix has k H rows, and a bias k H elements.
+    The rows are taken from a view of the parameter: the parameter itself, its transpose, or some of its columns. The
+    view consists of k blocks: it has k H rows if it is a matrix, and k H elements if it is a bias.
 
         name: the parameter's key in the module        title: the Python code for the parameter
         view: the function that returns the view       form: the code for it, such as ".T"
@@ -91,10 +90,13 @@ def recognise(module: nn.Module, step: Callable[[mx.array, Any], Any], D: int, H
     """Return the call of `lstm`, `gru` or `rnn` that equals a recurrent cell written by hand, as a line to paste.
 
     The function runs `step` with parameters that it chooses, finds out which rows of which parameter belong to which
-    gate, and compares values and gradients over several steps. So it does not matter how the cell is written or
-    what its parameters are called: one matrix or one for each gate, joined or separate weights of x and h, transposed
-    or not, in any gate order, with no, one or two biases, a GRU that resets before or after its product, with z or 1 -
-    z, an LSTM with a constant forget bias or with peepholes, a plain RNN with tanh, relu or sigmoid.
+    gate, and compares values and gradients over several steps. So it does not matter how the cell is written or what
+    its parameters are called. There may be one matrix or one for each gate, joined or separate weights of x and h,
+    transposed or not, in any gate order, and no, one or two biases. The cell may be
+
+    - an LSTM, also with a constant forget bias or with peepholes;
+    - a GRU that resets before or after its product, whose z is the weight of the old h or of the candidate;
+    - a plain RNN with tanh, relu or sigmoid.
 
     Args:
         module (Module): has all parameters of the cell, and maybe others. They are replaced while the function runs,
@@ -104,8 +106,8 @@ def recognise(module: nn.Module, step: Callable[[mx.array, Any], Any], D: int, H
             by `mx.compile` before.
         D (int): the number of features of x.
         H (int): the number of units, at least 2.
-        name (str): the name of the module in the returned line, such as `"self"`. Default: the line has the bare names
-            of the parameters.
+        name (str): the name of the module in the returned line, such as `"self"`. Default: the line has the names of
+            the parameters without a module.
 
     Returns:
         str or None: a call whose x is [T, B, D] and whose output is `.h`; add `h0=` and `c0=` for first states. None if
@@ -258,9 +260,9 @@ def title_of(key: str, module: str) -> str:
 
 
 def blocks_of(name: str, title: str, shape: tuple[int, ...], D: int, H: int) -> Iterator[Block]:
-    """Yield every `Block` (H rows) of a parameter that may be the weights of one gate. The rows may belong to the
-    parameter, to its transpose or, if one matrix holds the weights of x and of h, to its columns for x or for h. D
-    and H are the widths of x and h."""
+    """Yield the blocks of a parameter: all groups of H rows that, by their shape, may be the weights of one gate. The
+    rows are rows of the parameter or of its transpose. If one matrix may hold the weights of x and of h side by side,
+    only the columns for x, or only the columns for h, are part of a block. D and H are the widths of x and h."""
     if len(shape) == 3 and shape[0] <= 8:
         for n in range(shape[0]):
             for block in blocks_of(name, title, shape[1:], D, H):

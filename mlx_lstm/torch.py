@@ -78,7 +78,7 @@ class Layers(nn.Module):
     gates: int  # number of gates: a weight matrix has H rows for each gate
     engine: Engine | None
     checkpoint_every: int | str | None
-    nonlinearity: str  # of a plain RNN
+    nonlinearity: str  # the activation of a plain RNN
     engine_used = engine_used
 
     def __init__(
@@ -426,9 +426,9 @@ class LSTM(Layers):
                 The forward direction ends at step `lengths[n] - 1`, and the second direction starts at this step and
                 ends at step 0.
             key (array, optional): the random key of dropout, from `mx.random.key`: the same key drops the same
-                elements. Default: MLX's global generator; a compiled function takes `mx.random.state` as an input.
-                Inside `mx.checkpoint` pass a key: the generator would drop other elements when the layer runs again
-                for the gradient, and the gradient would be wrong.
+                elements. Default: MLX's global generator; a function that `mx.compile` compiles must then have
+                `mx.random.state` among its inputs. Inside `mx.checkpoint` pass a key: the generator would drop other
+                elements when the layer runs again for the gradient, and the gradient would be wrong.
             keep (array, optional): [L, N], [N, L] with `batch_first`, or [L]: a factor on the states of every layer
                 before each step, as in `mlx_lstm.lstm`: 0 where an episode begins. The second direction runs through
                 the factors in reverse. torch has no keep and hold.
@@ -692,7 +692,8 @@ class Cell(Layers):
 
 
 class LSTMCell(Cell):
-    """`torch.nn.LSTMCell` as an MLX layer: an `LSTM` of one layer and direction that runs one step per call.
+    """An LSTM cell as in PyTorch: `torch.nn.LSTMCell` as an MLX layer. Each call runs one step of an LSTM with one
+    layer and one direction.
 
     Parameters: `weight_ih` [4H, I], `weight_hh` [4H, H], `bias_ih`, `bias_hh` [4H]; gate order i, f, g, o. To run many
     steps in one call, or to quantize the weights, make a layer of them: `from_weights(convert.from_torch(cell))`.
@@ -733,9 +734,11 @@ class LSTMCell(Cell):
 
 
 class GRUCell(Cell):
-    """`torch.nn.GRUCell` as an MLX layer: a `GRU` of one layer and direction that runs one step per call.
+    """A GRU cell as in PyTorch: `torch.nn.GRUCell` as an MLX layer. Each call runs one step of a GRU with one layer and
+    one direction.
 
-    Parameters: `weight_ih` [3H, I], `weight_hh` [3H, H], `bias_ih`, `bias_hh` [3H]; gate order r, z, n.
+    Parameters: `weight_ih` [3H, I], `weight_hh` [3H, H], `bias_ih`, `bias_hh` [3H]; gate order r, z, n. The arguments
+    are those of `LSTMCell`.
 
     Example:
         >>> import mlx.core as mx
@@ -761,9 +764,11 @@ class GRUCell(Cell):
 
 
 class RNNCell(Cell):
-    """`torch.nn.RNNCell` as an MLX layer: an `RNN` of one layer and direction that runs one step per call.
+    """A plain RNN cell as in PyTorch: `torch.nn.RNNCell` as an MLX layer. Each call runs one step of an RNN with one
+    layer and one direction.
 
-    Parameters: `weight_ih` [H, I], `weight_hh` [H, H], `bias_ih`, `bias_hh` [H]. `nonlinearity` is "tanh" or "relu".
+    Parameters: `weight_ih` [H, I], `weight_hh` [H, H], `bias_ih`, `bias_hh` [H]. The argument `nonlinearity` is "tanh"
+    or "relu"; the other arguments are those of `LSTMCell`.
 
     Example:
         >>> import mlx.core as mx

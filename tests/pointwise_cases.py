@@ -9,7 +9,7 @@ from mlx_lstm import cells, pointwise, recurrent
 from mlx_lstm.check import cells as check_cells
 from mlx_lstm.engines.cell_tracer import Counts, traced
 from mlx_lstm.oracle.closeness import assert_within, exact_and_bounds
-from mlx_lstm.oracle.pointwise import comparison_distance, evaluate_graph
+from mlx_lstm.oracle.pointwise import NOT_FLOATS, comparison_distance, evaluate_graph
 
 
 class Form(check_cells.Form):
@@ -29,6 +29,7 @@ OPTIONS = {
     "keep": {"keep": True},
     "lengths_reverse": {"lengths": True, "reverse": True},
     "everything": {"mask": True, "keep": True, "lengths": True},
+    "hold": {"hold": True, "mask": True, "keep": True, "lengths": True, "reverse": True},
     "chunks": {"checkpoint_every": 2, "lengths": True, "mask": True, "keep": True, "reverse": True},
 }
 
@@ -52,6 +53,8 @@ def draw(rng, form, options, sizes=SIZES):
     case = {name: array.astype(np.float32).astype(np.float64) for name, array in case.items()}
     if options.get("lengths"):
         case["lengths"] = rng.integers(0, T + 1, B)
+    if options.get("hold"):
+        case["hold"] = rng.random((T, B)) < 0.4
     case["reverse"] = bool(options.get("reverse"))
     d = {"h": (T, B, H), "hT": (B, H), "cT": (B, C * H)}
     return case, {name: rng.normal(size=shape).astype(np.float32) for name, shape in d.items() if 0 not in shape}
@@ -61,7 +64,7 @@ def run(form, case, cotangents, call, dtype=np.float32):
     """Run `call(form, arrays, case)`, e.g. `by_recurrent`. form: a `Form`, which describes the cell. case: a dict of
     the arrays and options of the call; `arrays` are its arrays as MLX arrays. Return outputs and gradients in one
     dict of NumPy arrays by name."""
-    names = [name for name, value in case.items() if name not in ("lengths", "reverse")]
+    names = [name for name in case if name not in NOT_FLOATS]
     arrays = [to_mlx(case[name], dtype) for name in names]
 
     def outputs_of(*values):
@@ -99,6 +102,7 @@ def by_pointwise(engine, **options):
             "mask": a.get("mask"),
             "keep": a.get("keep"),
             "lengths": case.get("lengths"),
+            "hold": case.get("hold"),
             "reverse": case["reverse"],
         }
         return pointwise(form.cell, *given, state, **more, apart=form.apart, engine=engine, **options)
@@ -108,15 +112,17 @@ def by_pointwise(engine, **options):
 
 def by_recurrent(form, a, case):
     """Compute a recurrence with `mlx_lstm.recurrent`, which runs the cell `form.cell` step by step as a graph of
-    plain MLX. a: the MLX arrays by name. case: a dict that also holds the options `lengths` and `reverse`. Return
+    plain MLX. a: the MLX arrays by name. case: a dict that also has the options `lengths`, `hold` and `reverse`. Return
     (h, last states)."""
     (x, Wx, Wh, b), state, more = arguments(form, a)
     z = x if Wx is None else x @ Wx.T
     z = z if b is None else z + b
     mask = a.get("mask", mx.ones((*z.shape[:2], state[0].shape[-1]), z.dtype))
 
+    hold = mx.array(case.get("hold", np.zeros(z.shape[:2], bool)))[..., None]
+
     def step(of_step, state):
-        z, mask, *inputs = of_step
+        z, mask, hold, *inputs = of_step
         parts = blocks(z, form.gates)
         if Wh is not None:
             products = blocks((state[0] * mask) @ Wh.T, form.gates)
@@ -124,11 +130,12 @@ def by_recurrent(form, a, case):
             parts = pairs if form.apart else [p + q for p, q in pairs]
         new = form.cell(tuple(parts), state, *inputs, *more["params"])
         new = tuple(mx.broadcast_to(array, state[0].shape) for array in new)  # a new state may be a parameter [H]
+        new = tuple(mx.where(hold, old, array) for old, array in zip(state, new, strict=True))
         return new[0], new
 
     keep = a["keep"][..., 0] if "keep" in a else None
     return recurrent(
-        step, (z, mask, *more["inputs"]), state, keep=keep, lengths=case.get("lengths"), reverse=case["reverse"]
+        step, (z, mask, hold, *more["inputs"]), state, keep=keep, lengths=case.get("lengths"), reverse=case["reverse"]
     )
 
 

@@ -138,6 +138,7 @@ HARMLESS = {
         f"if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates {what}  > becomes >="
         for what in (
             "the zeros from d of the units",
+            "d of all units from the product",
             "the zeros from the units' own h",
             "the first h from the first product",
             "new h from the next product",
@@ -147,7 +148,6 @@ HARMLESS = {
     # After the end of a sequence (`live` is false) these loops write 0 instead of the values that a step saves. With a
     # smaller bound a loop leaves out the last value. The backward pass reads no value after the end, so the gradients
     # are the same.
-    "for (int j = 0; j < REGISTERS_OF<C, LANES>; ++j) c[j] = live ? c[j] : 0.0f;  the bound of < is one less",
     "for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;  the bound of < is one less",
     "for (int k = 0; k <= C; ++k) state[k] = live ? state[k] : 0.0f;  <= becomes <",
     # A lane whose block index LANES * j + lane is too large loads the last block, COUNT - 1. With the bound COUNT - 1

@@ -88,7 +88,7 @@ def as_on_a_mac() -> Iterator[None]:
     before = [(choice, "current_device", choice.current_device), (choice, "has_metal", choice.has_metal)]
     choice.current_device = lambda: "gpu"
     choice.has_metal = lambda: True
-    kernel.forget()  # drop cached kernels: those of the tests' emulator would evaluate their inputs
+    kernel.forget()  # drop cached kernels: kernels of the tests' emulator would evaluate their inputs
     try:
         with recurrence.unguarded(), mx.stream(mx.gpu if mx.is_available(mx.gpu) else mx.cpu):
             yield

@@ -43,7 +43,7 @@ class Task(NamedTuple):
     contender: str
     engine: Any  # one of `ENGINES`, or "-"
     size: Size
-    which: str  # one of PASSES
+    which: str  # the pass, one of PASSES
     dtype: str = "float32"
     device: str = "cpu"  # device of the MLX contenders
     case: str = "lstm"  # one of cases.CASES

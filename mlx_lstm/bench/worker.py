@@ -1,4 +1,4 @@
-"""Run one contender alone in a process, which answers requests of `rounds`:
+"""Run one contender (an implementation) in a separate process, which answers requests of `rounds`:
 
     {"do": "check", "file": F}                   run once, save the results to F (.npz); answer the run's time and
                                                  the peak memory
@@ -26,7 +26,7 @@ from ..recurrence import unguarded
 from .cases import CASES, find_contender
 from .tasks import Size, Task, Work
 
-SETTLE = 0.25  # seconds to wait until threads sleep; those of NumPy's OpenBLAS spin for 0.1 s, those of torch for less
+SETTLE = 0.25  # seconds to wait until threads sleep; NumPy's OpenBLAS lets them spin for 0.1 s, torch for less
 SHORT = 3.0  # seconds; a first run that takes less is mostly set-up, so a second run is timed instead
 
 

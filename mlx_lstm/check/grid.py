@@ -61,8 +61,8 @@ WIDE: dict[str, dict[str, Any]] = {
 UNBOUNDED = ("relu_gates", "identity_gates")
 """Options under which h can grow without limit. With a large batch some value of h leaves the range of float16."""
 KINKED = ("relu", "hard")
-"""Options whose activations have kinks (jumps of the slope). With a large batch one argument is so near to a kink that
-rounding to 16 bits could move it across."""
+"""Options whose activations have kinks (jumps of the slope). With a large batch, some argument of an activation is so
+near to a kink that rounding to 16 bits could move it across."""
 
 
 class GridCase(NamedTuple):
@@ -91,7 +91,7 @@ class GridCase(NamedTuple):
     def draw(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return (case, cotangents) with random arrays, which are the same at every call."""
         margin = ROUNDING_MARGIN if self.dtype == "float32" else KINK_MARGIN
-        recurrent = 0.7 / self.options["sizes"][3] ** 0.5  # with a norm above 1, rounding errors would grow with time
+        recurrent = 0.7 / self.options["sizes"][3] ** 0.5  # small weights: with large ones, rounding errors would grow
         case, cotangents = draw_away_from_kinks(1, margin, **self.options, recurrent=recurrent, dtype=self.dtype)
         return case, {name: cotangents[name] for name in self.with_cotangent or cotangents}
 

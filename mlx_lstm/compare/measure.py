@@ -1,4 +1,4 @@
-"""Compare one result with another: how far apart they are, how far they may be, and where they first differ."""
+"""Compare one result with another: find their largest difference, how large it may be, and where they first differ."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -108,7 +108,7 @@ def compare(
         bound=float(bound[worst]),
         by_time=tuple(float(step.max()) for step in parts) if tensor in SEQUENCES else (),
     )
-    beyond = np.argwhere(~(error <= bound))  # negated, so that NaN counts as beyond
+    beyond = np.argwhere(~(error <= bound))  # negated, so that NaN is beyond its bound, too
     if not len(beyond):
         return row
     first = tuple(int(n) for n in beyond[0])

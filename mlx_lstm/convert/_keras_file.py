@@ -34,7 +34,7 @@ Found = tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str
 
 class Known(NamedTuple):
     """A layer in a model's configuration. place: the path of its arrays in Keras 3; name: the names of the models
-    that contain the layer, then the layer's name; own: the layer's name alone; config: as Keras serialized it."""
+    that contain the layer, then the layer's name; own: only the layer's name; config: as Keras serialized it."""
 
     place: str
     name: str
@@ -92,8 +92,8 @@ def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, An
 
 
 def walk(config: Mapping[str, Any], place: str, name: str) -> Iterator[Known]:
-    """Yield all layers in a model's configuration, also the layers of nested models. place, name: the path of the
-    model's arrays and the names of the models around the layers; both are put before those of each layer."""
+    """Yield all layers in a model's configuration, also the layers of nested models. place, name: what the fields
+    `place` and `name` of all these layers begin with."""
     inner = config.get("config")
     layers = inner.get("layers") if isinstance(inner, Mapping) else inner
     counts: Counter[str] = Counter()
@@ -119,8 +119,8 @@ def snake(name: str) -> str:
 
 class Direction(NamedTuple):
     """The arrays of one direction of a layer in a file. place: the path of the layer's arrays in the file. name: the
-    names of the models that contain the layer, then the layer's name; own: the layer's name alone. way: "", "forward"
-    or "backward". keys: the keys of the arrays, in Keras' order."""
+    names of the models that contain the layer, then the layer's name; own: only the layer's name. way: "", "forward" or
+    "backward". keys: the keys of the arrays, in Keras' order."""
 
     place: str
     name: str
@@ -188,8 +188,8 @@ def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
 
 def gathered(arrays: Mapping[str, Any], directions: list[Direction], known: Mapping[str, Known], slope: str) -> Found:
     """Build `Weights` from the arrays of all directions. Return (layers, others, keys, notes): the layers in the
-    order of the model's configuration, the arrays that belong to no recurrent layer, the keys of each layer, and a
-    note on arrays of the optimizer and of random generators, which are in none of these.
+    order of the model's configuration, the arrays that belong to no recurrent layer, the keys of each layer, and notes.
+    Arrays of the optimizer and of random generators are left out; a note says how many.
 
     slope: which hard_sigmoid this version of Keras has. "x/5": clip(x/5 + 0.5, 0, 1); "x/6": clip(x/6 + 0.5, 0, 1).
     """

@@ -111,7 +111,7 @@ def from_flashrnn_slstm(W: Any, R: Any, b: Any) -> list[Arrays]:
     differ; only c e^m and n e^m are the same in both. FlashRNN's last states are valid first states here.
 
     Args:
-        W (array, optional): [4, N, D, I], as in `from_flashrnn`. `None`: the preactivations are made in another way;
+        W (array, optional): [4, N, D, I], as in `from_flashrnn`. `None` if you compute the preactivations yourself;
             pass them to `mlx_lstm.pointwise` as x [T, B, 4D], one call per head, with `Wx=None`.
         R (array): [4, N, D, D], the argument R of `flashrnn`.
         b (array): [4, N, D], the argument b.

@@ -42,7 +42,7 @@ def from_keras(*layers: Any) -> Weights:
             is not imported.
 
     Returns:
-        Weights: in the dtypes of the layers; the GRU's two biases stay apart.
+        Weights: in the dtypes of the layers; the two biases of a GRU stay separate.
 
     Raises:
         ValueError: a layer of another class, an activation that this package lacks, or layers whose sizes do not fit.

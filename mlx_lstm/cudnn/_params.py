@@ -133,8 +133,8 @@ def cudnn_rnn_params_to_canonical_v2(
     Args:
         num_params_weights (int): the number of weights; an lstm with projection has 9 per layer and direction.
         num_params_biases (int): the number of biases.
-        num_proj (int): P, for an lstm only; 0 for no projection. The original op refuses 0. Default: 0. num_layers,
-        num_units, input_size, params, rnn_mode, input_mode, direction, dropout, seed, seed2: the sizes, the
+        num_proj (int): P, for an lstm only; 0 for no projection. The original op refuses 0. Default: 0.
+        num_layers, num_units, input_size, params, rnn_mode, input_mode, direction, dropout, seed, seed2: the sizes, the
             buffer and the kind of the layers, as in `cudnn_rnn_params_to_canonical`.
 
     Returns:

@@ -15,8 +15,8 @@ from ._stack import CudnnRNNBackpropOutput, Stack
 
 
 class CudnnRNNOutput(NamedTuple):
-    """Outputs of `cudnn_rnn`: output [T, N, D S], output_h [L D, N, S], output_c [L D, N, H] (a scalar 0 unless
-    rnn_mode is lstm), and reserve_space, arrays that the backward op reads.
+    """Outputs of `cudnn_rnn`: output [T, N, D S], output_h [L D, N, S], output_c [L D, N, H], and reserve_space, one
+    array with everything that the backward op reads. If rnn_mode is not lstm, output_c is the scalar 0.
 
     T: steps, N: batch, L: layers, D: directions, H: units, S: the width of h (H, or the projection's width).
     """
@@ -74,8 +74,8 @@ def cudnn_rnn(
 
     Dropout acts on the output of each layer but the last: an element becomes 0 with probability `dropout`, the others
     are divided by 1 - dropout. The random numbers come from `mlx.core.random`; their key is made of seed and seed2. So
-    the same seeds drop the same elements in every call. cuDNN has another generator and drops other elements in each
-    call. To drop other elements in each call here, pass another seed2 each time.
+    the same seeds drop the same elements in every call. cuDNN has a different generator, and drops different elements
+    in each call. To get different elements here, pass a different seed2 in each call.
 
     Args:
         input (array): [T, N, I]. float32, float16, bfloat16 or float64; all other arrays must have the dtype of input.

@@ -9,13 +9,13 @@ wrong layout raises `ValueError`. Where Apple's texts are unclear, the default i
 and keywords select the other readings. "E:name" in a docstring names an experiment that decides the point on a Mac:
 `python -m mlx_lstm.compare --settle` runs all of them. No result has been compared with MPSGraph yet: not measured.
 
-    E:zstate_and_cell  Does zState hold the LSTM's gates after their activations? Is the returned c the one before its
-                       last activation?
+    E:zstate_and_cell  Does zState hold the LSTM's gates after their activations? Is the returned c the cell state
+                       before its last activation?
     E:output_count     How many results does training without produce_cell have?
-    E:grads            Which shapes have the gradients of bias and states? Is the gradient of the last state added at
+    E:grads            Which shapes do the gradients of bias and states have? Is the gradient of the last state added at
                        the last step that each direction computes?
-    E:peephole         Does o read c[t-1] or c[t]? Which shape has the gradient of peephole?
-    E:hard_sigmoid     Which slope has hard_sigmoid?
+    E:peephole         Does o read c[t-1] or c[t]? Which shape does the gradient of peephole have?
+    E:hard_sigmoid     Which slope does hard_sigmoid have?
     E:mask             Which layouts may a mask have?
     E:forget_gate_last Does forget_gate_last also permute the gates in zState and in all gradients?
     E:reverse          Does the result at index t belong to the source at index t if the op runs in reverse?

@@ -131,7 +131,7 @@ class Recurrence(nn.Module):
 def from_weights(
     weights: Weights, *, checkpoint_every: int | str | None = None, engine: Engine | None = None
 ) -> Recurrence:
-    """Return a trainable layer with these weights, whatever options their cell has.
+    """Return a trainable layer with these weights. Their cell may have any options.
 
     Use it for weights that `LSTM`, `GRU` and `RNN` cannot hold: several layers, both directions, a GRU that resets
     before the product (ONNX's default), peepholes, a clip, other activations, a projection. The layer equals
@@ -144,10 +144,10 @@ def from_weights(
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
 
     Returns:
-        Module: called as `layer(x, state, lengths=, keep=, hold=)` with x [B, T, I], it returns the output [B, T, D P],
-        where D is the number of directions and P the width of h, and the last states. `stack` describes the shapes of
-        the states and the three options: lengths of sequences, factors on the states, steps that leave the states as
-        they are. Gate order i, f, g, o or r, z, n.
+        Module: called as `layer(x, state, lengths=, keep=, hold=)` with x [B, T, I], it returns the output [B, T, D P]
+        and the last states. D is the number of directions, P the width of h. `stack` describes the shapes of the states
+        and the three options: lengths of sequences, factors on the states, steps that leave the states as they are.
+        Gate order i, f, g, o or r, z, n.
 
     Raises:
         ValueError: an argument breaks a rule.

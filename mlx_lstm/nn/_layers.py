@@ -196,7 +196,7 @@ class LSTM(Layer):
 
     In evaluation mode (`layer.eval()`) a call saves nothing for the gradient, so it takes less memory; a gradient
     then costs another forward pass. A graph that MLX traces consists of plain MLX ops, which `mx.export_function` can
-    write. In training mode that function fails with MLX's "Unable to serialize primitive CustomTransforms".
+    write. In training mode `mx.export_function` fails with MLX's "Unable to serialize primitive CustomTransforms".
 
     Args:
         input_size (int): size of the features, D.
@@ -293,8 +293,8 @@ class LSTM(Layer):
         """Return the hidden and the cell state after one step, for input that arrives one step at a time: frames of
         sound, moves of a game, or text that a model generates.
 
-        The results equal those of a call with `x[..., None, :]`, without the axis of time. `engine_used`, gradients
-        and `mx.compile` work as for a call. On a CPU a step takes less time than a call.
+        The results equal the results of a call with `x[..., None, :]`, but have no axis of time. `engine_used`,
+        gradients and `mx.compile` work as for a call. On a CPU a step takes less time than a call.
         `mlx.nn.LSTM` has no such method.
 
         Args:
@@ -502,7 +502,7 @@ class RNN(Layer):
 
         The other arguments are optional. `hidden` [..., H]: the state before the first step. `lengths` [...]: the
         number of steps of each sequence. `keep` [..., L]: factors on the state before each step. `hold` [..., L]: true
-        at steps that leave the state as it is. `GRU` explains them further.
+        at steps that leave the state as it is. `LSTM` explains them further.
         """
         return self._run(x, {"hidden": hidden}, lengths, keep, hold)[0]
 
@@ -523,12 +523,13 @@ class QuantizedLSTM(QuantizedLayer, LSTM):
     group_size, bits, mode)` to make one, or `quantize` for a whole model. The constructor draws random weights; call it
     to load a weight file into the layer.
 
-    Parameters: `Wx` and `Wh` as `mx.quantize` packs them, uint32; for each `Wx_scales`, `Wh_scales` and, in mode
-    "affine", `Wx_biases`, `Wh_biases`; `bias` [4H] as in `LSTM`. All are frozen, as in `mlx.nn.QuantizedLinear`; after
-    `layer.unfreeze(keys="bias")` the bias is trained. Quantized weights have no gradient: asking for one raises a
-    ValueError.
+    Parameters: `Wx` and `Wh` as `mx.quantize` packs them, uint32; their scales `Wx_scales`, `Wh_scales`; in mode
+    "affine" also `Wx_biases`, `Wh_biases`; and `bias` [4H] as in `LSTM`. All are frozen, as in
+    `mlx.nn.QuantizedLinear`; after `layer.unfreeze(keys="bias")` the bias is trained. Quantized weights have no
+    gradient: asking for one raises a ValueError.
 
-    If D is not a multiple of the group, `Wx` stays a float weight: a call reads it once, and `Wh` at every step.
+    If D is not a multiple of the group, `Wx` stays a float weight. This costs little time: a call reads `Wx` once, but
+    `Wh` at every step.
 
     Args:
         input_size, hidden_size, bias, engine: as in `LSTM`.

@@ -30,7 +30,7 @@ class Pointwise(nn.Module):
         params (int): number of parameters per unit. Default: 0.
         bias (bool): whether there is a bias. Default: `True`.
         recurrent (bool): whether the preactivations contain Wh h. Default: `True`.
-        apart (bool): pass each gate as a pair, (part of x, part of h). Default: `False`.
+        apart (bool): pass each gate as a pair, (part from x, part from h). Default: `False`.
         checkpoint_every (int or str, optional): as in `mlx_lstm.lstm`. Also an attribute. Default: `None`.
         engine (str, optional): force an engine. Also an attribute. Default: the best for the stream's device.
 

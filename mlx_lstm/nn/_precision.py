@@ -21,9 +21,10 @@ def precision(
     """Cast the float parameters of a model to `dtype` inside the block, and restore them when it ends.
 
     Use it for training in mixed precision: the forward pass runs in the block, on 16-bit copies. The gradients flow
-    through the cast, so they are those of the float32 parameters, in float32, and the optimizer updates these. However
-    the block ends, also by an exception, the model has its old parameters again, the same arrays. An array that the
-    block assigned, such as the running mean of a `BatchNorm`, stays, in the dtype of the array that it replaced.
+    through the cast, so they are gradients of the float32 parameters, in float32. The optimizer updates the float32
+    parameters. After the block, even if it ended by an exception, the model has its old parameters again, the same
+    arrays. Exception: if code in the block assigned a new array to a parameter, such as the running mean of a
+    `BatchNorm`, the new array stays, cast to the dtype of the old one.
 
     The input must be cast, too: a layer computes in the dtype to which x and its parameters promote. float16 needs a
     scaled loss; the guide on training has an example.

@@ -26,11 +26,11 @@ def quantize(
     """Quantize a model in place, as `mlx.nn.quantize`, including the layers of `mlx_lstm.nn` and `mlx_lstm.torch`.
 
     This function has the arguments of `mlx.nn.quantize` and does the same with all other layers. `mlx.nn.quantize`
-    itself leaves the layers of `mlx_lstm` unchanged, so that weight files still fit the model. This function does not
-    quantize the cells of `mlx_lstm.torch`, the recurrent layers of `mlx.nn` (call `replace` first), subclasses, which
-    may compute something else, and recurrent layers of other packages. A warning names such layers, which stay in
-    float, unless `class_predicate` leaves them out. A layer that several modules share stays shared. If a layer cannot
-    be quantized, the model stays as it was. `layer.dequantize()` makes a float layer again.
+    itself leaves the layers of `mlx_lstm` unchanged, so that weight files still fit the model. Some recurrent layers
+    stay in float: the cells of `mlx_lstm.torch`, the layers of `mlx.nn` (call `replace` first), the layers of other
+    packages, and subclasses, because they may compute something else. A warning names these layers, except those that
+    `class_predicate` leaves out. A layer that several modules share stays shared. If this function raises an error for
+    a layer of `mlx_lstm`, the model stays as it was. `layer.dequantize()` makes a float layer again.
 
     To load quantized weights, first quantize a model of the same sizes in the same way, as with MLX:
     `quantize(model, 64, 4)`, `model.load_weights(file)`.

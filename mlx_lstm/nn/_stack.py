@@ -126,7 +126,7 @@ def stack(
     Args:
         layers (list): K layers, all of one kind and one H; the first one reads x. From layer 1 on D is H, or 2H with
             both directions concatenated. The list may be empty if `reverse` is not. One object may have the arrays of
-            several layers; it then counts as several layers. One object may also have the arrays of both directions;
+            several layers; it then stands for these layers. One object may also have the arrays of both directions;
             then `reverse` must be `None`.
         x (array): [B, T, D]. As in the layers, there may be several batch axes, or none.
         state (optional): a tuple (h_0, c_0) for LSTMs, else h_0; each [K, B, H], with both directions [2K, B, H],

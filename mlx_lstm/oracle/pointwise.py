@@ -49,7 +49,8 @@ class Run:
 
         case: a dict of arrays and options. The arrays are x [T, B, I] (without Wx: x Wx^T [T, B, G H]), Wx, Wh, b, h0,
         c0, inputs [T, B, U H] (the cell's inputs at each step), params [V H], mask, and keep [T, B, 1] (factor on the
-        carried states). The options are lengths and reverse.
+        carried states). The options are lengths, reverse and hold (bool [T, B]: steps that leave the states
+        unchanged).
         """
         self.graph, self.fl = graph, fl
         load = {name: fl.load(np.asarray(a, np.float64)) for name, a in case.items() if name not in NOT_FLOATS}
@@ -58,12 +59,18 @@ class Run:
         self.H: int = load["h0"].shape[-1]
         lengths = case.get("lengths")
         self.lengths: Array = np.full(self.B, self.T) if lengths is None else np.asarray(lengths)
+        self.held: Array = np.zeros((self.T, self.B), bool) if case.get("hold") is None else np.asarray(case["hold"])
         self.times: list[int] = list(range(self.T))[:: -1 if case.get("reverse") else 1]
         self.values: dict[int, dict[int, Array]] = {}
 
-    def on(self, t: int) -> Array:
+    def alive(self, t: int) -> Array:
         """Return for each sequence of the batch whether it has not ended at step t, bool [B, 1]."""
         return (self.lengths > t)[:, None]
+
+    def on(self, t: int) -> Array:
+        """Return for each sequence of the batch whether step t runs, bool [B, 1]: the sequence has not ended, and the
+        option `hold` does not skip the step."""
+        return self.alive(t) & ~self.held[t][:, None]
 
     def compute(self, values: dict[int, Array], outputs: Sequence[int]) -> None:
         """Compute all nodes of the graph that the nodes `outputs` depend on, and add their values to the dict `values`
@@ -99,15 +106,15 @@ class Run:
         sequence = np.zeros((self.T, self.B, graph.states * self.H))
         for t in self.times:
             fl.start_step()
-            on = self.on(t)
-            before = state if "keep" not in a else [np.where(on, fl(a["keep"][t] * s), s) for s in state]
+            on, alive = self.on(t), self.alive(t)
+            before = state if "keep" not in a else [np.where(alive, fl(a["keep"][t] * s), s) for s in state]
             values = self.inputs(t, on, before)
             self.compute(values, graph.forward)
             new = [np.broadcast_to(values[n], (self.B, self.H)) for n in graph.forward]
             self.values[t] = values
             self.before = {**getattr(self, "before", {}), t: (state, before)}
-            state = [np.where(on, after, s) for after, s in zip(new, state, strict=True)]
-            sequence[t] = np.where(on, np.concatenate(state, axis=-1), 0)
+            state = [np.where(on, after, s) for after, s in zip(new, before, strict=True)]
+            sequence[t] = np.where(alive, np.concatenate(state, axis=-1), 0)
         outputs = {"h": sequence[..., : self.H], "hT": state[0]}
         if len(state) > 1:
             outputs |= {"c": sequence[..., self.H :], "cT": np.concatenate(state[1:], axis=-1)}
@@ -146,12 +153,12 @@ class Run:
         rows: dict[int, Tensors] = {}
         for t in reversed(self.times):
             fl.start_step()
-            on, values = self.on(t), dict(self.values[t])
+            on, alive, values = self.on(t), self.alive(t), dict(self.values[t])
             outside = [cot["h"][t] if "h" in cot else zeros]
             outside += self.blocks(
                 cot["c"][t] if "c" in cot else np.zeros((self.B, H * graph.states)), graph.states - 1
             )
-            now = [fl(g + np.where(on, o, 0)) for g, o in zip(d, outside, strict=True)]
+            now = [fl(g + np.where(alive, o, 0)) for g, o in zip(d, outside, strict=True)]
             values |= {graph.number[f"d{k}"]: g for k, g in enumerate(now) if f"d{k}" in graph.number}
             self.compute(values, graph.back)
             back = [np.where(on, np.broadcast_to(values[n], (self.B, H)), 0) for n in graph.back]
@@ -168,11 +175,12 @@ class Run:
                 row["mask"] = fl(dh * before[0])
                 row["entered"] = np.where(on, before[0] if "mask" not in a else fl(before[0] * self.mask_at(t)), 0)
                 ds = [fl(ds[0] + (dh if "mask" not in a else fl(dh * self.mask_at(t)))), *ds[1:]]
+            ds = [np.where(on, g, held) for g, held in zip(ds, now, strict=True)]
             if "keep" in a:
                 terms = np.concatenate([fl(g * s) for g, s in zip(ds, state, strict=True)], axis=-1)
-                row["keep"] = np.where(on, fl.total(terms, (1,)), 0)
+                row["keep"] = np.where(alive, fl.total(terms, (1,)), 0)
                 ds = [fl(g * a["keep"][t]) for g in ds]
-            d = [np.where(on, g, old) for g, old in zip(ds, now, strict=True)]
+            d = [np.where(alive, g, old) for g, old in zip(ds, now, strict=True)]
             rows[t] = row
         return self.collect(rows, d)
 
@@ -206,7 +214,7 @@ class Run:
         return {name: gradient for name, gradient in found.items() if name in a}
 
 
-NOT_FLOATS = ("lengths", "reverse")
+NOT_FLOATS = ("lengths", "reverse", "hold")
 
 
 def evaluate_graph(

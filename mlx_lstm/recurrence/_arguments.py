@@ -218,7 +218,7 @@ def check_mask(op: str, mask: ArraySpec, shape: tuple[int, int, int], dtype: mx.
 def check_sequences(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, op: str) -> None:
     """Check the arrays that a gradient op gets besides the arguments of the forward pass: the outputs that the
     forward pass saved, and the gradients of the outputs (cotangents). The saved outputs that the op needs must be
-    given, and all shapes must be those of the outputs."""
+    given, and each array must have the shape of its output."""
     T, B, D, dtype = problem.T, problem.B, problem.directions, arrays["x"].dtype
     G, H, P = problem.cell.gates, problem.H, problem.P
     shapes = {"h": [T, B, D * P], "c": [T, B, D * H], "gates": [T, B, D * G * H], "hT": [B, D * P], "cT": [B, D * H]}

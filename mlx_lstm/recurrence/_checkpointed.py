@@ -2,8 +2,8 @@
 the start of each chunk are saved, and the gradient runs each chunk again.
 
 `mx.checkpoint` does not suffice for two reasons. An array that a function captures would get a gradient of 0, and
-MLX could run all chunks again at the same time. Here the gradient of a chunk waits for that of the following chunk,
-and the parameters of captured modules are inputs of a chunk.
+MLX could run all chunks again at the same time. Here the gradient of a chunk waits for the gradient of the following
+chunk, and the parameters of captured modules are inputs of a chunk.
 """
 
 from collections.abc import Callable, Iterator

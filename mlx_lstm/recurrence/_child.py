@@ -40,7 +40,7 @@ another trial would take a minute."""
 
 class Verdict(NamedTuple):
     """The result of a trial, a small test run of an engine's kernels. reason: why the kernels are refused; empty if
-    they are correct. lasting: True if the verdict is stored for this machine, False if it counts only in this process.
+    they are correct. lasting: True if the verdict is stored for this machine, False if only this process uses it.
     """
 
     reason: str

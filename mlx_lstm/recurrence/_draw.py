@@ -111,9 +111,10 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
     """Return random arrays for all names of the problem, and `steer` [D G H]: one offset for each preactivation.
 
     An offset has a size of 0.5 to 0.7. The offset of the candidate (gate g of an LSTM, n of a GRU, the only gate of
-    a plain RNN) has a random sign for each unit, so that h takes both signs. All others are positive, so that no
-    gate with relu is 0. An LSTM's c0 has the same sign as the candidate's offset, so that c stays away from 0, where
-    relu has a kink.
+    a plain RNN) has a random sign for each unit, so that h takes both signs. Exception: in an LSTM whose candidate's
+    activation is never negative, such as relu, this offset is positive. The offsets of all other gates are positive, so
+    that no gate with relu is 0. An LSTM's c0 has the same sign as the candidate's offset, so that c stays away from 0,
+    where relu has a kink.
     """
     _, B, H, _ = problem[:4]
     cell, D, G = problem.cell, problem.directions, problem.cell.gates

@@ -91,7 +91,7 @@ def unguarded() -> Iterator[None]:
 
 @cache
 def is_real() -> bool:
-    """Return whether this machine has a GPU that MLX can use. The emulated GPU of the tests does not count."""
+    """Return whether this machine has a GPU that MLX can use. The emulated GPU of the tests is not such a GPU."""
     return mx.is_available(mx.gpu)
 
 
@@ -112,7 +112,7 @@ def refusal(engine: str, problem: Problem) -> str:
         reason = verdicts.find(text)
         if reason is None and (reason := _child.hung(engine)) is None:
             with one_process_at_a_time():
-                reason = verdicts.find(text)  # another process may have tried meanwhile
+                reason = verdicts.find(text)  # another process may have tested the kernels meanwhile
                 if reason is None:
                     reason = tried(trial, neighbours(engine, problem))
     return reason

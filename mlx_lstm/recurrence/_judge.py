@@ -39,7 +39,7 @@ class Judge:
 
     def count(self, *trials: Trial) -> dict[str, Any]:
         """Return {"kernels": how many different kernels these trials (small test runs) will launch}. Kernels that
-        earlier trials have found correct do not count. No kernel is launched."""
+        earlier trials have found correct are left out. No kernel is launched."""
         return {"kernels": len(set[Text]().union(*map(self.recorder.texts_of, trials)) - self.right)}
 
     def judge(self, trial: Trial) -> dict[str, Any]:
@@ -156,8 +156,8 @@ def graph(
     engine: str,
 ) -> dict[str, mx.array]:
     """Return the outputs, and the gradients under names such as "dWx", of one run on this engine, as lazy MLX arrays
-    with the time axis first. arrays: the inputs and weights. cotangents: of the outputs from which the gradients are
-    computed."""
+    with the time axis first. arrays: the inputs and weights. cotangents: the gradients of outputs, by the outputs'
+    names; the gradients of the floats in `arrays` are computed from them."""
     floats = {name: array for name, array in arrays.items() if name not in packed_names(arrays)}
     # Quantized weights and lengths have no gradient.
     others = {name: array for name, array in arrays.items() if name not in floats}

@@ -69,16 +69,16 @@ def lstm(
 
     Args:
         x (array): input, [T, B, I]; or, with `Wx=None`, the already projected input, [T, B, 4H].
-        Wx (array, optional): input weights, [4H, I]. Wx, Wh and Wp may be `Quantized`: the result equals that with the
-            matrices which `mx.dequantize` returns for them. Quantized weights have no gradient.
+        Wx (array, optional): input weights, [4H, I]. Wx, Wh and Wp may be `Quantized`: the call then equals a call with
+            the matrices that `mx.dequantize` returns for them. Quantized weights have no gradient.
         Wh (array): recurrent weights, [4H, P]; P is H, or the projection's width.
         b (array, optional): bias, [4H].
         h0 (array, optional): first h, [B, P]. Default: zeros.
         c0 (array, optional): first c, [B, H]. Default: zeros.
         gate_order (str): order of the four H-blocks on every 4H axis (weights, bias, peephole, gates), a permutation of
             input, forget, candidate and output gate. Default: `"ifgo"`.
-        activations (sequence of str): the activations of i, f, g, o (in this order, whatever `gate_order` is) and of
-            the output, each one of `"identity"`, `"relu"`, `"tanh"`, `"sigmoid"`, `"hard_sigmoid"`
+        activations (sequence of str): the activations of i, f, g, o and of the output, in this order, which does not
+            depend on `gate_order`. Each is one of `"identity"`, `"relu"`, `"tanh"`, `"sigmoid"`, `"hard_sigmoid"`
             (clip(0.2 x + 0.5, 0, 1)), `"hard_sigmoid_sixth"` (clip(x / 6 + 0.5, 0, 1)).
         peephole (array, optional): peephole weights, [4H]; zeros for a gate without a peephole.
         output_peephole (str): with `"current"` the peephole of o reads c[t]; with `"previous"` it reads c[t-1].
@@ -107,15 +107,16 @@ def lstm(
             at its end. Under `mx.compile` the range is not checked.
         Wp (array, optional): projection of h, [P, H].
         return_gates (bool): whether `gates` is returned, else it is `None`. Default: `False`.
-        training (bool): `False` for inference. The forward pass then saves nothing for a gradient; a gradient that is
-            asked for all the same runs the forward pass again. With `False`, a graph that MLX traces does not contain
+        training (bool): `False` for inference. The forward pass then saves nothing for a gradient. If a gradient is
+            needed nevertheless, the forward pass runs again. With `False`, a graph that MLX traces does not contain
             this package's gradient, because `mx.export_function` could not write it; MLX differentiates the graph
             itself. Default: `True`.
         checkpoint_every (int or str, optional): gradient checkpointing. In training, save only the states of every
-            K-th step; the gradient recomputes K steps at a time. The result is exact. The memory holds K steps and
-            T / K states instead of the gates and cell states of all steps, besides the outputs that the caller holds;
-            docs/training.md has the time. `"auto"` chooses a K near sqrt(T); for engine `"ops"` a quarter of that, for
-            `"numpy"` at least 1024 rows (steps times B), at most T / 8. Default: `None`, no checkpointing.
+            K-th step; the gradient recomputes K steps at a time. The result is exact. Besides the outputs that the
+            caller holds, memory holds the gates and cell states of K steps and the states of T / K steps, not the gates
+            and cell states of all steps; docs/training.md shows the time. `"auto"` chooses a K near sqrt(T).
+            Exceptions: the engine `"ops"` takes a quarter of that; the engine `"numpy"` takes the smaller one of
+            1024 / B and T / 8 if it is larger than sqrt(T). Default: `None`, no checkpointing.
         engine (str, optional): `"fused"`, `"stepwise"` (Metal), `"numpy"` or `"ops"` to force an engine. Default: the
             best for the stream's device and the sizes, see `mlx_lstm.engines.choose`.
         stream (Stream or Device, optional): where to run, as for any MLX op.
@@ -184,8 +185,8 @@ def lstm_gradients(
 ) -> Arrays:
     """Return the gradients of `lstm`, computed from the outputs of a forward pass.
 
-    The results equal those of `mx.vjp` for the same arguments. No gate is recomputed. Wrong arguments raise the same
-    errors as in `lstm`.
+    The results equal the gradients that `mx.vjp` returns for the same arguments. No gate is recomputed. Wrong arguments
+    raise the same errors as in `lstm`.
 
     Args:
         x, Wx, Wh, b, h0, c0 and all options: as in the call of `lstm`, except cell_clip and forget_bias: the

@@ -59,11 +59,10 @@ def rnn(
         b (array, optional): bias, [H].
         h0 (array, optional): first h, [B, H]. Default: zeros.
         activation (str): the activation of h; the names are those of `lstm`. Default: `"tanh"`.
-        mask (a factor on h in the product with Wh), keep (a factor on h before a step), hold (steps that leave h
-            unchanged), reverse, bidirectional (the directions), lengths (steps per sequence), training (whether a
-            gradient may be asked for), checkpoint_every (saves the states of some steps only), engine, stream (where to
-            run): as in `lstm`, with the same errors. With both directions Wx is [2H, I], b [2H], Wh [2, H, H], h0
-            [B, 2H], a projected x [T, B, 2H].
+        mask, keep, hold, reverse, bidirectional, lengths, training, checkpoint_every, engine, stream: as in `lstm`,
+            with the same errors. mask is a factor on h in the product with Wh; keep is a factor on h before a step;
+            hold marks steps that leave h unchanged; lengths has the steps of each sequence. With both directions Wx is
+            [2H, I], b [2H], Wh [2, H, H], h0 [B, 2H], a projected x [T, B, 2H].
         return_gates (bool): whether `gates`, here the preactivations, is returned. Default: `False`.
 
     Returns:
@@ -107,7 +106,8 @@ def rnn_gradients(
     stream: Stream = None,
 ) -> Arrays:
     """Return the gradients of `rnn`, computed from the outputs of a forward pass: a dict with a gradient for each array
-    argument that was passed, under the argument's name and in its shape. They equal those of `mx.vjp`.
+    argument that was passed, under the argument's name and in its shape. They equal the gradients that `mx.vjp`
+    returns.
 
     Args:
         x, Wx, Wh, b, h0 and all options: as in the call of `rnn`.

@@ -64,9 +64,9 @@ class Stepper:
 
     A step notices parameters that have changed: new arrays, as an optimizer or `load_weights` assigns them, and MLX's
     changes in place such as `layer.Wh *= 2`. It then copies the new parameters before it runs. It does not notice a
-    write through a NumPy view of a parameter, nor another layer in the place of the old one. The engine is that for the
-    device at the time when the stepper was made. A stepper serves one thread at a time; a layer can have any number of
-    steppers.
+    write through a NumPy view of a parameter, nor another layer in the place of the old one. The engine is chosen for
+    the current device when the stepper is made, and again when parameters have changed. A stepper serves one thread at
+    a time; a layer can have any number of steppers.
 
     Attributes:
         engine_used (Choice): the engine that runs the steps, with the reason.
@@ -124,8 +124,8 @@ class Stepper:
 
         Returns:
             array: h [..., P], a new array of the same kind as x. MLX arrays have the dtype to which the parameters
-            promote; NumPy arrays are float32 where this is a 16-bit dtype. On the CPU h is computed when the call
-            returns. On a GPU h is lazy, as always in MLX.
+            promote; NumPy arrays are float32 if that dtype has 16 bits. On the CPU h is computed when the call returns.
+            On a GPU h is lazy, as always in MLX.
 
         Raises:
             ValueError: x or keep breaks a rule, or the call is inside a transformation of MLX.

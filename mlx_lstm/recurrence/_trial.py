@@ -180,7 +180,7 @@ def smallest_pointwise(problem: Problem) -> tuple[int, int, int]:
 
 def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     """Return (B, H, P, cores) for the test run of the stepwise kernels: the smallest sizes, and a number of GPU cores,
-    with which the matrix products use the same tiles as those of the call."""
+    with which the matrix products use the same tiles as in the call."""
     wanted = tile_of(problem, problem.H), tile_of(problem, problem.P)
     problem = in_one_direction(problem)
 
@@ -210,8 +210,8 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
 def in_one_direction(problem: Problem) -> Problem:
     """Return the problem, or a problem of one direction if both directions of a cell written by the user run on
     `stepwise`. For such a cell the oracle computes one direction, and the kernels read the number of directions at run
-    time. If H is small, it is doubled, so that Metal binds the arrays in the same address space as those of both
-    directions."""
+    time. If H is small, it is doubled: the arrays are then as wide as the arrays of both directions, and Metal binds
+    them in the same address space."""
     if not problem.bidirectional or not isinstance(problem.cell, PointwiseCell):
         return problem
     H = 2 * problem.H if problem.H < SMALL else problem.H

@@ -1,7 +1,7 @@
 """Tools shared by the commands check, bench and compare, and by the tests.
 
 `cases` draws random calls of the ops, `judge` decides whether results are right, `report` describes the machine and
-prints tables, `progress` shows the current work, `child` runs code that may crash in a child process.
+prints tables, `progress` shows the current work.
 """
 
 __all__: list[str] = []  # for this package's own commands and tests

@@ -376,7 +376,8 @@ def block_lstm_grad_v2(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> BlockLSTMGradOutput:
-    """Return the gradient of `block_lstm_v2`, in gate order IFCO; equals `tf.raw_ops.BlockLSTMGradV2`."""
+    """Return the gradient of `block_lstm_v2`, in gate order IFCO; equals `tf.raw_ops.BlockLSTMGradV2`. The arguments
+    and the outputs are those of `block_lstm_grad`."""
     names = lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     saved = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
     with on(stream, "block_lstm_grad_v2"):

@@ -84,8 +84,7 @@ def struct_text(cell: PointwiseCell, lanes: int) -> str:
         "READS_H": int(graph.reads("s0") or graph.reads_after(0)),
     }  # fmt: skip
     enum = ", ".join(f"{name} = {value}" for name, value in numbers.items())
-    blocks = own_blocks_text(graph, lanes)
-    return f"struct Own {{\nenum {{ {enum} }};\n{forward_text(cell, lanes)}{backward_text(cell, lanes)}{blocks}}};\n"
+    return f"struct Own {{\nenum {{ {enum} }};\n{forward_text(cell, lanes)}{backward_text(cell, lanes)}}};\n"
 
 
 def function_text(head: str, lines: list[str]) -> str:
@@ -99,15 +98,6 @@ def of_lane(names: list[str], lanes: int) -> str:
     for k in reversed(range(len(names) - 1)):
         code = f"lane == {k} ? {names[k]} : {code}" if lanes > 1 else names[0]
     return code
-
-
-def own_blocks_text(graph: CellGraph, lanes: int) -> str:
-    """Return the source of the Metal function `own_blocks`. From all states s it selects those that the lane stores,
-    and writes them to c. h, the first state, is not among them."""
-    names = [f"s[{k}]" for k in range(1, graph.states)]
-    parts = [names[start : start + lanes] for start in range(0, len(names), lanes)]
-    lines = [f"c[{j}] = {of_lane(part, lanes)};" for j, part in enumerate(parts)]
-    return function_text("own_blocks(int lane, thread const float* s, thread float* c)", lines)
 
 
 def name_of(text: str) -> str:
@@ -148,11 +138,11 @@ def forward_text(cell: PointwiseCell, lanes: int) -> str:
 
 
 def backward_text(cell: PointwiseCell, lanes: int) -> str:
-    """Return the source of the Metal function that computes one backward step of a unit, whose states and gates are
-    distributed over several lanes. The function's parameters are:
+    """Return the source of the Metal function that computes one backward step of a unit, whose gates are distributed
+    over several lanes. The function's parameters are:
 
     - y: this lane's values of what the forward pass saved
-    - h: the state h before the step. c: this lane's values of the other states before the step
+    - before: the states before the step, the same in all lanes
     - factor: the value of the option `keep`, by which the forward step multiplied the states first
     - u, w: the inputs of the step, and the parameters
     - now: on entry the states after the step, on return the states before it
@@ -168,26 +158,19 @@ def backward_text(cell: PointwiseCell, lanes: int) -> str:
     uniform |= {n: f"{name[0]}_in{name[1:]}" for name, n in number.items() if name[0] in "uwd"}
     arrays = {"u": "u", "w": "w", "d": "back"}
     lines += [f"const float {n[0]}_in{n[1:]} = {arrays[n[0]]}[{n[1:]}];" for n in number if n[0] in "uwd"]
-    if "s0" in number:
-        lines.append("const float s_in0 = factor * h;")
-        uniform[number["s0"]] = "s_in0"
-    others = [number.get(f"s{k}", -1) for k in range(1, graph.states)]
-    lines += [f"const float b{j} = factor * c[{j}];" for j in range(-(-len(others) // lanes))]
+    states = [k for k in range(graph.states) if f"s{k}" in number]
+    lines += [f"const float s_in{k} = factor * before[{k}];" for k in states]
+    uniform |= {number[f"s{k}"]: f"s_in{k}" for k in states}
     lines += [f"const float y{j} = y[{j}];" for j in range(-(-len(graph.saved) // lanes))]
-    bundles = grouped("b", others, lanes) + grouped("y", list(graph.saved), lanes)
-    code = Statements(graph, lanes, uniform, bundles)
+    code = Statements(graph, lanes, uniform, grouped("y", list(graph.saved), lanes))
     code.divide_work(graph.back)
     results = {"d": code.in_lanes(gradient_nodes(graph))}
     for letter, name in (("s", "back"), ("u", "du"), ("w", "dw")):
         results[name] = [code.as_float(n, code.everywhere(n)) for n in graph.gradients(letter)]
     lines += code.lines
     lines += [f"{name}[{k}] = {value};" for name, values in results.items() for k, value in enumerate(values)]
-    lines += ["now[0] = h;"] if graph.reads_after(0) else []
-    for k in range(1, graph.states):
-        j, lane = divmod(k - 1, lanes)
-        if graph.reads_after(k):
-            lines.append(f"now[{k}] = quad_broadcast(c[{j}], ushort({lane}));" if lanes > 1 else f"now[{k}] = c[{j}];")
-    head = "backward(int lane, thread const float* y, float h, thread const float* c, float factor, "
+    lines += [f"now[{k}] = before[{k}];" for k in range(graph.states) if graph.reads_after(k)]
+    head = "backward(int lane, thread const float* y, thread const float* before, float factor, "
     head += "thread const float* u, thread const float* w, thread float* now, thread float* back, thread float* d, "
     return function_text(head + "thread float* du, thread float* dw)", lines)
 

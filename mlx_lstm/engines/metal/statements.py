@@ -191,6 +191,7 @@ class Statements:
             return self.new(first, OPERATIONS[nodes[first].op].format(*merged))
         # No single statement computes the values of all lanes, so each lane selects its value with a conditional
         # expression. Lanes whose values are in one register, or are results of the same operation, share a selection.
+        self.exchange(of)
         kinds: dict[object, list[int]] = {}
         for k, n in of.items():
             mine = next((name for name, have in self.bundles if have[k] == n), None)
@@ -202,6 +203,22 @@ class Statements:
         for group, name in parts[:-1]:
             code = f"({self.condition(group)}) ? {name} : {code}"
         return self.new(first, code)
+
+    def exchange(self, of: dict[int, int]) -> None:
+        """Append shuffles with which pairs of lanes exchange the values of one register, if at least two lanes then
+        get the nodes that they want. For example, the backward pass of an LSTM needs gate g in the lane of gate i, and
+        gate i in the lane of gate g: one shuffle replaces two broadcasts. of: from each lane to the node that it wants.
+        """
+        wanted: dict[tuple[str, int], list[int]] = {}
+        for k, n in of.items():
+            place = self.place(n)
+            if place is not None and n not in self.uniform and not any(have[k] == n for _, have in self.bundles):
+                wanted.setdefault((place[0], k ^ place[1]), []).append(k)
+        for (name, distance), lanes in wanted.items():
+            if len(lanes) > 1:
+                have = next(nodes for other, nodes in self.bundles if other == name)
+                code = f"simd_shuffle_xor({name}, ushort({distance}))"
+                self.bundles.append((self.new(of[lanes[0]], code), [have[k ^ distance] for k in range(4)]))
 
     def align(self, operands: dict[int, list[int]]) -> None:
         """Swap the two operands of a commutative operation in some lanes, in place, so that fewer statements are

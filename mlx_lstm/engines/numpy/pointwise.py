@@ -154,15 +154,16 @@ class Writer:
         return Code(tuple(self.lines), self.scratch, self.constants)
 
 
-def function_of(code: Code, parameters: str, unpacked: Sequence[str]) -> Callable[..., Any]:
+def function_of(code: Code, parameters: str, once: Sequence[str], unpacked: Sequence[str]) -> Callable[..., Any]:
     """Return a function build(shape, dtype, fixed), which returns the function step(parameters). A call of `step` runs
     the statements of `code` on arrays of this shape and dtype.
 
-    fixed: a dict of further arrays that the statements use. unpacked: statements that run first; they split parameters
-    such as z into their blocks and name the blocks.
+    fixed: a dict of further arrays that the statements use, the same arrays in every call. once, unpacked: statements
+    that split arrays such as z into their blocks and name the blocks. `build` runs those of `once`, for the arrays in
+    `fixed`; every call of `step` first runs those of `unpacked`, for its parameters.
     """
     body = "\n    ".join([*unpacked, *code.lines, "pass"])
-    text = f"def step({parameters}):\n    {body}\n"
+    text = "\n".join([*once, f"def step({parameters}):\n    {body}\n"])
     compiled = compile(text, "<a cell of your own>", "exec")
 
     def build(shape: tuple[int, int], dtype: np.dtype, fixed: dict[str, Any]) -> Callable[..., None]:
@@ -183,11 +184,11 @@ def columns(letter: str, count: int) -> list[str]:
 
 
 def unpacking(names: Sequence[str], array: str) -> list[str]:
-    """Return a list with the statement that assigns the n blocks [H, B] of an array [n H, B] to n names. Return an
-    empty list without names."""
+    """Return the statements that assign the n blocks [H, B] of an array [n H, B] to n names. A slice per name takes
+    less time than `reshape` and an assignment to all names at once."""
     if len(names) == 1:
         return [f"{names[0]} = {array}"]
-    return [f"{', '.join(names)} = {array}.reshape({len(names)}, H, -1)"] if names else []
+    return [f"{name} = {array}[{k} * H : {k + 1} * H]" for k, name in enumerate(names)]
 
 
 def negatable(graph: CellGraph) -> str:
@@ -208,14 +209,14 @@ def negatable(graph: CellGraph) -> str:
 
 @lru_cache(256)
 def forward_function(cell: PointwiseCell, order: str, negated: str) -> Callable[..., Any]:
-    """Return the function that builds a forward step: step(z, xs, s0, c_prev, us, y, c, n0).
+    """Return the function that builds a forward step: step(xs, s0, c_prev, y, c, n0).
 
-    The step reads
+    The step reads these arrays; z and us are fixed, the same in every call:
 
         z [G H, B]     the preactivations, or only their recurrent part if `graph.apart`
+        us [U H, B]    the inputs of the step
         xs [G H, B]    the input's part of the preactivations, if z does not contain it
         s0, c_prev     h and the other states before the step
-        us [U H, B]    the inputs of the step
 
     and writes
 
@@ -241,11 +242,12 @@ def forward_function(cell: PointwiseCell, order: str, negated: str) -> Callable[
             runs[-1][2].append(place)
         else:
             runs.append((op, [k], [place]))
-    together, slices = [], []
+    together = []
+    of_blocks, of_y = unpacking(columns("a", graph.gates), blocks), unpacking(kept, "y")
     for number, (op, saved, places) in enumerate(runs):
         if len(saved) > 1:
-            slices += [f"r{number} = {blocks}[{places[0]}*H:{places[-1] + 1}*H]"]
-            slices += [f"q{number} = y[{saved[0]}*H:{saved[-1] + 1}*H]"]
+            of_blocks += [f"r{number} = {blocks}[{places[0]} * H : {places[-1] + 1} * H]"]
+            of_y += [f"q{number} = y[{saved[0]} * H : {saved[-1] + 1} * H]"]
         source, target = (f"r{number}", f"q{number}") if len(saved) > 1 else (f"a{places[0]}", kept[saved[0]])
         names = tuple(kept[k] for k in saved)
         together.append(Run(op, tuple(graph.saved[k] for k in saved), names, source, target))
@@ -253,14 +255,14 @@ def forward_function(cell: PointwiseCell, order: str, negated: str) -> Callable[
     known |= {graph.number[name]: block for name, block in by_name.items() if name in graph.number}
     targets = [*zip(graph.saved, kept, strict=True), *zip(graph.forward, columns("n", graph.states), strict=True)]
     code = Writer(graph, known, targets, together).code()
-    unpacked = [
-        *slices,
-        *unpacking(columns("a", graph.gates), blocks),
-        *unpacking(columns("p", graph.gates * graph.apart), "z"),
-    ]
-    unpacked += [*unpacking(columns("s", graph.states)[1:], "c_prev"), *unpacking(columns("u", graph.inputs), "us")]
-    unpacked += [*unpacking(kept, "y"), *unpacking(columns("n", graph.states)[1:], "c")]
-    return function_of(code, "z, xs, s0, c_prev, us, y, c, n0", unpacked)
+    once = [*unpacking(columns("p", graph.gates * graph.apart), "z"), *unpacking(columns("u", graph.inputs), "us")]
+    unpacked = [*of_y, *unpacking(columns("s", graph.states)[1:], "c_prev")]
+    unpacked += unpacking(columns("n", graph.states)[1:], "c")
+    if blocks == "z":
+        once += of_blocks
+    else:
+        unpacked += of_blocks
+    return function_of(code, "xs, s0, c_prev, y, c, n0", once, unpacked)
 
 
 class PointwiseStep:
@@ -279,7 +281,8 @@ class PointwiseStep:
         self.saved: Array = np.empty((cell.kept * H, B), dtype)  # used if the caller wants no gates
         self.us: Array = np.empty((graph.inputs * H, B), dtype)
         build = forward_function(cell, self.products.order, self.products.negated)
-        self.step: Callable[..., None] = build((H, B), dtype, params_of(graph, v, H, B))
+        fixed = params_of(graph, v, H, B) | {"z": self.z, "us": self.us}
+        self.step: Callable[..., None] = build((H, B), dtype, fixed)
 
     def __call__(
         self,
@@ -302,7 +305,7 @@ class PointwiseStep:
             np.matmul(self.weights, operand, out=self.z)
             if inputs is not None and not self.apart:
                 self.z += inputs
-        self.step(self.z, inputs, h_prev, c_prev, self.us, self.saved if saved is None else saved, c, h)
+        self.step(inputs, h_prev, c_prev, self.saved if saved is None else saved, c, h)
 
 
 def params_of(graph: CellGraph, v: Views, H: int, B: int) -> dict[str, Array]:
@@ -316,7 +319,8 @@ def backward_function(cell: PointwiseCell) -> tuple[Callable[..., Any], tuple[in
     """Return (build, other). build: a function that builds a backward step. other: the numbers of the gates whose
     input part and recurrent part have different gradients, such as a GRU's candidate (only if `graph.apart`).
 
-    The built function is step(y, s0, c_prev, n0, c, us, d0, dc, dz, dx, direct, du, dw). It reads
+    The built function is step(y, s0, c_prev, n0, c, d0, dc, dz, dx, direct). The arrays us, du and dw are fixed: they
+    are the same in every call. The function reads
 
         y            the values that the forward pass saved
         s0, c_prev   h and the other states before the step
@@ -344,12 +348,12 @@ def backward_function(cell: PointwiseCell) -> tuple[Callable[..., Any], tuple[in
     targets += [*zip(graph.gradients("u"), columns("v", graph.inputs), strict=True)]
     targets += [*zip(graph.gradients("w"), columns("g", graph.params), strict=True)]
     code = Writer(graph, known, targets).code()
+    once = [*unpacking(columns("u", graph.inputs), "us"), *unpacking(columns("v", graph.inputs), "du")]
+    once += unpacking(columns("g", graph.params), "dw")
     unpacked = [*unpacking(columns("y", len(graph.saved)), "y"), *unpacking(columns("s", graph.states)[1:], "c_prev")]
     unpacked += [*unpacking(columns("n", graph.states)[1:], "c"), *unpacking(columns("d", graph.states)[1:], "dc")]
     unpacked += [*unpacking(columns("z", graph.gates), "dz"), *unpacking(columns("q", len(other)), "dx")]
-    unpacked += [*unpacking(columns("u", graph.inputs), "us"), *unpacking(columns("v", graph.inputs), "du")]
-    unpacked += unpacking(columns("g", graph.params), "dw")
-    return function_of(code, "y, s0, c_prev, n0, c, us, d0, dc, dz, dx, direct, du, dw", unpacked), other
+    return function_of(code, "y, s0, c_prev, n0, c, d0, dc, dz, dx, direct", once, unpacked), other
 
 
 def passes_h(graph: CellGraph) -> bool:
@@ -373,7 +377,6 @@ class PointwiseStepBackward:
         forward pass."""
         (_, B, H, _), dtype, graph = problem[:4], v["x"].dtype, cell.graph
         build, self.other = backward_function(cell)
-        self.step: Callable[..., None] = build((H, B), dtype, params_of(graph, v, H, B))
         self.H, self.recurrent, self.inputs = H, cell.recurrent, v.get("inputs")
         self.Wh_T: Array | None = transposed(v["Wh"], problem) if cell.recurrent else None
         self.reads_h: bool = graph.reads("s0")
@@ -388,6 +391,8 @@ class PointwiseStepBackward:
         self.us, self.du = (np.empty((graph.inputs * H, B), dtype) for _ in range(2))
         self.dw: Array = np.empty((graph.params * H, B), dtype)
         self.dparams: Array = np.zeros((graph.params * H, B), dtype)  # it is summed over the batch after the last step
+        fixed = params_of(graph, v, H, B) | {"us": self.us, "du": self.du, "dw": self.dw}
+        self.step: Callable[..., None] = build((H, B), dtype, fixed)
 
     def begin_chunk(self, start: int, h_prev: Array, h_in: Array) -> None:
         """Set the states before the steps of a chunk that begins at step `start`: h_prev [steps, B, H]."""
@@ -408,10 +413,8 @@ class PointwiseStepBackward:
         if self.inputs is not None:
             np.copyto(self.us, self.inputs[t].T)
         dz, saved = self.dz[:, columns], self.saved_at(t)
-        self.step(
-            *(saved, self.s0, c_prev, self.h_at(t), c, self.us, dh, dc),
-            *(dz, self.dx[:, columns], self.direct, self.du, self.dw),
-        )
+        dx = self.dx[:, columns] if self.other else self.dx
+        self.step(saved, self.s0, c_prev, self.h_at(t), c, dh, dc, dz, dx, self.direct)
         if self.Wh_T is None:
             dh.fill(0)
         else:
