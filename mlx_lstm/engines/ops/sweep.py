@@ -23,10 +23,11 @@ from .pointwise import gradients_by_mlx, pointwise_step
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """Run the forward pass. Return the cell's outputs by name: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; for
     an LSTM also c [T, B, D H] and cT [B, D H]."""
-    # MLX derives the gradient of a user's cell. The gradient of Wx is a product of x and of a gradient that is 0 in the
-    # padding. A NaN times 0 is NaN, so the padding of x is set to 0 first.
+    # MLX derives the gradient of a user's cell. Some of its products multiply an array by a gradient that is 0 in the
+    # padding. A NaN times 0 is NaN, so the padding of these arrays is set to 0 first.
     if isinstance(problem.cell, PointwiseCell):
-        arrays = arrays | {"x": without_padding(arrays.get("lengths"), arrays["x"])}
+        names = {"x", "inputs"} & arrays.keys()
+        arrays = arrays | {name: without_padding(arrays.get("lengths"), arrays[name]) for name in names}
     z, arrays = project(problem, arrays), dequantized(problem.packing, arrays)
     if not problem.bidirectional:
         return sweep_forward(problem, arrays, z)
@@ -36,51 +37,17 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
     """Run all steps of one direction. Return the outputs by name. z [T, B, G H]: the input's part of the
     preactivations."""
-    first = initial_states(problem, arrays)
-    padded = isinstance(problem.cell, PointwiseCell) and "lengths" in arrays
-    arrays, z, at_padding = fill_padding(problem, arrays, z, first) if padded else (arrays, z, first)
     z_at = by_time(z)
 
     def step_at(t: int, state: tuple[Array, Array]) -> tuple[Arrays, tuple[Array, Array]]:
-        if padded:
-            state = choose_items(live_items(arrays, t), state, at_padding)
         h, c = (times_keep(arrays, of_state, t) for of_state in state)
         gates, c, h = step(problem, arrays, t, z_at[t], times_mask(arrays, h, t), h, c)
         return {"h": h, "c": c, "gates": gates}, (h, c)
 
+    first = initial_states(problem, arrays)
     outputs, (hT, cT) = over_time(step_at, first, problem.steps(), lambda t: live_items(arrays, t))
     outputs |= {"hT": hT, "cT": cT}
     return {name: outputs[name] for name in problem.cell.outputs}
-
-
-def fill_padding(
-    problem: Problem, arrays: Arrays, z: Array, first: tuple[Array, Array]
-) -> tuple[Arrays, Array, tuple[Array, Array]]:
-    """Return (arrays, z, states) for a user's cell with lengths: what the steps of ended batch items compute with.
-
-    Their results are not used, but MLX multiplies the cell's derivative by a gradient of 0 there, which is NaN if the
-    derivative is infinite or NaN. So these steps repeat the first step of the longest item, whose derivative is
-    needed anyway: `arrays` and z hold its values in the padding, and `states` are its first states.
-    """
-    lengths = arrays["lengths"]
-    live = mx.arange(problem.T)[:, None] < lengths
-    item = mx.argmax(lengths)
-    begin = lengths[item] - 1 if problem.reverse else mx.array(0)
-
-    def pick(array: Array, *places: Array) -> Array:
-        for place in places:
-            array = mx.take(array, place, axis=0)
-        # If all lengths are 0, there is no first step. Its place may hold NaN.
-        return mx.stop_gradient(mx.where(lengths[item] > 0, array, mx.array(0, array.dtype)))
-
-    def fill(sequence: Array) -> Array:
-        return mx.where(live[..., None], sequence, pick(sequence, begin, item))
-
-    steps = {name: fill(arrays[name]) for name in ("inputs", "keep") if name in arrays}
-    if "mask" in arrays:
-        steps["mask"] = fill(mx.broadcast_to(arrays["mask"], (problem.T, problem.B, problem.P)))
-    h0, c0 = (pick(states, item) for states in first)
-    return arrays | steps, fill(z), (h0, c0)
 
 
 def over_time(
@@ -135,7 +102,8 @@ def step(
     if isinstance(problem.cell, PointwiseCell):
         product = h_in @ arrays["Wh"].T if problem.cell.recurrent else None
         inputs = arrays["inputs"][t, ...] if "inputs" in arrays else None
-        return pointwise_step(problem.cell, z, product, h, c, inputs, arrays.get("params"))
+        live = live_items(arrays, t)
+        return pointwise_step(problem.cell, z, product, h, c, inputs, arrays.get("params"), live)
     cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
     if isinstance(cell, LSTMCell):
         # mx.addmm is not used here and in the cells: MLX 0.32.4 refuses it under vmap over x alone.
