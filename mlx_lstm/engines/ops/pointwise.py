@@ -66,7 +66,7 @@ def only_live(live: Array | None, values: Iterable[Array]) -> list[Array]:
         return list(values)
     identity = custom_function(lambda live, *values: values)
 
-    # Both rules call `only_live` again through `without_ended`, because a derivative of higher order may be NaN as well.
+    # Both rules call `only_live` again through `without_ended`: a derivative of higher order may be NaN as well.
     def vjp(primals: tuple[Array, ...], cotangents: tuple[Array, ...], outputs: object) -> tuple[Array, ...]:
         return (mx.zeros_like(primals[0]), *without_ended(primals[0], cotangents))
 
