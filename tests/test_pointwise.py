@@ -5,7 +5,7 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
-from cases import to_numpy
+from cases import to_mlx, to_numpy
 from pointwise_cases import (
     OPTIONS,
     ZOO,
@@ -21,6 +21,7 @@ from pointwise_cases import (
 
 from mlx_lstm import cells, lstm, pointwise
 from mlx_lstm.nn import Pointwise
+from mlx_lstm.oracle.pointwise import NOT_FLOATS
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -46,6 +47,24 @@ def test_odd_sizes_are_right(sizes):
         exact, bounds = judged(ZOO[cell], case, cotangents)
         for engine in ("numpy", "ops"):
             assert_right(run(ZOO[cell], case, cotangents, by_pointwise(engine)), exact, bounds, f"{cell} {engine}")
+
+
+@pytest.mark.parametrize("sizes", [(5, 3, 2, 7), (35, 17, 3, 6)])
+@pytest.mark.parametrize("cell", ZOO)
+def test_inference_on_numpy_is_right(cell, sizes):
+    """The outputs of a call without a gradient are right on the engine `numpy`, which then saves nothing for a backward
+    pass and computes some gates in another way. The second size is one at which each step computes the products with x
+    and with h as one product."""
+    form = ZOO[cell]
+    case, cotangents = draw_smooth(np.random.default_rng(8), form, {"keep": True, "lengths": True}, sizes)
+    exact, bounds = judged(form, case, cotangents)
+    arrays = {name: to_mlx(array, np.float32) for name, array in case.items() if name not in NOT_FLOATS}
+    h, last = by_pointwise("numpy")(form, arrays, case)
+    found = {"h": h, "hT": last[0]} | ({"cT": mx.concatenate(last[1:], axis=-1)} if len(last) > 1 else {})
+    names = found.keys()
+    assert_right(
+        {name: to_numpy(found[name]) for name in names}, {n: exact[n] for n in names}, {n: bounds[n] for n in names}
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
