@@ -5,7 +5,7 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
-from cases import to_numpy
+from cases import to_mlx, to_numpy
 from pointwise_cases import (
     OPTIONS,
     ZOO,
@@ -21,6 +21,7 @@ from pointwise_cases import (
 
 from mlx_lstm import cells, lstm, pointwise
 from mlx_lstm.nn import Pointwise
+from mlx_lstm.oracle.pointwise import NOT_FLOATS
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -46,6 +47,24 @@ def test_odd_sizes_are_right(sizes):
         exact, bounds = judged(ZOO[cell], case, cotangents)
         for engine in ("numpy", "ops"):
             assert_right(run(ZOO[cell], case, cotangents, by_pointwise(engine)), exact, bounds, f"{cell} {engine}")
+
+
+@pytest.mark.parametrize("sizes", [(5, 3, 2, 7), (35, 17, 3, 6)])
+@pytest.mark.parametrize("cell", ZOO)
+def test_inference_on_numpy_is_right(cell, sizes):
+    """The outputs of a call without a gradient are right on the engine `numpy`, which then saves nothing for a backward
+    pass and computes some gates in another way. The second size is one at which each step computes the products with x
+    and with h as one product."""
+    form = ZOO[cell]
+    case, cotangents = draw_smooth(np.random.default_rng(8), form, {"keep": True, "lengths": True}, sizes)
+    exact, bounds = judged(form, case, cotangents)
+    arrays = {name: to_mlx(array, np.float32) for name, array in case.items() if name not in NOT_FLOATS}
+    h, last = by_pointwise("numpy")(form, arrays, case)
+    found = {"h": h, "hT": last[0]} | ({"cT": mx.concatenate(last[1:], axis=-1)} if len(last) > 1 else {})
+    names = found.keys()
+    assert_right(
+        {name: to_numpy(found[name]) for name in names}, {n: exact[n] for n in names}, {n: bounds[n] for n in names}
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
@@ -222,6 +241,29 @@ def test_padding_is_not_read():
             case[name][2:, 1] = case[name][:, 2] = np.nan
         for engine in ("numpy", "ops"):
             assert_right(run(form, case, cotangents, by_pointwise(engine)), exact, bounds, f"{cell} {engine}")
+
+
+def singular_at_zero(a, state, u):
+    """A cell with a derivative that is NaN where both u and the previous c are 0, as in padding filled with 0."""
+    return mx.tanh(a[0] + mx.arctan2(u, state[1])), mx.maximum(state[1] - 1, 0.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"mask": True, "keep": True}])
+def test_padding_does_not_reach_a_singular_derivative(options):
+    """Gradients are finite and right on `numpy` and `ops` although the cell's derivative is NaN at 0. A padded step
+    with an input of 0 and the last state would be such a place."""
+    form = Form(singular_at_zero, gates=1, states=2, inputs=1)
+    case, cotangents = draw(np.random.default_rng(12), form, {"lengths": True, **options}, (4, 4, 3, 5))
+    case["c0"] = np.abs(case["c0"]) + 1.25
+    case["lengths"] = np.array([1, 0, 4, 2])
+    case["c0"][2] += 4
+    exact, bounds = judged(form, case, cotangents)
+    assert all(np.isfinite(value).all() for value in exact.values())
+    for name in {"x", "inputs"} & case.keys():
+        for b, length in enumerate(case["lengths"]):
+            case[name][length:, b] = np.nan
+    for engine in ("numpy", "ops"):
+        assert_right(run(form, case, cotangents, by_pointwise(engine)), exact, bounds, engine)
 
 
 def test_h_of_the_shape_is_the_callers():

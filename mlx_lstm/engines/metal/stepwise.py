@@ -84,9 +84,9 @@ def backward(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents
     """Run the backward pass. Return the gradients of all arrays, by name.
 
     saved: the outputs of the forward pass. cotangents: the gradients of some outputs. If the gates were not saved,
-    the forward pass runs again to compute them.
+    or if their rows were already used (see `taken_rows`), the forward pass runs again to compute them.
     """
-    if saved.get("gates") is None and problem.cell.op != "rnn" and ROWS not in saved:
+    if saved.get("gates") is None and problem.cell.op != "rnn" and not saved.get(ROWS):
         saved = forward(problem._replace(training=True), arrays)
     few, product, mask = is_plain(problem, arrays), takes_product(problem.cell), whole_mask(problem, arrays)
     operand: Arrays = {}
@@ -128,8 +128,8 @@ def sweep_backward(
     inputs |= {"mask": mask, "states": contiguous(saved[state]), "q": q, "before": row}
     inputs |= {f"d{name}": contiguous(cotangents[name]) for name in cotangents}
     inputs["gates"] = contiguous(saved["gates"]) if "gates" in saved and cell.op != "rnn" else None
-    kept = kept_rows(problem, saved)
-    inputs |= {"rows": kept[0][0], "row": kept[0][1]} if kept else {}
+    kept = taken_rows(problem, saved)
+    inputs |= {"rows": row, "row": step_number(0)} if kept else {}
     inputs["states0"] = inputs.get(f"{state}0")
     inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, H, K)}
     of_dh = inputs | {"sizes": sizes(problem, mask, P, K)}
@@ -152,7 +152,7 @@ def sweep_backward(
     else:
         step = each_step(backward_kernel, problem, inputs, rows)
         for n in reversed(range(T)):
-            row = step(n, row, *(kept[n] if kept else ()))
+            row = step(n, row, *(kept.pop() if kept else ()))
     wanted = {"dc0": "c0" in arrays, "d_out": takes_product(cell), "m": wants_m, "carry": "keep" in inputs}
     kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
     results = after_sweep(gradients_launch, problem, inputs, kinds, frozenset(n for n in wanted if wanted[n]))
@@ -177,12 +177,18 @@ def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
     return problem.training and not problem.return_gates and problem.cell.op == "lstm" and "Wp" not in names
 
 
-def kept_rows(problem: Problem, saved: dict[str, Any]) -> list[tuple[mx.array, mx.array]]:
+def taken_rows(problem: Problem, saved: dict[str, Any]) -> list[tuple[mx.array, mx.array]]:
     """Return, for each step of the forward pass, the array that contains the step's row (what its launch wrote), and
-    the number of this row in the array. Return an empty list if the forward pass kept no rows."""
+    the number of this row in the array. Return an empty list if the forward pass kept no rows.
+
+    The list of arrays in `saved` becomes empty. So only the returned list holds these arrays, and the caller frees an
+    array when it removes the array's last row from the returned list.
+    """
     pieces: list[mx.array] = saved.get(ROWS, [])
     length = sum([piece.size for piece in pieces]) // problem.T
-    return [(piece, step_number(n)) for piece in pieces for n in range(piece.size // length)]
+    taken = [(piece, step_number(n)) for piece in pieces for n in range(piece.size // length)]
+    pieces.clear()
+    return taken
 
 
 def options(problem: Problem, arrays: Arrays, more: tuple[str, ...]) -> Inputs:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..cell_graph import CONDITIONS, CellGraph, needed
+from ..cell_graph import CONDITIONS, CellGraph, Node, needed
 from ..cells import PointwiseCell
 from ..problem import Problem
 from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of, transposed
@@ -30,6 +30,8 @@ UFUNCS = {
 COMPOSED: dict[str, str] = {
     "sigmoid": "negative({0}, {out}); exp({out}, {out}); add({out}, one, {out}); divide(one, {out}, {out})",
     "sigmoid_of_negated": "exp({0}, {out}); add({out}, one, {out}); divide(one, {out}, {out})",
+    "reciprocal": "negative({0}, {out}); exp({out}, {out}); add({out}, one, {out})",  # 1 / sigmoid
+    "reciprocal_of_negated": "exp({0}, {out}); add({out}, one, {out})",
     "rsqrt": "sqrt({0}, {out}); divide(one, {out}, {out})",
     "float": "copyto({out}, {0})",
     "select": "copyto({out}, {2}); copyto({out}, {1}, where={0})",
@@ -69,20 +71,27 @@ class Writer:
     of an operand that is not needed any more, or a scratch array."""
 
     def __init__(
-        self, graph: CellGraph, known: Mapping[int, str], targets: Sequence[tuple[int, str]], runs: Sequence[Run] = ()
+        self,
+        nodes: tuple[Node, ...],
+        known: Mapping[int, str],
+        targets: Sequence[tuple[int, str]],
+        runs: Sequence[Run] = (),
     ):
-        """Generate the statements. known: {node: name of an array that holds the node's value from the beginning}.
+        """Generate the statements.
+
+        nodes: the nodes of the graph. known: {node: name of an array that holds the node's value from the beginning}.
         targets: pairs (node, name of the array into which the node shall be computed). A known array that is also a
         target is overwritten only after the last statement that reads its old value. runs: groups of nodes that one
-        statement computes."""
-        self.graph, self.names, self.lines = graph, dict(known), list[str]()
+        statement computes.
+        """
+        self.nodes, self.names, self.lines = nodes, dict(known), list[str]()
         self.scratch: dict[str, bool] = {}
         self.constants: dict[str, float] = {"one": 1.0}
         self.free: dict[bool, list[str]] = {False: [], True: []}
         outputs = [n for n, _ in targets]
-        order = [n for n in needed(graph.nodes, outputs, known) if n not in known and graph.nodes[n].op != "const"]
+        order = [n for n in needed(nodes, outputs, known) if n not in known and nodes[n].op != "const"]
         of_run = {n: run for run in runs for n in run.nodes}
-        self.last: dict[int, int] = {k: place for place, n in enumerate(order) for k in graph.nodes[n].args}
+        self.last: dict[int, int] = {k: place for place, n in enumerate(order) for k in nodes[n].args}
         self.last |= dict.fromkeys(outputs, len(order))
         self.read_until = {name: self.last.get(n, -1) for n, name in known.items()}
         into: dict[int, str] = {}
@@ -90,7 +99,7 @@ class Writer:
         for n, name in targets:
             if n in of_run and name in of_run[n].names:
                 continue
-            if n in known or n in into or n in of_run or graph.nodes[n].op == "const":
+            if n in known or n in into or n in of_run or nodes[n].op == "const":
                 copies.append((n, name))
             else:
                 into[n] = name
@@ -107,7 +116,7 @@ class Writer:
 
     def name(self, n: int) -> str:
         """Return the name of the array, or of the constant, that has the value of a node."""
-        node = self.graph.nodes[n]
+        node = self.nodes[n]
         if node.op != "const":
             return self.names[n]
         name = next((name for name, value in self.constants.items() if value == node.value), f"k{len(self.constants)}")
@@ -126,7 +135,7 @@ class Writer:
         """Append the statement that computes node n. place: the node's position in the order of computation. target:
         the array for the result, or None for any scratch array. If a later statement still reads the old content of
         this array, the result goes to a scratch array, and a copy at the end writes the target."""
-        node, is_bool = self.graph.nodes[n], self.graph.nodes[n].op in CONDITIONS
+        node, is_bool = self.nodes[n], self.nodes[n].op in CONDITIONS
         operands = [self.name(k) for k in node.args]
         in_place = node.op in UFUNCS  # a NumPy function may write over its operand
         if target is not None:
@@ -226,8 +235,7 @@ def forward_function(cell: PointwiseCell, order: str, negated: str) -> Callable[
     order: the order of the gates in z. negated: the gates whose rows of z are negated.
     """
     graph = cell.graph
-    blocks, kept = ("xs" if graph.apart or not cell.recurrent else "z"), columns("y", len(graph.saved))
-    known = {n: name for name, n in graph.number.items() if name[0] in "psuw"}
+    blocks, kept = preactivations(cell), columns("y", len(graph.saved))
     # Neighbouring gates with the same function are computed by one statement.
     runs: list[tuple[str, list[int], list[int]]] = []  # (op, indices into graph.saved, places of the gates in `order`)
     for k, n in enumerate(graph.saved):
@@ -251,18 +259,82 @@ def forward_function(cell: PointwiseCell, order: str, negated: str) -> Callable[
         source, target = (f"r{number}", f"q{number}") if len(saved) > 1 else (f"a{places[0]}", kept[saved[0]])
         names = tuple(kept[k] for k in saved)
         together.append(Run(op, tuple(graph.saved[k] for k in saved), names, source, target))
-    by_name = {f"x{k}": f"a{order.index(chr(ord('a') + k))}" for k in range(graph.gates)}
-    known |= {graph.number[name]: block for name, block in by_name.items() if name in graph.number}
+    known = known_forward(graph, order)
     targets = [*zip(graph.saved, kept, strict=True), *zip(graph.forward, columns("n", graph.states), strict=True)]
-    code = Writer(graph, known, targets, together).code()
+    code = Writer(graph.nodes, known, targets, together).code()
+    return forward_of(cell, code, of_blocks, of_y)
+
+
+def known_forward(graph: CellGraph, order: str) -> dict[int, str]:
+    """Return the nodes that a forward step knows from the beginning, with the name of the array or block that has the
+    node's value. order: the order of the gates in z."""
+    known = {n: name for name, n in graph.number.items() if name[0] in "psuw"}
+    gates = {f"x{k}": f"a{order.index(chr(ord('a') + k))}" for k in range(graph.gates)}
+    return known | {graph.number[name]: block for name, block in gates.items() if name in graph.number}
+
+
+def forward_of(cell: PointwiseCell, code: Code, of_blocks: Sequence[str], of_y: Sequence[str]) -> Callable[..., Any]:
+    """Return the function that builds a forward step with the statements `code`. of_blocks, of_y: the statements that
+    name the blocks of the preactivations and of y."""
+    graph = cell.graph
     once = [*unpacking(columns("p", graph.gates * graph.apart), "z"), *unpacking(columns("u", graph.inputs), "us")]
     unpacked = [*of_y, *unpacking(columns("s", graph.states)[1:], "c_prev")]
     unpacked += unpacking(columns("n", graph.states)[1:], "c")
-    if blocks == "z":
+    if preactivations(cell) == "z":
         once += of_blocks
     else:
         unpacked += of_blocks
     return function_of(code, "xs, s0, c_prev, y, c, n0", once, unpacked)
+
+
+def preactivations(cell: PointwiseCell) -> str:
+    """Return the name of the array with the preactivations or, with `graph.apart`, with the input's part of them."""
+    return "xs" if cell.graph.apart or not cell.recurrent else "z"
+
+
+@lru_cache(256)
+def inference_function(cell: PointwiseCell, order: str, negated: str) -> Callable[..., Any]:
+    """Return the function that builds a forward step after which no backward pass follows: the same as
+    `forward_function`, but the step does not write y. It takes less time, because activations overwrite z, and because
+    the step divides by 1 / sigmoid(z) = 1 + exp(-z) where it would otherwise multiply by sigmoid(z)."""
+    graph, blocks = cell.graph, preactivations(cell)
+    nodes, order_of_nodes = with_reciprocals(graph), needed(graph.nodes, graph.forward)
+    of_blocks = unpacking(columns("a", graph.gates), blocks)
+    # Neighbouring gates with the same function are computed by one statement.
+    runs: list[tuple[str, list[int], list[int]]] = []  # (op, nodes, places of the gates in `order`)
+    for place, letter in enumerate(order if blocks == "z" else ""):
+        x = graph.number.get(f"x{ord(letter) - ord('a')}")
+        uses = [n for n in order_of_nodes if x in nodes[n].args]
+        if len(uses) != 1 or x in graph.forward or nodes[uses[0]].op not in ("sigmoid", "reciprocal", "tanh", "exp"):
+            continue
+        op = nodes[uses[0]].op + "_of_negated" * (letter in negated)
+        if runs and runs[-1][0] == op and runs[-1][2][-1] == place - 1:
+            runs[-1][1].append(uses[0])
+            runs[-1][2].append(place)
+        else:
+            runs.append((op, [uses[0]], [place]))
+    together = []
+    for number, (op, of_run, places) in enumerate(runs):
+        of_blocks += [f"r{number} = z[{places[0]} * H : {places[-1] + 1} * H]"]
+        together.append(Run(op, tuple(of_run), tuple(f"a{k}" for k in places), f"r{number}", f"r{number}"))
+    targets = [*zip(graph.forward, columns("n", graph.states), strict=True)]
+    code = Writer(nodes, known_forward(graph, order), targets, together).code()
+    return forward_of(cell, code, of_blocks, [])
+
+
+def with_reciprocals(graph: CellGraph) -> tuple[Node, ...]:
+    """Return the nodes of a graph, changed for the forward pass: if the graph uses a sigmoid only as a factor of
+    products, the node of the sigmoid becomes its reciprocal, and the products become quotients."""
+    nodes, order = list(graph.nodes), needed(graph.nodes, graph.forward)
+    for n in order:
+        uses = [k for k in order if n in nodes[k].args]
+        factor = all(nodes[k].op == "mul" and nodes[k].args.count(n) == 1 for k in uses)
+        if nodes[n].op == "sigmoid" and factor and n not in graph.forward:
+            nodes[n] = nodes[n]._replace(op="reciprocal")
+            for k in uses:
+                (other,) = (a for a in nodes[k].args if a != n)
+                nodes[k] = nodes[k]._replace(op="div", args=(other, n))
+    return tuple(nodes)
 
 
 class PointwiseStep:
@@ -278,9 +350,9 @@ class PointwiseStep:
         self.apart: bool = graph.apart
         self.weights: Array | None = self.products.weights
         self.z: Array = np.empty((cell.gates * H, B), dtype)
-        self.saved: Array = np.empty((cell.kept * H, B), dtype)  # used if the caller wants no gates
         self.us: Array = np.empty((graph.inputs * H, B), dtype)
-        build = forward_function(cell, self.products.order, self.products.negated)
+        saves = problem.training or problem.return_gates
+        build = (forward_function if saves else inference_function)(cell, self.products.order, self.products.negated)
         fixed = params_of(graph, v, H, B) | {"z": self.z, "us": self.us}
         self.step: Callable[..., None] = build((H, B), dtype, fixed)
 
@@ -295,7 +367,7 @@ class PointwiseStep:
         h: Array,
     ) -> None:
         """Write the new h [H, B] and the other new states c [C H, B], for H hidden units, B batch items and C states
-        besides h. Write the K values per unit that the backward pass needs to `saved` [K H, B], unless it is None.
+        besides h. In training write the K values per unit that the backward pass needs to `saved` [K H, B].
 
         operand: the array that the recurrent weights multiply. inputs: the input's part of the preactivations of the G
         gates, [G H, B]; None if the weights contain Wx, so that the product with `operand` includes this part. h_prev,
@@ -305,7 +377,7 @@ class PointwiseStep:
             np.matmul(self.weights, operand, out=self.z)
             if inputs is not None and not self.apart:
                 self.z += inputs
-        self.step(inputs, h_prev, c_prev, self.saved if saved is None else saved, c, h)
+        self.step(inputs, h_prev, c_prev, saved, c, h)
 
 
 def params_of(graph: CellGraph, v: Views, H: int, B: int) -> dict[str, Array]:
@@ -347,7 +419,7 @@ def backward_function(cell: PointwiseCell) -> tuple[Callable[..., Any], tuple[in
     targets += [(n, name) for n, name in states if name != "direct" or passes_h(graph)]
     targets += [*zip(graph.gradients("u"), columns("v", graph.inputs), strict=True)]
     targets += [*zip(graph.gradients("w"), columns("g", graph.params), strict=True)]
-    code = Writer(graph, known, targets).code()
+    code = Writer(graph.nodes, known, targets).code()
     once = [*unpacking(columns("u", graph.inputs), "us"), *unpacking(columns("v", graph.inputs), "du")]
     once += unpacking(columns("g", graph.params), "dw")
     unpacked = [*unpacking(columns("y", len(graph.saved)), "y"), *unpacking(columns("s", graph.states)[1:], "c_prev")]
