@@ -33,23 +33,24 @@ from mlx_lstm.testing.report import first_line
 
 
 class Noted(EmulatedKernel):
-    """A kernel that does not run. A call stores the kernel's source in a dict and returns zeros."""
+    """A kernel that does not run. A call counts a launch of the kernel's source and returns zeros."""
 
     def __init__(self, texts, **definition):
         super().__init__(**definition)
         self.texts = texts
 
     def __call__(self, *, inputs, **call):
-        self.texts[self._capture(inputs, call).source] = None
+        self.texts[self._capture(inputs, call).source] += 1
         outputs = zip(call["output_shapes"], call["output_dtypes"], strict=True)
         return [mx.zeros(shape, dtype) for shape, dtype in outputs]
 
 
 @contextmanager
 def noted():
-    """Make the library work as on a Mac inside the context, but run no kernel. Yield a dict whose keys become the
-    sources of the kernels that are called. The usual small test run before a kernel's first use is left out."""
-    texts = {}
+    """Make the library work as on a Mac inside the context, but run no kernel. Yield a Counter whose keys become the
+    sources of the kernels that are called, with the number of calls. The usual small test run before a kernel's first
+    use is left out."""
+    texts = Counter()
     kernel.forget()
     with (
         patch.object(mx.fast, "metal_kernel", partial(Noted, texts)),

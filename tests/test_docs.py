@@ -120,7 +120,7 @@ def check_command(program, *words):
 def test_options_in_prose():
     """Every command-line option in backticks in the docs is an option of a command or of an example."""
     commands = [*ROOT.glob("mlx_lstm/*/__main__.py"), *ROOT.glob("tests/*/__main__.py"), *ROOT.glob("examples/*.py")]
-    known = "".join(path.read_text() for path in commands)
+    known = "".join(path.read_text() for path in [*commands, ROOT / "docs/figures.py"])
     for page in PAGES:
         for option in re.findall(r"`(--[a-z-]+)", page.read_text()):
             # The examples declare an option as a field of their settings class, e.g. `    batch_size: `.

@@ -503,10 +503,10 @@ def test_options_in_many_random_combinations(engine, seed, sizes, op, both, show
 
 
 @pytest.mark.parametrize(
-    "layer, sizes, directions",
-    in_turns(product(("lstm", "gru", "rnn"), [SHAPES[n] for n in (0, 3, 4, 5, 6)]), [1, 2], others=True),
+    "layer, directions, sizes",
+    in_turns(product(("lstm", "gru", "rnn"), [1, 2]), [SHAPES[n] for n in (0, 3, 4, 5, 6)], others=True),
 )
-def test_odd_shapes_in_matrices(layer, sizes, directions):
+def test_odd_shapes_in_matrices(layer, directions, sizes):
     """`fused` with 8 x 8 matrix products is right for odd sizes, which do not fill all matrices. The gradients d of
     the gates are in threadgroup memory, as a double buffer or as a single buffer. The test runs the double buffer
     with one direction and the single buffer with two."""
@@ -527,11 +527,14 @@ def test_wide_batches_run_in_matrices():
         assert ["matrix" in launch.name for launch in log if "arrange" not in launch.name] == [True, False, True]
 
 
+# Pairs (layer, matrices) in such an order that the pairs with `lengths`, every second one, differ in both.
+LAUNCHED = [("lstm", False), ("lstm", True), ("gru", True), ("gru", False)]
+LAUNCHED += [("gru_before", False), ("gru_before", True), ("rnn", True), ("rnn", False)]
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("lengths", [None, [7, 2, 0]])
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("matrices", [False, True])
-def test_fused_in_several_launches(monkeypatch, layer, way, lengths, matrices):
+@pytest.mark.parametrize("layer, matrices, lengths", in_turns(LAUNCHED, [None, [7, 2, 0]], others=True))
+def test_fused_in_several_launches(monkeypatch, layer, matrices, lengths, way):
     monkeypatch.setattr(kernels_fused, "rows_for", rows_from(1 if matrices else 100))
     options = {"sizes": (7, 3, 2, 5, 5), **LAYERS[layer], **way}
     options |= {"lengths": lengths, "mask": (7, 3, "P")} if lengths else {"peephole": False}

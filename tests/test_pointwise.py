@@ -243,6 +243,29 @@ def test_padding_is_not_read():
             assert_right(run(form, case, cotangents, by_pointwise(engine)), exact, bounds, f"{cell} {engine}")
 
 
+def singular_at_zero(a, state, u):
+    """A cell with a derivative that is NaN where both u and the previous c are 0, as in padding filled with 0."""
+    return mx.tanh(a[0] + mx.arctan2(u, state[1])), mx.maximum(state[1] - 1, 0.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"mask": True, "keep": True}])
+def test_padding_does_not_reach_a_singular_derivative(options):
+    """Gradients are finite and right on `numpy` and `ops` although the cell's derivative is NaN at 0. A padded step
+    with an input of 0 and the last state would be such a place."""
+    form = Form(singular_at_zero, gates=1, states=2, inputs=1)
+    case, cotangents = draw(np.random.default_rng(12), form, {"lengths": True, **options}, (4, 4, 3, 5))
+    case["c0"] = np.abs(case["c0"]) + 1.25
+    case["lengths"] = np.array([1, 0, 4, 2])
+    case["c0"][2] += 4
+    exact, bounds = judged(form, case, cotangents)
+    assert all(np.isfinite(value).all() for value in exact.values())
+    for name in {"x", "inputs"} & case.keys():
+        for b, length in enumerate(case["lengths"]):
+            case[name][length:, b] = np.nan
+    for engine in ("numpy", "ops"):
+        assert_right(run(form, case, cotangents, by_pointwise(engine)), exact, bounds, engine)
+
+
 def test_h_of_the_shape_is_the_callers():
     """A cell's function may read the shapes of its arguments. It sees the batch size and H of the call."""
 

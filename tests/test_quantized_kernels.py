@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from machine_code.times import moved_bytes, ours, packed_shapes
-from on_metal import ENGINES, matrices_from, on_metal
+from on_metal import in_turns, matrices_from, on_metal, pairs
 from quantized_cases import PACKINGS, check_quantized, quantized_case
 
 from mlx_lstm.bench.tasks import Size
@@ -18,31 +18,37 @@ from mlx_lstm.engines import choose
 from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.packing import Packing
 
-CASES = {  # name: ((group size, bits, mode), (T, B, I, H, P), options)
+# {name: ((group size, bits, mode), (T, B, I, H, P), options)}. By default `fused` runs a case whose name contains its
+# name, and `stepwise` runs each other case. The slow tests run each case on both engines.
+CASES = {
     "3 bits, tiles, projection": ((32, 3, "affine"), (2, 9, 5, 40, 32), {"projection": True, "quantize": ("Wh",)}),
     "4 bits, both, projection": ((32, 4, "affine"), (2, 3, 32, 32, 64), {"projection": True, "bidirectional": True}),
-    "5 bits, gru, lengths": ((32, 5, "affine"), (2, 3, 32, 64, 64), {"op": "gru", "lengths": [2, 1, 0]}),
-    "6 bits, gru before, mask": (
+    "5 bits, gru, lengths, fused": ((32, 5, "affine"), (2, 3, 32, 64, 64), {"op": "gru", "lengths": [2, 1, 0]}),
+    "6 bits, gru before, mask, fused": (
         (64, 6, "affine"),
         (2, 2, 64, 64, 64),
         {"op": "gru", "reset": "before", "mask": (2, 2, "P")},
     ),
     "8 bits, gru before, tiles": ((32, 8, "affine"), (2, 8, 32, 32, 32), {"op": "gru", "reset": "before"}),
-    "2 bits, rnn, tiles": ((128, 2, "affine"), (2, 8, 128, 128, 128), {"op": "rnn", "reverse": True}),
+    "2 bits, rnn, reverse, fused": ((128, 2, "affine"), (2, 8, 128, 128, 128), {"op": "rnn", "reverse": True}),
     "mxfp4, gru, tiles": ((32, 4, "mxfp4"), (2, 9, 32, 32, 32), {"op": "gru"}),
-    "nvfp4, lanes": ((16, 4, "nvfp4"), (2, 3, 16, 48, 48), {"peephole": True}),
+    "nvfp4, peephole, fused": ((16, 4, "nvfp4"), (2, 3, 16, 48, 48), {"peephole": True}),
     "nvfp4, tiles, projection": ((16, 4, "nvfp4"), (2, 33, 16, 48, 16), {"projection": True}),
     "more rows than arrays": ((32, 8, "mxfp8"), (22, 1, 32, 32, 32), {"op": "rnn"}),
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", CASES)
-def test_cells_directions_options(name, engine):
+@pytest.mark.parametrize(
+    "engine, name",
+    [
+        pytest.param(engine, name, marks=[] if (engine == "fused") == ("fused" in name) else pytest.mark.slow)
+        for engine, name in pairs({name: options for name, (_, _, options) in CASES.items()})
+    ],
+)
+def test_cells_directions_options(engine, name):
     packing, sizes, options = CASES[name]
-    if engine == "stepwise" or "projection" not in options:
-        with on_metal():
-            check_quantized(engine, quantized_case(packing, sizes=sizes, **options))
+    with on_metal():
+        check_quantized(engine, quantized_case(packing, sizes=sizes, **options))
 
 
 @pytest.mark.not_on_a_mac("bytes: the emulator counts them")
@@ -120,10 +126,14 @@ def test_a_batch_in_matrices_has_its_weights_unpacked():
     assert {"fused_arrange_quantized" in launch.name for launch in log} == {False}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("B, packing", [(1, (32, 6, "affine")), (9, (32, 4, "mxfp4"))])
-def test_16_bits(B, packing, dtype, engine):
+OF_16_BITS = [("fused", 1, (32, 6, "affine")), ("stepwise", 1, (32, 6, "affine"))]
+OF_16_BITS += [("stepwise", 9, (32, 4, "mxfp4")), ("fused", 9, (32, 4, "mxfp4"))]
+
+
+@pytest.mark.parametrize(
+    "engine, B, packing, dtype", in_turns(OF_16_BITS, [np.float16, ml_dtypes.bfloat16], others=True)
+)
+def test_16_bits(engine, B, packing, dtype):
     with on_metal():
         check_quantized(engine, quantized_case(packing, dtype, (2, B, 32, 64, 64)), dtype)
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import mlx.core as mx
 import numpy as np
 import pytest
-from on_metal import on_metal
+from on_metal import in_turns, on_metal
 
 import mlx_lstm
 from mlx_lstm import gru, lstm, machine, rnn
@@ -247,8 +247,9 @@ def no_cuts(monkeypatch):
     monkeypatch.setattr(tune_module, "best_cut", lambda dtype, B, grid: None)
 
 
-@pytest.mark.parametrize("op", ["lstm", "gru", "rnn", "gru-before"])
-@pytest.mark.parametrize("rows", tune_module.ROWS)
+@pytest.mark.parametrize(
+    "op, rows", in_turns([("rnn",), ("gru",), ("gru-before",), ("lstm",)], tune_module.ROWS, others=True)
+)
 def test_however_it_is_cut_the_result_is_the_same(op, rows):
     """Gradients do not depend on how `fused` divides its work: on the number of batch rows per threadgroup, and on
     the number of registers that it does not fill with weights. If the cell does not support a number of rows, fewer

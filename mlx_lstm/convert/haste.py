@@ -1,16 +1,27 @@
 """Convert weights between the layers of `haste_pytorch`, LMNT's package haste for torch, and `Weights`."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..checks import check_array, fail
 from ..engines.cells import GRUCell, LSTMCell
 from ..engines.problem import Arrays
 from .keras import direction
-from .weights import HASTE, OURS, Weights, check_weights, checked, describe, held, one_bias, reorder, to_mlx, two_biases
+from .weights import (
+    HASTE,
+    OURS,
+    Weights,
+    check_weights,
+    checked,
+    describe,
+    held,
+    one_bias,
+    parameters_of,
+    reorder,
+    to_mlx,
+    two_biases,
+)
 
 NAMES = {
     "LSTM": ("kernel", "recurrent_kernel", "bias"),
@@ -47,7 +58,7 @@ def from_haste(layer: Any, *, prefix: str = "") -> Weights:
         Weights(LSTM, 3 -> 4)
     """
     op = "from_haste"
-    arrays = parameters_of(op, layer, prefix)
+    arrays = arrays_of(op, layer, prefix)
     if "recurrent_scale" in arrays:
         fail(op, "layer must be an LSTM or a GRU; from_haste_indrnn reads an IndRNN,", "recurrent_scale")
     cell = GRUCell() if "recurrent_bias" in arrays else LSTMCell()
@@ -119,7 +130,7 @@ def from_haste_indrnn(layer: Any, *, prefix: str = "") -> dict[str, Any]:
         (2, 10, 4)
     """
     op = "from_haste_indrnn"
-    arrays = parameters_of(op, layer, prefix)
+    arrays = arrays_of(op, layer, prefix)
     check_names(op, arrays, "IndRNN")
     check_array(op, "kernel", arrays["kernel"], ["I", "H"])
     H = arrays["kernel"].shape[1]
@@ -140,9 +151,7 @@ def to_haste_indrnn(parameters: Any, *, prefix: str = "") -> Arrays:
         ValueError: an array is missing or unknown, or a shape does not fit.
     """
     op = "to_haste_indrnn"
-    arrays: Any = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    if not isinstance(arrays, Mapping):
-        fail(op, "parameters must be a layer or a dict of arrays", type(arrays).__name__)
+    arrays = parameters_of(op, "parameters must be a layer or a dict of arrays", parameters)
     if not {"Wx", "params"} <= arrays.keys() <= {"Wx", "bias", "params"} or len(arrays["params"]) != 1:
         fail(op, "parameters must hold Wx, one array in params and maybe bias", sorted(arrays))
     check_array(op, "Wx", arrays["Wx"], ["H", "I"])
@@ -153,16 +162,12 @@ def to_haste_indrnn(parameters: Any, *, prefix: str = "") -> Arrays:
     return {f"{prefix}{name}": array for name, array in found.items()}
 
 
-def parameters_of(op: str, layer: Any, prefix: str) -> Arrays:
+def arrays_of(op: str, layer: Any, prefix: str) -> Arrays:
     """Return the arrays of a layer of haste, or of a dict, by their names without the prefix."""
-    if not isinstance(prefix, str):
-        fail(op, "prefix must be a str", repr(prefix))
     if zoneout := getattr(layer, "zoneout", 0):
         fail(op, "zoneout must be 0, as it is no weight: pass layer.state_dict() and run zoneout yourself,", zoneout)
-    arrays = layer.state_dict() if hasattr(layer, "state_dict") else layer
-    if not isinstance(arrays, Mapping):
-        fail(op, "layer must be a layer of haste_pytorch or a dict of arrays", type(arrays).__name__)
-    return {key[len(prefix) :]: to_mlx(array) for key, array in arrays.items() if key.startswith(prefix)}
+    found = parameters_of(op, "layer must be a layer of haste_pytorch or a dict of arrays", layer, prefix)
+    return {key[len(prefix) :]: to_mlx(array) for key, array in found.items()}
 
 
 def check_names(op: str, arrays: Arrays, kind: str) -> None:

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..checks import fail
 from ..engines.problem import Arrays
-from .weights import OF_GATES, Title, Weights, cell_of, checked, held, to_mlx, two_biases
+from .weights import OF_GATES, Title, Weights, cell_of, checked, held, parameters_of, to_mlx, two_biases
 
 NAMES = {"weight_ih": "Wx", "weight_hh": "Wh", "bias_ih": "bx", "bias_hh": "bh", "weight_hr": "Wp"}
 """torch's names of arrays, in torch's order, and the names in `Weights`."""
@@ -42,20 +42,12 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
         (4,)
     """
     op = "from_torch"
-    if not isinstance(prefix, str):
-        fail(op, "prefix must be a str", repr(prefix))
     nonlinearity = getattr(arrays, "nonlinearity", nonlinearity)
-    for method in ("state_dict", "parameters"):
-        if hasattr(arrays, method):
-            arrays = getattr(arrays, method)()
-            break
-    if not isinstance(arrays, Mapping):
-        fail(op, "arrays must be a layer or a dict of arrays", type(arrays).__name__)
+    arrays = parameters_of(op, "arrays must be a layer or a dict of arrays", arrays, prefix)
     parts: dict[tuple[int, int], dict[str, mx.array]] = {}
-    keys = [key for key in arrays if key.startswith(prefix)]
-    is_cell = f"{prefix}weight_hh" in keys
+    is_cell = f"{prefix}weight_hh" in arrays
     ending = "()()" if is_cell else r"_l(\d+)(_reverse)?"
-    for key in keys:
+    for key in arrays:
         if f"{key}_scales" in arrays:
             fail(op, f"{key} must not be quantized: mx.dequantize it first,", f"{key}_scales beside it")
         match = re.fullmatch(f"(weight_ih|weight_hh|weight_hr|bias_ih|bias_hh){ending}", key[len(prefix) :])

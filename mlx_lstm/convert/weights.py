@@ -1,7 +1,7 @@
 """The class `Weights`: a stack of recurrent layers in one form. All conversions between formats go through it. This
 module also has the gate orders of all formats."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -101,6 +101,24 @@ class Weights(NamedTuple):
     def each(self) -> list["Weights"]:
         """Return a list with a separate `Weights` for each layer."""
         return [self._replace(layers=[layer]) for layer in self.layers]
+
+
+def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> Mapping[str, Any]:
+    """Return the parameters of a layer, or the entries of a dict, whose names begin with `prefix`. The names stay
+    unchanged.
+
+    layer: an object with a method `state_dict` or `parameters`, or a dict. op: the public function, for error texts.
+    rule: the error text if `layer` is none of these.
+    """
+    if not isinstance(prefix, str):
+        fail(op, "prefix must be a str", repr(prefix))
+    for method in ("state_dict", "parameters"):
+        if hasattr(layer, method):
+            layer = getattr(layer, method)()
+            break
+    if not isinstance(layer, Mapping):
+        fail(op, rule, type(layer).__name__)
+    return {key: value for key, value in layer.items() if key.startswith(prefix)}
 
 
 def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:

@@ -14,7 +14,7 @@ A derivative that is refused must also be refused inside mx.vmap. But the defaul
 other rules of a custom function; `without_derivatives` keeps them.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -172,22 +172,9 @@ def differentiable(
         # MLX needs one result for each argument. Arguments without a gradient, such as lengths, get zeros.
         return tuple([gradients[name] if name in gradients else mx.zeros_like(given[name]) for name in names])
 
-    def jvp(primals: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]) -> tuple[mx.array, ...]:
-        if engine != "ops":
-            raise RuntimeError(
-                f"[{problem.cell.op}] engine={engine!r} has no forward-mode derivative: use engine='ops'."
-            )
-
-        def outputs_of(*values: mx.array) -> list[mx.array]:
-            given = dict(zip(names, values, strict=True))
-            outputs = ops.forward(problem, given) if chunked is None else plain_outputs(problem, given, chunked)
-            return [outputs[name] for name in visible]
-
-        return tuple(tangents_of(outputs_of, primals, tangents))
-
     function = custom_function(forward)
     function.vjp(vjp)
-    function.jvp(jvp)
+    function.jvp(forward_mode(problem, engine, chunked, names, visible))
     evaluated_chunks = chunked is not None and chunked.evaluates
     # `numpy` and evaluated chunks evaluate the arrays that they get. MLX would then drop the graphs of these arrays,
     # and an outer derivative would silently be wrong. So `with_graphs_kept` calls the custom function inside a vjp
@@ -201,6 +188,27 @@ def differentiable(
     for group in [[name for name in sharing if name in shown] for sharing in TAPS]:
         outputs |= zip(group, tapped(group, [outputs[name] for name in group], used, chunked, mark), strict=True)
     return outputs
+
+
+def forward_mode(
+    problem: Problem, engine: str, chunked: Chunked | None, names: Sequence[str], visible: Sequence[str]
+) -> Callable[..., tuple[mx.array, ...]]:
+    """Return the forward-mode rule (jvp) of a custom function whose arguments are the arrays `names` and whose results
+    are the outputs `visible`. On every engine but `ops` the rule raises RuntimeError."""
+
+    def outputs_of(*values: mx.array) -> list[mx.array]:
+        given = dict(zip(names, values, strict=True))
+        outputs = ops.forward(problem, given) if chunked is None else plain_outputs(problem, given, chunked)
+        return [outputs[name] for name in visible]
+
+    def jvp(primals: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]) -> tuple[mx.array, ...]:
+        if engine != "ops":
+            raise RuntimeError(
+                f"[{problem.cell.op}] engine={engine!r} has no forward-mode derivative: use engine='ops'."
+            )
+        return tuple(tangents_of(outputs_of, primals, tangents))
+
+    return jvp
 
 
 def has_plain_gradient(problem: Problem) -> bool:

@@ -131,16 +131,22 @@ _ARRAY = re.compile(
     r"|^const (?:Arrays a|Join join|Projected projected) = \{.*\};$",
     re.M,
 )
+_COUNT = re.compile(
+    r"(?<=\[)\d+(?=\];$)"  # the length of an array in threadgroup memory
+    r"|^#(?:define kernel kernel,max_total_threads_per_threadgroup\(\d+\)|undef kernel)$",
+    re.M,
+)
 
 
 def _rules_key(source: str, shim: Path) -> str:
     """Return a key that is the same for all kernels whose sources differ only in the kernel's name, in types, in
-    values of constants, in which arrays the kernel has, and in white space.
+    values of constants, in lengths of arrays, in the number of threads, in which arrays the kernel has, and in white
+    space.
 
     The check of the syntax tree (`ast_rules`) gives the same result for all of them, so only one of them is checked.
     Checking every kernel would make compilation a quarter slower.
     """
-    code = _ARRAY.sub("", _CONSTANT.sub(r"\1;", blank_comments(source)))
+    code = _COUNT.sub("", _ARRAY.sub("", _CONSTANT.sub(r"\1;", blank_comments(source))))
     code = re.sub(r"\bcustom_kernel_\w+|\b(?:float|half|bfloat16_t)\b", "", code)
     return digest(" ".join(code.split()), shim.name, _rules_text())
 

@@ -154,7 +154,7 @@ def multiplied(gradients: Arrays) -> Arrays:
     """Return the gradients, with each pair of factors from `backward` replaced by a lazy MLX product.
 
     The factors of a weight are named "Wh 0", "Wh 1" and so on. Each pair is a left factor [n, rows] and a right factor
-    [n, columns], with n = steps x batch; left^T right is one block of rows of the gradient. The products are lazy
+    [n, columns], with n = batch items; left^T right is one block of rows of the gradient. The products are lazy
     because a program that calls a layer at every time step sums the gradients of all calls. MLX computes lazy products
     one by one while it sums them; products computed immediately would all be in memory at once.
     """

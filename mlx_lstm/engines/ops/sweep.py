@@ -23,8 +23,8 @@ from .pointwise import gradients_by_mlx, pointwise_step
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """Run the forward pass. Return the cell's outputs by name: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; for
     an LSTM also c [T, B, D H] and cT [B, D H]."""
-    # MLX derives the gradient of a user's cell. For this it multiplies the padding of x and `inputs` by a gradient of
-    # 0. A NaN times 0 is NaN and would spoil the weight gradients, so the padding is set to 0 first.
+    # MLX derives the gradient of a user's cell. Some of its products multiply an array by a gradient that is 0 in the
+    # padding. A NaN times 0 is NaN, so the padding of these arrays is set to 0 first.
     if isinstance(problem.cell, PointwiseCell):
         names = {"x", "inputs"} & arrays.keys()
         arrays = arrays | {name: without_padding(arrays.get("lengths"), arrays[name]) for name in names}
@@ -102,7 +102,8 @@ def step(
     if isinstance(problem.cell, PointwiseCell):
         product = h_in @ arrays["Wh"].T if problem.cell.recurrent else None
         inputs = arrays["inputs"][t, ...] if "inputs" in arrays else None
-        return pointwise_step(problem.cell, z, product, h, c, inputs, arrays.get("params"))
+        live = live_items(arrays, t)
+        return pointwise_step(problem.cell, z, product, h, c, inputs, arrays.get("params"), live)
     cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
     if isinstance(cell, LSTMCell):
         # mx.addmm is not used here and in the cells: MLX 0.32.4 refuses it under vmap over x alone.
