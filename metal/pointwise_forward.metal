@@ -9,23 +9,18 @@ struct ForwardNumbers {
   float z[REGISTERS_OF<Cell::GATES, Cell::LANES>], inputs[Cell::INPUTS == 0 ? 1 : Cell::INPUTS], keep, mask;
 };
 
-// Read the numbers of step n, for ROWS batch items. now: the step's position in an array [T, B, H]. item: the unit's
-// positions in an array [B, H].
-template <class Cell, int H, int ROWS, class Index, class Arrays>
+// Read the numbers of step n for batch item b. now: the step's position in an array [T, B, H]. item: the unit's position
+// in an array [B, H].
+template <class Cell, int H, class Index, class Arrays>
 void read_numbers(
-    thread const Arrays& a, thread const Sweep& sweep, int n, Index now, thread const Index (&item)[ROWS], uint group,
-    int lane, int unit, thread ForwardNumbers<Cell> (&numbers)[ROWS]) {
+    thread const Arrays& a, thread const Sweep& sweep, int n, Index now, int b, Index item, int lane, int unit,
+    thread ForwardNumbers<Cell>& numbers) {
   // The last step has no next step. It reads its own mask again, which nobody uses.
   const int next = time_of(sweep, min(n + 1, sweep.stop - 1));
-  const Index masks = sweep.masks_differ ? Index(next) * Index(sweep.B) * H : 0;
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
-    const int b = min(int(group) * ROWS + r, sweep.B - 1);
-    load_blocks<Cell::GATES, Cell::LANES, H>(a.z, now + item[r], lane, unit, numbers[r].z);
-    load_all<Cell::INPUTS, H>(a.inputs, now + item[r], unit, numbers[r].inputs, 0);
-    numbers[r].keep = value_at(a.keep, time_of(sweep, n) * sweep.B + b, 1.0f);
-    numbers[r].mask = value_at(a.mask, masks + item[r], 1.0f);
-  }
+  load_blocks<Cell::GATES, Cell::LANES, H>(a.z, now + item, lane, unit, numbers.z);
+  load_all<Cell::INPUTS, H>(a.inputs, now + item, unit, numbers.inputs, 0);
+  numbers.keep = value_at(a.keep, time_of(sweep, n) * sweep.B + b, 1.0f);
+  numbers.mask = value_at(a.mask, (sweep.masks_differ ? Index(next) * Index(sweep.B) * H : 0) + item, 1.0f);
 }
 
 // Store the outputs of one step at position `at`, or zeros if the item has ended. s: the states after the step.
@@ -84,7 +79,11 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
     float sums[ROWS][P == 0 ? 1 : UNITS * P] = {};
     ForwardNumbers<Cell> numbers[ROWS];
     // Read these numbers before the product, so that they arrive while the product is computed.
-    read_numbers<Cell, H>(a, sweep, n, now, item, group.x, lane, unit, numbers);
+#pragma clang loop unroll(full)
+    for (int r = 0; r < ROWS; ++r) {
+      const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
+      read_numbers<Cell, H>(a, sweep, n, now, b, item[r], lane, unit, numbers[r]);
+    }
     if constexpr (P > 0) {
       constexpr int ALL = (1 << P) - 1;
       add_product<ROWS, UNITS * P, RUNS, GROUP, 0, P, ALL, RESIDENT, ROW>(sums, resident, streamed, before + s);
