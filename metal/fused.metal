@@ -183,8 +183,9 @@ template <class Cell, class Index, class Arrays>
 void read_step(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread const Place<Index>& at, Index earlier, Index step,
     thread StepNumbers& numbers) {
-  // The state before the step lies `back` elements away. Before step 0 there is none; then back is 0, so that the
-  // address is valid, and use_states replaces the number read.
+  // The state before the step lies `back` elements from the state after it. At step 0 there is no earlier state: `back`
+  // is then 0, so that the address is valid, and use_states replaces the number that was read. `back` is also 0 for
+  // cells that do not use the state before.
   const Index back = !USES_BEFORE<Cell> || n == 0 ? Index(0) : sweep.reverse ? step : -step;
   numbers.state = float(a.states[at.state + earlier + back]);
   numbers.dh = value_at(a.dh, at.state + earlier, 0.0f);

@@ -2,15 +2,16 @@
 // cell. `vectors` in threadgroup memory holds h of all units, times the mask, as a double buffer [2][ROWS][padded H].
 // If the cell has a recurrent product, one barrier per step separates writing h from the next product, which reads h.
 
-// What a lane reads at a step, for one unit of one batch item: its part of z, the inputs of the step, the factor `keep`
-// of this step, and the mask of the next step, for which this step writes h. If an array is absent, its factor is 1.
+// What a lane reads at a step, for one unit of one batch item: its part of z, the inputs of the step, `keep` of this
+// step, and the mask of the next step: this step writes h times that mask, for the product of the next step. `keep` and
+// mask are 1 if the call does not have them.
 template <class Cell>
 struct ForwardNumbers {
   float z[REGISTERS_OF<Cell::GATES, Cell::LANES>], inputs[Cell::INPUTS == 0 ? 1 : Cell::INPUTS], keep, mask;
 };
 
-// Read the numbers of step n for batch item b. now: the step's position in an array [T, B, H]. item: the unit's position
-// in an array [B, H].
+// Read the numbers of step n for batch item b. now: the step's position in an array [T, B, H]. item: the unit's
+// position in an array [B, H].
 template <class Cell, int H, class Index, class Arrays>
 void read_numbers(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index now, int b, Index item, int lane, int unit,

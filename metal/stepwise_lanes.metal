@@ -37,8 +37,9 @@ void accumulate(thread R (&rows)[ROWS], thread C (&columns)[OWN], int step, thre
   }
 }
 
-// Add to partial[column][row] the products of all rows of x with this lane's OWN columns of weights. k: the index of
-// the first number that this lane multiplies. length: how many numbers a row has.
+// Add this lane's share of dot products to partial[column][row]: of each of the ROWS rows of x with each of OWN columns
+// of weights. The 32 lanes divide the numbers of a row among themselves. k: the index of the first number that this
+// lane multiplies. length: how many numbers a row has.
 template <int ROWS, int OWN, class R, class W>
 void add_products(
     thread R (&rows)[ROWS], thread ItemsRow<W> (&columns)[OWN], int k, int length, thread float (&partial)[OWN][ROWS]) {

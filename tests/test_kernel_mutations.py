@@ -176,13 +176,13 @@ HARMLESS = {
     "  < becomes <=",
     "inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }"
     "  > becomes >=",
-    # The kernel collects the h by which each step multiplies, and 0 for steps after the end of a sequence. With <=, the
-    # first step after the end gets the sequence's last h instead of 0. The gradient of Wh multiplies this h by a
+    # The kernel collects the h that each step multiplies by Wh, and 0 for steps after the end of a sequence. With <=,
+    # the first step after the end gets the sequence's last h instead of 0. The gradient of Wh multiplies this h by a
     # gradient of 0, so the gradient of Wh is the same.
     "if (t < length) {  < becomes <=",
-    # These loops take the K terms of a product several at a time, and K is a multiple of that number. So with a bound
-    # that is smaller by one, they have the same passes. With `k <= K` there is one more pass, at k = K, but no lane has
-    # a weight there. So the product is the same.
+    # In these conditions the index and the bound (COUNT or K) are multiples of the same number, which is more than 1.
+    # So a bound that is smaller by one changes nothing. With `k <= K` the loop runs once more, at k = K, but no lane
+    # has a weight there, and the product is the same.
     "for (int first = 0; first < COUNT; first += AT_ONCE) {  the bound of < is one less",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  < becomes <=",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  the bound of < is one less",

@@ -232,7 +232,8 @@ def natural(text: str) -> list[Any]:
 
 
 def plain(key: str) -> str:
-    """Return the key of an array of a Keras file for file formats without folders: dots take the place of slashes."""
+    """Turn the key of an array in a Keras file into a key for file formats without folders: dots replace slashes. The
+    layer's name before `//` is left out if the name after `//` begins with it."""
     layer, _, name = key.rpartition("//")
     return (name if not layer or name.startswith(f"{layer}/") else f"{layer}/{name}").replace("/", ".")
 

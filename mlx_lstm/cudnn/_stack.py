@@ -84,9 +84,9 @@ class Stack(NamedTuple):
             if is_training:
                 shapes = [] if every else reserve_shapes(where, x, dropout)
                 return output, output_h, output_c, pack(shapes, results, input.dtype)
-            # If is_training is False, asking for a gradient must raise an error. A custom function in the graph does
-            # this. But MLX cannot export a graph with a custom function. So leave the function out while `mx.compile`
-            # or an export traces the op, which shows in arrays without values.
+            # If is_training is False, asking for a gradient must raise an error. A custom function in the graph raises
+            # it. But MLX cannot export a graph with a custom function, so leave the function out while `mx.compile` or
+            # an export traces the op. During such a trace the arrays have no values.
             inputs_used = [input, input_h, params, *([input_c] if where.mode == "lstm" else [])]
             if is_transforming() and have_values(inputs_used, transforming=True):
                 output, output_h, output_c = without_gradient(self.original, output, output_h, output_c)

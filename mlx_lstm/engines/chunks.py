@@ -224,7 +224,7 @@ class Chunked:
         )
         sequences = {}
         # Allocate a gradient for each array that has a time axis, such as x. With two directions the gradient of x may
-        # be a sum of two gradients. So 16-bit arrays then get a float32 gradient.
+        # be a sum of two gradients. The sum of 16-bit gradients is computed in float32, so that it is rounded once.
         for name in (name for name in with_steps(arrays) if name not in left_out):
             dtype = widened(arrays[name]).dtype if problem.bidirectional else arrays[name].dtype
             sequences[name] = SequenceBuffer(arrays[name].shape, dtype, self.batch_first, self.eager)

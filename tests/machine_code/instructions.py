@@ -172,9 +172,9 @@ def counted(launch: Launch, problem: Problem) -> tuple[Counted, bool]:
 
 
 def products(line: Counted) -> int:
-    """Return how many multiply-adds of one loop iteration belong to the product. Multiply-adds that unpack quantized
-    weights are left out. Kernels for few batch rows multiply 16 or 32 weights of each column per iteration; their
-    shader defines this number."""
+    """Return how many multiply-adds of one loop iteration belong to the matrix product. Multiply-adds that unpack
+    quantized weights are left out. Kernels for few batch rows multiply 16 or 32 weights of each column per iteration;
+    the shader defines whether it is 16 or 32."""
     packed = re.search(r"_(affine|mxfp|nvfp)\d*_(\d)_bits$", line.kernel)
     if not packed:
         return line.multiply_adds

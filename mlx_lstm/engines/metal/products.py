@@ -56,7 +56,8 @@ def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.arra
     mask: the factor on h in the recurrent product (it includes `keep`), or None.
     """
     inputs = {"h": h, "h0": arrays.get("h0"), "mask": mask, "lengths": arrays.get("lengths")}
-    # In the gradient of Wx, a NaN in the padding of x would stay NaN although it is multiplied by 0.
+    # A NaN in the padding of x would reach the gradient of Wx, because NaN times 0 is NaN. So the launch writes a copy
+    # of x with 0 in the padding.
     copies_x = "lengths" in arrays and "Wx" in arrays and is_plain(problem, arrays)
     inputs["x"] = arrays["x"] if copies_x else None
     sums = h.dtype != mx.float32 and ("b" in arrays or "bhn" in arrays)

@@ -467,7 +467,8 @@ class PointwiseStepBackward:
         self.step: Callable[..., None] = build((H, B), dtype, fixed)
 
     def begin_chunk(self, start: int, h_prev: Array, h_in: Array) -> None:
-        """Set the states before the steps of a chunk that begins at step `start`: h_prev [steps, B, H]."""
+        """Begin a chunk of steps, the first of which is step `start`. h_prev [steps, B, H]: h before each step. h_in is
+        not used here."""
         self.start, self.h_prev = start, h_prev
 
     def __call__(
