@@ -5,13 +5,16 @@ The tests cannot use the emulator directly. Python processes that a test starts 
 simulated_mac_children is first on their PYTHONPATH, and Python imports its `sitecustomize` before anything else.
 """
 
+# ctypes.util and urllib.request are imported before the platform is changed. On a Mac they import modules that Linux
+# lacks.
+import ctypes.util  # noqa: F401
 import os
 import platform
 import subprocess
 import sys
 import sysconfig
 import threading
-import urllib.request  # noqa: F401 (imported before the platform is changed: on a Mac it imports modules that Linux lacks)
+import urllib.request  # noqa: F401
 from pathlib import Path
 
 import mlx.core as mx
