@@ -66,9 +66,10 @@ uint word_at(thread Words<V>& lane, int word) {
 template <bool BIASED> struct Biases { using type = float; };
 template <> struct Biases<false> { using type = Absent; };
 
-// Multiply eight neighbouring weights of each row that a lane has (a slot) by the same eight numbers of x, for each
-// batch item r. Add the results to products[r][slot]. Add the eight numbers of x to x_sums[r], from which the biases of
-// the weights are applied later. first: the index of the first word with these weights.
+// A lane computes with several rows of the weights, one per slot. For each batch item r and each slot, multiply eight
+// neighbouring weights of the slot's row by the same eight numbers of x, and add the products to products[r][slot].
+// Also add the eight numbers of x to x_sums[r]: the caller multiplies this sum by the biases of the weights. first: the
+// index of the first of the lane's words that contain these weights.
 template <int ROWS, int SLOTS, int GROUP, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD, int SIZE,
     bool BIASED>
 void add_eight(

@@ -457,8 +457,9 @@ def test_fused_writes_no_gates_in_inference():
 
 
 class MeanKernel:
-    """Stand-in for a kernel, made of MLX's operations: it fills its outputs with the sum of the means of its inputs.
-    Unlike the emulator it computes nothing before MLX evaluates the graph, so it also works inside mx.compile."""
+    """Stand-in for a kernel, made of MLX's operations: it fills its n-th output with n / 9 of the sum of its inputs'
+    means. Unlike the emulator it computes nothing before MLX evaluates the graph. So it also works inside mx.compile.
+    """
 
     def __init__(self, **description):
         self.count = len(description["input_names"])

@@ -673,8 +673,9 @@ def after_sweep(
     kinds: list[Kind],
     names: frozenset[str],
 ) -> Arrays:
-    """Launch the kernel that `make` builds, after all steps of a pass. It reads all rows of the pass. Return the
-    results named in `names`."""
+    """After the last step of a pass, launch one more kernel, which `make` builds. This kernel reads the rows of all
+    steps: the arrays that their launches wrote. Return the results named in `names`. kinds: the rows to read, each kind
+    with its width."""
     left: list[mx.array] = []
     for rows, _ in kinds:
         left += rows.pieces
