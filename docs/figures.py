@@ -135,7 +135,7 @@ def training(who: str, kind: str, T: int, B: int, H: int) -> Run:
 
 
 def spread(T: int, B: int) -> list[int]:
-    """Return the lengths of B sequences, spread evenly from 1 to T - 1."""
+    """Return B sequence lengths at equal distances, the shortest 1 and the longest T - 1."""
     return [round(1 + k * (T - 2) / max(B - 1, 1)) for k in range(B)]
 
 

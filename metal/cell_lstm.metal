@@ -7,7 +7,7 @@
 // m is h, or the vector that a projection multiplies. metal/README.md has the backward equations, in which the
 // derivative of the clip is 1.
 //
-// This cell gives three more bits of OPTIONS a meaning:
+// The LSTM also uses three more bits of the template parameter OPTIONS:
 //   bits 23-24   0 without peepholes; 1 if o reads the new c, 2 if o reads c_prev
 //   bit 25       1 if c is clipped
 // The constants of a unit are its peephole weights p, in the order i, f, g, o.
@@ -58,8 +58,8 @@ struct LSTMCell {
     return y[GATE_O] * activate(activation(OUTPUT), c);
   }
 
-  // Return the gradient of the new c, without the peephole terms. c is used by later steps and in m = o s, where s =
-  // s_output(c). dc: the gradient from later steps plus the cotangent of c. dm: the gradient of m.
+  // Return the gradient of c after the step, without the terms of the peepholes. It has two parts: dc comes from the
+  // later steps and from the output c; the other part comes from m = o s with s = s_output(c). dm: the gradient of m.
   static float state_backward(float dc, float dm, float o, float s) {
     return dc + dm * o * slope(activation(OUTPUT), s);
   }

@@ -142,8 +142,8 @@ float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)
 //
 // Fields of Item. at: the unit's positions in the arrays. dh, dc: the gradients from later steps. before: the state
 // before the step that was processed last. y: the lane's gate. d: first the cotangent of this gate, then the gradient
-// of its preactivation. past: the part of the gradient of h_prev (h before the step) that bypasses the recurrent
-// product. mask: the factor on the product.
+// of its preactivation. past: the part of the gradient of h before the step that does not go through the
+// recurrent product. mask: the factor on the product.
 template <class Index>
 struct Item {
   Place<Index> at;
@@ -177,8 +177,9 @@ void begin_item(
 }
 
 // Read what a unit needs at step n besides the gates: a state, cotangents and factors. at: the unit's positions at this
-// step. `states`, dh and dc have all T steps, but at.state counts from the launch's first time index. earlier: the
-// number of elements before this time index. step: the distance between two time indices in these arrays.
+// step. at.state counts from the first time index of the launch, but the arrays `states`, dh and dc begin at time 0.
+// earlier: the number of their elements before the launch's first time index. step: the number of their elements from
+// one time index to the next.
 template <class Cell, class Index, class Arrays>
 void read_step(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread const Place<Index>& at, Index earlier, Index step,

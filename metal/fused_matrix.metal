@@ -4,9 +4,9 @@
 // times vectors. The left matrix holds 8 rows of weights, one per unit; the right matrix holds 8 numbers of each item.
 // So the result has one row per unit and one column per item. The lanes of a simdgroup share each matrix: a lane holds
 // two neighbouring numbers of one row (row_of, column_of). In the result a lane's two numbers belong to one unit of two
-// items, and the lane computes the cell of this unit for both items; e, 0 or 1, is the number of the item. A vector of
-// 4 weights contains the lane's numbers of two successive left matrices. `vectors` in threadgroup memory holds the
-// right side of the product, [length, padded to 8][8 items].
+// items, and the lane computes the cell of this unit for both items. The index e, 0 or 1, says which of the two. A
+// vector of 4 weights contains the lane's numbers of two successive left matrices. `vectors` in threadgroup memory
+// holds the right side of the product, [length, padded to 8][8 items].
 
 template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
 

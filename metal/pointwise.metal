@@ -30,9 +30,9 @@ constant constexpr int REGISTERS_OF = COUNT == 0 ? 1 : (COUNT + LANES - 1) / LAN
 // Overload for a cell without a recurrent product, which has no weights: return a null pointer, which is never read.
 template <int COUNT, class V> const device V* vectors_of_lane(Absent, int, uint, uint) { return (const device V*)0; }
 
-// Return the position of number `unit` of block `block` in an array [rows, COUNT H]. A row of this array has COUNT
-// blocks of H numbers. at: the unit's position in an array [rows, H], in the row of the same number. Only `at` changes
-// from step to step; the compiler computes the term after + once, so a step costs one multiply-add.
+// Return a position in an array whose rows have COUNT blocks of H numbers: that of a unit in one block of one row. at:
+// the position of this row and unit in an array whose rows have H numbers. Only `at` changes from step to step. The
+// compiler computes the term after + once, so a step costs one multiply-add.
 template <int COUNT, int H, class Index>
 Index place_of(Index at, int block, int unit) { return at * COUNT + Index(block * H + unit - COUNT * unit); }
 

@@ -3,8 +3,8 @@
 // gradients of preactivations, each with H numbers. A preactivation is a recurrent part plus an input part. Further
 // arrays:
 //   dh [T, B, H], dc [T, B, C H] float, dhT, dcT    cotangents, in the shapes of their outputs
-//   d        [T, B, D H]       gradients of all recurrent parts, then of the input parts whose gradient differs
-//                              from the gradient of their recurrent part
+//   d        [T, B, D H]       gradients of all recurrent parts; then, for the gates in which the input part
+//                              has a different gradient, the gradients of the input parts
 //   du       [T, B, U H]       gradients of the inputs of each step
 //   dw       [groups, V H] float: gradients of the parameters, summed over the steps and items of a threadgroup
 //   carry    [T, B, (C + 1) H] float or absent: gradients of keep * state that bypass the product

@@ -70,8 +70,8 @@ PACKED = [
     *[((16, 4, "nvfp4"), (2, B, 2, 48, 48)) for B in (1, 8)],
     *[(packing, (2, 1, 2, 32, 32)) for packing in ((32, 4, "mxfp4"), (32, 1, "affine"))],
 ]
-# Quantized cases for `fused`: ((group size, bits, mode), (T, B, I, H, P)). They have different values of the constant
-# SPAN, which is the number of neighbouring weights that a lane reads.
+# Quantized cases for `fused`: ((group size, bits, mode), (T, B, I, H, P)). In these cases the shader's constant
+# SPAN, the number of neighbouring weights that a lane reads, has different values.
 FUSED_PACKED = [
     *[((64, 3, "affine"), (2, 1, 2, H, H)) for H in (64, 128, 256)],
     *[((32, bits, "affine"), (2, 17, 2, 32, 32)) for bits in (4, 5)],

@@ -275,8 +275,8 @@ def test_lengths_need_no_launch(engine):
 
 
 def test_model_command(tmp_path, capsys):
-    """The command with `--model` marks every time as predicted. The predicted time of a layer is the sum of the
-    times in its lines of output."""
+    """`python -m machine_code --model` marks every time that it prints as predicted. It prints several lines for a
+    layer. The predicted time of the layer is the sum of the times in these lines."""
     file = tmp_path / "model.csv"
     assert main(["--model", "--sizes", "5,3,4,8", "--passes", "backward", "--csv", str(file)]) == 0
     printed = capsys.readouterr().out

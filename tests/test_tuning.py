@@ -215,7 +215,7 @@ def test_a_program_may_name_another_file(tmp_path):
     assert tuning.use(None) is PREDICTED
 
 
-# --- Measuring the table ---------------------------------------------------------------------------------------------
+# --- The command `tune` ----------------------------------------------------------------------------------------------
 
 
 def test_tune_measures_writes_and_counts(own_cache, capsys, monkeypatch):

@@ -68,8 +68,8 @@ class Run:
         return (self.lengths > t)[:, None]
 
     def on(self, t: int) -> Array:
-        """Return for each sequence of the batch whether step t runs, bool [B, 1]: the sequence has not ended, and the
-        option `hold` does not skip the step."""
+        """Return an array of bools [B, 1]: whether step t runs for each sequence of the batch. It does not run if the
+        sequence has ended, or if the option `hold` skips the step."""
         return self.alive(t) & ~self.held[t][:, None]
 
     def compute(self, values: dict[int, Array], outputs: Sequence[int]) -> None:
