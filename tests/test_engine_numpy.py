@@ -108,6 +108,8 @@ def test_agrees_with_ops(monkeypatch, word, seed):
     # AHEAD_ROWS is the number of rows of x that are multiplied before their steps run. It also decides whether Wx and
     # Wh are copied into one matrix. Random values test both cases.
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", int(rng.choice([2 * B, 256])))
+    # A narrow batch's matrices are divided into blocks if their product has more than UNPACKED_NUMBERS numbers.
+    monkeypatch.setattr(engine_numpy_products, "UNPACKED_NUMBERS", int(rng.choice([10, 10**6])))
     poison_scratch(monkeypatch)
     sizes = T, B, I, H, 3
     _, arrays, options = split(draw(rng, sizes=sizes, **every_option(rng, word, sizes)))
@@ -174,12 +176,37 @@ def test_wide_batches_agree_with_ops(monkeypatch, word, seed, copied):
     T, B, I, H = 5 + seed % 2, 16 + seed % 3, 3, 5
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", 2 * B)
     monkeypatch.setattr(engine_numpy_products, "COPIED_NUMBERS", copied)
-    monkeypatch.setattr(engine_numpy_arrays, "COPIED_NUMBERS", copied)
+    monkeypatch.setattr(engine_numpy_arrays, "TRANSPOSED_NUMBERS", copied)
     poison_scratch(monkeypatch)
     sizes = T, B, I, H, 3
     _, arrays, options = split(draw(rng, sizes=sizes, **every_option(rng, word, sizes)))
     spoil_padding(arrays["x"], options["lengths"])
     check(word, arrays, options, ["h"], cut if seed % 4 < 2 else whole, seed)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("B", [2, 7])
+@pytest.mark.parametrize("word", OPS)
+def test_matrices_of_a_narrow_batch_are_divided(monkeypatch, word, B, strided):
+    """With a narrow batch, engine `numpy` multiplies large recurrent weights in blocks of at most UNPACKED_NUMBERS
+    multiplications. The results agree with engine `ops`, also for a number of rows that is a prime times the number of
+    gates, and for weights that are strided views."""
+    T, I, H = 3, 2, 7
+    largest, shapes, multiply = H * H * B, [], np.matmul
+    monkeypatch.setattr(engine_numpy_products, "UNPACKED_NUMBERS", largest)
+
+    def watched(left, right, *args, **kwargs):
+        shapes.append((*left.shape, right.shape[-1]))
+        return multiply(left, right, *args, **kwargs)
+
+    monkeypatch.setattr(np, "matmul", watched)
+    _, arrays, options = split(draw(np.random.default_rng(0), op=word, sizes=(T, B, I, H, H)))
+    check(word, arrays, options, ["h"], cut if strided else whole)
+    blocks = {"lstm": 4, "gru": 3, "rnn": 1}[word]
+    divided = [shape for shape in shapes if len(shape) == 4]
+    # Two forward passes and one backward pass run. An RNN has one gate, so its matrix is small enough in one block.
+    assert len(divided) == (0 if blocks == 1 else 3 * T)
+    assert all(shape[0] == blocks and shape[1] * shape[2] * shape[3] <= largest for shape in divided)
 
 
 @pytest.mark.parametrize("T, B", [(1, 32), (2, 16)])

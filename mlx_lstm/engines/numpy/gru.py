@@ -12,7 +12,7 @@ from ..ops.cells import UNBOUNDED
 from ..problem import Problem
 from .activations import ONE, InPlace, activation, gate_blocks, runs
 from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of
-from .products import SeparateProducts, WeightGradients, in_blocks
+from .products import SeparateProducts, TransposedProduct, WeightGradients, in_blocks
 
 
 def reset_and_update(blocks: dict[str, slice]) -> list[slice]:
@@ -45,9 +45,9 @@ class GRUStep:
         self.activate_n: InPlace = activation(activations[2])[0]
         self.unbounded: bool = activations[2] in UNBOUNDED
         self.Wh_n: Array = self.weights[self.block["n"]]
-        self.product: Array = self.gates  # where the product is written: the gates, maybe divided by `in_blocks`
-        if streamed and self.after:
-            self.weights, self.product = in_blocks(self.weights, self.gates)
+        if self.after:
+            self.weights = in_blocks(self.weights, B, streamed)
+        self.product: Array = self.gates.reshape(*self.weights.shape[:-1], -1)  # the gates, divided like the weights
         self.bhn: Array | None = np.repeat(v["bhn"][:, None], B, axis=1) if "bhn" in v else None
         self.scratch: Array | None = None if self.after else np.empty((H, B), dtype)
 
@@ -116,6 +116,7 @@ class GRUStepBackward:
         self.rz: list[slice] = reset_and_update(self.block)
         Wh = matrix(v["Wh"])
         self.Wh_T, self.Wh_n, self.bhn = Wh.T, Wh[self.block["n"]], v.get("bhn")
+        self.through_Wh = TransposedProduct(Wh, problem)
         self.slopes: Array = np.empty((3 * H, B), dtype)  # the derivatives of the gates' activations
         self.dy: Array = np.empty((3 * H, B), dtype)  # the gradient of the gates
         self.dy_r, self.dy_z, self.dy_n = (self.dy[self.block[gate]] for gate in "rzn")
@@ -186,7 +187,7 @@ class GRUStepBackward:
         for rows in self.rz:
             np.multiply(self.dy[rows], slopes[rows], out=dz[rows])
         if self.after:
-            np.matmul(self.Wh_T, dz, out=dh)
+            self.through_Wh(dz, dh)
         else:
             dh[...] = self.scratch
             for rows in self.rz:

@@ -13,8 +13,8 @@ import numpy as np
 from ..cells import LSTMCell
 from ..problem import Problem
 from .activations import ONE, InPlace, activation, gate_blocks, runs
-from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of, transposed
-from .products import JoinedProduct, SeparateProducts, WeightGradients, in_blocks, input_products
+from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of
+from .products import JoinedProduct, SeparateProducts, TransposedProduct, WeightGradients, in_blocks, input_products
 
 
 @cache
@@ -58,11 +58,9 @@ class LSTMStep:
         reciprocal = reciprocal_gates(cell.activations)
         self.products: JoinedProduct | SeparateProducts = input_products(problem, v, mask, reciprocal, streamed)
         order, negated = self.products.order, self.products.negated
-        self.weights: Array = self.products.weights
+        self.weights: Array = in_blocks(self.products.weights, B, streamed)
         self.z: Array = np.empty((4 * H, B), dtype)
-        self.product: Array = self.z  # where the product is written: z, maybe divided by `in_blocks`
-        if streamed:
-            self.weights, self.product = in_blocks(self.weights, self.z)
+        self.product: Array = self.z.reshape(*self.weights.shape[:-1], -1)  # z, divided like the weights
         self.scratch: Array = np.empty((H, B), dtype)
         # If `reciprocal` is not empty, a step computes 1 + exp(-z), which is 1 / sigmoid(z), for the gates i, f, o.
         # This takes one pass over memory less than sigmoid(z). The step then divides by this number where it would
@@ -166,7 +164,7 @@ class LSTMStepBackward:
         gates [T, B, 4H]."""
         (_, B, H, P), dtype = problem[:4], v["Wh"].dtype
         self.gates_at = steps_of(saved["gates"])
-        self.Wh_T: Array = transposed(v["Wh"], problem)
+        self.through_Wh = TransposedProduct(v["Wh"], problem)
         self.block: dict[str, slice] = gate_blocks(cell.gate_order, H)
         self.runs = runs(cell.gate_order, cell.activations, H, "ifgo")
         self.output, self.output_slope = activation(cell.activations[4])
@@ -231,7 +229,7 @@ class LSTMStepBackward:
         dc *= f
         if self.peephole:
             self.through_peepholes(dz, c_prev, c, dc)
-        np.matmul(self.Wh_T, dz, out=dh)
+        self.through_Wh(dz, dh)
 
     def through_peepholes(self, dz: Array, c_prev: Array, c: Array, dc: Array) -> None:
         """Add this step's terms to the peephole gradient, and add to dc the gradient of c_prev that comes through

@@ -85,7 +85,8 @@ def close_ended(problem: Problem, v: Views, out: Views, ends: "Ends", last: View
     """Overwrite the padding of the outputs by 0: all steps after the end of a batch item with fewer than T steps.
     Write the states after such an item's own last step to `last`: h [P, B] and c [H, B], with P the width of h, H
     hidden units and B batch items."""
-    for b, length in enumerate(ends.lengths.tolist()):
+    for b in np.flatnonzero(ends.lengths < problem.T).tolist():
+        length = int(ends.lengths[b])
         for name in {"h", "c"} & out.keys():
             if length == 0:
                 last[name][:, b] = v[f"{name}0"][b] if f"{name}0" in v else 0
@@ -266,8 +267,10 @@ class BackwardSweep:
         NaN in the padding would spoil a sum even if it were multiplied by 0."""
         if stop <= self.ends.shortest:
             return sequence[start:stop]
-        live = np.arange(start, stop)[:, None] < self.ends.lengths
-        return np.where(live[..., None], sequence[start:stop], 0)
+        steps = np.array(sequence[start:stop])
+        for b in np.flatnonzero(self.ends.lengths < stop).tolist():
+            steps[max(self.ends.lengths[b] - start, 0) :, b] = 0
+        return steps
 
 
 class Ends:

@@ -13,8 +13,8 @@ import numpy as np
 from ..cell_graph import CONDITIONS, CellGraph, Node, needed
 from ..cells import PointwiseCell
 from ..problem import Problem
-from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of, transposed
-from .products import JoinedProduct, SeparateProducts, WeightGradients, input_products
+from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of
+from .products import JoinedProduct, SeparateProducts, TransposedProduct, WeightGradients, in_blocks, input_products
 
 UFUNCS = {
     "add": "add", "sub": "subtract", "mul": "multiply", "div": "divide", "neg": "negative", "max": "maximum",
@@ -350,6 +350,9 @@ class PointwiseStep:
         self.apart: bool = graph.apart
         self.weights: Array | None = self.products.weights
         self.z: Array = np.empty((cell.gates * H, B), dtype)
+        if self.weights is not None:
+            self.weights = in_blocks(self.weights, B)
+            self.product: Array = self.z.reshape(*self.weights.shape[:-1], -1)  # z, divided like the weights
         self.us: Array = np.empty((graph.inputs * H, B), dtype)
         saves = problem.training or problem.return_gates
         build = (forward_function if saves else inference_function)(cell, self.products.order, self.products.negated)
@@ -374,7 +377,7 @@ class PointwiseStep:
         c_prev: the states before the step.
         """
         if self.weights is not None:
-            np.matmul(self.weights, operand, out=self.z)
+            np.matmul(self.weights, operand, out=self.product)
             if inputs is not None and not self.apart:
                 self.z += inputs
         self.step(inputs, h_prev, c_prev, saved, c, h)
@@ -450,7 +453,7 @@ class PointwiseStepBackward:
         (_, B, H, _), dtype, graph = problem[:4], v["x"].dtype, cell.graph
         build, self.other = backward_function(cell)
         self.H, self.recurrent, self.inputs = H, cell.recurrent, v.get("inputs")
-        self.Wh_T: Array | None = transposed(v["Wh"], problem) if cell.recurrent else None
+        self.through_Wh = TransposedProduct(v["Wh"], problem) if cell.recurrent else None
         self.reads_h: bool = graph.reads("s0")
         self.saved_at = steps_of(saved["gates"])
         self.h_at: Callable[[int], Any] = steps_of(saved["h"]) if graph.reads_after(0) else lambda t: None
@@ -488,10 +491,10 @@ class PointwiseStepBackward:
         dz, saved = self.dz[:, columns], self.saved_at(t)
         dx = self.dx[:, columns] if self.other else self.dx
         self.step(saved, self.s0, c_prev, self.h_at(t), c, dh, dc, dz, dx, self.direct)
-        if self.Wh_T is None:
+        if self.through_Wh is None:
             dh.fill(0)
         else:
-            np.matmul(self.Wh_T, dz, out=dh)
+            self.through_Wh(dz, dh)
 
     def finish(self, t: int, columns: slice, ended: Array | None, out: Views) -> None:
         """Write the gradient of the inputs of step t, and add the step's term to the gradient of the parameters. ended:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..cells import LSTMCell
 from ..problem import Problem
-from .arrays import COPIED_NUMBERS, WIDE_BATCH, Array, Views, chunk_steps, columns_buffer, matrix
+from .arrays import COPIED_NUMBERS, WIDE_BATCH, Array, Views, chunk_steps, columns_buffer, matrix, transposed
 
 AHEAD_ROWS = 256
 """For a wide batch: how many rows (steps x batch) of x are multiplied or copied before their steps run. They are few
@@ -50,21 +50,51 @@ def input_products(
     return SeparateProducts(problem, v, mask)
 
 
-def in_blocks(weights: Array, product: Array) -> tuple[Array, Array]:
-    """Return (weights, product) with the rows of both divided into the same blocks: weights [n, rows, K] and product
-    [n, rows, B], from contiguous matrices [n rows, K] and [n rows, B].
+UNPACKED_NUMBERS = 10**6
+"""The largest number of multiplications in one product for which OpenBLAS reads the matrices where they are. For a
+larger product it first copies both (it packs them)."""
 
-    NumPy computes the blocks one after the other on the calling thread. A stream with a pause after each step would
-    otherwise keep the other threads of BLAS spinning all the time. Products that are small enough, or so large that
-    all threads should compute them, stay in one block.
+NARROW_BATCH = 8
+"""A batch of 2 to NARROW_BATCH - 1 items is narrow: BLAS would spend more time on copying the recurrent weights than on
+multiplying them."""
+
+
+def in_blocks(weights: Array, B: int, streamed: bool = False) -> Array:
+    """Return a matrix [rows, K] as n blocks of its rows, [n, rows / n, K], or undivided. It multiplies arrays [K, B] at
+    every step. NumPy computes the product block by block on the calling thread. Two kinds of matrices are divided:
+
+    - A matrix of a stream (`streamed`), unless its product is so large that all threads should compute it. A stream
+      with a pause after each step would otherwise keep the other threads of BLAS spinning all the time.
+    - A contiguous matrix for a narrow batch, so that BLAS need not copy it at every step.
     """
-    rows, K, B = *weights.shape, product.shape[-1]
-    numbers = rows * K * B
-    if not QUIET_NUMBERS < numbers <= THREADED_NUMBERS:
-        return weights, product
-    fewest = -(-numbers // QUIET_NUMBERS)
+    numbers, largest = weights.size * B, QUIET_NUMBERS if streamed else UNPACKED_NUMBERS
+    divides = numbers <= THREADED_NUMBERS if streamed else 1 < B < NARROW_BATCH and weights.flags.c_contiguous
+    if numbers <= largest or not divides:
+        return weights
+    rows, fewest = len(weights), -(-numbers // largest)
     n = next((n for n in range(fewest, 4 * fewest) if rows % n == 0), 1)
-    return weights.reshape(n, rows // n, K), product.reshape(n, rows // n, B)
+    return weights.reshape(n, rows // n, -1)
+
+
+class TransposedProduct:
+    """Compute Wh^T @ dz at every step of the backward pass: the gradient of the h that entered the recurrent product,
+    from the gradient dz of the preactivations. For a narrow batch the product is a sum over blocks of rows of Wh."""
+
+    def __init__(self, Wh: Array, problem: Problem):
+        """Wh: [GH, P], for G gates, H hidden units and h of width P."""
+        blocks = in_blocks(matrix(Wh), problem.B)
+        self.terms: Array | None = None  # [blocks, P, B]
+        if blocks.ndim == 3:
+            self.terms = np.empty((len(blocks), blocks.shape[2], problem.B), Wh.dtype)
+        self.weights: Array = transposed(Wh, problem) if self.terms is None else blocks.transpose(0, 2, 1)
+
+    def __call__(self, dz: Array, out: Array) -> None:
+        """Write Wh^T @ dz [P, B] to `out`. dz: [GH, B]."""
+        if self.terms is None:
+            np.matmul(self.weights, dz, out=out)
+        else:
+            np.matmul(self.weights, dz.reshape(len(self.terms), -1, dz.shape[1]), out=self.terms)
+            np.add.reduce(self.terms, axis=0, out=out)
 
 
 class SeparateProducts:

@@ -2,7 +2,7 @@
 ended.
 
 The steps are divided into segments. A segment runs only the batch items that have not ended before its first step, as a
-smaller call with copies of these items' parts of the arrays. Items that end within the segment run on until its last
+smaller call with these items' parts of the arrays. Items that end within the segment run on until its last
 step. The module `passes` keeps the results of these additional steps out of the outputs and gradients.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from ..directions import state_before
 from ..problem import Problem
-from .arrays import FEATURE_MAJOR, Array, Views
+from .arrays import FEATURE_MAJOR, WIDE_BATCH, Array, Views, transposed
 from .passes import BackwardSweep, sweep_forward
 from .products import WeightGradients
 
@@ -37,7 +37,8 @@ class Segment(NamedTuple):
     def sizes(self, B: int) -> tuple[int, int]:
         """Return (number of steps, number of batch items) of this segment: some steps, with the batch items that have
         not ended before them. B: the number of items of the whole batch."""
-        return self.stop - self.start, B if isinstance(self.items, slice) else len(self.items)
+        items = self.items
+        return self.stop - self.start, len(range(B)[items]) if isinstance(items, slice) else len(items)
 
     def of_steps(self, sequence: Array) -> Array:
         """Return a sequence [T, B, .] restricted to the steps and batch items of this segment."""
@@ -49,7 +50,7 @@ class Segment(NamedTuple):
         contiguous as [., B]."""
         steps = sequence[self.start : self.stop].transpose(FEATURE_MAJOR)
         if isinstance(self.items, slice):
-            return steps.transpose(FEATURE_MAJOR)
+            return steps[:, :, self.items].transpose(FEATURE_MAJOR)
         return np.take(steps, self.items, axis=2).transpose(FEATURE_MAJOR)
 
     def write(self, sequence: Array, part: Array) -> None:
@@ -90,7 +91,8 @@ def segments(problem: Problem, v: Views) -> list[Segment]:
         # End the segment at step `stop` if it is long enough (`shortest` steps) and enough of its items have ended by
         # then, or if no item of the batch is left.
         if len(left) == 0 or (len(live) - len(left) >= enough and stop - start >= shortest):
-            found.append(Segment(start, stop, slice(None) if len(live) == B else live))
+            first, last = int(live[0]), int(live[-1]) + 1
+            found.append(Segment(start, stop, slice(first, last) if last - first == len(live) else live))
             start, live = stop, left
     run = sum([steps * items for steps, items in [segment.sizes(B) for segment in found]])
     return found if run <= (1 - SAVED) * T * B else []
@@ -114,7 +116,8 @@ def part_of_call(problem: Problem, v: Views, segment: Segment) -> tuple[Problem,
 
 def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: Views, hidden: list[Array]) -> None:
     """Run one direction forward, one segment after the other, and write the outputs that `out` contains. A segment is
-    a range of steps, run only for the batch items that have not ended before it.
+    a range of steps, run only for the batch items that have not ended before it. Where an item has ended, the outputs
+    keep the 0 that `out` contains at first.
 
     hidden: for each segment the memory [steps, items, GH] for gates that only the backward pass reads. An empty list
     if the caller gets the gates in `out`, or if no backward pass needs them.
@@ -125,8 +128,6 @@ def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: V
     for name, state in states.items():
         if f"{name}0" in v:
             state[...] = v[f"{name}0"]
-    for name in {"h", "c", "gates"} & out.keys():
-        out[name].fill(0)  # batch items that have ended keep this 0
     order = range(len(parts))
     for n in reversed(order) if problem.reverse else order:
         segment = parts[n]
@@ -159,7 +160,8 @@ def backward_in_segments(
     dv: Views,
 ) -> None:
     """Run one direction backward, one segment after the other. A segment is a range of steps, run only for the batch
-    items that have not ended before it. Write every gradient for which `products.out` has memory.
+    items that have not ended before it. Write every gradient for which `products.out` has memory. Where an item has
+    ended, the gradient of x keeps the 0 that this memory contains at first.
 
     saved: the outputs of the forward pass. gates: the gates of each segment; an empty list if the forward pass did not
     save gates by segment.
@@ -170,14 +172,16 @@ def backward_in_segments(
     for name, d_state in d_states.items():
         if f"{name}T" in dv:
             d_state[...] = dv[f"{name}T"]
+    # Wh in the memory order in which wide segments read it; otherwise each of them would copy it.
+    ordered = {"Wh": transposed(v["Wh"], problem).T} if "Wh" in v else {}
     adds = "Wx" in v and bool(products.written)  # the other direction has written its part of the gradient of x
-    if "x" in out and not adds:
-        out["x"].fill(0)
     order = range(len(parts))
     for n in order if problem.reverse else reversed(order):
         segment = parts[n]
         start, stop, items = segment
         one, own = part_of_call(problem, v, segment)
+        if one.B >= WIDE_BATCH:
+            own |= ordered
         own_saved = {name: segment.of_features(saved[name]) for name in {"c", "gates"} & saved.keys()}
         own_saved["h"] = segment.of_steps(saved["h"])
         if gates:

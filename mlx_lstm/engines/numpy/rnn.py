@@ -9,8 +9,8 @@ import numpy as np
 from ..cells import RNNCell
 from ..problem import Problem
 from .activations import InPlace, activation
-from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of, transposed
-from .products import JoinedProduct, SeparateProducts, WeightGradients, in_blocks, input_products
+from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of
+from .products import JoinedProduct, SeparateProducts, TransposedProduct, WeightGradients, in_blocks, input_products
 
 
 class RNNStep:
@@ -20,11 +20,9 @@ class RNNStep:
         """Allocate the arrays that every step overwrites. streamed: the steps arrive one at a time
         (`engines.numpy.stream`)."""
         self.products: JoinedProduct | SeparateProducts = input_products(problem, v, mask, "", streamed)
-        self.weights: Array = self.products.weights
+        self.weights: Array = in_blocks(self.products.weights, problem.B, streamed)
         self.z: Array = np.empty((problem.H, problem.B), v["Wh"].dtype)
-        self.product: Array = self.z  # where the product is written: z, maybe divided by `in_blocks`
-        if streamed:
-            self.weights, self.product = in_blocks(self.weights, self.z)
+        self.product: Array = self.z.reshape(*self.weights.shape[:-1], -1)  # z, divided like the weights
         self.activate: InPlace = activation(cell.act)[0]
 
     def __call__(
@@ -67,7 +65,7 @@ class RNNStepBackward:
         (_, B, H, _), dtype = problem[:4], v["Wh"].dtype
         self.activation_slope: InPlace = activation(cell.act)[1]
         self.h_at = steps_of(saved["h"])
-        self.Wh_T: Array = transposed(v["Wh"], problem)
+        self.through_Wh = TransposedProduct(v["Wh"], problem)
         self.slope: Array = np.empty((H, B), dtype)
         self.dz: Array = columns_buffer(H, chunk_steps(problem) * B, B, dtype)
         self.by_column: list[Array] = [self.dz]
@@ -94,7 +92,7 @@ class RNNStepBackward:
         np.multiply(dh, self.slope, out=dz)
         if dgates is not None:
             dz += dgates
-        np.matmul(self.Wh_T, dz, out=dh)
+        self.through_Wh(dz, dh)
 
     def end_chunk(self, products: WeightGradients, h_in: Array) -> None:
         """Add the term of one chunk of time steps to the gradient of Wh in `products`. h_in [n, H]: the h that

@@ -38,7 +38,8 @@ class StreamedLayer:
             bias = bias_of(problem, v)
             Wx = v["Wx"] if bias is None else np.concatenate([v["Wx"], bias[:, None]], axis=1)
             self.inputs = np.empty((len(Wx), B), dtype)
-            self.weights, self.product = in_blocks(np.ascontiguousarray(Wx), self.inputs)
+            self.weights = in_blocks(np.ascontiguousarray(Wx), B, streamed=True)
+            self.product = self.inputs.reshape(*self.weights.shape[:-1], -1)
             self.column: Array = np.ones((Wx.shape[1], B), dtype)  # [x; 1]
             self.x_rows: list[Array] = 2 * [self.column[:I]]
         else:

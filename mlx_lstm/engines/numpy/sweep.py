@@ -113,10 +113,6 @@ def backward(
     if "x" not in left_out:
         new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
     out = {name: array.memory for name, array in new.items()}
-    for name in {"mask", "keep", "inputs"} & out.keys():
-        # The gradient of the mask is a sum, and those of `keep` and `inputs` are written only at steps that run. So
-        # all three must begin with zeros.
-        out[name].fill(0)
     projects = "Wx" in v  # read from v: among the gradients Wx is missing if it is quantized
     written: set[int] = set()
     factors: Arrays = {}
