@@ -173,11 +173,16 @@ def gru_step(cell: GRUCell, a: Array, h_in: Array, h: Array, Wh: Array, bhn: Arr
       h_new = z h + (1 - z) n,  or with flip_z  (1 - z) h + z n
     """
     z, y, H = by_gate(cell, a), {}, h.shape[-1]
+    if cell.reset == "after":  # the three products are one
+        products = by_gate(cell, h_in @ Wh.T)
+    else:
+        products = {gate: h_in @ Wh[cell.block(gate, H)].T for gate in "rz"}
     for gate in "rz":
-        y[gate] = activate(cell.activation(gate), z[gate] + h_in @ Wh[cell.block(gate, H)].T)
-    Wh_n = Wh[cell.block("n", H)]
-    after = cell.reset == "after"
-    recurrent = y["r"] * gru_candidate(h_in, Wh_n, bhn) if after else (y["r"] * h_in) @ Wh_n.T
+        y[gate] = activate(cell.activation(gate), z[gate] + products[gate])
+    if cell.reset == "after":
+        recurrent = y["r"] * (products["n"] if bhn is None else products["n"] + bhn)
+    else:
+        recurrent = (y["r"] * h_in) @ Wh[cell.block("n", H)].T
     n = y["n"] = activate(cell.activation("n"), z["n"] + recurrent)
     old, new = (n, h) if cell.flip_z else (h, n)
     h_new = new + y["z"] * (old - new)
