@@ -108,7 +108,7 @@ def test_agrees_with_ops(monkeypatch, word, seed):
     # AHEAD_ROWS is the number of rows of x that are multiplied before their steps run. It also decides whether Wx and
     # Wh are copied into one matrix. Random values test both cases.
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", int(rng.choice([2 * B, 256])))
-    # A narrow batch's matrices are divided into blocks if their product has more than UNPACKED_NUMBERS numbers.
+    # With 2 to 7 batch items, a product of more than UNPACKED_NUMBERS multiplications is computed in blocks.
     monkeypatch.setattr(engine_numpy_products, "UNPACKED_NUMBERS", int(rng.choice([10, 10**6])))
     poison_scratch(monkeypatch)
     sizes = T, B, I, H, 3
@@ -188,9 +188,9 @@ def test_wide_batches_agree_with_ops(monkeypatch, word, seed, copied):
 @pytest.mark.parametrize("B", [2, 7])
 @pytest.mark.parametrize("word", OPS)
 def test_matrices_of_a_narrow_batch_are_divided(monkeypatch, word, B, strided):
-    """With a narrow batch, engine `numpy` multiplies large recurrent weights in blocks of at most UNPACKED_NUMBERS
-    multiplications. The results agree with engine `ops`, also for a number of rows that is a prime times the number of
-    gates, and for weights that are strided views."""
+    """If the batch has 2 to 7 items, engine `numpy` divides the recurrent weights into blocks. The product of a block
+    has at most UNPACKED_NUMBERS multiplications. The results agree with engine `ops`. The number of hidden units is a
+    prime, so few numbers of blocks are possible. Contiguous weights and strided views are tested."""
     T, I, H = 3, 2, 7
     largest, shapes, multiply = H * H * B, [], np.matmul
     monkeypatch.setattr(engine_numpy_products, "UNPACKED_NUMBERS", largest)
@@ -204,7 +204,8 @@ def test_matrices_of_a_narrow_batch_are_divided(monkeypatch, word, B, strided):
     check(word, arrays, options, ["h"], cut if strided else whole)
     blocks = {"lstm": 4, "gru": 3, "rnn": 1}[word]
     divided = [shape for shape in shapes if len(shape) == 4]
-    # Two forward passes and one backward pass run. An RNN has one gate, so its matrix is small enough in one block.
+    # Two forward passes and one backward pass run, each with one divided product per step. The matrix of an RNN has
+    # only one gate. It is small enough, so it is not divided.
     assert len(divided) == (0 if blocks == 1 else 3 * T)
     assert all(shape[0] == blocks and shape[1] * shape[2] * shape[3] <= largest for shape in divided)
 

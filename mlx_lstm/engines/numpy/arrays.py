@@ -25,11 +25,9 @@ CHUNK_ROWS = 1024
 """The largest number of rows (steps x batch) of one matrix product over time in the backward pass. Exception: a step
 with more rows is one product. This number limits the scratch memory."""
 
-COPIED_NUMBERS = 2**20
-"""The largest number of elements of a weight matrix for which a copy in another layout saves time."""
-
 TRANSPOSED_NUMBERS = 2**18
-"""The largest number of elements of a weight matrix for which a transposed copy saves time."""
+"""The largest number of elements of a weight matrix of which `transposed` makes a copy. For a larger matrix the copy
+takes longer than it saves."""
 
 WIDE_BATCH = 16
 """The smallest size B of a wide batch. With a wide batch the rows of a step's array [4H, B] are so long that products
@@ -48,8 +46,8 @@ def views(arrays: Arrays) -> Views:
 
 
 class NewArray:
-    """A new MLX array that NumPy fills: NumPy writes to `memory`, then `to_mlx` returns the MLX array. Its contents are
-    0 at first, because MLX has no new array without contents."""
+    """A new MLX array that NumPy fills: NumPy writes to `memory`, then `to_mlx` returns the MLX array. It
+    contains zeros at first: MLX cannot create an array without writing to its memory."""
 
     def __init__(self, dtype: np.dtype, shape: tuple[int, ...]):
         self.dtype: mx.Dtype = mx.float64 if dtype == np.float64 else mx.float32

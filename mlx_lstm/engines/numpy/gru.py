@@ -116,7 +116,8 @@ class GRUStepBackward:
         self.rz: list[slice] = reset_and_update(self.block)
         Wh = matrix(v["Wh"])
         self.Wh_T, self.Wh_n, self.bhn = Wh.T, Wh[self.block["n"]], v.get("bhn")
-        self.through_Wh = TransposedProduct(Wh, problem)
+        if self.after:
+            self.through_Wh = TransposedProduct(Wh, problem)
         self.slopes: Array = np.empty((3 * H, B), dtype)  # the derivatives of the gates' activations
         self.dy: Array = np.empty((3 * H, B), dtype)  # the gradient of the gates
         self.dy_r, self.dy_z, self.dy_n = (self.dy[self.block[gate]] for gate in "rzn")

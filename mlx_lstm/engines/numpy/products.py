@@ -12,7 +12,11 @@ import numpy as np
 
 from ..cells import LSTMCell
 from ..problem import Problem
-from .arrays import COPIED_NUMBERS, WIDE_BATCH, Array, Views, chunk_steps, columns_buffer, matrix, transposed
+from .arrays import WIDE_BATCH, Array, Views, chunk_steps, columns_buffer, matrix, transposed
+
+COPIED_NUMBERS = 2**20
+"""The largest number of elements that the matrix [Wx Wh] of a `JoinedProduct` may have, except in a stream. For a
+larger matrix the copy takes longer than it saves."""
 
 AHEAD_ROWS = 256
 """For a wide batch: how many rows (steps x batch) of x are multiplied or copied before their steps run. They are few
@@ -51,17 +55,20 @@ def input_products(
 
 
 UNPACKED_NUMBERS = 10**6
-"""The largest number of multiplications in one product for which OpenBLAS reads the matrices where they are. For a
-larger product it first copies both (it packs them)."""
+"""OpenBLAS copies both matrices before it multiplies them (it packs them), if the product has more multiplications than
+this. A smaller product reads the matrices directly."""
 
 NARROW_BATCH = 8
-"""A batch of 2 to NARROW_BATCH - 1 items is narrow: BLAS would spend more time on copying the recurrent weights than on
-multiplying them."""
+"""A batch with at least 2 and fewer than NARROW_BATCH items is narrow. For such a batch, copying the recurrent weights
+takes BLAS longer than multiplying by them."""
 
 
 def in_blocks(weights: Array, B: int, streamed: bool = False) -> Array:
-    """Return a matrix [rows, K] as n blocks of its rows, [n, rows / n, K], or undivided. It multiplies arrays [K, B] at
-    every step. NumPy computes the product block by block on the calling thread. Two kinds of matrices are divided:
+    """Divide the rows of a matrix into n blocks of the same size: from [rows, K] to [n, rows / n, K]. Return the
+    matrix unchanged if blocks would not make its product faster.
+
+    At every step the matrix is multiplied by an array [K, B]. If it is divided, NumPy multiplies one block after the
+    other on the calling thread. Two kinds of matrices are divided:
 
     - A matrix of a stream (`streamed`), unless its product is so large that all threads should compute it. A stream
       with a pause after each step would otherwise keep the other threads of BLAS spinning all the time.
@@ -77,19 +84,25 @@ def in_blocks(weights: Array, B: int, streamed: bool = False) -> Array:
 
 
 class TransposedProduct:
-    """Compute Wh^T @ dz at every step of the backward pass: the gradient of the h that entered the recurrent product,
-    from the gradient dz of the preactivations. For a narrow batch the product is a sum over blocks of rows of Wh."""
+    """Multiply by Wh^T at every step of the backward pass. The factor is dz, the gradient of the preactivations. The
+    product Wh^T @ dz is the gradient of the h that Wh multiplied in the forward pass.
+
+    For a narrow batch the rows of Wh are divided into blocks. Each block gives one term of the product, and the terms
+    are added.
+    """
 
     def __init__(self, Wh: Array, problem: Problem):
-        """Wh: [GH, P], for G gates, H hidden units and h of width P."""
-        blocks = in_blocks(matrix(Wh), problem.B)
+        """Copy or view the recurrent weights. Wh: [GH, P], for a cell with G gates, H hidden units and an h of width
+        P."""
+        Wh = matrix(Wh)
+        blocks = in_blocks(Wh, problem.B)
         self.terms: Array | None = None  # [blocks, P, B]
         if blocks.ndim == 3:
             self.terms = np.empty((len(blocks), blocks.shape[2], problem.B), Wh.dtype)
         self.weights: Array = transposed(Wh, problem) if self.terms is None else blocks.transpose(0, 2, 1)
 
     def __call__(self, dz: Array, out: Array) -> None:
-        """Write Wh^T @ dz [P, B] to `out`. dz: [GH, B]."""
+        """Multiply dz [GH, B] by Wh^T, and write the product to `out` [P, B]. B is the number of batch items."""
         if self.terms is None:
             np.matmul(self.weights, dz, out=out)
         else:

@@ -2,8 +2,8 @@
 ended.
 
 The steps are divided into segments. A segment runs only the batch items that have not ended before its first step, as a
-smaller call with these items' parts of the arrays. Items that end within the segment run on until its last
-step. The module `passes` keeps the results of these additional steps out of the outputs and gradients.
+smaller call with these items' parts of the arrays. Items that end within the segment run on until its last step. The
+module `passes` keeps the results of these additional steps out of the outputs and gradients.
 """
 
 from math import isqrt
@@ -172,7 +172,7 @@ def backward_in_segments(
     for name, d_state in d_states.items():
         if f"{name}T" in dv:
             d_state[...] = dv[f"{name}T"]
-    # Wh in the memory order in which wide segments read it; otherwise each of them would copy it.
+    # Segments with a wide batch read Wh in another memory order. Copy it to this order once, for all segments.
     ordered = {"Wh": transposed(v["Wh"], problem).T} if "Wh" in v else {}
     adds = "Wx" in v and bool(products.written)  # the other direction has written its part of the gradient of x
     order = range(len(parts))

@@ -112,6 +112,8 @@ def backward(
     new = {name: NewArray(v[name].dtype, v[name].shape) for name in wanted if name not in factored}
     if "x" not in left_out:
         new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
+    # All of this memory contains zeros at first. The gradient of the mask needs them, because it is a sum. So do the
+    # gradients of `keep` and `inputs`, which are written only at steps that run.
     out = {name: array.memory for name, array in new.items()}
     projects = "Wx" in v  # read from v: among the gradients Wx is missing if it is quantized
     written: set[int] = set()

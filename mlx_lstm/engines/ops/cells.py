@@ -173,7 +173,7 @@ def gru_step(cell: GRUCell, a: Array, h_in: Array, h: Array, Wh: Array, bhn: Arr
       h_new = z h + (1 - z) n,  or with flip_z  (1 - z) h + z n
     """
     z, y, H = by_gate(cell, a), {}, h.shape[-1]
-    if cell.reset == "after":  # the three products are one
+    if cell.reset == "after":  # one product with all three blocks of Wh
         products = by_gate(cell, h_in @ Wh.T)
     else:
         products = {gate: h_in @ Wh[cell.block(gate, H)].T for gate in "rz"}
@@ -189,12 +189,6 @@ def gru_step(cell: GRUCell, a: Array, h_in: Array, h: Array, Wh: Array, bhn: Arr
     if cell.activation("n") in UNBOUNDED:  # for an infinite n the line above gives inf - inf = NaN
         h_new = mx.where(mx.isinf(n), y["z"] * old + (1 - y["z"]) * new, h_new)
     return mx.concatenate([y[gate] for gate in cell.gate_order], axis=-1), h_new
-
-
-def gru_candidate(h_in: Array, Wh_n: Array, bhn: Array | None) -> Array:
-    """Return h_in Wh_n^T + bhn, the recurrent product of a GRU's candidate. The result is not yet multiplied by r:
-    if the reset comes after the product, the caller multiplies it."""
-    return h_in @ Wh_n.T if bhn is None else h_in @ Wh_n.T + bhn
 
 
 def gru_step_backward(

@@ -308,7 +308,8 @@ def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array) -> Arrays:
         return {}
     h_in = h_prev * arrays["mask"] if "mask" in arrays else h_prev
     Wh_n = arrays["Wh"][cell.block("n", problem.H)]
-    return {"q": cells.gru_candidate(flat(h_in), Wh_n, arrays.get("bhn")).reshape(h_prev.shape)}
+    q = flat(h_in) @ Wh_n.T
+    return {"q": (q + arrays["bhn"] if "bhn" in arrays else q).reshape(h_prev.shape)}
 
 
 def peephole_gradient(cell: LSTMCell, dz: Array, c_prev: Array, c: Array) -> Array:
