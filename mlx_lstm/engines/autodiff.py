@@ -68,6 +68,8 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
         if dtype in HALVES:
             arrays = for_engine(engine, arrays)
         outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first, problem.wants_last)
+    elif engine == "ops" and is_plain_step(problem):
+        outputs = graph_of_step(problem, arrays if dtype not in HALVES else for_engine(engine, arrays))
     else:
         if arrays["x"].ndim == 2:
             arrays = arrays | {"x": arrays["x"][None]}
@@ -91,6 +93,18 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
     if dtype not in HALVES:
         return outputs
     return {name: output if output is None else output.astype(dtype) for name, output in outputs.items()}
+
+
+def graph_of_step(problem: Problem, arrays: Arrays) -> Arrays:
+    """Run a single step on engine `ops`. Return the outputs that the caller wants, by name. MLX derives the gradient
+    from the graph of the outputs."""
+    time = 1 if problem.batch_first else 0  # the axis of time
+    if arrays["x"].ndim == 3:
+        arrays = arrays | {"x": arrays["x"].squeeze(time)}
+    outputs = ops.forward_step(problem, arrays)
+    sequences = ("h", "c", "gates")
+    shown = {name: outputs[name] for name in shown_of(problem)}
+    return {name: mx.expand_dims(output, time) if name in sequences else output for name, output in shown.items()}
 
 
 def shown_of(problem: Problem) -> tuple[str, ...]:
@@ -224,6 +238,13 @@ def has_plain_gradient(problem: Problem) -> bool:
     activations = (cell.act,) if isinstance(cell, RNNCell) else cell.activations
     whole = problem.packing is None and "lengths" not in problem.names
     return problem.T == 1 and whole and not set(activations) & set(UNBOUNDED)
+
+
+def is_plain_step(problem: Problem) -> bool:
+    """Return whether a call is a single step of one direction, of a built-in cell, and MLX's own gradient of the graph
+    of engine `ops` is used."""
+    is_step = problem.T == 1 and not problem.bidirectional and not isinstance(problem.cell, PointwiseCell)
+    return is_step and has_plain_gradient(problem)
 
 
 def tapped(

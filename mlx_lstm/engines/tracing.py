@@ -41,6 +41,8 @@ def stale_placeholder() -> mx.array:
 
 PLACEHOLDER = stale_placeholder()
 
+ZERO = mx.array(0.0)
+
 
 class Probe(local):
     """A compiled function for each thread, and the number of times that Python has run it.
@@ -64,6 +66,13 @@ def count_run(array: mx.array) -> list[mx.array]:
 probe = Probe()
 
 
+def runs_python(array: mx.array) -> bool:
+    """Call the compiled function of this thread with this array. Return whether Python ran."""
+    before = probe.runs
+    probe.compiled(array)
+    return probe.runs > before
+
+
 def is_transforming() -> bool:
     """Return whether MLX is transforming a function in this thread.
 
@@ -72,13 +81,15 @@ def is_transforming() -> bool:
     placeholder that is a tracer during transformations only, and looks whether Python ran. Outside of transformations
     this takes a microsecond. Calling mx.eval instead would take longer, because it wakes another thread.
     """
-    before = probe.runs
-    probe.compiled(PLACEHOLDER)
-    if probe.runs == before:
+    # The first call of a thread or a stream compiles the function, so Python runs once. It runs at the second call,
+    # too, only if MLX is transforming or if mx.disable_compile() is in effect.
+    if not (runs_python(PLACEHOLDER) and runs_python(PLACEHOLDER)):
         return False
-    # MLX called the Python function. There are three possible reasons: MLX is transforming; this is the first call in
-    # this thread; or mx.disable_compile() is in effect. To decide, evaluate the stale placeholder of mx.vmap, which
-    # has no value. This always fails: with a ValueError during a transformation, else with a RuntimeError.
+    # An array that is never a tracer excludes mx.disable_compile(): with it, Python runs at both calls.
+    if not (runs_python(ZERO) and runs_python(ZERO)):
+        return True
+    # With mx.disable_compile(), evaluate the stale placeholder of mx.vmap, which has no value. This always fails: with
+    # a ValueError during a transformation, else with a RuntimeError. It takes three times as long as the calls above.
     try:
         mx.eval(PLACEHOLDER)
     except RuntimeError:
@@ -126,9 +137,6 @@ def with_graphs_kept(function: Callable[[], Any]) -> Any:
     identity.vjp(rule)
     mx.vjp(identity, [ZERO], [ZERO])
     return results[0]
-
-
-ZERO = mx.array(0.0)
 
 
 def marks_come_first() -> bool:
