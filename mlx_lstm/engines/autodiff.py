@@ -67,7 +67,7 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
     if problem.plain and engine == "numpy":  # `numpy` reads both memory orders of x without an operation of MLX
         if dtype in HALVES:
             arrays = for_engine(engine, arrays)
-        outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first, problem.wants_last)
+        outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first)
     elif engine == "ops" and is_plain_step(problem):
         outputs = graph_of_step(problem, arrays if dtype not in HALVES else for_engine(engine, arrays))
     else:
@@ -296,7 +296,8 @@ def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
 
 def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[list[str], list[str]]:
     """Return two lists: the names of the outputs that MLX gets, and the names of the outputs that only Python saves
-    for the backward pass. The lists differ only in the gates:
+    for the backward pass. MLX gets the last states only if the caller wants them. The gates are in one of the lists or
+    in none:
 
     - `ops`: MLX gets the gates. The backward pass of `ops` reads them, and MLX can differentiate this pass again.
     - `stepwise`: Python saves the gates of an LSTM in training, unless the caller wants them. They are up to 20 arrays.
@@ -304,7 +305,7 @@ def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[lis
     - `numpy`: Python saves the gates, unless the caller wants them.
     - All engines but `ops`: without training they compute no gates, unless the caller wants them.
     """
-    visible: list[str] = [*problem.cell.outputs]
+    visible = [name for name in problem.cell.outputs if problem.wants_last or name not in ("hT", "cT")]
     if engine == "stepwise" and stepwise.keeps_rows(problem, names):
         visible.remove("gates")
         return visible, [stepwise.ROWS]

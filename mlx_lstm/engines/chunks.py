@@ -148,7 +148,7 @@ class Chunked:
         # `numpy` runs all steps at once: at any length it needs memory only for its outputs. 16-bit arrays (dtype.size
         # 2) are an exception: they are converted to float32, which takes less memory chunk by chunk.
         if self.engine == "numpy" and dtype.size > 2:
-            outputs = self.module.forward(problem._replace(training=False), arrays)
+            outputs = self.module.forward(problem._replace(training=False, wants_last=True), arrays)
             return outputs | self.starts(problem, arrays, outputs)
         saved, sequences = self.results_saved(problem) if problem.training else [], {}
         widths = {"h": P, "c": problem.cell.carried * H}
@@ -199,7 +199,7 @@ class Chunked:
         for start, stop in self.bounds(problem):
             starts[start] = states
             inputs = lengths_of(shared, start, stop) | self.steps_of(by_step, start, stop) | states
-            outputs = self.module.forward(problem._replace(T=stop - start), inputs)
+            outputs = self.module.forward(problem._replace(T=stop - start, wants_last=True), inputs)
             states = {name: outputs[f"{name[0]}T"] for name in states}
             self.write(sequences, d, start, stop, outputs, states)
             states = self.prepared(states)

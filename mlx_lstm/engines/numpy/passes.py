@@ -233,6 +233,8 @@ class BackwardSweep:
         the state before a step) is not applied yet. The result is a view of the saved h, or a copy if it contains
         the first state."""
         problem, states, first = self.problem, self.h, self.v.get("h0", 0)
+        if problem.T == 1 and "h0" in self.v:
+            return self.v["h0"][None]
         if not problem.reverse and start > 0:
             return states[start - 1 : stop - 1]
         if problem.reverse and stop < self.ends.shortest:  # no item starts within these steps

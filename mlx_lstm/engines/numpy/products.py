@@ -260,7 +260,7 @@ class WeightGradients:
         self.written: set[int] = written
         # Factors of the gradients that are returned as a pair instead of the product left^T right. A gradient may be
         # written in blocks of its rows: {name: {first row of the block: (left [n, block's rows], right [n,
-        # columns])}}, with n = batch items. The factors are copies, because the caller overwrites the originals.
+        # columns])}}, with n = batch items. The left factors are copies, because the caller overwrites the originals.
         self.factors: dict[str, dict[int, tuple[Array, Array]]] = {name: {} for name in factored}
         self.left: Array | None = None  # the latest left factor, which the next gradient may share
         self.begun: set[tuple[str, int | None]] = set()  # (name, first row) of each block that has been written
@@ -273,7 +273,7 @@ class WeightGradients:
             # Wx and Wh usually have the same left factor, dz. It is the larger one and is stored once.
             if self.left is None or not np.array_equal(left, self.left):
                 self.left = left
-            self.factors[name][rows.start or 0] = self.left, np.array(right, order="C")
+            self.factors[name][rows.start or 0] = self.left, right
             return
         if name not in self.out:
             return

@@ -35,12 +35,11 @@ Saved = dict[str, mx.array | Array | list[Array] | None]
 such array for each segment (some steps of some batch items, see `ragged`)."""
 
 
-def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_last: bool = True) -> Saved:
+def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Saved:
     """Run the forward pass. Return the cell's outputs by name: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; for an
-    LSTM also c [T, B, D H] and cT [B, D H].
+    LSTM also c [T, B, D H] and cT [B, D H]. hT and cT are missing if `problem.wants_last` is false.
 
-    batch_first: x, h, c and gates are [B, T, .] instead. wants_last: whether to return hT and cT. For a single step, x
-    [B, I], the only outputs are hT and cT.
+    batch_first: x, h, c and gates are [B, T, .] instead. For a single step, x [B, I], the only outputs are hT and cT.
 
     If the caller does not request the gates, `gates` is for the backward pass only: in training it is a NumPy array (or
     a list of arrays, see `Saved`), otherwise None. It is also None for a plain RNN, whose backward pass needs no gates.
@@ -54,7 +53,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
         v["x"] = v["x"].transpose(BATCH_MAJOR)
     dtype, (T, B, H, P), D, cell = v["x"].dtype, problem[:4], problem.directions, problem.cell
     widths = {"h": D * P, "c": D * cell.carried * H} if cell.carried else {"h": D * P}
-    last = {f"{name}T": NewArray(dtype, (B, width)) for name, width in widths.items()} if wants_last else {}
+    last = {f"{name}T": NewArray(dtype, (B, width)) for name, width in widths.items()} if problem.wants_last else {}
     sequences: dict[str, NewArray] = {}
     if not single:
         sequences["h"] = NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first)
@@ -127,25 +126,35 @@ def backward(
                 backward_in_segments(one, parts, products, own, own_saved, own_gates, own_dv)
             else:
                 BackwardSweep(one, products, own, own_saved, own_dv).run()
-            factors |= in_mlx(problem, arrays, products.factors)
+            factors |= in_mlx(arrays, products.factors)
     return factors | {name: array.to_mlx() for name, array in new.items()}
 
 
-def in_mlx(problem: Problem, arrays: Arrays, factors: dict[str, dict[int, tuple[Array, Array]]]) -> Arrays:
+def in_mlx(arrays: Arrays, factors: dict[str, dict[int, tuple[Array, Array]]]) -> Arrays:
     """Return weight gradients as pairs of factors, which are multiplied later. factors: NumPy arrays from
     `WeightGradients.factors`. The results are MLX arrays named "Wh 0" (left factor), "Wh 1" (right factor), "Wh 2"
-    (the next pair's left factor) and so on. A factor that occurs twice is copied only once. The right factor for Wx is
-    x; it is the caller's array and is not copied."""
-    copied, results = {}, {}
+    (the next pair's left factor) and so on.
+
+    A factor that occurs twice is copied only once. A right factor that is x or h0 itself is not copied: the result is
+    the caller's array.
+    """
+    callers = [arrays[name] for name in ("x", "h0") if name in arrays] if factors else []
+    known = {place_of(view(array)): array for array in callers}
+    results = {}
     for name, blocks in factors.items():
         for n, factor in enumerate([factor for row in sorted(blocks) for factor in blocks[row]]):
-            if (name, n) == ("Wx", 1) and "lengths" not in arrays and isinstance(arrays["x"], mx.array):
-                results[f"{name} {n}"] = arrays["x"].reshape(factor.shape)
-                continue
-            if id(factor) not in copied:
-                copied[id(factor)] = mx.array(factor)
-            results[f"{name} {n}"] = copied[id(factor)]
+            place = place_of(factor)
+            if place not in known:
+                known[place] = mx.array(factor)
+            results[f"{name} {n}"] = known[place].reshape(factor.shape)
     return results
+
+
+def place_of(array: Array) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Return where the elements of an array are in memory: the address of the first one, then the size and the stride
+    of each axis. Axes of size 1 are left out, so that x [1, B, I] and its only step [B, I] are in the same place."""
+    axes = [axis for axis in zip(array.shape, array.strides, strict=True) if axis[0] > 1]
+    return array.__array_interface__["data"][0], tuple(axes)
 
 
 def multiplied(gradients: Arrays) -> Arrays:
