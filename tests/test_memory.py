@@ -1,11 +1,15 @@
-"""Tests of the peak memory of a training step, measured by the operating system in a child process."""
+"""Tests of the peak memory of a training step, measured by the operating system in a child process or by MLX."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
+import mlx.nn
 import pytest
 from on_metal import in_turns
+
+import mlx_lstm.nn
 
 STEP = """
 import resource, sys
@@ -43,3 +47,35 @@ def test_peak_is_near_what_backpropagation_through_time_must_hold(word, directio
     command = [sys.executable, "-c", STEP, word, str(directions)]
     printed = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True).stdout
     assert float(printed) < 1.3
+
+
+def peak_of_calls(module, kind, B, H=128, T=20):
+    """Return the peak memory, as MLX counts it, of a training step that calls a layer once for each of T steps."""
+    layer, x = getattr(module, kind)(H, H), mx.random.normal((T, B, 1, H))
+    mx.eval(x, layer.parameters())
+
+    def loss(x):
+        states, total = (), mx.array(0.0)
+        for t in range(T):
+            results = layer(x[t], *states)
+            states = tuple([a[:, -1] for a in (results if kind == "LSTM" else (results,))])
+            total = total + mx.square(states[0]).mean()
+        return total
+
+    step = mlx.nn.value_and_grad(layer, loss)
+    mx.eval(step(x))
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(step(x))
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize("B", [1, 16, 64])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_peak_of_a_call_for_each_step_is_near_that_of_mlx(kind, B):
+    """A program that calls a layer for each step in training needs at most 1.2 times the memory that the layer of
+    `mlx.nn` needs. Exception: a wide batch of a plain RNN, which keeps few arrays in `mlx.nn`."""
+    limit = 1.7 if (kind, B) == ("RNN", 64) else 1.2
+    with mx.stream(mx.cpu):
+        assert peak_of_calls(mlx_lstm.nn, kind, B) <= limit * peak_of_calls(mlx.nn, kind, B)

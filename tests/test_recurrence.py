@@ -83,6 +83,21 @@ def test_each_option_alone(option, engine, dtype):
     check_judged(judged_option(option, dtype), engine, dtype)
 
 
+@pytest.mark.parametrize("engine", ["ops", "numpy"])
+@pytest.mark.parametrize("option", EVERY_OPTION)
+def test_each_option_in_a_single_step(option, engine):
+    """A call of one step gives the right results with each option. Engine `ops` has its own graph for such a call."""
+    options = EVERY_OPTION[option] | {"sizes": (1, *SIZES[1:])}
+    if "lengths" in options:
+        options["lengths"] = [min(length, 1) for length in options["lengths"]]
+    if "hold" in options:
+        options["hold"] = options["hold"][:1]
+    if "mask" in options:
+        options["mask"] = tuple([1 if size == SIZES[0] else size for size in options["mask"]])
+    case, cotangents = draw_away_from_kinks(3, **options)
+    check(case, engine, np.float32, cotangents)
+
+
 @pytest.mark.parametrize(
     "kind, output", [(kind, n) for kind, o in KINDS.items() for n in OUTPUTS_OF[o.get("op", "lstm")]]
 )

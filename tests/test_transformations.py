@@ -178,6 +178,19 @@ def test_whether_mlx_transforms_is_known_where_nothing_is_compiled():
     assert seen == [True] and not is_transforming()
 
 
+def test_whether_mlx_transforms_is_known_in_a_new_stream():
+    """MLX compiles a function again for each stream, so Python runs once more. `is_transforming` must not take this for
+    a transformation. In a stream where it is first asked during a transformation, it is false afterwards."""
+    seen = []
+    for _ in range(2):
+        with mx.stream(mx.new_stream(mx.cpu)):
+            seen.append(is_transforming())
+        with mx.stream(mx.new_stream(mx.cpu)):
+            mx.grad(lambda x: (seen.append(not is_transforming()), x.sum())[1])(mx.ones((2,)))
+            seen.append(is_transforming())
+    assert len(seen) == 6 and not any(seen)
+
+
 @ALL_KINDS
 def test_compiled_for_any_shape_is_refused(kind):
     """MLX raises an error for a recurrence compiled with shapeless=True, because it cannot infer the output shapes.

@@ -228,7 +228,7 @@ def bias_of(problem: Problem, v: Views) -> Array | None:
     return bias
 
 
-FACTORED_NUMBERS = 2**16
+FACTORED_NUMBERS = 2**13
 """The smallest number of elements of a weight gradient that may be returned as two factors instead of their product."""
 
 
@@ -236,13 +236,15 @@ def factored_names(problem: Problem, v: Views) -> list[str]:
     """Return the names of the weights whose gradients are kept as two factors instead of their product. The factors
     have one row per batch item.
 
-    This is done for a call of a single step with a small batch. A program that makes one such call per time step holds
-    the gradients of all calls until it sums them, and the factors are much smaller. A call of several steps returns the
-    product: MLX would multiply the factors later on one thread, which takes 2 to 4 times as long as NumPy.
+    This is done for a call of a single step, if the new factor [B, rows of the weight] is smaller than the product. The
+    other factor is x or h0, which are in memory already. A program that makes one such call per time step holds the
+    gradients of all calls until it sums them. A call of several steps returns the product: MLX would multiply the
+    factors later on one thread, which takes 2 to 4 times as long as NumPy.
     """
-    if problem.bidirectional or problem.T > 1 or 4 * problem.B > problem.H:
+    if problem.bidirectional or problem.T > 1:
         return []
-    return [name for name in ("Wx", "Wh", "Wp") if name in v and v[name].size >= FACTORED_NUMBERS]
+    large = [name for name in ("Wx", "Wh", "Wp") if name in v and v[name].size >= FACTORED_NUMBERS]
+    return [name for name in large if problem.B < v[name].shape[1]]
 
 
 class WeightGradients:
