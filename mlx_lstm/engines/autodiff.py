@@ -10,6 +10,8 @@ a graph. So each run is an `mx.custom_function` that tells MLX what to do instea
     mx.vmap                maps both graphs                            does not happen: `ops` runs instead of `numpy`,
                                                                        and MLX refuses to map a Metal kernel
 
+Exception: after a single step of a plain RNN on `numpy` the backward pass is that of `ops` (see `is_rnn_step`).
+
 A derivative that is refused must also be refused inside mx.vmap. But the default rule of MLX for mx.vmap drops all
 other rules of a custom function; `without_derivatives` keeps them.
 """
@@ -247,6 +249,18 @@ def is_plain_step(problem: Problem) -> bool:
     return is_step and has_plain_gradient(problem)
 
 
+def is_rnn_step(problem: Problem) -> bool:
+    """Return whether a call is a single step of a plain RNN with fewer batch items than hidden units. After a forward
+    pass on `numpy`, engine `ops` then computes the gradients, because a program that makes a call for each step needs
+    half of the memory.
+
+    The gradients of `ops` are a graph, which MLX evaluates after the transformation; it frees each array after its last
+    use. `numpy` would evaluate all arrays during the transformation, while MLX keeps them. A plain RNN saves so few
+    arrays for its gradient that these would be most of the memory. With more batch items `numpy` is much faster.
+    """
+    return problem.T == 1 and problem.B < problem.H and isinstance(problem.cell, RNNCell)
+
+
 def tapped(
     names: list[str], values: list[mx.array], used: set[str], chunked: Chunked | None, mark: mx.array | None
 ) -> tuple[mx.array, ...]:
@@ -331,7 +345,7 @@ def backward(
     outputs: the outputs of the forward pass that MLX sees. hidden: the arrays that were saved where MLX does not see
     them. left_out: names of gradients that nobody asks for, which the engine `numpy` need not compute.
     """
-    if engine == "ops":
+    if engine == "ops" or (engine == "numpy" and chunked is None and is_rnn_step(problem)):
         floats = dequantized(problem.packing, arrays)
         if chunked is None:
             return ops.backward(problem, floats, outputs, cotangents)

@@ -244,7 +244,7 @@ def factored_names(problem: Problem, v: Views) -> list[str]:
     if problem.bidirectional or problem.T > 1:
         return []
     large = [name for name in ("Wx", "Wh", "Wp") if name in v and v[name].size >= FACTORED_NUMBERS]
-    return [name for name in large if problem.B < v[name].shape[1]]
+    return [name for name in large if v[name].shape[1] > problem.B]
 
 
 class WeightGradients:
