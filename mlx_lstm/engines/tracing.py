@@ -85,11 +85,12 @@ def is_transforming() -> bool:
     # too, only if MLX is transforming or if mx.disable_compile() is in effect.
     if not (runs_python(PLACEHOLDER) and runs_python(PLACEHOLDER)):
         return False
-    # An array that is never a tracer excludes mx.disable_compile(): with it, Python runs at both calls.
+    # Is this mx.disable_compile()? With it, Python also runs at both calls with an array that is not a tracer.
     if not (runs_python(ZERO) and runs_python(ZERO)):
         return True
-    # With mx.disable_compile(), evaluate the stale placeholder of mx.vmap, which has no value. This always fails: with
-    # a ValueError during a transformation, else with a RuntimeError. It takes three times as long as the calls above.
+    # It is mx.disable_compile(), or a vjp rule, in which MLX treats every array as a tracer. To decide, evaluate the
+    # stale placeholder of mx.vmap, which has no value. This always fails: with a ValueError during a transformation,
+    # else with a RuntimeError. It takes three times as long as the calls above.
     try:
         mx.eval(PLACEHOLDER)
     except RuntimeError:
