@@ -98,6 +98,17 @@ def test_each_option_in_a_single_step(option, engine):
     check(case, engine, np.float32, cotangents)
 
 
+@SINGLE_AND_DOUBLE
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_single_step_with_large_weights(kind, masked, dtype):
+    """For a single step with large weights `numpy` returns the gradients of the weights as two factors. Without a mask
+    a factor is the caller's x or h0."""
+    options = {**EVERY_ARRAY[kind], "mask": (2, "P") if masked else None, "sizes": (1, 2, 91, 92, 90)}
+    case, cotangents = draw_away_from_kinks(4, ROUNDING_MARGIN, recurrent=0.1, **options)
+    check_judged(judged(case, cotangents, dtype), "numpy", dtype)
+
+
 @pytest.mark.parametrize(
     "kind, output", [(kind, n) for kind, o in KINDS.items() for n in OUTPUTS_OF[o.get("op", "lstm")]]
 )

@@ -201,6 +201,17 @@ def test_compiled_for_any_shape_is_refused(kind):
         mx.eval(compiled(arrays[0]), compiled(mx.concatenate([arrays[0], arrays[0]])))
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+@ALL_KINDS
+def test_a_single_step_compiled_for_any_shape_is_refused(kind, axis):
+    """The same for a single step, whose graph has no axis of time: MLX refuses more steps and more batch items."""
+    arrays, call, _ = small(kind)
+    x = arrays[0][:1]
+    compiled = mx.compile(lambda x: call(x, *arrays[1:], training=False).h, shapeless=True)
+    with pytest.raises(ValueError, match=r"cannot infer output shapes|Cannot reshape"):
+        mx.eval(compiled(x), compiled(mx.concatenate([x, x], axis)))
+
+
 def test_vmap_over_the_bias_of_a_plain_layer_alone():
     x, Wx, Wh = mx.random.normal((3, 2, 4)), mx.random.normal((8, 4)), mx.random.normal((8, 2))
     biases = mx.random.normal((3, 8))

@@ -17,6 +17,7 @@ other rules of a custom function; `without_derivatives` keeps them.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -100,10 +101,11 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
 def graph_of_step(problem: Problem, arrays: Arrays) -> Arrays:
     """Run a single step on engine `ops`. Return the outputs that the caller wants, by name. MLX derives the gradient
     from the graph of the outputs."""
-    time = 1 if problem.batch_first else 0  # the axis of time
-    if arrays["x"].ndim == 3:
-        arrays = arrays | {"x": arrays["x"].squeeze(time)}
-    outputs = ops.forward_step(problem, arrays)
+    x, time = arrays["x"], 1 if problem.batch_first else 0  # the axis of time
+    # `reshape` is used instead of `squeeze`, because with mx.compile(shapeless=True) it raises an error if the function
+    # is called with other sizes. The zeros of an absent h0 would then have the wrong size.
+    x = (x if x.ndim == 3 else x[None]).reshape(problem.B, x.shape[-1])
+    outputs = ops.forward_step(problem, arrays | {"x": x})
     sequences = ("h", "c", "gates")
     shown = {name: outputs[name] for name in shown_of(problem)}
     return {name: mx.expand_dims(output, time) if name in sequences else output for name, output in shown.items()}
@@ -182,7 +184,9 @@ def differentiable(
         if refusal is not None and refusal(tuple(cotangents)):
             gradients = plain_gradients(problem, dequantized(problem.packing, given), cotangents)
         else:
-            gradients = backward(problem, given, engine, chunked, cotangents, shown, saved, left_out)
+            # MLX calls this rule outside of the call's stream.
+            with mx.stream(mx.cpu) if engine == "numpy" else nullcontext():
+                gradients = backward(problem, given, engine, chunked, cotangents, shown, saved, left_out)
         if chunked is None:  # release the gates; if MLX asks for the gradient again, the engine recomputes them
             saved.clear()
         # MLX needs one result for each argument. Arguments without a gradient, such as lengths, get zeros.

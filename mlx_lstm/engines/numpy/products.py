@@ -236,15 +236,17 @@ def factored_names(problem: Problem, v: Views) -> list[str]:
     """Return the names of the weights whose gradients are kept as two factors instead of their product. The factors
     have one row per batch item.
 
-    This is done for a call of a single step, if the new factor [B, rows of the weight] is smaller than the product. The
-    other factor is x or h0, which are in memory already. A program that makes one such call per time step holds the
-    gradients of all calls until it sums them. A call of several steps returns the product: MLX would multiply the
-    factors later on one thread, which takes 2 to 4 times as long as NumPy.
+    This is done for a call of a single step, if the new factors are smaller than the product: [B, rows of the weight],
+    and for the projection Wp also [B, its columns]. The other factor of Wx and Wh is x or h0, which is in memory
+    already. A program that makes one such call per time step holds the gradients of all calls until it sums them. A
+    call of several steps returns the product: MLX would multiply the factors later on one thread, which takes 2 to 4
+    times as long as NumPy.
     """
     if problem.bidirectional or problem.T > 1:
         return []
     large = [name for name in ("Wx", "Wh", "Wp") if name in v and v[name].size >= FACTORED_NUMBERS]
-    return [name for name in large if v[name].shape[1] > problem.B]
+    new = {name: sum(v[name].shape) if name == "Wp" else len(v[name]) for name in large}
+    return [name for name in large if problem.B * new[name] < v[name].size]
 
 
 class WeightGradients:

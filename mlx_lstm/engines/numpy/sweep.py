@@ -145,7 +145,7 @@ def in_mlx(arrays: Arrays, factors: dict[str, dict[int, tuple[Array, Array]]]) -
         for n, factor in enumerate([factor for row in sorted(blocks) for factor in blocks[row]]):
             place = place_of(factor)
             if place not in known:
-                known[place] = mx.array(factor)
+                known[place] = mx.array(factor, arrays["x"].dtype)
             results[f"{name} {n}"] = known[place].reshape(factor.shape)
     return results
 
