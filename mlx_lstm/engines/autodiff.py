@@ -314,8 +314,8 @@ def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
 
 def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[list[str], list[str]]:
     """Return two lists: the names of the outputs that MLX gets, and the names of the outputs that only Python saves
-    for the backward pass. MLX gets the last states only if the caller wants them. The gates are in one of the lists or
-    in none:
+    for the backward pass. `numpy` computes the last states only if the caller wants them. The gates are in one of the
+    lists or in none:
 
     - `ops`: MLX gets the gates. The backward pass of `ops` reads them, and MLX can differentiate this pass again.
     - `stepwise`: Python saves the gates of an LSTM in training, unless the caller wants them. They are up to 20 arrays.
@@ -323,7 +323,9 @@ def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[lis
     - `numpy`: Python saves the gates, unless the caller wants them.
     - All engines but `ops`: without training they compute no gates, unless the caller wants them.
     """
-    visible = [name for name in problem.cell.outputs if problem.wants_last or name not in ("hT", "cT")]
+    visible: list[str] = [*problem.cell.outputs]
+    if engine == "numpy" and not problem.wants_last:
+        visible = [name for name in visible if name not in ("hT", "cT")]
     if engine == "stepwise" and stepwise.keeps_rows(problem, names):
         visible.remove("gates")
         return visible, [stepwise.ROWS]
