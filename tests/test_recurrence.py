@@ -86,7 +86,8 @@ def test_each_option_alone(option, engine, dtype):
 @pytest.mark.parametrize("engine", ["ops", "numpy"])
 @pytest.mark.parametrize("option", EVERY_OPTION)
 def test_each_option_in_a_single_step(option, engine):
-    """A call of one step gives the right results with each option. Engine `ops` has its own graph for such a call."""
+    """A call with one time step returns the right results with each option. Engine `ops` builds a different, smaller
+    graph for such a call than for several steps."""
     options = EVERY_OPTION[option] | {"sizes": (1, *SIZES[1:])}
     if "lengths" in options:
         options["lengths"] = [min(length, 1) for length in options["lengths"]]

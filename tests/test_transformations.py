@@ -179,8 +179,8 @@ def test_whether_mlx_transforms_is_known_where_nothing_is_compiled():
 
 
 def test_whether_mlx_transforms_is_known_in_a_new_stream():
-    """MLX compiles a function again for each stream, so Python runs once more. `is_transforming` must not take this for
-    a transformation. In a stream where it is first asked during a transformation, it is false afterwards."""
+    """`is_transforming` is right in a new stream. MLX compiles its test function again in each stream, and then Python
+    runs, although no transformation runs."""
     seen = []
     for _ in range(2):
         with mx.stream(mx.new_stream(mx.cpu)):
@@ -204,7 +204,8 @@ def test_compiled_for_any_shape_is_refused(kind):
 @pytest.mark.parametrize("axis", [0, 1])
 @ALL_KINDS
 def test_a_single_step_compiled_for_any_shape_is_refused(kind, axis):
-    """The same for a single step, whose graph has no axis of time: MLX refuses more steps and more batch items."""
+    """A single step compiled with shapeless=True raises an error if it is called with more steps or more batch
+    items. It never returns a wrong shape."""
     arrays, call, _ = small(kind)
     x = arrays[0][:1]
     compiled = mx.compile(lambda x: call(x, *arrays[1:], training=False).h, shapeless=True)

@@ -10,7 +10,7 @@ a graph. So each run is an `mx.custom_function` that tells MLX what to do instea
     mx.vmap                maps both graphs                            does not happen: `ops` runs instead of `numpy`,
                                                                        and MLX refuses to map a Metal kernel
 
-Exception: after a single step of a plain RNN on `numpy` the backward pass is that of `ops` (see `is_rnn_step`).
+There is one exception: if `numpy` runs a single step of a plain RNN, `ops` runs the backward pass (see `is_rnn_step`).
 
 A derivative that is refused must also be refused inside mx.vmap. But the default rule of MLX for mx.vmap drops all
 other rules of a custom function; `without_derivatives` keeps them.
@@ -24,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 
 from .cells import PointwiseCell, RNNCell
-from .chunks import HALVES, Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
+from .chunks import HALVES, SEQUENCES, Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
 from .metal import fused, pointwise, pointwise_stepwise, stepwise
 from .numpy import sweep as numpy
 from .numpy.sweep import Saved
@@ -90,7 +90,7 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
             outputs = differentiable(problem, arrays, engine, chunked, refusal)
         outputs = {name: outputs[name] for name in shown_of(problem)}
         if batch_first:
-            outputs |= {name: mx.swapaxes(outputs[name], 0, 1) for name in ("h", "c", "gates") if name in outputs}
+            outputs |= {name: mx.swapaxes(outputs[name], 0, 1) for name in SEQUENCES if name in outputs}
     if not problem.return_gates:
         outputs["gates"] = None
     if dtype not in HALVES:
@@ -102,13 +102,12 @@ def graph_of_step(problem: Problem, arrays: Arrays) -> Arrays:
     """Run a single step on engine `ops`. Return the outputs that the caller wants, by name. MLX derives the gradient
     from the graph of the outputs."""
     x, time = arrays["x"], 1 if problem.batch_first else 0  # the axis of time
-    # `reshape` is used instead of `squeeze`, because with mx.compile(shapeless=True) it raises an error if the function
-    # is called with other sizes. The zeros of an absent h0 would then have the wrong size.
+    # Under mx.compile(shapeless=True) the caller may pass an x of another size later. `reshape` then raises an error.
+    # `squeeze` would not, and the result could have a wrong shape.
     x = (x if x.ndim == 3 else x[None]).reshape(problem.B, x.shape[-1])
     outputs = ops.forward_step(problem, arrays | {"x": x})
-    sequences = ("h", "c", "gates")
     shown = {name: outputs[name] for name in shown_of(problem)}
-    return {name: mx.expand_dims(output, time) if name in sequences else output for name, output in shown.items()}
+    return {name: mx.expand_dims(output, time) if name in SEQUENCES else output for name, output in shown.items()}
 
 
 def shown_of(problem: Problem) -> tuple[str, ...]:
@@ -184,7 +183,7 @@ def differentiable(
         if refusal is not None and refusal(tuple(cotangents)):
             gradients = plain_gradients(problem, dequantized(problem.packing, given), cotangents)
         else:
-            # MLX calls this rule outside of the call's stream.
+            # MLX calls this rule later, when another stream may be the default. `numpy` needs a stream of the CPU.
             with mx.stream(mx.cpu) if engine == "numpy" else nullcontext():
                 gradients = backward(problem, given, engine, chunked, cotangents, shown, saved, left_out)
         if chunked is None:  # release the gates; if MLX asks for the gradient again, the engine recomputes them
@@ -247,8 +246,8 @@ def has_plain_gradient(problem: Problem) -> bool:
 
 
 def is_plain_step(problem: Problem) -> bool:
-    """Return whether a call is a single step of one direction, of a built-in cell, and MLX's own gradient of the graph
-    of engine `ops` is used."""
+    """Return whether engine `ops` can use `graph_of_step`. Three conditions must hold: the call has a single step and a
+    single direction; the cell is built-in; and MLX may derive the gradient from the graph (`has_plain_gradient`)."""
     is_step = problem.T == 1 and not problem.bidirectional and not isinstance(problem.cell, PointwiseCell)
     return is_step and has_plain_gradient(problem)
 

@@ -67,7 +67,8 @@ probe = Probe()
 
 
 def runs_python(array: mx.array) -> bool:
-    """Call the compiled function of this thread with this array. Return whether Python ran."""
+    """Call the compiled function of this thread with the array. Return whether MLX ran its Python function
+    (`count_run`) again, instead of using the result of an earlier compilation."""
     before = probe.runs
     probe.compiled(array)
     return probe.runs > before
@@ -85,12 +86,14 @@ def is_transforming() -> bool:
     # too, only if MLX is transforming or if mx.disable_compile() is in effect.
     if not (runs_python(PLACEHOLDER) and runs_python(PLACEHOLDER)):
         return False
-    # Is this mx.disable_compile()? With it, Python also runs at both calls with an array that is not a tracer.
+    # Now ask the same with an array that is never marked as a tracer. If Python does not run at both calls, compilation
+    # is enabled, so the reason above was a transformation.
     if not (runs_python(ZERO) and runs_python(ZERO)):
         return True
-    # It is mx.disable_compile(), or a vjp rule, in which MLX treats every array as a tracer. To decide, evaluate the
-    # stale placeholder of mx.vmap, which has no value. This always fails: with a ValueError during a transformation,
-    # else with a RuntimeError. It takes three times as long as the calls above.
+    # Two cases are left: mx.disable_compile() is in effect, or MLX is calling a vjp rule, where it treats every array
+    # as a tracer. To decide, evaluate the stale placeholder, which has no value. The evaluation always fails: with a
+    # ValueError during a transformation, otherwise with a RuntimeError. It takes three times as long as the calls
+    # above.
     try:
         mx.eval(PLACEHOLDER)
     except RuntimeError:

@@ -264,7 +264,7 @@ class WeightGradients:
         self.written: set[int] = written
         # Factors of the gradients that are returned as a pair instead of the product left^T right. A gradient may be
         # written in blocks of its rows: {name: {first row of the block: (left [n, block's rows], right [n,
-        # columns])}}, with n = batch items. The left factors are copies, because the caller overwrites the originals.
+        # columns])}}, with n = batch items. The left factors are copies, because `end_chunk` may overwrite dz.
         self.factors: dict[str, dict[int, tuple[Array, Array]]] = {name: {} for name in factored}
         self.left: Array | None = None  # the latest left factor, which the next gradient may share
         self.begun: set[tuple[str, int | None]] = set()  # (name, first row) of each block that has been written

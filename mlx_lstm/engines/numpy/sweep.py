@@ -151,8 +151,11 @@ def in_mlx(arrays: Arrays, factors: dict[str, dict[int, tuple[Array, Array]]]) -
 
 
 def place_of(array: Array) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return where the elements of an array are in memory: the address of the first one, then the size and the stride
-    of each axis. Axes of size 1 are left out, so that x [1, B, I] and its only step [B, I] are in the same place."""
+    """Return a description of an array's memory. Two arrays with the same description have the same elements.
+
+    The description is the address of the first element, and the size and stride of each axis. It leaves out axes of
+    size 1, so x [1, B, I] and its only step [B, I] have the same description.
+    """
     axes = [axis for axis in zip(array.shape, array.strides, strict=True) if axis[0] > 1]
     return array.__array_interface__["data"][0], tuple(axes)
 

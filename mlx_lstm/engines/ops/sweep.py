@@ -337,7 +337,8 @@ def project(problem: Problem, arrays: Arrays) -> Array:
 
 
 def project_rows(problem: Problem, arrays: Arrays, rows: Array) -> Array:
-    """Return the input's part of the preactivations [n, D G H] for n rows of x, [n, I]."""
+    """Return the input's part of the preactivations, [n, D G H]. rows [n, I]: rows of x, one for each step and batch
+    item."""
     z = times_input(problem.packing, arrays, rows) if "Wx" in arrays else rows
     return z + arrays["b"] if "b" in arrays else z
 
