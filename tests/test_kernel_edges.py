@@ -99,9 +99,10 @@ def test_places_of_the_recurrent_input():
     body = f"""
 found[3] = 0;
 device float* number = (device float*)(found + 3);
+using Sizes = decltype(as_field(sizes));
 struct Arrays {{
   Recorder h, mask, h_in;
-  decltype(as_field(sizes)) sizes;
+  Sizes sizes;
   Absent h0, lengths, x, ones, x_in;
 }};
 const Arrays a = {{

@@ -165,8 +165,13 @@ PARTS = ("_scales", "_biases")
 def struct_of(fields: Mapping[str, str], name: str = "Arrays", variable: str = "a") -> str:
     """Return the source of a struct with these fields, and of a variable of this struct. metal/arrays.metal explains
     the struct."""
-    declared = "".join(f"decltype(as_field({value})) {field};\n" for field, value in fields.items())
-    return f"struct {name} {{\n{declared}}};\nconst {name} {variable} = {{{', '.join(fields.values())}}};\n"
+    # Fields have the names of the kernel's parameters. C++ forbids that such a name means the parameter in one place of
+    # the struct and the field in another, so the types are named before the struct, outside of its braces.
+    kinds = {field: "Absent" if value == "absent" else f"{name}_{field}" for field, value in fields.items()}
+    present = {kinds[field]: value for field, value in fields.items() if value != "absent"}
+    types = "".join(f"using {kind} = decltype(as_field({value}));\n" for kind, value in present.items())
+    declared = "".join(f"{kind} {field};\n" for field, kind in kinds.items())
+    return f"{types}struct {name} {{\n{declared}}};\nconst {name} {variable} = {{{', '.join(fields.values())}}};\n"
 
 
 NEVER_REFUSED = 384
