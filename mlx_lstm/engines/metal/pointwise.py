@@ -17,7 +17,7 @@ from ..cells import PointwiseCell
 from ..directions import join, join_gradients, one_direction, part
 from ..ops import sweep as ops
 from ..problem import Arrays, Problem
-from .fused import THREADGROUP_BYTES, FusedTiling, Part, index_of, launches_of_pass, registers_of, run
+from .fused import SWEEPS, THREADGROUP_BYTES, FusedTiling, Part, index_of, launches_of_pass, registers_of, run
 from .kernel import Inputs, Outputs, Template, cached, contiguous, fields_of, prepare, struct_of, whole_mask
 from .products import column_sums, project
 from .statements import Statements
@@ -246,8 +246,8 @@ def own_cell(problem: Problem) -> PointwiseCell:
 def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
     """Divide the steps of a pass with a user's cell into launches. Return (number of steps, array of sizes) for each
     launch, in the order in which the forward pass runs them."""
-    rows = tiling_of("forward", own_cell(problem), problem.B, problem.H, 4).rows
-    return launches_of_pass(problem, rows, masks_differ)
+    tilings = [tiling_of(sweep, own_cell(problem), problem.B, problem.H, problem.dtype.size) for sweep in SWEEPS]
+    return launches_of_pass(problem, tilings, masks_differ)
 
 
 def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, steps: int, names: Collection[str]) -> Outputs:
