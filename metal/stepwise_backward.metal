@@ -114,7 +114,7 @@ float gate_in_row(const device X* rows, R row, Index length, Index at) {
 
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_backward(
-    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+    thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   constexpr int GATES = Cell::GATES, ROWS = Product::ROWS, COLUMNS = Product::COLUMNS;
   constexpr bool CARRIES = Cell::HAS_C || Cell::PASSES_H;
   const Step s = step_of(a.step, a.sizes, group.z);
@@ -122,7 +122,7 @@ void stepwise_backward(
   const Index units = Index(B) * s.D * H, start = carried<S, CARRIES>(units);
   const device S* dz_before = (const device S*)a.before + start;
   const Following<Cell, S, Arrays> x = {either(a.dh_now, dz_before), &a, &s, H};
-  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  const Block own = {b0, j0, simdgroup, lane, sums};
   // The product is dz Wh, with dz of the step that the forward pass processes next. The first launch (`begins`) has no
   // such step, so it skips the product. With a projection every launch needs the product, because it is dh_t Wp
   // instead.
@@ -177,14 +177,14 @@ void stepwise_backward(
 // steps, with step number n = -1: dh_t is then dh0. The result has the dtype S; it is 0 past an item's end.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_dh(
-    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+    thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS;
   constexpr int PRODUCT_GATES = Cell::SEGMENTS == 1 ? int(Cell::GATES) : int(Cell::SEGMENTS);
   const Step s = step_of(a.step, a.sizes, group.z);
   const int P = s.H, H = s.K / PRODUCT_GATES, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
   const Index start = carried<S, Cell::HAS_C || Cell::PASSES_H>(Index(s.B) * s.D * H);
   const Following<Cell, S, Arrays> x = {(const device S*)a.before + start, &a, &s, H};
-  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  const Block own = {b0, j0, simdgroup, lane, sums};
   if (s.n + 1 < s.T)
     Product::template product<OneBlock, 0, COLUMNS, Cell::SEGMENTS>(
         x, a.weights + Index(s.d) * P * s.K, s.B, P, s.K, own);

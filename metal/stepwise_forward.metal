@@ -76,14 +76,14 @@ const device S* h_of(thread const Step&, const device X*, const device X* h) { r
 
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_forward(
-    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+    thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   constexpr int GATES = Cell::GATES, ROWS = Product::ROWS, COLUMNS = Product::COLUMNS, UNITS = COLUMNS / GATES;
   constexpr bool CARRIES = Cell::HAS_C != 0;
   const Step s = step_of(a.step, a.sizes, group.z);
   const int B = s.B, H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * UNITS;
   const Index units = Index(B) * s.D * H, start = carried<S, CARRIES>(units);
   const Previous<S, Arrays> x = {h_of<S, CARRIES>(s, a.before, a.h_before), &a, &s};
-  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  const Block own = {b0, j0, simdgroup, lane, sums};
   Product::template product<Cell, 0, UNITS, 1>(
       x, rows_from(a.Wh, Index(s.d) * GATES * H, s.K), B, H, product_length(s, a), own);
   device S* arrays = (device S*)a.after + start;
@@ -119,11 +119,11 @@ void stepwise_forward(
 // from `before`, the array that the step's first launch wrote.
 template <class Product, class S, class Arrays>
 void stepwise_project(
-    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+    thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS;
   const Step s = step_of(a.step, a.sizes, group.z);
   const int P = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
-  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  const Block own = {b0, j0, simdgroup, lane, sums};
   const Items<S> x = items_of(s, (const device S*)a.before + carried<S, true>(Index(s.B) * s.D * s.K), s.K);
   Product::template product<OneBlock, 0, COLUMNS, 1>(x, rows_from(a.Wp, Index(s.d) * P, s.K), s.B, P, s.K, own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {

@@ -286,6 +286,15 @@ def tile_of(problem: Problem, width: int) -> tuple[int, int]:
     return next((tile for tile, count in zip(tiles, groups, strict=True) if count >= problem.cores), tiles[-1])
 
 
+def memory_of(tile: tuple[int, int], slices: int) -> int:
+    """Return the bytes of threadgroup memory of a product. tile: the rows and columns of the product. slices: how many
+    simdgroups share each eight columns of a product of matrices. Its operands, rows of 132 floats, and later its sums
+    lie in the same memory. A product in lanes stores only its sums."""
+    rows, columns = tile
+    sums = 4 * slices * rows * columns
+    return -(-sums // 16) * 16 if rows < 8 else max(528 * rows, sums)
+
+
 def index_bits(problem: Problem) -> int:
     """Return the number of bits of the integers that index arrays in the kernels: 32, or 64 if an array may have too
     many elements. 64 bits are avoided because a step then needs twice as many instructions besides the multiply-adds
@@ -393,11 +402,10 @@ class StepKernel:
         self.files += ("stepwise_lanes", "stepwise_tiles", *(("stepwise_quantized",) if quantized else ()))
         self.files += (*SHADERS[shader], "stepwise_rows")
         self.arrays: str = struct_of(fields_of((*self.inputs, "after"), {*self.names, "after"}))
-        self.arrays += f"threadgroup float sums[{slices * rows * columns}];\n"
-        self.arrays += f"threadgroup vec<float, 4> vectors[{1 if lanes else 33 * rows}];\n"
-        self.arrays += "threadgroup float* tiles = (threadgroup float*)vectors;\n"
+        self.arrays += f"threadgroup vec<float, 4> vectors[{memory_of(tile, slices) // 16}];\n"
+        self.arrays += "threadgroup float* sums = (threadgroup float*)vectors;\n"
         self.arrays += "uint3 group = threadgroup_position_in_grid;\n"
-        self.call: str = f"{shader}<{', '.join(arguments)}>(a, sums, tiles, group, {LANE});\n"
+        self.call: str = f"{shader}<{', '.join(arguments)}>(a, sums, group, {LANE});\n"
         self.launch: Launch = self.prepare(self.name, self.arrays + self.call)
         # How many arrays of earlier steps a launch can join into one. Metal binds at most 31 arrays to a launch. A
         # launch that joins binds 4 others besides its inputs: `after`, `joined`, `starts` and `first`.
