@@ -76,6 +76,12 @@ def in_all_digits() -> None:
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 
+def on_one_thread() -> None:
+    """Let OpenBLAS, NumPy's BLAS on Linux, use one thread in the child processes of a command, unless the user has set
+    OPENBLAS_NUM_THREADS. Several threads wait for one another, so other processes would spoil the measured times."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
 def has_interpreter() -> bool:
     """Return whether sys.executable is a Python interpreter. In a frozen application, or where Python is embedded,
     it is not."""
