@@ -15,6 +15,11 @@ Array = mx.array
 Arrays = Sequence[mx.array]
 
 
+def __dir__() -> list[str]:
+    """Return the names of the cells."""
+    return list(__all__)
+
+
 def lstm(a: Arrays, state: Arrays) -> tuple[Array, ...]:
     r"""Run a step of an LSTM (Hochreiter and Schmidhuber, Neural Computation 9, 1997; Gers et al., 2000).
 

@@ -102,10 +102,11 @@ def check_option(op: str, name: str, value: object, allowed: Sequence[object]) -
     fail(op, f"{name} must be one of {', '.join(map(repr, allowed))}", repr(value))
 
 
-def check_flag(op: str, name: str, value: object) -> None:
-    """Raise ValueError unless `value` is True or False; other truthy values are refused."""
+def check_flag(op: str, name: str, value: object, why: str = "") -> None:
+    """Raise ValueError unless `value` is True or False; other truthy values are refused. why: advice, for the error
+    text."""
     if not isinstance(value, bool):
-        fail(op, f"{name} must be True or False", repr(value))
+        fail(op, f"{name} must be True or False{why}", repr(value))
 
 
 def check_integer(op: str, name: str, value: object, *, least: int | None = None, why: str = "") -> int:
@@ -123,6 +124,12 @@ def check_every(op: str, every: Any) -> int | str | None:
     if not isinstance(every, Integral) or isinstance(every, bool) or every < 1:
         fail(op, "checkpoint_every must be a number of steps of at least 1, 'auto' or None", repr(every))
     return int(every)
+
+
+def chosen_options(layer: Any) -> str:
+    """Return the options `checkpoint_every` and `engine` of a layer as a part of its repr, if they are not None."""
+    values = {name: getattr(layer, name, None) for name in ("checkpoint_every", "engine")}
+    return "".join(f", {name}={value!r}" for name, value in values.items() if value is not None)
 
 
 def check_number(op: str, name: str, value: object) -> float:

@@ -140,5 +140,5 @@ def test_options_that_core_ml_lacks_are_refused(case, tmp_path):
 
 
 def test_packages_are_not_read(tmp_path):
-    with pytest.raises(ValueError, match=r"m.mlpackage must end in .*: convert.write writes Core ML packages, nothing"):
+    with pytest.raises(ValueError, match=r"m.mlpackage must end in .*: Core ML packages can be written, not read,"):
         convert.read(tmp_path / "m.mlpackage")

@@ -50,6 +50,7 @@ def measure_sizes(
 ) -> Iterator[list[Measurement]]:
     """Yield the measurements of each size and pass, after the results were checked."""
     for n, size in enumerate(sizes):
+        progress.count(n, len(sizes))
         progress.title = f"timing, size {n + 1} of {len(sizes)}: {size}"
         progress.say("float64 results to judge by")
         judge = judge_layer(draw(size, "float32"), "float32", backward=True)

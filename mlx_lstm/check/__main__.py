@@ -9,7 +9,7 @@ from pathlib import Path
 from ..bench import short
 from ..bench.__main__ import size_option
 from ..engines import ENGINES, METAL_ENGINES, choice
-from ..machine import check_files, in_all_digits, on_one_thread, run_command
+from ..machine import VERSION, check_files, in_all_digits, on_one_thread, run_command
 from ..testing.progress import Progress
 from . import further
 from .comparison import Work, findings, serve_comparisons
@@ -155,6 +155,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--sizes", nargs="*", type=size_option, metavar="T,B,I,H", help="what is timed; without one, nothing")
     add("--file", metavar="FILE", type=Path, default=Path("mlx-lstm-check.json"), help="default: mlx-lstm-check.json")
     add("--worker", metavar="WORK", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")
     return parser
 
 

@@ -201,7 +201,7 @@ INSTEAD = {
         ".ckpt",
     ),
     ": rename it to .h5,": (".hdf5", ".hdf"),
-    ": convert.write writes Core ML packages, nothing reads them,": (".mlpackage",),
+    ": Core ML packages can be written, not read,": (".mlpackage",),
     ": of a SavedModel save the weights by Keras, as .h5,": (".pb",),
 }
 """Advice that an error text gives for files in formats that are not supported, and the endings of these files."""

@@ -13,7 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..checks import NO_UNITS, check_array, check_every, check_integer, fail, instead_of
+from ..advice import Advised, advised
+from ..checks import NO_UNITS, check_array, check_every, check_flag, check_integer, chosen_options, fail, instead_of
 from ..engines.at_once import by_mlx, by_numpy, computes_now
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.choice import Engine, check_engine
@@ -25,14 +26,11 @@ Self = TypeVar("Self", bound="Layer")
 NONLINEARITIES = {nn.tanh: "tanh", mx.tanh: "tanh", nn.relu: "relu", nn.sigmoid: "sigmoid", mx.sigmoid: "sigmoid"}
 """The functions that `RNN` can run, and their names in `mlx_lstm.rnn`."""
 
-OPTIONS_OF_TORCH = ("num_layers", "bidirectional", "batch_first", "dropout", "proj_size")
 
-
-class Layer(nn.Module):
+class Layer(Advised):
     """Base class of `LSTM`, `GRU` and `RNN`. It has the constructor, the checks of arguments, and the method that
     runs all time steps."""
 
-    op: str  # the layer's name in errors
     hidden_size: int
     engine: Engine | None
     checkpoint_every: int | str | None
@@ -40,19 +38,13 @@ class Layer(nn.Module):
     _gates: int  # number of gates: a weight matrix has H rows for each gate
     _names: ClassVar[dict[str, str]]  # {parameter: argument of mlx_lstm.lstm, gru or rnn}, the input weight first
 
-    def __new__(cls: type[Self], *_: Any, **options: Any) -> Self:
-        """Raise an error for options that only `mlx_lstm.torch` has, with a text that says where to find them."""
-        for name in options.keys() & set(OPTIONS_OF_TORCH):
-            other = f"mlx_lstm.torch.{cls.__name__} has it, and mlx_lstm.nn.stack runs several layers and directions,"
-            fail(cls.op, f"{name} is no option of this layer: {other}", f"{name}={options[name]!r}")
-        return nn.Module.__new__(cls)
-
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool, checkpoint_every: int | str | None, engine: Engine | None
     ):
         super().__init__()
         I = check_integer(self.op, "input_size", input_size, least=1)
         H = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
+        check_flag(self.op, "bias", bias, " (nn.stack runs several layers)" if type(bias) is int else "")
         self.hidden_size = H
         self.engine = check_engine(self.op, engine)
         self.checkpoint_every = check_every(self.op, checkpoint_every)
@@ -102,7 +94,7 @@ class Layer(nn.Module):
     def _extra_repr(self, more: str = "") -> str:
         Wx, _, b, *_ = self._names
         D, has_bias = self._parameter(Wx).shape[1], getattr(self, b) is not None
-        return f"input_dims={D}, hidden_size={self.hidden_size}, {more}bias={has_bias}"
+        return f"input_dims={D}, hidden_size={self.hidden_size}, {more}bias={has_bias}{chosen_options(self)}"
 
     def _cell(self) -> Cell:
         """Return the cell: the formula that the recurrence computes at each step."""
@@ -168,7 +160,7 @@ class Layer(nn.Module):
             if keep is not None:
                 arrays["keep"] = steps["keep"].reshape((1, -1) if is_step else (-1, L))
         options = {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "lengths": lengths, "hold": hold}
-        call = Call(cell, batch_first=not is_step, one_step=is_step, **options)
+        call = Call(cell, batch_first=not is_step, one_step=is_step, **options, op=op)
         outputs, choice = call.forward(arrays, return_gates=False, training=self.training, wants_last=is_step)
         vars(self)["_engine_used"] = choice
         names = (("hT", "cT") if is_step else ("h", "c"))[: len(states)]
@@ -229,6 +221,7 @@ class LSTM(Layer):
     _gates = 4
     _names: ClassVar = {"Wx": "Wx", "Wh": "Wh", "bias": "b"}
 
+    @advised
     def __init__(
         self,
         input_size: int,
@@ -245,6 +238,7 @@ class LSTM(Layer):
         `mlx.nn.quantize` ignores it."""
         return QuantizedLSTM.from_layer(self, group_size, bits, mode)
 
+    @advised
     def __call__(
         self,
         x: mx.array,
@@ -366,6 +360,7 @@ class GRU(Layer):
     _gates = 3
     _names: ClassVar = {"Wx": "Wx", "Wh": "Wh", "b": "b", "bhn": "bhn"}
 
+    @advised
     def __init__(
         self,
         input_size: int,
@@ -382,6 +377,7 @@ class GRU(Layer):
         ignores it."""
         return QuantizedGRU.from_layer(self, group_size, bits, mode)
 
+    @advised
     def __call__(
         self,
         x: mx.array,
@@ -467,6 +463,7 @@ class RNN(Layer):
     _gates = 1
     _names: ClassVar = {"Wxh": "Wx", "Whh": "Wh", "bias": "b"}
 
+    @advised
     def __init__(
         self,
         input_size: int,
@@ -489,6 +486,7 @@ class RNN(Layer):
         ignores it."""
         return QuantizedRNN.from_layer(self, group_size, bits, mode)
 
+    @advised
     def __call__(
         self,
         x: mx.array,

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checks import NO_UNITS, check_array, check_every, check_flag, check_integer, fail
+from ..checks import NO_UNITS, check_array, check_every, check_flag, check_integer, chosen_options, fail
 from ..engines.choice import Engine, check_engine
 from ..recurrence import Hold, Lengths, pointwise, whole_steps
 
@@ -96,7 +96,7 @@ class Pointwise(nn.Module):
         rows, I = self.Wx.shape
         sizes = f"input_size={I}, hidden_size={self.hidden_size}, gates={rows // self.hidden_size}"
         name = getattr(self._cell, "__name__", type(self._cell).__name__)
-        return f"{name}, {sizes}, states={self._states}, bias={self.bias is not None}"
+        return f"{name}, {sizes}, states={self._states}, bias={self.bias is not None}{chosen_options(self)}"
 
     def __call__(
         self,
@@ -133,12 +133,18 @@ class Pointwise(nn.Module):
         by_step = whole_steps(OP, keep, hold, x.shape[:2], "[B, L]")
         options |= {name: mx.swapaxes(array, 0, 1) for name, array in by_step.items()}
         by_time = [mx.swapaxes(array, 0, 1) if array.ndim == 3 else array for array in inputs]
-        h, last = pointwise(
-            *(self._cell, mx.swapaxes(x, 0, 1), self.Wx, self.Wh, self.bias, state),
-            **options,
-            inputs=by_time,
-            params=self.params,
-            apart=self._apart,
-            checkpoint_every=self.checkpoint_every,
-        )
+        options |= {"inputs": by_time, "params": self.params, "apart": self._apart}
+        try:
+            h, last = pointwise(
+                *(self._cell, mx.swapaxes(x, 0, 1), self.Wx, self.Wh, self.bias, state),
+                **options,
+                checkpoint_every=self.checkpoint_every,
+            )
+        except (TypeError, ValueError) as error:
+            # Python's own errors for a wrong number of values, raised by the user's cell
+            if not any(text in str(error) for text in (" to unpack", "positional argument")):
+                raise
+            counts = f"gates={len(self.Wx) // self.hidden_size}, states={self._states}, params={len(self.params)}"
+            rule = "gates, states, params and inputs must be as many as the cell takes"
+            raise ValueError(f"[{OP}] {rule} but got {counts}, inputs={len(by_time)}: {error}.") from error
         return mx.swapaxes(h, 0, 1), last

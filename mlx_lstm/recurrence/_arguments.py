@@ -142,8 +142,9 @@ def check_shapes(
     shapes = {"Wx": [D * G * H, I], "b": [D * G * H], "h0": [B, D * P], "c0": [B, D * H], "bhn": [D * H]}
     shapes |= {"peephole": [*own, 4 * H], "Wp": [*own, P, H]}
     why = f", as x is [{'batch, time' if batch_first else 'time, batch'}, features] = {list(x.shape)},"
+    reasons = {"h0": why, "c0": why, "Wx": f", as Wh has shape {list(Wh.shape)} and x {list(x.shape)},"}
     for name in (name for name in shapes if name in arrays):
-        check_array(op, name, arrays[name], shapes[name], x.dtype, why if name in ("h0", "c0") else "")
+        check_array(op, name, arrays[name], shapes[name], x.dtype, reasons.get(name, ""))
     if "keep" in arrays:
         check_keep(op, arrays["keep"], T, B, D, batch_first)
     if "mask" in arrays:

@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
     batch_first: x and the sequences are [B, T, features], keep and hold are [B, T]. Only `forward` supports it.
     lengths_checked: the lengths were computed by this package, so their range needs no check. one_step: x is [B, I],
-    without a time axis.
+    without a time axis. op: the name of the layer in error texts; "" for the functions lstm, gru and rnn.
     """
 
     cell: AnyCell
@@ -49,6 +49,12 @@ class Call(NamedTuple):
     lengths_checked: bool = False
     checkpoint_every: int | str | None = None
     one_step: bool = False
+    op: str = ""
+
+    @property
+    def title(self) -> str:
+        """Return the name of the function or layer that the user called, for error texts."""
+        return self.op or self.cell.op
 
     def forward(
         self, weights_and_arrays: dict[str, Any], *, return_gates: bool, training: bool, wants_last: bool = True
@@ -59,7 +65,7 @@ class Call(NamedTuple):
         The output `gates` is None without `return_gates`. The last states hT and cT are missing without
         `wants_last`.
         """
-        op = self.cell.op
+        op = self.title
         if self.checkpoint_every is not None:
             check_every(op, self.checkpoint_every)
         flags = {"return_gates": return_gates, "training": training, "reverse": self.reverse}
@@ -211,7 +217,7 @@ class Call(NamedTuple):
             limits=tuning.on_this_gpu(limits_in_effect.get()),
         )
         metal = choice.has_metal()
-        op = self.cell.op if cotangents is None else f"{self.cell.op}_gradients"
+        op = self.title if cotangents is None else f"{self.cell.op}_gradients"
         table = tuning.current() if metal else tuning.PREDICTED
         best = partial(choice.decide, problem, table, op, self.engine, device, metal, traced)
         chosen = best()
