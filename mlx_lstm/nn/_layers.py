@@ -7,7 +7,7 @@ and the names that its parameters have in `mlx.nn`.
 import math
 from collections.abc import Callable, Sequence
 from operator import methodcaller
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,12 +19,22 @@ from ..engines.at_once import by_mlx, by_numpy, computes_now
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.choice import Engine, check_engine
 from ..engines.packing import Quantized, Weight
-from ..recurrence import Call, Hold, Lengths, QuantizedLayer, Stepper, engine_used, in_common_dtype, whole_steps
+from ..recurrence import (
+    Call,
+    Hold,
+    Lengths,
+    QuantizedLayer,
+    Stepper,
+    engine_used,
+    in_common_dtype,
+    pointwise,
+    whole_steps,
+)
 
 Self = TypeVar("Self", bound="Layer")
 
 NONLINEARITIES = {nn.tanh: "tanh", mx.tanh: "tanh", nn.relu: "relu", nn.sigmoid: "sigmoid", mx.sigmoid: "sigmoid"}
-"""The functions that `RNN` can run, and their names in `mlx_lstm.rnn`."""
+"""The functions for which `RNN` runs `mlx_lstm.rnn`, and their names there."""
 
 
 class Layer(Advised):
@@ -440,8 +450,9 @@ class RNN(Layer):
         bias (bool): whether there is a bias. Default: `True`.
         checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in `LSTM`.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
-        nonlinearity (callable, optional): s, one of `NONLINEARITIES`: MLX's tanh, relu or sigmoid. Other functions,
-            which `mlx.nn.RNN` accepts, raise a ValueError. Default: tanh.
+        nonlinearity (callable, optional): s, a function of one array that computes each element by itself, such as
+            `mlx.nn.gelu`. `NONLINEARITIES` run in the kernels of `mlx_lstm.rnn`; for other functions
+            `mlx_lstm.pointwise` generates code, `engine_used` stays None, and there is no stepper. Default: tanh.
 
     Raises:
         ValueError: an argument breaks a rule.
@@ -476,7 +487,7 @@ class RNN(Layer):
     ):
         super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
         self.nonlinearity: Callable[[mx.array], mx.array] = nn.tanh if nonlinearity is None else nonlinearity
-        activation_of(self.nonlinearity)
+        check_nonlinearity(self.nonlinearity)
 
     def _extra_repr(self) -> str:
         return super()._extra_repr(f"nonlinearity={self.nonlinearity}, ")
@@ -508,6 +519,48 @@ class RNN(Layer):
         """Return the hidden state after one step, [..., H]. x is [..., D], `hidden` [..., H] is the state before the
         step (default: zeros), and `keep` [...] is a factor on this state: 0 where an episode begins."""
         return self._run(x, {"hidden": hidden}, keep=keep, is_step=True)[0]
+
+    def _run(
+        self,
+        x: mx.array,
+        states: dict[str, mx.array | None],
+        lengths: Lengths = None,
+        keep: mx.array | None = None,
+        hold: Hold = None,
+        *,
+        is_step: bool = False,
+    ) -> list[mx.array]:
+        """Run all time steps, as `Layer._run` does. With a nonlinearity that `mlx_lstm.rnn` does not have,
+        `mlx_lstm.pointwise` runs them."""
+        check_nonlinearity(self.nonlinearity)
+        if any(self.nonlinearity is function for function in NONLINEARITIES):
+            return super()._run(x, states, lengths, keep, hold, is_step=is_step)
+        op, arrays, hidden = self.op, self._arrays(), states["hidden"]
+        if any(isinstance(array, Quantized) for array in arrays.values()):
+            activation_of(self.nonlinearity)
+        (_, D), H = arrays["Wx"].shape, self.hidden_size
+        check_input(op, x, D, arrays["Wx"], is_step)
+        if is_step:
+            x, keep = x[..., None, :], None if keep is None else keep[..., None]
+        *batch, L, _ = x.shape
+        h0 = mx.zeros((*batch, H), x.dtype)
+        arrays |= {"x": x, "h0": h0 if hidden is None else whole_state(op, hidden, "hidden", (*batch, H), x)}
+        arrays, dtype = in_common_dtype(arrays)
+        vars(self)["_engine_used"] = None
+        if 0 in batch:
+            return [mx.zeros((*batch, H) if is_step else (*batch, L, H), dtype)]
+        steps = whole_steps(op, keep, hold, (*batch, L), "[..., L]")
+        h, _ = pointwise(
+            *(Activated(self.nonlinearity), arrays["x"].reshape(-1, L, D).swapaxes(0, 1)),
+            *(arrays["Wx"], arrays["Wh"], arrays.get("b"), [arrays["h0"].reshape(-1, H)]),
+            **{name: array.reshape(-1, L).T for name, array in steps.items()},
+            lengths=flat_lengths(op, lengths, tuple(batch)),
+            checkpoint_every=self.checkpoint_every,
+            training=self.training,
+            engine=self.engine,
+        )
+        h = h.swapaxes(0, 1).reshape(*batch, L, H)
+        return [h[..., 0, :] if is_step else h]
 
     def _cell(self) -> Cell:
         return RNNCell(activation_of(self.nonlinearity))
@@ -608,7 +661,26 @@ def activation_of(nonlinearity: object) -> str:
     for function, name in NONLINEARITIES.items():
         if nonlinearity is function:
             return name
-    fail("nn.RNN", "nonlinearity must be MLX's tanh, relu or sigmoid, as a function,", repr(nonlinearity))
+    rule = "nonlinearity must be MLX's tanh, relu or sigmoid here, because no kernel or stepper has another,"
+    fail("nn.RNN", rule, repr(nonlinearity))
+
+
+def check_nonlinearity(nonlinearity: object) -> None:
+    """Raise ValueError unless the nonlinearity of an `RNN` is a function."""
+    if not callable(nonlinearity):
+        rule = "nonlinearity must be a function of an array, such as mlx.nn.tanh or mlx.nn.gelu,"
+        fail("nn.RNN", rule, repr(nonlinearity))
+
+
+class Activated(NamedTuple):
+    """The cell of a plain RNN for `mlx_lstm.pointwise`. Cells of one function are equal, so each is traced
+    once."""
+
+    function: Callable[[mx.array], mx.array]
+
+    def __call__(self, a: tuple[mx.array, ...], state: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+        """Return the new h."""
+        return (self.function(a[0]),)
 
 
 def check_input(op: str, x: object, D: int, Wx: Weight, is_step: bool) -> None:
