@@ -13,10 +13,12 @@ from .checks import fail
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-SIZES = dict.fromkeys(("units", "num_units", "hidden_dim", "hidden_dims", "n_hidden"), "it is called hidden_size here")
+SIZES: dict[str, str] = dict.fromkeys(
+    ("units", "num_units", "hidden_dim", "hidden_dims", "n_hidden"), "it is called hidden_size here"
+)
 SIZES |= dict.fromkeys(("input_dims", "input_dim", "n_input"), "it is called input_size here")
 
-OF_CONSTRUCTORS = SIZES | {
+OF_CONSTRUCTORS: dict[str, str] = SIZES | {
     "device": "layers have no device; mx.set_default_device(mx.cpu) or `with mx.stream(mx.cpu)` chooses it",
     "dtype": "layer.set_dtype(mx.float16) changes it",
     "use_bias": "it is called bias here",
@@ -31,7 +33,7 @@ OF_CONSTRUCTORS = SIZES | {
 }
 """Options of constructors of other frameworks, and what to use here."""
 
-OF_CALLS = {
+OF_CALLS: dict[str, str] = {
     "mask": "lengths= takes the number of steps of each padded sequence, hold= the steps to skip",
     "training": "layer.train() and layer.eval() choose it",
     "return_sequences": "a call returns all steps",
@@ -42,10 +44,10 @@ OF_CALLS |= dict.fromkeys(
 STATES = ("initial_state", "state", "states", "h0", "h_0", "c0", "c_0", "carry")
 """Names of the first states in other frameworks."""
 
-FROM_FLOATS = "layer.set_dtype(mx.float16) changes the dtype"
+OTHER_DTYPE = "layer.set_dtype(mx.float16) changes the dtype"
 NO_DEVICE = "arrays of MLX have no device; mx.set_default_device(mx.cpu) or `with mx.stream(mx.cpu)` chooses it"
-ATTRIBUTES = dict.fromkeys(("to", "cuda", "cpu", "mps"), NO_DEVICE)
-ATTRIBUTES |= dict.fromkeys(("float", "half", "double", "bfloat16", "type"), FROM_FLOATS)
+ATTRIBUTES: dict[str, str] = dict.fromkeys(("to", "cuda", "cpu", "mps"), NO_DEVICE)
+ATTRIBUTES |= dict.fromkeys(("float", "half", "double", "bfloat16", "type"), OTHER_DTYPE)
 ATTRIBUTES |= {
     "load_state_dict": "layer.load_weights(list(arrays.items())) takes MLX arrays by name; mlx_lstm.convert.from_torch "
     "reads a state_dict",

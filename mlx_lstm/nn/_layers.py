@@ -541,7 +541,7 @@ class RNN(Layer):
         (_, D), H = arrays["Wx"].shape, self.hidden_size
         check_input(op, x, D, arrays["Wx"], is_step)
         if is_step:
-            x, keep = x[..., None, :], None if keep is None else keep[..., None]
+            x, keep = x[..., None, :], keep[..., None] if isinstance(keep, mx.array) else keep
         *batch, L, _ = x.shape
         h0 = mx.zeros((*batch, H), x.dtype)
         arrays |= {"x": x, "h0": h0 if hidden is None else whole_state(op, hidden, "hidden", (*batch, H), x)}
@@ -550,10 +550,11 @@ class RNN(Layer):
         if 0 in batch:
             return [mx.zeros((*batch, H) if is_step else (*batch, L, H), dtype)]
         steps = whole_steps(op, keep, hold, (*batch, L), "[..., L]")
+        options: dict[str, Any] = {name: array.reshape(-1, L).T for name, array in steps.items()}
         h, _ = pointwise(
             *(Activated(self.nonlinearity), arrays["x"].reshape(-1, L, D).swapaxes(0, 1)),
             *(arrays["Wx"], arrays["Wh"], arrays.get("b"), [arrays["h0"].reshape(-1, H)]),
-            **{name: array.reshape(-1, L).T for name, array in steps.items()},
+            **options,
             lengths=flat_lengths(op, lengths, tuple(batch)),
             checkpoint_every=self.checkpoint_every,
             training=self.training,
