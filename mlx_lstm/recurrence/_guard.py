@@ -109,13 +109,20 @@ def refusal(engine: str, problem: Problem) -> str:
     with _lock:
         lock = _locks[text]
     with lock:
-        reason = verdicts.find(text)
-        if reason is None and (reason := _child.hung(engine)) is None:
+        reason = known(engine, text)
+        if reason is None:
             with one_process_at_a_time():
-                reason = verdicts.find(text)  # another process may have tested the kernels meanwhile
+                reason = known(engine, text)  # another process may have tested the kernels meanwhile
                 if reason is None:
                     reason = tried(trial, neighbours(engine, problem))
     return reason
+
+
+def known(engine: str, text: str) -> str | None:
+    """Return why an engine's kernels are refused without a trial, an empty text if a trial has found them correct, or
+    None if they have to be tried. text: the trial as a line of JSON."""
+    reason = verdicts.find(text)
+    return _child.hung(engine) if reason is None else reason
 
 
 def tried(trial: Trial, others: list[Trial]) -> str:
@@ -125,8 +132,7 @@ def tried(trial: Trial, others: list[Trial]) -> str:
     trials = [trial, *(other for other in others if verdicts.find(other.text()) is None)]
     found = try_out(trials)
     for each, verdict in zip(trials, found, strict=False):
-        if verdict.lasting:
-            verdicts.record(each.text(), verdict.reason)
+        verdicts.record(each.text(), verdict.reason, verdict.keeping)
     return found[0].reason
 
 
@@ -145,8 +151,11 @@ def one_process_at_a_time() -> Iterator[None]:
         yield
         return
     with file:
-        with suppress(OSError):
+        try:
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno is None:  # not the system's error, but one that a signal handler of the user raised
+                raise
         yield
 
 
@@ -166,8 +175,11 @@ def tell(engine: str, following: str, reason: str) -> None:
     reason."""
     machine = tuning.machine()
     where = f"{machine['chip']}, {machine['system']}, MLX {machine['mlx']}"
-    lasts = verdicts.is_recorded(reason)
-    again = f"{verdicts.file()} keeps this verdict: delete it to try again" if lasts else "It counts in this process"
+    lasts = verdicts.keeping_of(reason)
+    again = "It counts in this process"
+    if lasts:
+        long = "" if lasts == "always" else f" {lasts}"
+        again = f"{verdicts.file()} keeps this verdict{long}: delete it to try again"
     text = f"engine={engine!r} is not used on {where}: {reason.rstrip('.')}. engine={following!r} takes over. {again}."
     warn_once(text)
 

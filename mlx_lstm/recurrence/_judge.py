@@ -17,6 +17,7 @@ from ..engines.packing import packed_names
 from ..engines.problem import Problem
 from ..oracle.arithmetic import Arithmetic, Array, Tensors
 from ..oracle.closeness import TRIALS, exact_and_bounds, float_of, largest
+from ._child import WRONG
 from ._draw import Drawn, draw, float64, output_shapes, rounded, zeros
 from ._trial import SMALL, USUAL, Trial, dtype_word, trial_from
 
@@ -115,19 +116,11 @@ def verdict(trial: Trial) -> str:
     try:
         got = results(problem, drawn, cotangents, trial.engine)
         if reason := wrong(problem, drawn, cotangents, got):
-            return f"its trial on this machine gave wrong numbers: {reason}"
+            return f"{WRONG}: {reason}"
     # The kernels are refused after any error, because a compiler or a driver may raise an error of any type.
     except Exception as error:
-        return f"its trial on this machine failed: {first_lines(error)}"
+        return f"its trial on this machine failed: {type(error).__name__}: {error}"
     return ""
-
-
-def first_lines(error: Exception) -> str:
-    """Return the first line of an error's text, and the first line with a compiler's error message if the text has
-    one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    compiler_lines = [line for line in lines[1:] if "error:" in line][:1]
-    return " ".join([f"{type(error).__name__}:", lines[0], *compiler_lines])
 
 
 def cotangents_of(problem: Problem) -> tuple[str, ...]:
