@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import ml_dtypes
@@ -21,7 +21,7 @@ import pytest
 from cases import METAL, draw, draw_cotangents, run
 from on_metal import EVERY_OPTION, matrices_from, on_metal, pairs
 from quantized_cases import packed
-from trial_on_metal import FAULTS, fault
+from trial_on_metal import FAULTS, MATRICES, fault
 
 import mlx_lstm.nn
 import mlx_lstm.torch
@@ -192,8 +192,9 @@ FAMILIES = {
 
 def assert_right_without(kernel, monkeypatch, said, kind):
     """Plant a fault in a kernel; `kind` names the fault, e.g. wrong numbers. Check that a call then runs on the next
-    engine with right results. Check that there is one warning for each engine that is refused because of the fault."""
-    engines, options = FAMILIES[kernel]
+    engine with right results. Check that there is one warning for each engine that is refused because of the fault.
+    Without a kernel that multiplies 8 x 8 matrices, the same engine runs another one."""
+    (engines, options), lanes = FAMILIES[kernel], "matrix" in kernel
     options = dict(options)
     sizes = (options.pop("T", 3), options.pop("B", 2), 3, 9, 5)
     case = draw(np.random.default_rng(1), sizes=sizes, dtype=np.float32, **options)
@@ -205,13 +206,48 @@ def assert_right_without(kernel, monkeypatch, said, kind):
         for _ in range(2):
             outputs, found = run(case, None, np.float32, cotangents, device=METAL)
         left = {"fused": "stepwise", "stepwise": "ops", "fused stepwise": "ops"}[engines]
-        assert chosen[-1].engine == left
-        with pytest.raises(ValueError, match="cannot run: its trial on this machine"):
-            run(case, engines.split()[0], np.float32, cotangents)
+        assert chosen[-1][0].engine == ("fused" if lanes else left)
+        with nullcontext() if lanes else pytest.raises(ValueError, match="cannot run: its trial on this machine"):
+            run(case, engines.split()[0], np.float32, cotangents, device=METAL)
     exact, limit = evaluate(case, cotangents, Arithmetic(np.float64)), bounds(case, np.float32, cotangents)
     for name, value in (outputs | found).items():
         assert_within(name, value, (exact[0] | exact[1])[name], limit[name])
-    assert [text.split("'")[1] for text in said] == engines.split()
+    assert [text.split("'")[1] for text in said] == (["fused with 8 x 8 matrices"] if lanes else engines.split())
+
+
+# {call: (engine, options, batch size) of a call whose kernels multiply 8 x 8 matrices}
+WITH_MATRICES = {
+    "fused": ("fused", {}, 65),
+    "fused gru": ("fused", {"op": "gru"}, 65),
+    "stepwise": ("stepwise", {}, 9),
+    "stepwise projection": ("stepwise", {"projection": True}, 33),
+    "stepwise gru": ("stepwise", {"op": "gru", "reset": "before"}, 9),
+}
+
+
+QUICK = ("fused", "stepwise projection")
+
+
+@pytest.mark.parametrize(
+    "call", [pytest.param(call, marks=[pytest.mark.slow] * (call not in QUICK)) for call in WITH_MATRICES]
+)
+def test_a_gpu_without_matrices_keeps_the_engine(call, monkeypatch, said, tried):
+    """On some virtual GPUs all kernels work but those that multiply 8 x 8 matrices. Then the engine computes its
+    products in lanes, with one warning and right results, also if the caller forced it."""
+    engine, options, B = WITH_MATRICES[call]
+    case = draw(np.random.default_rng(1), sizes=(3, B, 3, 9, 5), dtype=np.float32, **options)
+    cotangents = draw_cotangents(np.random.default_rng(2), forward(**case), np.float32)
+    prefer(monkeypatch, engine)
+    with on_metal(guarded=True) as log, matrices_from(65), fault("zeros", ".*"):
+        results = [run(case, engine_, np.float32, cotangents, device=METAL) for engine_ in (None, engine)]
+    assert set(tried) == {engine} and len(said) == 1
+    assert f"engine='{engine} with 8 x 8 matrices' is not used on" in said[0] and "wrong numbers" in said[0]
+    assert f"engine='{engine} without them' takes over" in said[0]
+    assert any(re.search(MATRICES, launch.name + launch.source) for launch in log)
+    exact, limit = evaluate(case, cotangents, Arithmetic(np.float64)), bounds(case, np.float32, cotangents)
+    for outputs, found in results:
+        for name, value in (outputs | found).items():
+            assert_within(name, value, (exact[0] | exact[1])[name], limit[name])
 
 
 IN_PROCESS = ("compile", "refused", "wrong")
@@ -225,7 +261,7 @@ def test_a_fault_in_any_kernel(kernel, monkeypatch, said, tried):
     assert_right_without(kernel, monkeypatch, said, kind)
     assert "wrong numbers" in said[0] if kind == "wrong" else "trial on this machine failed" in said[0]
     assert all("tried in this process" in text for text in said)
-    assert tried[:1] == [said[0].split("'")[1]] and len(tried) <= 3
+    assert tried[:1] == [said[0].split("'")[1].split()[0]] and len(tried) <= 3
 
 
 # Only these kernels get the fault `hangs`: it is slow to test, because the test waits for a timeout.
@@ -324,7 +360,7 @@ def assert_refused(words, said):
     """Check that the engine `fused` is refused, with one warning that contains these words. Return the reason."""
     best = lambda refused: Choice("ops", refused["fused"])  # noqa: E731
     for _ in range(2):
-        chosen = _guard.guarded(Choice("fused", ""), problem(), best)
+        chosen, _ = _guard.guarded(Choice("fused", ""), problem(), best, lambda form, engine: form)
         assert chosen.engine == "ops" and words in chosen.reason
     assert len(said) == 1 and chosen.reason.rstrip(".") in said[0] and "engine='ops' takes over" in said[0]
     return chosen.reason
@@ -842,7 +878,7 @@ def texts_of(engine, sizes, dtype, packing=None, **options):
     names = [name for name in ("Wx", "Wh", "Wp") if packing and name in case]
     forms, weights = [], {name: packed(mx.array(case[name]), *packing) for name in names}
     with on_metal() as log, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_call, "guarded", lambda found, form, best: (forms.append(form), found)[1])
+        patch.setattr(_call, "guarded", lambda found, form, *_: (forms.append(form), (found, form))[1])
 
         def note(chosen, form, is_forced):
             forms.append(form)

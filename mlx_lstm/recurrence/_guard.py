@@ -20,28 +20,36 @@ from ..engines.problem import Problem
 from ..machine import child_command, has_interpreter
 from . import _child
 from ._child import CannotBegin, Verdict, by_child, verdict_of
-from ._trial import USUAL, Trial, neighbours, trial_of
+from ._trial import USUAL, Trial, neighbours, trial_of, without_matrices
 
 _locks: defaultdict[str, Lock] = defaultdict(Lock)
 _lock = Lock()
 _unguarded: list[bool] = []
 
 
-def guarded(chosen: Choice, problem: Problem, best: Callable[..., Choice]) -> Choice:
-    """Return the choice of an engine whose kernels are correct on this machine: `chosen`, or another engine if
-    `chosen` is refused.
+def guarded(
+    chosen: Choice, problem: Problem, best: Callable[..., Choice], divided: Callable[[Problem, str], Problem]
+) -> tuple[Choice, Problem]:
+    """Return the choice of an engine whose kernels are correct on this machine, and the problem as that engine runs
+    it. The engine is `chosen`, or another one if `chosen` is refused.
 
     best: a function that chooses again without the `refused` engines. It raises ValueError if the caller forced one
-    of them.
+    of them. divided: a function that completes a problem with the options of an engine.
     """
     refused: dict[str, str] = {}
     if _unguarded:
-        return chosen
+        return chosen, problem
     while chosen.engine in METAL_ENGINES and (reason := refusal(chosen.engine, problem)):
+        # A virtual GPU may run all kernels but those that multiply 8 x 8 matrices.
+        in_lanes = without_matrices(chosen.engine, problem)
+        if in_lanes is not None and not refusal(chosen.engine, in_lanes):
+            tell(f"{chosen.engine} with 8 x 8 matrices", f"{chosen.engine} without them", reason)
+            return chosen, in_lanes
         refused[chosen.engine] = reason
         before, chosen = chosen, best(refused=refused)
         tell(before.engine, chosen.engine, reason)
-    return chosen
+        problem = divided(problem, chosen.engine)
+    return chosen, problem
 
 
 def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> Refusal | None:
