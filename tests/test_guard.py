@@ -38,13 +38,15 @@ from mlx_lstm.recurrence._trial import trial_from, trial_of
 
 SCRIPT = str(Path(__file__).with_name("trial_on_metal.py"))
 BROKEN = "its trial on this machine failed: RuntimeError: no pipeline"
+SECONDS = _child.SECONDS
 RIGHT, WRONG = _child.Verdict(""), _child.Verdict(BROKEN)
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     """Use a temporary folder as the user's cache. Yield the path of the file that stores the results of trial runs
-    of kernels."""
+    of kernels. Trial runs may take long, because the emulator's compiler is slower than Apple's."""
+    monkeypatch.setattr(_child, "SECONDS", 600)
     monkeypatch.setattr(tuning, "cache_file", lambda: tmp_path / "cache" / "engines.json")
     current = tuning.current
     current.cache_clear()
@@ -276,6 +278,7 @@ def test_any_fault_in_any_kernel(kernel, kind, monkeypatch, said):
     """Whatever fault a kernel has, the library uses the next engine. The trial runs of kernels take place in child
     processes, as on a Mac."""
     monkeypatch.setattr(_child, "SECONDS", 30 if kind == "hangs" else 600)
+    monkeypatch.setattr(_child, "KERNEL_SECONDS", 0)
     monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, kind, kernel])
     assert_right_without(kernel, monkeypatch, said, "refused")
     words = {"wrong": "wrong numbers", "hangs": "no answer after", "dies": "ended by SIGABRT: libc++abi"}
@@ -443,6 +446,7 @@ def test_the_time_limit_grows_with_the_kernels(monkeypatch):
             pass
 
     monkeypatch.setattr(_child, "Child", Answering)
+    monkeypatch.setattr(_child, "SECONDS", SECONDS)
     for _ in range(2):
         assert _child.by_child([], [trial_of("fused", problem())]) == [RIGHT]
     assert limits == [20, 34, 20, 20]
