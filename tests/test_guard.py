@@ -865,6 +865,7 @@ CALLS = {
     "fused both ways": ("fused", (2, 40, 3, 9, 9), {"bidirectional": True, "peephole": True}),
     "fused 8 bits": ("fused", (3, 2, 32, 32, 32), {"packing": (32, 8, "affine")}),
     "stepwise one item": ("stepwise", (4, 1, 3, 40, 40), {"mask": (4, 1, "P")}),
+    "stepwise projection of one_step": ("stepwise", (1, 1, 3, 40, 5), {"projection": True}),
     "stepwise lanes": ("stepwise", (3, 5, 3, 41, 5), {"projection": True}),
     "stepwise small keep": ("stepwise", (2, 2, 3, 9, 9), {"op": "gru", "reset": "before", "keep": True}),
     "stepwise joins": ("stepwise", (22, 9, 3, 9, 9), {"op": "rnn"}),

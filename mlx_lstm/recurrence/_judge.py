@@ -187,6 +187,8 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> 
     condition is needed because MLX's own products, which both engines use, are less precise than float32 on some
     GPUs.
     """
+    if reason := misshapen(problem, drawn, got):
+        return reason
     gradients = drawn.smooth and not problem.plain
 
     def values(fl: Arithmetic) -> Tensors:
@@ -197,21 +199,37 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> 
     # of an array. In an array of 64 or more elements two evaluations give enough random changes.
     trials = 2 if min(array.size for array in got.values()) >= 64 else TRIALS
     exact, bounds = exact_and_bounds(values, dtype_word(problem), trials)
-    # A gradient near a kink of an activation has no error bound. It must at least not be NaN.
+    # A gradient near a kink of an activation has no error bound. It must at least be finite.
     for name in got.keys() - exact.keys():
-        if np.isnan(got[name]).any():
-            return f"{name}: NaN"
+        if not np.isfinite(got[name]).all():
+            return f"{name}: {'NaN' if np.isnan(got[name]).any() else 'infinite'}"
     suspects = {name: error for name in exact if not (error := distance(got[name], exact[name])) <= bounds[name]}
     if not suspects:
         return ""
     others = results(problem, drawn, cotangents, "ops")
     for name, error in suspects.items():
-        allowed = 2 * distance(others[name], exact[name]) + 4 * float_of(dtype_word(problem)).eps * largest(exact[name])
-        if not error <= allowed:
+        size = largest(exact[name])
+        allowed = 2 * distance(others[name], exact[name]) + 4 * float_of(dtype_word(problem)).eps * size
+        # If `ops` is so wrong that zeros would be allowed, it says nothing about the precision of MLX's products.
+        if not (error <= allowed and allowed < size):
             return f"{name}: error {error:.3g} > bound {bounds[name]:.3g}"
     return ""
 
 
+def misshapen(problem: Problem, drawn: Drawn, got: Tensors) -> str:
+    """Return a text that names the first result that is missing, not expected or of another shape than its array, or
+    an empty text if there is none."""
+    floats = [] if problem.plain else [name for name in drawn.arrays if name not in packed_names(drawn.arrays)]
+    shapes = {name: tuple(output_shapes(problem)[name]) for name in {*shown_of(problem), *cotangents_of(problem)}}
+    shapes |= {f"d{name}": tuple(drawn.arrays[name].shape) for name in floats}
+    for name in sorted(shapes.keys() | got.keys()):
+        shape = tuple(got[name].shape) if name in got else None
+        if name not in shapes or shape != shapes[name]:
+            return f"{name}: shape {shape}, expected {shapes.get(name)}"
+    return ""
+
+
 def distance(got: Array, exact: Array) -> float:
-    """Return the largest absolute difference of two arrays, or infinity if their shapes differ."""
-    return largest(got - exact) if got.shape == exact.shape else np.inf
+    """Return the largest absolute difference of two arrays, or infinity if their shapes differ or they are one array,
+    whose comparison shows nothing."""
+    return np.inf if got.shape != exact.shape or np.may_share_memory(got, exact) else largest(got - exact)
