@@ -8,7 +8,7 @@ from typing import Any
 from ..bench import short
 from ..bench.rounds import Measurement
 from ..engines import tuning
-from ..testing.report import first_line, json_text, machine_card
+from ..testing.report import json_text, machine_card, one_line, without_names
 from .comparison import Finding
 
 SHOWN = 8  # the largest number of failures printed per engine; the file has all failures
@@ -88,10 +88,10 @@ def failure_lines(wrong: Iterable[Finding]) -> list[str]:
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in wrong:
         layer = finding.problem.partition(",")[0] if finding.tensor else ""
-        groups.setdefault((layer, "" if layer else first_line(finding.failure)), []).append(finding)
+        groups.setdefault((layer, "" if layer else one_line(without_names(finding.failure))), []).append(finding)
     lines = []
     for same in groups.values():
         worst = max(same, key=lambda finding: finding.ratio)
         more = f" and {len(same) - 1} more" if len(same) > 1 else ""
-        lines.append(f"{worst.problem}, {worst.dtype}{more}: {first_line(worst.failure)}")
+        lines.append(f"{worst.problem}, {worst.dtype}{more}: {one_line(worst.failure)}")
     return lines

@@ -216,11 +216,10 @@ class Call(NamedTuple):
         best = partial(choice.decide, problem, table, op, self.engine, device, metal, traced)
         chosen = best()
         every = None if problem.plain else self.checkpoint_every
-        problem = choice.divide(problem, chosen.engine, every)
+        divided = partial(choice.divide, every=every)
+        problem = divided(problem, chosen.engine)
         if chosen.engine in METAL_ENGINES:
-            trusted = guarded(chosen, problem, best)
-            if trusted.engine != chosen.engine:
-                chosen, problem = trusted, choice.divide(problem, trusted.engine, every)
+            chosen, problem = guarded(chosen, problem, best, divided)
         elif traced and device == "cpu" and self.engine is None:
             warn_once(SLOW_WHEN_TRACED)
         return problem, chosen

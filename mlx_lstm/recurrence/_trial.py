@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..engines import cells
 from ..engines.cell_graph import from_json
 from ..engines.cells import AnyCell, LSTMCell, PointwiseCell
-from ..engines.metal import fused, pointwise
+from ..engines.metal import fused, pointwise, pointwise_stepwise
 from ..engines.metal.fused import SWEEPS, index_of
 from ..engines.metal.stepwise import index_bits, stepwise_rows, tile_of
 from ..engines.packing import Packing, is_packed
@@ -100,7 +100,6 @@ def trial_of(engine: str, problem: Problem) -> Trial:
             limits._replace(cores=0),
         )
     else:
-        problem = problem._replace(cut=None)
         wide, left = index_bits(problem) == 64, limits.rows_left // 2 if "Wp" in problem.names else limits.rows_left
         if joins := left < problem.T:
             limits = limits._replace(rows_left=JOINING_LEFT)
@@ -115,6 +114,21 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         T = as_small(keep_size, B * problem.directions, T)
     cell, names = without_numbers(problem.cell), tuple(sorted(problem.names))
     return Trial(engine, problem._replace(T=T, B=B, H=H, P=P, cell=cell, names=names, limits=limits))
+
+
+def without_matrices(engine: str, problem: Problem) -> Problem | None:
+    """Return the problem such that this engine computes it without 8 x 8 matrices, which some virtual GPUs lack. Return
+    None if its kernels multiply none."""
+    own = isinstance(problem.cell, PointwiseCell)
+    if engine == "stepwise" and own:
+        found = max(pointwise_stepwise.forward_tile(problem)[0], pointwise_stepwise.backward_tile(problem)[0]) >= 8
+    elif engine == "stepwise":
+        found = stepwise_rows(problem.B, problem.cut) >= 8
+    else:
+        bare = fused.readable(problem, problem.names, problem.dtype)
+        found = not own and fused.tiling_of("forward", bare, bare.dtype).matrices
+    spare = problem.cut.spare if problem.cut else 0
+    return problem._replace(cut=Cut(4, spare)) if found else None
 
 
 def neighbours(engine: str, problem: Problem) -> list[Trial]:
@@ -190,7 +204,7 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
         whole number of groups."""
         group = problem.packing.group_size if problem.packing and is_packed(weight, problem.names) else 1
         least = width % 32 + (32 if width % 32 < SMALL else 0)
-        if group > 1 and stepwise_rows(problem.B) < 8:
+        if group > 1 and stepwise_rows(problem.B, problem.cut) < 8:
             # A loop in the kernel reads 128 or 256 quantized weights of a row in each iteration (turn). If the call's
             # rows need several iterations, the trial's rows must, too, so that the same code is tested.
             least += 256 if width > 256 else 128 if width > 128 else 0
@@ -201,7 +215,7 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     for B in batches(problem):
         for cores in (problem.limits.cores, *range(1, 2 * B)):
             small = problem._replace(B=B, limits=problem.limits._replace(cores=cores))
-            same = stepwise_rows(B) == stepwise_rows(problem.B)
+            same = stepwise_rows(B, problem.cut) == stepwise_rows(problem.B, problem.cut)
             if same and (tile_of(small, H), tile_of(small, P)) == wanted:
                 return B, H, P, cores
     return problem.B, problem.H, problem.P, problem.limits.cores

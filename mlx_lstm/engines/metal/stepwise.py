@@ -16,7 +16,7 @@ from ..cells import GRUCell, LSTMCell, PointwiseCell
 from ..ops.packed import scales_of
 from ..ops.sweep import gradients_after_sweep
 from ..packing import is_packed
-from ..problem import Arrays, Problem
+from ..problem import Arrays, Cut, Problem
 from .kernel import (
     STRUCTS,
     Inputs,
@@ -262,10 +262,11 @@ TILES = {8: ((8, 32), (8, 16), (8, 8)), 32: ((32, 32), (16, 32), (16, 16))}
 matrices, largest first. They are for products with one column per unit. The key is the result of `stepwise_rows`."""
 
 
-def stepwise_rows(B: int) -> int:
-    """Return how many batch items a threadgroup computes. With fewer than 8, the product is computed in lanes;
-    otherwise with 8 x 8 matrices."""
-    return 1 if B == 1 else 4 if B < 8 else 8 if B < 32 else 32
+def stepwise_rows(B: int, cut: Cut | None = None) -> int:
+    """Return how many batch items a threadgroup computes: at most `cut.rows`. With fewer than 8, the product is
+    computed in lanes; otherwise with 8 x 8 matrices."""
+    rows = 1 if B == 1 else 4 if B < 8 else 8 if B < 32 else 32
+    return min(rows, cut.rows) if cut else rows
 
 
 def tile_of(problem: Problem, width: int) -> tuple[int, int]:
@@ -276,7 +277,7 @@ def tile_of(problem: Problem, width: int) -> tuple[int, int]:
     it multiplies 8 x 8 matrices; then it gets the largest tile for which there are still enough threadgroups for all
     GPU cores.
     """
-    rows = stepwise_rows(problem.B)
+    rows = stepwise_rows(problem.B, problem.cut)
     if rows < 8:
         return rows, 8
     # Smaller tiles give more threadgroups, but read operands and weights more often. We assume, but have not measured,
@@ -557,7 +558,7 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
     return StepKernel(
         *(problem, dtype, present, "stepwise_forward"),
         "step before h_before z Wh Wh_scales Wh_biases h0 c0 peephole bhn mask keep lengths sizes numbers",
-        tile=(stepwise_rows(problem.B), units * cell.gates),
+        tile=(stepwise_rows(problem.B, problem.cut), units * cell.gates),
         units=(H, units),
         output=(length, row_type(dtype)),
         saves=saves,
@@ -571,7 +572,7 @@ def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...]
     return StepKernel(
         *(problem, dtype, present, "stepwise_gru_reset"),
         "step before z Wh Wh_scales Wh_biases h0 mask lengths sizes",
-        tile=(stepwise_rows(problem.B), 32),
+        tile=(stepwise_rows(problem.B, problem.cut), 32),
         units=(problem.H, 16),
         output=(row_length(problem, problem.H, 3, False, dtype), dtype),
     )
@@ -586,7 +587,7 @@ def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
     return StepKernel(
         *(problem, dtype, present, "stepwise_gru_candidate"),
         "step before reset_row z Wh Wh_scales Wh_biases h0 keep lengths sizes",
-        tile=(stepwise_rows(problem.B), 32),
+        tile=(stepwise_rows(problem.B, problem.cut), 32),
         units=(problem.H, 32),
         output=(row_length(problem, problem.H, 4 if saves else 1, False, dtype), row_type(dtype)),
         saves=saves,
