@@ -17,6 +17,7 @@ import numpy as np
 from ..checks import fail
 from .cell_graph import CONDITIONS, CellGraph, Graph, cell_graph
 from .ops.pointwise import values_of
+from .tracing import vjp
 
 OP = "pointwise"
 
@@ -186,7 +187,7 @@ def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.ar
 def derivative(step: Callable[..., list[mx.array]], n: int, *arrays: mx.array) -> list[mx.array]:
     """Return the gradients of `step` with respect to the first n arrays. The remaining arrays are the cotangents of the
     results of `step`."""
-    return mx.vjp(step, list(arrays[:n]), list(arrays[n:]))[1]
+    return vjp(step, arrays[:n], arrays[n:])[1]
 
 
 # --- From MLX's graph to ours ---

@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from ..checks import fail
-from ..engines.tracing import custom_function
+from ..engines.tracing import custom_function, vjp
 
 OP = "recurrent"
 DEEPEST = 6
@@ -108,7 +108,7 @@ def gradients(function: Callable[[Any], Any], given: Any, cotangents: Any) -> An
             whole[n] = value
         return [array for array in leaves(function(filled(given, whole))) if is_float(array)]
 
-    found = mx.vjp(floats_of, [arrays[n] for n in varied], [each for each in leaves(cotangents) if is_float(each)])[1]
+    found = vjp(floats_of, [arrays[n] for n in varied], [each for each in leaves(cotangents) if is_float(each)])[1]
     by_index = dict(zip(varied, found, strict=True))
     return filled(given, [by_index.get(n, mx.zeros_like(array)) for n, array in enumerate(arrays)])
 

@@ -112,7 +112,7 @@ class Writer:
                 done.add(run)
                 self.names.update(zip(run.nodes, run.names, strict=True))
                 self.lines.append(self.call(run.op, [run.source], run.target))
-        self.lines += [f"copyto({name}, {self.name(n)})" for n, name in copies if self.name(n) != name]
+        self.copy_at_once([(name, self.name(n)) for n, name in copies])
 
     def name(self, n: int) -> str:
         """Return the name of the array, or of the constant, that has the value of a node."""
@@ -157,6 +157,27 @@ class Writer:
         for k in dead:
             if self.names[k] != out:
                 self.free[self.scratch[self.names[k]]].append(self.names[k])
+
+    def copy_at_once(self, copies: list[tuple[str, str]]) -> None:
+        """Append statements that copy arrays as if all copies ran at the same time: each target gets the value that its
+        source has before the first copy. copies: pairs (target, source).
+
+        A copy runs when no other copy reads its target any more. If only cycles are left, such as two states that
+        change places, one target is first saved in a scratch array, from which the other copies then read.
+        """
+        waiting = [(target, source) for target, source in copies if target != source]
+        while waiting:
+            sources = [source for _, source in waiting]
+            ready = next((copy for copy in waiting if copy[0] not in sources), None)
+            if ready is None:
+                target = waiting[0][0]
+                spare = f"b{len(self.scratch)}"
+                self.scratch[spare] = False
+                self.lines.append(f"copyto({spare}, {target})")
+                waiting = [(to, spare if source == target else source) for to, source in waiting]
+            else:
+                self.lines.append(f"copyto({ready[0]}, {ready[1]})")
+                waiting.remove(ready)
 
     def code(self) -> Code:
         """Return the generated statements with their scratch arrays and constants."""

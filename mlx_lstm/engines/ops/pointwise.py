@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..cell_graph import Node, needed
 from ..cells import PointwiseCell
 from ..problem import Array, Arrays, Problem
-from ..tracing import custom_function
+from ..tracing import custom_function, distinct, vjp
 from .cells import sigmoid
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -131,5 +131,5 @@ def gradients_by_mlx(
         outputs = forward(problem, dict(zip(names, values, strict=True)) | lengths)
         return [outputs[name] for name in cotangents]
 
-    gradients = mx.vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]
+    gradients = vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]
     return dict(zip(names, gradients, strict=True))
