@@ -31,7 +31,7 @@ class Graph:
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self.numbers: dict[Node, int] = {}
+        self.numbers: dict[str, int] = {}
 
     def add(self, op: str, *args: int) -> int:
         """Add the operation `op` on the nodes `args`, and return the number of its node. If a rewrite applies, return
@@ -54,10 +54,11 @@ class Graph:
 
     def node(self, node: Node) -> int:
         """Return the number of this node. Add the node unless the graph has an equal one."""
-        if node not in self.numbers:
-            self.numbers[node] = len(self.nodes)
+        key = repr(node)  # the constants 0.0 and -0.0 are equal, but not the same
+        if key not in self.numbers:
+            self.numbers[key] = len(self.nodes)
             self.nodes.append(node)
-        return self.numbers[node]
+        return self.numbers[key]
 
     def value(self, n: int) -> float | None:
         """Return the value of node n if it is a constant, else None."""

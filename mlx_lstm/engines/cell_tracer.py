@@ -15,9 +15,10 @@ import mlx.core as mx
 import numpy as np
 
 from ..checks import fail
+from .captures import Captured, TooMuch
 from .cell_graph import CONDITIONS, CellGraph, Graph, cell_graph
 from .ops.pointwise import values_of
-from .tracing import vjp
+from .tracing import distinct, vjp
 
 OP = "pointwise"
 
@@ -32,7 +33,7 @@ UNARY = {
 }  # fmt: skip
 BINARY = {
     "Add": "add", "Subtract": "sub", "Multiply": "mul", "Divide": "div", "Maximum": "max", "Minimum": "min",
-    "Power": "pow", "LogAddExp": "logaddexp", "ArcTan2": "atan2", "Greater": "gt", "GreaterEqual": "ge", "Less": "lt",
+    "Power": "pow", "Remainder": "rem", "LogAddExp": "logaddexp", "ArcTan2": "atan2", "Greater": "gt", "GreaterEqual": "ge", "Less": "lt",
     "LessEqual": "le", "Equal": "eq", "NotEqual": "ne", "LogicalAnd": "and", "LogicalOr": "or",
 }  # fmt: skip
 VIEWS = ("Broadcast", "Copy", "Contiguous", "Full")
@@ -87,17 +88,35 @@ class NotPointwise(Exception):
 
 
 def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:
-    """Return the graph of a cell, from a cache if the same function was traced for the same arguments.
+    """Return the graph of a cell, from a cache if the same function was traced for the same arguments and captures the
+    same numbers.
 
     cell: cell(a, state, *inputs, *params), which returns a tuple of states. shape: (B, H), the shape of each state.
     dtype: float32 or float64.
     """
     try:
-        return cached_trace(cell, counts, apart, shape, dtype)
+        captured = tuple(Captured(cell).key)
+        return cached_trace(cell, counts, apart, shape, dtype, captured)
+    except TooMuch:
+        return trace(cell, counts, apart, shape, dtype)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
         return trace(cell, counts, apart, shape, dtype)
+
+
+@lru_cache(512)
+def cached_trace(
+    cell: Callable[..., Any],
+    counts: Counts,
+    apart: bool,
+    shape: tuple[int, int],
+    dtype: mx.Dtype,
+    captured: tuple[Any, ...],
+) -> CellGraph:
+    """Return `trace` of the same arguments, from a cache. captured: the numbers and the code that the cell reads besides
+    its arguments. If one of them changes, the cell is traced again."""
+    return trace(cell, counts, apart, shape, dtype)
 
 
 def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:
@@ -111,7 +130,8 @@ def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[in
         graph = Graph()
         try:
             names = names_of(counts, apart)
-            forward = absorb(graph, step, given, names)
+            # MLX's export forgets an output that equals another one but for an mx.stop_gradient, so each is distinct.
+            forward = absorb(graph, lambda *arrays: distinct(step(*arrays)), given, names)
             gradient = partial(derivative, step, len(given))
             back = absorb(graph, gradient, given + d_states, [*names, *(f"d{k}" for k in range(counts.states))])
         except NotPointwise as error:
@@ -149,9 +169,6 @@ def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int], d
         both = np.isfinite(a) & np.isfinite(b)
         if (np.abs(a - b)[both] > 1e-3 * (1 + np.abs(a[both]).max(initial=0))).any():
             raise RuntimeError(f"[{OP}] the graph of the cell differs from the cell. Please report its source.")
-
-
-cached_trace = lru_cache(512)(trace)
 
 
 def names_of(counts: Counts, apart: bool) -> list[str]:
@@ -282,7 +299,7 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
     """Add one operation of MLX's graph to `graph`. Return its node."""
     name, arguments = item["name"], item["arguments"]
     keys = [key for key, *_ in item["inputs"]]
-    supported = {*UNARY, *BINARY, *VIEWS, "AsType", "Square", "Sqrt", "Log", "BitwiseBinary", "Select"}
+    supported = {*UNARY, *BINARY, *VIEWS, "AsType", "Square", "Sqrt", "Log", "BitwiseBinary", "Select", "FloorDivide"}
     if name not in supported:
         raise NotPointwise(name)
     if any(found[key] is None for key in keys):
@@ -305,6 +322,8 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
         return graph.add("mul", args[0], args[0])
     if name == "Select":
         return graph.add("select", *args)
+    if name == "FloorDivide":
+        return graph.add("floor", graph.add("div", *args))
     op = {**UNARY, **BINARY}[name]
     if op in ("and", "or", "not"):
         args = [

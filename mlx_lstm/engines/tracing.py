@@ -29,10 +29,10 @@ def distinct(outputs: Sequence[mx.array]) -> list[mx.array]:
 
     `mx.vjp` needs such outputs, for two reasons. If one array is two outputs, or two views that MLX makes without an
     operation, it reads the cotangent of the first one only. If an output is the result of mx.stop_gradient, it gives
-    the cotangent of this output to the next one. `mx.contiguous` is always an operation of MLX; it copies nothing if
-    the array is contiguous, and passes cotangents unchanged.
+    the cotangent of this output to the next one. A product with 1 is exact, and MLX can export it. Integers and bools
+    stay as they are, because they have no cotangent.
     """
-    return [mx.contiguous(output) for output in outputs]
+    return [output * 1 if mx.issubdtype(output.dtype, mx.inexact) else output for output in outputs]
 
 
 class Leaving(Exception):
