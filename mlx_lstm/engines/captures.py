@@ -88,16 +88,18 @@ class Captured:
         """Search an object with attributes: an instance, a class or a Python module."""
         if isinstance(value, nn.Module):
             self.modules.append(value)
-        call = getattr(type(value), "__call__", None)
+        call = next((vars(each)["__call__"] for each in type(value).__mro__ if "__call__" in vars(each)), None)
         if isinstance(call, FunctionType):
             self.visit(call, names, depth)
             names = tuple(sorted({*names, *names_in(call.__code__)}))
         self.key.append(type(value))
+        found: list[tuple[str, Any]] = []
         for name in names:
-            with suppress(AttributeError):
-                held = vars(value)[name] if isinstance(value, ModuleType) and name in vars(value) else getattr(value, name)
-                self.key.append(name)
-                self.visit(held, names, depth)
+            with suppress(Exception):  # a property of the user's may raise anything
+                found.append((name, getattr(value, name)))
+        for name, held in found:
+            self.key.append(name)
+            self.visit(held, names, depth)
 
     def many(self, values: Any, names: tuple[str, ...], depth: int) -> None:
         """Search several objects."""

@@ -121,7 +121,10 @@ class Writer:
         node = self.nodes[n]
         if node.op != "const":
             return self.names[n]
-        name = next((name for name, value in self.constants.items() if repr(value) == repr(node.value)), f"k{len(self.constants)}")
+        name = next(
+            (name for name, value in self.constants.items() if repr(value) == repr(node.value)),
+            f"k{len(self.constants)}",
+        )
         self.constants[name] = node.value
         return name
 
@@ -198,7 +201,9 @@ def function_of(code: Code, parameters: str, once: Sequence[str], unpacked: Sequ
     compiled = compile(text, "<a cell of your own>", "exec")
 
     def build(shape: tuple[int, int], dtype: np.dtype, fixed: dict[str, Any]) -> Callable[..., None]:
-        space: dict[str, Any] = {name: getattr(np, name) for name in (*UFUNCS.values(), "copyto", "fmin", "fmod", "remainder")}
+        space: dict[str, Any] = {
+            name: getattr(np, name) for name in (*UFUNCS.values(), "copyto", "fmin", "fmod", "remainder")
+        }
         space |= {name: np.empty(shape, bool if is_bool else dtype) for name, is_bool in code.scratch.items()}
         space |= {name: np.array(value, dtype) for name, value in code.constants.items()}
         space |= fixed | {"H": shape[0]}
