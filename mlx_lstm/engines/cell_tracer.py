@@ -35,7 +35,8 @@ UNARY = {
 BINARY = {
     "Add": "add", "Subtract": "sub", "Multiply": "mul", "Divide": "div", "Maximum": "max", "Minimum": "min",
     "Power": "pow", "Remainder": "rem", "LogAddExp": "logaddexp", "ArcTan2": "atan2", "Greater": "gt",
-    "GreaterEqual": "ge", "Less": "lt", "LessEqual": "le", "Equal": "eq", "NotEqual": "ne", "LogicalAnd": "and", "LogicalOr": "or",
+    "GreaterEqual": "ge", "Less": "lt", "LessEqual": "le", "Equal": "eq", "NotEqual": "ne",
+    "LogicalAnd": "and", "LogicalOr": "or",
 }  # fmt: skip
 VIEWS = ("Broadcast", "Copy", "Contiguous", "Full")
 """Operations that only repeat or copy numbers. A number keeps its value and its hidden unit."""

@@ -15,7 +15,8 @@ from .cells import sigmoid
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b,
     "neg": lambda a: -a, "max": mx.maximum, "min": mx.minimum, "pow": mx.power, "rem": mx.remainder,
-    "logaddexp": mx.logaddexp, "atan2": mx.arctan2, "exp": mx.exp, "expm1": mx.expm1, "log": mx.log, "log2": mx.log2, "log10": mx.log10,
+    "logaddexp": mx.logaddexp, "atan2": mx.arctan2, "exp": mx.exp, "expm1": mx.expm1, "log": mx.log, "log2": mx.log2,
+    "log10": mx.log10,
     "log1p": mx.log1p, "sqrt": mx.sqrt, "rsqrt": mx.rsqrt, "tanh": mx.tanh, "sigmoid": sigmoid, "erf": mx.erf,
     "abs": mx.abs, "sign": mx.sign, "floor": mx.floor, "ceil": mx.ceil, "round": mx.round, "sin": mx.sin,
     "cos": mx.cos, "tan": mx.tan, "sinh": mx.sinh, "cosh": mx.cosh, "asin": mx.arcsin, "acos": mx.arccos,
