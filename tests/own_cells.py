@@ -113,12 +113,10 @@ def draw_case(seed):
     """Return the random case with this number."""
     rng = np.random.default_rng(seed)
     exact = bool(rng.random() < 0.4)
-    T, B, I, H = (int(n) for n in rng.integers(1, (4, 4, 4, 5) if exact else (6, 5, 5, 8)))
-    gates, states = int(rng.integers(1, 6)), int(rng.integers(1, 5))
-    inputs, params = int(rng.integers(0, 3)), int(rng.integers(0, 3))
+    sizes = T, B, _, H = tuple(int(n) for n in rng.integers(1, (4, 4, 4, 5) if exact else (6, 5, 5, 8)))
+    counts = tuple(int(n) for n in rng.integers((1, 1, 0, 0), (6, 5, 3, 3)))
     recurrent = bool(rng.random() < 0.8)
     apart, both = recurrent and bool(rng.random() < 0.25), bool(rng.random() < 0.15)
-    D = 2 if both else 1
     options = {"apart": apart, "bidirectional": both, "reverse": not both and bool(rng.random() < 0.3)}
     if rng.random() < 0.3:
         options["lengths"] = [int(n) for n in rng.integers(0, T + 1, B)]
@@ -126,30 +124,42 @@ def draw_case(seed):
         options["hold"] = rng.random((T, B)) < 0.4
     if rng.random() < 0.25:
         options["checkpoint_every"] = int(rng.integers(1, 4))
-    shapes = {"x": (T, B, I), "Wx": (D * gates * H, I), "b": (D * gates * H,)}
-    if rng.random() < 0.2:
-        shapes = {"x": (T, B, D * gates * H)}
-    if recurrent:
-        shapes["Wh"] = (2, gates * H, H) if both else (gates * H, H)
-        if rng.random() < 0.25:
-            shapes["mask"] = [(B, D * H), (T, B, D * H), (1, D * H)][int(rng.integers(3))]
+    shapes = shapes_of(sizes, counts, both, projected=rng.random() < 0.2, recurrent=recurrent)
+    width = (2 if both else 1) * H
+    if recurrent and rng.random() < 0.25:
+        shapes["mask"] = [(B, width), (T, B, width), (1, width)][int(rng.integers(3))]
     if rng.random() < 0.25:
         shapes["keep"] = (T, B, 2) if both else (T, B)
-    shapes |= {f"s{k}": (B, D * H) for k in range(states)}
-    shapes |= {f"u{k}": [(T, B, D * H), (B, 1), (T, 1, D * H)][int(rng.integers(3))] for k in range(inputs)}
-    shapes |= {f"w{k}": [(D * H,), (1,), ()][int(rng.integers(3))] for k in range(params)}
+    shapes |= {f"u{k}": [(T, B, width), (B, 1), (T, 1, width)][int(rng.integers(3))] for k in range(counts[2])}
+    shapes |= {f"w{k}": [(width,), (1,), ()][int(rng.integers(3))] for k in range(counts[3])}
     places = {place: place for place in shapes}
-    for k in range(1, states):  # one array may be two states
+    for k in range(1, counts[1]):
         if rng.random() < 0.15:
-            places[f"s{k}"] = f"s{int(rng.integers(k))}"
-            places[f"s{k}"] = places[places[f"s{k}"]]
+            places[f"s{k}"] = places[f"s{int(rng.integers(k))}"]
     dtype = mx.float32 if exact or rng.random() < 0.9 else [mx.float16, mx.bfloat16][int(rng.integers(2))]
+    return filled(rng, draw_text(rng, *counts, apart, exact), counts, options, shapes, places, dtype, exact)
+
+
+def shapes_of(sizes, counts, both, projected=False, recurrent=True):
+    """Return the shapes of the arrays of a call by place, without mask and keep. sizes: T, B, I, H. counts: the numbers
+    of gates, states, inputs and parameters."""
+    (T, B, I, H), (G, states, inputs, params), D = sizes, counts, 2 if both else 1
+    shapes = {"x": (T, B, D * G * H)} if projected else {"x": (T, B, I), "Wx": (D * G * H, I), "b": (D * G * H,)}
+    if recurrent:
+        shapes["Wh"] = (2, G * H, H) if both else (G * H, H)
+    shapes |= {f"s{k}": (B, D * H) for k in range(states)} | {f"u{k}": (T, B, D * H) for k in range(inputs)}
+    return shapes | {f"w{k}": (D * H,) for k in range(params)}
+
+
+def filled(rng, text, counts, options, shapes, places, dtype=mx.float32, exact=False):
+    """Return a case with random arrays. In an `exact` case all numbers are multiples of 1/2, else some are integers, so
+    that there are zeros and ties."""
 
     def numbers(shape, scale=1.0):
         if exact:
             return rng.integers(-4, 5, shape) / 2.0
         array = np.asarray(rng.normal(size=shape) * scale)
-        array = np.where(rng.random(shape) < 0.1, np.rint(array), array)  # some zeros and ties
+        array = np.where(rng.random(shape) < 0.1, np.rint(array), array)
         return np.array(mx.array(array).astype(dtype).astype(mx.float64))
 
     arrays = {}
@@ -157,10 +167,9 @@ def draw_case(seed):
         if places[place] == place:
             small = place in ("Wx", "Wh") and not exact
             arrays[place] = numbers(shapes[place], 0.7 / np.sqrt(shapes[place][-1]) if small else 1.0)
-    cotangents = [numbers((T, B, D * H)), *(numbers((B, D * H)) for _ in range(states))]
-    cotangents = [np.where(d == 0, 1.0, d) for d in cotangents]
-    text = draw_text(rng, gates, states, inputs, params, apart, exact)
-    return Case(text, gates, states, inputs, params, options, arrays, places, cotangents, dtype, exact)
+    outputs = [(*shapes["x"][:2], shapes["s0"][1]), *[shapes["s0"]] * counts[1]]
+    cotangents = [np.where(d == 0, 1.0, d) for d in map(numbers, outputs)]
+    return Case(text, *counts, options, arrays, places, cotangents, dtype, exact)
 
 
 # --- The reference ---

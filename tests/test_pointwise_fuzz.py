@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from on_metal import on_metal
-from own_cells import Judge, draw_case, library, reference
+from own_cells import Judge, draw_case, filled, library, reference, shapes_of
 
 from mlx_lstm.engines import METAL_ENGINES
 
@@ -52,6 +52,63 @@ def test_some_random_cells_are_right():
 def test_random_cells_are_right(request):
     """Many random cells have right outputs and right gradients of all arrays on each engine."""
     tried(seeds(request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz") // 4))
+
+
+MIXED = """
+def cell(a, s, *more):
+    c = mx.tanh(a[0] + s[1] * more[1] - s[2])
+    u = mx.maximum(s[3] % 1.5, 0.0) + s[4] // 0.5
+    return c, c, more[0], mx.stop_gradient(u) + a[1] * s[3], more[1]
+"""
+"""A cell that returns one array twice, an input and a parameter, and computes at kinks."""
+
+CROSSINGS = {
+    "plain": {},
+    "T=1": {"sizes": (1, 3, 2, 4)},
+    "B=1": {"sizes": (4, 1, 2, 4)},
+    "lengths": {"lengths": [3, 0, 2]},
+    "reverse, lengths": {"lengths": [3, 0, 2], "reverse": True},
+    "both directions": {"bidirectional": True, "lengths": [4, 1, 2]},
+    "mask": {"mask": True},
+    "keep": {"keep": True},
+    "hold": {"hold": np.arange(12).reshape(4, 3) % 3 == 0, "keep": True, "lengths": [4, 1, 2]},
+    "checkpoints": {"checkpoint_every": 2, "lengths": [4, 1, 3], "keep": True},
+    "checkpoints, both directions": {"checkpoint_every": 3, "bidirectional": True, "mask": True, "keep": True},
+    "float16": {"dtype": mx.float16},
+    "bfloat16": {"dtype": mx.bfloat16, "checkpoint_every": 2},
+}
+
+
+def crossing(name):
+    """Return a case of the cell `MIXED` with an option. One parameter has the shape [], and two states are one
+    array."""
+    options = {"apart": False, "bidirectional": False, "reverse": False} | CROSSINGS[name]
+    sizes, dtype = options.pop("sizes", (4, 3, 2, 4)), options.pop("dtype", mx.float32)
+    counts, both, rng = (2, 5, 1, 2), options["bidirectional"], np.random.default_rng(0)
+    shapes = shapes_of(sizes, counts, both) | {"w1": ()}
+    if options.pop("mask", False):
+        shapes["mask"] = (*sizes[:2], 2 * sizes[3] if both else sizes[3])
+    if options.pop("keep", False):
+        shapes["keep"] = (*sizes[:2], 2) if both else sizes[:2]
+    return filled(rng, MIXED, counts, options, shapes, {place: place for place in shapes} | {"s4": "s1"}, dtype)
+
+
+@pytest.mark.parametrize("name", CROSSINGS)
+def test_states_of_any_kind_are_right_with_every_option(name):
+    """A cell whose states are one array twice, inputs and parameters has right results with each option."""
+    judge = Judge(crossing(name))
+    assert {engine: judge.verdict(library(judge.case, engine)) for engine in ("numpy", "ops")} == {
+        "numpy": "right",
+        "ops": "right",
+    }
+
+
+@pytest.mark.parametrize("engine", ["fused", pytest.param("stepwise", marks=pytest.mark.slow)])
+def test_states_of_any_kind_are_right_in_kernels(engine):
+    """The same on the Metal engines, with several options at once."""
+    judge = Judge(crossing("hold"))
+    with on_metal():
+        assert judge.verdict(library(judge.case, engine)) == "right"
 
 
 def test_the_reference_has_the_slopes_of_finite_differences():

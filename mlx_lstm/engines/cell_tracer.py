@@ -18,7 +18,7 @@ import numpy as np
 from ..checks import fail
 from .captures import Captured, TooMuch, library_of
 from .cell_graph import CONDITIONS, CellGraph, Graph, cell_graph
-from .ops.pointwise import values_of
+from .ops.pointwise import FUNCTIONS, values_of
 from .tracing import distinct, have_values, vjp
 
 OP = "pointwise"
@@ -149,6 +149,11 @@ def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[in
         return cell_of
 
 
+AS_MLX = FUNCTIONS | {"sigmoid": mx.sigmoid}
+"""The functions of MLX that a cell calls. With these, a graph rounds as its cell does, so that both decide alike at a
+comparison of two numbers that differ by rounding only."""
+
+
 def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int], dtype: mx.Dtype) -> None:
     """Compare a graph with the function, and its gradients with MLX's forward-mode derivative of the function, at
     random numbers in float64. The graph was made from the other mode, which MLX computes by other formulas.
@@ -173,7 +178,7 @@ def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int], d
             wanted = [*step(*drawn), *derivative_forward(step, drawn, weights)]
         given = dict(zip([*names, *(f"d{k}" for k in range(graph.states))], [*drawn, *weights], strict=True))
         known = {n: given[name] for name, n in graph.number.items()}
-        values = values_of(graph.nodes, [*graph.forward, *graph.back], known, drawn[0])
+        values = values_of(graph.nodes, [*graph.forward, *graph.back], known, drawn[0], AS_MLX)
         got = [mx.broadcast_to(values[n], shape) for n in (*graph.forward, *graph.back)]
         mx.eval(wanted, got)
         if not all(near(one, other) for one, other in zip(wanted, got, strict=True)):

@@ -29,12 +29,16 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def values_of(
-    nodes: tuple[Node, ...], outputs: Iterable[int], known: Mapping[int, Array], like: Array
+    nodes: tuple[Node, ...],
+    outputs: Iterable[int],
+    known: Mapping[int, Array],
+    like: Array,
+    functions: Mapping[str, Callable[..., Any]] = FUNCTIONS,
 ) -> dict[int, Array]:
     """Return the values of the nodes from which the outputs are computed.
 
     known: the values of some nodes, among them all inputs that are needed. like: an array of the shape and dtype of
-    the results; constants stay scalars of this dtype.
+    the results; constants stay scalars of this dtype. functions: the function of MLX for each operation.
     """
     values = dict(known)
     for n in needed(nodes, outputs, known):
@@ -46,7 +50,7 @@ def values_of(
         elif node.op == "float":
             values[n] = values[node.args[0]].astype(like.dtype)
         else:
-            values[n] = FUNCTIONS[node.op](*[values[k] for k in node.args])
+            values[n] = functions[node.op](*[values[k] for k in node.args])
     return values
 
 
