@@ -82,7 +82,8 @@ def test_a_rewrite_keeps_the_value(name):
     drawn = [mx.array(rng.normal(size=1000), mx.float64) for _ in range(2)]
     for rewrites in (False, True):
         graph = Graph()
-        known = dict(zip(map(graph.input, ("x0", "x1")), drawn, strict=True))
+        graph.derives = True
+        known = dict(zip(map(graph.input, (X, Y)), drawn, strict=True))
         n = built(graph, ORIGINALS[name], rewrites)
         assert (graph.nodes[n].op == ORIGINALS[name][0]) is (
             not rewrites or name in ("add_branches", "divide_by_cosh")
@@ -91,6 +92,26 @@ def test_a_rewrite_keeps_the_value(name):
             value = np.array(mx.broadcast_to(values_of(tuple(graph.nodes), [n], known, drawn[0])[n], (1000,)))
         results.append(value)
     np.testing.assert_allclose(results[0], results[1], rtol=1e-7, atol=0)
+
+
+SIGNS = {
+    "add": lambda x: mx.arctan2((x + 0.0) * 1, -1.0),
+    "subtract": lambda x: mx.arctan2(0.0 - x, -1.0),
+    "subtract zero": lambda x: mx.arctan2(x - 0.0, -1.0),
+    "condition": lambda x: mx.arctan2((x > 9) * (x - 1), -1.0),
+    "remainder": lambda x: mx.arctan2(x % 1.0, -1.0),
+    "negated": lambda x: mx.arctan2(mx.negative(-x), -1.0),
+}
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_zeros_of_a_cell_keep_their_signs(name):
+    """The sign of a zero in a cell is that of MLX: arctan2 of a zero and a negative number is pi or -pi."""
+    x = mx.array([[[0.0, -0.0, 1.0, -1.0]]])
+    for engine in ("numpy", "ops"):
+        cell = lambda a, state: (SIGNS[name](a[0]),)  # noqa: E731
+        h = pointwise(cell, x, None, None, None, (mx.zeros((1, 4)),), engine=engine)[0]
+        np.testing.assert_allclose(np.array(h), np.array(SIGNS[name](x)), rtol=1e-6)
 
 
 def test_every_rewrite_has_a_case():

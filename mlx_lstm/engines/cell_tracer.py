@@ -139,7 +139,7 @@ def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[in
             names = names_of(counts, apart)
             # MLX's export forgets an output that equals another one but for an mx.stop_gradient, so each is distinct.
             forward = absorb(graph, lambda *arrays: distinct(step(*arrays)), given, names)
-            gradient = partial(derivative, step, len(given))
+            graph.derives, gradient = True, partial(derivative, step, len(given))
             back = absorb(graph, gradient, given + d_states, [*names, *(f"d{k}" for k in range(counts.states))])
         except NotPointwise as error:
             refuse(cell, step, given, error.what)
