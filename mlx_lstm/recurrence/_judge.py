@@ -15,7 +15,6 @@ from ..child import serve
 from ..engines.autodiff import run, shown_of
 from ..engines.packing import packed_names
 from ..engines.problem import Problem
-from ..engines.tracing import vjp
 from ..oracle.arithmetic import Arithmetic, Array, Tensors
 from ..oracle.closeness import TRIALS, exact_and_bounds, float_of, largest
 from ._draw import Drawn, draw, float64, output_shapes, rounded, zeros
@@ -180,7 +179,8 @@ def graph(
         outputs, gradients = outputs_of(*floats.values()), []
     else:
         as_outputs = [swapped(d) if name in sequences else d for name, d in cotangents.items()]
-        outputs, gradients = vjp(outputs_of, list(floats.values()), as_outputs)
+        # mx.vjp takes no cotangent for the result of mx.stop_gradient, so those outputs stay without one.
+        outputs, gradients = mx.vjp(outputs_of, list(floats.values()), as_outputs)
     values = dict(zip(shown, outputs, strict=True))
     values |= dict(zip([f"d{name}" for name in floats], gradients, strict=not problem.plain))
     sequences += ("dx",) if problem.batch_first else ()
