@@ -48,7 +48,8 @@ def pointwise(
     `cell` is a function of MLX arrays which computes each number from the numbers of the same item and unit:
     arithmetic, comparisons, `mx.where` and functions such as `mx.tanh`. MLX differentiates it. It runs a few times, on
     arrays without values; engines run code generated from it. So it must not depend on anything but its arguments and
-    constant numbers; an array that it captures from outside is refused. The page "Your own cell" lists the operations.
+    Python numbers; if such a number changes, the code is generated again. An array that it captures from outside is
+    refused. The page "Your own cell" lists the operations.
 
     With the equations of an LSTM in `cell`, it equals `lstm`. `recurrent` with a step that computes a and calls `cell`
     gives the same results. `recurrent` accepts any function, but is far slower.
