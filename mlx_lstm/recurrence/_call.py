@@ -15,7 +15,7 @@ from ..engines.choice import NOWHERE, Stream, on
 from ..engines.ops.cells import activate
 from ..engines.packing import Packing, packed_names
 from ..engines.problem import Arrays, Problem, limits_in_effect, masks_differ
-from ..engines.tracing import custom_function, have_values, is_transforming
+from ..engines.tracing import custom_function, have_values, is_transforming, vjp
 from ._arguments import Sizes, check_call, check_sequences
 from ._guard import guarded, guarded_gradients
 from ._steps import Steps, check_flags, check_hold
@@ -143,7 +143,7 @@ class Call(NamedTuple):
             outputs = steps.outputs(engine_outputs, changed, wants_last=True)
             return [outputs[name] for name in cotangents]
 
-        gradients = mx.vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]
+        gradients = vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]
         return dict(zip(names, gradients, strict=True))
 
     def steps(self, arrays: Arrays, sizes: Sizes, op: str) -> tuple[Steps, "Call"]:

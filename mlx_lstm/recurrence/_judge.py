@@ -172,6 +172,7 @@ def graph(
         outputs, gradients = outputs_of(*floats.values()), []
     else:
         as_outputs = [swapped(d) if name in sequences else d for name, d in cotangents.items()]
+        # mx.vjp takes no cotangent for the result of mx.stop_gradient, so those outputs stay without one.
         outputs, gradients = mx.vjp(outputs_of, list(floats.values()), as_outputs)
     values = dict(zip(shown, outputs, strict=True))
     values |= dict(zip([f"d{name}" for name in floats], gradients, strict=not problem.plain))

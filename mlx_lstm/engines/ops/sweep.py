@@ -15,6 +15,7 @@ from mlx.utils import tree_map
 from ..cells import GRUCell, LSTMCell, PointwiseCell, RNNCell
 from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
+from ..tracing import distinct
 from . import cells
 from .packed import dequantized, times_input
 from .pointwise import gradients_by_mlx, pointwise_step
@@ -56,6 +57,8 @@ def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
 
     first = initial_states(problem, arrays)
     outputs, (hT, cT) = over_time(step_at, first, problem.steps(), lambda t: live_items(arrays, t))
+    if isinstance(problem.cell, PointwiseCell):  # it may return one array as two states, or an input unchanged
+        hT, cT = distinct([hT, cT])
     outputs |= {"hT": hT, "cT": cT}
     return {name: outputs[name] for name in problem.cell.outputs}
 
