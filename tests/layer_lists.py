@@ -312,7 +312,7 @@ def any_spec(rng, kind, cell, form, ways, D, H, width, P, bias, dtype):
 
 
 def known(spec, arrays):
-    """Return the arrays as the reference reads them: for quantized weights the numbers that the packed ones stand for."""
+    """Return the arrays as the reference reads them: quantized weights as the numbers that they stand for."""
     if spec.form != "quantized":
         return arrays
     packs = [name for name, array in arrays.items() if name[0] == "W" and array.shape[-1] % 32 == 0]
