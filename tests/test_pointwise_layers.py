@@ -233,14 +233,20 @@ def test_a_stepper_sees_changed_parameters():
 def test_lists_of_layers_equal_calls_one_by_one():
     """`stack` equals a loop over the layers, in both directions, with one object for both or a list for each."""
     mx.random.seed(4)
-    layers = [Pointwise(gated, D if n == 0 else 2 * H, H, gates=2, states=2, bidirectional=True) for n in range(2)]
-    x = mx.random.normal((B, T, D))
-    (y, first), lengths = layers[0](x, lengths=[4, 1, 3]), [4, 1, 3]
-    y, second = layers[1](y, lengths=lengths)
-    output, last = stack(layers, x, lengths=lengths)
-    assert mx.allclose(output, y, atol=1e-6) and len(last) == 2
+    layers = [Pointwise(delayed, D if n == 0 else 2 * H, H, gates=1, states=3, bidirectional=True) for n in range(2)]
+    x, rng = mx.random.normal((B, T, D)), np.random.default_rng(4)
+    options = {"keep": mx.array(rng.integers(0, 3, (B, T)) / 2, mx.float32), "hold": rng.random((B, T)) < 0.3}
+    options |= {"lengths": [4, 1, 3], "hold": mx.array(options["hold"])}
+    given = [mx.random.normal((4, B, H)) for _ in range(3)]
+    y, each = x, []
+    for n, layer in enumerate(layers):  # the states of both directions lie side by side
+        first = [mx.concatenate([*state[2 * n : 2 * n + 2]], axis=-1) for state in given]
+        y, last = layer(y, first, **options)
+        each.append(last)
+    output, last = stack(layers, x, tuple(given), **options)
+    assert mx.allclose(output, y, atol=1e-6) and len(last) == 3
     for n, state in enumerate(last):
-        rows = mx.concatenate([mx.stack(mx.split(each[n], 2, axis=-1)) for each in (first, second)])
+        rows = mx.concatenate([mx.stack(mx.split(states[n], 2, axis=-1)) for states in each])
         assert mx.allclose(state, rows, atol=1e-6)
     ahead, back = Pointwise(leaky, D, H, gates=1, params=1), Pointwise(leaky, D, H, gates=1, params=1, reverse=True)
     output = stack([ahead], x, reverse=[back])[0]

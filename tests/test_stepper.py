@@ -399,6 +399,17 @@ def test_keep_acts_on_every_layer(kind, engine):
         assert_close(stepper.state(), fresh.state())
 
 
+@pytest.mark.parametrize("engine", ["fused", "stepwise"])
+def test_keep_acts_on_every_layer_on_a_gpu(engine):
+    with on_metal():
+        layers = [nn.GRU(I, H), nn.GRU(H, H)]
+        stepper, fresh = (nn.stepper(layers, 2, engine=engine) for _ in range(2))
+        stepper(mx.ones((2, I)))
+        x = mx.full((2, I), 0.5)
+        assert_close(stepper(x, keep=mx.zeros(2)), fresh(x))
+        assert_close(stepper.state(), fresh.state())
+
+
 def as_tuple(state):
     return state if isinstance(state, tuple) else (state,)
 
