@@ -354,7 +354,7 @@ def pointwise(**options):
     return mlx_lstm.nn.Pointwise(gated, 2, 3, gates=2, states=2, **options)
 
 
-STACK, STEPPER, MLX = "stack", "stepper", "from_mlx"
+STACK, STEPPER, MLX, METHOD = "stack", "stepper", "from_mlx", "the method stepper"
 REFUSED = {
     "a list of arrays": (lambda rng: [with_attribute(rng, more=[mx.ones(3)])], (STACK, STEPPER, MLX)),
     "a nested dict": (lambda rng: [with_attribute(rng, more={"a": [1, (mx.ones(3),)]})], (STACK, STEPPER, MLX)),
@@ -368,9 +368,12 @@ REFUSED = {
     "activation": (lambda rng: [with_attribute(rng, activation=mlx.nn.gelu)], (STACK, STEPPER, MLX)),
     "nonlinearity": (lambda rng: [with_attribute(rng, nonlinearity=mlx.nn.gelu)], (STACK, STEPPER, MLX)),
     "a subclass with its own call": (lambda rng: [OwnCall(2, 3)], (STACK, STEPPER, MLX)),
-    "a subclass with its own step": (lambda rng: [OwnStep(2, 3)], (STACK, STEPPER, MLX)),
-    "a subclass of Pointwise": (lambda rng: [OwnCellOfPointwise(gated, 2, 3, gates=2, states=2)], (STACK, STEPPER)),
-    "a subclass of torch's": (lambda rng: [OwnTorch(2, 3)], (STACK, STEPPER)),
+    "a subclass with its own step": (lambda rng: [OwnStep(2, 3)], (STACK, STEPPER, MLX, METHOD)),
+    "a subclass of Pointwise": (
+        lambda rng: [OwnCellOfPointwise(gated, 2, 3, gates=2, states=2)],
+        (STACK, STEPPER, METHOD),
+    ),
+    "a subclass of torch's": (lambda rng: [OwnTorch(2, 3)], (STACK, STEPPER, METHOD)),
     "dropout": (lambda rng: [mlx_lstm.torch.GRU(2, 3, num_layers=2, dropout=0.1)], (STACK,)),
     "Pointwise": (lambda rng: [pointwise()], (MLX,)),
     "Pointwise without params": (lambda rng: [mlx_lstm.nn.Pointwise(gated, 2, 3, gates=4, states=2)], (MLX,)),
@@ -400,6 +403,7 @@ def refused(rng, reason=None, how=None):
         STACK: lambda: mlx_lstm.nn.stack(layers, mx.ones((2, 3, 2))),
         STEPPER: lambda: mlx_lstm.nn.stepper(layers, 2),
         MLX: lambda: convert.from_mlx(layers),
+        METHOD: lambda: layers[0].stepper(2),
     }[how]
     with pytest.raises(ValueError, match=r"^\[[a-z_.A-Z]+\] .* but got "):
         call()

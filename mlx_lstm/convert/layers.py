@@ -22,6 +22,9 @@ NONLINEARITIES: dict[Callable[..., Any], str] = {
 
 OF_MLX = (nn.LSTM, nn.GRU, nn.RNN)
 
+SCALARS = {bool, int, float, str, type(None)}
+"""Types of most attributes that hold no array. They are skipped first, to save time in every call of `stack`."""
+
 HARMLESS = {"op", "stepper", "into_quantized", "train", "eval", "_extra_repr"}
 """The names that a subclass of a layer may redefine without changing what the layer computes."""
 
@@ -67,10 +70,11 @@ def describe(op: str, name: str, layer: Any) -> Description:
     arrays: dict[str, Any] = {}
     others: dict[str, str] = {}
     for key, value in attributes.items():
+        if type(value) in SCALARS or hidden(key):
+            continue
         if isinstance(value, (mx.array, np.ndarray)):
-            if not hidden(key):
-                arrays[key] = value
-        elif isinstance(value, (dict, list, tuple, set)) and not hidden(key) and holds_arrays(value):
+            arrays[key] = value
+        elif isinstance(value, (dict, list, tuple, set)) and holds_arrays(value):
             others[key] = "module" if isinstance(value, nn.Module) else type(value).__name__
     for key in DEFAULTS.keys() & attributes.keys() if known is None else ():
         check_default(op, f"{name}.{key}", key, attributes[key])

@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..checks import NO_UNITS, check_array, check_every, check_integer, fail, instead_of
-from ..convert.layers import activation_of
+from ..convert.layers import activation_of, class_of
 from ..engines.at_once import by_mlx, by_numpy, computes_now
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.choice import Engine, check_engine
@@ -83,7 +83,8 @@ class Layer(nn.Module):
             [..., H] as the same kind of array.
 
         Raises:
-            ValueError: an argument or a parameter breaks a rule, or the call is inside a transformation of MLX.
+            ValueError: an argument or a parameter breaks a rule, the call is inside a transformation of MLX, or the
+                layer's class redefines `__call__` or `step`.
 
         Example:
             >>> import mlx.core as mx
@@ -94,8 +95,10 @@ class Layer(nn.Module):
             >>> hidden.shape, stepper.state().shape
             ((2, 4), (2, 4))
         """
+        op = f"{self.op}.stepper"
+        class_of(op, "the layer", self)
         read = lambda: [(self._cell(), self._arrays(), self.engine)]  # noqa: E731
-        return Stepper(f"{self.op}.stepper", read, [self], batch=batch, is_stack=False)
+        return Stepper(op, read, [self], batch=batch, is_stack=False)
 
     def _extra_repr(self, more: str = "") -> str:
         Wx, _, b, *_ = self._names

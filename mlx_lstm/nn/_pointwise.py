@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..checks import NO_UNITS, check_array, check_every, check_flag, check_integer, fail
+from ..convert.layers import class_of
 from ..engines.choice import Engine, check_engine
 from ..recurrence import (
     Hold,
@@ -248,6 +249,7 @@ class Pointwise(nn.Module):
             (2, 4)
         """
         op = f"{OP}.stepper"
+        class_of(op, "the layer", self)
         self._check_forward(op)
         count = check_integer(op, "inputs", inputs, least=0)
         read = lambda: [(self._own_cell, self._by_argument(), self.engine)]  # noqa: E731

@@ -121,13 +121,17 @@ def stack(
     not change. The result equals a loop that calls each layer with the output of the layer before. With `reverse` the
     two layers of a depth read the same input, and their outputs are concatenated: forward first, reversed second.
 
-    Only the attributes of an object are read; its own `__call__` never runs. An LSTM has `Wx` [4H, D], `Wh` [4H, H] and
-    maybe `bias` [4H], gate order i, f, g, o; a GRU `Wx` [3H, D], `Wh` [3H, H] and maybe `b` [3H], `bhn` [H], gate order
-    r, z, n; a plain RNN `Wxh` [H, D], `Whh` [H, H], maybe `bias` [H] and `nonlinearity`. Arrays may also have any names
-    that `mlx_lstm.convert.from_names` reads, in the gate order of their format: torch's `weight_ih_l0`, Keras'
-    `kernel`, two biases `bias_ih` and `bias_hh`, both directions in one object as `Wx_forward` and `Wx_backward`. An
-    object with further arrays or with modules is an error. A dict with such arrays is accepted, too. A quantized layer
-    of `mlx_lstm.nn` is run with its quantized weights.
+    Only the attributes of an object are read; its own `__call__` never runs. So a subclass of a layer of `mlx.nn` or
+    `mlx_lstm` that redefines `__call__` or `step` is an error, and so is an attribute that changes the formula, such as
+    `forget_bias=1.0`; a dict of the parameters says that the formula is the usual one. An LSTM has `Wx` [4H, D], `Wh`
+    [4H, H] and maybe `bias` [4H], gate order i, f, g, o; a GRU `Wx` [3H, D], `Wh` [3H, H] and maybe `b` [3H], `bhn`
+    [H], gate order r, z, n; a plain RNN `Wxh` [H, D], `Whh` [H, H], maybe `bias` [H] and `nonlinearity`. Arrays may
+    also have any names that `mlx_lstm.convert.from_names` reads, in the gate order of their format: torch's
+    `weight_ih_l0`, Keras' `kernel`, two biases `bias_ih` and `bias_hh`, both directions in one object as `Wx_forward`
+    and `Wx_backward`. An object with further arrays, lists of arrays or modules is an error. A dict with such arrays is
+    accepted, too. A quantized layer of `mlx_lstm.nn` is run with its quantized weights. `Pointwise` layers run with
+    their own cells, which may differ but must have as many states, and no inputs of a step; one with `reverse=True`
+    belongs into `reverse`.
 
     Args:
         layers (list): K layers, all of one kind and one H; the first one reads x. From layer 1 on D is H, or 2H with
@@ -135,9 +139,9 @@ def stack(
             several layers; it then stands for these layers. One object may also have the arrays of both directions;
             then `reverse` must be `None`.
         x (array): [B, T, D]. As in the layers, there may be several batch axes, or none.
-        state (optional): a tuple (h_0, c_0) for LSTMs, else h_0; each [K, B, H], with both directions [2K, B, H],
-            with groups G times as many. Layers come in order, in each layer its groups, in each group the forward
-            direction first. Default: zeros.
+        state (optional): a tuple (h_0, c_0) for LSTMs, a tuple of all states, h_0 first, for `Pointwise` layers with
+            several, else h_0; each [K, B, H], with both directions [2K, B, H], with groups G times as many. Layers come
+            in order, in each layer its groups, in each group the forward direction first. Default: zeros.
         reverse (list, optional): K layers that read their input from its end to its start.
         between (callable, optional): `between(n, x)` gets the output of layer n and returns the input of layer n + 1,
             [B, T, D] with D features as that layer reads, for n = 0..K-2: dropout, norms, residual connections.
@@ -160,8 +164,8 @@ def stack(
 
     Returns:
         tuple: the output [B, T, H], or [B, T, 2H] with both directions concatenated, with groups G times as wide; and
-        the last states, shaped as `state`: (h_n, c_n) for LSTMs, else h_n. Their dtype is that to which x, states and
-        parameters promote.
+        the last states, shaped as `state`: (h_n, c_n) for LSTMs, h_n and the others for `Pointwise`, else h_n. Their
+        dtype is that to which x, states and parameters promote.
 
     Raises:
         ValueError: an argument breaks a rule.
@@ -332,8 +336,8 @@ def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, me
         for other in pair:
             if other.cell.op != first.cell.op:
                 fail(OP, f"{other.name} must be of the kind of the first layer, {first.cell.op},", other.cell.op)
-            if len(state_names(other.cell)) != len(state_names(first.cell)):
-                rule = f"{other.name} must have as many states as the first layer, {len(state_names(first.cell))},"
+            if isinstance(first.cell, OwnCell) and len(state_names(other.cell)) != first.cell.states:
+                rule = f"{other.name} must have as many states as the first layer, {first.cell.states},"
                 fail(OP, rule, len(state_names(other.cell)))
             if other.cell != one.cell or other.arrays.keys() != one.arrays.keys():
                 rule = f"{other.name} must have the nonlinearity and the parameters of {one.name}"
@@ -430,10 +434,8 @@ def read_named(name: str, kind: type[Layer], layer: Any, held: dict[str, Any], f
     titles = {argument: f"{name}.{key}" for key, argument in kind._names.items()}
     cell = RNNCell(found.nonlinearity or "tanh") if kind is RNN else LSTMCell() if kind is LSTM else GRUCell()
     check_nonlinearity(name, cell, found.nonlinearity)
-    depth = Depth(name, cell, arrays, titles, found.training, Wh[1], Wh[0] // kind._gates)
-    if isinstance(layer, Layer):
-        depth = depth._replace(engine=layer.engine, every=layer.checkpoint_every, owners=(layer,))
-    return depth
+    own = (layer.engine, layer.checkpoint_every, (layer,)) if isinstance(layer, Layer) else ()
+    return Depth(name, cell, arrays, titles, found.training, Wh[1], Wh[0] // kind._gates, *own)
 
 
 def check_nonlinearity(name: str, cell: Cell, act: str | None) -> None:
