@@ -434,7 +434,7 @@ def read_named(name: str, kind: type[Layer], layer: Any, held: dict[str, Any], f
     titles = {argument: f"{name}.{key}" for key, argument in kind._names.items()}
     cell = RNNCell(found.nonlinearity or "tanh") if kind is RNN else LSTMCell() if kind is LSTM else GRUCell()
     check_nonlinearity(name, cell, found.nonlinearity)
-    own = (layer.engine, layer.checkpoint_every, (layer,)) if isinstance(layer, Layer) else ()
+    own: Any = (layer.engine, layer.checkpoint_every, (layer,)) if isinstance(layer, Layer) else ()
     return Depth(name, cell, arrays, titles, found.training, Wh[1], Wh[0] // kind._gates, *own)
 
 
