@@ -32,6 +32,7 @@ from .checks import (
     fail,
 )
 from .convert import Weights
+from .convert.layers import class_of
 from .convert.torch import NAMES, WAYS, by_names
 from .engines import cells
 from .engines.at_once import Run, by_mlx, by_numpy, computes_now, derived
@@ -232,6 +233,7 @@ class Layers(nn.Module):
             ValueError: the layer is bidirectional, or the call is inside a transformation of MLX.
         """
         op = f"{self.op}.stepper"
+        class_of(op, "the layer", self)
         if self.bidirectional:
             fail(op, "bidirectional must be False, because the reverse direction starts at the end of the input,", True)
 

@@ -11,6 +11,7 @@ from ..checks import FLOATS, check_array, check_number, check_option, fail
 from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
 from ..recurrence import join_biases
+from .layers import class_of
 
 CELLS: dict[str, type[Cell]] = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}
 OF_GATES = {4: "lstm", 3: "gru", 1: "rnn"}
@@ -112,6 +113,7 @@ def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> Mapping[s
     """
     if not isinstance(prefix, str):
         fail(op, "prefix must be a str", repr(prefix))
+    class_of(op, "the layer", layer)
     for method in ("state_dict", "parameters"):
         if hasattr(layer, method):
             layer = getattr(layer, method)()

@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..checks import NO_UNITS, check_array, check_every, check_integer, fail, instead_of
+from ..convert.layers import activation_of, class_of
 from ..engines.at_once import by_mlx, by_numpy, computes_now
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.choice import Engine, check_engine
@@ -21,9 +22,6 @@ from ..engines.packing import Quantized, Weight
 from ..recurrence import Call, Hold, Lengths, QuantizedLayer, Stepper, engine_used, in_common_dtype, whole_steps
 
 Self = TypeVar("Self", bound="Layer")
-
-NONLINEARITIES = {nn.tanh: "tanh", mx.tanh: "tanh", nn.relu: "relu", nn.sigmoid: "sigmoid", mx.sigmoid: "sigmoid"}
-"""The functions that `RNN` can run, and their names in `mlx_lstm.rnn`."""
 
 OPTIONS_OF_TORCH = ("num_layers", "bidirectional", "batch_first", "dropout", "proj_size")
 
@@ -85,7 +83,8 @@ class Layer(nn.Module):
             [..., H] as the same kind of array.
 
         Raises:
-            ValueError: an argument or a parameter breaks a rule, or the call is inside a transformation of MLX.
+            ValueError: an argument or a parameter breaks a rule, the call is inside a transformation of MLX, or the
+                layer's class redefines `__call__` or `step`.
 
         Example:
             >>> import mlx.core as mx
@@ -96,8 +95,10 @@ class Layer(nn.Module):
             >>> hidden.shape, stepper.state().shape
             ((2, 4), (2, 4))
         """
+        op = f"{self.op}.stepper"
+        class_of(op, "the layer", self)
         read = lambda: [(self._cell(), self._arrays(), self.engine)]  # noqa: E731
-        return Stepper(f"{self.op}.stepper", read, [self], batch=batch, is_stack=False)
+        return Stepper(op, read, [self], batch=batch, is_stack=False)
 
     def _extra_repr(self, more: str = "") -> str:
         Wx, _, b, *_ = self._names
@@ -601,16 +602,6 @@ class QuantizedRNN(QuantizedLayer, RNN):
 
     op = "nn.QuantizedRNN"
     of, kinds = RNN, (RNN, nn.RNN)
-
-
-def activation_of(nonlinearity: object) -> str:
-    """Return the name that `mlx_lstm.rnn` uses for a nonlinearity, which is a function of MLX such as `nn.tanh`.
-    Raise ValueError for any other function."""
-    # Compare one by one, since a module such as nn.Tanh() is not hashable.
-    for function, name in NONLINEARITIES.items():
-        if nonlinearity is function:
-            return name
-    fail("nn.RNN", "nonlinearity must be MLX's tanh, relu or sigmoid, as a function,", repr(nonlinearity))
 
 
 def check_input(op: str, x: object, D: int, Wx: Weight, is_step: bool) -> None:

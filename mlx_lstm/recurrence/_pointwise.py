@@ -2,7 +2,8 @@
 products with the weights; the function then computes each hidden unit from the numbers of this unit alone."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from inspect import signature
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -14,6 +15,38 @@ from ..engines.problem import Array
 from ._call import Call, Hold, Lengths
 
 OP = "pointwise"
+
+
+class OwnCell(NamedTuple):
+    """A cell that the user wrote, before it is traced: the function and its options, as a layer holds them.
+
+    states, params: the numbers of states (h included) and of parameters per unit. apart, recurrent: as in
+    `nn.Pointwise`.
+    """
+
+    function: Callable[..., Any]
+    gates: int
+    states: int
+    params: int
+    apart: bool
+    recurrent: bool
+
+    op = OP
+
+    def traced(self, B: int, H: int, dtype: mx.Dtype, inputs: int = 0) -> PointwiseCell:
+        """Return the cell for states [B, H] and arrays of this dtype. inputs: the number of inputs of each step. Raise
+        ValueError if the function does not take so many arguments."""
+        try:
+            signature(self.function).bind(*[None] * (2 + inputs + self.params))
+        except TypeError as error:
+            each = f"a, state, {inputs} inputs of each step and {self.params} parameters"
+            advice = "" if inputs else " (nn.stack passes no inputs: call such layers one by one)"
+            fail(OP, f"cell must take {each}{advice}", error)
+        except ValueError:  # a builtin function without a signature
+            pass
+        counts, wide = Counts(self.gates, self.states, inputs, self.params), dtype == mx.float64
+        graph = traced(self.function, counts, self.apart, (B, H), mx.float64 if wide else mx.float32)
+        return PointwiseCell(graph, self.recurrent)
 
 
 def pointwise(

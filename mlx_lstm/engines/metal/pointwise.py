@@ -326,7 +326,8 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     inputs: Inputs = given(problem, arrays, mask)
     inputs["z"] = project(problem, arrays)
     if "Wh" in arrays:
-        inputs["arranged"] = arranged("forward", problem, arrays["Wh"])
+        # A stepper passes the weights in this order, so that they are arranged only once.
+        inputs["arranged"] = arrays["arranged"] if "arranged" in arrays else arranged("forward", problem, arrays["Wh"])
     names = tuple(name for name, array in inputs.items() if array is not None)
     parts = sweep_of("forward", problem, arrays["x"].dtype, names, mask is not None and mask.shape[0] > 1)
     results = run(problem, parts, inputs, {"hT": "h0", "cT": "c0"})

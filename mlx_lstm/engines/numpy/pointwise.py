@@ -368,17 +368,21 @@ class PointwiseStep:
     """Compute one forward step of a cell that the user wrote. Before each step the caller writes the step's inputs to
     `us` [U H, B]: U inputs for each of H hidden units and B batch items."""
 
-    def __init__(self, problem: Problem, cell: PointwiseCell, v: Views, mask: Array | None):
+    def __init__(self, problem: Problem, cell: PointwiseCell, v: Views, mask: Array | None, streamed: bool = False):
+        """Allocate the arrays that every step overwrites. streamed: the steps arrive one at a time
+        (`engines.numpy.stream`)."""
         (_, B, H, _), dtype, graph = problem[:4], v["x"].dtype, cell.graph
         negated = negatable(graph) if cell.recurrent else ""
         self.products: JoinedProduct | SeparateProducts = (
-            SeparateProducts(problem, v, mask) if graph.apart else input_products(problem, v, mask, negated)
+            SeparateProducts(problem, v, mask)
+            if graph.apart or not cell.recurrent
+            else input_products(problem, v, mask, negated, streamed)
         )
         self.apart: bool = graph.apart
         self.weights: Array | None = self.products.weights
         self.z: Array = np.empty((cell.gates * H, B), dtype)
         if self.weights is not None:
-            self.weights = in_blocks(self.weights, B)
+            self.weights = in_blocks(self.weights, B, streamed)
             self.product: Array = self.z.reshape(*self.weights.shape[:-1], -1)  # z, divided like the weights
         self.us: Array = np.empty((graph.inputs * H, B), dtype)
         saves = problem.training or problem.return_gates
