@@ -61,7 +61,7 @@ SLOPES = 1e-5
 """The allowed error of a gradient, relative to 1 + its largest absolute value. The gradient of each gate has the error
 of the sigmoid, and it is multiplied by states and weights of the size 10 and summed over the rows of a batch."""
 
-LOOSE = 0.05
+LOOSE = 0.1
 """The largest relative difference at which a block counts as the weights of a gate, until the last comparison decides.
 So the text on a cell that is nearly an LSTM can tell by how much it misses."""
 
@@ -172,6 +172,11 @@ class Block(NamedTuple):
     k: int
     kinds: tuple[str, ...]
 
+    @property
+    def view_key(self) -> tuple[str, str, str, int]:
+        """Return a key of the view from which the rows are taken."""
+        return self.title, self.form, self.columns, self.k
+
     def text(self, rows: str = "") -> str:
         """Return the Python code for these rows of the parameter, such as "self.weight[0:4]". Without `rows` return
         the code for all rows."""
@@ -192,6 +197,18 @@ class Way(NamedTuple):
 
     op: str
     options: dict[str, Any]
+
+
+class Match(NamedTuple):
+    """The arguments of a call that may equal the user's cell.
+
+    arguments: an `Expression` for each array, and the options, by name; empty if no parameter is the weight of a gate.
+    parts: the blocks of parameters by (gate, kind). unknown: the Python code of blocks that have the effect of no gate.
+    """
+
+    arguments: dict[str, Any]
+    parts: dict[Part, list[Block]]
+    unknown: list[str]
 
 
 def recognise(module: nn.Module, step: Callable[[mx.array, Any], Any], D: int, H: int, *, name: str = "") -> str | None:
@@ -264,16 +281,17 @@ def line_found(trial: "Trial") -> str | None:
     forms = trial.forms()
     if not forms:
         fail(OP, "step must run for x [B, D] and the state (h, c) or h, each [B, H],", trial.errors)
-    line = None
     for form in forms:
         for way, open_question in ways_of(trial, form):
-            arguments, effects = arguments_of(way, trial, form)
-            if not arguments or not equals(way, arguments, trial, form, effects):
+            match = match_of(way, trial, form)
+            if not match.arguments or not equals(way, match, trial, form):
                 continue
-            line = line_of(way, arguments)
+            line = line_of(way, match.arguments)
+            if not open_question and way.op == "lstm" and not bias_is_exact(way, match, trial, form):
+                open_question = "its forget_bias is another number"
             if not open_question:
                 return None if differs_later(trial, form, seed) else line
-            trial.note((3,), f"{line} is near, but {open_question}")
+            trial.note((3,), f"The nearest, {line}, equals it within rounding, but {open_question}")
     return None
 
 
@@ -489,7 +507,7 @@ def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
     measured, error = float(np.log(f / (1 - f))), 5e-8 / (f * (1 - f))
     bias = decimal(measured, error)
     text = "" if bias is not None else (
-        f"its forget_bias, {measured:.7g} +- {error:.0e}, is no number of at most five digits: pass the number yourself"
+        f"its forget_bias, {measured:.7g} +- {error:.0e}, is no number of at most six digits: pass the number yourself"
     )  # fmt: skip
     options: dict[str, Any] = {"forget_bias": measured if bias is None else bias}
     limits = np.unique(np.abs(huge[1]))
@@ -500,9 +518,9 @@ def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
 
 
 def decimal(measured: float, error: float) -> float | None:
-    """Return the number with the fewest digits, at most five, that differs from a measured one by at most `error`.
+    """Return the number with the fewest digits, at most six, that differs from a measured one by at most `error`.
     Return None if there is none: then the number cannot be read."""
-    each = [float(f"{measured:.{digits}e}") for digits in range(5)]
+    each = [float(f"{measured:.{digits}e}") for digits in range(6)]
     return next((number + 0.0 for number in [0.0, *each] if abs(number - measured) <= error), None)
 
 
@@ -512,13 +530,13 @@ def written(number: float) -> float:
     return short if float(np.float32(short)) == number else number
 
 
-def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[int]], list[str]]:
+def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]], list[str]]:
     """Find out which blocks (H rows of a parameter) are the weights of which gate, if the cell computes the formula
-    `way`. Return a dict from (gate, kind) to lists of blocks, and the titles of parameters that have an effect of which
-    nothing is known."""
+    `way`. Return a dict from (gate, kind) to lists of blocks, and the Python code of blocks that have the effect of no
+    gate."""
     parts: dict[Part, list[int]] = {}
     gates = [gate for gate in GATES[way.op] if gate != HIDDEN[way.op]]
-    rest, effects = list(range(len(trial.blocks))), set()
+    rest, effects = list(range(len(trial.blocks))), set[int]()
 
     def assign(gates: list[str], known: dict[Part, int]) -> None:
         """Assign the blocks in `rest` that have the effect of one of the gates while the `known` blocks are not 0."""
@@ -528,13 +546,19 @@ def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[int]],
                 parts.setdefault(part, []).append(n)
                 rest.remove(n)
             elif effect:
-                effects.add(trial.blocks[n].title)
+                effects.add(n)
 
     assign(gates, {})
     opener = next((part for part in OPENERS[way.op] if part in parts), None)
     if opener:
         assign([HIDDEN[way.op]], {opener: parts[opener][0]})
-    return parts, sorted(effects - {trial.blocks[n].title for blocks in parts.values() for n in blocks})
+    # A parameter has several views, such as its transpose, and is the weights of gates in at most one of them.
+    found = {part: [trial.blocks[n] for n in blocks] for part, blocks in parts.items()}
+    views = {block.view_key for blocks in found.values() for block in blocks}
+    titles = {block.title for blocks in found.values() for block in blocks}
+    others = [trial.blocks[n] for n in sorted(effects - {n for blocks in parts.values() for n in blocks})]
+    texts = [sliced(each, trial.H) for each in others if each.view_key in views]
+    return found, texts + sorted({each.title for each in others if each.title not in titles})
 
 
 def part_of(
@@ -595,17 +619,15 @@ def called(way: Way, arguments: dict[str, Any], x: mx.array, h: mx.array, c: mx.
     return [found.h[0], found.c[0]] if way.op == "lstm" else [found.h[0]]
 
 
-def arguments_of(way: Way, trial: Trial, form: Form) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments of the call by name: an `Expression` for each array, and the options. A gate without weights
-    gets zeros. There are none if no parameter is the weight of a gate. Return also the titles of parameters that have an
-    effect of which nothing is known."""
-    found, effects = parts_of(way, trial, form)
-    parts = {part: [trial.blocks[n] for n in blocks] for part, blocks in found.items()}
+def match_of(way: Way, trial: Trial, form: Form) -> Match:
+    """Find the arguments of the call of the formula `way` that may equal the user's cell. A gate without weights gets
+    zeros."""
+    parts, unknown = parts_of(way, trial, form)
     if not {kind for _, kind in parts} & {"x", "h"}:
         trial.note((1,), f"No matrix among its parameters has the effect of a gate of {way.op}")
-        return {}, effects
+        return Match({}, parts, unknown)
     if way.options.get("output_peephole") == "previous" and ("o", "p") not in parts:
-        return {}, effects  # without this peephole it is the same as "current", which was tested before
+        return Match({}, parts, unknown)  # without this peephole it is the same as "current", which was tested before
     gates, H = GATES[way.op], trial.H
     whole = [order_of([parts.get((gate, kind), []) for gate in gates], gates) for kind in "xh"]
     order = next((found for found in whole if found), gates)
@@ -617,7 +639,7 @@ def arguments_of(way: Way, trial: Trial, form: Form) -> tuple[dict[str, Any], li
         arguments["bhn"] = joined([parts["n", "bhn"]], "n", (H,))
     options = {"gate_order": order} if order != gates else {}
     options |= {key: value for key, value in way.options.items() if value != DEFAULTS[key]}
-    return arguments | options, effects
+    return Match(arguments | options, parts, unknown)
 
 
 def order_of(blocks: list[list[Block]], gates: str) -> str:
@@ -625,7 +647,7 @@ def order_of(blocks: list[list[Block]], gates: str) -> str:
     of a parameter. `blocks` has a list of blocks for each of the `gates`. Return "" if a gate has several blocks, or
     if the blocks belong to different parameters."""
     firsts = [each[0] for each in blocks if len(each) == 1]
-    like = {(block.title, block.form, block.columns) for block in firsts}
+    like = {block.view_key for block in firsts}
     if len(firsts) != len(gates) or len(like) != 1 or firsts[0].k != len(gates):
         return ""
     return "".join(gate for _, gate in sorted(zip([block.row for block in firsts], gates, strict=True)))
@@ -668,28 +690,58 @@ def sliced(block: Block, H: int) -> str:
     return block.text(f"{block.row * H}:{(block.row + 1) * H}" if block.k > 1 else "")
 
 
-def equals(way: Way, arguments: dict[str, Any], trial: Trial, form: Form, effects: list[str]) -> bool:
+def equals(way: Way, match: Match, trial: Trial, form: Form) -> bool:
     """Return whether `lstm`, `gru` or `rnn`, called with these arguments, equals the user's cell in all batches of
-    `BATCHES`. If not, `trial` remembers by how much it misses and where. effects: the titles of parameters whose effect is
-    unknown, for this text."""
+    `BATCHES`. If not, `trial` remembers by how much it misses and where."""
+    line = line_of(way, match.arguments)
     for n, sizes in enumerate(BATCHES):
         try:
-            pairs = list(compared(way, arguments, trial, form, n))
+            pairs = list(compared(way, match.arguments, trial, form, n))
         except StepError as error:
-            trial.note((2, n), f"The nearest is {line_of(way, arguments)}, but then the step raises {error}")
+            trial.note((2, n), f"The nearest is {line}, but then the step raises {error}")
             return False
         misses = [(miss(got, want, allowed), what, got, want) for what, got, want, allowed in pairs]
         worst, what, got, want = max(misses, key=lambda each: each[0])
         if worst > 1:
-            error = f"{np.abs(got - want).max():.2g}" if got.shape == want.shape else "a shape"
-            where = "(matrices, vectors, x and h, c) have the sizes " + str(sizes)
-            doubts = f"; no gate has the effect of {', '.join(effects)}" if effects else ""
+            error = f"by {np.abs(got - want).max():.2g}" if got.shape == want.shape else "its shape"
+            names = ("matrices", "vectors", "x and h", "c")[: 3 + (form.states == 2)]
+            where = ", ".join(f"{name} {size:g}" for name, size in zip(names, sizes, strict=False))
+            text = f"The nearest, {line}, misses {what} {error} where the numbers have the sizes {where}"
+            if match.unknown:
+                text += f"; no gate has the effect of {', '.join(match.unknown)}"
             if "cell_clip" in way.options and what.startswith("the gradient"):
-                doubts += "; the values are equal: the gradient of cell_clip passes through the limit"
-            nearest = f"The nearest, {line_of(way, arguments)}, misses in {what} by {error} where {where}{doubts}"
-            trial.note((2, n, -worst), nearest)
+                text += "; the values are equal, but the gradient of cell_clip passes through the limit"
+            trial.note((2, n, -worst), text)
             return False
     return True
+
+
+def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
+    """Return whether the cell's forget bias is the number in `way`, to about 1e-9.
+
+    The sigmoid of gate f must equal that of gate i at many points around 0, where both have the precision of float32:
+    even a shift by a small part of this precision moves the points where the result changes. The new c is sigmoid(z_f)
+    g if only f has weights and the old c is g; it is sigmoid(z_i) g if only i and g have weights and the old c is 0.
+    """
+    blocks = [match.parts.get(part) for part in (("f", "x"), ("i", "x"), ("g", "h"))]
+    if blocks[0] is None or blocks[1] is None or blocks[2] is None:
+        return way.options["forget_bias"] == 0
+    z = np.linspace(-5e-7, 5e-7, 1001)
+    a_g, g = 0.01, double(mx.tanh(mx.array(0.01, mx.float64)))
+
+    def new_c(each: list[Block], x: np.ndarray, h: float, c: np.ndarray) -> np.ndarray:
+        """Return c after a step in which all weights are 0 except the first column of some blocks, which is 1."""
+        arrays = {title: np.zeros(shape) for title, shape in trial.shapes.items()}
+        for block in each:
+            block.view(arrays[block.title])[block.row * trial.H : (block.row + 1) * trial.H, 0] = 1
+        trial.set({title: mx.array(array, mx.float64) for title, array in arrays.items()})
+        inputs = [np.zeros((len(z), trial.D)), np.zeros((len(z), trial.H)), np.full((len(z), trial.H), c)]
+        inputs[0][:, 0], inputs[1][:, 0] = x, h
+        return double(trial.run(form, *[mx.array(array, mx.float64) for array in inputs])[0][1])
+
+    of_f = new_c(blocks[0][:1], z - way.options["forget_bias"], 0, g)
+    of_i = new_c([blocks[1][0], blocks[2][0]], z, a_g, np.zeros(()))
+    return bool((np.abs(of_f - of_i) <= 1e-12).all(axis=1).sum() >= len(z) - 2)
 
 
 def miss(got: np.ndarray, want: np.ndarray, allowed: np.ndarray) -> float:
