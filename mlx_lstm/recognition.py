@@ -18,6 +18,7 @@ everything else exactly.
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
+from keyword import iskeyword
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -232,7 +233,7 @@ def recognise(module: nn.Module, step: Callable[[mx.array, Any], Any], D: int, H
         D (int): the number of features of x.
         H (int): the number of units, at least 2.
         name (str): the name of the module in the returned line, such as `"self"`. Default: the line has the names of
-            the parameters without a module.
+            the parameters without a module, or `"params"` for a dict.
 
     Returns:
         str or None: a call whose x is [T, B, D] and whose output is `.h`; add `h0=` and `c0=` for first states. None if
@@ -422,12 +423,13 @@ def parameters_of(node: Any, title: str, seen: set[Any]) -> Iterator[tuple[str, 
     the title is the Python code for it, such as "self.layers[0].weight". An array that is reached twice is yielded
     once."""
     for key, child in enumerate(node) if isinstance(node, list) else node.items():
-        if isinstance(node, nn.Module):
+        of_module = isinstance(node, nn.Module)
+        if of_module and key.startswith("_"):  # MLX does not count it as a parameter
+            continue
+        if of_module and key.isidentifier() and not iskeyword(key):
             text = f"{title}.{key}".removeprefix(".")
-            if key.startswith("_"):
-                continue
         else:
-            text = f"{title}[{key!r}]"
+            text = f"{title or 'module'}[{key!r}]"
         if isinstance(child, mx.array) and mx.issubdtype(child.dtype, mx.floating):
             yield text, node, key
         elif isinstance(child, (dict, list)) and id(child) not in seen:
@@ -510,9 +512,13 @@ def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
         f"its forget_bias, {measured:.7g} +- {error:.0e}, is no number of at most six digits: pass the number yourself"
     )  # fmt: skip
     options: dict[str, Any] = {"forget_bias": measured if bias is None else bias}
-    limits = np.unique(np.abs(huge[1]))
-    if len(limits) == 1 and 0 < limits[0] < np.inf and np.array_equal(np.sign(huge[1]), np.sign(trial.c)):
-        options["cell_clip"] = written(float(limits[0]))
+    limits = huge[1] * np.sign(trial.c)
+    limit = float(np.median(limits))
+    # The error of c + stop_gradient(clip(c) - c), which is how a clip with this gradient is usually written.
+    error = 1e-9 * max(1, abs(limit))
+    if limit > 0 and np.abs(limits - limit).max() <= error:
+        number = decimal(limit, error)
+        options["cell_clip"] = written(limit) if number is None else number
     for word in ("current", "previous"):
         yield Way("lstm", options | {"output_peephole": word}), text
 
@@ -717,30 +723,34 @@ def equals(way: Way, match: Match, trial: Trial, form: Form) -> bool:
 
 
 def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
-    """Return whether the cell's forget bias is the number in `way`, to about 1e-9.
+    """Return whether the cell's forget bias is the number in `way`, to about 1e-9. Without weights that show it, return
+    whether it is 0.
 
     The sigmoid of gate f must equal that of gate i at many points around 0, where both have the precision of float32:
     even a shift by a small part of this precision moves the points where the result changes. The new c is sigmoid(z_f)
     g if only f has weights and the old c is g; it is sigmoid(z_i) g if only i and g have weights and the old c is 0.
     """
-    blocks = [match.parts.get(part) for part in (("f", "x"), ("i", "x"), ("g", "h"))]
-    if blocks[0] is None or blocks[1] is None or blocks[2] is None:
+    kinds = (("f", "x"),), (("i", "x"),), (("g", "h"), ("g", "b"))
+    found = [[block for part in each for block in match.parts.get(part, [])][:1] for each in kinds]
+    if not all(found):
         return way.options["forget_bias"] == 0
-    z = np.linspace(-5e-7, 5e-7, 1001)
-    a_g, g = 0.01, double(mx.tanh(mx.array(0.01, mx.float64)))
+    (f,), (i,), (g,) = found
+    z, H, a = np.linspace(-5e-7, 5e-7, 1001), trial.H, 0.01
 
-    def new_c(each: list[Block], x: np.ndarray, h: float, c: np.ndarray) -> np.ndarray:
-        """Return c after a step in which all weights are 0 except the first column of some blocks, which is 1."""
+    def new_c(blocks: list[Block], x: np.ndarray, c: float) -> np.ndarray:
+        """Return c after a step in which all weights are 0 except the biases and first columns of some blocks. The
+        first feature is `x`, the first unit of h is 1."""
         arrays = {title: np.zeros(shape) for title, shape in trial.shapes.items()}
-        for block in each:
-            block.view(arrays[block.title])[block.row * trial.H : (block.row + 1) * trial.H, 0] = 1
+        for block in blocks:
+            rows = block.view(arrays[block.title])[block.row * H : (block.row + 1) * H]
+            (rows[:, 0] if rows.ndim == 2 else rows)[:] = a if block is g else 1
         trial.set({title: mx.array(array, mx.float64) for title, array in arrays.items()})
-        inputs = [np.zeros((len(z), trial.D)), np.zeros((len(z), trial.H)), np.full((len(z), trial.H), c)]
-        inputs[0][:, 0], inputs[1][:, 0] = x, h
-        return double(trial.run(form, *[mx.array(array, mx.float64) for array in inputs])[0][1])
+        first = np.zeros((len(z), trial.D)), np.zeros((len(z), H)), np.full((len(z), H), c)
+        first[0][:, 0], first[1][:, 0] = x, 1
+        return double(trial.run(form, *[mx.array(array, mx.float64) for array in first])[0][1])
 
-    of_f = new_c(blocks[0][:1], z - way.options["forget_bias"], 0, g)
-    of_i = new_c([blocks[1][0], blocks[2][0]], z, a_g, np.zeros(()))
+    of_f = new_c([f], z - way.options["forget_bias"], float(double(mx.tanh(mx.array(a, mx.float64)))))
+    of_i = new_c([i, g], z, 0.0)
     return bool((np.abs(of_f - of_i) <= 1e-12).all(axis=1).sum() >= len(z) - 2)
 
 

@@ -3,6 +3,7 @@
 `near(seed)` makes an LSTM, GRU or RNN cell with one slip, such as a limit on c or a factor 0.9999; `equal(seed)` one
 that equals a call, written in a random way. The judge evaluates a line in NumPy with the formulas of this file."""
 
+from itertools import product
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -45,7 +46,7 @@ def lstm(
 ):
     """Compute one step of an LSTM in NumPy. Return [h, c]."""
     z = dict(zip(gate_order, np.split(x @ Wx.T + h0 @ Wh.T + b, 4, axis=-1), strict=True))
-    p = dict(zip(gate_order, np.split(np.zeros(4 * H) if peephole is None else peephole, 4), strict=True))
+    p = dict(zip(gate_order, np.split(np.zeros(len(Wh)) if peephole is None else peephole, 4), strict=True))
     i, f = sigmoid(z["i"] + p["i"] * c0), sigmoid(z["f"] + p["f"] * c0 + forget_bias)
     c = f * c0 + i * np.tanh(z["g"] + p["g"] * c0)
     if limit := clip.get("cell_clip"):
@@ -68,50 +69,61 @@ def rnn(x, Wx, Wh, b=0.0, *, h0, activation="tanh"):
     return [FUNCTIONS[activation](x @ Wx.T + h0 @ Wh.T + b)]
 
 
-def worst(line, case, seed=0):
+def worst(line, case, D=D, H=H):
     """Return the largest error of a line, relative to 1 + the value, over `T` steps with random numbers of several
-    sizes. Each step starts from the states that the cell gave. A line that does not give the cell's states at a size,
-    or gives NaN, has the error infinity. The parameters of the case's module are replaced."""
-    random, found = np.random.default_rng(seed), 0.0
+    sizes. Each step starts from the states that the cell gave. NaN and infinity have the error infinity. The parameters
+    of the case's module are replaced."""
+    random, found = np.random.default_rng(5), 0.0
     pair = line.startswith("lstm")
-    shapes = [(key, array.shape) for key, array in parameters(case.module)]
     with mx.stream(mx.cpu):
-        for weights in SIZES:
-            for inputs in SIZES:
-                arrays = {key: random.normal(size=shape) * weights for key, shape in shapes}
-                for key, array in arrays.items():
-                    put(case.module, key, mx.array(array, mx.float64))
-                names = {"mx": np, "lstm": lstm, "gru": gru, "rnn": rnn} | as_numpy(case.module)
-                states = [random.normal(size=(B, H)) * size for size in (1, inputs)[: 1 + pair]]
-                for _ in range(T):
-                    x = random.normal(size=(B, D)) * inputs
-                    first = dict(zip(("h0", "c0"), states, strict=False))
-                    call = f"{line[:-1]}, {', '.join(f'{key}={key}' for key in first)})"
-                    want = eval(call, names | first | {"x": x})
-                    given = [mx.array(each, mx.float64) for each in (x, *states)]
-                    got = [np.array(each.astype(mx.float64)) for each in case.plain(*given)]
-                    size = 1 + (0 if pair else np.abs(states[0]))
-                    for one, other in zip(got, want, strict=True):
-                        error = (np.abs(one - other) / (size + np.abs(other))).max()
-                        found = max(found, float(error) if np.isfinite(error) else np.inf)
-                    states = got
+        for weights, inputs in product(SIZES, SIZES):
+            fill(case.module, random, weights)
+            mirror = mirrored(case.module)
+            names = {"mx": np, "lstm": lstm, "gru": gru, "rnn": rnn, "params": mirror, "module": mirror} | mirror
+            states = [random.normal(size=(B, H)) * size for size in (1, inputs)[: 1 + pair]]
+            for _ in range(T):
+                x = random.normal(size=(B, D)) * inputs
+                first = dict(zip(("h0", "c0"), states, strict=False))
+                want = eval(f"{line[:-1]}, {', '.join(f'{key}={key}' for key in first)})", names | first | {"x": x})
+                got = [double(each) for each in case.plain(*[mx.array(each, mx.float64) for each in (x, *states)])]
+                # h + z (n - h) has the error of z times h.
+                size = 1 + (0 if pair else np.abs(states[0]))
+                for one, other in zip(got, want, strict=True):
+                    error = (np.abs(one - other) / (size + np.abs(other))).max()
+                    found = max(found, float(error) if np.isfinite(error) else np.inf)
+                states = got
     return found
 
 
-def parameters(module):
-    """Return (key, array) for each parameter of a `Cell` or of a dict, without nesting."""
-    return [(key, value) for key, value in module.items() if isinstance(value, mx.array)]
+def double(array):
+    """Return an MLX array as NumPy's float64."""
+    return np.array(array.astype(mx.float64))
 
 
-def put(module, key, array):
-    """Replace a parameter of a `Cell` or of a dict."""
-    module[key] = array
+def fill(node, random, size):
+    """Replace all arrays in a tree of modules, dicts and lists by random ones in float64."""
+    for key, child in enumerate(node) if isinstance(node, list) else list(node.items()):
+        if isinstance(child, mx.array):
+            node[key] = mx.array(random.normal(size=child.shape) * size, mx.float64)
+        elif isinstance(child, (dict, list)):
+            fill(child, random, size)
 
 
-def as_numpy(module):
-    """Return the names of a line's parameters, as NumPy arrays: those of the module, or the dict `params`."""
-    arrays = {key: np.array(array) for key, array in parameters(module)}
-    return arrays if isinstance(module, nn.Module) else {"params": arrays}
+class Mirror(dict):
+    """A dict whose items are attributes, too."""
+
+    __getattr__ = dict.__getitem__
+
+
+def mirrored(node):
+    """Return a tree of modules, dicts, lists and arrays with NumPy arrays."""
+    if isinstance(node, mx.array):
+        return np.array(node)
+    if isinstance(node, list):
+        return [mirrored(each) for each in node]
+    if isinstance(node, dict):
+        return Mirror({key: mirrored(each) for key, each in node.items()})
+    return node
 
 
 def limit(value, k):
@@ -243,3 +255,116 @@ def slipped(op, place, name, random, activation):
 
     kind = "activation" if activation else "value"
     return Case(w, as_tuple, plain, f"{op} {' '.join(more)} {kind} {place}: {name} {k:.6g}")
+
+
+def through(value, k):
+    """Return a value clipped to +-k, whose gradient ignores the clip."""
+    return value + mx.stop_gradient(mx.clip(value, -k, k) - value)
+
+
+# How a step may take and return the states. Each entry makes the step for `recognise` of the step (x, *states) -> list.
+PAIRS = {
+    "(x, (h, c)) -> h, c": lambda plain: lambda x, s: tuple(plain(x, *s)),
+    "(x, (h, c)) -> out, (h, c)": lambda plain: lambda x, s: (lambda new: (new[0], tuple(new)))(plain(x, *s)),
+    "(x, [c, h]) -> out, [c, h]": lambda plain: lambda x, s: (lambda new: (new[0], new[::-1]))(plain(x, *s[::-1])),
+    "((c, h), x) -> (c, h), out": lambda plain: lambda s, x: (lambda new: (tuple(new[::-1]), new[0]))(plain(x, s.h, s.c)),
+    "(x, h, c) -> h, c": lambda plain: lambda x, h, c: tuple(plain(x, h, c)),
+    "(x, c, h) -> [c, h]": lambda plain: lambda x, c, h: plain(x, h, c)[::-1],
+}
+SINGLES = {
+    "(x, h) -> h": lambda plain: lambda x, h: plain(x, h)[0],
+    "(x, h) -> out, h": lambda plain: lambda x, h: tuple(plain(x, h) * 2),
+    "(h, x) -> h": lambda plain: lambda h, x: plain(x, h)[0],
+    "(x, h) -> [h]": lambda plain: lambda x, h: plain(x, h),
+    "(x, h) -> scores, h": lambda plain: lambda x, h: (plain(x, h)[0][:, :1], plain(x, h)[0]),
+}
+
+
+def weights_of(random, gates):
+    """Return (module, weight): the parameters of a cell with these gates in a random layout, and a function weight(kind,
+    gate) of kind "x", "h", "b" or "bh", which returns one gate's block or 0."""
+    n, layout = len(gates), str(random.choice(["joined", "separate", "one per gate", "stacked"]))
+    order = "".join(random.permutation(list(gates)))
+    turned, h_first, biases = random.random() < 0.5, random.random() < 0.5, int(random.integers(3))
+    shapes = {"x": (H, D), "h": (H, H), "b": (H,), "bh": (H,)}
+    kinds = ["x", "h", "b", "bh"][: 2 + biases]
+    if layout == "joined":
+        kinds, shapes["xh"] = ["xh", *kinds[2:]], (H, D + H)
+    if layout == "one per gate":
+        arrays = {f"{kind}_{gate}": shapes[kind] for kind in kinds for gate in gates}
+    elif layout == "stacked":
+        arrays = {f"W{kind}": (n, *shapes[kind]) for kind in kinds}
+    else:
+        arrays = {f"W{kind}": (n * shapes[kind][0], *shapes[kind][1:]) for kind in kinds}
+    turn = lambda shape: (*shape[:-2], *shape[-2:][::-1]) if turned and len(shape) > 1 else shape  # noqa: E731
+    one = layout in ("stacked", "one per gate")
+    matrices = {key: mx.zeros(turn(shape) if one and key[-1] != "b" or not one else shape) for key, shape in arrays.items()}
+    if layout == "stacked":  # the biases in rows are never turned
+        matrices |= {key: mx.zeros(shape) for key, shape in arrays.items() if key in ("Wb", "Wbh")}
+    module = Cell(**matrices) if random.random() < 0.7 else matrices
+
+    def weight(kind, gate):
+        """Return the block of a gate, [H, D], [H, H] or [H], or 0 if there is none."""
+        stored = "xh" if layout == "joined" and kind in "xh" else kind
+        if stored not in kinds:
+            return 0
+        row = order.index(gate)
+        array = module[f"{stored}_{gate}" if layout == "one per gate" else f"W{stored}"]
+        array = array[row] if layout == "stacked" else array
+        array = array.T if turned and array.ndim > 1 else array
+        array = array if one else array[row * H : (row + 1) * H]
+        first, second = ("h", "x") if h_first else ("x", "h")
+        width = {"x": D, "h": H}[first]
+        if stored != "xh":
+            return array
+        return array[:, :width] if kind == first else array[:, width:]
+
+    return module, weight, f"{layout} {order} turned={turned} h_first={h_first} biases={biases}"
+
+
+def equal(seed):
+    """Return a random cell that equals a call of `lstm`, `gru` or `rnn` as a `Case`."""
+    random = np.random.default_rng([seed, 2])
+    op = str(random.choice(["lstm", "lstm", "gru", "rnn"]))
+    module, weight, text = weights_of(random, {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}[op])
+    absent = {("h", str(random.choice(list("ifgorzn"))))} if random.random() < 0.3 else set()
+
+    def part(kind, gate, value=None):
+        """Return the part of a preactivation that comes from x or h, with its bias."""
+        bias = weight("b" if kind == "x" else "bh", gate)
+        return bias if (kind, gate) in absent else value @ weight(kind, gate).T + bias
+
+    options: dict[str, Any] = {}
+    if op == "lstm":
+        options["bias"] = float(random.choice([0, 1, -0.5, 2.25, 0.1]))
+        options["clip"] = float(random.choice([0, 0, 0.7, 3, 50]))
+        if peep := str(random.choice(["", "", "old", "new"])):
+            for gate in "ifo":
+                module[f"p_{gate}"] = mx.zeros(H)
+
+        def plain(x, h, c):
+            z = {gate: part("x", gate, x) + part("h", gate, h) for gate in "ifgo"}
+            look = lambda gate, c: module[f"p_{gate}"] * c if peep else 0  # noqa: E731
+            new = mx.sigmoid(z["f"] + options["bias"] + look("f", c)) * c
+            new = new + mx.sigmoid(z["i"] + look("i", c)) * mx.tanh(z["g"])
+            new = through(new, options["clip"]) if options["clip"] else new
+            return [mx.sigmoid(z["o"] + look("o", c if peep == "old" else new)) * mx.tanh(new), new]
+
+        options["peephole"] = peep
+    elif op == "gru":
+        options["before"], options["flip"] = random.random() < 0.5, random.random() < 0.5
+
+        def plain(x, h):
+            r, z = (mx.sigmoid(part("x", gate, x) + part("h", gate, h)) for gate in "rz")
+            inner = part("h", "n", r * h) if options["before"] else r * part("h", "n", h)
+            n = mx.tanh(part("x", "n", x) + inner)
+            return [h + z * (n - h) if options["flip"] else z * h + (1 - z) * n]
+    else:
+        options["activation"] = str(random.choice(list(PLAIN)))
+
+        def plain(x, h):
+            return [PLAIN[options["activation"]](part("x", "h", x) + part("h", "h", h))]
+
+    forms = PAIRS if op == "lstm" else SINGLES
+    form = str(random.choice(list(forms)))
+    return Case(module, forms[form](plain), plain, f"{op} {options} {text} absent={absent} {form}")

@@ -1,8 +1,11 @@
 """Tests of `mlx_lstm.recognise`. It returns the source of a call of mlx-lstm that equals a recurrent cell written by
 hand, or None if no call equals the cell."""
 
+from collections import namedtuple
+
 import mlx.core as mx
 import mlx.nn as nn
+import near_cells
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -11,6 +14,10 @@ import mlx_lstm
 from mlx_lstm import recognise
 
 D, H = 3, 5
+
+NEAR = 1e-6
+"""The largest error of a right claim, relative to 1 + the value: float32 rounds to 6e-8, about ten times in a step. The
+reference itself has 1e-15, MLX's sigmoid in float64 about 1e-7."""
 
 
 def drawn(*shape):
@@ -214,6 +221,203 @@ def test_finds_the_call_that_equals_a_cell_written_by_hand(cell):
     np.testing.assert_allclose(np.array(got), np.array(mx.stack(steps)), rtol=0, atol=2e-6)
 
 
+# The next functions write cells in forms that are common in public programs. Each returns (module, step, plain, text):
+# `plain` is the step as a function (x, *states) -> list of new states, and `text` is a part of the returned line.
+
+
+def torch_like():
+    """Return an LSTM cell in the style of torch's tutorials: two linear layers with biases, `return out, (h, c)`."""
+    m = Cell(i2h=nn.Linear(D, 4 * H), h2h=nn.Linear(H, 4 * H))
+
+    def step(x, state):
+        h, c = state
+        i, f, g, o = mx.split(m.i2h(x) + m.h2h(h), 4, axis=1)
+        c_next = mx.sigmoid(f) * c + mx.sigmoid(i) * mx.tanh(g)
+        h_next = mx.sigmoid(o) * mx.tanh(c_next)
+        return h_next, (h_next, c_next)
+
+    return m, step, lambda x, h, c: list(step(x, (h, c))[1]), "b=i2h.bias + h2h.bias"
+
+
+def flax_like():
+    """Return an LSTM cell in the style of Flax: the carry (c, h) comes first, each gate has two dense layers."""
+    m = Cell(**{f"i{gate}": nn.Linear(D, H, bias=False) for gate in "ifgo"}, **{f"h{gate}": nn.Linear(H, H) for gate in "ifgo"})
+
+    def step(carry, inputs):
+        c, h = carry
+        i, f, o = (mx.sigmoid(m["i" + gate](inputs) + m["h" + gate](h)) for gate in "ifo")
+        c = f * c + i * mx.tanh(m.ig(inputs) + m.hg(h))
+        h = o * mx.tanh(c)
+        return (c, h), h
+
+    return m, step, lambda x, h, c: list(step((c, h), x)[0][::-1]), "[ii.weight, module['if'].weight"
+
+
+def tensorflow_like():
+    """Return an LSTM cell in the style of TensorFlow 1: one kernel, the order i, j, f, o, a forget bias of 1, the state
+    (c, h) by names, `return out, state`."""
+    m = Cell(kernel=drawn(D + H, 4 * H), bias=drawn(4 * H))
+
+    def step(inputs, state):
+        i, j, f, o = mx.split(mx.concatenate([inputs, state.h], 1) @ m.kernel + m.bias, 4, axis=1)
+        new_c = state.c * mx.sigmoid(f + 1.0) + mx.sigmoid(i) * mx.tanh(j)
+        new_h = mx.tanh(new_c) * mx.sigmoid(o)
+        return new_h, type(state)(c=new_c, h=new_h)
+
+    state = namedtuple("state", ["c", "h"])
+    return m, step, lambda x, h, c: list(step(x, state(c, h))[1][::-1]), "gate_order='igfo', forget_bias=1.0"
+
+
+def character_rnn():
+    """Return a plain RNN of characters: it returns scores and h; the output matrix is not part of the recurrence."""
+    m = Cell(Wxh=drawn(H, D), Whh=drawn(H, H), Why=drawn(7, H), bh=drawn(1, H), by=drawn(1, 7))
+
+    def step(x, h):
+        h = mx.tanh((m.Wxh @ x.T).T + (m.Whh @ h.T).T + m.bh)
+        return h @ m.Why.T + m.by, h
+
+    return m, step, lambda x, h: [step(x, h)[1]], "rnn(x, Wxh, Whh, b=bh[0])"
+
+
+def haste_like():
+    """Return a GRU cell in the style of haste: kernels of rows per input, the order z, r, g, two biases."""
+    m = Cell(kernel=drawn(D, 3 * H), recurrent_kernel=drawn(H, 3 * H), bias=drawn(3 * H), recurrent_bias=drawn(3 * H))
+
+    def step(x, h):
+        v, q = x @ m.kernel + m.bias, h @ m.recurrent_kernel + m.recurrent_bias
+        z, r = mx.sigmoid(v[:, :H] + q[:, :H]), mx.sigmoid(v[:, H : 2 * H] + q[:, H : 2 * H])
+        g = mx.tanh(v[:, 2 * H :] + r * q[:, 2 * H :])
+        return z * h + (1 - z) * g
+
+    return m, step, lambda x, h: [step(x, h)], "bhn=recurrent_bias[10:15], gate_order='zrn'"
+
+
+def mlx_like():
+    """Return an LSTM cell in the style of MLX: the projected input by `addmm`, parameters Wx, Wh and bias."""
+    m = Cell(Wx=drawn(4 * H, D), Wh=drawn(4 * H, H), bias=drawn(4 * H))
+
+    def step(x, hidden, cell):
+        ifgo = mx.addmm(mx.addmm(m.bias, x, m.Wx.T), hidden, m.Wh.T)
+        i, f, g, o = mx.split(ifgo, 4, axis=-1)
+        cell = mx.sigmoid(f) * cell + mx.sigmoid(i) * mx.tanh(g)
+        return mx.sigmoid(o) * mx.tanh(cell), cell
+
+    return m, step, lambda x, h, c: list(step(x, h, c)), "lstm(x, Wx, Wh, b=bias)"
+
+
+def gru_of_a_paper():
+    """Return a GRU cell with one matrix per gate and letter, whose z is the weight of the candidate."""
+    m = Cell(**{f"W{g}": drawn(D, H) for g in "zrh"}, **{f"U{g}": drawn(H, H) for g in "zrh"}, **{f"b{g}": drawn(H) for g in "zrh"})
+
+    def step(x, h):
+        z = mx.sigmoid(x @ m.Wz + h @ m.Uz + m.bz)
+        r = mx.sigmoid(x @ m.Wr + h @ m.Ur + m.br)
+        return h + z * (mx.tanh(x @ m.Wh + (r * h) @ m.Uh + m.bh) - h)
+
+    return m, step, lambda x, h: [step(x, h)], "reset='before', flip_z=True"
+
+
+def gru_without_a_recurrent_candidate():
+    """Return a GRU cell whose candidate reads x only."""
+    m = Cell(gate=nn.Linear(D + H, H), candidate=nn.Linear(D, H))
+
+    def step(x, h):
+        z = mx.sigmoid(m.gate(mx.concatenate([x, h], -1)))
+        return z * h + (1 - z) * mx.tanh(m.candidate(x))
+
+    return m, step, lambda x, h: [step(x, h)], "mx.zeros((5, 5)), gate.weight[:, 3:], mx.zeros((5, 5))"
+
+
+def one_of_several_layers():
+    """Return the second of two LSTM cells in a list, which a loop over the layers calls."""
+    cells = [Cell(W=drawn(4 * H, width + H), b=drawn(4 * H)) for width in (7, D)]
+    m = Cell(cells=cells)
+
+    def run(cell, x, state):
+        z = mx.concatenate([x, state[0]], axis=-1) @ cell.W.T + cell.b
+        h, c = lstm_of(mx.split(z, 4, axis=-1), state)
+        return h, (h, c)
+
+    def step(x, state):
+        return run(m.cells[1], x, state)
+
+    return m, step, lambda x, h, c: list(step(x, (h, c))[1]), "lstm(x, cells[1].W[:, :3], cells[1].W[:, 3:], b=cells[1].b)"
+
+
+class Called(nn.Module):
+    """An LSTM cell as a module that is called, with one linear layer for three gates and one for the candidate."""
+
+    def __init__(self):
+        super().__init__()
+        self.gates, self.candidate = nn.Linear(D + H, 3 * H), nn.Linear(D + H, H)
+
+    def __call__(self, x, state):
+        hx = mx.concatenate([state[0], x], axis=-1)
+        f, i, o = mx.split(mx.sigmoid(self.gates(hx)), 3, axis=-1)
+        c = f * state[1] + i * mx.tanh(self.candidate(hx))
+        return o * mx.tanh(c), c
+
+
+def a_called_module():
+    """Return a module whose call is the step."""
+    m = Called()
+    return m, m, lambda x, h, c: list(m(x, (h, c))), "gates.weight[5:10, 5:]"
+
+
+def dict_of_parameters():
+    """Return an LSTM cell whose parameters are in a plain dict, one matrix per gate for both x and h."""
+    p = {f"W{gate}": drawn(D + H, H) for gate in "fico"} | {f"b{gate}": drawn(1, H) for gate in "fico"}
+
+    def step(x, h, c):
+        z = mx.concatenate([h, x], axis=1)
+        f, i, o = (1 / (1 + mx.exp(-(z @ p["W" + gate] + p["b" + gate]))) for gate in "fio")
+        c = f * c + i * mx.tanh(z @ p["Wc"] + p["bc"])
+        return o * mx.tanh(c), c
+
+    return p, step, lambda x, h, c: list(step(x, h, c)), "params['Wf'].T[:, 5:]"
+
+
+def dicts_in_a_module():
+    """Return a plain RNN cell whose module has a dict in a list, and keeps an array that is not a parameter."""
+    m = Cell(layers=[{"w": {"in.x": drawn(H, D), "in.h": drawn(H, H)}}], _seen=mx.zeros(3))
+
+    def step(x, h):
+        w = m.layers[0]["w"]
+        h = mx.maximum(x @ w["in.x"].T + h @ w["in.h"].T, 0)
+        return h, h
+
+    text = "rnn(x, layers[0]['w']['in.x'], layers[0]['w']['in.h'], activation='relu')"
+    return m, step, lambda x, h: [step(x, h)[1]], text
+
+
+def fused_gates():
+    """Return an LSTM cell with peepholes on the old c, one sigmoid for three gates and a limit on c."""
+    m = Cell(W=drawn(4 * H, D), U=drawn(4 * H, H), b=drawn(4 * H), peep=drawn(3 * H))
+
+    def step(x, state):
+        z = x @ m.W.T + state[0] @ m.U.T + m.b
+        i, f, o = mx.split(mx.sigmoid(z[:, : 3 * H] + m.peep * mx.tile(state[1], (1, 3))), 3, axis=-1)
+        c = f * state[1] + i * mx.tanh(z[:, 3 * H :])
+        c = c + mx.stop_gradient(mx.clip(c, -3.3, 3.3) - c)
+        return o * mx.tanh(c), (o * mx.tanh(c), c)
+
+    return m, step, lambda x, h, c: list(step(x, (h, c))[1]), "gate_order='ifog', cell_clip=3.3, output_peephole='previous'"
+
+
+FORMS = [torch_like, flax_like, tensorflow_like, character_rnn, haste_like, mlx_like, gru_of_a_paper, fused_gates]
+FORMS += [gru_without_a_recurrent_candidate, one_of_several_layers, a_called_module, dict_of_parameters, dicts_in_a_module]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_finds_cells_in_the_forms_of_public_programs(form):
+    """`recognise` finds the call, and the call evaluated in NumPy with formulas of the tests gives the cell's states at
+    all sizes of numbers."""
+    module, step, plain, text = form()
+    line = recognise(module, step, D, H)
+    assert text in line
+    assert near_cells.worst(line, near_cells.Case(module, step, plain, text), D, H) < NEAR
+
+
 def test_the_line_names_the_module():
     module, step, expected = joined_weights()
     assert recognise(module, step, D, H, name="self.cell") == expected.replace("linear", "self.cell.linear")
@@ -321,7 +525,8 @@ def wrong_sizes():
 
 MODULE, STEP, _ = joined_weights()
 BAD = {
-    "module": (lambda: recognise({}, STEP, D, H), "module must be a module that holds .* but got dict"),
+    "module": (lambda: recognise({}, STEP, D, H), "module must hold parameters of a float dtype but got a dict"),
+    "no module": (lambda: recognise(STEP, STEP, D, H), "module must be a module or a dict that holds .* but got function"),
     "step": (lambda: recognise(MODULE, None, D, H), r"step must be a function, step\(x, state\) -> state, but got"),
     "D": (lambda: recognise(MODULE, STEP, 0, H), "D must be an integer"),
     "H": (lambda: recognise(MODULE, STEP, D, 1), "H must be an integer"),
