@@ -230,11 +230,12 @@ def near(seed):
     return slipped(op, place, str(random.choice(list(table))), random, table is not VALUES)
 
 
-def slipped(op, place, name, random, activation):
-    """Return an LSTM, GRU or RNN cell as a `Case`, with the slip `name` of a value or of an activation at a place."""
+def slipped(op, place, name, random, activation, k=None):
+    """Return an LSTM, GRU or RNN cell as a `Case`, with the slip `name` of a value or of an activation at a place. k:
+    the number in the slip. Default: random."""
     table = ACTIVATIONS[op][place] if activation else VALUES
     change, low, high = table[name]
-    k = float(np.exp(random.uniform(np.log(low), np.log(high))))
+    k = float(np.exp(random.uniform(np.log(low), np.log(high)))) if k is None else k
     step, gates = STEPS[op]
     w = Cell(Wx=mx.zeros((gates * H, D)), Wh=mx.zeros((gates * H, H)), b=mx.zeros(gates * H))
 
@@ -267,7 +268,9 @@ PAIRS = {
     "(x, (h, c)) -> h, c": lambda plain: lambda x, s: tuple(plain(x, *s)),
     "(x, (h, c)) -> out, (h, c)": lambda plain: lambda x, s: (lambda new: (new[0], tuple(new)))(plain(x, *s)),
     "(x, [c, h]) -> out, [c, h]": lambda plain: lambda x, s: (lambda new: (new[0], new[::-1]))(plain(x, *s[::-1])),
-    "((c, h), x) -> (c, h), out": lambda plain: lambda s, x: (lambda new: (tuple(new[::-1]), new[0]))(plain(x, s.h, s.c)),
+    "((c, h), x) -> (c, h), out": lambda plain: (
+        lambda s, x: (lambda new: (tuple(new[::-1]), new[0]))(plain(x, s.h, s.c))
+    ),
     "(x, h, c) -> h, c": lambda plain: lambda x, h, c: tuple(plain(x, h, c)),
     "(x, c, h) -> [c, h]": lambda plain: lambda x, c, h: plain(x, h, c)[::-1],
 }
@@ -281,8 +284,8 @@ SINGLES = {
 
 
 def weights_of(random, gates):
-    """Return (module, weight): the parameters of a cell with these gates in a random layout, and a function weight(kind,
-    gate) of kind "x", "h", "b" or "bh", which returns one gate's block or 0."""
+    """Return (module, weight, text): the parameters of a cell with these gates in a random layout, and a function
+    weight(kind, gate) of kind "x", "h", "b" or "bh", which returns one gate's block or 0."""
     n, layout = len(gates), str(random.choice(["joined", "separate", "one per gate", "stacked"]))
     order = "".join(random.permutation(list(gates)))
     turned, h_first, biases = random.random() < 0.5, random.random() < 0.5, int(random.integers(3))
@@ -296,11 +299,11 @@ def weights_of(random, gates):
         arrays = {f"W{kind}": (n, *shapes[kind]) for kind in kinds}
     else:
         arrays = {f"W{kind}": (n * shapes[kind][0], *shapes[kind][1:]) for kind in kinds}
-    turn = lambda shape: (*shape[:-2], *shape[-2:][::-1]) if turned and len(shape) > 1 else shape  # noqa: E731
-    one = layout in ("stacked", "one per gate")
-    matrices = {key: mx.zeros(turn(shape) if one and key[-1] != "b" or not one else shape) for key, shape in arrays.items()}
-    if layout == "stacked":  # the biases in rows are never turned
-        matrices |= {key: mx.zeros(shape) for key, shape in arrays.items() if key in ("Wb", "Wbh")}
+    one = layout in ("stacked", "one per gate")  # the array, or each of its items, is the matrix of one gate
+    for key, shape in arrays.items():
+        if turned and "b" not in key:
+            arrays[key] = (*shape[:-2], *shape[-2:][::-1])
+    matrices = {key: mx.zeros(shape) for key, shape in arrays.items()}
     module = Cell(**matrices) if random.random() < 0.7 else matrices
 
     def weight(kind, gate):
@@ -313,8 +316,7 @@ def weights_of(random, gates):
         array = array[row] if layout == "stacked" else array
         array = array.T if turned and array.ndim > 1 else array
         array = array if one else array[row * H : (row + 1) * H]
-        first, second = ("h", "x") if h_first else ("x", "h")
-        width = {"x": D, "h": H}[first]
+        first, width = ("h", H) if h_first else ("x", D)
         if stored != "xh":
             return array
         return array[:, :width] if kind == first else array[:, width:]

@@ -1,6 +1,8 @@
 """Tests of `mlx_lstm.recognise`. It returns the source of a call of mlx-lstm that equals a recurrent cell written by
 hand, or None if no call equals the cell."""
 
+import re
+import warnings
 from collections import namedtuple
 
 import mlx.core as mx
@@ -11,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlx_lstm
-from mlx_lstm import recognise
+from mlx_lstm import recognise, recognition
 
 D, H = 3, 5
 
@@ -241,7 +243,10 @@ def torch_like():
 
 def flax_like():
     """Return an LSTM cell in the style of Flax: the carry (c, h) comes first, each gate has two dense layers."""
-    m = Cell(**{f"i{gate}": nn.Linear(D, H, bias=False) for gate in "ifgo"}, **{f"h{gate}": nn.Linear(H, H) for gate in "ifgo"})
+    m = Cell(
+        **{f"i{gate}": nn.Linear(D, H, bias=False) for gate in "ifgo"},
+        **{f"h{gate}": nn.Linear(H, H) for gate in "ifgo"},
+    )
 
     def step(carry, inputs):
         c, h = carry
@@ -307,7 +312,11 @@ def mlx_like():
 
 def gru_of_a_paper():
     """Return a GRU cell with one matrix per gate and letter, whose z is the weight of the candidate."""
-    m = Cell(**{f"W{g}": drawn(D, H) for g in "zrh"}, **{f"U{g}": drawn(H, H) for g in "zrh"}, **{f"b{g}": drawn(H) for g in "zrh"})
+    m = Cell(
+        **{f"W{g}": drawn(D, H) for g in "zrh"},
+        **{f"U{g}": drawn(H, H) for g in "zrh"},
+        **{f"b{g}": drawn(H) for g in "zrh"},
+    )
 
     def step(x, h):
         z = mx.sigmoid(x @ m.Wz + h @ m.Uz + m.bz)
@@ -341,7 +350,12 @@ def one_of_several_layers():
     def step(x, state):
         return run(m.cells[1], x, state)
 
-    return m, step, lambda x, h, c: list(step(x, (h, c))[1]), "lstm(x, cells[1].W[:, :3], cells[1].W[:, 3:], b=cells[1].b)"
+    return (
+        m,
+        step,
+        lambda x, h, c: list(step(x, (h, c))[1]),
+        "lstm(x, cells[1].W[:, :3], cells[1].W[:, 3:], b=cells[1].b)",
+    )
 
 
 class Called(nn.Module):
@@ -401,11 +415,22 @@ def fused_gates():
         c = c + mx.stop_gradient(mx.clip(c, -3.3, 3.3) - c)
         return o * mx.tanh(c), (o * mx.tanh(c), c)
 
-    return m, step, lambda x, h, c: list(step(x, (h, c))[1]), "gate_order='ifog', cell_clip=3.3, output_peephole='previous'"
+    return (
+        m,
+        step,
+        lambda x, h, c: list(step(x, (h, c))[1]),
+        "gate_order='ifog', cell_clip=3.3, output_peephole='previous'",
+    )
 
 
 FORMS = [torch_like, flax_like, tensorflow_like, character_rnn, haste_like, mlx_like, gru_of_a_paper, fused_gates]
-FORMS += [gru_without_a_recurrent_candidate, one_of_several_layers, a_called_module, dict_of_parameters, dicts_in_a_module]
+FORMS += [
+    gru_without_a_recurrent_candidate,
+    one_of_several_layers,
+    a_called_module,
+    dict_of_parameters,
+    dicts_in_a_module,
+]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
@@ -515,7 +540,140 @@ OTHERS = [coupled, normalised, minimal_gated, residual, stopped, compiled, one_h
 
 @pytest.mark.parametrize("cell", OTHERS, ids=lambda cell: cell.__name__)
 def test_no_call_equals_another_cell(cell):
-    assert recognise(*cell(), D, H) is None
+    refused(*cell(), D, H)
+
+
+# (op, place of the slip, its name in the tables of near_cells, the number in it, a part of the warning)
+SLIPS = [
+    ("lstm", "new c", "clip", 3.0, r"misses the gradient of .* cell_clip=3.0\)|cell_clip=3.0\), misses the gradient"),
+    ("lstm", "new c", "one-sided clip", 20.0, r"lstm\(x, Wx, Wh, b=b\), misses c by"),
+    ("lstm", "c", "0.9999", 1, r"forget_bias=-0.0002\), misses c by"),
+    ("lstm", "Wh", "clip", 9.0, r"lstm\(x, Wx, Wh, b=b\), misses [hc] by"),
+    ("lstm", "z", "clip", 9.0, r"lstm\(x, Wx, Wh, b=b\), misses [hc] by .* x and h 10, c 10"),
+    ("lstm", "x", "clip", 2e3, r"lstm\(x, Wx, Wh, b=b\), misses [hc] by"),
+    (
+        "lstm",
+        "zf",
+        "added",
+        1.00000002,
+        "forget_bias=1.0\\), equals it within rounding, but its forget_bias is another",
+    ),
+    ("lstm", "zf", "added", 0.123456789, "forget_bias, 0.123456. .* no number of at most six digits"),
+    ("gru", "h", "clip", 20.0, r"gru\(x, Wx, Wh, b=b\), misses h by"),
+    ("rnn relu", "relu", "relu6", 1, r"activation='relu'\), misses h by .* x and h 10"),
+    ("rnn tanh", "new h", "stopped", 1, "misses the gradient of"),
+    ("lstm", "g", "random", 1, "It draws random numbers"),
+]
+
+
+def refused(module, step, D=near_cells.D, H=near_cells.H):
+    """Return the text of the warning with which `recognise` returns None."""
+    with pytest.warns(UserWarning, match=r"\[recognise\] no call equals the step\. ") as warned:
+        assert recognise(module, step, D, H) is None
+    return str(warned[0].message)
+
+
+@pytest.mark.parametrize("slip", SLIPS, ids=lambda slip: f"{slip[0]} {slip[1]}: {slip[2]} {slip[3]}")
+def test_a_cell_one_slip_away_is_refused_and_the_nearest_call_named(slip):
+    op, place, name, k, text = slip
+    random = np.random.default_rng(0)
+    case = near_cells.slipped(op.split()[0], place, name, random, place == "relu", k)
+    assert re.search(text, refused(case.module, case.step))
+
+
+def judged(case):
+    """Return "none", or whether the line that `recognise` returns for a cell is "right" or "wrong". A line is wrong if
+    its value differs by more than rounding at any size of the numbers, or if the gradient must differ: the slip "stopped"
+    stops it, and the slip "clip" makes it 0 beyond the limit."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        line = recognise(case.module, case.step, near_cells.D, near_cells.H)
+    if line is None:
+        return "none"
+    through = "cell_clip" in line and "clip_gradient" not in line and ": clip" in case.text
+    return "wrong" if through or ": stopped" in case.text or not near_cells.worst(line, case) < NEAR else "right"
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(400, marks=pytest.mark.slow)])
+def test_no_claim_is_wrong_for_random_cells_one_slip_away(count, request):
+    """Random cells one slip away are refused, or the slip has no effect, as a limit of 8 on h, and the claim is
+    right."""
+    start = request.config.getoption("--fuzz-seed") * 1000
+    cases = [near_cells.near(start + n) for n in range(count)]
+    found = [judged(case) for case in cases]
+    wrong = [case.text for case, answer in zip(cases, found, strict=True) if answer == "wrong"]
+    assert not wrong and found.count("none") > count / 2
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_cells_that_equal_a_call_are_found(count, request):
+    start = request.config.getoption("--fuzz-seed") * 1000
+    cases = [near_cells.equal(start + n) for n in range(count)]
+    missed = [case.text for case in cases if judged(case) != "right"]
+    assert not missed
+
+
+LIES = {
+    "NaN": [np.nan, 2.0],
+    "infinity": [np.inf, 2.0],
+    "zeros": [0.0, 0.0],
+    "the first item right": [1.0, 2.1],
+    "an item too many": [1.0, 2.0, 2.0],
+    "an item missing": [1.0],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_the_comparison_refuses(lie):
+    want = np.array([1.0, 2.0])
+    assert recognition.miss(want, want, np.full(2, 1e-6)) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not recognition.miss(np.array(LIES[lie]), want, np.full(2, 1e-6)) <= 1
+    assert not recognition.miss(np.array([np.nan]), np.array([np.nan]), np.ones(1)) <= 1
+    assert not recognition.miss(np.array([np.inf]), np.array([np.inf]), np.ones(1)) <= 1
+    assert not recognition.miss(np.zeros(0), np.zeros(0), np.zeros(0)) <= 1
+
+
+def test_outputs_of_a_step_that_are_not_h_are_no_claim():
+    module, step, _ = joined_weights()
+
+    def scaled(x, state):
+        h, c = step(x, state)
+        return 2 * h, (h, c)
+
+    text = refused(module, scaled, D, H)
+    assert "misses what it returns beside its state and must be h (let step return the state only) by" in text
+
+
+def test_a_step_that_changes_from_call_to_call_is_refused():
+    module, step, _ = joined_weights()
+    calls = []
+
+    def changing(x, state):
+        calls.append(x)
+        h, c = step(x, state)
+        return (h, c) if len(calls) < 60 else (h + 0.1, c)
+
+    assert "nearest" in refused(module, changing, D, H)
+
+
+def test_nan_in_the_tail_of_an_activation_is_refused():
+    m = Cell(W=drawn(H, D), U=drawn(H, H))
+
+    def step(x, h):
+        e = mx.exp(2 * (x @ m.W.T + h @ m.U.T))
+        return (e - 1) / (e + 1)  # infinite / infinite for large arguments
+
+    assert "misses h by nan" in refused(m, step, D, H)
+
+
+def test_the_error_names_the_two_ways_to_call_a_step_that_does_not_run():
+    m = Cell(W=drawn(4 * H, D + H + 1))
+    with pytest.raises(ValueError) as caught:
+        recognise(m, lambda x, state: mx.concatenate([x, state[0]], axis=-1) @ m.W.T, D, H)
+    assert re.search(r"but got step\(x, \(h, c\)\): ValueError: .*; step\(h, x\): ", str(caught.value))
 
 
 def wrong_sizes():
@@ -526,7 +684,10 @@ def wrong_sizes():
 MODULE, STEP, _ = joined_weights()
 BAD = {
     "module": (lambda: recognise({}, STEP, D, H), "module must hold parameters of a float dtype but got a dict"),
-    "no module": (lambda: recognise(STEP, STEP, D, H), "module must be a module or a dict that holds .* but got function"),
+    "no module": (
+        lambda: recognise(STEP, STEP, D, H),
+        "module must be a module or a dict that holds .* but got function",
+    ),
     "step": (lambda: recognise(MODULE, None, D, H), r"step must be a function, step\(x, state\) -> state, but got"),
     "D": (lambda: recognise(MODULE, STEP, 0, H), "D must be an integer"),
     "H": (lambda: recognise(MODULE, STEP, D, 1), "H must be an integer"),
