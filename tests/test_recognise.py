@@ -583,8 +583,8 @@ def test_a_cell_one_slip_away_is_refused_and_the_nearest_call_named(slip):
 
 def judged(case):
     """Return "none", or whether the line that `recognise` returns for a cell is "right" or "wrong". A line is wrong if
-    its value differs by more than rounding at any size of the numbers, or if the gradient must differ: the slip "stopped"
-    stops it, and the slip "clip" makes it 0 beyond the limit."""
+    its value differs by more than rounding at any size of the numbers, or if its gradient must differ: the slip
+    "stopped" stops it, and the slip "clip" makes it 0 beyond the limit."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         line = recognise(case.module, case.step, near_cells.D, near_cells.H)
