@@ -716,7 +716,7 @@ def equals(way: Way, match: Match, trial: Trial, form: Form) -> bool:
             return False
         misses = [(miss(got, want, allowed), what, got, want) for what, got, want, allowed in pairs]
         worst, what, got, want = max(misses, key=lambda each: each[0])
-        if worst > 1:
+        if not worst <= 1:
             error = f"by {np.abs(got - want).max():.2g}" if got.shape == want.shape else "its shape"
             names = ("matrices", "vectors", "x and h", "c")[: 3 + (form.states == 2)]
             where = ", ".join(f"{name} {size:g}" for name, size in zip(names, sizes, strict=False))
@@ -738,23 +738,25 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
     even a shift by a small part of this precision moves the points where the result changes. The new c is sigmoid(z_f)
     g if only f has weights and the old c is g; it is sigmoid(z_i) g if only i and g have weights and the old c is 0.
     """
-    kinds = (("f", "x"),), (("i", "x"),), (("g", "h"), ("g", "b"))
+    kinds = (("f", "x"),), (("i", "x"),), (("g", "h"), ("g", "b"), ("g", "x"))
     found = [[block for part in each for block in match.parts.get(part, [])][:1] for each in kinds]
-    if not all(found):
+    by_x = bool(found[2]) and found[2][0].kinds == ("x",)
+    if not all(found) or (by_x and trial.D == 1):
         return way.options["forget_bias"] == 0
     (f,), (i,), (g,) = found
     z, H, a = np.linspace(-5e-7, 5e-7, 1001), trial.H, 0.01
 
     def new_c(blocks: list[Block], x: np.ndarray, c: float) -> np.ndarray:
-        """Return c after a step in which all weights are 0 except the biases and first columns of some blocks. The
-        first feature is `x`, the first unit of h is 1."""
+        """Return c after a step in which all weights are 0 except the biases and one column of some blocks. The first
+        feature is `x`, the second is 1 and the first unit of h is 1."""
         arrays = {title: np.zeros(shape) for title, shape in trial.shapes.items()}
         for block in blocks:
             rows = block.view(arrays[block.title])[block.row * H : (block.row + 1) * H]
-            (rows[:, 0] if rows.ndim == 2 else rows)[:] = a if block is g else 1
+            column = int(block is g and by_x)
+            (rows[:, column] if rows.ndim == 2 else rows)[:] = a if block is g else 1
         trial.set({title: mx.array(array, mx.float64) for title, array in arrays.items()})
         first = np.zeros((len(z), trial.D)), np.zeros((len(z), H)), np.full((len(z), H), c)
-        first[0][:, 0], first[1][:, 0] = x, 1
+        first[0][:, 1:2], first[0][:, 0], first[1][:, 0] = 1, x, 1
         return double(trial.run(form, *[mx.array(array, mx.float64) for array in first])[0][1])
 
     of_f = new_c([f], z - way.options["forget_bias"], float(double(mx.tanh(mx.array(a, mx.float64)))))
@@ -841,7 +843,12 @@ def gradients(
         outputs = function(arrays, *inputs)[:states]
         return mx.stack([(weight * each).sum() for weight, each in zip(cotangents, outputs, strict=True)]).sum()
 
-    found, others = mx.grad(loss, (0, *range(1, 1 + len(inputs))))(arrays, *inputs), ["x", "h", "c"]
+    try:
+        found, others = mx.grad(loss, (0, *range(1, 1 + len(inputs))))(arrays, *inputs), ["x", "h", "c"]
+    except StepError:
+        raise
+    except Exception as error:  # the user's function may contain an operation without a gradient
+        raise StepError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
     return {name: double(each) for name, each in [*found[0].items(), *zip(others, found[1:], strict=False)]}
 
 
