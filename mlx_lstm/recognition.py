@@ -329,7 +329,7 @@ class Trial:
         self.blocks = [each for text, shape in self.shapes.items() for each in blocks_of(text, shape, D, H)]
         self.known: dict[Any, np.ndarray | None] = {}
         self.rank: tuple[float, ...] = ()
-        self.nearest = self.errors = ""
+        self.nearest, self.errors = "It does not run with all parameters 0", ""
 
     def set(self, arrays: dict[str, mx.array]) -> None:
         """Replace parameters of the module."""
@@ -492,8 +492,10 @@ def ways_of(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
         if error <= LOOSE * (np.abs(want).max() or 1):
             yield way, text
         else:
-            new = f"With all parameters 0, {form.call} returns states that miss those of"
-            trial.note((0, -error), f"{new} the nearest formula, {line_of(way, {})}, by {error:.1g}")
+            options = ", ".join(f"{key}={value!r}" for key, value in way.options.items() if value != DEFAULTS[key])
+            formula = f"the nearest formula, {way.op}{f' with {options}' if options else ''}"
+            text = f"With all parameters 0, {form.call} returns states that miss those of {formula}, by {error:.1g}"
+            trial.note((0, -error), text)
 
 
 def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
@@ -766,8 +768,8 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
 
 def miss(got: np.ndarray, want: np.ndarray, allowed: np.ndarray) -> float:
     """Return the largest error of `got`, in units of the allowed error. It is infinite if shapes differ, a number is
-    not finite or there is nothing to compare."""
-    if got.shape != want.shape or not got.size or not (np.isfinite(got).all() and np.isfinite(want).all()):
+    not finite, or there is nothing to compare: no number but 0."""
+    if got.shape != want.shape or not want.any() or not (np.isfinite(got).all() and np.isfinite(want).all()):
         return np.inf
     return float((np.abs(got - want) / allowed).max())
 
@@ -803,6 +805,8 @@ def compared(
     if n < WITH_GRADIENTS:
         got, want = (gradients(function, form.states, arrays, first) for function in (by_hand, by_call))
         for name, slope in got.items():
+            if not (slope.any() or want[name].any()):
+                continue  # a parameter of another part of the module
             allowed = SLOPES * (1 + np.abs(want[name]).max())
             yield f"the gradient of {name}", slope, want[name], np.full(slope.shape, allowed)
         # The call computes each step from the cell's own states before it: so errors do not grow from step to step.

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-D, H, B, T = 3, 4, 3, 30
+D, H, B, T = 3, 4, 3, 10
 SIZES = (1, 10, 100)
 
 

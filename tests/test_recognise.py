@@ -594,7 +594,7 @@ def judged(case):
     return "wrong" if through or ": stopped" in case.text or not near_cells.worst(line, case) < NEAR else "right"
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(400, marks=pytest.mark.slow)])
 def test_no_claim_is_wrong_for_random_cells_one_slip_away(count, request):
     """Random cells one slip away are refused, or the slip has no effect, as a limit of 8 on h, and the claim is
     right."""
@@ -605,7 +605,7 @@ def test_no_claim_is_wrong_for_random_cells_one_slip_away(count, request):
     assert not wrong and found.count("none") > count / 2
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_cells_that_equal_a_call_are_found(count, request):
     start = request.config.getoption("--fuzz-seed") * 1000
     cases = [near_cells.equal(start + n) for n in range(count)]
@@ -634,6 +634,7 @@ def test_the_comparison_refuses(lie):
     assert not recognition.miss(np.array([np.nan]), np.array([np.nan]), np.ones(1)) <= 1
     assert not recognition.miss(np.array([np.inf]), np.array([np.inf]), np.ones(1)) <= 1
     assert not recognition.miss(np.zeros(0), np.zeros(0), np.zeros(0)) <= 1
+    assert not recognition.miss(np.zeros(2), np.zeros(2), np.ones(2)) <= 1
 
 
 def test_outputs_of_a_step_that_are_not_h_are_no_claim():
