@@ -613,6 +613,21 @@ def test_random_cells_that_equal_a_call_are_found(count, request):
     assert not missed
 
 
+def test_finds_activations_that_are_written_by_other_functions():
+    """The sigmoid of the gates is written with tanh, the tanh of the candidate with a sigmoid."""
+    module, _, _ = torch_lstm()
+
+    def step(x, state):
+        z = x @ module.weight_ih.T + module.bias_ih + state[0] @ module.weight_hh.T + module.bias_hh
+        i, f, g, o = mx.split(z, 4, axis=-1)
+        i, f, o = (0.5 * (mx.tanh(0.5 * gate) + 1) for gate in (i, f + 0.1, o))
+        c = f * state[1] + i * (2 * mx.sigmoid(2 * g) - 1)
+        return o * mx.tanh(c), c
+
+    line = "lstm(x, weight_ih, weight_hh, b=bias_ih + bias_hh, forget_bias=0.1)"
+    assert recognise(module, step, D, H) == line
+
+
 LIES = {
     "NaN": [np.nan, 2.0],
     "infinity": [np.inf, 2.0],
