@@ -130,6 +130,8 @@ def test_wrong_dtype(no_work, word, name):
 @pytest.mark.parametrize("word, name", [(word, name) for word in OPS for name in right(word)])
 def test_not_an_mlx_array(no_work, word, name):
     make, unpack = ": make one by mx.array(...),", ": pass the tuple's arrays one by one,"
+    if name == "x":
+        unpack = ": of what an LSTM returns pass h, or run all layers by mlx_lstm.nn.stack,"
     packed, wrap = mx.quantize(mx.zeros((1, 32)), 32, 8), ": of what mx.quantize returns make an mlx_lstm.Quantized("
     wrap += "*..., group_size=..., bits=...),"
     given = [(np.zeros(3), make), ([0.0], make), ((1, 2), unpack), (packed, wrap), (tuple(packed), wrap)]

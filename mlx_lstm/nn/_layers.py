@@ -607,7 +607,7 @@ class QuantizedRNN(QuantizedLayer, RNN):
 def check_input(op: str, x: object, D: int, Wx: Weight, is_step: bool) -> None:
     """Check that x is a layer's input [..., L, D], or the input [..., D] of a step."""
     if not isinstance(x, mx.array):
-        fail(op, f"x must be an mlx.core.array{instead_of(x)}", type(x).__name__)
+        fail(op, f"x must be an mlx.core.array{instead_of(x, 'x')}", type(x).__name__)
     if x.dtype == mx.complex64:
         fail(op, "x must be real", x.dtype)
     if x.ndim < 2 - is_step or x.shape[-1] != D or 0 in x.shape[-2 + is_step :]:

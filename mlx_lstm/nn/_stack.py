@@ -234,7 +234,7 @@ def stack(
 def check_x(x: object, D: int) -> None:
     """Check that x is [..., T, D], with at least one step."""
     if not isinstance(x, mx.array):
-        fail(OP, f"x must be an mlx.core.array{instead_of(x)}", type(x).__name__)
+        fail(OP, f"x must be an mlx.core.array{instead_of(x, 'x')}", type(x).__name__)
     if x.dtype == mx.complex64:
         fail(OP, "x must be real", x.dtype)
     if x.ndim < 2 or x.shape[-1] != D or 0 in x.shape[-2:]:

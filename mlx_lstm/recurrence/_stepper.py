@@ -273,7 +273,7 @@ class Stepper:
     def _check(self, x: Any) -> None:
         """Raise an error if x is not the input of a step."""
         if not isinstance(x, (mx.array, np.ndarray)):
-            fail(self._op, f"x must be an mlx.core.array or a NumPy array{instead_of(x)}", type(x).__name__)
+            fail(self._op, f"x must be an mlx.core.array or a NumPy array{instead_of(x, 'x')}", type(x).__name__)
         if x.shape != self._shape:
             fail(self._op, f"x must have shape {list(self._shape)}", f"shape {list(x.shape)}")
         if not is_real(x):
