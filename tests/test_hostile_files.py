@@ -428,7 +428,7 @@ def test_hdf5_that_does_not_end(tmp_path, capsys, monkeypatch):
     """A child process that hangs or crashes while it reads HDF5 leads to one line of error."""
     path = tmp_path / "m.weights.h5"
     convert.write(path, {"lstm": layer()})
-    monkeypatch.setattr(_hdf5, "SECONDS", 0.5)
+    monkeypatch.setattr("mlx_lstm.budget.SECONDS", 0.5)
     for code, what in (
         ("import time; time.sleep(60)", "does not come to an end"),
         ("import os; os.abort()", "code -6"),

@@ -10,7 +10,8 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from ..files import parse_json, shown, size_of, write_whole
+from ..budget import shown
+from ..files import read_json, write_whole
 from . import tuning
 
 MACHINES = 8
@@ -71,13 +72,12 @@ def read() -> dict[str, dict[str, str]]:
     broken; if it is broken, also warn."""
     path = file()
     try:
-        size_of(path)
-        content = parse_json(path.read_text())
+        content = read_json(path)
         pairs = [pair for verdicts in content.values() for pair in verdicts.items()]
         if not all(isinstance(verdict, str) for _, verdict in pairs):
             raise ValueError("a verdict is a text")
         return content
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, AttributeError, OverflowError) as error:
         if path not in _broken:
