@@ -41,14 +41,20 @@ Contents = tuple[dict[str, Texts], dict[str, np.ndarray], int]
 def contents(file: Any, budget: Any) -> Contents:
     """Return the attributes and the arrays of an HDF5 file by path, and the number of datasets that hold no numbers."""
 
-    def inside(path: bytes, info: Any) -> bytes | None:
-        """Return the path of a link that points to another file. h5py then stops its visit of all links."""
-        budget.name(path.decode())
-        return None if info.type in LINKS_INSIDE else path
+    def wrong(path: bytes, info: Any) -> Exception | None:
+        """Return the error of a link that must not be followed. h5py then stops its visit of all links; an error that
+        is raised here would get lost."""
+        try:
+            if info.type not in LINKS_INSIDE:
+                raise Refused(f"{path.decode()} must lie in the file itself but is a link to another file")
+            budget.name(path.decode())
+        except ValueError as error:
+            return error
+        return None
 
     # Refuse links to other files first, since h5py would open these files.
-    if (path := file.id.links.visit(inside, info=True)) is not None:
-        raise Refused(f"{path.decode()} must lie in the file itself but is a link to another file")
+    if (error := file.id.links.visit(wrong, info=True)) is not None:
+        raise error
     attributes: dict[str, Texts] = {"/": texts_of(file, budget)}
     arrays: dict[str, np.ndarray] = {}
     others = 0
