@@ -104,6 +104,9 @@ def npy(data, rng):
     return data[:8] + min(len(text), 2**16 - 1).to_bytes(2, "little") + text + data[n:]
 
 
+NAMES = [text[:60_000] for text in TEXTS if text != "\ud800"]
+"""Names of members that Python can write."""
+
 ZIP = {
     b"PK\3\4": [(4, 2), (6, 2), (8, 2), (10, 4), (14, 4), (18, 4), (22, 4), (26, 2), (28, 2)],
     b"PK\1\2": [
@@ -152,7 +155,7 @@ def zipped(data, rng, inner):
             elif longer:
                 changed.writestr(name, content + bytes(60 * 2**20))
             else:
-                changed.writestr(chosen(rng, TEXTS[:8]) if rng.random() < 0.05 else name, inner(name, content, rng))
+                changed.writestr(chosen(rng, NAMES) if rng.random() < 0.05 else name, inner(name, content, rng))
     raw = bytearray(out.getvalue())
     if longer:  # declare as many bytes as the true member has
         size = struct.pack("<I", len(members[which]))
