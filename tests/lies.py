@@ -296,7 +296,7 @@ def onnx(data, rng):
         value -= 2**bits if signed and value >= 2 ** (bits - 1) else 0
     if many:
         target = getattr(message, field.name)
-        values = list(target)
+        values, times = list(target), 1 if isinstance(value, (str, bytes)) and len(value) > 2000 else times
         if values and rng.random() < 0.5:
             values[int(rng.integers(len(values)))] = value
         else:
