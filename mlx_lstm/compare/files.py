@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..budget import shown
-from ..files import DAMAGE, broken, foreign, named, read_npz
+from ..files import DAMAGE, foreign, named, read_npz
 from .cases import GATES, Arrays, CompareCase
 from .dump import read_descriptor
 from .judge import expected
@@ -71,7 +71,7 @@ def load_golden(file: str) -> Golden:
             sealed = str(arrays.pop("checksum"))
             meta = opened.budget.json(str(arrays["meta"]))
             if checksum(arrays) != sealed:
-                broken("its checksum is not that of its contents, which were changed since they were recorded")
+                raise ValueError("it was changed since it was recorded: its checksum is not that of its contents")
             return golden_of(arrays, meta)
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} is no golden: {shown(str(error).removeprefix(file).lstrip(': '), 300)}") from None
