@@ -8,6 +8,7 @@ from typing import Any
 from ..bench import short
 from ..bench.rounds import Measurement
 from ..engines import tuning
+from ..files import write_whole
 from ..testing.report import json_text, machine_card, one_line, without_names
 from .comparison import Finding
 
@@ -41,10 +42,9 @@ class Report:
         """Write all findings as JSON. If the write is interrupted, the old file stays."""
         comparisons = [finding._asdict() for finding in self.findings]
         content = {"machine": self.machine, "verdict": self.verdict, "comparisons": comparisons}
-        part = self.file.with_name(f"{self.file.name}.part")
+        text = json_text(content | {"times": short.records(self.times)} | self.more) + "\n"
         try:
-            part.write_text(json_text(content | {"times": short.records(self.times)} | self.more) + "\n")
-            part.replace(self.file)
+            write_whole(self.file, lambda partial: partial.write_text(text), force=True)
         except OSError as error:
             raise CannotWriteError(f"cannot write {self.file}: {error}; --file names another place") from None
         self.written = time.monotonic()

@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ..files import parse_json, shown, size_of, write_whole
+from ..budget import shown
+from ..files import read_json, write_whole
 from . import tuning
 
 MACHINES = 8
@@ -107,10 +108,9 @@ def read() -> dict[str, dict[str, Kept]]:
     to its verdict. Return an empty dict if the file is missing or broken; if it is broken, also warn."""
     path = file()
     try:
-        size_of(path)
-        content = parse_json(path.read_text())
+        content = read_json(path)
         return {name: {trial: kept_of(one) for trial, one in own.items()} for name, own in content.items()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
         if path not in _broken:

@@ -6,7 +6,6 @@ import os
 import platform
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,7 +73,7 @@ def table(lines: Sequence[Sequence[str]], left: int | None = None) -> str:
 
 def json_text(content: Any) -> str:
     """Return a report as JSON text. Numbers that are not finite become null; the user's home folder becomes ~."""
-    return json.dumps(printable(content, str(Path.home())), indent=1)
+    return json.dumps(printable(content, os.path.expanduser("~")), indent=1)
 
 
 def printable(value: Any, home: str) -> Any:
