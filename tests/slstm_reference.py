@@ -50,4 +50,5 @@ def slstm_by_softmax(case, cotangents):
     found = {"h": torch.stack(outputs, 1), "hT": last[0], "cT": torch.cat(list(last[1:]), -1)}
     loss = sum((found[name] * torch.tensor(d, dtype=x.dtype)).sum() for name, d in cotangents.items())
     loss.backward()
-    return {name: array.detach().numpy() for name, array in found.items()} | {"dx": x.grad.numpy(), "dWh": Wh.grad.numpy()}
+    outputs = {name: array.detach().numpy() for name, array in found.items()}
+    return outputs | {"dx": x.grad.numpy(), "dWh": Wh.grad.numpy()}

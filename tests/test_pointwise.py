@@ -18,7 +18,6 @@ from pointwise_cases import (
     judged,
     run,
 )
-
 from slstm_reference import draw_extreme, slstm_by_softmax
 
 from mlx_lstm import cells, lstm, pointwise

@@ -159,12 +159,12 @@ def as_small(size: int, each: int, steps: int) -> int:
 
 
 def without_numbers(cell: AnyCell) -> AnyCell:
-    """Return the cell with fixed values for the cell clip and the forget bias. Kernels read both at run time, so the
-    values do not change the kernel."""
+    """Return the cell with fixed values for the limits of its clips and the forget bias. Kernels read them at run time,
+    so the values do not change the kernel."""
     if not isinstance(cell, LSTMCell):
         return cell
-    clip, bias = (0.5 if cell.cell_clip is not None else None), (-0.25 if cell.forget_bias else 0.0)
-    return cell._replace(cell_clip=clip, forget_bias=bias)
+    clip, of_h = (0.5 if limit is not None else None for limit in (cell.cell_clip, cell.projection_clip))
+    return cell._replace(cell_clip=clip, projection_clip=of_h, forget_bias=-0.25 if cell.forget_bias else 0.0)
 
 
 def rows_of(problem: Problem) -> int:
