@@ -68,7 +68,8 @@ def clip_shift(**case: Any) -> Tensors:
 
 def activation_arguments(*, fl: Arithmetic | None = None, **case: Any) -> list[tuple[str, Array]]:
     """Return a list of (activation's name, its arguments), one entry for each activation at each time step. A clip that
-    stops gradients counts as the activation "clip" of its argument divided by the limit. The arguments leave out sequences of the batch that are held at the step or have ended."""
+    stops gradients counts as the activation "clip" of its argument divided by the limit. The arguments leave out
+    sequences of the batch that are held at the step or have ended."""
     fl, seen = fl or Arithmetic(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
         for t, s in unroll(p, fl)[1].items():

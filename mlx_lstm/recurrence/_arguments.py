@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import mlx.core as mx
 import numpy as np
 
-from ..checks import ArraySpec, check_array, check_flag, check_number, check_option, check_sizes, fail
+from ..checks import ArraySpec, check_array, check_flag, check_limit, check_number, check_option, check_sizes, fail
 from ..engines.cells import ACTIVATIONS, AnyCell, Cell, GRUCell, LSTMCell, PointwiseCell, RNNCell
 from ..engines.packing import WEIGHTS, WIDTHS, Packing, Quantized, is_packed
 from ..engines.problem import Arrays, Problem
@@ -273,12 +273,6 @@ def check_lstm(
     # Without a clip both rules mean the same, so that the same kernels run.
     rule = clip_gradient if clip is not None or of_h is not None else "through"
     return LSTMCell(gate_order, (i, f, g, o, output), output_peephole, clip, bias, of_h, rule)
-
-
-def check_limit(op: str, name: str, limit: float | None) -> float | None:
-    """Check the limit of a clip. Return it, or None if there is none: a limit of 0 or less means that too."""
-    number = 0.0 if limit is None else check_number(op, name, limit)
-    return number if number > 0 else None
 
 
 @once

@@ -132,9 +132,9 @@ class Sweep(NamedTuple):
     last steps.
 
     options: the names of the caller's arrays that the launches read as contiguous arrays. numbers: the array of an
-    LSTM's forget bias and limits, if the launches read it. quantized: whether the launches read quantized weights. few: whether few
-    launches can compute the gradients of the weights after the backward steps. takes_product: whether the backward
-    steps read the recurrent product of a GRU's candidate.
+    LSTM's forget bias and limits, if the launches read it. quantized: whether the launches read quantized weights. few:
+    whether few launches can compute the gradients of the weights after the backward steps. takes_product: whether the
+    backward steps read the recurrent product of a GRU's candidate.
     """
 
     arrange: Launch
