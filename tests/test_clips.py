@@ -10,8 +10,9 @@ import pytest
 import torch
 from cases import device_of, draw, draw_cotangents, run, run_gradients, split
 from on_metal import on_metal
+from quantized_cases import check_quantized, quantized_case
 
-from mlx_lstm import lstm, lstm_gradients
+from mlx_lstm import convert, lstm, lstm_gradients, nn
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.oracle import clip_shift
 from mlx_lstm.oracle.closeness import assert_within, bounds, keeps_off_kinks
@@ -259,3 +260,45 @@ def test_equals_tensorflows_cell(peephole):
         limit |= {f"w_{gate}_diag": limit["peephole"] for gate in "ifo"}
     for name, array in expected.items():  # both are rounded to float32
         assert_within(name, (outputs | gradients)[name], array.astype(np.float64), 2 * limit[name])
+
+
+@pytest.mark.parametrize("engine", ["numpy", "stepwise"])
+def test_quantized_weights(engine):
+    """Clips that stop gradients work with quantized weights."""
+    options = {"projection": True, "cell_clip": 0.3, "projection_clip": 0.15, "clip_gradient": "zero"}
+    prepared = quantized_case(**options)
+    assert all(shift.any() for shift in clip_shift(**prepared[0]).values())
+    with on_metal() if engine in METAL_ENGINES else nullcontext():
+        check_quantized(engine, prepared)
+
+
+def test_steppers_and_inference():
+    """A stepper and a call for inference clip as a call in training does. The graph of inference, which MLX
+    differentiates itself, has the same gradient."""
+    case, _ = drawn("both", np.float32)
+    arrays = {name: mx.array(case[name]) for name in ("x", "Wx", "Wh", "b", "Wp")}
+    weights = convert.from_ops("lstm", [{name: a for name, a in arrays.items() if name != "x"}], **CLIPS)
+    with mx.stream(mx.cpu):
+        stepper = nn.from_weights(weights).stepper(3)
+        out = lstm(**arrays, **CLIPS, engine="ops")
+        for x, h in zip(arrays["x"], out.h, strict=True):
+            assert mx.allclose(stepper(x), h, rtol=1e-5, atol=1e-6)
+        gradients = [
+            mx.grad(lambda arrays, training=training: lstm(**arrays, **CLIPS, training=training, engine="ops").h.sum())(
+                arrays
+            )
+            for training in (True, False)
+        ]
+    for name in arrays:
+        assert mx.allclose(gradients[0][name], gradients[1][name], rtol=1e-4, atol=1e-5), name
+
+
+def test_an_infinite_c_is_clipped():
+    """A clip changes an infinite c, and so stops its gradient: no gradient is NaN."""
+    x = mx.array(np.array([[[1.0, 1.0, np.inf, 1.0]]], np.float32))
+    for engine in CPU:
+        with mx.stream(mx.cpu):
+            options = {"activations": ("identity",) * 5, "cell_clip": 2.0, "clip_gradient": "zero", "engine": engine}
+            out = lstm(x, None, mx.zeros((4, 1)), **options)
+            d = mx.grad(lambda x, o=options: lstm(x, None, mx.zeros((4, 1)), **o).h.sum())(x)
+        assert out.c.item() == 2 and d[0, 0, 3].item() == 2 and d[0, 0, 2].item() == 0
