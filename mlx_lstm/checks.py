@@ -136,6 +136,12 @@ def check_number(op: str, name: str, value: object) -> float:
     return number
 
 
+def check_limit(op: str, name: str, limit: object) -> float | None:
+    """Check the limit of a clip. Return it, or None if there is none: a limit of 0 or less means that too."""
+    number = 0.0 if limit is None else check_number(op, name, limit)
+    return number if number > 0 else None
+
+
 def as_float(value: object) -> float | None:
     """Convert a number of any type to Python's float, infinite if it is too large; return None if the value is no
     number."""

@@ -30,11 +30,11 @@ from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.problem import Cut, Limits, Problem
 from mlx_lstm.engines.tuning import Table
-from mlx_lstm.oracle import evaluate, forward
+from mlx_lstm.oracle import clip_shift, evaluate, forward
 from mlx_lstm.oracle.arithmetic import Arithmetic
 from mlx_lstm.oracle.closeness import assert_within, bounds
 from mlx_lstm.recurrence import _call, _child, _draw, _guard, _judge, unguarded
-from mlx_lstm.recurrence._trial import trial_from, trial_of
+from mlx_lstm.recurrence._trial import trial_from, trial_of, without_numbers
 
 SCRIPT = str(Path(__file__).with_name("trial_on_metal.py"))
 BROKEN = "its trial on this machine failed: RuntimeError: no pipeline"
@@ -1008,6 +1008,24 @@ def test_a_trial_keeps_off_kinks(dtype):
         names = ("x", "Wx", "Wh", "b", "h0") + (("c0", "peephole") if cell.op == "lstm" else ())
         drawn = _draw.draw(problem(T=10, B=9, cell=cell, dtype=dtype, names=names), np.random.default_rng(0))
         assert drawn.smooth, cell
+
+
+@pytest.mark.parametrize("clips", [("cell_clip",), ("projection_clip",), ("cell_clip", "projection_clip")])
+def test_a_trial_of_clips_that_stop_gradients(clips):
+    """In the trial of clips that stop gradients, every clip changes some values and leaves others as they are, and no
+    value comes near its limit, where the gradient jumps; not even in bfloat16, which rounds most."""
+    names = ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp")
+    for cell in every_cell():
+        if cell.op == "lstm" and cell.cell_clip:
+            limits = {"cell_clip": None, **dict.fromkeys(clips, 3.0)}
+            cell = without_numbers(cell._replace(**limits, clip_gradient="zero"))
+            for given in (names, names[:5]):
+                given = (*given, "Wp") if "projection_clip" in clips else given
+                drawn = _draw.draw(problem(B=3, cell=cell, dtype=mx.bfloat16, names=given), np.random.default_rng(0))
+                assert drawn.smooth, cell
+                shifts = clip_shift(**drawn.case)
+                for name, limit in (("c", cell.cell_clip), ("h", cell.projection_clip)):
+                    assert not limit or 0.1 < (shifts[name] != 0).mean() < 0.9, cell
 
 
 @pytest.mark.parametrize("T", [3, 22, 64])

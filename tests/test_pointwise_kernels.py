@@ -12,6 +12,7 @@ import pytest
 from kernel_texts import name_of, noted
 from on_metal import in_turns, on_metal
 from pointwise_cases import OPTIONS, ZOO, Form, assert_right, blocks, by_pointwise, draw_smooth, judged, run
+from slstm_reference import draw_extreme, slstm_by_softmax
 
 from mlx_lstm import cells, lstm, pointwise
 from mlx_lstm.check import cells as check_cells
@@ -98,6 +99,17 @@ def test_large_calls_are_right(engine, limits, cell):
 def test_16_bits_are_right(engine, dtype):
     """Results for arrays of 16 bits are within the error bounds of their dtype."""
     check(engine, ZOO["slstm"], {"lengths": True, "keep": True}, (4, 3, 2, 19), dtype=dtype)
+
+
+@pytest.mark.parametrize("engine", METAL_ENGINES)
+def test_extreme_input_gates_of_slstm(engine):
+    """From states of 0 and after a reset by `keep`, outputs and gradients of the sLSTM are right for preactivations of
+    the input gate from -1000 to 1000."""
+    case, cotangents = draw_extreme(np.random.default_rng(4), (5, 3, 19), lengths=True)
+    exact, bounds = slstm_by_softmax(case, cotangents), judged(ZOO["slstm"], case, cotangents)[1]
+    with on_metal():
+        got = run(ZOO["slstm"], case, cotangents, by_pointwise(engine))
+    assert_right({name: got[name] for name in exact}, exact, bounds)
 
 
 @pytest.mark.parametrize("gates, B", [(9, 3), (17, 33)])

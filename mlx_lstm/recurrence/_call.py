@@ -12,6 +12,7 @@ from ..engines import METAL_ENGINES, Choice, choice, tuning
 from ..engines.autodiff import run, run_backward
 from ..engines.cells import AnyCell, LSTMCell, RNNCell
 from ..engines.choice import NOWHERE, Stream, on
+from ..engines.chunks import HALVES
 from ..engines.ops.cells import activate
 from ..engines.packing import Packing, packed_names
 from ..engines.problem import Arrays, Problem, limits_in_effect, masks_differ
@@ -195,7 +196,7 @@ class Call(NamedTuple):
             traced = not free and not small and not have_values(values, transforming=True)
         problem = Problem(
             *sizes,
-            cell=self.cell,
+            cell=with_limits_of(self.cell, dtype),
             dtype=dtype,
             names=tuple(arrays),
             masks_differ="keep" in arrays or ("mask" in arrays and masks_differ(arrays)),
@@ -223,6 +224,15 @@ class Call(NamedTuple):
         elif traced and device == "cpu" and self.engine is None:
             warn_once(SLOW_WHEN_TRACED)
         return problem, chosen
+
+
+def with_limits_of(cell: AnyCell, dtype: mx.Dtype) -> AnyCell:
+    """Return the cell. If its clips stop gradients, round their limits to the dtype of the arrays: the backward pass
+    then finds a clipped number to be equal to the limit, also if the number was saved in 16 bits."""
+    if not isinstance(cell, LSTMCell) or cell.clip_gradient == "through" or dtype not in HALVES:
+        return cell
+    limits = {"cell_clip": cell.cell_clip, "projection_clip": cell.projection_clip}
+    return cell._replace(**{name: None if n is None else mx.array(n, dtype).item() for name, n in limits.items()})
 
 
 def whole_lengths(op: str, lengths: Lengths, batch: int, longest: int, *, checked: bool = False) -> mx.array | None:

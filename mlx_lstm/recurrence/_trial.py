@@ -5,6 +5,7 @@ import json
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from ..engines import cells
 from ..engines.cell_graph import from_json
@@ -14,6 +15,7 @@ from ..engines.metal.fused import SWEEPS, index_of
 from ..engines.metal.stepwise import index_bits, stepwise_rows, tile_of
 from ..engines.packing import Packing, is_packed
 from ..engines.problem import Chunks, Cut, Limits, Problem
+from ..oracle.arithmetic import ACTIVATIONS, Arithmetic
 
 STEPS = 3
 JOINING_STEPS, JOINING_LEFT = 10, 9
@@ -30,6 +32,12 @@ lower end of the range."""
 USUAL = ("h",)
 """The outputs that have a cotangent in most losses. The trial of a training call computes the gradients of such a
 loss."""
+
+STEER = 0.6
+"""The size of the preactivations in trials of clips that stop gradients. Random terms are added to it."""
+
+LIMIT_OF_H = 0.296875
+"""The limit of a projected h in trials of clips that stop gradients; a multiple of 1/128."""
 
 CELLS = {"lstm": cells.LSTMCell, "gru": cells.GRUCell, "rnn": cells.RNNCell}
 
@@ -159,12 +167,29 @@ def as_small(size: int, each: int, steps: int) -> int:
 
 
 def without_numbers(cell: AnyCell) -> AnyCell:
-    """Return the cell with fixed values for the cell clip and the forget bias. Kernels read both at run time, so the
-    values do not change the kernel."""
+    """Return the cell with fixed values for the limits of its clips and the forget bias. Kernels read them at run time,
+    so the values do not change the kernel."""
     if not isinstance(cell, LSTMCell):
         return cell
-    clip, bias = (0.5 if cell.cell_clip is not None else None), (-0.25 if cell.forget_bias else 0.0)
-    return cell._replace(cell_clip=clip, forget_bias=bias)
+    clip, of_h, bias = 0.5, 0.5, -0.25
+    if cell.clip_gradient == "zero":
+        # No number may come near a limit, where the gradient jumps. `_draw` draws preactivations of about STEER, and a
+        # c0 of about 0. So c is i g after the first step, and i g (1 + f) after the second one without a clip. Between
+        # the two lies the limit. It is a multiple of 1/128, which 16-bit dtypes have.
+        bias = 0.25
+        i, f, g = (gate_at_steer(cell, gate, bias if cell.forget_bias else 0.0) for gate in "ifg")
+        clip, of_h = round(128 * i * g * (1 + f) ** 0.5) / 128, LIMIT_OF_H
+    return cell._replace(
+        cell_clip=None if cell.cell_clip is None else clip,
+        projection_clip=None if cell.projection_clip is None else of_h,
+        forget_bias=bias if cell.forget_bias else 0.0,
+    )
+
+
+def gate_at_steer(cell: LSTMCell, gate: str, bias: float) -> float:
+    """Return the value of a gate whose preactivation is STEER, and for gate f in addition the forget bias."""
+    argument = np.array(STEER + (bias if gate == "f" else 0.0))
+    return float(ACTIVATIONS[cell.activation(gate)](argument, Arithmetic(np.float64)))
 
 
 def rows_of(problem: Problem) -> int:
