@@ -824,16 +824,16 @@ def compared(
 
 def drawn(trial: Trial, form: Form, n: int) -> tuple[dict[str, mx.array], list[mx.array]]:
     """Return random parameters by title, and x and the states with many rows, of the sizes `BATCHES[n]`."""
-    random, (matrices, vectors, inputs, cell) = np.random.default_rng(n + 1), BATCHES[n]
+    draws, (matrices, vectors, inputs, cell) = np.random.default_rng(n + 1), BATCHES[n]
     arrays = {}
     for title, shape in trial.shapes.items():
         size = vectors if len(shape) < 2 else matrices / np.sqrt(min(shape[-2:]))
-        arrays[title] = mx.array(random.uniform(-1.5, 1.5, shape) * size, mx.float64)
+        arrays[title] = mx.array(draws.uniform(-1.5, 1.5, shape) * size, mx.float64)
     rows = []
     for width, size in [(trial.D, inputs), (trial.H, inputs), (trial.H, cell)][: 1 + form.states]:
         # Each row has its own size, so that the tails and the middle of every activation occur in each batch.
-        each = size * 10 ** random.uniform(-1, 0.5, (ROWS, 1))
-        rows.append(mx.array(random.uniform(-1, 1, (ROWS, width)) * each, mx.float64))
+        each = size * 10 ** draws.uniform(-1, 0.5, (ROWS, 1))
+        rows.append(mx.array(draws.uniform(-1, 1, (ROWS, width)) * each, mx.float64))
     return arrays, rows
 
 
@@ -842,8 +842,8 @@ def gradients(
 ) -> dict[str, np.ndarray]:
     """Return the gradients of all parameters by title, and of x and the states, for random gradients of the first
     `states` outputs of a function."""
-    random = np.random.default_rng(0)
-    cotangents = [mx.array(random.uniform(0.5, 1.5, inputs[1].shape), mx.float64) for _ in range(states)]
+    draws = np.random.default_rng(0)
+    cotangents = [mx.array(draws.uniform(0.5, 1.5, inputs[1].shape), mx.float64) for _ in range(states)]
 
     def loss(arrays: dict[str, mx.array], *inputs: mx.array) -> mx.array:
         outputs = function(arrays, *inputs)[:states]
