@@ -19,6 +19,8 @@
 //   q         [D, T, B, H]  the candidate's recurrent products of a GRU        peephole [D, 4H]
 //   mask      [T or 1, B, D P], including keep       keep  [T, B, D]  lengths [B]
 //   dh, dc, dgates, dhT, dcT    the cotangents of the outputs, each in the shape of its output
+//   numbers   [3]: the second is the limit of c, for a clip that stops gradients
+//   unclipped [T, B, D P], for stepwise_dh with a clip of a projected h that stops gradients: 0 where it changed h
 //
 // A threadgroup computes COLUMNS units of Product::ROWS batch items. First all its threads compute the product, into
 // `sums` [ROWS][COLUMNS] in threadgroup memory; then every thread computes some cells. The product ends with a barrier
@@ -160,7 +162,8 @@ void stepwise_backward(
       float dh_or_past = Cell::PASSES_H ? carry + dh_t : dh_t;
       Cell::template constants<Index>(a, s.d, H, j, p);
       const float q = value_at(a.q, place_by_direction(s, b, H) + j, 0.0f);
-      Cell::backward(y, p, before, float(a.states[now]), q, dh_or_past, carry, dz);
+      Cell::backward(
+          y, p, before, float(a.states[now]), q, value_at(a.numbers, 1, 0.0f), dh_or_past, carry, dz);
       if (Cell::PASSES_H) carry = dh_or_past;
       if (is_present(a.keep)) unscaled = carry, carry *= factor;
     }
@@ -196,6 +199,7 @@ void stepwise_dh(
     float sum = 0.0f;
     if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);
     if constexpr (Cell::PASSES_H != 0) sum += carry_at(a.before, at);
+    if (is_present(a.unclipped) && float(value_at(a.unclipped, place(s, s.t, b, P) + j, 0.0f)) == 0.0f) sum = 0.0f;
     ((device S*)a.after)[at] = S(sum);
   }
   pad_row(a.after, Index(s.B) * s.D * P, group, 32 * simdgroup + lane);

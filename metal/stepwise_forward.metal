@@ -9,7 +9,8 @@
 //   h_before  [B, D K]       with a projection only: h of the previous step, from a separate launch. K: the width of h
 //   Wh        [D, G H, K]    peephole  [D, 4H]     bhn  [D H]
 //   h0, c0    [B, D K], [B, D H]: the first states of an item, at t = 0 or, in reverse, at its end
-//   mask      [T or 1, B, D K]     keep     [T, B, D]      lengths  [B]      numbers  [2]: forget bias, clip of c
+//   mask      [T or 1, B, D K]     keep     [T, B, D]      lengths  [B]      numbers  [3]: forget bias,
+//             clip of c, clip of a projected h
 //
 // A threadgroup computes all gates of UNITS units of Product::ROWS batch items. First all its threads compute the
 // product, into `sums` [ROWS][gates][UNITS] in threadgroup memory; then every thread computes some cells. The product
@@ -116,7 +117,7 @@ void stepwise_forward(
 }
 
 // Compute h [B, D P] = m Wp^T of one step, with a projection Wp [D, P, H]: an additional launch of each step. m is read
-// from `before`, the array that the step's first launch wrote.
+// from `before`, the array that the step's first launch wrote. If `numbers` is present, h is clipped.
 template <class Product, class S, class Arrays>
 void stepwise_project(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -128,7 +129,10 @@ void stepwise_project(
   Product::template product<OneBlock, 0, COLUMNS, 1>(x, rows_from(a.Wp, Index(s.d) * P, s.K), s.B, P, s.K, own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
     const int b = b0 + int(cell / COLUMNS), j = j0 + int(cell % COLUMNS);
-    if (b < s.B && j < P) ((device S*)a.after)[place(s, 0, b, P) + j] = S(sums[cell]);
+    if (b >= s.B || j >= P) continue;
+    const float limit = value_at(a.numbers, 2, 0.0f);
+    ((device S*)a.after)[place(s, 0, b, P) + j] =
+        S(is_present(a.numbers) ? within(-limit, sums[cell], limit) : sums[cell]);
   }
   pad_row(a.after, Index(s.B) * s.D * P, group, 32 * simdgroup + lane);
 }

@@ -83,11 +83,13 @@ def slstm(a: Arrays, state: Arrays) -> tuple[Array, ...]:
     Gates i, f, z, o (the order of the paper and of FlashRNN); states h, c, n, m, which begin as zeros. The forget gate
     is a sigmoid; :math:`m' = \max(\log \sigma(f) + m, i)` keeps the exponentials small. :math:`i' = e^{i - m'}`,
     :math:`f' = e^{\log \sigma(f) + m - m'}`, :math:`c' = f' c + i' \tanh z`, :math:`n' = f' n + i'`, :math:`h' =
-    \sigma(o) c' / n'`.
+    \sigma(o) c' / n'`. Where n = 0 (at the first step, or where `keep` has reset the states) there is nothing to
+    forget: :math:`m' = i`, as in the code of the paper, and :math:`f' = 1`.
     """
     i, f, z, o = a
     _, c, n, m = state
-    f = m - mx.logaddexp(0, -f)
+    # Without the selection a very negative i would leave m at 0: exp(i - m) would be 0, and h would be 0 / 0.
+    f = mx.where(n == 0, i, m - mx.logaddexp(0, -f))
     m = mx.maximum(f, i)
     i, f = mx.exp(i - m), mx.exp(f - m)
     c, n = f * c + i * mx.tanh(z), f * n + i

@@ -64,7 +64,7 @@ def check_array(
     shape: sizes, or letters for any size; dtype: `None` for any float; why: the reason for the shape, in the error.
     """
     if not isinstance(array, (mx.array, ArraySpec)):
-        fail(op, f"{name} must be an mlx.core.array{instead_of(array)}", type(array).__name__)
+        fail(op, f"{name} must be an mlx.core.array{instead_of(array, name)}", type(array).__name__)
     sizes = array.shape
     pairs = [pair for pair in zip(shape, sizes, strict=False) if pair[0] != pair[1]]
     if len(sizes) != len(shape) or not all([isinstance(want, str) for want, _ in pairs]):
@@ -75,13 +75,16 @@ def check_array(
         fail(op, f"{name} must have the dtype of the other arrays, {dtype},", array.dtype)
 
 
-def instead_of(value: object) -> str:
-    """Return advice for an error text: what to pass in place of a value that is not an MLX array."""
+def instead_of(value: object, name: str = "") -> str:
+    """Return advice for an error text: what to pass in place of a value that is not an MLX array. name: that of the
+    argument."""
     if type(value).__name__ == "PackedSequence":  # torch's class, a subclass of tuple: tested before tuples
         return ": pad it and use lengths,"
     first = value[0] if isinstance(value, (list, tuple)) and value else None
     if isinstance(first, mx.array) and first.dtype == mx.uint32:
         return ": of what mx.quantize returns make an mlx_lstm.Quantized(*..., group_size=..., bits=...),"
+    if isinstance(value, tuple) and name in ("x", "input"):  # as in nn.Sequential(LSTM, LSTM)
+        return ": of what an LSTM returns pass h, or run all layers by mlx_lstm.nn.stack,"
     if isinstance(value, tuple):
         return ": pass the tuple's arrays one by one,"
     return ": make one by mx.array(...)," if isinstance(value, list) or hasattr(value, "__array__") else ""
@@ -138,6 +141,12 @@ def check_number(op: str, name: str, value: object) -> float:
     if number is None or not math.isfinite(number):
         fail(op, f"{name} must be a finite number", repr(value))
     return number
+
+
+def check_limit(op: str, name: str, limit: object) -> float | None:
+    """Check the limit of a clip. Return it, or None if there is none: a limit of 0 or less means that too."""
+    number = 0.0 if limit is None else check_number(op, name, limit)
+    return number if number > 0 else None
 
 
 def as_float(value: object) -> float | None:

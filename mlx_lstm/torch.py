@@ -35,6 +35,7 @@ from .checks import (
     warn_once,
 )
 from .convert import Weights
+from .convert.layers import class_of
 from .convert.torch import NAMES, WAYS, by_names
 from .engines import cells
 from .engines.at_once import Run, by_mlx, by_numpy, computes_now, derived
@@ -238,6 +239,7 @@ class Layers(Advised):
             ValueError: the layer is bidirectional, or the call is inside a transformation of MLX.
         """
         op = f"{self.op}.stepper"
+        class_of(op, "the layer", self)
         if self.bidirectional:
             fail(op, "bidirectional must be False, because the reverse direction starts at the end of the input,", True)
 

@@ -289,7 +289,7 @@ def test_needed_bytes():
 @pytest.mark.parametrize(("others", "disturbed"), [(0.0, 0), (100.0, 1)])
 def test_a_turn_notes_what_other_processes_used(others, disturbed, monkeypatch):
     class Answer:
-        def ask(self, **request):
+        def ask(self, limit, **request):
             return {"samples": [0.1], "cpu": 5.0, "idle_cpu": 0.0}
 
     readings = iter([10.0, 15.0 + others])  # CPU seconds that all programs have used, before and after the timing

@@ -345,6 +345,10 @@ BAD = {
         r"x must be an mlx.core.array: make one by mx.array\(...\), but got list",
     ),
     "x is NumPy's": (lambda layer: layer(np.ones((2, 5, D))), r"make one by mx.array\(...\), but got ndarray"),
+    "layers in a Sequential": (
+        lambda layer: mlx.nn.Sequential(layer, layer)(mx.zeros((2, 5, D))),
+        r"x must be an mlx.core.array: of what an LSTM returns pass h, or run all layers by mlx_lstm.nn.stack, but got",
+    ),
     "states in a tuple": (
         lambda layer: layer(mx.zeros((2, 5, D)), (mx.zeros((2, H)), mx.zeros((2, H)))),
         r"\[nn.LSTM\] hidden must be an mlx.core.array: pass hidden and cell, not a tuple, but got tuple\.",

@@ -12,7 +12,7 @@ from ..engines.choice import has_metal
 from ..machine import VERSION, check_files, in_all_digits, run_command
 from ..testing.cases import DTYPES
 from ..testing.progress import Progress
-from ..testing.report import machine_card
+from ..testing.report import machine_card, one_line
 from .cases import CASES, find_contender, is_installed
 from .files import plot, write_csv, write_records
 from .host import HOST_SIZE, host_text, measure_host
@@ -93,7 +93,7 @@ def failures_text(rows: Iterable[Measurement]) -> str:
         if row.failed:
             failed.setdefault(f"{label(row.task)} ({row.task.engine})", []).append(row)
     return "".join(
-        f"{name} at {first.task.size} {first.task.which}: {first_line(first)}"
+        f"{name} at {first.task.size} {first.task.which}: {one_line(first.status)}"
         + (f" (and {len(others)} more)\n" if others else "\n")
         for name, (first, *others) in failed.items()
     )

@@ -7,7 +7,7 @@ from typing import Any
 from ..engines.cells import LSTMCell
 from ..testing.cases import DTYPES, hindrance
 from ..testing.progress import Progress
-from ..testing.report import first_line
+from ..testing.report import one_line
 from .cases.lstm import draw
 from .files import csv_record
 from .judge import judge_layer
@@ -48,7 +48,9 @@ def default_sizes(device: str, full: bool) -> tuple[Size, ...]:
 def measure_sizes(
     engines: Sequence[str], sizes: Sequence[Size], device: str, progress: Progress
 ) -> Iterator[list[Measurement]]:
-    """Yield the measurements of each size and pass, after the results were checked."""
+    """Yield the measurements of each size and pass, after the results were checked. What hung at one size is left out
+    at the next ones, because each wait takes minutes."""
+    hung: set[str] = set()
     for n, size in enumerate(sizes):
         progress.count(n, len(sizes))
         progress.title = f"timing, size {n + 1} of {len(sizes)}: {size}"
@@ -57,8 +59,11 @@ def measure_sizes(
         able = [word for word in engines if not hindrance(word, size, DTYPES["float32"], LSTMCell(), device=device)]
         for which in PASSES:
             pairs = [("mlx", "-"), *(("ours", engine) for engine in able)]
-            tasks = [Task(*pair, size, which, "float32", device) for pair in pairs]
-            yield measure(tasks, judge, seconds=SECONDS, rounds=ROUNDS, patience=QUIET, progress=progress)
+            tasks = [Task(*pair, size, which, "float32", device) for pair in pairs if pair[1] not in hung]
+            rows = measure(tasks, judge, seconds=SECONDS, rounds=ROUNDS, patience=QUIET, progress=progress)
+            hung |= {row.task.engine for row in rows if row.hung}
+            if rows:
+                yield rows
     progress.title = ""
 
 
@@ -87,7 +92,7 @@ def time_line(rows: Sequence[Measurement]) -> str:
     for row in rows:
         name = label(row.task) if row.task.engine == "-" else row.task.engine
         if not row.samples:
-            cells.append(f"{name} not timed: {first_line(row.status)}")
+            cells.append(f"{name} not timed: {one_line(row.status)}")
             continue
         times = ""
         if "mlx" in compared and row.task.contender != "mlx" and (figures := ratio(row, compared["mlx"])):

@@ -8,9 +8,9 @@ from typing import NoReturn
 
 import mlx.core as mx
 
+from ..budget import shown
 from ..checks import fail
 from ..engines.cells import RNNCell
-from ..files import shown
 from ..machine import VERSION, run_command
 from ._files import Model, ending_of, read, replace, write, write_to
 from ._keys import STYLES, WAYS

@@ -31,13 +31,16 @@ class Graph:
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self.numbers: dict[Node, int] = {}
+        self.numbers: dict[str, int] = {}
+        self.derives = False  # whether the operations of the derivative are being added, after those of the cell
 
     def add(self, op: str, *args: int) -> int:
         """Add the operation `op` on the nodes `args`, and return the number of its node. If a rewrite applies, return
         the number of a simpler node with the same value instead."""
         if op in COMMUTES:
             args = tuple(sorted(args))
+        if repr(Node(op, args)) in self.numbers:
+            return self.node(Node(op, args))  # the derivative reads a number of the cell
         for rewrite in REWRITES.get(op, ()):
             same = rewrite(self, *args)
             if same is not None:
@@ -54,10 +57,11 @@ class Graph:
 
     def node(self, node: Node) -> int:
         """Return the number of this node. Add the node unless the graph has an equal one."""
-        if node not in self.numbers:
-            self.numbers[node] = len(self.nodes)
+        key = repr(node)  # the constants 0.0 and -0.0 are equal, but not the same
+        if key not in self.numbers:
+            self.numbers[key] = len(self.nodes)
             self.nodes.append(node)
-        return self.numbers[node]
+        return self.numbers[key]
 
     def value(self, n: int) -> float | None:
         """Return the value of node n if it is a constant, else None."""
@@ -69,10 +73,15 @@ class Graph:
 # Each function takes a graph and the operands of a new node. It returns the number of a simpler node with the same
 # value, or None if the rewrite does not apply. tests/test_cell_graphs.py compares every rewrite with
 # the original operation in plain MLX.
+#
+# A rewrite that may change the sign of a zero applies only to operations that only the derivative has: in the cell
+# itself arctan2 and 1 / x make two very different numbers of the two zeros.
 
 
 def add_zero(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite x + 0 as x."""
+    """Rewrite x + 0 as x, in a derivative."""
+    if not graph.derives:
+        return None
     return b if graph.value(a) == 0 else a if graph.value(b) == 0 else None
 
 
@@ -88,7 +97,9 @@ def add_branches(graph: Graph, a: int, b: int) -> int | None:
 
 
 def subtract_zero(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite x - 0 as x, and 0 - x as -x."""
+    """Rewrite x - 0 as x, and 0 - x as -x, in a derivative."""
+    if not graph.derives:
+        return None
     return a if graph.value(b) == 0 else graph.add("neg", b) if graph.value(a) == 0 else None
 
 
@@ -101,10 +112,10 @@ def multiply_by_one(graph: Graph, a: int, b: int) -> int | None:
 
 
 def multiply_by_condition(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite float(p) * x, where p is a condition, as x if p else 0. The product would be NaN if p is false and x
-    infinite. MLX writes the gradients of maximum and minimum as such products."""
+    """Rewrite float(p) * x, where p is a condition, as x if p else 0, in a derivative. The product would be NaN if p is
+    false and x infinite. MLX writes the gradients of maximum and minimum as such products."""
     for factor, x in ((a, b), (b, a)):
-        if graph.nodes[factor].op != "float":
+        if graph.nodes[factor].op != "float" or not graph.derives:
             continue
         condition = graph.nodes[factor].args[0]
         if graph.nodes[condition].op == "not":

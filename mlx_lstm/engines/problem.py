@@ -33,9 +33,9 @@ Arrays = dict[str, Array]
 
 
 class Cut(NamedTuple):
-    """How `fused` divides its work, chosen by a measurement. rows: the number of batch items in a threadgroup; 8
-    selects the kernel that multiplies 8 x 8 matrices. spare: how many registers of a thread must stay free of weights.
-    """
+    """How an engine divides its work, chosen by a measurement, or without 8 x 8 matrices on a GPU where they do not
+    work. rows: the number of batch items in a threadgroup; 8 or more select a kernel that multiplies 8 x 8 matrices.
+    spare: how many registers of a thread must stay free of weights, in `fused`."""
 
     rows: int
     spare: int = 0

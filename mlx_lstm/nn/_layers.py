@@ -15,6 +15,7 @@ import numpy as np
 
 from ..advice import Advised, advised
 from ..checks import NO_UNITS, check_array, check_every, check_flag, check_integer, chosen_options, fail, instead_of
+from ..convert.layers import NONLINEARITIES, activation_of, class_of
 from ..engines.at_once import by_mlx, by_numpy, computes_now
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.choice import Engine, check_engine
@@ -33,8 +34,7 @@ from ..recurrence import (
 
 Self = TypeVar("Self", bound="Layer")
 
-NONLINEARITIES = {nn.tanh: "tanh", mx.tanh: "tanh", nn.relu: "relu", nn.sigmoid: "sigmoid", mx.sigmoid: "sigmoid"}
-"""The functions for which `RNN` runs `mlx_lstm.rnn`, and their names there."""
+OPTIONS_OF_TORCH = ("num_layers", "bidirectional", "batch_first", "dropout", "proj_size")
 
 
 class Layer(Advised):
@@ -87,7 +87,8 @@ class Layer(Advised):
             [..., H] as the same kind of array.
 
         Raises:
-            ValueError: an argument or a parameter breaks a rule, or the call is inside a transformation of MLX.
+            ValueError: an argument or a parameter breaks a rule, the call is inside a transformation of MLX, or the
+                layer's class redefines `__call__` or `step`.
 
         Example:
             >>> import mlx.core as mx
@@ -98,8 +99,10 @@ class Layer(Advised):
             >>> hidden.shape, stepper.state().shape
             ((2, 4), (2, 4))
         """
+        op = f"{self.op}.stepper"
+        class_of(op, "the layer", self)
         read = lambda: [(self._cell(), self._arrays(), self.engine)]  # noqa: E731
-        return Stepper(f"{self.op}.stepper", read, [self], batch=batch, is_stack=False)
+        return Stepper(op, read, [self], batch=batch, is_stack=False)
 
     def _extra_repr(self, more: str = "") -> str:
         Wx, _, b, *_ = self._names
@@ -655,17 +658,6 @@ class QuantizedRNN(QuantizedLayer, RNN):
     of, kinds = RNN, (RNN, nn.RNN)
 
 
-def activation_of(nonlinearity: object) -> str:
-    """Return the name that `mlx_lstm.rnn` uses for a nonlinearity, which is a function of MLX such as `nn.tanh`.
-    Raise ValueError for any other function."""
-    # Compare one by one, since a module such as nn.Tanh() is not hashable.
-    for function, name in NONLINEARITIES.items():
-        if nonlinearity is function:
-            return name
-    rule = "nonlinearity must be MLX's tanh, relu or sigmoid here, because no kernel or stepper has another,"
-    fail("nn.RNN", rule, repr(nonlinearity))
-
-
 def check_nonlinearity(nonlinearity: object) -> None:
     """Raise ValueError unless the nonlinearity of an `RNN` is a function."""
     if not callable(nonlinearity):
@@ -687,7 +679,7 @@ class Activated(NamedTuple):
 def check_input(op: str, x: object, D: int, Wx: Weight, is_step: bool) -> None:
     """Check that x is a layer's input [..., L, D], or the input [..., D] of a step."""
     if not isinstance(x, mx.array):
-        fail(op, f"x must be an mlx.core.array{instead_of(x)}", type(x).__name__)
+        fail(op, f"x must be an mlx.core.array{instead_of(x, 'x')}", type(x).__name__)
     if x.dtype == mx.complex64:
         fail(op, "x must be real", x.dtype)
     if x.ndim < 2 - is_step or x.shape[-1] != D or 0 in x.shape[-2 + is_step :]:

@@ -12,10 +12,11 @@ from ..engines import METAL_ENGINES, Choice, choice, tuning
 from ..engines.autodiff import run, run_backward
 from ..engines.cells import AnyCell, LSTMCell, RNNCell
 from ..engines.choice import NOWHERE, Stream, on
+from ..engines.chunks import HALVES
 from ..engines.ops.cells import activate
 from ..engines.packing import Packing, packed_names
 from ..engines.problem import Arrays, Problem, limits_in_effect, masks_differ
-from ..engines.tracing import custom_function, have_values, is_transforming
+from ..engines.tracing import custom_function, have_values, is_transforming, vjp
 from ._arguments import Sizes, check_call, check_sequences
 from ._guard import guarded, guarded_gradients
 from ._steps import Steps, check_flags, check_hold
@@ -149,7 +150,7 @@ class Call(NamedTuple):
             outputs = steps.outputs(engine_outputs, changed, wants_last=True)
             return [outputs[name] for name in cotangents]
 
-        gradients = mx.vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]
+        gradients = vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]
         return dict(zip(names, gradients, strict=True))
 
     def steps(self, arrays: Arrays, sizes: Sizes, op: str) -> tuple[Steps, "Call"]:
@@ -201,7 +202,7 @@ class Call(NamedTuple):
             traced = not free and not small and not have_values(values, transforming=True)
         problem = Problem(
             *sizes,
-            cell=self.cell,
+            cell=with_limits_of(self.cell, dtype),
             dtype=dtype,
             names=tuple(arrays),
             masks_differ="keep" in arrays or ("mask" in arrays and masks_differ(arrays)),
@@ -222,14 +223,22 @@ class Call(NamedTuple):
         best = partial(choice.decide, problem, table, op, self.engine, device, metal, traced)
         chosen = best()
         every = None if problem.plain else self.checkpoint_every
-        problem = choice.divide(problem, chosen.engine, every)
+        divided = partial(choice.divide, every=every)
+        problem = divided(problem, chosen.engine)
         if chosen.engine in METAL_ENGINES:
-            trusted = guarded(chosen, problem, best)
-            if trusted.engine != chosen.engine:
-                chosen, problem = trusted, choice.divide(problem, trusted.engine, every)
+            chosen, problem = guarded(chosen, problem, best, divided)
         elif traced and device == "cpu" and self.engine is None:
             warn_once(SLOW_WHEN_TRACED)
         return problem, chosen
+
+
+def with_limits_of(cell: AnyCell, dtype: mx.Dtype) -> AnyCell:
+    """Return the cell. If its clips stop gradients, round their limits to the dtype of the arrays: the backward pass
+    then finds a clipped number to be equal to the limit, also if the number was saved in 16 bits."""
+    if not isinstance(cell, LSTMCell) or cell.clip_gradient == "through" or dtype not in HALVES:
+        return cell
+    limits = {"cell_clip": cell.cell_clip, "projection_clip": cell.projection_clip}
+    return cell._replace(**{name: None if n is None else mx.array(n, dtype).item() for name, n in limits.items()})
 
 
 def whole_lengths(op: str, lengths: Lengths, batch: int, longest: int, *, checked: bool = False) -> mx.array | None:

@@ -31,6 +31,7 @@ from .kernel import (
     contiguous,
     fields_of,
     layout_number,
+    numbers_of,
     prepare,
     struct_of,
     whole_mask,
@@ -97,6 +98,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
             inputs[name] = arrays[array]
     for name in cotangents:
         inputs[f"d{name}"] = cotangents[name]
+    if sweep.numbers is not None:
+        inputs["numbers"] = sweep.numbers
     operand: Arrays = {}
     if sweep.few or sweep.takes_product:
         operand = recurrent_input(problem, arrays, saved["h"], mask)
@@ -129,9 +132,9 @@ class Sweep(NamedTuple):
     last steps.
 
     options: the names of the caller's arrays that the launches read as contiguous arrays. numbers: the array of an
-    LSTM's forget bias and cell limit. quantized: whether the launches read quantized weights. few: whether few
-    launches can compute the gradients of the weights after the backward steps. takes_product: whether the backward
-    steps read the recurrent product of a GRU's candidate.
+    LSTM's forget bias and limits, if the launches read it. quantized: whether the launches read quantized weights. few:
+    whether few launches can compute the gradients of the weights after the backward steps. takes_product: whether the
+    backward steps read the recurrent product of a GRU's candidate.
     """
 
     arrange: Launch
@@ -197,7 +200,7 @@ INPUTS = {
     "forward": ("z", "h0", "c0", "arranged", "peephole", "bhn", "mask", "keep", "lengths", "sizes", "numbers"),
     "backward": (
         *("gates", "states", "states0", "arranged", "peephole", "bhn", "mask", "keep", "lengths"),
-        *("dh", "dc", "q", "dgates", "dhT", "dcT", "sizes"),
+        *("dh", "dc", "q", "dgates", "dhT", "dcT", "sizes", "numbers"),
     ),
 }
 """The arrays that the shader of the forward and of the backward pass can read, in the order of its fields."""
@@ -231,6 +234,7 @@ def backward_sweep(
     few, product, bare = is_plain(problem, names), takes_product(cell), readable(problem)
     there = {"states": True, "arranged": True, "sizes": True, "lengths": "lengths" in names, "q": product}
     there |= {"mask": "mask" in names or "keep" in names, "gates": cell.op != "rnn"}
+    there["numbers"] = isinstance(cell, LSTMCell) and cell.stops_c
     there |= {"states0": ("c0" if has_c else "h0") in names} | {f"d{name}": True for name in cotangents}
     present = {name for name in there if there[name]} | {*options_of(problem, names)}
     later = present | ({"dhT", "dcT"} if has_c else {"dhT"})
@@ -239,7 +243,8 @@ def backward_sweep(
         for n, (steps, sizes) in enumerate(reversed(division(bare, masks_differ)))
     )
     arrange = arrange_launch("backward", bare, dtype)
-    return Sweep(arrange, parts, options_of(problem, names), few=few, takes_product=product)
+    numbers = numbers_of(cell) if there["numbers"] else None
+    return Sweep(arrange, parts, options_of(problem, names), numbers, few=few, takes_product=product)
 
 
 def options_of(problem: Problem, names: Collection[str]) -> tuple[str, ...]:
@@ -265,11 +270,6 @@ def readable(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx
     if not is_packed("Wh", names) or (dtype == mx.float32 and tiling_of("forward", bare, dtype).matrices):
         return bare
     return problem
-
-
-def numbers_of(cell: AnyCell) -> mx.array | None:
-    """Return the array of two numbers that an LSTM's kernel reads: the forget bias and the limit of the cell state."""
-    return constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32) if isinstance(cell, LSTMCell) else None
 
 
 def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:

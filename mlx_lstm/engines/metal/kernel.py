@@ -278,7 +278,7 @@ def cell_number(cell: AnyCell, peephole: bool = False) -> int:
     if isinstance(cell, LSTMCell):
         order, gates, activations = cell.gate_order, "ifgo", cell.activations
         sees = (1 if cell.output_peephole == "current" else 2) if peephole else 0
-        own = sees + ((cell.cell_clip is not None) << 2)
+        own = sees + ((cell.cell_clip is not None) << 2) + (cell.stops_c << 3)
     elif isinstance(cell, GRUCell):
         order, gates, activations = cell.gate_order, "rzn", cell.activations
         own = (cell.reset == "before") + (cell.flip_z << 1)
@@ -288,6 +288,14 @@ def cell_number(cell: AnyCell, peephole: bool = False) -> int:
     number = sum(order.index(gate) << 2 * k for k, gate in enumerate(gates))
     number += sum(known("metal", ACTIVATIONS, name) << 8 + 3 * k for k, name in enumerate(activations))
     return number + (own << 23)
+
+
+def numbers_of(cell: AnyCell) -> mx.array | None:
+    """Return the array of three numbers that an LSTM's kernels read: the forget bias, the limit of the cell state and
+    the limit of a projected h. A limit that the cell does not have is 0. Return None for other cells."""
+    if not isinstance(cell, LSTMCell):
+        return None
+    return constant((cell.forget_bias, cell.cell_clip or 0.0, cell.projection_clip or 0.0), mx.float32)
 
 
 def layout_number(cell: AnyCell) -> int:

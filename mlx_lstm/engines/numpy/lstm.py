@@ -47,6 +47,11 @@ def peephole_columns(cell: LSTMCell, v: Views, H: int, B: int) -> dict[str, Arra
     return {gate: np.repeat(v["peephole"][cell.block(gate, H), None], B, axis=1) for gate in cell.gate_order}
 
 
+def changed_by_clip(before: Array, after: Array, limit: float) -> Array:
+    """Return where a clip changed an array. `engines.ops.cells.through_clip` says why both arrays are needed."""
+    return (np.abs(after) >= limit) & (np.abs(before) != limit)
+
+
 class LSTMStep:
     """Compute one forward step of an LSTM. Calling the object overwrites the preactivations z [4H, B] with the
     gates, or with the reciprocals of gates."""
@@ -77,6 +82,7 @@ class LSTMStep:
         self.late: list[tuple[InPlace, Array]] = self.activations(cell, order, late)
         self.peeps_early: str = ("ifg" if late else "ifgo") if self.peephole else ""
         self.clip: float | None = cell.cell_clip
+        self.projection_clip: float | None = cell.projection_clip
         self.output: InPlace = activation(cell.activations[4])[0]
         # Where to copy the gates from z, for the backward pass: tuples (whether these rows of z hold 1 / gate and must
         # be inverted, the rows of z, the rows of the saved gates). The saved gates are in the cell's own gate order.
@@ -141,6 +147,8 @@ class LSTMStep:
             apply_gate(scratch, gate["o"], out=h)
         else:
             np.matmul(self.Wp, apply_gate(scratch, gate["o"], out=self.m), out=h)
+            if self.projection_clip is not None:
+                np.clip(h, -self.projection_clip, self.projection_clip, out=h)
         if gates is not None:
             for inverse, rows, block in self.saves:
                 if inverse:
@@ -164,6 +172,11 @@ class LSTMStepBackward:
         gates [T, B, 4H]."""
         (_, B, H, P), dtype = problem[:4], v["Wh"].dtype
         self.gates_at = steps_of(saved["gates"])
+        # The limits of the clips that stop gradients.
+        self.clip: float | None = cell.cell_clip if cell.stops_c else None
+        self.projection_clip: float | None = cell.projection_clip if cell.stops_h else None
+        if cell.stops_h:
+            self.h_at = steps_of(saved["h"])
         self.through_Wh = TransposedProduct(v["Wh"], problem)
         self.block: dict[str, slice] = gate_blocks(cell.gate_order, H)
         self.runs = runs(cell.gate_order, cell.activations, H, "ifgo")
@@ -206,9 +219,11 @@ class LSTMStepBackward:
         self.output(c, s)
         dm = dh
         if self.Wp_T is not None:
+            m = np.multiply(s, o, out=self.m[:, columns])
+            if self.projection_clip is not None:
+                dh[changed_by_clip(self.Wp_T.T @ m, self.h_at(t), self.projection_clip)] = 0
             dm = np.matmul(self.Wp_T, dh, out=self.dm)
             self.dh[:, columns] = dh
-            np.multiply(s, o, out=self.m[:, columns])
         # Propagate dm, the gradient of m, to gate o and to c.
         np.multiply(dm, s, out=self.dy_o)
         np.multiply(s, s, out=scratch)
@@ -218,6 +233,8 @@ class LSTMStepBackward:
         if self.peephole and self.o_sees_current:
             dz_o = self.dy_o if dgates is None else self.dy_o + dgates[block["o"]]
             dc += dz_o * slopes[block["o"]] * self.peephole["o"]
+        if self.clip is not None:
+            dc[changed_by_clip(f * c_prev + i * g, c, self.clip)] = 0
         # Propagate the gradient of c = f c_prev + i g to the gates and to c_prev.
         np.multiply(dc, g, out=self.dy_i)
         np.multiply(dc, c_prev, out=self.dy_f)

@@ -35,6 +35,8 @@ COMPOSED: dict[str, str] = {
     "rsqrt": "sqrt({0}, {out}); divide(one, {out}, {out})",
     "float": "copyto({out}, {0})",
     "select": "copyto({out}, {2}); copyto({out}, {1}, where={0})",
+    # A remainder of 0 has the sign of the dividend, as in MLX.
+    "rem": "fmod({0}, {1}, t0); remainder({0}, {1}, {out}); copyto({out}, t0, where=logical_not(t0))",
     # logaddexp(a, b) = max(a, b) + log(1 + e) with e = exp(-|a - b|), and log(1 + e) = log(u) + (e - (u - 1)) / u with
     # u = 1 + e. NumPy's own logaddexp is not vectorized. fmin replaces the NaN of two equal infinities by 1.
     "logaddexp": "subtract({0}, {1}, t0); abs(t0, t0); negative(t0, t0); exp(t0, t0); fmin(t0, one, t0); "
@@ -112,14 +114,17 @@ class Writer:
                 done.add(run)
                 self.names.update(zip(run.nodes, run.names, strict=True))
                 self.lines.append(self.call(run.op, [run.source], run.target))
-        self.lines += [f"copyto({name}, {self.name(n)})" for n, name in copies if self.name(n) != name]
+        self.copy_at_once([(name, self.name(n)) for n, name in copies])
 
     def name(self, n: int) -> str:
         """Return the name of the array, or of the constant, that has the value of a node."""
         node = self.nodes[n]
         if node.op != "const":
             return self.names[n]
-        name = next((name for name, value in self.constants.items() if value == node.value), f"k{len(self.constants)}")
+        name = next(
+            (name for name, value in self.constants.items() if repr(value) == repr(node.value)),
+            f"k{len(self.constants)}",
+        )
         self.constants[name] = node.value
         return name
 
@@ -127,8 +132,7 @@ class Writer:
         """Return the statement that computes one operation."""
         if op in UFUNCS:
             return f"{UFUNCS[op]}({', '.join(operands)}, out={out})"
-        if op == "logaddexp":
-            self.scratch |= {"t0": False, "t1": False, "t2": False}
+        self.scratch |= {name: False for name in ("t0", "t1", "t2") if name in COMPOSED[op]}
         return COMPOSED[op].format(*operands, out=out)
 
     def write(self, place: int, n: int, target: str | None, copies: list[tuple[int, str]]) -> None:
@@ -158,6 +162,27 @@ class Writer:
             if self.names[k] != out:
                 self.free[self.scratch[self.names[k]]].append(self.names[k])
 
+    def copy_at_once(self, copies: list[tuple[str, str]]) -> None:
+        """Append statements that copy arrays as if all copies ran at the same time: each target gets the value that its
+        source has before the first copy. copies: pairs (target, source).
+
+        A copy runs when no other copy reads its target any more. If only cycles are left, such as two states that
+        change places, one target is first saved in a scratch array, from which the other copies then read.
+        """
+        waiting = [(target, source) for target, source in copies if target != source]
+        while waiting:
+            sources = [source for _, source in waiting]
+            ready = next((copy for copy in waiting if copy[0] not in sources), None)
+            if ready is None:
+                target = waiting[0][0]
+                spare = f"b{len(self.scratch)}"
+                self.scratch[spare] = False
+                self.lines.append(f"copyto({spare}, {target})")
+                waiting = [(to, spare if source == target else source) for to, source in waiting]
+            else:
+                self.lines.append(f"copyto({ready[0]}, {ready[1]})")
+                waiting.remove(ready)
+
     def code(self) -> Code:
         """Return the generated statements with their scratch arrays and constants."""
         return Code(tuple(self.lines), self.scratch, self.constants)
@@ -176,7 +201,9 @@ def function_of(code: Code, parameters: str, once: Sequence[str], unpacked: Sequ
     compiled = compile(text, "<a cell of your own>", "exec")
 
     def build(shape: tuple[int, int], dtype: np.dtype, fixed: dict[str, Any]) -> Callable[..., None]:
-        space: dict[str, Any] = {name: getattr(np, name) for name in (*UFUNCS.values(), "copyto", "fmin")}
+        space: dict[str, Any] = {
+            name: getattr(np, name) for name in (*UFUNCS.values(), "copyto", "fmin", "fmod", "remainder")
+        }
         space |= {name: np.empty(shape, bool if is_bool else dtype) for name, is_bool in code.scratch.items()}
         space |= {name: np.array(value, dtype) for name, value in code.constants.items()}
         space |= fixed | {"H": shape[0]}
@@ -341,17 +368,21 @@ class PointwiseStep:
     """Compute one forward step of a cell that the user wrote. Before each step the caller writes the step's inputs to
     `us` [U H, B]: U inputs for each of H hidden units and B batch items."""
 
-    def __init__(self, problem: Problem, cell: PointwiseCell, v: Views, mask: Array | None):
+    def __init__(self, problem: Problem, cell: PointwiseCell, v: Views, mask: Array | None, streamed: bool = False):
+        """Allocate the arrays that every step overwrites. streamed: the steps arrive one at a time
+        (`engines.numpy.stream`)."""
         (_, B, H, _), dtype, graph = problem[:4], v["x"].dtype, cell.graph
         negated = negatable(graph) if cell.recurrent else ""
         self.products: JoinedProduct | SeparateProducts = (
-            SeparateProducts(problem, v, mask) if graph.apart else input_products(problem, v, mask, negated)
+            SeparateProducts(problem, v, mask)
+            if graph.apart or not cell.recurrent
+            else input_products(problem, v, mask, negated, streamed)
         )
         self.apart: bool = graph.apart
         self.weights: Array | None = self.products.weights
         self.z: Array = np.empty((cell.gates * H, B), dtype)
         if self.weights is not None:
-            self.weights = in_blocks(self.weights, B)
+            self.weights = in_blocks(self.weights, B, streamed)
             self.product: Array = self.z.reshape(*self.weights.shape[:-1], -1)  # z, divided like the weights
         self.us: Array = np.empty((graph.inputs * H, B), dtype)
         saves = problem.training or problem.return_gates

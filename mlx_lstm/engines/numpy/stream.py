@@ -6,11 +6,11 @@ Within a step every array is feature-major, as in `engines.numpy.sweep`.
 
 import numpy as np
 
-from ..cells import GRUCell
+from ..cells import GRUCell, PointwiseCell
 from ..problem import Problem
 from .arrays import Array, Views
 from .passes import STEPS
-from .products import bias_of, in_blocks
+from .products import JoinedProduct, bias_of, in_blocks
 
 
 class StreamedLayer:
@@ -18,23 +18,29 @@ class StreamedLayer:
     P.
 
     There are two buffers for h. A step reads h from one buffer, k = 0 or 1, and writes the new h to the other; the
-    next step swaps them. Before a step the caller writes its input to x_rows[k] [I, B]. c is overwritten by each step;
-    it has no rows in a cell without c.
+    next step swaps them. Before a step the caller writes its input to x_rows[k] [I, B]. c [C H, B] has all states
+    besides h, and no rows in a cell without such a state; c[k] and c[1 - k] are the same array in a built-in cell,
+    whose step overwrites it.
     """
 
     def __init__(self, problem: Problem, v: Views):
         """Prepare a layer whose states are zero. v: the parameters in float32 or float64. Their memory must not change
         later. problem: the description of a single step."""
-        (_, B, H, _), dtype, cell = problem[:4], v["Wh"].dtype, problem.cell
+        (_, B, H, _), dtype, cell = problem[:4], v["Wx"].dtype, problem.cell
         I = v["Wx"].shape[1]
         v = v | {"x": np.empty((1, B, I), dtype)}
         self.step = STEPS[type(cell)][0](problem, cell, v, None, streamed=True)
         products = self.step.products
         self.h: list[Array] = products.h_buffers
         self.operands: list[Array] = products.operands
-        self.c: Array = np.zeros((H if "c" in cell.outputs else 0, B), dtype)
+        # A user's cell gets two arrays for c, too, since it may read an old state after it has written a new one.
+        own = isinstance(cell, PointwiseCell)
+        shape = (cell.carried * H if "c" in cell.outputs else 0, B)
+        self.c: list[Array] = [np.zeros(shape, dtype) for _ in range(2)] if own else 2 * [np.zeros(shape, dtype)]
         self.inputs: Array | None = None
-        if isinstance(cell, GRUCell):  # its product with h is separate; the bias is one more column of Wx
+        if isinstance(cell, GRUCell) or (
+            own and not isinstance(products, JoinedProduct)
+        ):  # the product with h is separate; the bias is one more column of Wx
             bias = bias_of(problem, v)
             Wx = v["Wx"] if bias is None else np.concatenate([v["Wx"], bias[:, None]], axis=1)
             self.inputs = np.empty((len(Wx), B), dtype)
@@ -53,7 +59,7 @@ class StreamedLayer:
         if self.inputs is not None:
             np.matmul(self.weights, self.column, out=self.product)
         h, new = self.h[k], self.h[1 - k]
-        self.step(self.operands[k], self.inputs, h, self.c, None, self.c, new)
+        self.step(self.operands[k], self.inputs, h, self.c[k], None, self.c[1 - k], new)
         return new
 
 
@@ -80,20 +86,22 @@ class Stream:
         """Return a view (*batch, F) of an array [F, B]."""
         return rows.T.reshape(*self.batch, -1) if len(rows) else rows
 
-    def __call__(self, x: Array, keep: Array | None) -> Array:
+    def __call__(self, x: Array, keep: Array | None = None, inputs: Array | None = None) -> Array:
         """Run one step, and return the last layer's new h (*batch, P), with P its width. The result is a view of a
         buffer and valid until the next step.
 
         x: (*batch, I). Its memory order does not matter. A complex x raises a TypeError. keep: factors [B] on the
-        states before the step, or None.
+        states before the step, or None. inputs [B, U H]: the U inputs of this step of a user's cell, or None.
         """
         k = self.k
         np.copyto(self.x[k], x)
+        if inputs is not None:
+            np.copyto(self.layers[0].step.us, inputs.T)
         with np.errstate(all="ignore"):  # exp may overflow in a gate that is 0, and x may be infinite
             if keep is not None:
                 for layer in self.layers:
                     layer.h[k] *= keep
-                    layer.c[...] *= keep
+                    layer.c[k][...] *= keep
             first, *others = self.layers
             h = first.run(k)
             for layer in others:
@@ -105,8 +113,8 @@ class Stream:
     def states(self) -> dict[str, list[Array]]:
         """Return views of the current states of all layers by name: h (*batch, P) and, for an LSTM, c (*batch, H)."""
         states = {"h": [self.outward(layer.h[self.k]) for layer in self.layers]}
-        if len(self.layers[0].c):
-            states["c"] = [self.outward(layer.c) for layer in self.layers]
+        if len(self.layers[0].c[self.k]):
+            states["c"] = [self.outward(layer.c[self.k]) for layer in self.layers]
         return states
 
     def set_states(self, states: dict[str, list[Array]]) -> None:

@@ -81,12 +81,24 @@ def constant(value: float, like: Array) -> Array:
     return mx.array(value, like.dtype)
 
 
-def clip_straight_through(c: Array, limit: float) -> Array:
-    """Return clip(c, -limit, limit). The gradient ignores the clip, as in TensorFlow's block ops: it passes to c
-    unchanged, except that it is 0 where c is infinite."""
-    bound = constant(limit, c)
-    zero = mx.where(mx.isinf(c), 0, c - mx.stop_gradient(c))  # 0 in value, but with the gradient of c
-    return mx.stop_gradient(mx.clip(c, -bound, bound)) + zero
+def clipped(x: Array, limit: float, gradient: str) -> Array:
+    """Return clip(x, -limit, limit). The gradient ignores the clip if `gradient` is "through", as in TensorFlow's block
+    ops: it passes to x unchanged, except that it is 0 where x is infinite. If `gradient` is "zero", it is 0 where the
+    clip changed x, as in torch.clamp."""
+    bound = constant(limit, x)
+    inside = mx.stop_gradient(mx.clip(x, -bound, bound))
+    if gradient == "zero":
+        return mx.where(mx.abs(x) <= bound, x, inside)
+    return inside + mx.where(mx.isinf(x), 0, x - mx.stop_gradient(x))  # adds 0, but with the gradient of x
+
+
+def through_clip(limit: float, before: Array, after: Array, gradient: Array) -> Array:
+    """Return the gradient of an array before a clip that stops gradients: 0 where the clip changed the array, else
+    `gradient`. before: the array before the clip, computed again, so it may be rounded differently. after: the
+    clipped array. Both are needed: `after` says exactly which numbers are below the limit, and `before` finds those
+    that were equal to the limit before the clip, which the clip did not change."""
+    bound = constant(limit, after)
+    return mx.where((mx.abs(after) < bound) | (mx.abs(before) == bound), gradient, 0)
 
 
 def by_gate(cell: LSTMCell | GRUCell, array: Array | None) -> dict[str, Array]:
@@ -104,7 +116,7 @@ def lstm_step(cell: LSTMCell, a: Array, c_prev: Array, peephole: Array | None) -
     is an option of the cell (0 by default).
 
       i = s_i(a_i + p_i c_prev)   f = s_f(a_f + forget_bias + p_f c_prev)   g = s_g(a_g + p_g c_prev)
-      c = f c_prev + i g, clipped if `cell_clip` is given
+      c = f c_prev + i g, clipped if `cell_clip` is given; `clipped` defines the gradient of the clip
       o = s_o(a_o + p_o c), or s_o(a_o + p_o c_prev) if `output_peephole` is "previous"
       m = o s_output(c)
     """
@@ -119,7 +131,7 @@ def lstm_step(cell: LSTMCell, a: Array, c_prev: Array, peephole: Array | None) -
         y[gate] = activate(cell.activation(gate), z[gate])
     c = y["f"] * c_prev + y["i"] * y["g"]
     if cell.cell_clip is not None:
-        c = clip_straight_through(c, cell.cell_clip)
+        c = clipped(c, cell.cell_clip, cell.clip_gradient)
     if p and current:
         z["o"] = z["o"] + p["o"] * c
     y["o"] = activate(cell.activation("o"), z["o"])
@@ -141,7 +153,7 @@ def lstm_step_backward(
     c_prev [B, H].
 
     dm [B, H]: the gradient of m = o * output(c), which is h unless there is a projection. dc [B, H], dgates [B, 4H]:
-    the gradients of the new c and of the gates. The clip of c lets gradients pass unchanged.
+    the gradients of the new c and of the gates.
     """
     y, p, dy = by_gate(cell, gates), by_gate(cell, peephole), by_gate(cell, dgates)
 
@@ -154,6 +166,8 @@ def lstm_step_backward(
     dc = dc + dm * y["o"] * slope(output, s)
     if p and cell.output_peephole == "current":
         dc = dc + dz["o"] * p["o"]
+    if cell.cell_clip is not None and cell.stops_c:
+        dc = through_clip(cell.cell_clip, y["f"] * c_prev + y["i"] * y["g"], c, dc)
     dz["i"] = through("i", dc * y["g"])
     dz["f"] = through("f", dc * c_prev)
     dz["g"] = through("g", dc * y["i"])

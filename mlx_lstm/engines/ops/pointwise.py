@@ -9,13 +9,14 @@ import mlx.core as mx
 from ..cell_graph import Node, needed
 from ..cells import PointwiseCell
 from ..problem import Array, Arrays, Problem
-from ..tracing import custom_function
+from ..tracing import custom_function, vjp
 from .cells import sigmoid
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b,
-    "neg": lambda a: -a, "max": mx.maximum, "min": mx.minimum, "pow": mx.power, "logaddexp": mx.logaddexp,
-    "atan2": mx.arctan2, "exp": mx.exp, "expm1": mx.expm1, "log": mx.log, "log2": mx.log2, "log10": mx.log10,
+    "neg": lambda a: -a, "max": mx.maximum, "min": mx.minimum, "pow": mx.power, "rem": mx.remainder,
+    "logaddexp": mx.logaddexp, "atan2": mx.arctan2, "exp": mx.exp, "expm1": mx.expm1, "log": mx.log, "log2": mx.log2,
+    "log10": mx.log10,
     "log1p": mx.log1p, "sqrt": mx.sqrt, "rsqrt": mx.rsqrt, "tanh": mx.tanh, "sigmoid": sigmoid, "erf": mx.erf,
     "abs": mx.abs, "sign": mx.sign, "floor": mx.floor, "ceil": mx.ceil, "round": mx.round, "sin": mx.sin,
     "cos": mx.cos, "tan": mx.tan, "sinh": mx.sinh, "cosh": mx.cosh, "asin": mx.arcsin, "acos": mx.arccos,
@@ -28,12 +29,16 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def values_of(
-    nodes: tuple[Node, ...], outputs: Iterable[int], known: Mapping[int, Array], like: Array
+    nodes: tuple[Node, ...],
+    outputs: Iterable[int],
+    known: Mapping[int, Array],
+    like: Array,
+    functions: Mapping[str, Callable[..., Any]] = FUNCTIONS,
 ) -> dict[int, Array]:
     """Return the values of the nodes from which the outputs are computed.
 
     known: the values of some nodes, among them all inputs that are needed. like: an array of the shape and dtype of
-    the results; constants stay scalars of this dtype.
+    the results; constants stay scalars of this dtype. functions: the function of MLX for each operation.
     """
     values = dict(known)
     for n in needed(nodes, outputs, known):
@@ -45,7 +50,7 @@ def values_of(
         elif node.op == "float":
             values[n] = values[node.args[0]].astype(like.dtype)
         else:
-            values[n] = FUNCTIONS[node.op](*[values[k] for k in node.args])
+            values[n] = functions[node.op](*[values[k] for k in node.args])
     return values
 
 
@@ -131,5 +136,5 @@ def gradients_by_mlx(
         outputs = forward(problem, dict(zip(names, values, strict=True)) | lengths)
         return [outputs[name] for name in cotangents]
 
-    gradients = mx.vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]
+    gradients = vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]
     return dict(zip(names, gradients, strict=True))

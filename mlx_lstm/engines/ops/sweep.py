@@ -15,6 +15,7 @@ from mlx.utils import tree_map
 from ..cells import GRUCell, LSTMCell, PointwiseCell, RNNCell
 from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
+from ..tracing import distinct
 from . import cells
 from .packed import dequantized, times_input
 from .pointwise import gradients_by_mlx, pointwise_step
@@ -56,6 +57,8 @@ def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
 
     first = initial_states(problem, arrays)
     outputs, (hT, cT) = over_time(step_at, first, problem.steps(), lambda t: live_items(arrays, t))
+    if isinstance(problem.cell, PointwiseCell):  # it may return one array as two states, or an input unchanged
+        hT, cT = distinct([hT, cT])
     outputs |= {"hT": hT, "cT": cT}
     return {name: outputs[name] for name in problem.cell.outputs}
 
@@ -118,7 +121,10 @@ def step(
     if isinstance(cell, LSTMCell):
         # mx.addmm is not used here and in the cells: MLX 0.32.4 refuses it under vmap over x alone.
         gates, c, m = cells.lstm_step(cell, z + h_in @ Wh.T, c, arrays.get("peephole"))
-        return gates, c, m if Wp is None else m @ Wp.T
+        h = m if Wp is None else m @ Wp.T
+        if cell.projection_clip is not None:
+            h = cells.clipped(h, cell.projection_clip, cell.clip_gradient)
+        return gates, c, h
     if isinstance(cell, GRUCell):
         gates, h = cells.gru_step(cell, z, h_in, h, Wh, arrays.get("bhn"))
     else:
@@ -166,6 +172,8 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
         dgates = cotangents["gates"][t, ...] if "gates" in cotangents else None
         before = {name: states[t, ...] for name, states in starts.items()}
         after = {name: saved[name][t, ...] for name in ("h", "c", "gates") if name in saved}
+        if isinstance(problem.cell, LSTMCell) and problem.cell.stops_h:
+            dh_t = through_projection_clip(problem, problem.cell, arrays["Wp"], after, dh_t)
         back = step_backward(problem, arrays, t, before, after, dh_t, dc_t, dgates)
         live, dz = live_items(arrays, t), back.dz
         if live is not None:
@@ -208,6 +216,18 @@ def step_backward(
         return cells.gru_step_backward(cell, after["gates"], h_in, before["h"], Wh, before.get("q"), dh, dgates)
     assert isinstance(cell, RNNCell)
     return cells.rnn_step_backward(cell, after["h"], Wh, dh, dgates)
+
+
+def through_projection_clip(problem: Problem, cell: LSTMCell, Wp: Array, after: Arrays, dh: Array) -> Array:
+    """Return the gradient of a projected h before the clip `projection_clip`: dh [.., P], or 0 where the clip changed
+    h. after: h, c and the gates after the step or, with an axis of time, after all steps."""
+    m = projected_vector(problem, cell, after).astype(Wp.dtype)
+    return cells.through_clip(cell.projection_clip or 0.0, m @ Wp.T, after["h"], dh)
+
+
+def projected_vector(problem: Problem, cell: LSTMCell, after: Arrays) -> Array:
+    """Return m = o * output(c) [.., H], the vector that the projection multiplies. after: c and the gates."""
+    return after["gates"][..., cell.block("o", problem.H)] * cells.activate(cell.activation("output"), after["c"])
 
 
 def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
@@ -270,8 +290,7 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
         if "keep" in arrays:
             gradients["keep"] = keep_gradient(before, without_padding(lengths, dh_in), sweep.get("carry"))
     if isinstance(cell, LSTMCell) and "Wp" in arrays:
-        output = cells.activate(cell.activation("output"), saved["c"])
-        m = (saved["gates"][..., cell.block("o", problem.H)] * output).astype(h.dtype)
+        m = projected_vector(problem, cell, saved).astype(h.dtype)
         gradients["Wp"] = flat(sweep["dh"]).T @ flat(m)
     return gradients
 
