@@ -104,7 +104,7 @@ def npy(data, rng):
     return data[:8] + min(len(text), 2**16 - 1).to_bytes(2, "little") + text + data[n:]
 
 
-NAMES = [text[:60_000] for text in TEXTS if text not in ("", "\ud800")]
+NAMES = [text[:60_000] for text in TEXTS if text not in ("", "\0", "\ud800")]
 """Names of members that Python can write."""
 
 ZIP = {
