@@ -64,7 +64,8 @@ class Child:
         self.first_errors: list[str] = []
         self.last_errors: deque[str] = deque(maxlen=KEPT)
         # Two threads read the pipes, because a read from a pipe has no time limit.
-        self.readers = [Thread(target=read, daemon=True) for read in (self.read_answers, self.read_errors)]
+        reads = (self.read_answers, self.read_errors)
+        self.readers: list[Thread] = [Thread(target=read, daemon=True) for read in reads]
         for reader in self.readers:
             reader.start()
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TextIO, TypeVar
 
 ERASE = "\r\x1b[2K"
@@ -27,9 +28,9 @@ class Progress:
         self.start: float = time.monotonic()
         self.end: float | None = None
         self.parts: tuple[float, float] | None = None  # when the parts began, and when they will end by the estimate
-        self.lock = threading.Lock()
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self.redraw, daemon=True)
+        self.lock: AbstractContextManager[bool] = threading.Lock()
+        self.ended: threading.Event = threading.Event()
+        self.thread: threading.Thread = threading.Thread(target=self.redraw, daemon=True)
 
     def __enter__(self) -> "Progress":
         self.thread.start()
