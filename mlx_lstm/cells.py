@@ -88,10 +88,13 @@ def slstm(a: Arrays, state: Arrays) -> tuple[Array, ...]:
     """
     i, f, z, o = a
     _, c, n, m = state
-    # Without the selection a very negative i would leave m at 0: exp(i - m) would be 0, and h would be 0 / 0.
-    f = mx.where(n == 0, i, m - mx.logaddexp(0, -f))
-    m = mx.maximum(f, i)
-    i, f = mx.exp(i - m), mx.exp(f - m)
+    f = m - mx.logaddexp(0, -f)
+    # Where n = 0, d = 0 selects m = i. With the m of that state, a very negative i would make i' and n' 0: h is 0 / 0.
+    d = mx.where(n == 0, 0, f - i)
+    m = mx.where(d > 0, f, i)
+    # One of f' and i' is 1, so one exponential is enough. It is not exp(-abs(d)), whose slope at d = 0 would be 0.
+    e = mx.exp(mx.where(d > 0, -d, d))
+    i, f = mx.where(d > 0, e, 1), mx.where(d > 0, 1, e)
     c, n = f * c + i * mx.tanh(z), f * n + i
     return mx.sigmoid(o) * c / n, c, n, m
 

@@ -24,7 +24,7 @@ SAVED = {
     "cifg": ["sigmoid", "tanh", "sigmoid"],
     "peephole_lstm": ["sigmoid", "sigmoid", "tanh", "sigmoid"],
     "gru": ["sigmoid", "sigmoid", "tanh", "input"],
-    "slstm": ["input", "input", "tanh", "sigmoid"],
+    "slstm": ["input", "select", "tanh", "sigmoid"],
 }
 
 
