@@ -143,4 +143,5 @@ def activation_of(nonlinearity: object, op: str = "nn.RNN") -> str:
     for function, name in NONLINEARITIES.items():
         if nonlinearity is function:
             return name
-    fail(op, "nonlinearity must be MLX's tanh, relu or sigmoid, as a function,", repr(nonlinearity))
+    rule = "nonlinearity must be MLX's tanh, relu or sigmoid here, because no kernel or stepper has another,"
+    fail(op, rule, repr(nonlinearity))
