@@ -71,7 +71,7 @@ def chosen(live: Array, one: Array, other: Array) -> Array:
     live = live.reshape(1, -1, *[1] * (one.ndim - 1))
     if not mx.issubdtype(one.dtype, mx.floating):
         return mx.where(live.squeeze(0), one, other)
-    both = mx.stack(mx.broadcast_arrays(other, one))
+    both = mx.stack(list(mx.broadcast_arrays(other, one)))
     return mx.take_along_axis(both, mx.stop_gradient(live.astype(mx.uint32)), axis=0).squeeze(0)
 
 
