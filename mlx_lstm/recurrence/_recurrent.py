@@ -118,9 +118,7 @@ def recurrent(
             """Run the user's step and check what it returns."""
             state = state if before_at is None else times(before_at[t], state)
             given = tree_map(lambda _, rows: rows[t], x, x_at), state
-            if live is not None:
-                given = filled(given, only_live(live_at[t], leaves(given)))
-            results = step(*given, *own)
+            results = step(*filled(given, only_live(live_at[t], leaves(given))), *own)
             if not isinstance(results, tuple) or len(results) != 2:
                 fail(OP, "step must return a tuple of two, (output_t, state),", shown(results))
             output, state = results
