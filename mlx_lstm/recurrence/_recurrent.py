@@ -52,8 +52,8 @@ def recurrent(
             floats. 0 resets an item: pass `keep=~done` if an episode ended before step t. With `reverse` the step
             before t is t+1. An array of the state is multiplied in its own dtype.
         hold (array or list, optional): bool or integers, broadcastable to [T, B]: steps at which an item's state is
-            carried unchanged (`keep` still applies), its outputs are 0 and its input is not read. Steps past an item's
-            end are not held.
+            carried unchanged (`keep` still applies), its outputs are 0 and its input is not read: `step` gets zeros
+            instead, as past an item's end. Steps past an item's end are not held.
         lengths (integer array or list, optional): [B], the number of steps of each item, 0..T. After the end of an item
             its outputs are 0, its state is carried unchanged and its input is not read: `step` gets zeros instead, at
             which its derivative by parameters must be finite. With `reverse` the item starts at its end. Under

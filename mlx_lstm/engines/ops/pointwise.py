@@ -116,7 +116,6 @@ def pointwise_step(
         known = {graph.number[name]: a for name, a in zip(graph.names(), given, strict=True) if name in graph.number}
         values = values_of(graph.nodes, graph.forward, known, h)
         states = [mx.broadcast_to(values[n], h.shape) for n in graph.forward]
-    states = only_live(live, states)
     saved = mx.zeros((h.shape[0], cell.kept * h.shape[1]), h.dtype)
     return saved, mx.concatenate(states[1:], axis=-1) if len(states) > 1 else c, states[0]
 
