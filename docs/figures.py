@@ -181,6 +181,32 @@ def calls(who: str, kind: str, B: int, H: int, T: int) -> Run:
     return lambda: mx.eval(step(x))
 
 
+def fed(who: str, kind: str, B: int, H: int, T: int, between: int) -> Run:
+    """Return a training step that calls a layer once for each of T time steps. The input of a step contains the h of
+    the step before, which a concatenation and `between` elementwise operations prepare."""
+    import mlx.core as mx
+    import mlx.nn
+
+    layer = layer_of(who, kind, H)
+    half = H // 2
+    x, mask = mx.random.normal((T, B, 1, half)), mx.random.uniform(shape=(T, B, 1, H))
+    mx.eval(x, mask)
+
+    def loss(x: Any) -> Any:
+        state, total = (mx.zeros((B, H)),) * (2 if kind == "LSTM" else 1), mx.array(0.0)
+        for t in range(T):
+            step = mx.concatenate([x[t], state[0][:, None, half:]], axis=-1) * mask[t]
+            for _ in range(between - 1):
+                step = mx.sin(step)
+            out = layer(step, *state)
+            state = tuple(a[:, -1] for a in (out if kind == "LSTM" else (out,)))
+            total = total + mx.square(state[0]).mean()
+        return total
+
+    step = mlx.nn.value_and_grad(layer, loss)
+    return lambda: mx.eval(step(x))
+
+
 def larger(who: str, kind: str, T: int, B: int, H: int) -> Run:
     """Return a training step of a dense layer with 128 units, 20 elementwise operations and a small layer."""
     import mlx.core as mx
@@ -232,6 +258,7 @@ def tables() -> dict[str, tuple[Callable[..., Run], tuple[str, ...], list[tuple[
     long = [(kind, *size) for kind in kinds for size in ((200, 32, 128), (400, 64, 128), (128, 32, 256))]
     plain = [(k, *size) for k in kinds for size in ((64, 32, 128), (128, 32, 256), (100, 1, 512), (64, 64, 512))]
     steps = [(k, *size, 80) for k in kinds for size in ((1, 64), (1, 256), (16, 256), (64, 256))]
+    loops = [(k, *size, T, n) for k in kinds for size in ((16, 100), (16, 256)) for T in (50, 1000) for n in (1, 30)]
     cells = [(work, 128, B, 128) for work in ("inference", "training") for B in (1, 32, 64)]
     return {
         "streaming": (streaming, steppers, frames),
@@ -240,6 +267,7 @@ def tables() -> dict[str, tuple[Callable[..., Run], tuple[str, ...], list[tuple[
         "first": (training, ("full", "input"), long),
         "torch": (training, ("full", "torch"), plain),
         "calls": (calls, ("full", "ops", "mlx"), [*steps, ("LSTM", 1, 640, 40), ("GRU", 1, 640, 40)]),
+        "fed": (fed, ("full", "ops", "mlx"), loops),
         "larger": (larger, ("full", "ops", "mlx"), [("GRU", 200, 16, 8)]),
         "cells": (own_cell, ("pointwise", "recurrent", "lstm"), cells),
         "memory": (own_cell, ("pointwise", "recurrent, auto", "recurrent", "lstm"), [("training", 1000, 8, 128)]),

@@ -225,9 +225,9 @@ def rows_from(batch):
     call has at least `batch` sequences, it chooses 8, for the kernel with 8 x 8 matrix products. Otherwise it
     chooses 1, 2 or 4, for the kernel without matrix products. With two directions each sequence counts twice."""
 
-    def rows_for(cell, B, H, itemsize, directions, cores, packing=None):
-        matrices = directions * B >= batch and fused.fits_matrices(cell, H)
-        return 8 if matrices else 1 if B <= 16 else 2 if B <= 64 else 4
+    def rows_for(layer):
+        matrices = layer.directions * layer.B >= batch and fused.fits_matrices(layer.cell, layer.H)
+        return 8 if matrices else 1 if layer.B <= 16 else 2 if layer.B <= 64 else 4
 
     return rows_for
 

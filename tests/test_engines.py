@@ -12,7 +12,7 @@ from mlx_lstm import lstm, recurrence
 from mlx_lstm.engines import ENGINES, METAL_ENGINES, choose
 from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import kernel
-from mlx_lstm.engines.metal.fused import rows_for, step_cycles
+from mlx_lstm.engines.metal.fused import LayerSize, rows_for, step_cycles
 from mlx_lstm.engines.numpy import activations
 from mlx_lstm.engines.ops import cells as ops
 from mlx_lstm.engines.predicted import predict
@@ -113,17 +113,17 @@ def test_the_choice_for_every_number_of_cores(cell, dtype):
         choice = choose(**where, cores=cores)
         assert choice.engine == "fused" and f"B = 32, H = 64 on {cores} GPU cores, predicted" in choice.reason
         assert choose(**where | {"sizes": (8, 32, 3, 1024)}, cores=cores).engine == "stepwise"
-        assert rows_for(cell, 1, 96, dtype.size, 1, cores) == 1
-    assert [rows_for(LSTMCell(), 128, 96, dtype.size, 1, cores) for cores in (8, 80)] == [8, 2]
+        assert rows_for(LayerSize(cell, 1, 96, dtype.size, cores=cores)) == 1
+    assert [rows_for(LayerSize(LSTMCell(), 128, 96, dtype.size, cores=cores)) for cores in (8, 80)] == [8, 2]
 
 
 def test_of_two_equal_divisions_the_simpler_one_runs():
     """A threadgroup of `fused` computes as few sequences as possible, unless more sequences per threadgroup reduce
     the predicted time by more than 5 %."""
     for B in range(1, 65):
-        times = {rows: step_cycles(LSTMCell(), B, 64, 4, 1, 10, rows, None) for rows in (1, 2, 8)}
+        times = {rows: step_cycles(LayerSize(LSTMCell(), B, 64, 4), rows) for rows in (1, 2, 8)}
         best = min(times.values())
-        assert rows_for(LSTMCell(), B, 64, 4, 1, 10) == min(rows for rows in times if times[rows] <= 1.05 * best)
+        assert rows_for(LayerSize(LSTMCell(), B, 64, 4)) == min(rows for rows in times if times[rows] <= 1.05 * best)
 
 
 def test_a_call_is_divided_for_the_cores_of_this_gpu():

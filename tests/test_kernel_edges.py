@@ -176,8 +176,8 @@ def test_no_launch_is_predicted_to_take_longer_than_20_ms(cell, H, B, dtype):
     problem = Problem(9999, B, H, H, cell, dtype, bidirectional=True)
     steps = [count for count, _ in kernels_fused.division(problem, False)]
     assert sum(steps) == 9999
-    rows = kernels_fused.rows_for(cell, B, H, dtype.size, 2, problem.cores)
-    both = kernels_fused.step_cycles(cell, B, H, dtype.size, 2, problem.cores, rows, None)
+    layer = kernels_fused.layer_size(problem, dtype.size)
+    both = kernels_fused.step_cycles(layer, kernels_fused.rows_for(layer))
     assert max(steps) == 1 or max(steps) * both / 2 <= 0.02 * 1.278e9
 
 

@@ -70,7 +70,7 @@ def test_fused_stays_within_the_limits_of_metal(cell, itemsize):
     for H in range(1, FUSED_LIMIT[cell.op] + 1):
         for B, D in ((1, 1), (17, 1), (64, 1), (65, 1), (1000, 1), (33, 2)):
             for sweep in (False, True):
-                tiling = kernels_fused.fused_tiling(cell, B, H, itemsize, backward=sweep, directions=D)
+                tiling = kernels_fused.fused_tiling(kernels_fused.LayerSize(cell, B, H, itemsize, D), backward=sweep)
                 assert tiling.threads <= 1024 and tiling.bytes <= 32768
                 assert tiling.threads >= (4 if tiling.matrices else kernels_fused.LANES[cell.op]) * H
 
@@ -306,8 +306,8 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
     numbers depend only on the batch size and the cell."""
     seen = set()
 
-    def prepare(name, shaders, inputs, outputs, template, body, groups, threads, index, own):
-        (vectors,) = re.findall(r"^threadgroup vec<float, 4> \w+\[(\d+)\];$", body, re.M)
+    def prepare(source, template, inputs, outputs, groups, threads):
+        (vectors,) = re.findall(r"^threadgroup vec<float, 4> \w+\[(\d+)\];$", source.body, re.M)
         seen.add((threads, 16 * int(vectors)))
 
     with patch.object(kernels_stepwise, "prepare", prepare):
@@ -317,7 +317,9 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
             forward = rows, kernels_stepwise.UNITS[op] * problem.cell.gates
             for high, columns in (forward, *kernels_stepwise.TILES.get(rows, [(rows, 8)])):
                 shape = {"tile": (high, columns), "units": (7, 7), "output": (8, mx.float32)}
-                kernels_stepwise.StepKernel(problem, mx.float32, (), "stepwise_dh", "", **shape)
+                kernels_stepwise.StepKernel(
+                    problem, mx.float32, (), kernels_stepwise.StepShader("stepwise_dh", ""), **shape
+                )
     assert all(threads <= 1024 and size <= 32768 for threads, size in seen), seen
     assert len(seen) > 3
 
@@ -328,8 +330,8 @@ def test_stepwise_stays_within_the_limits_of_metal_with_a_users_cell(gates):
     most 1024 threads and 32 KB of threadgroup memory."""
     seen = set()
 
-    def prepare(name, shaders, inputs, outputs, template, body, groups, threads, index, own):
-        (vectors,) = re.findall(r"^threadgroup vec<float, 4> \w+\[(\d+)\];$", body, re.M)
+    def prepare(source, template, inputs, outputs, groups, threads):
+        (vectors,) = re.findall(r"^threadgroup vec<float, 4> \w+\[(\d+)\];$", source.body, re.M)
         seen.add((threads, 16 * int(vectors)))
 
     cell = PointwiseCell(Form(lambda a, state: (sum(a[1:], a[0]) + state[0],), gates).graph(2, 7))

@@ -359,7 +359,8 @@ def test_nan_stays_nan(engine, options):
 
 @pytest.mark.parametrize("H, dtype", [(128, np.float32), (200, np.float16)])
 def test_fused_with_weights_that_do_not_fit_in_registers(H, dtype):
-    tiling = kernels_fused.fused_tiling(LSTMCell(), 2, H, np.dtype(dtype).itemsize, backward=False)
+    layer = kernels_fused.LayerSize(LSTMCell(), 2, H, np.dtype(dtype).itemsize)
+    tiling = kernels_fused.fused_tiling(layer, backward=False)
     assert tiling.resident_part < 1
     rng = np.random.default_rng(0)
     case = draw(rng, sizes=(2, 2, 2, H, H), dtype=dtype)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..engines import tuning
 from ..engines.cells import LSTMCell
 from ..engines.choice import FUSED_LIMIT, METAL_ENGINES, has_metal
-from ..engines.metal.fused import rows_for
+from ..engines.metal.fused import LayerSize, rows_for
 from ..engines.problem import Cut
 from ..files import write_whole
 from ..recurrence import unguarded
@@ -110,7 +110,7 @@ def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
     H = max((H for H in grid.units if H <= CUT_AT), default=min(grid.units))
     size, best = Size(grid.steps, B, H, H), None
     for step in ("rows", "spare"):
-        rows = best.rows if best else rows_for(LSTMCell(), B, H, DTYPES[dtype].size, 1, tuning.gpu_cores())
+        rows = best.rows if best else rows_for(LayerSize(LSTMCell(), B, H, DTYPES[dtype].size, 1, tuning.gpu_cores()))
         tried = [Cut(rows) for rows in ROWS] if step == "rows" else [Cut(rows, spare) for spare in SPARE]
         times = measure({cut: ("fused", cut) for cut in (best, *tried)}, size, dtype, grid)
         print(

@@ -1,7 +1,7 @@
 """Predict which Metal engine is faster, from the sizes of a recurrence and the number of GPU cores.
 
 The prediction is a small model of the hardware: how many cycles a time step takes on the core that gets the most
-work. tests/machine_code has a larger model, which counts every launch and every instruction. The tests check that both
+layer. tests/machine_code has a larger model, which counts every launch and every instruction. The tests check that both
 models agree. No Mac has measured the numbers below.
 """
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .cells import AnyCell
-from .metal.fused import BYTES_PER_CYCLE, SIMPLER, rows_for, step_cycles
+from .metal.fused import BYTES_PER_CYCLE, SIMPLER, LayerSize, rows_for, step_cycles
 from .metal.stepwise import UNITS, stepwise_rows, tile_of
 from .packing import Packing, field_of
 from .problem import LIMITS, Problem
@@ -66,8 +66,8 @@ def predict(
     """
     if H > WIDEST:
         return Prediction("stepwise", f"H = {H} > {WIDEST}, up to which kernels of fused were counted")
-    rows = rows_for(cell, B, H, dtype.size, directions, cores, packing)
-    fused = step_cycles(cell, B, H, dtype.size, directions, cores, rows, packing)
+    layer = LayerSize(cell, B, H, dtype.size, directions, cores, packing)
+    fused = step_cycles(layer, rows_for(layer))
     share = fused / stepwise_cycles(cell, dtype, B, H, cores, directions, packing)
     weights = f", weights of {field_of(packing)} bits," if packing else ""
     where = f"in {str(dtype).removeprefix('mlx.core.')}{weights} at B = {B}, H = {H} on {cores} GPU cores"

@@ -199,8 +199,7 @@ def rows_of(problem: Problem) -> int:
     if problem.cut:
         return problem.cut.rows
     bare = fused.readable(problem, problem.names, problem.dtype)
-    own = (problem.H, problem.dtype.size, problem.directions, problem.cores, bare.packing)
-    return fused.rows_for(problem.cell, problem.B, *own)
+    return fused.rows_for(fused.layer_size(problem, problem.dtype.size)._replace(packing=bare.packing))
 
 
 def smallest_pointwise(problem: Problem) -> tuple[int, int, int]:

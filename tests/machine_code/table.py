@@ -14,7 +14,7 @@ from pointwise_cases import ZOO
 from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
-from mlx_lstm.engines.metal.fused import rows_for
+from mlx_lstm.engines.metal.fused import LayerSize, rows_for
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.predicted import WIDEST, predict
 from mlx_lstm.testing.cases import DTYPES
@@ -65,7 +65,7 @@ def defaults() -> frozenset[Case]:
     found = set()
     for cell, dtype, H, B, cores in product(CELLS, DTYPES, range(32, WIDEST + 1, 32), BATCHES, CORES):
         if predict(CELLS[cell], DTYPES[dtype], B, H, cores).engine == "fused":
-            rows = rows_for(CELLS[cell], B, H, DTYPES[dtype].size, 1, cores)
+            rows = rows_for(LayerSize(CELLS[cell], B, H, DTYPES[dtype].size, 1, cores))
             found.add(Case("fused", cell, dtype, BATCH_OF_ROWS[rows], H, rows=rows))
     return frozenset(found)
 

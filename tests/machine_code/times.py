@@ -21,7 +21,15 @@ from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.cells import Cell, LSTMCell
 from mlx_lstm.engines.choice import FUSED_LIMIT
-from mlx_lstm.engines.metal.fused import THREADGROUP_MEMORY, FusedTiling, fits_matrices, fused_tiling, rows_for
+from mlx_lstm.engines.metal.fused import (
+    THREADGROUP_MEMORY,
+    FusedTiling,
+    LayerSize,
+    fits_matrices,
+    fused_tiling,
+    layer_size,
+    rows_for,
+)
 from mlx_lstm.engines.ops.packed import dequantized
 from mlx_lstm.engines.packing import WEIGHTS as PACKABLE
 from mlx_lstm.engines.packing import Packing
@@ -209,10 +217,8 @@ def itemsize(launch: Launch) -> int:
 def tiling_of(launch: Launch, problem: Problem, size: int) -> FusedTiling:
     """Return the tiling of a `fused` kernel: batch rows per threadgroup, and the part of the weights that is
     resident in registers. `size`: bytes per element of the arrays."""
-    options = {"backward": "backward" in launch.name, "directions": problem.directions, "cut": problem.cut}
-    options["cores"] = problem.cores
-    packing = problem.packing if reads_packed(launch) else None
-    return fused_tiling(problem.cell, problem.B, problem.H, size, packing=packing, **options)
+    layer = layer_size(problem, size)._replace(packing=problem.packing if reads_packed(launch) else None)
+    return fused_tiling(layer, backward="backward" in launch.name, cut=problem.cut)
 
 
 # --- Seconds ---------------------------------------------------------------------------------------------------------
@@ -458,5 +464,5 @@ def default_over_best(dtype: mx.Dtype, B: int, H: int, chip: Chip, cell: Cell = 
     for rows in (1, 2, 8 if fits_matrices(cell, H) else 4) if FUSED_LIMIT[cell.op] >= H else ():
         times["fused", rows] = step_seconds(dtype, B, H, chip, "fused", rows, cell)
     engine = predict(cell, dtype, B, H, chip.cores).engine
-    default = times[engine, rows_for(cell, B, H, dtype.size, 1, chip.cores) if engine == "fused" else 0]
+    default = times[engine, rows_for(LayerSize(cell, B, H, dtype.size, 1, chip.cores)) if engine == "fused" else 0]
     return default / min(filter(None, times.values())) if default else float("inf")

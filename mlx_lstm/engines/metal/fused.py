@@ -24,6 +24,7 @@ from .kernel import (
     Inputs,
     Launch,
     Outputs,
+    Source,
     Template,
     cached,
     cell_number,
@@ -363,8 +364,8 @@ def prepared_part(
     threads += ", thread_index_in_simdgroup" if tiling.matrices else ""
     body += f"{shader}<{', '.join(arguments)}>(a, vectors, threadgroup_position_in_grid.xy, {threads});"
     groups = (-(-problem.B // tiling.rows), D)
-    shaders = ("arrays", "cell", f"cell_{op}", "fused", *files)
-    launch = prepare(f"{op}_{shader}", shaders, inputs, outputs, template, body, groups, tiling.threads)
+    source = Source(f"{op}_{shader}", ("arrays", "cell", f"cell_{op}", "fused", *files), body)
+    launch = prepare(source, template, inputs, outputs, groups, tiling.threads)
     return Part(launch, sizes, tuple(name for name in inputs if inputs[name]), tuple(written))
 
 
@@ -391,9 +392,9 @@ def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch:
     body = struct_of({name: name for name in ("Wh", "sizes", "arranged")})
     arguments = ", ".join([STRUCTS[op], *list(template)[1:]])
     body += f"fused_arrange<{arguments}>(a, thread_position_in_grid.xy, threads_per_threadgroup.x);"
-    shaders = ("arrays", "cell", f"cell_{op}", "fused", *LANE_FILES, f"fused_{op}", *ARRANGE_FILES)
-    name, groups, inputs = f"{op}_fused_arrange", (tiling.weights, D), {"Wh": True, "sizes": True}
-    launch = prepare(name, shaders, inputs, outputs, template, body, groups, tiling.threads)
+    files = ("arrays", "cell", f"cell_{op}", "fused", *LANE_FILES, f"fused_{op}", *ARRANGE_FILES)
+    source, inputs = Source(f"{op}_fused_arrange", files, body), {"Wh": True, "sizes": True}
+    launch = prepare(source, template, inputs, outputs, (tiling.weights, D), tiling.threads)
     sizes = constant((problem.H, tiling.weights), mx.int32)
     return lambda inputs: launch(inputs=[*inputs, sizes])
 
@@ -413,9 +414,9 @@ def arrange_quantized(problem: Problem, names: tuple[str, ...], dtype: mx.Dtype)
     body = struct_of(fields_of((*inputs, "arranged"), present))
     arguments = f"{STRUCTS[op]}, H, UNITS, COUNT, FIELD, {VECTOR}"
     body += f"fused_arrange_quantized<{arguments}>(a, thread_position_in_grid.xy, threads_per_threadgroup.x);"
-    shaders = ("arrays", "cell", f"cell_{op}", "fused", *LANE_FILES, *QUANTIZED_FILES, f"fused_{op}", *ARRANGE_FILES)
-    name, groups = f"{op}_fused_arrange_quantized", (tiling.weights, D)
-    return prepare(name, shaders, inputs, outputs, template, body, groups, tiling.threads)
+    files = ("arrays", "cell", f"cell_{op}", "fused", *LANE_FILES, *QUANTIZED_FILES, f"fused_{op}", *ARRANGE_FILES)
+    source = Source(f"{op}_fused_arrange_quantized", files, body)
+    return prepare(source, template, inputs, outputs, (tiling.weights, D), tiling.threads)
 
 
 # --- Tiling ---
@@ -494,29 +495,30 @@ class FusedTiling(NamedTuple):
     registers: int
 
 
-def fused_tiling(
-    cell: AnyCell,
-    B: int,
-    H: int,
-    itemsize: int,
-    *,
-    backward: bool,
-    directions: int = 1,
-    more: int = 0,
-    cut: Cut | None = None,
-    packing: Packing | None = None,
-    cores: int = CORES,
-) -> FusedTiling:
+class LayerSize(NamedTuple):
+    """What the division of a layer among threads depends on. H: the hidden units. itemsize: the bytes of a number.
+    cores: the number of GPU cores. packing: how the weights of a forward pass are quantized, or None."""
+
+    cell: AnyCell
+    B: int
+    H: int
+    itemsize: int
+    directions: int = 1
+    cores: int = CORES
+    packing: Packing | None = None
+
+
+def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | None = None) -> FusedTiling:
     """Return how one pass is divided among threads: batch items per threadgroup, weights in registers and so on.
 
     more: how many more registers a thread needs for the call's optional inputs. cut: the batch items per threadgroup
-    and the registers to keep free, as a measurement chose them, or None to predict them. cores: the number of GPU
-    cores. packing: how the weights of a forward pass are quantized, or None. A lane reads weights in vectors of
-    four: four weights or, if they are quantized, four 32-bit words of packed weights.
+    and the registers to keep free, as a measurement chose them, or None to predict them. A lane reads weights in
+    vectors of four: four weights or, if they are quantized, four 32-bit words of packed weights.
     """
+    cell, H, itemsize, packing = layer.cell, layer.H, layer.itemsize, layer.packing
     lanes, gates = LANES[cell.op], cell.gates
     sweep = "backward" if backward else "forward"
-    wanted = cut.rows if cut else rows_for(cell, B, H, itemsize, directions, cores, packing)
+    wanted = cut.rows if cut else rows_for(layer)
     matrices = wanted == 8 and fits_matrices(cell, H) and packing is None
     # lengths: for each product of a step, how many terms one output sums. The first product backward of a GRU whose
     # reset comes before the candidate's product has one gate (H terms), the second one two gates (2 H terms).
@@ -559,33 +561,28 @@ def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int,
 
 
 @lru_cache(4096)
-def rows_for(
-    cell: AnyCell, B: int, H: int, itemsize: int, directions: int, cores: int, packing: Packing | None = None
-) -> int:
+def rows_for(layer: LayerSize) -> int:
     """Return how many batch items a threadgroup computes; 8 means that it multiplies 8 x 8 matrices.
 
     If a threadgroup computes more items, each weight that it loads serves more items. If it computes fewer, there are
     more threadgroups, so that all cores have work. The result is the smallest number of items whose predicted time is
     nearly the shortest (see SIMPLER).
     """
-    matrices = packing is None and fits_matrices(cell, H) and WIDEST_MATRICES[itemsize] >= H
-    times = {
-        rows: step_cycles(cell, B, H, itemsize, directions, cores, rows, packing)
-        for rows in (1, 2, 8 if matrices else 4)
-    }
+    fits = fits_matrices(layer.cell, layer.H) and WIDEST_MATRICES[layer.itemsize] >= layer.H
+    matrices = fits and layer.packing is None
+    times = {rows: step_cycles(layer, rows) for rows in (1, 2, 8 if matrices else 4)}
     return next(rows for rows, time in times.items() if time <= SIMPLER * min(times.values()))
 
 
-def step_cycles(
-    cell: AnyCell, B: int, H: int, itemsize: int, directions: int, cores: int, rows: int, packing: Packing | None
-) -> float:
+def step_cycles(layer: LayerSize, rows: int) -> float:
     """Return the predicted cycles of a GPU core for one time step, forward and backward, if a threadgroup computes
     `rows` batch items. Quantized weights have no backward pass, so only the forward pass is counted."""
     total = 0.0
-    for backward in (False,) if packing else (False, True):
-        tiling = fused_tiling(cell, B, H, itemsize, backward=backward, cut=Cut(rows), packing=packing)
-        numbers = cell.gates * H * H if packing else None
-        total += pass_cycles(tiling, directions * -(-B // tiling.rows), cores, itemsize, packing, numbers)
+    for backward in (False,) if layer.packing else (False, True):
+        tiling = fused_tiling(layer, backward=backward, cut=Cut(rows))
+        groups = layer.directions * -(-layer.B // tiling.rows)
+        numbers = layer.cell.gates * layer.H**2 if layer.packing else None
+        total += pass_cycles(tiling, groups, layer.cores, layer.itemsize, layer.packing, numbers)
     return total
 
 
@@ -631,15 +628,14 @@ def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[s
     inputs need additional registers, so the division depends on them."""
     more = sum(count for name, count in OPTION_REGISTERS.items() if name in names)
     packing = problem.packing if sweep == "forward" else None
-    return fused_tiling(
-        *(problem.cell, problem.B, problem.H, dtype.size),
-        backward=sweep == "backward",
-        directions=problem.directions,
-        more=more,
-        cut=problem.cut,
-        packing=packing,
-        cores=problem.cores,
-    )
+    layer = layer_size(problem, dtype.size)._replace(packing=packing)
+    return fused_tiling(layer, backward=sweep == "backward", more=more, cut=problem.cut)
+
+
+def layer_size(problem: Problem, itemsize: int) -> LayerSize:
+    """Return the size of a problem's layer, whose numbers have `itemsize` bytes."""
+    cell, B, H = problem.cell, problem.B, problem.H
+    return LayerSize(cell, B, H, itemsize, problem.directions, problem.cores, problem.packing)
 
 
 def two_products(cell: AnyCell) -> bool:

@@ -193,26 +193,37 @@ TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t", mx.
 TYPES |= {mx.uint64: "ulong", mx.int32: "int", mx.int64: "long"}
 
 
+class Source(NamedTuple):
+    """The text of a kernel, apart from its template arguments.
+
+    shader: the kernel's name. files: the shader files that it needs, in order. body: the source after the declarations
+    of the template arguments. index: the integer type that the files of `stepwise` know as `Index`. own: more
+    definitions in Metal, such as the struct of a user's cell. They come after the definitions from the shader files and
+    may use them.
+    """
+
+    shader: str
+    files: tuple[str, ...]
+    body: str
+    index: str = ""
+    own: str = ""
+
+
 @cached
 def build(
-    shader: str,
+    source: Source,
+    template: tuple[tuple[str, int | bool | mx.Dtype], ...],
     missing: tuple[str, ...],
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
-    template: tuple[tuple[str, int | bool | mx.Dtype], ...],
-    body: str,
-    shaders: tuple[str, ...],
     threads: int,
-    index: str = "",
-    own: str = "",
 ) -> Launch:
     """Build a kernel. MLX caches compiled code by the kernel's name, so each source needs a different name. The name
     contains the shader, the arrays that are `missing`, and the template arguments.
 
     The template arguments are written into the source, because passing them to MLX would cost 0.8 us at every call.
-    index: the integer type that the files of `stepwise` know as `Index`. own: more definitions in Metal, such as the
-    struct of a user's cell. They come after the definitions from the shader files and may use them.
     """
+    shader, files, body, index, own = source
     words: list[str] = []
     declared = ""
     for key, value in template:
@@ -222,37 +233,31 @@ def build(
     name = "__".join(["_".join([shader, "without", *missing] if missing else [shader]), *words])
     first = f"using Index = {index};\n" if index else ""
     text = declared + body
-    head, source = limited(f'{first}{header(shaders, own + text)}#line 1 "{name}"\n{own}', text, threads)
+    head, text = limited(f'{first}{header(files, own + text)}#line 1 "{name}"\n{own}', text, threads)
     kernel = mx.fast.metal_kernel(
-        name=name, input_names=list(inputs), output_names=list(outputs), source=source, header=head
+        name=name, input_names=list(inputs), output_names=list(outputs), source=text, header=head
     )
     return cast(Launch, kernel)
 
 
 def prepare(
-    shader: str,
-    shaders: tuple[str, ...],
+    source: Source,
+    template: Template,
     inputs: Mapping[str, bool],
     outputs: Outputs,
-    template: Template,
-    body: str,
     groups: tuple[int, ...],
     threads: int,
-    index: str = "",
-    own: str = "",
 ) -> Launch:
     """Return a launch of a shader on groups x threads threads. The launch can be called any number of times with
     `inputs`, the list of the arrays that this call has.
 
-    shader: the kernel's name. shaders: the files that it needs, in order. inputs: the name of each array that the
-    shader can read, and whether this call has it. outputs: the shape and dtype of each output, or None if it is not
-    written. body: the source after the declarations of the template arguments. index: the integer type that the files
-    of `stepwise` know as `Index`. own: more definitions in Metal, such as the struct of a user's cell.
+    inputs: the name of each array that the shader can read, and whether this call has it. outputs: the shape and dtype
+    of each output, or None if it is not written.
     """
     given = tuple(name for name, is_there in inputs.items() if is_there)
     written = {name: output for name, output in outputs.items() if output is not None}
     missing = tuple(name for name in (*inputs, *outputs) if name not in given and name not in written)
-    kernel = build(shader, missing, given, tuple(written), tuple(template.items()), body, shaders, threads, index, own)
+    kernel = build(source, tuple(template.items()), missing, given, tuple(written), threads)
     grid, threadgroup = (groups[0] * threads, *groups[1:], 1)[:3], (threads, 1, 1)
     shapes, dtypes = [shape for shape, _ in written.values()], [dtype for _, dtype in written.values()]
 

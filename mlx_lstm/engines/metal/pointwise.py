@@ -18,7 +18,7 @@ from ..directions import join, join_gradients, one_direction, part
 from ..ops import sweep as ops
 from ..problem import Arrays, Problem
 from .fused import SWEEPS, THREADGROUP_BYTES, FusedTiling, Part, index_of, launches_of_pass, registers_of, run
-from .kernel import Inputs, Outputs, Template, cached, contiguous, fields_of, prepare, struct_of, whole_mask
+from .kernel import Inputs, Outputs, Source, Template, cached, contiguous, fields_of, prepare, struct_of, whole_mask
 from .products import column_sums, project
 from .statements import HELPERS, Statements
 
@@ -307,10 +307,9 @@ def prepared_part(
     body = struct_of(fields) + f"threadgroup vec<float, 4> vectors[{max(1, tiling.bytes // 16)}];\n"
     body += f"pointwise_{sweep}<Own, {', '.join(template)}>(a, vectors, threadgroup_position_in_grid.xy, "
     body += "thread_position_in_threadgroup.x, threads_per_threadgroup.x);"
-    name = f"{name_of(text)}_fused_{sweep}"
+    source = Source(f"{name_of(text)}_fused_{sweep}", (*FILES, f"pointwise_{sweep}"), body, own=text)
     groups = (-(-problem.B // tiling.rows), 1)
-    shaders = (*FILES, f"pointwise_{sweep}")
-    launch = prepare(name, shaders, inputs, outputs, template, body, groups, tiling.threads, own=text)
+    launch = prepare(source, template, inputs, outputs, groups, tiling.threads)
     return Part(launch, sizes, tuple(name for name in inputs if inputs[name]), tuple(written))
 
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..directions import half, join_gradients, one_direction, part
 from ..problem import Arrays, Problem
-from .kernel import Outputs, Template, cached, contiguous, fields_of, struct_of, whole_mask
+from .kernel import Outputs, Source, Template, cached, contiguous, fields_of, struct_of, whole_mask
 from .pointwise import gradient_nodes, gradients_after, own_cell
 from .products import project
 from .rows import Rows
@@ -20,6 +20,7 @@ from .stepwise import (
     Layout,
     Sequences,
     StepKernel,
+    StepShader,
     after_sweep,
     each_step,
     keeps_rows,
@@ -147,12 +148,15 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
     saves = problem.training or problem.return_gates
     length = row_length(problem, problem.H, 1 + cell.kept * saves, cell.carried, dtype)
     return StepKernel(
-        *(problem, dtype, present, "pointwise_stepwise_forward"),
-        "step before z Wh h0 c0 inputs params mask keep lengths sizes",
+        *(problem, dtype, present),
+        StepShader(
+            "pointwise_stepwise_forward",
+            "step before z Wh h0 c0 inputs params mask keep lengths sizes",
+            saves=saves,
+        ),
         tile=(rows, columns),
         units=(problem.H, units),
         output=(length, row_type(dtype)),
-        saves=saves,
     )
 
 
@@ -164,8 +168,11 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
     floats = graph.states * (2 if "keep" in present else 1) + graph.params
     length = row_length(problem, problem.H, len(gradient_nodes(graph)) + graph.inputs, floats, dtype)
     return StepKernel(
-        *(problem, dtype, present, "pointwise_stepwise_backward"),
-        "step before rows row weights gates h c h0 c0 inputs params mask keep lengths dh dc dhT dcT sizes",
+        *(problem, dtype, present),
+        StepShader(
+            "pointwise_stepwise_backward",
+            "step before rows row weights gates h c h0 c0 inputs params mask keep lengths dh dc dhT dcT sizes",
+        ),
         tile=tile,
         units=(problem.H, tile[1]),
         output=(length, row_type(dtype)),
@@ -178,8 +185,8 @@ def dh0_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: b
     runs once, after all backward steps."""
     tile = backward_tile(problem)
     return StepKernel(
-        *(problem, dtype, present, "pointwise_stepwise_dh0"),
-        "step before weights mask keep lengths sizes",
+        *(problem, dtype, present),
+        StepShader("pointwise_stepwise_dh0", "step before weights mask keep lengths sizes"),
         tile=tile,
         units=(problem.H, tile[1]),
         output=(row_length(problem, problem.H, 1, 0, dtype), dtype),
@@ -211,4 +218,4 @@ def gradients_launch(
     body += f"pointwise_stepwise_gradients<{', '.join(counts)}, S>(rows, kinds, a, thread_position_in_grid);\n"
     files = ("pointwise_stepwise",)
     name = "pointwise_stepwise_gradients"
-    return prepare_sequences(name, problem, dtype, layout, inputs, outputs, template, body, files)
+    return prepare_sequences(problem, dtype, layout, Source(name, files, body), template, inputs, outputs)

@@ -14,7 +14,7 @@ from ..cells import AnyCell, GRUCell
 from ..ops import sweep as ops
 from ..packing import is_packed
 from ..problem import Arrays, Problem
-from .kernel import Launch, Outputs, cached, constant, fields_of, prepare, struct_of
+from .kernel import Launch, Outputs, Source, cached, constant, fields_of, prepare, struct_of
 
 THREADS = 256
 
@@ -88,8 +88,8 @@ def input_launch(
     body = struct_of(fields_of((*inputs, *outputs), present))
     body += "recurrent_input<S>(a, thread_position_in_grid);"
     groups = (-(-B * P // THREADS), T, D)
-    shaders = ("arrays", "recurrent_input")
-    launch = prepare("recurrent_input", shaders, inputs, outputs, {"S": dtype}, body, groups, THREADS)
+    source = Source("recurrent_input", ("arrays", "recurrent_input"), body)
+    launch = prepare(source, {"S": dtype}, inputs, outputs, groups, THREADS)
     return launch, constant((T, B, D, P, problem.reverse, masks_differ, width), mx.int32)
 
 

@@ -23,6 +23,7 @@ from .kernel import (
     Inputs,
     Launch,
     Outputs,
+    Source,
     Template,
     cached,
     cell_number,
@@ -361,16 +362,25 @@ def resets_before(problem: Problem) -> bool:
 # --- The launches of a step ---
 
 
+class StepShader(NamedTuple):
+    """A shader of one step. fields: the names of all arrays that it can read, separated by spaces. saves: whether the
+    array that it writes includes the gates, or None if the shader has no such choice. cell: whether it computes a
+    cell."""
+
+    name: str
+    fields: str
+    saves: bool | None = None
+    cell: bool = True
+
+
 class StepKernel:
     """The kernel of one step. Its shader computes a recurrent product and, in most kernels, also the cell. A launch
     writes one array. The kernel has two variants. The second one has additional threadgroups, which join the arrays of
     earlier steps: they copy them into one array.
 
-    present: the names of the arrays that the caller has. fields: the names of all arrays that the shader can read,
-    separated by spaces. tile: how many rows and columns of the product a threadgroup computes. units: the number of
-    hidden units in all, and of one threadgroup. output: the number of elements and the dtype of the array that a
-    launch writes. saves: whether this array includes the gates, or None if the shader has no such choice. cell:
-    whether the shader computes a cell.
+    present: the names of the arrays that the caller has. tile: how many rows and columns of the product a threadgroup
+    computes. units: the number of hidden units in all, and of one threadgroup. output: the number of elements and the
+    dtype of the array that a launch writes.
     """
 
     def __init__(
@@ -378,15 +388,13 @@ class StepKernel:
         problem: Problem,
         dtype: mx.Dtype,
         present: Collection[str],
-        shader: str,
-        fields: str,
+        step: StepShader,
         *,
         tile: tuple[int, int],
         units: tuple[int, int],
         output: tuple[int, mx.Dtype],
-        saves: bool | None = None,
-        cell: bool = True,
     ):
+        shader, fields, saves, cell = step
         rows, columns = tile
         self.problem: Problem = problem
         own = struct_text(problem.cell, 1) if isinstance(problem.cell, PointwiseCell) else ""
@@ -442,7 +450,8 @@ class StepKernel:
         inputs = self.inputs | dict.fromkeys(pieces, True)
         groups = self.groups[0] + more_groups, *self.groups[1:]
         index, name = index_type(self.problem), named(name, self.problem)
-        return prepare(name, self.files, inputs, outputs, self.template, body, groups, self.threads, index, self.own)
+        source = Source(name, self.files, body, index, self.own)
+        return prepare(source, self.template, inputs, outputs, groups, self.threads)
 
     def joining(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
         """Return a launch of the step's kernel that also copies several arrays of earlier steps into one array, and
@@ -573,12 +582,15 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
     saves = problem.training or problem.return_gates
     length = row_length(problem, H, 1 + cell.gates if saves else 1, "c" in cell.outputs, dtype)
     return StepKernel(
-        *(problem, dtype, present, "stepwise_forward"),
-        "step before h_before z Wh Wh_scales Wh_biases h0 c0 peephole bhn mask keep lengths sizes numbers",
+        *(problem, dtype, present),
+        StepShader(
+            "stepwise_forward",
+            "step before h_before z Wh Wh_scales Wh_biases h0 c0 peephole bhn mask keep lengths sizes numbers",
+            saves=saves,
+        ),
         tile=(stepwise_rows(problem.B, problem.cut), units * cell.gates),
         units=(H, units),
         output=(length, row_type(dtype)),
-        saves=saves,
     )
 
 
@@ -587,8 +599,8 @@ def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...]
     """Return the first kernel of a step of a GRU whose reset comes before the product. It writes one array [3, B, D
     H] with r * mask * h_before, r and z. The shader is in metal/stepwise_gru.metal."""
     return StepKernel(
-        *(problem, dtype, present, "stepwise_gru_reset"),
-        "step before z Wh Wh_scales Wh_biases h0 mask lengths sizes",
+        *(problem, dtype, present),
+        StepShader("stepwise_gru_reset", "step before z Wh Wh_scales Wh_biases h0 mask lengths sizes"),
         tile=(stepwise_rows(problem.B, problem.cut), 32),
         units=(problem.H, 16),
         output=(row_length(problem, problem.H, 3, False, dtype), dtype),
@@ -602,12 +614,15 @@ def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
     n and the new h, and writes h and, in training, the gates into one array."""
     saves = problem.training or problem.return_gates
     return StepKernel(
-        *(problem, dtype, present, "stepwise_gru_candidate"),
-        "step before reset_row z Wh Wh_scales Wh_biases h0 keep lengths sizes",
+        *(problem, dtype, present),
+        StepShader(
+            "stepwise_gru_candidate",
+            "step before reset_row z Wh Wh_scales Wh_biases h0 keep lengths sizes",
+            saves=saves,
+        ),
         tile=(stepwise_rows(problem.B, problem.cut), 32),
         units=(problem.H, 32),
         output=(row_length(problem, problem.H, 4 if saves else 1, False, dtype), row_type(dtype)),
-        saves=saves,
     )
 
 
@@ -619,12 +634,11 @@ def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
     clips = isinstance(problem.cell, LSTMCell) and problem.cell.projection_clip is not None
     present = present if clips else tuple(name for name in present if name != "numbers")
     return StepKernel(
-        *(problem, dtype, present, "stepwise_project"),
-        "step before Wp Wp_scales Wp_biases sizes numbers",
+        *(problem, dtype, present),
+        StepShader("stepwise_project", "step before Wp Wp_scales Wp_biases sizes numbers", cell=False),
         tile=tile,
         units=(problem.P, tile[1]),
         output=(row_length(problem, problem.P, 1, False, dtype), row_type(dtype)),
-        cell=False,
     )
 
 
@@ -634,9 +648,12 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
     gradient, then the gradients dz of the preactivations. metal/stepwise_backward.metal describes its inputs."""
     tile, arrays = tile_of(problem, problem.H), problem.cell.gates + ("keep" in present)
     return StepKernel(
-        *(problem, dtype, present, "stepwise_backward"),
-        "step before dh_now rows row weights gates states states0 q peephole bhn mask keep lengths dh dc dgates dhT "
-        "dcT sizes numbers",
+        *(problem, dtype, present),
+        StepShader(
+            "stepwise_backward",
+            "step before dh_now rows row weights gates states states0 q peephole bhn mask keep lengths dh dc dgates "
+            "dhT dcT sizes numbers",
+        ),
         tile=tile,
         units=(problem.H, tile[1]),
         output=(row_length(problem, problem.H, arrays, problem.cell.op != "rnn", dtype), row_type(dtype)),
@@ -651,8 +668,8 @@ def gru_reset_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[
     gradients. The shader is in metal/stepwise_gru.metal."""
     tile, arrays = tile_of(problem, problem.H), 3 + ("keep" in present)
     return StepKernel(
-        *(problem, dtype, present, "stepwise_gru_reset_backward"),
-        "step now_row weights gates states states0 mask keep lengths sizes",
+        *(problem, dtype, present),
+        StepShader("stepwise_gru_reset_backward", "step now_row weights gates states states0 mask keep lengths sizes"),
         tile=tile,
         units=(problem.H, tile[1]),
         output=(row_length(problem, problem.H, arrays, True, dtype), row_type(dtype)),
@@ -666,8 +683,8 @@ def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_r
     writes dh0. The shader is in metal/stepwise_backward.metal."""
     tile = tile_of(problem, problem.P)
     return StepKernel(
-        *(problem, dtype, present, "stepwise_dh"),
-        "step before weights gates mask lengths dh dhT unclipped sizes",
+        *(problem, dtype, present),
+        StepShader("stepwise_dh", "step before weights gates mask lengths dh dhT unclipped sizes"),
         tile=tile,
         units=(problem.P, tile[1]),
         output=(row_length(problem, problem.P, 1, False, dtype), row_type(dtype) if has_rows else dtype),
@@ -715,32 +732,31 @@ def after_sweep(
 
 
 def prepare_sequences(
-    name: str,
     problem: Problem,
     dtype: mx.Dtype,
     layout: Layout,
+    source: Source,
+    template: Template,
     inputs: dict[str, bool],
     outputs: Outputs,
-    template: Template,
-    body: str,
-    more_files: tuple[str, ...] = (),
 ) -> Sequences:
     """Return the launch that copies the rows of a pass (the arrays that its steps wrote) into sequences. It has one
     thread per batch item, unit, step and direction.
 
-    layout: the number and size of the rows of each kind. body: the Metal statements that call the shader.
+    layout: the number and size of the rows of each kind. source: the kernel's name, the files that it needs besides
+    those that every such launch needs, and the Metal statements that call the shader.
     """
     starts = starts_of(sum((steps for steps, _, _ in layout), ()), LEFT)
     numbers = [number for n, (_, size, width) in enumerate(layout) for number in (size, width, n * problem.T)]
     sizes = {"starts": mx.array(starts, mx.int32), "kinds": mx.array(numbers, mx.int32)}
     pieces = [f"piece{n}" for n in range(LEFT)]
-    body = f"const Rows<X> rows = {{{{{', '.join(pieces)}}}}};\n{body}"
+    body = f"const Rows<X> rows = {{{{{', '.join(pieces)}}}}};\n{source.body}"
     template = template | {"S": dtype, "X": row_type(dtype)}
     groups = -(-problem.B * max(width for _, _, width in layout) // 256), problem.T, problem.directions
-    shaders = (*cell_files(problem), "stepwise", "stepwise_rows", *more_files)
+    files = (*cell_files(problem), "stepwise", "stepwise_rows", *source.files)
     every = inputs | dict.fromkeys((*pieces, *sizes), True)
-    index = index_type(problem)
-    launch = prepare(named(name, problem), shaders, every, outputs, template, body, groups, 256, index)
+    source = Source(named(source.shader, problem), files, body, index_type(problem))
+    launch = prepare(source, template, every, outputs, groups, 256)
     written = [name for name, output in outputs.items() if output is not None]
     given = [name for name, is_there in inputs.items() if is_there]
     return Sequences(launch, given, written, list(sizes.values()))
@@ -776,7 +792,7 @@ def outputs_launch(
         body += f"stepwise_outputs<GATES, CARRIES, S>(rows, kinds, a, {end}"
         body += f"stepwise_outputs<0, 0, S>(rows, kinds + 3, projected, {end}"
     name = f"{problem.cell.op}_stepwise_outputs" + "_projected" * (len(layout) > 1)
-    return prepare_sequences(name, problem, dtype, layout, inputs, outputs, template, body)
+    return prepare_sequences(problem, dtype, layout, Source(name, (), body), template, inputs, outputs)
 
 
 @cached
@@ -828,4 +844,5 @@ def gradients_launch(
     if "m" in names:
         template |= {"OPTIONS": cell_number(cell)}
         body += f"stepwise_projected<{STRUCTS[cell.op]}, S>(a, {end}"
-    return prepare_sequences(f"{cell.op}_stepwise_gradients", problem, dtype, layout, inputs, outputs, template, body)
+    source = Source(f"{cell.op}_stepwise_gradients", (), body)
+    return prepare_sequences(problem, dtype, layout, source, template, inputs, outputs)
