@@ -3,7 +3,7 @@ Refuse a cell that is not pointwise, with an error that names the operation and 
 
 import linecache
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
@@ -15,7 +15,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..checks import fail
-from .cell_graph import CONDITIONS, CellGraph, Graph, cell_graph
+from . import definitions
+from .cell_graph import CONDITIONS, CellGraph, Graph, cell_graph, names_of, needed
+from .cells import AnyCell, Cell, PointwiseCell
 from .ops.pointwise import values_of
 
 OP = "pointwise"
@@ -34,7 +36,7 @@ BINARY = {
     "Power": "pow", "LogAddExp": "logaddexp", "ArcTan2": "atan2", "Greater": "gt", "GreaterEqual": "ge", "Less": "lt",
     "LessEqual": "le", "Equal": "eq", "NotEqual": "ne", "LogicalAnd": "and", "LogicalOr": "or",
 }  # fmt: skip
-VIEWS = ("Broadcast", "Copy", "Contiguous", "Full")
+VIEWS = ("Broadcast", "Copy", "Contiguous", "Full", "StopGradient")
 """Operations that only repeat or copy numbers. A number keeps its value and its hidden unit."""
 
 ADVICE = {
@@ -109,7 +111,7 @@ def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[in
         d_states = [mx.zeros(shape, dtype)] * counts.states
         graph = Graph()
         try:
-            names = names_of(counts, apart)
+            names = [*names_of(counts, apart)]
             forward = absorb(graph, step, given, names)
             gradient = partial(derivative, step, len(given))
             back = absorb(graph, gradient, given + d_states, [*names, *(f"d{k}" for k in range(counts.states))])
@@ -131,7 +133,7 @@ def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int], d
         RuntimeError: they differ, which is a defect of this package.
     """
     rng = np.random.default_rng(0)
-    names = [*graph.names(), *(f"d{k}" for k in range(graph.states))]
+    names = [*graph.names, *(f"d{k}" for k in range(graph.states))]
     drawn = [mx.array(rng.normal(size=shape), mx.float64) for _ in names]
     n = len(names) - graph.states
     try:
@@ -153,10 +155,70 @@ def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int], d
 cached_trace = lru_cache(512)(trace)
 
 
-def names_of(counts: Counts, apart: bool) -> list[str]:
-    """Return the names of the inputs of a cell's graph: x0, x1, ..., in the same order as `CellGraph.names`."""
-    parts = [("x", counts.gates), ("p", counts.gates if apart else 0), ("s", counts.states)]
-    return [f"{letter}{k}" for letter, n in [*parts, ("u", counts.inputs), ("w", counts.params)] for k in range(n)]
+# --- The built-in cells ---
+
+
+def graph_of(cell: AnyCell, names: Collection[str], exposes: bool) -> CellGraph:
+    """Return the graph of a cell. names: the names of the call's arrays. exposes: for a forward pass, whether the
+    caller gets the gates; for a backward pass, whether they have cotangents."""
+    if isinstance(cell, PointwiseCell):
+        return cell.graph
+    return traced_definition(cell.form, frozenset({"peephole", "Wp"} & set(names)), exposes)
+
+
+def straight_through(x: mx.array, value: mx.array) -> mx.array:
+    """Return `value`, with the gradient of x. `cell_graph.add_difference` makes it `value` alone in a graph."""
+    return x + mx.stop_gradient(value - x)
+
+
+TRACED: definitions.Functions = {
+    **definitions.FUNCTIONS,
+    "sigmoid": mx.sigmoid,
+    "clip": lambda c, limit: straight_through(c, mx.clip(c, -limit, limit)),
+    "where": lambda condition, value, x: straight_through(x, mx.where(condition, value, x)),
+}
+"""The functions from which a traced definition is built."""
+
+
+@lru_cache(256)
+def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellGraph:
+    """Return the graph of a built-in cell. The forget bias and bhn are parts of the preactivations, and the limit of c
+    is an input, so that calls with other numbers need no other graph."""
+    gates, before = cell.gate_order, cell.op == "gru" and cell.reset == "before"
+    products = [k for k, gate in enumerate(gates) if cell.apart and not (before and gate == "n")]
+    peepholes = [f"w{k}" for k in range(cell.gates)] if "peephole" in names else []
+    first = [*(f"x{k}" for k in range(cell.gates)), *(f"p{k}" for k in products)]
+    first += [*(f"s{k}" for k in range(cell.carried + 1)), *peepholes, *(["i0"] if before else [])]
+    given = [*first, "k0", "W0"]
+
+    def results(*arrays: mx.array) -> list[mx.array]:
+        of = dict(zip(given, arrays, strict=True))
+        a = {gate: (of[f"x{k}"], of.get(f"p{k}")) if cell.apart else of[f"x{k}"] for k, gate in enumerate(gates)}
+        v = {"h": of["s0"], "c": of.get("s1"), "h_in": of.get("i0"), "Wh_n": of["W0"]}
+        v |= {"Wp": of["W0"]} if "Wp" in names else {}
+        v |= {"peephole": dict(zip(gates, [of[name] for name in peepholes], strict=True))} if peepholes else {}
+        v |= {"limit": of["k0"]} if cell.op == "lstm" and cell.cell_clip is not None else {}
+        states, found = definitions.step(cell, a, v, TRACED)
+        # An array that occurs twice among the results would lose a cotangent in mx.vjp.
+        return [*states, *(found[gate] + mx.array(0, mx.float64) for gate in gates)]
+
+    def derivatives(*arrays: mx.array) -> list[mx.array]:
+        rest = arrays[len(first) : len(given)]
+        return mx.vjp(lambda *x: results(*x, *rest)[:n], [*arrays[: len(first)]], [*arrays[len(given) :]])[1]
+
+    states = cell.carried + 1
+    n = states + cell.gates * exposes  # the number of results that have cotangents
+    with mx.stream(mx.cpu):
+        graph, zero = Graph(), mx.zeros((3, 3), mx.float64)
+        forward = absorb(graph, results, [zero] * len(given), given)
+        cotangents = [*(f"d{k}" for k in range(states)), *(f"e{k}" for k in range(n - states))]
+        back = absorb(graph, derivatives, [zero] * (len(given) + n), [*given, *cotangents])
+    saved = forward[states:]
+    if not exposes:  # the backward pass of a plain RNN reads only h
+        read = needed(graph.nodes, back, {*forward})
+        saved = [k for k in saved if k in read]
+    counts = cell.gates, states, 0, len(peepholes)
+    return cell_graph(graph, counts, cell.apart, forward[:states], back, saved, tuple(first))
 
 
 def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.array) -> list[mx.array]:
@@ -282,12 +344,18 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
     name, arguments = item["name"], item["arguments"]
     keys = [key for key, *_ in item["inputs"]]
     supported = {*UNARY, *BINARY, *VIEWS, "AsType", "Square", "Sqrt", "Log", "BitwiseBinary", "Select"}
-    if name not in supported:
+    matrices = [n for n in (found[key] for key in keys) if n is not None and is_matrix(graph, n)]
+    if name not in supported and not matrices:
         raise NotPointwise(name)
     if any(found[key] is None for key in keys):
         raise NotPointwise("a captured array" if captured.intersection(keys) else "a constant array")
     args = [n for n in (found[key] for key in keys) if n is not None]
     conditions = [graph.nodes[n].op in CONDITIONS for n in args]
+    if name == "Transpose":
+        matrix = str(graph.nodes[args[0]].value)
+        return graph.input(matrix[:-1] if matrix[-1] == "T" else matrix + "T")
+    if name == "Matmul":
+        return graph.add("matmul", *args)
     if name in VIEWS:
         return args[0]
     if name == "AsType":
@@ -312,6 +380,11 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
     else:
         args = [graph.add("float", n) if is_bool else n for n, is_bool in zip(args, conditions, strict=True)]
     return graph.add(op, *args)
+
+
+def is_matrix(graph: Graph, n: int) -> bool:
+    """Return whether a node is the weight of a product in a built-in cell. A user's cell has no such node."""
+    return graph.nodes[n].op == "input" and str(graph.nodes[n].value)[0] == "W"
 
 
 def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype) -> int:

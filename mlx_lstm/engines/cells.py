@@ -35,7 +35,7 @@ OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
 
 
 class LSTMCell(NamedTuple):
-    """The options of an LSTM cell. `engines.ops.cells.lstm_step` has the equations.
+    """The options of an LSTM cell. `engines.definitions.lstm` has the equations.
 
     gate_order: the order of the gates' blocks of H numbers on every axis of size 4H.
     activations: the activations of i, f, g, o and the output, in this order for every gate_order.
@@ -51,13 +51,24 @@ class LSTMCell(NamedTuple):
 
     # Every cell has these attributes. op: the name of the function for users. gates: the number of gates. carried: how
     # many blocks of H numbers the state c has. kept: how many blocks of H numbers the output `gates` has, which the
-    # backward pass reads. outputs: the names of an engine's outputs.
+    # backward pass reads; a plain RNN's backward pass does not read its own. outputs: the names of an engine's outputs.
+    # apart: whether a step reads the input's part and the recurrent part of the preactivations separately. recurrent:
+    # whether h is multiplied by Wh. params: the name of the array with the numbers per unit that a step reads.
     op = "lstm"
     gates = 4
     carried = 1
     kept = 4
+    apart = False
+    recurrent = True
+    reads_kept = True
+    params = "peephole"
     outputs = LSTM_OUTPUTS
     block = gate_block
+
+    @property
+    def form(self) -> "LSTMCell":
+        """The cell without the numbers that generated code gets as arguments."""
+        return self._replace(forget_bias=0.0, cell_clip=None if self.cell_clip is None else 1.0)
 
     def activation(self, gate: str) -> str:
         """Return the name of the activation of gate "i", "f", "g" or "o", or of the "output"."""
@@ -65,7 +76,7 @@ class LSTMCell(NamedTuple):
 
 
 class GRUCell(NamedTuple):
-    """The options of a GRU cell. `engines.ops.cells.gru_step` has the equations.
+    """The options of a GRU cell. `engines.definitions.gru` has the equations.
 
     gate_order: the order of the blocks of reset r, update z and candidate n on every axis of size 3H.
     activations: the activations of r, z, n, in this order for every gate_order.
@@ -82,8 +93,18 @@ class GRUCell(NamedTuple):
     gates = 3
     carried = 0
     kept = 3
+    apart = True
+    recurrent = True
+    reads_kept = True
+    params = ""
+    forget_bias = 0.0
     outputs = OUTPUTS
     block = gate_block
+
+    @property
+    def form(self) -> "GRUCell":
+        """The cell itself: generated code depends on all its options."""
+        return self
 
     def activation(self, gate: str) -> str:
         """Return the name of the activation of gate "r", "z" or "n"."""
@@ -99,9 +120,19 @@ class RNNCell(NamedTuple):
     gates = 1
     carried = 0
     kept = 1
+    apart = False
+    recurrent = True
+    reads_kept = False
+    params = ""
+    forget_bias = 0.0
     gate_order = "h"
     outputs = OUTPUTS
     block = gate_block
+
+    @property
+    def form(self) -> "RNNCell":
+        """The cell itself: generated code depends on its option."""
+        return self
 
 
 class PointwiseCell(NamedTuple):
@@ -114,7 +145,15 @@ class PointwiseCell(NamedTuple):
     recurrent: bool = True
 
     op = "pointwise"
+    reads_kept = True
+    params = "params"
+    forget_bias = 0.0
     block = gate_block
+
+    @property
+    def apart(self) -> bool:
+        """Whether the function reads both parts of the preactivations separately."""
+        return self.graph.apart
 
     @property
     def gates(self) -> int:

@@ -6,11 +6,10 @@ Within a step every array is feature-major, as in `engines.numpy.sweep`.
 
 import numpy as np
 
-from ..cells import GRUCell
 from ..problem import Problem
 from .arrays import Array, Views
-from .passes import STEPS
 from .products import bias_of, in_blocks
+from .steps import Step
 
 
 class StreamedLayer:
@@ -28,13 +27,13 @@ class StreamedLayer:
         (_, B, H, _), dtype, cell = problem[:4], v["Wh"].dtype, problem.cell
         I = v["Wx"].shape[1]
         v = v | {"x": np.empty((1, B, I), dtype)}
-        self.step = STEPS[type(cell)][0](problem, cell, v, None, streamed=True)
-        products = self.step.products
+        step = Step(problem, v, None, streamed=True)
+        self.step, products = step.run, step.products
         self.h: list[Array] = products.h_buffers
         self.operands: list[Array] = products.operands
         self.c: Array = np.zeros((H if "c" in cell.outputs else 0, B), dtype)
         self.inputs: Array | None = None
-        if isinstance(cell, GRUCell):  # its product with h is separate; the bias is one more column of Wx
+        if step.apart:  # a GRU's product with h is separate; the bias is one more column of Wx
             bias = bias_of(problem, v)
             Wx = v["Wx"] if bias is None else np.concatenate([v["Wx"], bias[:, None]], axis=1)
             self.inputs = np.empty((len(Wx), B), dtype)

@@ -10,7 +10,7 @@ from ..cell_graph import Node, needed
 from ..cells import PointwiseCell
 from ..problem import Array, Arrays, Problem
 from ..tracing import custom_function
-from .cells import sigmoid
+from ..definitions import sigmoid
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b,
@@ -112,7 +112,7 @@ def pointwise_step(
     if graph.function is not None:
         states = graph.function(*given)
     else:
-        known = {graph.number[name]: a for name, a in zip(graph.names(), given, strict=True) if name in graph.number}
+        known = {graph.number[name]: a for name, a in zip(graph.names, given, strict=True) if name in graph.number}
         values = values_of(graph.nodes, graph.forward, known, h)
         states = [mx.broadcast_to(values[n], h.shape) for n in graph.forward]
     states = only_live(live, states)
