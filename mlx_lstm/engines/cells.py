@@ -68,6 +68,8 @@ class LSTMCell(NamedTuple):
     @property
     def form(self) -> "LSTMCell":
         """The cell without the numbers that generated code gets as arguments."""
+        if self.cell_clip is None and not self.forget_bias:
+            return self
         return self._replace(forget_bias=0.0, cell_clip=None if self.cell_clip is None else 1.0)
 
     def activation(self, gate: str) -> str:
@@ -149,6 +151,11 @@ class PointwiseCell(NamedTuple):
     params = "params"
     forget_bias = 0.0
     block = gate_block
+
+    @property
+    def form(self) -> "PointwiseCell":
+        """The cell itself: generated code depends on its graph."""
+        return self
 
     @property
     def apart(self) -> bool:

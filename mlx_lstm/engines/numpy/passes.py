@@ -137,8 +137,8 @@ class BackwardSweep:
         for name, d_state in (("h0", self.dh), ("c0", self.dc)):
             if name in out:
                 out[name][...] = d_state.T
-        if self.step.params in out:
-            self.products.add(self.step.params, self.step.dparams.sum(axis=1))
+        if (params := self.problem.cell.params) in out:
+            self.products.add(params, self.step.dparams.sum(axis=1))
 
     def run_chunk(self, start: int, stop: int) -> None:
         """Run the steps from `start` to `stop` backward, then add their weight gradients."""
@@ -168,9 +168,10 @@ class BackwardSweep:
             dgates = dv["gates"][k].T if "gates" in dv else None
             c_before: Any = None if self.c0 is None else self.c_before(t)
             c_prev = c_before if c_before is None or keep is None else c_before * keep[k].T
-            step(t, columns, c_prev, self.c_at(t), dh, dc, dgates)
+            step.run(t, columns, c_prev, self.c_at(t), dh, dc, dgates)
             ended = np.flatnonzero(self.ends.lengths <= t) if t >= self.ends.shortest else None
-            step.finish(t, columns, ended, self.out)
+            if step.finishes or ended is not None:
+                step.finish(t, columns, ended, self.out)
             if ended is not None:  # a user's formula may give NaN where its inputs are 0
                 for array in (dh, dc) if step.direct is None else (dh, dc, step.direct):
                     array[:, ended] = 0
@@ -264,11 +265,12 @@ class Ends:
     ended; at step `longest` all items have ended."""
 
     def __init__(self, problem: Problem, v: Views):
-        self.lengths: Array = v["lengths"] if "lengths" in v else np.full(problem.B, problem.T)
-        self.shortest: int = int(self.lengths.min())
-        self.longest: int = int(self.lengths.max())
+        T, given = problem.T, v.get("lengths")
+        self.lengths: Array = np.full(problem.B, T) if given is None else given
+        self.shortest: int = T if given is None else int(given.min())
+        self.longest: int = T if given is None else int(given.max())
         self.by_length: dict[int, list[int]] = {}
-        for b, length in enumerate(self.lengths.tolist() if self.shortest < problem.T else []):
+        for b, length in enumerate(self.lengths.tolist() if self.shortest < T else []):
             self.by_length.setdefault(length, []).append(b)
 
     def at(self, length: int) -> list[int] | None:

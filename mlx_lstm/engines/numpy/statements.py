@@ -267,6 +267,14 @@ def ordered(
 # --- Statements ---
 
 
+def call(op: str, operands: Sequence[str], out: str) -> str:
+    """Return the statement that computes an operation."""
+    if op not in UFUNCS:
+        return COMPOSED[op].format(*operands, out=out)
+    # `out` as a position takes less time than a keyword, but NumPy deprecates it for these two functions.
+    return f"{UFUNCS[op]}({', '.join(operands)}, {'out=' if op in ('max', 'min') else ''}{out})"
+
+
 class Writer:
     """Write the statements that compute nodes of a graph. Each value is written to its target, over an operand that no
     later statement reads, or to a scratch array."""
@@ -383,7 +391,7 @@ class Writer:
             for n in unit:
                 self.write_one(t, n, unit)
             return
-        self.lines.append(f"{UFUNCS[self.nodes[unit[0]].op]}({', '.join([*map(self.operand, columns), self.text(out)])})")
+        self.lines.append(call(self.nodes[unit[0]].op, [*map(self.operand, columns)], self.text(out)))
         self.settle(unit, out)
 
     def aligned(self, n: int, first: int) -> tuple[int, ...]:
@@ -453,8 +461,7 @@ class Writer:
         operands, out = [self.operand([k]) for k in node.args], self.text([place])
         if node.op == "logaddexp":
             self.scratch |= {name: (1, False) for name in ("t0", "t1", "t2")}
-        call = f"{UFUNCS.get(node.op)}({', '.join([*operands, out])})"
-        self.lines.append(call if node.op in UFUNCS else COMPOSED[node.op].format(*operands, out=out))
+        self.lines.append(call(node.op, operands, out))
         self.settle([n], [place])
         for k in dead:
             array = self.place[k].array

@@ -4,7 +4,7 @@ graph. The code is generated once for each kind of call, and a call gives it the
 Every array of a step is feature-major, [n H, B], so that each gate and each state is one contiguous block.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, lru_cache
 from re import findall
 from typing import Any
@@ -29,59 +29,139 @@ def constant(value: float, dtype: np.dtype) -> Array:
     return np.array(value, dtype)
 
 
-def function_of(code: Writer, parameters: str, fixed: Iterable[str], before: Sequence[str] = ()) -> Build:
-    """Return the function build(H, B, dtype, fixed), which returns the function step(parameters). A call of `step` runs
-    the statements `before` and those of `code` on arrays of this dtype with H hidden units and B batch items.
+NAMES: dict[str, Any] = {name: getattr(np, name) for name in (*UFUNCS.values(), "copyto", "fmin", "empty", "matmul")}
+NAMES |= {"constant": constant, "inf": np.inf, "nan": np.nan}
+"""The names that generated code uses."""
 
-    fixed: the names of further arrays that the statements use, the same arrays in every call of `step`.
+
+def function_of(
+    code: Writer, given: str, fixed: Iterable[str], parameters: str, before: Sequence[str], after: Sequence[str] = ()
+) -> Build:
+    """Return the function build(H, B, dtype, given, more), which returns the function step(parameters). A call of
+    `step` runs the statements `before`, those of `code` and `after` on arrays of this dtype with H hidden units and B
+    batch items.
+
+    given, fixed: the names of further arrays that the statements use, the same arrays in every call of `step`. Those of
+    `fixed` are in the dict `more`.
     """
-    words = {*findall(r"\w+", " ".join([*code.lines, *before])), *(array for array, _, _ in code.views)}
-    once, unpacked, own = list[str](), list[str](), {*code.scratch, *fixed}
+    lines = [*before, *code.lines, *after]
+    words = {*findall(r"\w+", " ".join(lines)), *(array for array, _, _ in code.views)}
+    once, unpacked = list[str](), list[str]()
+    own = {*code.scratch, *fixed, *given.split(", ")}
     for (array, start, stop), name in code.views.items():
         (once if array in own else unpacked).append(f"{name} = {array}[{start} * H : {stop} * H]")
-    made = [f"{name} = empty(({n} * H, B), {'bool' if b else 'dtype'})" for name, (n, b) in code.scratch.items()]
+    made = [f"{name} = more['{name}']" for name in fixed if name in words]
+    made += [f"{name} = empty(({n} * H, B), {'bool' if b else 'dtype'})" for name, (n, b) in code.scratch.items()]
     made += [f"{name} = constant({value!r}, dtype)" for name, value in code.constants.items() if name in words]
-    given = [f"{name} = fixed['{name}']" for name in fixed if name in words]
-    body = "\n        ".join([*unpacked, *before, *code.lines, "pass"])
-    start = "\n    ".join([*given, *made, *once])
-    text = f"def build(H, B, dtype, fixed):\n    {start}\n    def step({parameters}):\n        {body}\n    return step\n"
-    space: dict[str, Any] = {name: getattr(np, name) for name in (*UFUNCS.values(), "copyto", "fmin", "empty", "matmul")}
-    space |= {"constant": constant, "inf": np.inf, "nan": np.nan}
+    body = "\n        ".join([*before, *unpacked, *code.lines, *after, "pass"])
+    start = "\n    ".join([*made, *once, ""])
+    text = f"def build(H, B, dtype, {given}, more):\n    {start}def step({parameters}):\n        {body}\n    return step\n"
+    made_here: dict[str, Any] = {}
     # The statements were generated from a graph of numbered nodes, so they contain no text that the caller wrote.
-    exec(compile(text, "<a cell>", "exec"), space)  # nosec B102
-    return space["build"]
+    exec(compile(text, "<a cell>", "exec"), NAMES, made_here)  # nosec B102
+    return made_here["build"]
+
+
+class Plan:
+    """What the steps of a cell need to know before they run: the cell's graph, and the code that was generated from it.
+
+    second: whether a step has a second product, which is the one with the projection if `projects`. clips: whether c is
+    limited. negatable: the gates whose sigmoid is computed from -z. other: the
+    numbers of the gates whose input part and recurrent part have different gradients, such as a GRU's candidate.
+    passes_h: whether a part of the gradient of h_prev bypasses the recurrent product. recomputed: the gates whose
+    recurrent product the backward pass computes again. rows: the blocks of Wh that multiply h. whole: whether these are
+    all blocks, in one product.
+    """
+
+    def __init__(self, cell: AnyCell, names: Collection[str], exposes: bool):
+        graph = graph_of(cell, names, exposes)
+        self.cell, self.graph = cell, graph
+        self.rows: list[tuple[int, int]] = rows_of_product(cell) if cell.recurrent else []
+        self.second: bool = graph.operand() is not None
+        self.projects: bool = "Wp" in names
+        self.clips: bool = "k0" in graph.number
+        self.reads_constants: bool = self.second or self.clips or graph.params > 0
+        self.whole: bool = cell.recurrent and self.rows == [(0, cell.gates)]
+        self.negatable: str = negatable(graph, cell.gate_order) if cell.recurrent else ""
+        self.other: tuple[int, ...] = tuple(
+            [k for k, (x, p) in enumerate(zip(graph.gradients("x"), graph.of_product(), strict=True)) if x != p]
+        )
+        direct = graph.nodes[graph.gradients("s")[0]]
+        self.passes_h: bool = direct.op != "const" or direct.value != 0
+        self.reads_h: bool = graph.reads_after(0)
+        self.recomputed: list[int] = graph.recomputed()
+        self.built: dict[Any, Build] = {}
+
+    def forward(self, order: str, negated: str, saves: bool, streamed: bool, adds: bool, bhn: bool) -> Build:
+        """Return the function that builds a forward step (see `forward_function`)."""
+        key = order, negated, saves, streamed, adds, bhn
+        build = self.built.get(key)
+        if build is None:
+            build = self.built[key] = forward_function(self, *key)
+        return build
+
+    def backward(self) -> Build:
+        """Return the function that builds a backward step (see `backward_function`)."""
+        if None not in self.built:
+            self.built[None] = backward_function(self)
+        return self.built[None]
+
+
+plan_for = lru_cache(128)(Plan)
+
+
+def plan_of(cell: AnyCell, v: Views, exposes: bool) -> Plan:
+    """Return the plan of a cell for a call with the arrays v. exposes: for a forward pass, whether the caller gets the
+    gates; for a backward pass, whether they have cotangents."""
+    names = tuple([name for name in ("peephole", "Wp") if name in v])
+    return plan_for(cell.form, names, exposes)
 
 
 def negatable(graph: CellGraph, letters: str) -> str:
     """Return the letters of the gates whose preactivation z is read only by one sigmoid, before or after something is
     added to it. `JoinedProduct` can compute -z instead of z for these gates. The sigmoid 1 / (1 + exp(-z)) then need
     not negate z, which saves a pass over memory."""
-    order = needed(graph.nodes, [*graph.forward, *graph.saved])
-    found = ""
+    order, found = needed(graph.nodes, [*graph.forward, *graph.saved]), ""
     for k in range(0 if graph.apart else graph.gates):
-        n = graph.number.get(f"x{k}")
-        for op in ("add", "sigmoid"):
+        n, ops = graph.number.get(f"x{k}"), []
+        while n not in (*graph.saved, *graph.forward) and ops[-1:] != ["sigmoid"] and len(ops) < 2:
             uses = [m for m in order if n in graph.nodes[m].args]
-            if n in (*graph.saved, *graph.forward) or len(uses) != 1 or graph.nodes[uses[0]].op not in (op, "sigmoid"):
-                break
-            n = uses[0]
-            if graph.nodes[n].op == "sigmoid":
-                found += letters[k]
-                break
+            n = uses[0] if len(uses) == 1 else graph.forward[0]
+            ops.append(graph.nodes[n].op if len(uses) == 1 else "")
+        found += letters[k] if ops in (["sigmoid"], ["add", "sigmoid"]) else ""
     return found
 
 
-@lru_cache(256)
+def rows_of_product(cell: AnyCell) -> list[tuple[int, int]]:
+    """Return the blocks of Wh that multiply h, as (first, last + 1): all, or those of the gates r and z if the reset
+    comes before the candidate's product."""
+    if cell.op != "gru" or cell.reset == "after":
+        return [(0, cell.gates)]
+    first, second = sorted(cell.gate_order.index(gate) for gate in "rz")
+    return [(first, second + 1)] if second == first + 1 else [(first, first + 1), (second, second + 1)]
+
+
+def at_places(*rows: tuple[str, int, str, int]) -> dict[str, Place]:
+    """Return the places of inputs of a graph by name. A row (letter, first, array, count) stands for `count` inputs with
+    this letter and the numbers from `first` on."""
+    return {f"{a}{first + k}": place for a, first, array, n in rows for k, place in enumerate(places(array, n))}
+
+
+ALONE = ("s0", "n0", "i0", "d0", "k0", "W0", "W0T", "direct", "di", "m")
+"""The arrays that are one block."""
+
+
 def forward_function(
-    graph: CellGraph, letters: str, order: str, negated: str, saves: bool, recurrent: bool, streamed: bool, before: tuple[str, ...]
+    plan: Plan, order: str, negated: str, saves: bool, streamed: bool, adds: bool, bhn: bool
 ) -> Build:
     """Return the function that builds a forward step: step(operand, xs, s0, c_prev, y, c, n0).
 
     The step reads these arrays; z and us are fixed, the same in every call:
 
-        z [G H, B]     the preactivations, or only their recurrent part if `graph.apart`
+        operand        the array that the recurrent weights multiply
+        z [G H, B]     scratch memory for the preactivations, or only for their recurrent part if `graph.apart`
         us [U H, B]    the inputs of the step
-        xs [G H, B]    the input's part of the preactivations, if z does not contain it
+        xs [G H, B]    the input's part of the preactivations, unless the product with `operand` includes it
         s0, c_prev     h and the other states before the step
 
     and writes
@@ -89,32 +169,31 @@ def forward_function(
         n0, c          h and the other states after the step
         y              the values that the backward pass needs, if `saves`
 
-    letters, order: the gates in the order of the cell, and in their order in z. negated: the gates whose rows of z are
-    negated. recurrent: whether h is multiplied by Wh. streamed: whether c is the same array as c_prev. before: the
-    statements that compute z.
+    order: the order of the gates in z. negated: the gates whose rows of z are negated. streamed: whether c is the same
+    array as c_prev. adds: whether xs is added to z at once. bhn: whether bhn is added to the candidate's product.
 
     Without `saves` no backward pass follows. Such a step takes less time, because it divides by 1 / sigmoid(z) = 1 +
     exp(-z) where it would otherwise multiply by sigmoid(z).
     """
-    nodes = graph.nodes if saves else with_reciprocals(graph.nodes, graph.forward)
-    z = "xs" if graph.apart or not recurrent else "z"
-    at = {f"x{k}": Place(z, order.index(letter)) for k, letter in enumerate(letters)}
-    at |= {f"p{k}": Place("z", order.index(letter)) for k, letter in enumerate(letters)}
-    states = [Place("s0", 0), *places("c" if streamed else "c_prev", graph.states - 1)]
-    at |= {f"s{k}": place for k, place in enumerate(states)}
-    at |= {f"u{k}": place for k, place in enumerate(places("us", graph.inputs))}
-    at |= {f"w{k}": place for k, place in enumerate(places("w", graph.params))}
-    at |= {name: Place(name, 0) for name in ("i0", "k0", "W0", "W0T")}
+    graph, letters, carried = plan.graph, plan.cell.gate_order, plan.graph.states - 1
+    x = "z" if plan.rows and not graph.apart else "xs"
+    at = at_places(("s", 1, "c" if streamed else "c_prev", carried), ("u", 0, "us", graph.inputs))
+    at |= at_places(("w", 0, "w", graph.params)) | {name: Place(name, 0) for name in ("s0", "k0", "W0T")}
+    for k, letter in enumerate(letters):
+        at |= {f"x{k}": Place(x, order.index(letter)), f"p{k}": Place("z", order.index(letter))}
+    at["i0"] = Place("operand", 0)
     known = {n: at[name] for name, n in graph.number.items() if name in at}
     targets = [*zip(graph.saved, places("y", len(graph.saved)), strict=True)] if saves else []
-    targets += zip(graph.forward, [Place("n0", 0), *places("c", graph.states - 1)], strict=True)
-    carried = graph.states - 1
+    targets += zip(graph.forward, [Place("n0", 0), *places("c", carried)], strict=True)
     sizes = {"z": graph.gates, "xs": graph.gates, "us": graph.inputs, "w": graph.params, "y": len(graph.saved)}
-    sizes |= {"c": carried, "c_prev": carried} | dict.fromkeys(("s0", "n0", "i0", "k0", "W0", "W0T"), 1)
+    sizes |= {"c": carried, "c_prev": carried, "operand": 1} | dict.fromkeys(ALONE, 1)
+    nodes = graph.nodes if saves else with_reciprocals(graph.nodes, graph.forward)
     minus = [graph.number[f"x{k}"] for k, letter in enumerate(letters) if letter in negated]
     code = Writer(nodes, known, targets, sizes, ["z"], ["c", "n0"], minus)
-    fixed = ["z", "us", "w", "k0", "W0T", "weights", "product", "weights1", "product1", "z_n", "bhn"]
-    return function_of(code, f"{'i0' if 'i0' in graph.number else 'operand'}, xs, s0, c_prev, y, c, n0", fixed, before)
+    before = [f"matmul(weights{n}, operand, product{n})" for n in range(len(plan.rows))]
+    before += ["add(z, xs, z)"] * adds + ["add(z_n, bhn, z_n)"] * bhn
+    fixed = ["us", "w", "k0", "W0T", "weights1", "product1", "z_n", "bhn"]
+    return function_of(code, "z, weights0, product0", fixed, "operand, xs, s0, c_prev, y, c, n0", before)
 
 
 class Step:
@@ -124,124 +203,110 @@ class Step:
     def __init__(self, problem: Problem, v: Views, mask: Array | None, streamed: bool = False):
         """Allocate the arrays that every step overwrites. streamed: the steps arrive one at a time
         (`engines.numpy.stream`)."""
-        cell, (_, B, H, _), dtype = problem.cell, problem[:4], v["x"].dtype
-        graph = graph_of(cell, v, problem.return_gates)
-        letters, recurrent = cell.gate_order, cell.recurrent
-        negated = negatable(graph, letters) if recurrent else ""
-        self.apart: bool = graph.apart
+        (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
+        plan = plan_of(cell, v, problem.return_gates)
+        self.apart: bool = plan.graph.apart
         self.products: JoinedProduct | SeparateProducts = (
-            SeparateProducts(problem, v, mask) if graph.apart else input_products(problem, v, mask, negated, streamed)
+            SeparateProducts(problem, v, mask)
+            if self.apart
+            else input_products(problem, v, mask, plan.negatable, streamed)
         )
+        products, more = self.products, constants_of(plan, cell, v, B) if plan.reads_constants else {}
         z = np.empty((cell.gates * H, B), dtype)
-        self.us: Array = np.empty((graph.inputs * H, B), dtype)
-        fixed: dict[str, Any] = {"z": z, "us": self.us} | constants_of(graph, cell, v, B)
-        before = []
-        if recurrent:
-            for n, rows in enumerate(rows_of_product(cell, H)):
-                weights = in_blocks(self.products.weights[rows], B, streamed)
-                name = str(n or "")
-                fixed |= {f"weights{name}": weights, f"product{name}": z[rows].reshape(*weights.shape[:-1], -1)}
-                before.append(f"matmul(weights{name}, operand, product{name})")
-            if not graph.apart and isinstance(self.products, SeparateProducts):
-                before.append("add(z, xs, z)")
+        weights, product = None, z
+        if plan.whole:
+            weights = in_blocks(products.weights, B, streamed)
+            product = z.reshape(*weights.shape[:-1], -1)  # z, divided like the weights
+        elif plan.rows:
+            rows = [slice(start * H, stop * H) for start, stop in plan.rows]
+            (weights, product), *others = [(products.weights[of], z[of]) for of in rows]
+            more |= {"weights1": others[0][0], "product1": others[0][1]} if others else {}
+        if plan.graph.inputs:
+            self.us: Array = np.empty((plan.graph.inputs * H, B), dtype)
+            more["us"] = self.us
         if "bhn" in v:
-            fixed |= {"z_n": z[cell.block("n", H)], "bhn": np.repeat(v["bhn"][:, None], B, axis=1)}
-            before.append("add(z_n, bhn, z_n)")
-        if "i0" in graph.number:
-            before = [line.replace("operand", "i0") for line in before]
+            more |= {"z_n": z[cell.block("n", H)], "bhn": np.repeat(v["bhn"][:, None], B, axis=1)}
+        adds = bool(plan.rows) and not self.apart and not isinstance(products, JoinedProduct)
         saves = problem.training or problem.return_gates
-        order, negated = self.products.order, self.products.negated
-        build = forward_function(graph, letters, order, negated, saves, recurrent, streamed, tuple(before))
-        self.run: Callable[..., None] = build(H, B, dtype, fixed)
+        build = plan.forward(products.order, products.negated, saves, streamed, adds, "bhn" in v)
+        self.run: Callable[..., None] = build(H, B, dtype, z, weights, product, more)
 
 
-def constants_of(graph: CellGraph, cell: AnyCell, v: Views, B: int) -> dict[str, Any]:
+def constants_of(plan: Plan, cell: AnyCell, v: Views, B: int) -> dict[str, Any]:
     """Return the arrays that a step reads and that are the same at every step: w [V H, B], the parameters repeated over
-    the batch, k0, the limit of c, and the matrix W0 with its transpose."""
-    found: dict[str, Any] = {"w": np.repeat(v[cell.params][:, None], B, axis=1)} if graph.params else {}
-    if "k0" in graph.number:
+    the batch; k0, the limit of c; and the matrix W0 with its transpose."""
+    found: dict[str, Any] = {}
+    if plan.graph.params:
+        found["w"] = np.repeat(v[cell.params][:, None], B, axis=1)
+    if plan.clips:
         found["k0"] = np.array(cell.cell_clip, v["x"].dtype)
-    if graph.operand() is not None:
-        found["W0T"] = matrix(v["Wp"]) if "Wp" in v else matrix(v["Wh"])[cell.block("n", len(v["Wh"]) // 3)]
+    if plan.second:
+        found["W0T"] = matrix(v["Wp"]) if plan.projects else matrix(v["Wh"])[cell.block("n", v["Wh"].shape[1])]
         found["W0"] = found["W0T"].T
     return found
 
 
-def rows_of_product(cell: AnyCell, H: int) -> list[slice]:
-    """Return the rows of Wh that multiply h: all, or those of the gates r and z if the reset comes before the
-    candidate's product. Two blocks that are neighbours are one slice."""
-    if cell.op != "gru" or cell.reset == "after":
-        return [slice(0, cell.gates * H)]
-    first, second = sorted((cell.block("r", H), cell.block("z", H)), key=lambda rows: rows.start)
-    return [slice(first.start, second.stop)] if first.stop == second.start else [first, second]
+def backward_function(plan: Plan) -> Build:
+    """Return the function that builds a backward step: step(t, columns, c_prev, c, d0, dc, e).
 
+    The step reads
 
-@lru_cache(256)
-def backward_function(graph: CellGraph, is_users: bool) -> tuple[Build, tuple[int, ...]]:
-    """Return (build, other). build: a function that builds a backward step. other: the numbers of the gates whose
-    input part and recurrent part have different gradients, such as a GRU's candidate (only if `graph.apart`).
-
-    The built function is step(y, s0, c_prev, n0, c, d0, dc, dz, dx, e, m, q, i0). The arrays us, du, dw, direct and di
-    are fixed: they are the same in every call. The function reads
-
-        y            the values that the forward pass saved
-        s0, c_prev   h and the other states before the step
-        n0, c        h and the other states after the step
-        us           the inputs of the step
+        c_prev, c    the states other than h before and after step t
         d0, dc       the gradients of h and of the other states after the step
         e            the gradients of the gates
-        q            the recurrent products of the gates in `graph.recomputed()`
-        i0           h times the mask
+        own          the object of class `StepBackward` with the other arrays
 
     and writes
 
-        dz, dx       the gradients of the recurrent parts of all gates, and of the input parts of the gates in `other`
+        d0, dc       the gradients of the h in the recurrent product, and of the other states before the step
+        dz, dx       the gradients of the recurrent parts of all gates, and of the input parts of the gates in
+                     `plan.other`: `columns` of the arrays in `own`
         direct       the part of the gradient of the h before the step that bypasses the recurrent product
         di           the part of the gradient of h times the mask that bypasses the product
-        dc           the gradients of the other states before the step
-        m            the operand of the step's second product
+        m            `columns` of the operand of the step's second product
         du, dw       the gradients of the inputs and of the parameters
-
-    and may overwrite d0.
     """
-    carried = graph.states - 1
-    at = {f"{letter}0": Place(f"{letter}0", 0) for letter in "sdikW"} | {"W0T": Place("W0T", 0)}
-    for letter, array, first, count in (
-        *(("s", "c_prev", 1, carried), ("d", "dc", 1, carried), ("u", "us", 0, graph.inputs)),
-        *(("w", "w", 0, graph.params), ("e", "e", 0, graph.gates)),
-    ):
-        at |= {f"{letter}{first + place.row}": place for place in places(array, count)}
-    at |= {f"p{k}": Place("q", place) for place, k in enumerate(graph.recomputed())}
+    graph, carried, other = plan.graph, plan.graph.states - 1, plan.other
+    at = at_places(("s", 1, "c_prev", carried), ("d", 1, "dc", carried), ("u", 0, "us", graph.inputs))
+    at |= at_places(("w", 0, "w", graph.params), ("e", 0, "e", graph.gates)) | {name: Place(name, 0) for name in ALONE}
+    at |= {f"p{k}": Place("q", row) for row, k in enumerate(plan.recomputed)}
     known = {n: Place("c", k - 1) if k else Place("n0", 0) for n, k in graph.known_after().items()}
     known |= dict(zip(graph.saved, places("y", len(graph.saved)), strict=True))
     known |= {n: at[name] for name, n in graph.number.items() if name in at}
-    x, p = graph.gradients("x"), graph.of_product()
-    other = tuple(k for k in range(graph.gates) if x[k] != p[k])
-    targets = [*zip(p, places("dz", graph.gates), strict=True)]
-    targets += [(x[k], Place("dx", place)) for place, k in enumerate(other)]
-    targets += zip(graph.gradients("s")[1:], places("dc", carried), strict=True)
-    targets += [(graph.gradients("s")[0], Place("direct", 0))] if passes_h(graph) else []
+    x, (s0, *others) = graph.gradients("x"), graph.gradients("s")
+    targets = [*zip(graph.of_product(), places("dz", graph.gates), strict=True)]
+    targets += [(x[k], Place("dx", row)) for row, k in enumerate(other)]
+    targets += zip(others, places("dc", carried), strict=True)
+    targets += [(s0, Place("direct", 0))] if plan.passes_h else []
     targets += [(n, Place("di", 0)) for n in graph.gradients("i")]
     targets += zip(graph.gradients("u"), places("du", graph.inputs), strict=True)
     targets += zip(graph.gradients("w"), places("dw", graph.params), strict=True)
     targets += [(n, Place("m", 0)) for n in [graph.operand()] if n is not None]
     sizes = {"y": len(graph.saved), "c_prev": carried, "c": carried, "dc": carried, "us": graph.inputs}
     sizes |= {"du": graph.inputs, "w": graph.params, "dw": graph.params, "e": graph.gates, "dz": graph.gates}
-    sizes |= {"dx": len(other), "q": len(graph.recomputed())}
-    sizes |= dict.fromkeys(("s0", "d0", "i0", "k0", "W0", "W0T", "n0", "direct", "di", "m"), 1)
-    code = Writer(graph.nodes, known, targets, sizes, ["dc", "d0"], ["dc", "direct", "di"], squares=not is_users)
-    fixed = ["us", "du", "w", "dw", "direct", "di", "W0", "W0T", "k0"]
-    return function_of(code, "y, s0, c_prev, n0, c, d0, dc, dz, dx, e, m, q, i0", fixed), other
-
-
-def passes_h(graph: CellGraph) -> bool:
-    """Return whether a part of the gradient of h_prev bypasses the recurrent product."""
-    node = graph.nodes[graph.gradients("s")[0]]
-    return node.op != "const" or node.value != 0
+    sizes |= {"dx": len(other), "q": len(plan.recomputed)} | dict.fromkeys(ALONE, 1)
+    squares = plan.cell.op != "pointwise"
+    code = Writer(graph.nodes, known, targets, sizes, ["dc", "d0"], ["dc", "direct", "di"], squares=squares)
+    words = findall(r"\w+", " ".join([*code.lines, *(array for array, _, _ in code.views)]))
+    read = {
+        "y": "y = saved_at(t)", "n0": "n0 = h_at(t)", "i0": "i0 = own.h_in[columns].T",
+        "s0": "s0 = own.h_prev[t - own.start].T", "us": "copyto(us, own.inputs[t].T)",
+        **{name: f"{name} = all_{name}[:, columns]" for name in ("dz", "dx", "m", "q")},
+    }  # fmt: skip
+    if words.count("s0") > 1:  # a contiguous copy, because every operation on the view would be slower
+        read["s0"] = "copyto(s0, own.h_prev[t - own.start].T)"
+    before = [line for name, line in read.items() if name in words]
+    before += ["all_dh[:, columns] = d0"] * plan.projects
+    fixed = ["s0", "us", "du", "w", "dw", "direct", "di", "W0", "all_dx", "all_m", "all_q", "all_dh"]
+    if words.count("s0") <= 1:
+        fixed.remove("s0")
+    after = ["through_Wh(dz, d0)" if plan.rows else "d0.fill(0)"]
+    return function_of(code, "own, saved_at, h_at, all_dz, through_Wh", fixed, "t, columns, c_prev, c, d0, dc, e", before, after)
 
 
 class StepBackward:
-    """One backward step of a cell. It also collects what the weight gradients need.
+    """One backward step of a cell. It also collects what the weight gradients need. `run` is the generated function
+    (see `backward_function`).
 
     A preactivation is the sum of a recurrent part (Wh h) and an input part (Wx x). `dz` [G H, n] collects the gradients
     of the recurrent parts of G gates with H units each. It has n columns, one for each step and batch item of a chunk.
@@ -249,41 +314,63 @@ class StepBackward:
     First `end_chunk` computes the gradient of Wh from `dz`. Then it copies `dx` to these gates' rows of `dz`, from
     which the gradients of Wx and x are computed.
 
-    A projection, or the candidate's product of a GRU with reset "before", is a second product in the step. `m` collects
-    what its weight multiplies.
+    A projection, or the candidate's product of a GRU with reset "before", is a second product in the step. `m` [H, n]
+    collects what its weight multiplies, and `dh` [P, n] the gradient of the projected h.
     """
+
+    direct: Array | None = None
+    """The part of the gradient of h_prev that bypasses the recurrent product, if there is one."""
+    q: Array | None = None
+    """The candidate's product of each step, if the backward pass reads it."""
 
     def __init__(self, problem: Problem, v: Views, saved: Views, exposes: bool):
         """Allocate the arrays that every backward step overwrites. saved: the outputs h, c and gates [T, B, K H] of the
         forward pass. exposes: whether the gates have cotangents."""
-        cell, (_, B, H, P), dtype = problem.cell, problem[:4], v["x"].dtype
-        graph = graph_of(cell, v, exposes)
-        build, self.other = backward_function(graph, cell.op == "pointwise")
-        self.H, self.inputs, self.params = H, v.get("inputs"), cell.params
-        self.reads_h: bool = graph.reads("s0") or "i0" in graph.number
-        self.saved_at: Callable[[int], Any] = steps_of(saved["gates"]) if "gates" in saved else lambda t: None
-        self.h_at: Callable[[int], Any] = steps_of(saved["h"]) if graph.reads_after(0) else lambda t: None
-        n = chunk_steps(problem) * B
+        (_, B, H, P, cell), dtype = problem[:5], v["x"].dtype
+        plan = self.plan = plan_of(cell, v, exposes)
+        graph, n, more = plan.graph, chunk_steps(problem) * B, constants_of(plan, cell, v, B)
+        self.cell, self.H = cell, H
         self.dz: Array = columns_buffer(cell.gates * H, n, B, dtype)
-        self.dx: Array = columns_buffer(len(self.other) * H, n, B, dtype)
-        self.m: Array | None = columns_buffer(H, n, B, dtype) if graph.operand() is not None else None
-        self.dh: Array | None = columns_buffer(P, n, B, dtype) if "Wp" in v else None
-        self.q: Array | None = columns_buffer(len(graph.recomputed()) * H, n, B, dtype) if graph.recomputed() else None
-        self.by_column: list[Array] = [a for a in (self.dz, self.dx, self.m, self.dh, self.q) if a is not None]
-        self.rows: list[slice] = rows_of_product(cell, H) if cell.recurrent else []
-        Wh: Any = matrix(v["Wh"]) if cell.recurrent else None
-        self.through_Wh = TransposedProduct(Wh, problem) if self.rows == [slice(0, cell.gates * H)] else None
-        self.Wh_T: list[Array] = [Wh[rows].T for rows in self.rows]
-        self.n: slice = cell.block("n", H) if cell.op == "gru" else slice(0, 0)
-        self.Wh_n, self.bhn = Wh[self.n] if self.q is not None else None, v.get("bhn")
-        fixed = constants_of(graph, cell, v, B)
-        self.direct: Array | None = np.empty((H, B), dtype) if passes_h(graph) else None
-        self.di: Array | None = np.empty((H, B), dtype) if graph.gradients("i") else None
-        self.us, self.du = (np.empty((graph.inputs * H, B), dtype) for _ in range(2))
-        self.dw: Array = np.empty((graph.params * H, B), dtype)
-        self.dparams: Array = np.zeros((graph.params * H, B), dtype)  # it is summed over the batch after the last step
-        fixed |= {"us": self.us, "du": self.du, "dw": self.dw, "direct": self.direct, "di": self.di}
-        self.step: Callable[..., None] = build(H, B, dtype, fixed)
+        self.by_column: list[Array] = [self.dz]
+        widths = {"dx": len(plan.other) * H, "m": H * plan.second, "dh": P * plan.projects}
+        for name, width in widths.items():
+            if width:
+                more[f"all_{name}"] = columns_buffer(width, n, B, dtype)
+                self.by_column.append(more[f"all_{name}"])
+        self.dx, self.m, self.dh = (more.get(f"all_{name}") for name in widths)
+        self.Wh: Any = matrix(v["Wh"]) if plan.rows else None
+        if plan.recomputed:
+            self.q = more["all_q"] = columns_buffer(len(plan.recomputed) * H, n, B, dtype)
+        self.bhn: Array | None = v.get("bhn")
+        if plan.passes_h:
+            self.direct = more["direct"] = np.empty((H, B), dtype)
+            more["s0"] = np.empty((H, B), dtype)
+        elif graph.reads("s0"):
+            more["s0"] = np.empty((H, B), dtype)
+        self.finishes: bool = graph.inputs + graph.params > 0  # whether `finish` has work at every step
+        if self.finishes:
+            self.inputs: Any = v.get("inputs")
+            us, self.du = (np.empty((graph.inputs * H, B), dtype) for _ in range(2))
+            self.dw: Array = np.empty((graph.params * H, B), dtype)
+            self.dparams: Array = np.zeros((graph.params * H, B), dtype)  # summed over the batch after the last step
+            more |= {"us": us, "du": self.du, "dw": self.dw}
+        through: Any = None
+        if plan.whole:
+            through = TransposedProduct(self.Wh, problem)
+        elif plan.rows:
+            self.di = more["di"] = np.empty((H, B), dtype)
+            through = self.through_rows
+        saved_at = steps_of(saved["gates"]) if "gates" in saved and graph.saved else None
+        h_at = steps_of(saved["h"]) if plan.reads_h else None
+        self.run: Callable[..., None] = plan.backward()(H, B, dtype, self, saved_at, h_at, self.dz, through, more)
+
+    def through_rows(self, dz: Array, dh: Array) -> None:
+        """Write to dh [H, B] the gradient of the h that the rows of some gates multiply, and that enters the second
+        product."""
+        np.copyto(dh, self.di)
+        for start, stop in self.plan.rows:
+            rows = slice(start * self.H, stop * self.H)
+            dh += np.matmul(self.Wh[rows].T, dz[rows])
 
     def begin_chunk(self, start: int, h_prev: Array, h_in: Array) -> None:
         """Begin a chunk of steps, the first of which is step `start`. h_prev [steps, B, H]: h before each step. h_in
@@ -291,41 +378,11 @@ class StepBackward:
         compute it for all steps of the chunk."""
         self.start, self.h_prev, self.h_in = start, h_prev, h_in
         if self.q is not None:
-            q = np.matmul(self.Wh_n, matrix(h_in).T, out=self.q[:, : len(h_in)])
-            if self.bhn is not None:
-                q += self.bhn[:, None]
-
-    def __call__(
-        self, t: int, columns: slice, c_prev: Array | None, c: Array | None, dh: Array, dc: Array, dgates: Array | None
-    ) -> None:
-        """Compute step t backward. Write its columns of dz and dx (the gradients of the preactivations) and `direct`,
-        the part of the gradient of h_prev that bypasses the recurrent product.
-
-        Overwrite dh, the gradient of the h after the step, with the gradient of the h that entered the recurrent
-        product. Overwrite dc, the gradients of the other states after the step, with those before it. c_prev, c: the
-        other states before and after the step. dgates: the gradients of the gates, or None.
-        """
-        s0 = i0 = m = q = dx = None
-        if self.reads_h:
-            s0, i0 = self.h_prev[t - self.start].T, self.h_in[columns].T
-        if self.inputs is not None:
-            np.copyto(self.us, self.inputs[t].T)
-        if self.other:
-            dx = self.dx[:, columns]
-        if self.m is not None:
-            m = self.m[:, columns]
-        if self.q is not None:
-            q = self.q[:, columns]
-        if self.dh is not None:
-            self.dh[:, columns] = dh
-        dz = self.dz[:, columns]
-        self.step(self.saved_at(t), s0, c_prev, self.h_at(t), c, dh, dc, dz, dx, dgates, m, q, i0)
-        if self.through_Wh is not None:
-            self.through_Wh(dz, dh)
-            return
-        dh[...] = 0 if self.di is None else self.di
-        for rows, Wh_T in zip(self.rows, self.Wh_T, strict=True):
-            dh += np.matmul(Wh_T, dz[rows])
+            for row, k in enumerate(self.plan.recomputed):
+                out = self.q[row * self.H : (row + 1) * self.H, : len(h_in)]
+                np.matmul(self.Wh[k * self.H : (k + 1) * self.H], matrix(h_in).T, out=out)
+                if self.bhn is not None:
+                    out += self.bhn[:, None]
 
     def finish(self, t: int, columns: slice, ended: Array | None, out: Views) -> None:
         """Write the gradient of the inputs of step t, and add the step's term to the gradient of the parameters. ended:
@@ -334,24 +391,28 @@ class StepBackward:
         if ended is not None:
             for array in self.by_column:
                 array[:, columns][:, ended] = 0
+        if not self.finishes:
+            return
+        if ended is not None:
             self.du[:, ended] = self.dw[:, ended] = 0
         if "inputs" in out:
             np.copyto(out["inputs"][t], self.du.T)
-        if len(self.dw):
-            self.dparams += self.dw
+        self.dparams += self.dw
 
     def end_chunk(self, products: WeightGradients, h_in: Array) -> None:
         """Add the terms of one chunk of time steps to the weight gradients in `products`. h_in [n, P]: the h that
         entered the recurrent product at each step of the chunk."""
-        n, H, h_in = len(h_in), self.H, matrix(h_in)
-        for rows in self.rows:
-            whole = rows.stop == len(self.dz) and rows.start == 0
-            products.accumulate("Wh", self.dz[rows, :n], h_in, *([] if whole else [rows]))
-        if self.m is not None and self.dh is None:
-            products.accumulate("Wh", self.dz[self.n, :n], self.m[:, :n].T, self.n)
-        elif self.m is not None and self.dh is not None:
+        n, H, cell, h_in = len(h_in), self.H, self.cell, matrix(h_in)
+        for start, stop in self.plan.rows:
+            rows = slice(None) if (start, stop) == (0, cell.gates) else slice(start * H, stop * H)
+            products.accumulate("Wh", self.dz[rows, :n], h_in, rows)
+        if self.m is not None and self.dh is not None:
             products.accumulate("Wp", self.dh[:, :n], self.m[:, :n].T)
+        elif self.m is not None:
+            rows = cell.block("n", H)
+            products.accumulate("Wh", self.dz[rows, :n], self.m[:, :n].T, rows)
         if self.bhn is not None:
-            products.accumulate("bhn", self.dz[self.n, :n], np.ones(n, self.dz.dtype))
-        for place, k in enumerate(self.other):
-            self.dz[k * H : (k + 1) * H, :n] = self.dx[place * H : (place + 1) * H, :n]
+            products.accumulate("bhn", self.dz[cell.block("n", H), :n], np.ones(n, self.dz.dtype))
+        if self.dx is not None:
+            for place, k in enumerate(self.plan.other):
+                self.dz[k * H : (k + 1) * H, :n] = self.dx[place * H : (place + 1) * H, :n]
