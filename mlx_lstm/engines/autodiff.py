@@ -29,7 +29,7 @@ from .metal import fused, pointwise, pointwise_stepwise, stepwise
 from .numpy import sweep as numpy
 from .numpy.sweep import Saved
 from .ops import sweep as ops
-from .ops.cells import UNBOUNDED
+from .definitions import UNBOUNDED
 from .ops.packed import dequantized
 from .packing import packed_names
 from .problem import Arrays, Problem
@@ -240,9 +240,8 @@ def has_plain_gradient(problem: Problem) -> bool:
     cell = problem.cell
     if isinstance(cell, PointwiseCell):
         return True
-    activations = (cell.act,) if isinstance(cell, RNNCell) else cell.activations
     whole = problem.packing is None and "lengths" not in problem.names
-    return problem.T == 1 and whole and not set(activations) & set(UNBOUNDED)
+    return problem.T == 1 and whole and not set(cell.activations) & set(UNBOUNDED)
 
 
 def is_plain_step(problem: Problem) -> bool:

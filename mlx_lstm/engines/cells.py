@@ -100,6 +100,7 @@ class GRUCell(NamedTuple):
     reads_kept = True
     params = ""
     forget_bias = 0.0
+    cell_clip = None
     outputs = OUTPUTS
     block = gate_block
 
@@ -127,9 +128,15 @@ class RNNCell(NamedTuple):
     reads_kept = False
     params = ""
     forget_bias = 0.0
+    cell_clip = None
     gate_order = "h"
     outputs = OUTPUTS
     block = gate_block
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """The activation, as a tuple like that of the other cells."""
+        return (self.act,)
 
     @property
     def form(self) -> "RNNCell":
@@ -149,7 +156,9 @@ class PointwiseCell(NamedTuple):
     op = "pointwise"
     reads_kept = True
     params = "params"
+    activations = ()
     forget_bias = 0.0
+    cell_clip = None
     block = gate_block
 
     @property

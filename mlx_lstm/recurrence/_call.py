@@ -12,7 +12,7 @@ from ..engines import METAL_ENGINES, Choice, choice, tuning
 from ..engines.autodiff import run, run_backward
 from ..engines.cells import AnyCell, LSTMCell, RNNCell
 from ..engines.choice import NOWHERE, Stream, on
-from ..engines.ops.cells import activate
+from ..engines.definitions import activate
 from ..engines.packing import Packing, packed_names
 from ..engines.problem import Arrays, Problem, limits_in_effect, masks_differ
 from ..engines.tracing import custom_function, have_values, is_transforming

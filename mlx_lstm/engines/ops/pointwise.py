@@ -22,7 +22,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "atan": mx.arctan, "asinh": mx.arcsinh, "acosh": mx.arccosh, "atanh": mx.arctanh, "select": mx.where,
     "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
     "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "and": mx.logical_and, "or": mx.logical_or,
-    "not": mx.logical_not,
+    "not": mx.logical_not, "matmul": lambda a, b: a @ b,
 }  # fmt: skip
 """The function of MLX for each operation of a graph. "float" is missing, because the conversion needs a dtype."""
 

@@ -7,17 +7,19 @@ MLX arrays; nothing is evaluated.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from ..cells import GRUCell, LSTMCell, PointwiseCell, RNNCell
+from .. import definitions
+from ..cell_tracer import graph_of
+from ..cells import AnyCell, GRUCell, LSTMCell, PointwiseCell
+from ..definitions import constant
 from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
-from . import cells
 from .packed import dequantized, times_input
-from .pointwise import gradients_by_mlx, pointwise_step
+from .pointwise import gradients_by_mlx, pointwise_step, values_of
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
@@ -114,16 +116,35 @@ def step(
         inputs = arrays["inputs"][t, ...] if "inputs" in arrays else None
         live = live_items(arrays, t)
         return pointwise_step(problem.cell, z, product, h, c, inputs, arrays.get("params"), live)
-    cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
-    if isinstance(cell, LSTMCell):
-        # mx.addmm is not used here and in the cells: MLX 0.32.4 refuses it under vmap over x alone.
-        gates, c, m = cells.lstm_step(cell, z + h_in @ Wh.T, c, arrays.get("peephole"))
-        return gates, c, m if Wp is None else m @ Wp.T
-    if isinstance(cell, GRUCell):
-        gates, h = cells.gru_step(cell, z, h_in, h, Wh, arrays.get("bhn"))
+    cell, Wh, v = problem.cell, arrays["Wh"], {"h": h, "c": c, "h_in": h_in}
+    # mx.addmm is not used here and in the definitions: MLX 0.32.4 refuses it under vmap over x alone.
+    if not cell.apart:
+        a: dict[str, Any] = by_gate(cell, z + h_in @ Wh.T)
+        if cell.forget_bias:
+            a["f"] = a["f"] + constant(cell.forget_bias, z)
+    elif cell.reset == "after":  # one product with all three blocks of Wh
+        p, x = by_gate(cell, h_in @ Wh.T), by_gate(cell, z)
+        a = {gate: (x[gate], p[gate] + arrays["bhn"] if gate == "n" and "bhn" in arrays else p[gate]) for gate in x}
     else:
-        gates, h = cells.rnn_step(cell, z, h_in, Wh)
-    return gates, c, h
+        v["Wh_n"] = Wh[cell.block("n", problem.H)]
+        p = {gate: h_in @ Wh[cell.block(gate, problem.H)].T for gate in "rz"}
+        a = {gate: (x, p.get(gate)) for gate, x in by_gate(cell, z).items()}
+    if "peephole" in arrays:
+        v["peephole"] = by_gate(cell, arrays["peephole"])
+    if "Wp" in arrays:
+        v["Wp"] = arrays["Wp"]
+    if cell.cell_clip is not None:
+        v["limit"] = constant(cell.cell_clip, c)
+    states, gates = definitions.step(cell, a, v)
+    of_gates = [gates[gate] for gate in cell.gate_order]
+    every = of_gates[0] if len(of_gates) == 1 else mx.concatenate(of_gates, axis=-1)
+    return every, states[1] if len(states) > 1 else c, states[0]
+
+
+def by_gate(cell: AnyCell, array: Array) -> dict[str, Array]:
+    """Return a dict from each gate to its part of an array [.., GH] with all gates."""
+    parts = [array] if cell.gates == 1 else mx.split(array, cell.gates, axis=-1)
+    return dict(zip(cell.gate_order, parts, strict=True))
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
@@ -189,25 +210,54 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     return sweep | {"dh0": dh}
 
 
+class StepGradients(NamedTuple):
+    """The gradients that the backward pass of one step computes, for B batch items, H hidden units, G gates and h of
+    width P.
+
+    dz [B, GH]: the gradient of the input's part of the preactivations. dh [B, P]: the gradient of mask * h_prev, which
+    enters the recurrent product. dc [B, H]: the gradient of c_prev, for an LSTM only. direct [B, H]: for a GRU only,
+    the part of the gradient of h_prev that bypasses the product.
+    """
+
+    dz: Array
+    dh: Array
+    dc: Array | None = None
+    direct: Array | None = None
+
+
 def step_backward(
     problem: Problem, arrays: Arrays, t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None
-) -> cells.StepGradients:
-    """Return the gradients of step t of the problem's cell.
+) -> StepGradients:
+    """Return the gradients of step t of the problem's cell, computed from the graph of its derivative.
 
     before: the states h and c before the step. For a GRU with reset "after" also q, the candidate's product h Wh_n^T +
     bhn. after: h, c and the gates after the step. dh, dc, dgates: the gradients of h, c and gates in `after`.
     """
-    cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
-    if isinstance(cell, LSTMCell):
-        dm = dh if Wp is None else dh @ Wp
-        peephole = arrays.get("peephole")
-        dz, dc = cells.lstm_step_backward(cell, after["gates"], before["c"], after["c"], peephole, dm, dc, dgates)
-        return cells.StepGradients(dz, dz @ Wh, dc)
-    if isinstance(cell, GRUCell):
-        h_in = times_mask(arrays, before["h"], t)
-        return cells.gru_step_backward(cell, after["gates"], h_in, before["h"], Wh, before.get("q"), dh, dgates)
-    assert isinstance(cell, RNNCell)
-    return cells.rnn_step_backward(cell, after["h"], Wh, dh, dgates)
+    cell, H, Wh = problem.cell, problem.H, arrays["Wh"]
+    graph = graph_of(cell, arrays, dgates is not None)
+    W = arrays["Wp"] if "Wp" in arrays else Wh[cell.block("n", H)] if "W0" in graph.number else None
+    given = {"s0": before["h"], "s1": before.get("c"), "d0": dh, "d1": dc, "W0": W, "W0T": None if W is None else W.T}
+    if "i0" in graph.number:
+        given["i0"] = times_mask(arrays, before["h"], t)
+    given |= {f"p{k}": before["q"] for k in graph.recomputed()}
+    for letter, array in (("w", arrays.get("peephole")), ("e", dgates)):
+        given |= {f"{letter}{k}": part for k, part in enumerate([] if array is None else by_gate(cell, array).values())}
+    known = {n: given[name] for name, n in graph.number.items() if given.get(name) is not None}
+    known |= {n: after["hc"[k]] for n, k in graph.known_after().items()}
+    if graph.saved and "gates" in after:
+        known |= zip(graph.saved, by_gate(cell, after["gates"]).values(), strict=True)
+    gradients = {name: n for name, n in zip(graph.names, graph.back, strict=True) if name[0] != "w"}
+    values = values_of(graph.nodes, gradients.values(), known, dh)
+    of = {name: values[n] for name, n in gradients.items()}
+    dx = [of[f"x{k}"] for k in range(cell.gates)]
+    dp = [of.get(f"p{k}") for k in range(cell.gates)] if cell.apart else dx
+    dz = dx[0] if len(dx) == 1 else mx.concatenate(dx, axis=-1)
+    if "i0" in of:
+        rows = zip(dp, [cell.block(gate, H) for gate in cell.gate_order], strict=True)
+        dh_in = sum([d @ Wh[block] for d, block in rows if d is not None], of["i0"])
+    else:
+        dh_in = (mx.concatenate([d for d in dp if d is not None], axis=-1) if cell.apart else dz) @ Wh
+    return StepGradients(dz, dh_in, of.get("s1"), of["s0"] if cell.apart else None)
 
 
 def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
@@ -270,7 +320,7 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
         if "keep" in arrays:
             gradients["keep"] = keep_gradient(before, without_padding(lengths, dh_in), sweep.get("carry"))
     if isinstance(cell, LSTMCell) and "Wp" in arrays:
-        output = cells.activate(cell.activation("output"), saved["c"])
+        output = definitions.activate(cell.activation("output"), saved["c"])
         m = (saved["gates"][..., cell.block("o", problem.H)] * output).astype(h.dtype)
         gradients["Wp"] = flat(sweep["dh"]).T @ flat(m)
     return gradients
@@ -294,7 +344,7 @@ def gru_recurrent_gradients(
 ) -> tuple[Arrays, Array | None]:
     """Return the gradients of Wh and bhn of a GRU, and the gradient of h_in [T, B, H]. The gradient of h_in is None
     if the call has neither a mask nor `keep`, because only their gradients need it."""
-    d, r = cells.by_gate(cell, dz), cells.by_gate(cell, gates)["r"]
+    d, r = by_gate(cell, dz), by_gate(cell, gates)["r"]
     # The gradient of each gate's rows of Wh is a product of the gate's gradient d and the array that these rows
     # multiply, `seen`. For the candidate n both depend on where the reset gate r enters: after the product or before.
     seen = dict.fromkeys("rz", h_in) | {"n": h_in if cell.reset == "after" else r * h_in}
@@ -326,7 +376,7 @@ def peephole_gradient(cell: LSTMCell, dz: Array, c_prev: Array, c: Array) -> Arr
     """Return the gradient of the peephole weights [4H], in gate order. It sums over steps and batch the products of
     dz and the cell state that each gate's peephole reads."""
     seen = {gate: c if gate == "o" and cell.output_peephole == "current" else c_prev for gate in "ifgo"}
-    return mx.concatenate([total(block * seen[gate], axis=(0, 1)) for gate, block in cells.by_gate(cell, dz).items()])
+    return mx.concatenate([total(block * seen[gate], axis=(0, 1)) for gate, block in by_gate(cell, dz).items()])
 
 
 def project(problem: Problem, arrays: Arrays) -> Array:
