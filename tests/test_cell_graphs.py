@@ -11,7 +11,7 @@ from pointwise_cases import ZOO, Form, assert_right, by_pointwise, by_recurrent,
 
 from mlx_lstm import pointwise
 from mlx_lstm.engines.cell_graph import FOLDS, REWRITES, Graph, from_json
-from mlx_lstm.engines.ops.pointwise import values_of
+from mlx_lstm.engines.cell_tracer import values_of
 
 SAVED = {
     "lstm": ["sigmoid", "sigmoid", "tanh", "sigmoid"],

@@ -12,11 +12,11 @@ from mlx.utils import tree_flatten
 
 from mlx_lstm import gru, lstm, nn, rnn
 from mlx_lstm.engines.cells import HARD_SIGMOIDS
-from mlx_lstm.engines.numpy import steps as engine_numpy_steps
 from mlx_lstm.engines.numpy import arrays as engine_numpy_arrays
 from mlx_lstm.engines.numpy import passes as engine_numpy_passes
 from mlx_lstm.engines.numpy import products as engine_numpy_products
 from mlx_lstm.engines.numpy import ragged as engine_numpy_ragged
+from mlx_lstm.engines.numpy import steps as engine_numpy_steps
 from mlx_lstm.engines.numpy import sweep as engine_numpy_sweep
 from mlx_lstm.engines.sequences import tanh
 from mlx_lstm.oracle import ARRAYS

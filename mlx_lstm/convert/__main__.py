@@ -9,7 +9,6 @@ from typing import NoReturn
 import mlx.core as mx
 
 from ..checks import fail
-from ..engines.cells import RNNCell
 from ..files import shown
 from ..machine import run_command
 from ._files import Model, ending_of, read, replace, write_to
@@ -86,7 +85,7 @@ def model_of(options: argparse.Namespace) -> Model:
     model = read(source, **words, nonlinearity=options.nonlinearity, external_data=options.external_data)
     if not model.layers:
         raise ValueError(f"{source} holds no LSTM, GRU or RNN layer; its arrays: {some(list(model.rest))}")
-    plain = any(isinstance(weights.cell, RNNCell) for weights in model.layers.values())
+    plain = any(weights.cell.op == "rnn" for weights in model.layers.values())
     if options.nonlinearity and not plain:
         rule = f"--nonlinearity must be left out for {source.name}, which has no plain RNN,"
         fail("convert", rule, repr(options.nonlinearity))

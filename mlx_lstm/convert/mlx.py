@@ -83,7 +83,7 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str = "tanh") ->
             matrices = {key: words[key] for key in ("Wx", "Wh")}
             weights[-1].append(matrices | from_one_bias(words.get("b"), words.get("bhn")))
     assert cell is not None
-    cell = RNNCell(nonlinearity) if isinstance(cell, RNNCell) else cell
+    cell = RNNCell(nonlinearity) if cell.op == "rnn" else cell
     theirs = {ours: key for key, ours in names.items()} | {"bx": next(k for k, v in names.items() if v == "b")}
     titles = ("layers", "reverse")
     return checked(op, Weights(cell, weights), lambda k, d, word: f"{titles[d]}[{k}].{theirs.get(word, 'bhn')}")

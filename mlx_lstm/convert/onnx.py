@@ -149,7 +149,7 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
     cell = weights.cell
     attributes: dict[str, Any] = {"hidden_size": weights.hidden_size}
     attributes["direction"] = DIRECTIONS[2 if weights.directions == 2 else int(weights.reverse)]
-    if isinstance(cell, GRUCell):
+    if cell.reset:
         attributes["linear_before_reset"] = int(cell.reset == "after")
     attributes |= activation_attributes(op, cell, weights.directions)
     if isinstance(cell, LSTMCell) and (cell.cell_clip or cell.output_peephole != "current"):

@@ -3,7 +3,7 @@ Refuse a cell that is not pointwise, with an error that names the operation and 
 
 import linecache
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
@@ -16,9 +16,8 @@ import numpy as np
 
 from ..checks import fail
 from . import definitions
-from .cell_graph import CONDITIONS, CellGraph, Graph, cell_graph, names_of, needed
+from .cell_graph import CONDITIONS, CellGraph, Graph, Node, cell_graph, names_of, needed
 from .cells import AnyCell, Cell, PointwiseCell
-from .ops.pointwise import values_of
 
 OP = "pointwise"
 
@@ -121,6 +120,44 @@ def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[in
         verify(cell_of, step, shape, dtype)
         cell_of.function = step
         return cell_of
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b,
+    "neg": lambda a: -a, "max": mx.maximum, "min": mx.minimum, "pow": mx.power, "logaddexp": mx.logaddexp,
+    "atan2": mx.arctan2, "exp": mx.exp, "expm1": mx.expm1, "log": mx.log, "log2": mx.log2, "log10": mx.log10,
+    "log1p": mx.log1p, "sqrt": mx.sqrt, "rsqrt": mx.rsqrt, "tanh": mx.tanh, "erf": mx.erf,
+    "sigmoid": definitions.sigmoid,
+    "abs": mx.abs, "sign": mx.sign, "floor": mx.floor, "ceil": mx.ceil, "round": mx.round, "sin": mx.sin,
+    "cos": mx.cos, "tan": mx.tan, "sinh": mx.sinh, "cosh": mx.cosh, "asin": mx.arcsin, "acos": mx.arccos,
+    "atan": mx.arctan, "asinh": mx.arcsinh, "acosh": mx.arccosh, "atanh": mx.arctanh, "select": mx.where,
+    "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
+    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "and": mx.logical_and, "or": mx.logical_or,
+    "not": mx.logical_not, "matmul": lambda a, b: a @ b,
+}  # fmt: skip
+"""The function of MLX for each operation of a graph. "float" is missing, because the conversion needs a dtype."""
+
+
+def values_of(
+    nodes: tuple[Node, ...], outputs: Iterable[int], known: Mapping[int, mx.array], like: mx.array
+) -> dict[int, mx.array]:
+    """Return the values of the nodes from which the outputs are computed.
+
+    known: the values of some nodes, among them all inputs that are needed. like: an array of the shape and dtype of
+    the results; constants stay scalars of this dtype.
+    """
+    values = dict(known)
+    for n in needed(nodes, outputs, known):
+        node = nodes[n]
+        if n in values:
+            continue
+        if node.op == "const":
+            values[n] = mx.array(node.value, like.dtype)
+        elif node.op == "float":
+            values[n] = values[node.args[0]].astype(like.dtype)
+        else:
+            values[n] = OPERATIONS[node.op](*[values[k] for k in node.args])
+    return values
 
 
 def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int], dtype: mx.Dtype) -> None:

@@ -62,6 +62,7 @@ class LSTMCell(NamedTuple):
     recurrent = True
     reads_kept = True
     params = "peephole"
+    reset = ""
     outputs = LSTM_OUTPUTS
     block = gate_block
 
@@ -129,6 +130,8 @@ class RNNCell(NamedTuple):
     params = ""
     forget_bias = 0.0
     cell_clip = None
+    reset = ""
+    output_peephole = ""
     gate_order = "h"
     outputs = OUTPUTS
     block = gate_block
@@ -156,10 +159,16 @@ class PointwiseCell(NamedTuple):
     op = "pointwise"
     reads_kept = True
     params = "params"
-    activations = ()
+    reset = ""
+    output_peephole = ""
     forget_bias = 0.0
     cell_clip = None
     block = gate_block
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """A user's function has no activations with names."""
+        return ()
 
     @property
     def form(self) -> "PointwiseCell":

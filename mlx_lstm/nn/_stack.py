@@ -184,7 +184,7 @@ def stack(
     one, directions, rows = depths[0][0], len(sides), len(sides) * len(sides[0])
     check_x(x, groups * one.arrays["Wx"].shape[1])
     batch, T = x.shape[:-2], x.shape[-2]
-    widths = {"h": one.P, "c": one.H} if isinstance(one.cell, LSTMCell) else {"h": one.P}
+    widths = {"h": one.P, "c": one.H} if one.cell.carried else {"h": one.P}
     shapes = {name: (rows, *batch, width) for name, width in widths.items()}
     first = first_states(state, shapes)
     parameters = [array for depth in depths for group in depth for array in group.arrays.values()]
@@ -397,7 +397,7 @@ def of_call(cell: Cell, arrays: Arrays) -> Arrays:
     if not biases:
         return others
     bx, bh = (biases.get(name, mx.zeros_like(next(iter(biases.values())))) for name in ("bx", "bh"))
-    return others | join_biases(bx, bh, gru=isinstance(cell, GRUCell) and cell.reset == "after")
+    return others | join_biases(bx, bh, gru=cell.reset == "after")
 
 
 def cell_of(kind: type[Layer], layer: Any) -> Cell:

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..checks import check_every, check_lengths, warn_once
 from ..engines import METAL_ENGINES, Choice, choice, tuning
 from ..engines.autodiff import run, run_backward
-from ..engines.cells import AnyCell, LSTMCell, RNNCell
+from ..engines.cells import AnyCell
 from ..engines.choice import NOWHERE, Stream, on
 from ..engines.definitions import activate
 from ..engines.packing import Packing, packed_names
@@ -256,9 +256,8 @@ def h_of(problem: Problem, saved: Arrays) -> mx.array:
     """Compute the output h [T, B, D H] for a caller who did not pass it (D: directions). For an LSTM without
     projection it is computed from the gates and c in `saved`, for a plain RNN from the preactivations."""
     cell, D, H, gates = problem.cell, problem.directions, problem.H, saved["gates"]
-    if isinstance(cell, RNNCell):
-        return activate(cell.act, gates)
-    assert isinstance(cell, LSTMCell)
+    if cell.op == "rnn":
+        return activate(cell.activations[-1], gates)
     c = saved["c"]
     blocks = gates.reshape(*gates.shape[:2], D, 4 * H)[..., cell.block("o", H)]
-    return (blocks.reshape(c.shape) * activate(cell.activation("output"), c)).astype(gates.dtype)
+    return (blocks.reshape(c.shape) * activate(cell.activations[-1], c)).astype(gates.dtype)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..cells import AnyCell, GRUCell, LSTMCell
+from ..cells import AnyCell
 from ..directions import half
 from ..ops.packed import matrix, scales_of
 from ..ops.sweep import gradients_after_sweep
@@ -269,7 +269,7 @@ def readable(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx
 
 def numbers_of(cell: AnyCell) -> mx.array | None:
     """Return the array of two numbers that an LSTM's kernel reads: the forget bias and the limit of the cell state."""
-    return constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32) if isinstance(cell, LSTMCell) else None
+    return constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32) if cell.op == "lstm" else None
 
 
 def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
@@ -622,7 +622,7 @@ def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[s
 def two_products(cell: AnyCell) -> bool:
     """Return whether a step has two products, one after the other, as in a GRU whose reset comes before the
     candidate's product."""
-    return isinstance(cell, GRUCell) and cell.reset == "before"
+    return cell.reset == "before"
 
 
 def registers_of(threads: int) -> int:

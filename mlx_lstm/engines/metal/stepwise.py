@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..cells import GRUCell, LSTMCell, PointwiseCell
+from ..cells import PointwiseCell
 from ..ops.packed import scales_of
 from ..ops.sweep import gradients_after_sweep
 from ..packing import is_packed
@@ -52,7 +52,7 @@ def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
     row = nothing(row_type(z.dtype))
     inputs = options(problem, arrays, ("Wh", "Wp", "peephole", "bhn"))
     inputs |= {"z": z, "mask": mask, "sizes": sizes(problem, mask, H, P), "before": row, "reset_row": row}
-    if isinstance(cell, LSTMCell):
+    if cell.op == "lstm":
         inputs["numbers"] = constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32)
     if problem.packing is not None:
         inputs |= quantized_parts(arrays, z.dtype)
@@ -328,7 +328,7 @@ def row_length(problem: Problem, width: int, arrays: int, carries: int, dtype: m
 def resets_before(problem: Problem) -> bool:
     """Return whether a step needs two launches. Only a GRU whose reset comes before the candidate's product needs
     two."""
-    return isinstance(problem.cell, GRUCell) and problem.cell.reset == "before"
+    return problem.cell.reset == "before"
 
 
 # --- The launches of a step ---

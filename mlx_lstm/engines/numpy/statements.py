@@ -5,16 +5,12 @@ block, its place. Where the same operation is applied to neighbouring blocks, su
 one statement computes all of them (a group).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from math import inf
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..cell_graph import COMMUTES, CONDITIONS, Graph, Node, needed
-from .arrays import Array
 
 UFUNCS = {
     "add": "add", "sub": "subtract", "mul": "multiply", "div": "divide", "neg": "negative", "max": "maximum",
@@ -41,6 +37,7 @@ COMPOSED: dict[str, str] = {
 scratch arrays."""
 
 
+Nodes = list[Node] | tuple[Node, ...]
 NEW = "new"
 
 
@@ -60,9 +57,10 @@ def places(array: str, count: int) -> list[Place]:
 
 
 def lowered(
-    nodes: Sequence[Node], outputs: Iterable[int], known: Mapping[int, Place], negated: Iterable[int], squares: bool
+    nodes: Nodes, outputs: Iterable[int], known: Mapping[int, Place], negated: Iterable[int], squares: bool
 ) -> tuple[Graph, dict[int, int]]:
-    """Return the graph in operations that NumPy has, and for each node its number there. Nodes in `known` become inputs.
+    """Return the graph in operations that NumPy has, and for each node its number there. Nodes in `known` become
+    inputs.
 
     negated: nodes whose places hold the negated value. squares: whether y (1 - y) is computed as y - y^2, which takes
     one pass over memory less if the squares of several gates are computed together.
@@ -83,7 +81,7 @@ def lowered(
     signs = {f"n{n}": f"-n{n}" for n in negated}
     for n in needed(nodes, outputs, known):
         node = nodes[n]
-        args = tuple([number[k] for k in node.args]) if n not in known else ()
+        args: tuple[int, ...] = tuple([number[k] for k in node.args]) if n not in known else ()
         if n in known:
             number[n] = graph.input(f"n{n}")
         elif node.op in ("sigmoid", "reciprocal"):  # the reciprocal of a sigmoid is 1 + exp(-x)
@@ -100,7 +98,7 @@ def lowered(
     return graph, number
 
 
-def with_reciprocals(nodes: Sequence[Node], outputs: Sequence[int]) -> tuple[Node, ...]:
+def with_reciprocals(nodes: Nodes, outputs: Sequence[int]) -> tuple[Node, ...]:
     """Return the nodes of a graph, changed for the forward pass: if the graph uses a sigmoid only as a factor of
     products, the node of the sigmoid becomes its reciprocal, and the products become quotients."""
     changed, order = list(nodes), needed(nodes, outputs)
@@ -125,7 +123,7 @@ class Groups:
 
     def __init__(
         self,
-        nodes: Sequence[Node],
+        nodes: Nodes,
         order: Sequence[int],
         known: Mapping[int, Place],
         into: Mapping[int, Place],
@@ -243,7 +241,7 @@ class Groups:
 
 
 def ordered(
-    nodes: Sequence[Node], order: Sequence[int], groups: Mapping[int, tuple[int, ...]], known: Mapping[int, Any]
+    nodes: Nodes, order: Sequence[int], groups: Mapping[int, tuple[int, ...]], known: Mapping[int, Any]
 ) -> list[tuple[int, ...]] | None:
     """Return the groups, and the other nodes as groups of one, in an order in which they can be computed. Return None
     if there is none."""
@@ -281,7 +279,7 @@ class Writer:
 
     def __init__(
         self,
-        nodes: Sequence[Node],
+        nodes: Nodes,
         known: Mapping[int, Place],
         targets: Sequence[tuple[int, Place]],
         sizes: Mapping[str, int],
@@ -294,8 +292,8 @@ class Writer:
 
         known: the places that hold a node's value from the beginning. targets: pairs (node, place into which it shall
         be computed). A known place that is also a target is overwritten only after the last statement that reads its
-        old value. sizes: the number of blocks of each array. free: the arrays whose values may be overwritten. dense: the
-        contiguous arrays, into which intermediate results may be written. negated, squares: as in `lowered`.
+        old value. sizes: the number of blocks of each array. free: the arrays whose values may be overwritten. dense:
+        the contiguous arrays, into which intermediate results may be written. negated, squares: as in `lowered`.
         """
         graph, number = lowered(nodes, [n for n, _ in targets], known, negated, squares)
         self.nodes: list[Node] = graph.nodes
@@ -330,7 +328,9 @@ class Writer:
         self.sizes |= groups.sizes
         self.units: list[tuple[int, ...]] = ordered(self.nodes, order, groups.of, self.place) or []
         # `last` tells for each node which unit reads it last. Targets are read after the last unit.
-        self.last: dict[int, float] = {k: t for t, unit in enumerate(self.units) for n in unit for k in self.nodes[n].args}
+        self.last: dict[int, float] = {
+            k: t for t, unit in enumerate(self.units) for n in unit for k in self.nodes[n].args
+        }
         self.last |= {n: inf for n, _ in goals}
         self.holds: dict[Place, int] = {place: n for n, place in self.place.items()}
         self.readers: dict[int, list[int]] = groups.uses
@@ -371,8 +371,8 @@ class Writer:
         return all(block == Place(array, start + k) for k, block in enumerate(blocks))
 
     def can_write(self, t: int, unit: Sequence[int], n: int, place: Place) -> bool:
-        """Return whether unit t can write node n to this place: no later statement reads what lies there now, and unit t
-        reads it only for the node n itself, in a NumPy function, which may overwrite its operand."""
+        """Return whether unit t can write node n to this place: no later statement reads what lies there now, and unit
+        t reads it only for the node n itself, in a NumPy function, which may overwrite its operand."""
         old = self.holds.get(place)
         if old is None or self.last.get(old, -1) < t:
             return True

@@ -55,7 +55,9 @@ def function_of(
     made += [f"{name} = constant({value!r}, dtype)" for name, value in code.constants.items() if name in words]
     body = "\n        ".join([*before, *unpacked, *code.lines, *after, "pass"])
     start = "\n    ".join([*made, *once, ""])
-    text = f"def build(H, B, dtype, {given}, more):\n    {start}def step({parameters}):\n        {body}\n    return step\n"
+    text = (
+        f"def build(H, B, dtype, {given}, more):\n    {start}def step({parameters}):\n        {body}\n    return step\n"
+    )
     made_here: dict[str, Any] = {}
     # The statements were generated from a graph of numbered nodes, so they contain no text that the caller wrote.
     exec(compile(text, "<a cell>", "exec"), NAMES, made_here)  # nosec B102
@@ -142,8 +144,8 @@ def rows_of_product(cell: AnyCell) -> list[tuple[int, int]]:
 
 
 def at_places(*rows: tuple[str, int, str, int]) -> dict[str, Place]:
-    """Return the places of inputs of a graph by name. A row (letter, first, array, count) stands for `count` inputs with
-    this letter and the numbers from `first` on."""
+    """Return the places of inputs of a graph by name. A row (letter, first, array, count) stands for `count` inputs
+    with this letter and the numbers from `first` on."""
     return {f"{a}{first + k}": place for a, first, array, n in rows for k, place in enumerate(places(array, n))}
 
 
@@ -151,9 +153,7 @@ ALONE = ("s0", "n0", "i0", "d0", "k0", "W0", "W0T", "direct", "di", "m")
 """The arrays that are one block."""
 
 
-def forward_function(
-    plan: Plan, order: str, negated: str, saves: bool, streamed: bool, adds: bool, bhn: bool
-) -> Build:
+def forward_function(plan: Plan, order: str, negated: str, saves: bool, streamed: bool, adds: bool, bhn: bool) -> Build:
     """Return the function that builds a forward step: step(operand, xs, s0, c_prev, y, c, n0).
 
     The step reads these arrays; z and us are fixed, the same in every call:
@@ -197,8 +197,9 @@ def forward_function(
 
 
 class Step:
-    """One forward step of a cell. `run` is the generated function (see `forward_function`). Before each step of a user's
-    cell the caller writes the step's inputs to `us` [U H, B]: U inputs for each of H hidden units and B batch items."""
+    """One forward step of a cell. `run` is the generated function (see `forward_function`). Before each step of a
+    user's cell the caller writes the step's inputs to `us` [U H, B]: U inputs for each of H hidden units and B batch
+    items."""
 
     def __init__(self, problem: Problem, v: Views, mask: Array | None, streamed: bool = False):
         """Allocate the arrays that every step overwrites. streamed: the steps arrive one at a time
@@ -206,7 +207,7 @@ class Step:
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         plan = plan_of(cell, v, problem.return_gates)
         self.apart: bool = plan.graph.apart
-        self.products: JoinedProduct | SeparateProducts = (
+        self.products: Any = (
             SeparateProducts(problem, v, mask)
             if self.apart
             else input_products(problem, v, mask, plan.negatable, streamed)
@@ -301,7 +302,9 @@ def backward_function(plan: Plan) -> Build:
     if words.count("s0") <= 1:
         fixed.remove("s0")
     after = ["through_Wh(dz, d0)" if plan.rows else "d0.fill(0)"]
-    return function_of(code, "own, saved_at, h_at, all_dz, through_Wh", fixed, "t, columns, c_prev, c, d0, dc, e", before, after)
+    return function_of(
+        code, "own, saved_at, h_at, all_dz, through_Wh", fixed, "t, columns, c_prev, c, d0, dc, e", before, after
+    )
 
 
 class StepBackward:

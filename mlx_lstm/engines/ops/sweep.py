@@ -13,13 +13,13 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from .. import definitions
-from ..cell_tracer import graph_of
-from ..cells import AnyCell, GRUCell, LSTMCell, PointwiseCell
+from ..cell_tracer import graph_of, values_of
+from ..cells import AnyCell, PointwiseCell
 from ..definitions import constant
 from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
 from .packed import dequantized, times_input
-from .pointwise import gradients_by_mlx, pointwise_step, values_of
+from .pointwise import gradients_by_mlx, pointwise_step
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
@@ -116,7 +116,8 @@ def step(
         inputs = arrays["inputs"][t, ...] if "inputs" in arrays else None
         live = live_items(arrays, t)
         return pointwise_step(problem.cell, z, product, h, c, inputs, arrays.get("params"), live)
-    cell, Wh, v = problem.cell, arrays["Wh"], {"h": h, "c": c, "h_in": h_in}
+    cell, Wh = problem.cell, arrays["Wh"]
+    v: dict[str, Any] = {"h": h, "c": c, "h_in": h_in}
     # mx.addmm is not used here and in the definitions: MLX 0.32.4 refuses it under vmap over x alone.
     if not cell.apart:
         a: dict[str, Any] = by_gate(cell, z + h_in @ Wh.T)
@@ -204,7 +205,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
             dh_new, dc_new = times_keep(arrays, dh_new, t), times_keep(arrays, dc_new, t)
         dh, dc = (dh_new, dc_new) if live is None else (mx.where(live, dh_new, dh), mx.where(live, dc_new, dc))
     sweep = {name: mx.stack([steps[t] for t in range(len(steps))]) for name, steps in by_step.items() if steps}
-    if isinstance(problem.cell, LSTMCell):
+    if problem.cell.carried:
         return sweep | {"dh0": dh, "dc0": dc}
     del sweep["dh"]
     return sweep | {"dh0": dh}
@@ -304,11 +305,11 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
     h_prev = times_keep(arrays, before["h"])
     h_in = without_padding(lengths, h_prev if mask is None else h_prev * mask)
     dh_in = None
-    if isinstance(cell, GRUCell):
+    if cell.apart:
         gradients, dh_in = gru_recurrent_gradients(cell, arrays, saved["gates"], h_in, dz)
     else:
         gradients = {"Wh": flat(dz).T @ flat(h_in)}
-    if isinstance(cell, LSTMCell) and "peephole" in arrays:
+    if "peephole" in arrays:
         gradients["peephole"] = peephole_gradient(cell, dz, times_keep(arrays, before["c"]), saved["c"])
     if {"mask", "keep"} & arrays.keys():
         # dh_in is the gradient of mask * keep * h. A GRU has computed it already; for other cells it is None and
@@ -319,8 +320,8 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
             gradients["mask"], dh_in = sum_to_shape(dh_in * h_prev, mask.shape), dh_in * mask
         if "keep" in arrays:
             gradients["keep"] = keep_gradient(before, without_padding(lengths, dh_in), sweep.get("carry"))
-    if isinstance(cell, LSTMCell) and "Wp" in arrays:
-        output = definitions.activate(cell.activation("output"), saved["c"])
+    if "Wp" in arrays:
+        output = definitions.activate(cell.activations[-1], saved["c"])
         m = (saved["gates"][..., cell.block("o", problem.H)] * output).astype(h.dtype)
         gradients["Wp"] = flat(sweep["dh"]).T @ flat(m)
     return gradients
@@ -340,7 +341,7 @@ def keep_gradient(before: Arrays, dh: Array, carry: Array | None) -> Array:
 
 
 def gru_recurrent_gradients(
-    cell: GRUCell, arrays: Arrays, gates: Array, h_in: Array, dz: Array
+    cell: AnyCell, arrays: Arrays, gates: Array, h_in: Array, dz: Array
 ) -> tuple[Arrays, Array | None]:
     """Return the gradients of Wh and bhn of a GRU, and the gradient of h_in [T, B, H]. The gradient of h_in is None
     if the call has neither a mask nor `keep`, because only their gradients need it."""
@@ -364,7 +365,7 @@ def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array) -> Arrays:
     """Return {"q": the recurrent product of the candidate at every step, [T, B, H]}, computed as one product over
     all T * B rows. Return an empty dict unless the cell is a GRU whose reset comes after this product."""
     cell = problem.cell
-    if not isinstance(cell, GRUCell) or cell.reset != "after":
+    if cell.reset != "after":
         return {}
     h_in = h_prev * arrays["mask"] if "mask" in arrays else h_prev
     Wh_n = arrays["Wh"][cell.block("n", problem.H)]
@@ -372,7 +373,7 @@ def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array) -> Arrays:
     return {"q": (q + arrays["bhn"] if "bhn" in arrays else q).reshape(h_prev.shape)}
 
 
-def peephole_gradient(cell: LSTMCell, dz: Array, c_prev: Array, c: Array) -> Array:
+def peephole_gradient(cell: AnyCell, dz: Array, c_prev: Array, c: Array) -> Array:
     """Return the gradient of the peephole weights [4H], in gate order. It sums over steps and batch the products of
     dz and the cell state that each gate's peephole reads."""
     seen = {gate: c if gate == "o" and cell.output_peephole == "current" else c_prev for gate in "ifgo"}
