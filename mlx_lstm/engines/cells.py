@@ -102,6 +102,7 @@ class GRUCell(NamedTuple):
     params = ""
     forget_bias = 0.0
     cell_clip = None
+    output_peephole = ""
     outputs = OUTPUTS
     block = gate_block
 

@@ -81,20 +81,20 @@ def lowered(
     signs = {f"n{n}": f"-n{n}" for n in negated}
     for n in needed(nodes, outputs, known):
         node = nodes[n]
-        args: tuple[int, ...] = tuple([number[k] for k in node.args]) if n not in known else ()
+        args = [] if n in known else [number[k] for k in node.args]
         if n in known:
             number[n] = graph.input(f"n{n}")
         elif node.op in ("sigmoid", "reciprocal"):  # the reciprocal of a sigmoid is 1 + exp(-x)
             u = graph.node(Node("add", (graph.node(Node("exp", (negative(args[0]),))), one)))
             number[n] = u if node.op == "reciprocal" else graph.node(Node("div", (one, u)))
         elif node.op == "rsqrt":
-            number[n] = graph.node(Node("div", (one, graph.node(Node("sqrt", args)))))
+            number[n] = graph.node(Node("div", (one, graph.node(Node("sqrt", (args[0],))))))
         elif node.op == "add" and graph.nodes[args[1]].op == "neg":
             number[n] = graph.node(Node("sub", (args[0], graph.nodes[args[1]].args[0])))
         elif squares and node.op == "mul" and graph.nodes[args[1]] == Node("sub", (one, args[0])):
             number[n] = graph.node(Node("sub", (args[0], graph.node(Node("mul", (args[0], args[0]))))))
         else:
-            number[n] = graph.node(node._replace(args=args))
+            number[n] = graph.node(node._replace(args=tuple(args)))
     return graph, number
 
 
