@@ -230,6 +230,7 @@ class Step:
         adds = bool(plan.rows) and not self.apart and not isinstance(products, JoinedProduct)
         saves = problem.training or problem.return_gates
         build = plan.forward(products.order, products.negated, saves, streamed, adds, "bhn" in v)
+        self.product: Array = product
         self.run: Callable[..., None] = build(H, B, dtype, z, weights, product, more)
 
 

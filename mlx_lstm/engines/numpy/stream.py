@@ -28,7 +28,7 @@ class StreamedLayer:
         I = v["Wx"].shape[1]
         v = v | {"x": np.empty((1, B, I), dtype)}
         step = Step(problem, v, None, streamed=True)
-        self.step, products = step.run, step.products
+        self.whole_step, self.step, products = step, step.run, step.products
         self.h: list[Array] = products.h_buffers
         self.operands: list[Array] = products.operands
         self.c: Array = np.zeros((H if "c" in cell.outputs else 0, B), dtype)
