@@ -45,6 +45,7 @@ def test_a_graph_survives_json():
 X, Y, P = "x0", "x1", ("gt", "x0", "x1")
 ORIGINALS = {
     "add_zero": ("add", X, 0.0),
+    "add_difference": ("add", X, ("sub", Y, X)),
     "add_branches": ("add", ("select", P, X, 0.0), ("select", P, 0.0, Y)),
     "subtract_zero": ("sub", 0.0, X),
     "multiply_by_one": ("mul", -1.0, X),
@@ -53,6 +54,8 @@ ORIGINALS = {
     "divide_by_cosh": ("div", Y, ("mul", ("cosh", X), ("cosh", X))),
     "negate_twice": ("neg", ("neg", X)),
     "same_branches": ("select", P, X, X),
+    "rewrite of gt after a clip": ("add", ("max", X, 0.5), ("float", ("gt", X, 0.5))),
+    "rewrite of lt after a clip": ("add", ("min", X, 0.5), ("float", ("lt", X, 0.5))),
     **{f"small_power {n}": ("pow", ("abs", X), n) for n in (0.0, 1.0, 2.0, 3.0, 0.5, -0.5, -1.0)},
     **{f"fold {op}": (op, 1.5, -0.25)[: 2 + (op != "neg")] for op in FOLDS},
 }
