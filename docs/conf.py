@@ -19,6 +19,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 extensions += ["sphinx.ext.viewcode", "sphinx_copybutton"]
 html_theme = "furo"
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).with_name("search.js"))
 pygments_dark_style = "github-dark"  # furo's own choice underlines the names of modules, as if they were links
 html_show_sphinx = False
 html_copy_source = False

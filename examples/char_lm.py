@@ -313,6 +313,7 @@ class Run:
         self.inputs = mx.array(corpus.codes[:used].reshape(settings.batch, -1))
         self.targets = mx.array(corpus.codes[1 : used + 1].reshape(settings.batch, -1))
         self.step = self.position = 0  # position: the column where the next window starts
+        self.saved: int | None = None  # the step of the latest checkpoint
         self.key = mx.random.key(settings.seed)
         self.state = self.model.zero_state(settings.batch)
         self.losses: list[float] = []  # bits per character of every step's window
@@ -376,8 +377,12 @@ class Run:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
             partial = Path(folder) / path.name
-            self.write(partial)
+            try:
+                self.write(partial)
+            except RuntimeError as error:  # MLX has no other error for a full disk
+                raise OSError(error) from None
             os.replace(partial, path)
+        self.saved = self.step
 
     def write(self, path: Path) -> None:
         settings = {name: value for name, value in self.settings._asdict().items() if YOUNG.get(name, ...) != value}
@@ -411,6 +416,7 @@ class Run:
         run.model.update(trees["model"])
         run.optimizer.state = trees["optimizer"]
         run.step, run.position, run.losses = kept["step"], kept["position"], kept["losses"]
+        run.saved = run.step
         run.validation = [tuple(point) for point in kept["validation"]]
         return run
 
@@ -665,11 +671,12 @@ def main(argv: list[str] | None = None) -> int:
     command = f"python {os.path.relpath(__file__)} --resume --out {shlex.quote(str(options.out))}"
     try:
         went_on = train(run, checkpoint, console, options.seconds)
-    except Lost as error:
-        print(f"{Path(__file__).name}: error: {error}; go on from step {run.step} with:  {command}", file=sys.stderr)
+        if ranks.rank == 0:
+            report(run, baseline, options, console) if went_on else plot(run, baseline, options.out / "loss.png")
+    except (Lost, OSError) as error:  # another process, or the disk that the checkpoint or the results need
+        last = "nothing was saved" if run.saved is None else f"go on from step {run.saved} with:  {command}"
+        print(f"{Path(__file__).name}: error: {error}; {last}", file=sys.stderr)
         return 1
-    if ranks.rank == 0:
-        report(run, baseline, options, console) if went_on else plot(run, baseline, options.out / "loss.png")
     if run.step < run.settings.steps:
         console.print(f"stopped at step {run.step} of {run.settings.steps}; go on with:  {command}")
     return 0 if went_on else 130

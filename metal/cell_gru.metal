@@ -75,7 +75,7 @@ struct GRUCell {
   // the preactivations. If the reset comes before the product, dz of gate r stays unchanged here, because its gradient
   // needs another product.
   static void backward(
-      thread const float (&y)[3], thread const float (&)[1], float h_prev, float, float q, thread float& dh,
+      thread const float (&y)[3], thread const float (&)[1], float h_prev, float, float q, float, thread float& dh,
       thread float&, thread float (&dz)[3]) {
     dz[GATE_Z] = update_backward(y[GATE_Z], y[GATE_N], h_prev, dh, dz[GATE_Z]);
     dz[GATE_N] = candidate_backward(y[GATE_Z], y[GATE_N], dh, dz[GATE_N]);

@@ -4,17 +4,19 @@
 //   c = f c_prev + i g, clipped to +-limit
 //   o = s_o(a_o + p_o c)  or  s_o(a_o + p_o c_prev)
 //   m = o s_output(c)
-// m is h, or the vector that a projection multiplies. metal/README.md has the backward equations, in which the
-// derivative of the clip is 1.
+// m is h, or the vector that a projection multiplies. metal/README.md has the backward equations. In them the
+// derivative of the clip is 1, unless STOPS is set: then it is 0 where the clip changed c.
 //
-// The LSTM also uses three more bits of the template parameter OPTIONS:
+// The LSTM also uses four more bits of the template parameter OPTIONS:
 //   bits 23-24   0 without peepholes; 1 if o reads the new c, 2 if o reads c_prev
 //   bit 25       1 if c is clipped
+//   bit 26       1 if the clip stops gradients
 // The constants of a unit are its peephole weights p, in the order i, f, g, o.
 template <int OPTIONS>
 struct LSTMCell {
   enum { GATE_I, GATE_F, GATE_G, GATE_O, OUTPUT, GATES = 4, CONSTANTS = 4, SEGMENTS = 1, HAS_C = 1, PASSES_H = 0 };
-  enum { NO_PEEPHOLE, O_SEES_CURRENT, O_SEES_PREVIOUS, PEEPHOLE = (OPTIONS >> 23) & 3, CLIPS = (OPTIONS >> 25) & 1 };
+  enum { NO_PEEPHOLE, O_SEES_CURRENT, O_SEES_PREVIOUS, PEEPHOLE = (OPTIONS >> 23) & 3 };
+  enum { CLIPS = (OPTIONS >> 25) & 1, STOPS = (OPTIONS >> 26) & 1 };
 
   static constexpr int block(int gate) { return block_of(OPTIONS, gate); }
   static constexpr int activation(int gate) { return activation_of(OPTIONS, gate); }
@@ -64,6 +66,12 @@ struct LSTMCell {
     return dc + dm * o * slope(activation(OUTPUT), s);
   }
 
+  // Return the gradient of c before the clip: dc, or 0 where the clip changed c. |c| < limit says exactly that it did
+  // not. A c at the limit was at the limit already before the clip if f c_prev + i g, computed again, is there, too.
+  static float clip_backward(float dc, float i, float f, float g, float c_prev, float c, float limit) {
+    return fabs(c) < limit || fabs(f * c_prev + i * g) == limit ? dc : 0.0f;
+  }
+
   // Return the gradient of a gate's preactivation. In the forward step the gate is multiplied by one factor, for
   // example i by g in c = f c_prev + i g. other: this factor. d: the gradient of c, or of m for gate o. dy: the
   // cotangent of the gate. slope: the derivative of the gate's activation.
@@ -71,15 +79,16 @@ struct LSTMCell {
 
   // Compute one step in reverse. y: the gates. dm: on entry the gradient of m, on return 0, because h_prev is used only
   // in the recurrent product. dc: on entry the gradient of the new c, on return the gradient of c_prev. dz: on entry
-  // the cotangents of the gates, on return the gradients of the preactivations. The unnamed float parameter is q, which
-  // only a GRU needs.
+  // the cotangents of the gates, on return the gradients of the preactivations. limit: the limit of c, which only a
+  // clip that stops gradients needs. The unnamed float parameter is q, which only a GRU needs.
   static void backward(
-      thread const float (&y)[4], thread const float (&p)[4], float c_prev, float c, float, thread float& dm,
-      thread float& dc, thread float (&dz)[4]) {
+      thread const float (&y)[4], thread const float (&p)[4], float c_prev, float c, float, float limit,
+      thread float& dm, thread float& dc, thread float (&dz)[4]) {
     const float s = activate(activation(OUTPUT), c);
     dz[GATE_O] = gate_backward(dz[GATE_O], dm, s, slope(activation(GATE_O), y[GATE_O]));
     dc = state_backward(dc, dm, y[GATE_O], s);
     if (PEEPHOLE == O_SEES_CURRENT) dc += dz[GATE_O] * p[GATE_O];
+    if (STOPS) dc = clip_backward(dc, y[GATE_I], y[GATE_F], y[GATE_G], c_prev, c, limit);
     dz[GATE_I] = gate_backward(dz[GATE_I], dc, y[GATE_G], slope(activation(GATE_I), y[GATE_I]));
     dz[GATE_F] = gate_backward(dz[GATE_F], dc, c_prev, slope(activation(GATE_F), y[GATE_F]));
     dz[GATE_G] = gate_backward(dz[GATE_G], dc, y[GATE_I], slope(activation(GATE_G), y[GATE_G]));

@@ -21,8 +21,8 @@ struct RNNCell {
   // Compute one step in reverse. h: the new h. dh: on entry the gradient of the new h, on return 0, because h_prev is
   // used only in the recurrent product. da: on entry the cotangent of the preactivation, on return its whole gradient.
   static void backward(
-      thread const float (&)[1], thread const float (&)[1], float, float h, float, thread float& dh, thread float&,
-      thread float (&da)[1]) {
+      thread const float (&)[1], thread const float (&)[1], float, float h, float, float, thread float& dh,
+      thread float&, thread float (&da)[1]) {
     da[0] = dh * slope(activation(0), h) + da[0];
     dh = 0.0f;
   }

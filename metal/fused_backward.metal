@@ -92,7 +92,7 @@ void fused_backward(
   vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
   fill_with_zeros(vectors, SIZE, index, threads);
-  const float p = real ? Unit::constant_of(a, sweep.direction, lane, H, unit) : 0.0f;
+  const float p = real ? Unit::constant_of(a, sweep.direction, lane, H, unit) : 0, limit = value_at(a.numbers, 1, 0.0f);
   Item<Index> items[ROWS];
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
@@ -113,7 +113,7 @@ void fused_backward(
       float dc = items[r].dc;
       items[r].past = items[r].dh + numbers[r].dh, items[r].mask = numbers[r].mask;
       Unit::backward(
-          lane, items[r].y, p, factor * items[r].before, numbers[r].dc_or_q, after, items[r].past, dc, items[r].d);
+          lane, items[r].y, p, factor * items[r].before, numbers[r].dc_or_q, after, limit, items[r].past, dc, items[r].d);
       if (real && lane == 0) store(a.carry, items[r].at.state, live ? dc + items[r].past : 0.0f);
       items[r].dc = live ? factor * dc : items[r].dc;
       items[r].past *= factor;

@@ -50,7 +50,8 @@ struct Lanes<GRUCell<OPTIONS>> {
   // in lane 3, which has no gate, it is the gradient of the candidate's product. If the reset comes before the product,
   // r's gradient needs the result of a product, so it is computed later.
   static void backward(
-      int gate, float y, float, float h_prev, float q, float, thread float& dh, thread float&, thread float& d) {
+      int gate, float y, float, float h_prev, float q, float, float, thread float& dh, thread float&,
+      thread float& d) {
     const float r = of_lane<LANES>(y, Cell::GATE_R), z = of_lane<LANES>(y, Cell::GATE_Z);
     const float n = of_lane<LANES>(y, Cell::GATE_N);
     const float dz_n = Cell::candidate_backward(z, n, dh, of_lane<LANES>(d, Cell::GATE_N));

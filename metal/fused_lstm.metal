@@ -38,18 +38,22 @@ struct Lanes<LSTMCell<OPTIONS>> {
   }
 
   // Compute one step in reverse; each lane computes the gradient of its own gate. LSTMCell::backward has the equations.
-  // y, p: the lane's gate and peephole weight. c: the new c. dc_outside: the cotangent of c. The other parameters
-  // change:
+  // y, p: the lane's gate and peephole weight. c: the new c. dc_outside: the cotangent of c. limit: the limit of c. The
+  // other parameters change:
   //   dh: the gradient of h; on return 0, because an LSTM has no path from h_prev to h besides the product
   //   dc: the gradient of c from later steps; on return the gradient of c_prev
   //   d: the cotangent of the lane's gate; on return the gradient of its preactivation
   static void backward(
-      int gate, float y, float p, float c_prev, float dc_outside, float c, thread float& dh, thread float& dc,
-      thread float& d) {
+      int gate, float y, float p, float c_prev, float dc_outside, float c, float limit, thread float& dh,
+      thread float& dc, thread float& d) {
     const float s = activate(Cell::activation(Cell::OUTPUT), c), own_slope = slope_own<OPTIONS, 4>(gate, y);
     dc = Cell::state_backward(dc + dc_outside, dh, of_lane<LANES>(y, Cell::GATE_O), s);
     if constexpr (Cell::PEEPHOLE == Cell::O_SEES_CURRENT)
       dc += of_lane<LANES>(p * Cell::gate_backward(d, dh, s, own_slope), Cell::GATE_O);
+    if constexpr (Cell::STOPS != 0)
+      dc = Cell::clip_backward(
+          dc, of_lane<LANES>(y, Cell::GATE_I), of_lane<LANES>(y, Cell::GATE_F), of_lane<LANES>(y, Cell::GATE_G), c_prev,
+          c, limit);
     // The step multiplies gates with other values: i g, f c_prev and o s_output(c). The gradient of a gate is the
     // gradient of this product times the other factor: g for i, i for g, c_prev for f, s_output(c) for o. The lanes of
     // i and g, which are two lanes apart, get the factor from each other.

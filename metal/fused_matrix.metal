@@ -193,6 +193,7 @@ void fused_matrix_backward(
   read_sizes(a.sizes, group.y, sweep);
   const int unit = int(index) / 32 * 8 + row_of(int(lane)), column = column_of(int(lane));
   const int b0 = int(group.x) * 8 + column;
+  const float limit = value_at(a.numbers, 1, 0.0f);
   const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
   Place<Index> next;
   between_steps<true>(sweep, GATES, H, next);
@@ -226,7 +227,7 @@ void fused_matrix_backward(
       float dc = items[e].dc + (Cell::HAS_C ? numbers[e].dc_or_q : 0.0f);
       items[e].past = items[e].dh + numbers[e].dh;
       items[e].mask = numbers[e].mask;
-      Cell::backward(y[e], p, factor * items[e].before, after, numbers[e].dc_or_q, items[e].past, dc, d[e]);
+      Cell::backward(y[e], p, factor * items[e].before, after, numbers[e].dc_or_q, limit, items[e].past, dc, d[e]);
       store(a.carry, items[e].at.state, live ? dc + items[e].past : 0.0f);
       items[e].dc = live ? factor * dc : items[e].dc;
       items[e].past *= factor;

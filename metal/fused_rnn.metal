@@ -24,7 +24,7 @@ struct Lanes<RNNCell<OPTIONS>> {
   // Compute one step in reverse. h: the new h. dh: on entry the gradient of h, on return 0. d: on entry the cotangent
   // of the preactivation, on return its whole gradient.
   static void backward(
-      int, float, float, float, float, float h, thread float& dh, thread float&, thread float& d) {
+      int, float, float, float, float, float h, float, thread float& dh, thread float&, thread float& d) {
     d = dh * slope(Cell::activation(0), h) + d;
     dh = 0.0f;
   }

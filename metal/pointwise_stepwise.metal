@@ -83,7 +83,7 @@ void take_states(
 
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void pointwise_stepwise_forward(
-    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+    thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   constexpr int G = Cell::GATES, P = Cell::PRODUCTS, C = Cell::STATES - 1, K = SAVES ? int(Cell::KEPT) : 0;
   constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS, UNITS = P == 0 ? COLUMNS : COLUMNS / G;
   const Step s = step_of(a.step, a.sizes, group.z);
@@ -91,7 +91,7 @@ void pointwise_stepwise_forward(
   const Index units = Index(B) * s.D * H, start = carried<S, true>(C * units);
   if constexpr (P > 0) {
     const Previous<S, Arrays> x = {(const device S*)a.before + start, &a, &s};
-    const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+    const Block own = {b0, j0, simdgroup, lane, sums};
     Product::template product<InOrder, 0, UNITS, 1>(x, a.Wh + Index(s.d) * G * H * H, B, H, H, own);
   }
   device S* arrays = (device S*)a.after + start;
@@ -202,7 +202,7 @@ void live_unit_backward(
 
 template <class Cell, class Product, class S, class Arrays>
 void pointwise_stepwise_backward(
-    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+    thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   constexpr int C = Cell::STATES - 1, N = Cell::GRADIENTS, U = Cell::INPUTS, V = Cell::PARAMS;
   constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS;
   const Step s = step_of(a.step, a.sizes, group.z);
@@ -210,7 +210,7 @@ void pointwise_stepwise_backward(
   const Index units = Index(B) * s.D * H, start = carried<S, true>(floats_of<Cell>(a) * units);
   const device S* before = (const device S*)a.before + start;
   const bool begins = s.n + 1 == s.T;  // then there is no previous launch whose d the product could read
-  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  const Block own = {b0, j0, simdgroup, lane, sums};
   if (!begins) product_with_d<Cell, Product>(s, a, before, own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
     const int b = b0 + int(cell / COLUMNS), j = j0 + int(cell % COLUMNS);
@@ -246,12 +246,12 @@ void pointwise_stepwise_backward(
 // steps are counted down to n = 0, so this launch has the step number -1.
 template <class Cell, class Product, class S, class Arrays>
 void pointwise_stepwise_dh0(
-    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+    thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS;
   const Step s = step_of(a.step, a.sizes, group.z);
   const int H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
   const Index units = Index(s.B) * s.D * H;
-  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  const Block own = {b0, j0, simdgroup, lane, sums};
   product_with_d<Cell, Product>(
       s, a, (const device S*)a.before + carried<S, true>(floats_of<Cell>(a) * units), own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {

@@ -39,13 +39,12 @@ inline Index place_by_direction(thread const Step& s, int b, int width) {
 // shorter than T begins later, at its own last time index; at this step the result is also true.
 inline bool is_first(thread const Step& s, int length) { return s.n == 0 || (s.reverse && s.t + 1 == length); }
 
-// A threadgroup's part of the output: the batch items from b0 on and the units from j0 on. `sums` and `tiles` are
-// threadgroup memory: `sums` [Product::ROWS, Product::COLUMNS] gets the result of the product, `tiles` is its scratch
-// memory.
+// A threadgroup's part of the output: the batch items from b0 on and the units from j0 on. `sums` is threadgroup memory
+// that gets the result of the product, [Product::ROWS, Product::COLUMNS]. A product of matrices first keeps its operands
+// there.
 struct Block {
   int b0, j0, simdgroup, lane;
   threadgroup float* sums;
-  threadgroup float* tiles;
 };
 
 // The products find a gate's weights by the position of its H rows in the matrix, Gates::block(gate). Weights that are

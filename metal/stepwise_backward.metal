@@ -19,6 +19,8 @@
 //   q         [D, T, B, H]  the candidate's recurrent products of a GRU        peephole [D, 4H]
 //   mask      [T or 1, B, D P], including keep       keep  [T, B, D]  lengths [B]
 //   dh, dc, dgates, dhT, dcT    the cotangents of the outputs, each in the shape of its output
+//   numbers   [3]: the second is the limit of c, for a clip that stops gradients
+//   unclipped [T, B, D P], for stepwise_dh with a clip of a projected h that stops gradients: 0 where it changed h
 //
 // A threadgroup computes COLUMNS units of Product::ROWS batch items. First all its threads compute the product, into
 // `sums` [ROWS][COLUMNS] in threadgroup memory; then every thread computes some cells. The product ends with a barrier
@@ -114,7 +116,7 @@ float gate_in_row(const device X* rows, R row, Index length, Index at) {
 
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_backward(
-    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+    thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   constexpr int GATES = Cell::GATES, ROWS = Product::ROWS, COLUMNS = Product::COLUMNS;
   constexpr bool CARRIES = Cell::HAS_C || Cell::PASSES_H;
   const Step s = step_of(a.step, a.sizes, group.z);
@@ -122,7 +124,7 @@ void stepwise_backward(
   const Index units = Index(B) * s.D * H, start = carried<S, CARRIES>(units);
   const device S* dz_before = (const device S*)a.before + start;
   const Following<Cell, S, Arrays> x = {either(a.dh_now, dz_before), &a, &s, H};
-  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  const Block own = {b0, j0, simdgroup, lane, sums};
   // The product is dz Wh, with dz of the step that the forward pass processes next. The first launch (`begins`) has no
   // such step, so it skips the product. With a projection every launch needs the product, because it is dh_t Wp
   // instead.
@@ -160,7 +162,8 @@ void stepwise_backward(
       float dh_or_past = Cell::PASSES_H ? carry + dh_t : dh_t;
       Cell::template constants<Index>(a, s.d, H, j, p);
       const float q = value_at(a.q, place_by_direction(s, b, H) + j, 0.0f);
-      Cell::backward(y, p, before, float(a.states[now]), q, dh_or_past, carry, dz);
+      Cell::backward(
+          y, p, before, float(a.states[now]), q, value_at(a.numbers, 1, 0.0f), dh_or_past, carry, dz);
       if (Cell::PASSES_H) carry = dh_or_past;
       if (is_present(a.keep)) unscaled = carry, carry *= factor;
     }
@@ -177,14 +180,14 @@ void stepwise_backward(
 // steps, with step number n = -1: dh_t is then dh0. The result has the dtype S; it is 0 past an item's end.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_dh(
-    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+    thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS;
   constexpr int PRODUCT_GATES = Cell::SEGMENTS == 1 ? int(Cell::GATES) : int(Cell::SEGMENTS);
   const Step s = step_of(a.step, a.sizes, group.z);
   const int P = s.H, H = s.K / PRODUCT_GATES, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
   const Index start = carried<S, Cell::HAS_C || Cell::PASSES_H>(Index(s.B) * s.D * H);
   const Following<Cell, S, Arrays> x = {(const device S*)a.before + start, &a, &s, H};
-  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  const Block own = {b0, j0, simdgroup, lane, sums};
   if (s.n + 1 < s.T)
     Product::template product<OneBlock, 0, COLUMNS, Cell::SEGMENTS>(
         x, a.weights + Index(s.d) * P * s.K, s.B, P, s.K, own);
@@ -196,6 +199,7 @@ void stepwise_dh(
     float sum = 0.0f;
     if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);
     if constexpr (Cell::PASSES_H != 0) sum += carry_at(a.before, at);
+    if (is_present(a.unclipped) && float(value_at(a.unclipped, place(s, s.t, b, P) + j, 0.0f)) == 0.0f) sum = 0.0f;
     ((device S*)a.after)[at] = S(sum);
   }
   pad_row(a.after, Index(s.B) * s.D * P, group, 32 * simdgroup + lane);

@@ -9,7 +9,8 @@
 //   h_before  [B, D K]       with a projection only: h of the previous step, from a separate launch. K: the width of h
 //   Wh        [D, G H, K]    peephole  [D, 4H]     bhn  [D H]
 //   h0, c0    [B, D K], [B, D H]: the first states of an item, at t = 0 or, in reverse, at its end
-//   mask      [T or 1, B, D K]     keep     [T, B, D]      lengths  [B]      numbers  [2]: forget bias, clip of c
+//   mask      [T or 1, B, D K]     keep     [T, B, D]      lengths  [B]      numbers  [3]: forget bias,
+//             clip of c, clip of a projected h
 //
 // A threadgroup computes all gates of UNITS units of Product::ROWS batch items. First all its threads compute the
 // product, into `sums` [ROWS][gates][UNITS] in threadgroup memory; then every thread computes some cells. The product
@@ -76,14 +77,14 @@ const device S* h_of(thread const Step&, const device X*, const device X* h) { r
 
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_forward(
-    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+    thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   constexpr int GATES = Cell::GATES, ROWS = Product::ROWS, COLUMNS = Product::COLUMNS, UNITS = COLUMNS / GATES;
   constexpr bool CARRIES = Cell::HAS_C != 0;
   const Step s = step_of(a.step, a.sizes, group.z);
   const int B = s.B, H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * UNITS;
   const Index units = Index(B) * s.D * H, start = carried<S, CARRIES>(units);
   const Previous<S, Arrays> x = {h_of<S, CARRIES>(s, a.before, a.h_before), &a, &s};
-  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  const Block own = {b0, j0, simdgroup, lane, sums};
   Product::template product<Cell, 0, UNITS, 1>(
       x, rows_from(a.Wh, Index(s.d) * GATES * H, s.K), B, H, product_length(s, a), own);
   device S* arrays = (device S*)a.after + start;
@@ -116,19 +117,22 @@ void stepwise_forward(
 }
 
 // Compute h [B, D P] = m Wp^T of one step, with a projection Wp [D, P, H]: an additional launch of each step. m is read
-// from `before`, the array that the step's first launch wrote.
+// from `before`, the array that the step's first launch wrote. If `numbers` is present, h is clipped.
 template <class Product, class S, class Arrays>
 void stepwise_project(
-    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+    thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS;
   const Step s = step_of(a.step, a.sizes, group.z);
   const int P = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
-  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  const Block own = {b0, j0, simdgroup, lane, sums};
   const Items<S> x = items_of(s, (const device S*)a.before + carried<S, true>(Index(s.B) * s.D * s.K), s.K);
   Product::template product<OneBlock, 0, COLUMNS, 1>(x, rows_from(a.Wp, Index(s.d) * P, s.K), s.B, P, s.K, own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
     const int b = b0 + int(cell / COLUMNS), j = j0 + int(cell % COLUMNS);
-    if (b < s.B && j < P) ((device S*)a.after)[place(s, 0, b, P) + j] = S(sums[cell]);
+    if (b >= s.B || j >= P) continue;
+    const float limit = value_at(a.numbers, 2, 0.0f);
+    ((device S*)a.after)[place(s, 0, b, P) + j] =
+        S(is_present(a.numbers) ? within(-limit, sums[cell], limit) : sums[cell]);
   }
   pad_row(a.after, Index(s.B) * s.D * P, group, 32 * simdgroup + lane);
 }

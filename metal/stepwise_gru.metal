@@ -5,13 +5,13 @@
 // stepwise_forward.metal describes the other arrays.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_gru_reset(
-    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+    thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS, UNITS = COLUMNS / 2;
   const Step s = step_of(a.step, a.sizes, group.z);
   const int B = s.B, H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * UNITS;
   const Index units = Index(B) * s.D * H;
   const Previous<S, Arrays> x = {(const device S*)a.before, &a, &s};
-  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  const Block own = {b0, j0, simdgroup, lane, sums};
   Product::template product<Cell, 0, UNITS, 1>(
       x, rows_from(a.Wh, Index(3) * s.d * H, H), B, H, product_length(s, a), own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * UNITS; cell += Product::THREADS) {
@@ -36,13 +36,13 @@ void stepwise_gru_reset(
 // Second launch of a forward step: compute n and h. stepwise_forward.metal describes `after` and the other arrays.
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_gru_candidate(
-    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+    thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS, N = Cell::GATE_N;
   const Step s = step_of(a.step, a.sizes, group.z);
   const int B = s.B, H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
   const Index units = Index(B) * s.D * H;
   const Items<S> x = items_of(s, a.reset_row, H);
-  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  const Block own = {b0, j0, simdgroup, lane, sums};
   device S* arrays = (device S*)a.after;
   Product::template product<Cell, N, COLUMNS, 1>(x, rows_from(a.Wh, Index(3) * s.d * H, H), B, H, H, own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
@@ -71,14 +71,14 @@ void stepwise_gru_candidate(
 // stepwise_backward.metal describes the other arrays.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_gru_reset_backward(
-    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+    thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS, R = Cell::GATE_R;
   const Step s = step_of(a.step, a.sizes, group.z);
   const int B = s.B, H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
   const Index units = Index(B) * s.D * H, start = carried<S, true>(units);
   const device S* dz = (const device S*)a.now_row + start;
   const Items<S> x = items_of(s, dz + Cell::block(Cell::GATE_N) * H, 3 * H);
-  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  const Block own = {b0, j0, simdgroup, lane, sums};
   Product::template product<OneBlock, 0, COLUMNS, 1>(x, a.weights + Index(s.d) * H * H, B, H, H, own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
     const int b = b0 + int(cell / COLUMNS), j = j0 + int(cell % COLUMNS);

@@ -2,7 +2,7 @@
 // matrices.
 //
 // Each sum has K terms, which are added in turns of 128. In each turn the threads first copy 128 numbers of x of all
-// ROWS batch items, as float, into `tiles` in threadgroup memory, because all simdgroups read them. The rows of this
+// ROWS batch items, as float, into a tile in threadgroup memory, because all simdgroups read them. The rows of this
 // tile are PITCH floats apart. A weight is used by one simdgroup only, so lanes read their weights from device memory.
 // Simdgroup s computes columns 8 s ... 8 s + 7 of all rows.
 //
@@ -17,8 +17,10 @@
 // So a lane's numbers of the four pairs are neighbours, and eight lanes read 8 SPAN neighbouring weights. Weights that
 // are not quantized have SPAN = 4, and their quads begin 32 numbers apart.
 //
+// The sums lie in the memory of the tile, so that a core has memory for more threadgroups.
+//
 // Barriers: in each turn one between the copies and the products, and one between the products and the next turn's
-// copies; at the end one between the writes of all simdgroups and the reads of the sums.
+// copies, or the writes of the sums; at the end one between these writes and the reads of the sums.
 //
 // Batch items and units past the end repeat the last ones; their results are not used. Terms past K are zeros.
 
@@ -178,9 +180,9 @@ struct ByTiles {
     const int first_unit = block.j0 + eight % (UNITS / 8) * 8, gate = Gates::block(FIRST + eight / (UNITS / 8));
     // This lane's position in an 8 x 8 matrix: its row and the first of its two columns.
     const int row = (lane >> 2 & 4) + (lane >> 1 & 3), pair = (lane >> 2 & 2) * 2 + (lane & 1) * 2;
-    threadgroup float4* copied = (threadgroup float4*)block.tiles + simdgroup * (PITCH / 4) + lane;
+    threadgroup float4* copied = (threadgroup float4*)block.sums + simdgroup * (PITCH / 4) + lane;
     threadgroup const float4* operands =
-        (threadgroup const float4*)block.tiles + row * (PITCH / 4) + (32 * slice + Own::SPAN * pair) / 4;
+        (threadgroup const float4*)block.sums + row * (PITCH / 4) + (32 * slice + Own::SPAN * pair) / 4;
     simdgroup_float8x8 total[ROWS / 8];
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS / 8; ++r) total[r] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
@@ -209,7 +211,7 @@ struct ByTiles {
         // The product with quantized weights reads all 128 numbers of a tile's row, even if fewer are left. So zeros
         // must fill the tile. Other weights read only up to `left`, rounded up to a multiple of 32.
         const int end = Own::SPAN == 4 ? left : TURN;
-        copy_rest<ROWS, STEP>(rows, simdgroup, lane, left, end, block.tiles + simdgroup * PITCH + lane);
+        copy_rest<ROWS, STEP>(rows, simdgroup, lane, left, end, block.sums + simdgroup * PITCH + lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         multiply_rest<ROWS>(columns, left, row, slice, operands, total);
         threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -4,7 +4,7 @@ import importlib
 import sys
 from typing import NoReturn
 
-from .machine import run_command
+from .machine import VERSION, run_command
 
 COMMANDS = {
     "check": "is every result right on this machine?",
@@ -16,16 +16,20 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command that the first argument names, and return its exit code. Without arguments print the list of
-    commands."""
+    commands; with --version print the version."""
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     if command in COMMANDS:
         return importlib.import_module(f"mlx_lstm.{command}.__main__").main(rest)
+    if command == "--version":
+        print(f"mlx-lstm {VERSION}")
+        return 0
     print("Commands, each with --help; `mlx-lstm check` is the same as `python -m mlx_lstm.check`:\n")
     for name, question in COMMANDS.items():
         print(f"    python -m mlx_lstm.{name:8} {question}")
-    if command.startswith("-") or not command:
+    if command in ("-h", "--help", ""):
         return 0
-    print(f"\nThere is no command {command!r}.", file=sys.stderr)
+    what = "option" if command.startswith("-") else "command"
+    print(f"\nThere is no {what} {command!r}.", file=sys.stderr)
     return 2
 
 

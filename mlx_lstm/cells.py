@@ -15,6 +15,11 @@ Array = mx.array
 Arrays = Sequence[mx.array]
 
 
+def __dir__() -> list[str]:
+    """Return the names of the cells."""
+    return list(__all__)
+
+
 def lstm(a: Arrays, state: Arrays) -> tuple[Array, ...]:
     r"""Run a step of an LSTM (Hochreiter and Schmidhuber, Neural Computation 9, 1997; Gers et al., 2000).
 
@@ -78,13 +83,18 @@ def slstm(a: Arrays, state: Arrays) -> tuple[Array, ...]:
     Gates i, f, z, o (the order of the paper and of FlashRNN); states h, c, n, m, which begin as zeros. The forget gate
     is a sigmoid; :math:`m' = \max(\log \sigma(f) + m, i)` keeps the exponentials small. :math:`i' = e^{i - m'}`,
     :math:`f' = e^{\log \sigma(f) + m - m'}`, :math:`c' = f' c + i' \tanh z`, :math:`n' = f' n + i'`, :math:`h' =
-    \sigma(o) c' / n'`.
+    \sigma(o) c' / n'`. Where n = 0 (at the first step, or where `keep` has reset the states) there is nothing to
+    forget: :math:`m' = i`, as in the code of the paper, and :math:`f' = 1`.
     """
     i, f, z, o = a
     _, c, n, m = state
     f = m - mx.logaddexp(0, -f)
-    m = mx.maximum(f, i)
-    i, f = mx.exp(i - m), mx.exp(f - m)
+    # Where n = 0, d = 0 selects m = i. With the m of that state, a very negative i would make i' and n' 0: h is 0 / 0.
+    d = mx.where(n == 0, 0, f - i)
+    m = mx.where(d > 0, f, i)
+    # One of f' and i' is 1, so one exponential is enough. It is not exp(-abs(d)), whose slope at d = 0 would be 0.
+    e = mx.exp(mx.where(d > 0, -d, d))
+    i, f = mx.where(d > 0, e, 1), mx.where(d > 0, 1, e)
     c, n = f * c + i * mx.tanh(z), f * n + i
     return mx.sigmoid(o) * c / n, c, n, m
 

@@ -64,7 +64,7 @@ def check_array(
     shape: sizes, or letters for any size; dtype: `None` for any float; why: the reason for the shape, in the error.
     """
     if not isinstance(array, (mx.array, ArraySpec)):
-        fail(op, f"{name} must be an mlx.core.array{instead_of(array)}", type(array).__name__)
+        fail(op, f"{name} must be an mlx.core.array{instead_of(array, name)}", type(array).__name__)
     sizes = array.shape
     pairs = [pair for pair in zip(shape, sizes, strict=False) if pair[0] != pair[1]]
     if len(sizes) != len(shape) or not all([isinstance(want, str) for want, _ in pairs]):
@@ -75,13 +75,16 @@ def check_array(
         fail(op, f"{name} must have the dtype of the other arrays, {dtype},", array.dtype)
 
 
-def instead_of(value: object) -> str:
-    """Return advice for an error text: what to pass in place of a value that is not an MLX array."""
+def instead_of(value: object, name: str = "") -> str:
+    """Return advice for an error text: what to pass in place of a value that is not an MLX array. name: that of the
+    argument."""
     if type(value).__name__ == "PackedSequence":  # torch's class, a subclass of tuple: tested before tuples
         return ": pad it and use lengths,"
     first = value[0] if isinstance(value, (list, tuple)) and value else None
     if isinstance(first, mx.array) and first.dtype == mx.uint32:
         return ": of what mx.quantize returns make an mlx_lstm.Quantized(*..., group_size=..., bits=...),"
+    if isinstance(value, tuple) and name in ("x", "input"):  # as in nn.Sequential(LSTM, LSTM)
+        return ": of what an LSTM returns pass h, or run all layers by mlx_lstm.nn.stack,"
     if isinstance(value, tuple):
         return ": pass the tuple's arrays one by one,"
     return ": make one by mx.array(...)," if isinstance(value, list) or hasattr(value, "__array__") else ""
@@ -102,10 +105,11 @@ def check_option(op: str, name: str, value: object, allowed: Sequence[object]) -
     fail(op, f"{name} must be one of {', '.join(map(repr, allowed))}", repr(value))
 
 
-def check_flag(op: str, name: str, value: object) -> None:
-    """Raise ValueError unless `value` is True or False; other truthy values are refused."""
+def check_flag(op: str, name: str, value: object, why: str = "") -> None:
+    """Raise ValueError unless `value` is True or False; other truthy values are refused. why: advice, for the error
+    text."""
     if not isinstance(value, bool):
-        fail(op, f"{name} must be True or False", repr(value))
+        fail(op, f"{name} must be True or False{why}", repr(value))
 
 
 def check_integer(op: str, name: str, value: object, *, least: int | None = None, why: str = "") -> int:
@@ -125,12 +129,24 @@ def check_every(op: str, every: Any) -> int | str | None:
     return int(every)
 
 
+def chosen_options(layer: Any) -> str:
+    """Return the options `checkpoint_every` and `engine` of a layer as a part of its repr, if they are not None."""
+    values = {name: getattr(layer, name, None) for name in ("checkpoint_every", "engine")}
+    return "".join(f", {name}={value!r}" for name, value in values.items() if value is not None)
+
+
 def check_number(op: str, name: str, value: object) -> float:
     """Check a finite number of any type and return it as Python's float. Raise ValueError for anything else."""
     number = as_float(value)
     if number is None or not math.isfinite(number):
         fail(op, f"{name} must be a finite number", repr(value))
     return number
+
+
+def check_limit(op: str, name: str, limit: object) -> float | None:
+    """Check the limit of a clip. Return it, or None if there is none: a limit of 0 or less means that too."""
+    number = 0.0 if limit is None else check_number(op, name, limit)
+    return number if number > 0 else None
 
 
 def as_float(value: object) -> float | None:

@@ -1,8 +1,8 @@
 """Start a child process of this package and send it requests. If code crashes or a kernel hangs, only the child is
 lost.
 
-Requests and answers are JSON objects, one per line, on the child's standard input and output. A child ends when its
-parent closes the pipe or ends.
+Requests and answers are JSON objects, one per line, on the child's standard input and output. Each request has a
+number, which its answer repeats. A child ends when its parent closes the pipe or ends.
 """
 
 import json
@@ -15,12 +15,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, Queue
 from threading import Thread
+from time import monotonic
 from typing import IO, Any, cast
 
 from .machine import child_environment
 
-LINES = 6
-"""The largest number of lines that an error text quotes from a failed child. A compiler may have printed pages."""
+LIMIT = 120.0
+"""Seconds to wait for an answer of a child process, unless the caller expects another time. After this time the child
+counts as hung and is killed. Every request has a limit."""
+
+MOST = 1000
+"""The number of characters that an error text quotes from a failed child. A compiler may have printed pages."""
 
 KEPT = 5000
 """How many of the first and of the last lines of a child's stderr are stored."""
@@ -30,13 +35,14 @@ class ChildError(RuntimeError):
     """A request to a child process failed, for the reason in the text.
 
     lost: whether the child ended or hangs, so that it can answer no more requests. code: the exit code of a child
-    that ended (the negative number of a signal), else None.
+    that ended (the negative number of a signal), else None. hung: whether the child gave no answer in time.
     """
 
-    def __init__(self, text: str, lost: bool = False, code: int | None = None):
+    def __init__(self, text: str, lost: bool = False, code: int | None = None, hung: bool = False):
         super().__init__(text)
         self.lost = lost
         self.code = code
+        self.hung = hung
 
 
 class Child:
@@ -53,10 +59,13 @@ class Child:
             cast(IO[str], stream) for stream in (self.process.stdin, self.process.stdout, self.process.stderr)
         )
         self.lines: Queue[str] = Queue()
+        self.asked: int = 0
+        self.ended: bool = False
         self.first_errors: list[str] = []
         self.last_errors: deque[str] = deque(maxlen=KEPT)
         # Two threads read the pipes, because a read from a pipe has no time limit.
-        self.readers = [Thread(target=read, daemon=True) for read in (self.read_answers, self.read_errors)]
+        reads = (self.read_answers, self.read_errors)
+        self.readers: list[Thread] = [Thread(target=read, daemon=True) for read in reads]
         for reader in self.readers:
             reader.start()
 
@@ -74,42 +83,54 @@ class Child:
     def serves(self) -> bool:
         """Return whether the child can take a request: it still runs, and this process started it. After a fork the
         child belongs to the parent process."""
-        return self.owner == os.getpid() and self.process.poll() is None
+        return not self.ended and self.owner == os.getpid() and self.process.poll() is None
 
-    def send(self, **request: Any) -> None:
-        """Send a request to the child. If the child has ended, this raises no error: the next `receive` raises it."""
-        with suppress(OSError):
-            self.requests.write(json.dumps(request) + "\n")
-            self.requests.flush()
-
-    def receive(self, patience: float | None = None) -> dict[str, Any]:
-        """Return the child's answer to the request sent before. Raise TimeoutError if there is none after `patience`
-        seconds; the child may still answer later. Raise ChildError if the request failed or the child ended."""
-        try:
-            line = self.lines.get(timeout=patience)
-        except Empty:
-            raise TimeoutError from None
-        if not line:
-            self.lines.put("")  # the next call finds the end of the output again
-            code = self.end()
-            text = excerpt(f"the process ended {ended(code)}:\n{self.said() or 'it said nothing'}")
-            raise ChildError(text, lost=True, code=code)
-        try:
-            reply = json.loads(line)
-            return reply["answer"] if "answer" in reply else fail(reply["error"])
-        except (ValueError, KeyError, TypeError):
-            self.end()
-            raise ChildError(excerpt(f"the process gave a broken answer:\n{line}"), lost=True) from None
-
-    def ask(self, patience: float | None = None, **request: Any) -> dict[str, Any]:
+    def ask(self, limit: float = LIMIT, notice: "Notice | None" = None, **request: Any) -> dict[str, Any]:
         """Send a request to the child and return the answer. Raise ChildError if the request failed, if the child
-        ended, or if it has not answered after `patience` seconds. A child that hangs is killed."""
-        self.send(**request)
+        ended, or if it has not answered after `limit` seconds. A child that hangs is killed.
+
+        notice: (seconds, function): the function is called once if there is no answer after this time. A signal
+        handler may raise an exception here at any moment. Then the child is ended, because its answer would come when
+        nobody waits for it.
+        """
+        self.asked += 1
+        begin = monotonic()
         try:
-            return self.receive(patience)
-        except TimeoutError:
+            with suppress(BrokenPipeError):  # the child has ended, which `answer` notices
+                self.requests.write(json.dumps({"number": self.asked, "request": request}) + "\n")
+                self.requests.flush()
+            if notice is not None and notice[0] < limit:
+                with suppress(Empty):
+                    return self.answer(begin + notice[0])
+                notice[1]()
+            return self.answer(begin + limit)
+        except Empty:
             self.end()
-            raise ChildError(f"no answer after {patience:g} seconds", lost=True) from None
+            raise ChildError(f"no answer after {limit:g} seconds", lost=True, hung=True) from None
+        except ChildError:
+            raise
+        except BaseException:
+            self.end()
+            raise
+
+    def answer(self, until: float) -> dict[str, Any]:
+        """Return the answer to the last request. Raise ChildError if the request failed or the child ended, and
+        queue.Empty if there is no answer at the time `until`."""
+        while True:
+            line = self.lines.get(timeout=max(0.0, until - monotonic()))
+            if not line:
+                self.lines.put("")  # the next call finds the end of the output again
+                code = self.end()
+                text = shortened(f"the process ended {ended(code)}:\n{self.said() or 'it said nothing'}")
+                raise ChildError(text, lost=True, code=code)
+            try:
+                reply = json.loads(line)
+                # An answer to an earlier request, for which nobody waits any more, is not the answer to this one.
+                if reply["number"] == self.asked:
+                    return reply["answer"] if "answer" in reply else fail(reply["error"])
+            except (ValueError, KeyError, TypeError):
+                self.end()
+                raise ChildError(shortened(f"the process gave a broken answer:\n{line}"), lost=True) from None
 
     def said(self) -> str:
         """Return the text that the child has written to stderr. Lines in the middle of a long text are missing."""
@@ -118,6 +139,7 @@ class Child:
     def end(self, patience: float = 0.0) -> int:
         """End the child: close its input, and kill it if it still runs after `patience` seconds. Return its exit code,
         or 0 if even a killed process does not end, because it waits for the GPU."""
+        self.ended = True  # first, so that a child whose end is interrupted gets no more requests
         with suppress(OSError):
             self.requests.close()
         if not self.readers[0].is_alive():
@@ -143,7 +165,7 @@ class Child:
 
 def fail(error: object) -> dict[str, Any]:
     """Raise a ChildError with the error text that a child sent as its answer."""
-    raise ChildError(excerpt(str(error)))
+    raise ChildError(shortened(str(error)))
 
 
 def ended(code: int) -> str:
@@ -153,14 +175,18 @@ def ended(code: int) -> str:
     return f"by {signal.Signals(-code).name}" if -code in [*signal.Signals] else f"by signal {-code}"
 
 
-def excerpt(text: str) -> str:
-    """Return at most LINES lines of a text: the first two, then lines that contain "error" or, if there are
-    none, the last lines."""
-    lines = [line.rstrip()[:200] for line in text.splitlines() if line.strip()]
-    if len(lines) <= LINES:
-        return "\n".join(lines)
-    named = [line for line in lines[2:] if "error" in line.lower()][: LINES - 3]
-    return "\n".join([*lines[:2], *(named or lines[3 - LINES :]), f"... of {len(lines)} lines"])
+def shortened(text: str, most: int = MOST) -> str:
+    """Return a text without empty lines. Of a text with more than `most` characters, return a third of this number
+    from its beginning, a third around the first "error:" after it, and a third from its end."""
+    text = "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
+    if len(text) <= most:
+        return text
+    part = most // 3
+    rest = text[part:-part]
+    error = rest.find("error:")
+    # A compiler writes the place, such as "program_source:12:34: ", before the word.
+    middle = [rest[max(0, error - part // 4) :][:part]] if error >= 0 else []
+    return " ... ".join([text[:part], *middle, text[-part:]])
 
 
 def serve(answer: Callable[..., dict[str, Any]]) -> None:
@@ -169,8 +195,13 @@ def serve(answer: Callable[..., dict[str, Any]]) -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
+        message = json.loads(line)
         try:
-            reply = {"answer": answer(**json.loads(line))}
+            reply = {"answer": answer(**message["request"])}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), file=out, flush=True)
+        print(json.dumps({"number": message["number"]} | reply), file=out, flush=True)
+
+
+Notice = tuple[float, Callable[[], None]]
+"""What a parent does while it waits for an answer: (seconds, the function that is called after them)."""

@@ -1,12 +1,11 @@
 """Read files from unknown sources safely, and write files completely or not at all.
 
-A file from an unknown source may declare a wrong format, wrong sizes or wrong names. The sizes that it declares are
-compared with the bytes that it stores before memory is allocated for them; `shown` makes its names safe to print.
+`foreign` is the only function of the package that opens a file from an unknown source. Such a file may declare a wrong
+format, wrong sizes or wrong names. Its `Budget` limits bytes, names, levels and time, whatever the file declares.
 """
 
 import errno
 import io
-import json
 import os
 import secrets
 import stat
@@ -14,22 +13,32 @@ import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
-from .checks import fail
+from .budget import Budget, Refused, shown
 
 DTYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1"}
 DTYPES |= {"U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?"}
 """The names of dtypes in safetensors files, and NumPy's codes for them. NumPy does not support BF16: MLX reads it."""
 
+LITTLE = {name: np.dtype(code).newbyteorder("<") for name, code in DTYPES.items()} | {"BF16": np.dtype("<u2")}
+NUMBERS = {np.dtype(code) for code in DTYPES.values()}
+"""The dtypes of the arrays that are read: by their names in safetensors files, and in every format. bfloat16 is read as
+uint16 first."""
+
 MOST_HEADER = 100_000_000
 """The most bytes of a safetensors header that the format allows."""
+
+PIECE = 2**20
+"""How many bytes of a zip file are read at a time."""
 
 DAMAGE = (ArithmeticError, AttributeError, EOFError, LookupError, OSError, RuntimeError, SyntaxError, TypeError)
 DAMAGE += (ValueError, struct.error, zipfile.BadZipFile, zlib.error)
@@ -41,9 +50,59 @@ UNLINKABLE = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 Result = TypeVar("Result")
 
 
-def broken(path: Path, why: str) -> NoReturn:
-    """Raise the ValueError for a file that is truncated or damaged."""
-    raise ValueError(f"{path} is truncated or damaged: {why}.")
+# --- Reading ---------------------------------------------------------------------------------------------------------
+
+
+class Foreign(NamedTuple):
+    """A file from an unknown source, opened by `foreign`: its path, its bytes as a stream, and its budget."""
+
+    path: Path
+    stream: BinaryIO
+    budget: Budget
+
+    def read(self) -> bytes:
+        """Return all bytes. They are a copy, so that nobody changes them by writing into the file."""
+        data = self.stream.read(self.budget.stored)
+        if len(data) != self.budget.stored:
+            broken("it shrinks while it is read")
+        return data
+
+
+@contextmanager
+def foreign(path: Path) -> Iterator[Foreign]:
+    """Open a file from an unknown source for the time of a `with` block.
+
+    Inside the block, errors that damaged bytes cause and MemoryError become a ValueError of one line. Its text begins
+    with the path, which replaces a first word "it".
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: the file is a pipe, a device or a socket, or is damaged, or exceeds its budget.
+    """
+    size_of(path)  # a pipe is refused before it is opened, which might never end
+    with path.open("rb") as stream:
+        try:
+            yield Foreign(path, stream, Budget(regular(path, os.fstat(stream.fileno()))))
+        except ImportError:
+            raise
+        except MemoryError:
+            raise ValueError(f"{path} needs more memory than there is") from None
+        except DAMAGE as error:
+            ours = type(error) in (ValueError, Refused)
+            text = f"{error}" if ours else f"it is truncated or damaged: {named(error)}."
+            if text.startswith(str(path)):
+                raise
+            raise ValueError(f"{path} {text[3:]}" if text.startswith("it ") else f"{path}: {text}") from None
+
+
+def named(error: BaseException) -> str:
+    """Return the kind and the text of an error in a line."""
+    return f"{type(error).__name__}, {shown(error)}"
+
+
+def broken(why: str) -> NoReturn:
+    """Raise the ValueError for a file that is truncated or damaged; `foreign` replaces "it" by the path."""
+    raise ValueError(f"it is truncated or damaged: {why}.")
 
 
 def size_of(path: Path) -> int:
@@ -53,7 +112,11 @@ def size_of(path: Path) -> int:
         FileNotFoundError, IsADirectoryError: there is no such file, or it is a folder.
         ValueError: the path is a pipe, a device or a socket.
     """
-    about = path.stat()
+    return regular(path, path.stat())
+
+
+def regular(path: Path, about: os.stat_result) -> int:
+    """Return the size of the file that `about` describes; raise an error unless it is a regular file."""
     if stat.S_ISDIR(about.st_mode):
         raise IsADirectoryError(f"{path} is a folder")
     if not stat.S_ISREG(about.st_mode):
@@ -61,171 +124,144 @@ def size_of(path: Path) -> int:
     return about.st_size
 
 
-def most_bytes(stored: int) -> int:
-    """Return how many bytes of arrays a file of `stored` bytes may declare. Weights hardly compress, but zip bombs
-    do."""
-    return 4 * stored + 32 * 2**20
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file."""
+    with foreign(path) as file:
+        return file.budget.json(file.read())
 
 
-def check_expansion(path: Path, declared: int, stored: int) -> None:
-    """Raise ValueError if a file declares far more bytes of arrays than it stores."""
-    if declared > most_bytes(stored):
-        raise ValueError(f"{path} has {stored} bytes and declares {declared}: save it uncompressed, if it is honest.")
+def check_shape(name: str, shape: tuple[Any, ...]) -> None:
+    """Raise ValueError unless MLX and NumPy can hold an array of this shape, a damaged file's declaration."""
+    if len(shape) > 32 or not all(type(size) is int and 0 <= size < 2**31 for size in shape):
+        broken(f"{shown(name)} declares {shown(shape)}, no shape of an array")
 
 
-def shown(text: object, most: int = 80) -> str:
-    """Return a name from a file in a form that is safe to print: one line, no control characters, at most `most`
-    characters.
+def array_in(
+    data: Any,
+    name: str,
+    dtype: np.dtype,
+    shape: tuple[Any, ...],
+    start: int = 0,
+    stop: int | None = None,
+    order: Any = "C",
+) -> np.ndarray:
+    """Return the array whose bytes are data[start:stop]. The arrays of every format are made here: the dtype must be
+    known, and the bytes must be as many as the shape declares."""
+    stored = (len(data) if stop is None else stop) - start
+    if dtype.newbyteorder("=") not in NUMBERS and not (dtype.kind == "U" and dtype.itemsize):
+        raise ValueError(f"{shown(name)} must have a dtype that MLX knows but got {shown(dtype)}.")
+    check_shape(name, shape)
+    if stored < 0 or start + stored > len(data) or prod(shape) * dtype.itemsize != stored:
+        broken(f"{shown(name)} declares {shown(shape)} of {dtype} and has {stored} bytes")
+    return np.ndarray(shape, dtype, data, start, order=order)
 
-    Example:
-        >>> from mlx_lstm.files import shown
-        >>> print(shown("a" + chr(27) + "[2J" + chr(10) + "read back"))
-        a\\x1b[2J\\nread back
-    """
-    clean = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text)[: most + 1])
-    return clean if len(clean) <= most else f"{clean[: most - 3]}..."
+
+def as_bfloat16(array: np.ndarray) -> mx.array:
+    """Return an array of uint16 as the bfloat16 array with the same bits."""
+    return mx.array(np.array(array)).view(mx.bfloat16)
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Return the parsed JSON. Raise ValueError if the text is not JSON, nests too deep, or has a key twice."""
+def read_safetensors(file: Foreign) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the arrays of a safetensors file by key, and the file's metadata."""
+    data, size, name = file.read(), file.budget.stored, file.budget.name
+    n = int.from_bytes(data[:8], "little")
+    if size < 8 or n > min(size - 8, MOST_HEADER):
+        broken(f"its header has {n} bytes, the file {size}")
+    header = file.budget.json(data[8 : 8 + n])
     try:
-        return json.loads(text, object_pairs_hook=without_duplicates)
-    except RecursionError:
-        raise ValueError("it nests too deep") from None
-
-
-def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict. Raise ValueError for a key that appears twice, because JSON readers differ in
-    which of the two values they use."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("it has a key twice")
-    return found
-
-
-# --- Reading ---------------------------------------------------------------------------------------------------------
-
-
-def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the arrays of a safetensors file by key, and the file's metadata. NumPy arrays are views of the file,
-    which is mapped into memory."""
-    size = size_of(path)
-    if size < 8:
-        broken(path, f"it has {size} bytes")
-    data = np.memmap(path, np.uint8, "r").view(np.ndarray)
-    n = int.from_bytes(data[:8].tobytes(), "little")
-    if n > min(size - 8, MOST_HEADER):
-        broken(path, f"its header has {n} bytes, the file {size}")
-    body = data[8 + n :]
-    try:
-        header = parse_json(data[8 : 8 + n].tobytes())
         metadata = header.pop("__metadata__", None) or {}
-        metadata = {utf8(key): utf8(value) for key, value in metadata.items()}
-        entries = {utf8(key): entry_of(entry) for key, entry in header.items()}
+        metadata = {name(key): value for key, value in metadata.items()}
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise TypeError("metadata are texts")
+        entries = {name(key): entry_of(entry) for key, entry in header.items()}
+    except Refused:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError):
-        broken(path, "its header is none of safetensors")
+        broken("its header is none of safetensors")
     # The format has no gaps: each array must start at the byte `end`, where the previous array ends. The first array
     # starts at 0.
-    end = 0
+    end, arrays = 0, {}
     for key in sorted(entries, key=lambda key: entries[key][2:]):
         dtype, shape, start, stop = entries[key]
-        kind = "u2" if dtype == "BF16" else DTYPES.get(dtype)
-        if kind is None:
-            fail(str(path), f"{shown(key)} must have a dtype that MLX knows", shown(dtype))
-        if start != end or stop - start != prod(shape) * np.dtype(kind).itemsize or stop > body.size:
-            broken(path, f"{shown(key)} {shown(shape)} of {dtype} lies at {start}..{stop}, expected at {end}")
+        if start != end:
+            broken(f"{shown(key)} {shown(shape)} of {shown(dtype)} lies at {start}..{stop}, expected at {end}")
+        if dtype not in LITTLE:
+            raise ValueError(f"{shown(key)} must have a dtype that MLX knows but got {shown(dtype)}.")
+        arrays[key] = array_in(data, key, LITTLE[dtype], shape, 8 + n + start, 8 + n + stop)
         end = stop
-    if end != body.size:
-        broken(path, f"its arrays have {end} bytes, of which there are {body.size}")
-    return {key: array_at(body, *entry) for key, entry in entries.items()}, metadata
+    if 8 + n + end != size:
+        broken(f"its arrays have {end} bytes, of which there are {size - 8 - n}")
+    return {key: as_bfloat16(arrays[key]) if entries[key][0] == "BF16" else arrays[key] for key in entries}, metadata
 
 
-def utf8(text: object) -> str:
-    """Check that UTF-8 can encode this text, and return it. JSON may contain half of a
-    surrogate pair, which UTF-8 cannot encode."""
-    if not isinstance(text, str):
-        raise TypeError("no text")
-    text.encode()
-    return text
-
-
-def entry_of(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+def entry_of(entry: Any) -> tuple[str, tuple[Any, ...], int, int]:
     """Return the dtype, shape, start and stop in an entry of a safetensors header."""
-    shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
-    if not all(type(k) is int and 0 <= k < 2**63 for k in (*shape, start, stop)) or len(shape) > 32:
-        raise ValueError("no sizes")
-    return utf8(entry["dtype"]), shape, start, stop
+    dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not (isinstance(dtype, str) and isinstance(shape, list) and type(start) is type(stop) is int):
+        raise TypeError("no entry")
+    return dtype, tuple(shape), start, stop
 
 
-LITTLE = {name: np.dtype(kind).newbyteorder("<") for name, kind in DTYPES.items()} | {"BF16": np.dtype("<u2")}
+def members_of(file: Foreign) -> Iterator[tuple[str, bytearray]]:
+    """Yield the name and the bytes of each member of a zip file. Only compression methods that Python and NumPy write
+    are allowed, since others can expand without a bound."""
+    # Count the entries of the zip's directory before Python makes an object of each.
+    entries = sum(piece.count(b"PK\1\2") for piece in iter(lambda: file.stream.read(PIECE), b""))
+    if entries > file.budget.names:
+        broken(f"it holds {entries} files")
+    with zipfile.ZipFile(file.stream) as archive:
+        members = archive.infolist()
+        names = [file.budget.name(member.filename).removesuffix(".npy") for member in members]
+        if len(set(names)) < len(names):
+            broken("it holds a name twice")
+        for member in members:
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                broken("it is compressed by another method than deflate")
+            file.budget.take(member.file_size, member.filename)
+        for member in members:
+            yield member.filename, content_of(archive, member)
 
 
-def array_at(body: np.ndarray, dtype: str, shape: tuple[int, ...], start: int, stop: int) -> Any:
-    """Return the array whose bytes are body[start:stop], the data of a safetensors file."""
-    array = body[start:stop].view(LITTLE[dtype]).reshape(shape)
-    return mx.array(np.array(array)).view(mx.bfloat16) if dtype == "BF16" else array
+def content_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytearray:
+    """Return the bytes of a member of a zip file. They are unpacked piece by piece, since a member may be longer than
+    it declares."""
+    data, end = bytearray(member.file_size), 0
+    reader: Any
+    longer = copy(member)
+    longer.file_size += 1  # otherwise Python would cut off what is too long
+    with archive.open(longer) as reader, memoryview(data) as view:
+        while count := reader.readinto(view[end : end + PIECE]):
+            end += count
+        if end < len(data) or reader.read(1):
+            broken(f"{shown(member.filename)} has not the {len(data)} bytes that it declares")
+    return data
 
 
-def open_zip(path: Path) -> zipfile.ZipFile:
-    """Open a zip file. Raise ValueError if it is no zip file, holds a name twice, or would expand to far more bytes
-    than it has. Only compression methods that Python and NumPy write are allowed, since others can expand without a
-    bound."""
-    size = size_of(path)
-    try:
-        archive = zipfile.ZipFile(path)
-    except DAMAGE as error:
-        broken(path, f"it is no zip file: {shown(error)}")
-    members = archive.infolist()
-    if len({member.filename for member in members}) < len(members):
-        broken(path, "it holds a name twice")
-    if any(member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for member in members):
-        broken(path, "it is compressed by another method than deflate")
-    check_expansion(path, sum(member.file_size for member in members), size)
-    return archive
+def read_npz(file: Foreign, text: bool = False) -> dict[str, np.ndarray]:
+    """Return the arrays of an .npz file by name. text: whether arrays of text are allowed, too."""
+    return {name.removesuffix(".npy"): npy_array(data, name, text) for name, data in members_of(file)}
 
 
-def member_of(path: Path, archive: zipfile.ZipFile, name: str) -> bytes:
-    """Return the bytes of one member of a zip file."""
-    try:
-        return archive.read(name)
-    except DAMAGE as error:
-        broken(path, f"{shown(name)}: {shown(error)}")
-
-
-def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of an .npz file by name."""
-    with open_zip(path) as archive:
-        names = archive.namelist()
-        return {name.removesuffix(".npy"): array_of(path, member_of(path, archive, name), name) for name in names}
-
-
-def read_npy(path: Path) -> np.ndarray:
+def read_npy(file: Foreign) -> np.ndarray:
     """Return the array of an .npy file."""
-    size_of(path)
-    return array_of(path, path.read_bytes(), path.name)
+    return npy_array(file.read(), file.path.name)
 
 
-def array_of(path: Path, data: bytes, name: str) -> np.ndarray:
-    """Return the array in the bytes of an .npy file, after checking that the header declares as many bytes as there
-    are."""
+def npy_array(data: bytes | bytearray, name: str, text: bool = False) -> np.ndarray:
+    """Return the array in the bytes of an .npy file."""
     headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    stream = io.BytesIO(data)
+    stream = io.BytesIO(memoryview(data)[: 2**16])  # NumPy accepts headers of 10,000 bytes
     try:
         with warnings.catch_warnings():  # Python's parser warns about strange literals
             warnings.simplefilter("ignore")
             shape, fortran, dtype = headers[np.lib.format.read_magic(stream)](stream)
-        count = prod(shape)
     except Exception:  # NumPy's parser may raise any error. Its text is not shown: it advises to trust the file
-        broken(path, f"{shown(name)} is no array of numbers")
-    start = stream.tell()
+        broken(f"{shown(name)} is no array of numbers")
     if dtype.hasobject:
-        broken(path, f"{shown(name)} holds Python's objects, which run code when they are read")
-    if count < 0 or count * dtype.itemsize != len(data) - start:
-        broken(path, f"{shown(name)} declares {shown(shape)} of {dtype} and has {len(data) - start} bytes")
-    try:
-        return np.ndarray(shape, dtype, data, start, order="F" if fortran else "C").copy(order="K")
-    except (ValueError, TypeError):
-        broken(path, f"{shown(name)} has no shape of an array")
+        broken(f"{shown(name)} holds Python's objects, which run code when they are read")
+    if dtype.kind == "U" and not text:
+        raise ValueError(f"{shown(name)} must hold numbers but got text.")
+    return array_in(data, name, dtype, shape, stream.tell(), order="F" if fortran else "C")
 
 
 # --- Writing ---------------------------------------------------------------------------------------------------------
@@ -236,8 +272,8 @@ def write_whole(
 ) -> Result:
     """Call `work` to write a new file beside `path`, then rename the new file to `path`; return the result of `work`.
 
-    At every moment `path` is either the old file or the complete new file. The new file gets the old file's
-    permissions.
+    At every moment `path` is either the old file or the complete new file. The new file gets the
+    permissions of the old one, if that is a file of this user.
 
     Args:
         path (Path): the file to write.
@@ -258,7 +294,7 @@ def write_whole(
             partial.chmod(mode_of(path))
             os.replace(partial, path)
         else:
-            partial.chmod(new_mode())
+            partial.chmod(new_mode(path.parent))
             link(partial, path)
         return result
     finally:
@@ -279,17 +315,22 @@ def link(partial: Path, path: Path) -> None:
 
 
 def mode_of(path: Path) -> int:
-    """Return the permission bits of a file. If the file does not exist, return the permission bits that a new file
-    gets."""
+    """Return the permission bits for the file that replaces `path`: those of the old file, without setuid and the like.
+    If the old file belongs to another user, who may have made it writable for everybody: those of a new file."""
     try:
-        return stat.S_IMODE(path.stat().st_mode)
+        about = path.stat()
+        return about.st_mode & 0o777 if about.st_uid == os.geteuid() else new_mode(path.parent)
     except FileNotFoundError:
-        return new_mode()
+        return new_mode(path.parent)
 
 
-def new_mode() -> int:
-    """Return the permission bits of a new file. The umask can only be read by setting it, here briefly to a strict
-    one."""
-    umask = os.umask(0o077)
-    os.umask(umask)
-    return 0o666 & ~umask
+def new_mode(folder: Path) -> int:
+    """Return the permission bits of a new file in a folder. An empty file shows them: the umask can only be read by
+    setting it, which would change the files that other threads create."""
+    probe = folder / f".{secrets.token_hex(16)}"
+    file = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        return os.fstat(file).st_mode & 0o777
+    finally:
+        os.close(file)
+        probe.unlink()

@@ -76,6 +76,12 @@ def in_all_digits() -> None:
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 
+def on_one_thread() -> None:
+    """Let OpenBLAS, NumPy's BLAS on Linux, use one thread in the child processes of a command, unless the user has set
+    OPENBLAS_NUM_THREADS. Several threads wait for one another, so other processes would spoil the measured times."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
 def has_interpreter() -> bool:
     """Return whether sys.executable is a Python interpreter. In a frozen application, or where Python is embedded,
     it is not."""
@@ -131,10 +137,12 @@ def check_files(options: object, *names: str) -> None:
 
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Call `main` and end the process with its exit code. End without a message at Ctrl-C, or if nobody reads the
-    output any more, as after `| head`. SIGTERM is treated as Ctrl-C, so that incomplete files are removed.
-    Characters that the terminal cannot show are escaped."""
+    output any more, as after `| head`. SIGTERM, and SIGHUP of a closed terminal, are treated as Ctrl-C, so that
+    incomplete files are removed and child processes end. Characters that the terminal cannot show are escaped."""
     code: object
     signal.signal(signal.SIGTERM, terminate)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup ignores it
+        signal.signal(signal.SIGHUP, terminate)
     sys.unraisablehook = raise_later
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):

@@ -1,22 +1,30 @@
 """Find out which call of `lstm`, `gru` or `rnn` equals a recurrent cell that somebody wrote by hand.
 
-The cell runs for one step with parameters that are 0 except for one block of H rows. The output shows what this
-block is for. For example, if the block is the forget gate's matrix W of x, then c is multiplied by sigmoid(W x). So
-the number of runs grows with the number of blocks, not with the number of their combinations.
+1. The cell runs one step with all parameters 0. The new states show how the cell takes and returns its states, and the
+   numbers in its formula: the forget bias and the limit on c.
+2. It runs with parameters that are 0 except for one block of H rows. The new states show what this block is for. For
+   example, if the block is the forget gate's matrix W of x, then c is multiplied by sigmoid(W x). So the number of
+   runs grows with the number of blocks, not with the number of their combinations.
+3. The blocks of an LSTM's gate i and of a GRU's gate r have no effect while all other parameters are 0. So each of them
+   runs again while another block, of gate g (LSTM) or n (GRU), is not 0.
+4. All values and gradients are compared, with parameters, inputs and states of many sizes: every activation is driven
+   into both of its tails, and a limit on any array shows. Only this comparison decides; steps 1 to 3 only find out what
+   to compare.
 
-The blocks of an LSTM's gate i and of a GRU's gate r have no effect while all other parameters are 0. So each of them
-runs again while another block, of gate g (LSTM) or n (GRU), is not 0. At the end all values and gradients are compared
-over several steps.
+The cell runs in float64 on the CPU. There MLX computes `mx.sigmoid` and `mx.exp` to the precision of float32, and
+everything else exactly.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
+from keyword import iskeyword
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 
 from .checks import check_integer, fail
 from .recurrence import gru, lstm, rnn
@@ -27,19 +35,121 @@ GATES = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
 HIDDEN = {"lstm": "i", "gru": "r", "rnn": ""}
 """For each op the gate whose weights have no effect while all other parameters are 0."""
 
-OPENER = {"lstm": ("g", "x"), "gru": ("n", "h")}
-"""For each op the weights, as (gate, kind), that are not 0 while the weights of the `HIDDEN` gate are tried. Without
-them the weights of the `HIDDEN` gate would not change the result."""
+OPENERS = {
+    "lstm": [("g", "x"), ("g", "h"), ("g", "b"), ("g", "p")],
+    "gru": [("n", "h"), ("n", "bhn")],
+    "rnn": [],
+}
+"""For each op the blocks, as (gate, kind), of which one is not 0 while the weights of the `HIDDEN` gate are tried.
+Without it the weights of the `HIDDEN` gate would not change the result."""
 
-ROUNDING = 1e-4
-"""The largest relative difference of equal results. Rounding in float32 gives about 1e-6, another formula 1e-2."""
+DEFAULTS = {
+    "reset": "after",
+    "flip_z": False,
+    "activation": "tanh",
+    "output_peephole": "current",
+    "forget_bias": 0.0,
+    "cell_clip": None,
+}
+"""The defaults of the options in `Way.options`. The returned line contains only other values."""
 
-B, T = 3, 4
+ROUNDING = 2e-6
+"""The allowed error of a value v, relative to 1 + |v|. In float64 MLX's sigmoid has the absolute error 3e-8 and, for
+the argument z < 0, the relative error 6e-8 |z|, which matters for |z| up to 14 = log(1e6): c has at most the size 1e6,
+so smaller values of a gate disappear beside 1."""
+
+SLOPES = 1e-5
+"""The allowed error of a gradient, relative to 1 + its largest absolute value. The gradient of each gate has the error
+of the sigmoid, and it is multiplied by states and weights of the size 10 and summed over the rows of a batch."""
+
+LOOSE = 0.1
+"""The largest relative difference at which a block counts as the weights of a gate, until the last comparison decides.
+So the text on a cell that is nearly an LSTM can tell by how much it misses."""
+
+B, T = 3, 8
+
+BATCHES = [
+    # matrices, vectors, x and h, c
+    (1, 1, 1, 1),
+    (1, 1, 10, 10),
+    (10, 10, 1, 1),
+    (1, 1e-6, 1, 1e6),
+    (10, 10, 10, 10),
+    (0.01, 1, 100, 100),
+    (100, 1, 0.01, 1e4),
+    (1e-4, 1, 1e4, 1e4),
+    (1e4, 1, 1e-4, 1),
+    (1e-3, 1e-4, 1e3, 1e4),
+    (100, 100, 1, 100),
+    (1e3, 1e3, 1e3, 1e3),
+]
+"""The sizes of all numbers in each batch of the last comparison. The matrices and the inputs grow together, which
+drives all preactivations into the tails of the activations, and one against the other, which shows limits on weights,
+inputs and states themselves. Gradients and several steps are compared in the first four batches only: the gradient
+of a sigmoid written with mx.exp is NaN for large arguments. The fourth shows the gradient at a limit on c."""
+
+WITH_GRADIENTS, ROWS = 4, 48
+
+BESIDE = "what it returns beside its state and must be h (let step return the state only)"
+"""The name of the other arrays [B, H] that a step returns."""
 
 Array = Any  # an array of NumPy or of MLX
 Part = tuple[str, str]
 """What a block of weights is for: (gate, kind). Kinds: "x" and "h" are matrices of the input and the state, "b" is a
 bias, "bhn" a bias that the reset gate multiplies, "p" a peephole."""
+
+
+class HC(NamedTuple):
+    """The states of an LSTM, h first. The user's step may read the fields by name."""
+
+    h: mx.array
+    c: mx.array
+
+
+class CH(NamedTuple):
+    """The states of an LSTM, c first, as in Flax and TensorFlow. The user's step may read the fields by name."""
+
+    c: mx.array
+    h: mx.array
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "step(x, (h, c))": lambda step, x, h, c: step(x, HC(h, c)),
+    "step(x, (c, h))": lambda step, x, h, c: step(x, CH(c, h)),
+    "step((h, c), x)": lambda step, x, h, c: step(HC(h, c), x),
+    "step((c, h), x)": lambda step, x, h, c: step(CH(c, h), x),
+    "step(x, h, c)": lambda step, x, h, c: step(x, h, c),
+    "step(x, c, h)": lambda step, x, h, c: step(x, c, h),
+    "step(x, h)": lambda step, x, h: step(x, h),
+    "step(h, x)": lambda step, x, h: step(h, x),
+}
+"""The ways to call the user's step. The last one is only tried if x and h differ in width: else nothing shows which of
+the two arrays a step takes for x."""
+
+
+class StepError(Exception):
+    """The user's step raised an error, or returned something else than the new states."""
+
+
+class Form(NamedTuple):
+    """How the user's step takes and returns the states.
+
+    call: a key of `CALLS`. at: the index of the first new state among all arrays that the step returns, in the order
+    in which it returns them. The states are returned in the same order as they are taken.
+    """
+
+    call: str
+    at: int
+
+    @property
+    def states(self) -> int:
+        """Return the number of states: 2 for h and c, 1 for h."""
+        return 2 if "c" in self.call else 1
+
+    @property
+    def c_first(self) -> bool:
+        """Return whether c comes before h."""
+        return "c, h" in self.call
 
 
 class Block(NamedTuple):
@@ -48,14 +158,13 @@ class Block(NamedTuple):
     The rows are taken from a view of the parameter: the parameter itself, its transpose, or some of its columns. The
     view consists of k blocks: it has k H rows if it is a matrix, and k H elements if it is a bias.
 
-        name: the parameter's key in the module        title: the Python code for the parameter
+        title: the Python code for the parameter, such as "self.weight"
         view: the function that returns the view       form: the code for it, such as ".T"
         columns: the code for the columns, such as ":5"
         row: the index of this block among the k blocks of the view
         kinds: what the block may be by its shape, such as "x" for a matrix of the input (see `Part`)
     """
 
-    name: str
     title: str
     view: Callable[[Array], Array]
     form: str
@@ -63,6 +172,11 @@ class Block(NamedTuple):
     row: int
     k: int
     kinds: tuple[str, ...]
+
+    @property
+    def view_key(self) -> tuple[str, str, str, int]:
+        """Return a key of the view from which the rows are taken."""
+        return self.title, self.form, self.columns, self.k
 
     def text(self, rows: str = "") -> str:
         """Return the Python code for these rows of the parameter, such as "self.weight[0:4]". Without `rows` return
@@ -86,35 +200,52 @@ class Way(NamedTuple):
     options: dict[str, Any]
 
 
-def recognise(module: nn.Module, step: Callable[[mx.array, Any], Any], D: int, H: int, *, name: str = "") -> str | None:
+class Match(NamedTuple):
+    """The arguments of a call that may equal the user's cell.
+
+    arguments: an `Expression` for each array, and the options, by name; empty if no parameter is the weight of a gate.
+    parts: the blocks of parameters by (gate, kind). unknown: the Python code of blocks that have the effect of no gate.
+    """
+
+    arguments: dict[str, Any]
+    parts: dict[Part, list[Block]]
+    unknown: list[str]
+
+
+def recognise(
+    module: nn.Module | dict[str, Any], step: Callable[..., Any], D: int, H: int, *, name: str = ""
+) -> str | None:
     """Return the call of `lstm`, `gru` or `rnn` that equals a recurrent cell written by hand, as a line to paste.
 
     The function runs `step` with parameters that it chooses, finds out which rows of which parameter belong to which
-    gate, and compares values and gradients over several steps. So it does not matter how the cell is written or what
-    its parameters are called. There may be one matrix or one for each gate, joined or separate weights of x and h,
-    transposed or not, in any gate order, and no, one or two biases. The cell may be
+    gate, and compares values and gradients, with numbers of the sizes 1e-4 to 1e6. So it does not matter how the cell
+    is written or what its parameters are called. There may be one matrix or one for each gate, joined or separate
+    weights of x and h, transposed or not, in any gate order, and any number of biases; some gates may have no matrix.
+    The cell may be
 
-    - an LSTM, also with a constant forget bias or with peepholes;
+    - an LSTM, also with a constant forget bias of at most six digits, with peepholes or with `cell_clip`;
     - a GRU that resets before or after its product, whose z is the weight of the old h or of the candidate;
     - a plain RNN with tanh, relu or sigmoid.
 
     Args:
-        module (Module): has all parameters of the cell, and maybe others. They are replaced while the function runs,
-            and restored.
-        step (callable): one step of the cell, `step(x, state) -> state`. x is [B, D]; the state is `(h, c)` for an
-            LSTM, else h, each [B, H]. It must read the parameters from the module at each call: it must not be compiled
-            by `mx.compile` before.
+        module (Module or dict): has all parameters of the cell, and maybe others. They are replaced while the function
+            runs, and restored.
+        step (callable): one step of the cell, which reads the parameters from the module at each call: it must not be
+            compiled by `mx.compile` before. x is [B, D]; the state is `(h, c)` or `(c, h)` for an LSTM, else h, each
+            [B, H]. It is `step(x, state)`, `step(state, x)` (of a single h only if D is not H) or `step(x, h, c)`. It
+            returns the new state in the same order, alone or with an output: `h, c` or `out, (h, c)`. An output [B, H]
+            must be h; other arrays, such as scores, are ignored.
         D (int): the number of features of x.
         H (int): the number of units, at least 2.
         name (str): the name of the module in the returned line, such as `"self"`. Default: the line has the names of
-            the parameters without a module.
+            the parameters without a module, or `"params"` for a dict.
 
     Returns:
         str or None: a call whose x is [T, B, D] and whose output is `.h`; add `h0=` and `c0=` for first states. None if
-        no call equals the cell within rounding.
+        no call equals the cell within rounding; a warning then names the nearest call, by how much it misses and where.
 
     Raises:
-        ValueError: an argument breaks a rule, or `step` runs neither with the state h nor with (h, c).
+        ValueError: an argument breaks a rule, or `step` runs with none of these states.
 
     Example:
         >>> import mlx.core as mx
@@ -131,149 +262,202 @@ def recognise(module: nn.Module, step: Callable[[mx.array, Any], Any], D: int, H
         lstm(x, model.layers[0].weight[:, :2], model.layers[0].weight[:, 2:],
              b=model.layers[0].bias, gate_order='ifog', forget_bias=1.0)
     """
-    if not isinstance(module, nn.Module):
-        fail(OP, "module must be a module that holds the cell's parameters", type(module).__name__)
+    if not isinstance(module, dict):  # mlx.nn.Module is a dict
+        fail(OP, "module must be a module or a dict that holds the cell's parameters", type(module).__name__)
     if not callable(step):
         fail(OP, "step must be a function, step(x, state) -> state,", type(step).__name__)
     D, H = check_integer(OP, "D", D, least=1), check_integer(OP, "H", H, least=2)
-    before: Any = tree_flatten(module.parameters())
-    floats = {key: array.shape for key, array in before if mx.issubdtype(array.dtype, mx.floating)}
-    trial = Trial(module, step, floats, D, H, name)
+    trial = Trial(module, step, D, H, name)
+    if not trial.shapes:
+        fail(OP, "module must hold parameters of a float dtype", f"a {type(module).__name__} without any")
     try:
-        with_tuple, without = trial.baseline(True), trial.baseline(False)
-        if with_tuple is None and without is None:
-            fail(OP, "step must run for x [B, D] and the state (h, c) or h, each [B, H],", trial.error)
-        for way in [*ways_of_lstm(with_tuple, trial.c), *OTHERS]:
-            if (without if way.op != "lstm" else with_tuple) is None:
-                continue
-            parts = parts_of(way, trial)
-            arguments = None if parts is None else arguments_of(way, parts, H)
-            if arguments is not None and equals(way, arguments, trial):
-                return line_of(way, arguments)
+        with mx.stream(mx.cpu):  # float64 needs the CPU
+            line = line_found(trial)
     finally:
-        module.update(tree_unflatten(before))
+        trial.set(trial.before)
+    if line is None:
+        warnings.warn(f"[{OP}] no call equals the step. {trial.nearest}.", stacklevel=2)
+    return line
+
+
+def line_found(trial: "Trial") -> str | None:
+    """Return the line of the first hypothesis that equals the user's cell. Return None if there is none; then
+    `trial.nearest` says why."""
+    random: Any = mx.random.state
+    before = np.array(random[0])
+    forms = trial.forms()
+    if not forms:
+        fail(OP, "step must run for x [B, D] and the state (h, c) or h, each [B, H],", trial.errors)
+    if not np.array_equal(before, np.array(random[0])):
+        trial.note((4,), "It draws random numbers: call eval() of the module if it has dropout")
+        return None
+    for form in forms:
+        for way, question in ways_of(trial, form):
+            match = match_of(way, trial, form)
+            if not match.arguments or not equals(way, match, trial, form):
+                continue
+            if not question and way.op == "lstm" and not bias_is_exact(way, match, trial, form):
+                question = "its forget_bias is another number"
+            if not question and trial.changes(form):
+                question = "it gives other results than at its first call with the same numbers"
+            line = line_of(way, match.arguments)
+            if not question:
+                return line
+            trial.note((3,), f"The nearest, {line}, equals it within rounding, but {question}")
     return None
 
 
-OTHERS = [Way("gru", {"reset": reset, "flip_z": flip}) for reset in ("after", "before") for flip in (False, True)]
-OTHERS += [Way("rnn", {"activation": word}) for word in ("tanh", "relu", "sigmoid")]
-
-
-def ways_of_lstm(baseline: np.ndarray | None, c: np.ndarray) -> list[Way]:
-    """Return the hypotheses on the formula of a cell with the states h and c: an LSTM with peepholes that read the
-    current or the previous c.
-
-    baseline: the h and c that the cell returns after one step with all parameters 0. Such a step multiplies c by the
-    sigmoid of the forget bias, so the forget bias is computed from the change of c. If the result is not one number
-    for all units, the list is empty.
-    """
-    if baseline is None:
-        return []
-    with np.errstate(all="ignore"):
-        factor = baseline[1] / c
-        bias = np.log(factor / (1 - factor))
-    if not np.isfinite(bias).all() or np.ptp(bias) > 1e-3:
-        return []
-    return [
-        Way("lstm", {"output_peephole": word, "forget_bias": round(float(np.median(bias)), 4) + 0.0})
-        for word in ("current", "previous")
-    ]
-
-
 class Trial:
-    """Run the user's cell for one step with chosen parameters on fixed random inputs, and cache the results."""
+    """Run the user's cell with chosen parameters, cache the results of single blocks, and remember the hypothesis
+    that was nearest to the cell.
 
-    module: nn.Module
-    step: Callable[..., Any]
-    shapes: dict[str, Any]
-    D: int
-    H: int
-    x: np.ndarray
-    h: np.ndarray
-    c: np.ndarray
+    nearest: the text on this hypothesis. errors: the text on the calls that did not run. before: the module's own
+    parameters by title (their Python code), which `set` puts back.
+    """
 
-    def __init__(self, module: nn.Module, step: Callable[..., Any], shapes: dict[str, Any], D: int, H: int, name: str):
-        """Draw the inputs of a step. shapes: the shapes of all float parameters by key; name: the module's name in
-        the Python code that `recognise` returns."""
-        self.module, self.step, self.shapes, self.D, self.H = module, step, shapes, D, H
-        self.error: str = ""
+    def __init__(self, module: Any, step: Callable[..., Any], D: int, H: int, name: str):
+        """Find the float parameters of the module, and draw the inputs of a step. name: the module's name in the
+        Python code that `recognise` returns."""
+        self.step, self.D, self.H = step, D, H
+        title = name if name or isinstance(module, nn.Module) else "params"
+        self.places = {text: (owner, key) for text, owner, key in parameters_of(module, title, set())}
+        self.before = {text: owner[key] for text, (owner, key) in self.places.items()}
+        self.shapes: dict[str, tuple[int, ...]] = {text: array.shape for text, array in self.before.items()}
         draws = np.random.default_rng(0)
-        self.x, self.h, self.c = (draws.uniform(-1, 1, (B, width)) for width in (D, H, H))
-        self.blocks: list[Block] = [
-            each for key in shapes for each in blocks_of(key, title_of(key, name), shapes[key], D, H)
-        ]
+        self.x, self.h = (draws.uniform(-1, 1, (B, width)) for width in (D, H))
+        self.c = draws.uniform(0.2, 1, (B, H)) * draws.choice([-1, 1], (B, H))
+        self.blocks = [each for text, shape in self.shapes.items() for each in blocks_of(text, shape, D, H)]
         self.known: dict[Any, np.ndarray | None] = {}
-
-    def numbers(self, block: Block) -> np.ndarray:
-        """Return the random weights [H, C] or [H] for a block of rows. In each run of the cell all blocks are 0 except
-        one or two, which have these weights. The weights of a block are the same in every run."""
-        C = {"x": self.D, "h": self.H}.get(block.kinds[0])
-        draws = np.random.default_rng([block.row, self.blocks.index(block)])
-        return draws.uniform(-1.5, 1.5, (self.H, C) if C else self.H) / np.sqrt(C or 1)
-
-    def baseline(self, pair: bool) -> np.ndarray | None:
-        """Return the states after one step with all parameters 0, or None if the step raises an error. pair: whether
-        the state is (h, c), not only h."""
-        return self.run(pair, ())
-
-    def run(self, pair: bool, blocks: tuple[int, ...]) -> np.ndarray | None:
-        """Run the user's cell for one step in which all parameters are 0 except for some blocks (H rows of a
-        parameter each). blocks: their indices in `self.blocks`. pair: whether the state is (h, c), not only h.
-        Return the new states [1 or 2, B, H]. Return None if the step raises an error or returns something else."""
-        if (pair, blocks) in self.known:
-            return self.known[pair, blocks]
-        arrays = {key: np.zeros(shape, np.float32) for key, shape in self.shapes.items()}
-        for n in blocks:
-            block = self.blocks[n]
-            rows = slice(block.row * self.H, (block.row + 1) * self.H)
-            block.view(arrays[block.name])[rows] = self.numbers(block)
-        self.set({key: mx.array(array) for key, array in arrays.items()})
-        x, h, c = (mx.array(each, mx.float32) for each in (self.x, self.h, self.c))
-        found = None
-        try:
-            states = self.states(self.step(x, (h, c) if pair else h), pair)
-            found = np.stack([np.array(state.astype(mx.float32)) for state in states])
-        except Exception as error:  # the user's function may raise any error for a state that it does not take
-            self.error = f"{type(error).__name__}: {error}"
-        self.known[pair, blocks] = found
-        return found
-
-    def states(self, result: Any, pair: bool) -> list[mx.array]:
-        """Return the states that a step returned as a list, h or h and c, after checking their number and shapes."""
-        states = list(result) if pair and isinstance(result, (tuple, list)) else [result]
-        shapes = [getattr(state, "shape", type(state).__name__) for state in states]
-        if shapes != [(B, self.H)] * (1 + pair):
-            wanted = "(h, c), two arrays" if pair else "h, an array"
-            raise ValueError(f"it must return {wanted} [B, {self.H}], but returned {shapes}")
-        return states
+        self.rank: tuple[float, ...] = ()
+        self.nearest, self.errors = "It does not run with all parameters 0", ""
 
     def set(self, arrays: dict[str, mx.array]) -> None:
-        """Replace the parameters of the module."""
-        self.module.update(tree_unflatten(list(arrays.items())))
+        """Replace parameters of the module."""
+        for title, array in arrays.items():
+            owner, key = self.places[title]
+            owner[key] = array
+
+    def note(self, rank: tuple[float, ...], text: str) -> None:
+        """Remember the text on a hypothesis if its rank is the highest so far."""
+        if rank > self.rank:
+            self.rank, self.nearest = rank, text
+
+    def numbers(self, n: int) -> np.ndarray:
+        """Return the random weights [H, C] or [H] of block n. In each run of the cell all blocks are 0 except one or
+        two, which have these weights. The weights of a block are the same in every run."""
+        block = self.blocks[n]
+        C = {"x": self.D, "h": self.H}.get(block.kinds[0])
+        draws = np.random.default_rng([block.row, n])
+        return draws.uniform(-1.5, 1.5, (self.H, C) if C else self.H) / np.sqrt(C or 1)
+
+    def forms(self) -> list[Form]:
+        """Return all forms in which the step runs with all parameters 0 and returns new states."""
+        found, errors = [], []
+        self.set({title: mx.zeros(shape, mx.float64) for title, shape in self.shapes.items()})
+        for call in CALLS:
+            if call == "step(h, x)" and self.D == self.H:
+                continue
+            first = Form(call, 0)
+            try:
+                shapes = [array.shape for array in self.arrays(call, *self.inputs(first))]
+            except StepError as error:
+                errors.append(f"{call}: {error}")
+                continue
+            starts = range(len(shapes) - first.states + 1)
+            fits = [n for n in starts if shapes[n : n + first.states] == [(B, self.H)] * first.states]
+            found += [Form(call, n) for n in fits]
+            if not fits:
+                errors.append(f"{call} returned arrays of the shapes {[list(shape) for shape in shapes]}")
+        self.errors = "; ".join(errors[:1] + errors[-1:])
+        return found
+
+    def inputs(self, form: Form, size: float = 1) -> list[mx.array]:
+        """Return x and the states for one step; the state c is multiplied by `size`."""
+        return [mx.array(each, mx.float64) for each in (self.x, self.h, self.c * size)[: 1 + form.states]]
+
+    def arrays(self, call: str, x: mx.array, *states: mx.array) -> list[mx.array]:
+        """Run the user's step. Return all arrays in what it returns, in its order."""
+        try:
+            result: Any = tree_flatten(CALLS[call](self.step, x, *states))
+            found = [each for _, each in result if isinstance(each, mx.array)]
+            mx.eval(found)
+            return found
+        except Exception as error:  # the user's function may raise any error for a state that it does not take
+            raise StepError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+    def run(self, form: Form, x: mx.array, *states: mx.array) -> tuple[list[mx.array], list[mx.array]]:
+        """Run the user's step. Return the new states, h or h and c, and all other arrays [B, H] that it returns."""
+        arrays, stop = self.arrays(form.call, x, *states), form.at + form.states
+        found, rest = arrays[form.at : stop], arrays[: form.at] + arrays[stop:]
+        if [array.shape for array in found] != [states[0].shape] * form.states:
+            raise StepError(f"it must return states of the shape {list(states[0].shape)}")
+        return found[::-1] if form.c_first else found, [array for array in rest if array.shape == states[0].shape]
+
+    def new(self, form: Form, blocks: tuple[int, ...] = (), size: float = 1) -> np.ndarray | None:
+        """Return the new states [1 or 2, B, H] after one step in which all parameters are 0 except for some blocks (H
+        rows of a parameter each), and c is multiplied by `size`. Return None if the step raises an error."""
+        if (form, blocks, size) in self.known:
+            return self.known[form, blocks, size]
+        arrays = {title: np.zeros(shape) for title, shape in self.shapes.items()}
+        for n in blocks:
+            block = self.blocks[n]
+            block.view(arrays[block.title])[block.row * self.H : (block.row + 1) * self.H] = self.numbers(n)
+        self.set({title: mx.array(array, mx.float64) for title, array in arrays.items()})
+        try:
+            found = np.stack([double(state) for state in self.run(form, *self.inputs(form, size))[0]])
+        except StepError:
+            found = None
+        self.known[form, blocks, size] = found
+        return found
+
+    def changes(self, form: Form) -> bool:
+        """Return whether the step with all parameters 0 gives other states than at its first call."""
+        first = self.new(form)
+        self.known.clear()
+        again = self.new(form)
+        return first is None or again is None or not np.array_equal(first, again)
 
 
-def title_of(key: str, module: str) -> str:
-    """Return the Python code for a parameter: "self.layers[0].weight" for the key "layers.0.weight" of a module
-    called self."""
-    words = f"{module}.{key}".strip(".").split(".")
-    return "".join(f"[{word}]" if word.isdecimal() else f".{word}" for word in words).removeprefix(".")
+def double(array: mx.array) -> np.ndarray:
+    """Return an array of any float dtype as NumPy's float64."""
+    return np.array(array.astype(mx.float64))
 
 
-def blocks_of(name: str, title: str, shape: tuple[int, ...], D: int, H: int) -> Iterator[Block]:
+def parameters_of(node: Any, title: str, seen: set[Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (title, owner, key) for each float array in a tree of modules, dicts and lists. The array is owner[key];
+    the title is the Python code for it, such as "self.layers[0].weight". An array that is reached twice is yielded
+    once."""
+    items: Any = enumerate(node) if isinstance(node, list) else node.items()
+    for key, child in items:
+        of_module = isinstance(node, nn.Module)
+        if of_module and key.startswith("_"):  # MLX does not count it as a parameter
+            continue
+        if of_module and key.isidentifier() and not iskeyword(key):
+            text = f"{title}.{key}".removeprefix(".")
+        else:
+            text = f"{title or 'module'}[{key!r}]"
+        if isinstance(child, mx.array) and mx.issubdtype(child.dtype, mx.floating):
+            yield text, node, key
+        elif isinstance(child, (dict, list)) and id(child) not in seen:
+            seen.add(id(child))
+            yield from parameters_of(child, text, seen)
+
+
+def blocks_of(title: str, shape: tuple[int, ...], D: int, H: int) -> Iterator[Block]:
     """Yield the blocks of a parameter: all groups of H rows that, by their shape, may be the weights of one gate. The
     rows are rows of the parameter or of its transpose. If one matrix may hold the weights of x and of h side by side,
     only the columns for x, or only the columns for h, are part of a block. D and H are the widths of x and h."""
     if len(shape) == 3 and shape[0] <= 8:
         for n in range(shape[0]):
-            for block in blocks_of(name, title, shape[1:], D, H):
+            for block in blocks_of(title, shape[1:], D, H):
                 view = block.view
                 yield block._replace(form=f"[{n}]{block.form}", view=lambda a, n=n, view=view: view(a[n]))
     if len(shape) == 2 and shape[0] <= 8 and shape[1] % H == 0:  # several biases in one array, one per row
         for n, row in product(range(shape[0]), range(shape[1] // H)):
-            yield Block(name, title, lambda a, n=n: a[n], f"[{n}]", "", row, shape[1] // H, ("b", "bhn", "p"))
+            yield Block(title, lambda a, n=n: a[n], f"[{n}]", "", row, shape[1] // H, ("b", "bhn", "p"))
     if len(shape) == 1 and shape[0] % H == 0:
         for row in range(shape[0] // H):
-            yield Block(name, title, lambda a: a, "", "", row, shape[0] // H, ("b", "bhn", "p"))
+            yield Block(title, lambda a: a, "", "", row, shape[0] // H, ("b", "bhn", "p"))
     if len(shape) != 2:
         return
     columns = {"x": [(D, 0, D, ""), (D + H, 0, D, f":{D}"), (D + H, H, D + H, f"{H}:")]}
@@ -284,7 +468,6 @@ def blocks_of(name: str, title: str, shape: tuple[int, ...], D: int, H: int) -> 
                 turn = form == ".T"
                 for row in range(rows // H):
                     yield Block(
-                        name,
                         title,
                         lambda a, turn=turn, start=start, stop=stop: (a.T if turn else a)[:, start:stop],
                         form,
@@ -295,123 +478,182 @@ def blocks_of(name: str, title: str, shape: tuple[int, ...], D: int, H: int) -> 
                     )
 
 
-def parts_of(way: Way, trial: Trial) -> dict[Part, list[Block]] | None:
-    """Find out which blocks (H rows of a parameter) are the weights of which gate, if the cell computes the formula
-    `way` (an op and its options). Return a dict from (gate, kind) to lists of blocks; kind says what the weights
-    multiply, such as "x" or "h" (see `Part`). Return None if the cell computes something else."""
-    baseline = trial.baseline(way.op == "lstm")
-    if baseline is None or not near(baseline, stepped(way, trial, {})):
-        return None
-    parts: dict[Part, list[Block]] = {}
-    rest = []
-    for n, block in enumerate(trial.blocks):
-        part = part_of(way, trial, n, [gate for gate in GATES[way.op] if gate != HIDDEN[way.op]], ())
-        parts.setdefault(part, []).append(block) if part else rest.append(n)
-    if way.op == "rnn":
-        return parts
-    opener = parts.get(OPENER[way.op], [])
-    if len(opener) != 1:
-        return None
-    context = (trial.blocks.index(opener[0]),)
-    for n in rest:
-        if part := part_of(way, trial, n, [HIDDEN[way.op]], context):
-            parts.setdefault(part, []).append(trial.blocks[n])
-    return parts
+OTHERS = [Way("gru", {"reset": reset, "flip_z": flip}) for reset in ("after", "before") for flip in (False, True)]
+OTHERS += [Way("rnn", {"activation": word}) for word in ("tanh", "relu", "sigmoid")]
 
 
-def part_of(way: Way, trial: Trial, n: int, gates: list[str], context: tuple[int, ...]) -> Part | None:
-    """Find out to which gate block n (H rows of a parameter) belongs, and what its weights multiply. Return (gate,
-    kind), where kind is "x", "h" or another word of `Part`. Return None if no gate fits.
+def ways_of(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
+    """Yield the hypotheses on the formula of the cell that give nearly its states after a step with all parameters 0.
+    With each comes a text on a number that could not be read, or ""."""
+    got = trial.new(form)
+    for way, text in lstm_ways(trial, form) if form.states == 2 else [(way, "") for way in OTHERS]:
+        want = computed(way, trial, {})
+        error = np.inf if got is None else np.abs(got - want).max()
+        if error <= LOOSE * (np.abs(want).max() or 1):
+            yield way, text
+        else:
+            options = ", ".join(f"{key}={value!r}" for key, value in way.options.items() if value != DEFAULTS[key])
+            formula = f"the nearest formula, {way.op}{f' with {options}' if options else ''}"
+            text = f"With all parameters 0, {form.call} returns states that miss those of {formula}, by {error:.1g}"
+            trial.note((0, -error), text)
 
-    The user's cell runs one step with all parameters 0 except for this block. The formula `way` (an op and its
-    options) runs one step with the same numbers as the weights of one gate and kind. If both give the same states,
-    this gate and kind are right. gates: the gates to try. context: the index of another block that is not 0, because
-    some gates have no effect alone; or ().
+
+def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
+    """Yield the hypotheses on the formula of a cell with the states h and c: an LSTM with peepholes that read the
+    current or the previous c. With each comes a text on the forget bias if it could not be read, or "".
+
+    A step with all parameters 0 multiplies c by the sigmoid of the forget bias, so a tiny c shows the forget bias. A
+    huge c shows the limit on c.
     """
-    got = trial.run(way.op == "lstm", (*context, n))
-    if got is None:
-        return None
-    known = {OPENER[way.op]: trial.numbers(trial.blocks[context[0]])} if context else {}
-    block = trial.blocks[n]
-    for part in product(gates, block.kinds):
+    tiny, huge = trial.new(form, size=1e-6), trial.new(form, size=1e6)
+    if tiny is None or huge is None:
+        return
+    factor = tiny[1] / (trial.c * 1e-6)
+    f = float(np.median(factor))
+    if not np.abs(factor - f).max() <= 1e-6 or not 0 < f < 1:
+        call = f"With all parameters 0, {form.call} returns a c that is not a part of the c before, the same part for"
+        trial.note((0, -np.inf), f"{call} all units, as in an LSTM")
+        return
+    measured, error = float(np.log(f / (1 - f))), 5e-8 / (f * (1 - f))
+    bias = decimal(measured, error)
+    text = "" if bias is not None else (
+        f"its forget_bias, {measured:.7g} +- {error:.0e}, is no number of at most six digits: pass the number yourself"
+    )  # fmt: skip
+    options: dict[str, Any] = {"forget_bias": measured if bias is None else bias}
+    limits = huge[1] * np.sign(trial.c)
+    limit = float(np.median(limits))
+    # The error of c + stop_gradient(clip(c) - c), which is how a clip with this gradient is usually written.
+    error = 1e-9 * max(1, abs(limit))
+    if limit > 0 and np.abs(limits - limit).max() <= error:
+        number = decimal(limit, error)
+        options["cell_clip"] = written(limit) if number is None else number
+    for word in ("current", "previous"):
+        yield Way("lstm", options | {"output_peephole": word}), text
+
+
+def decimal(measured: float, error: float) -> float | None:
+    """Return the number with the fewest digits, at most six, that differs from a measured one by at most `error`.
+    Return None if there is none: then the number cannot be read."""
+    each = [float(f"{measured:.{digits}e}") for digits in range(6)]
+    return next((number + 0.0 for number in [0.0, *each] if abs(number - measured) <= error), None)
+
+
+def written(number: float) -> float:
+    """Return a number as a program has it: 0.1 if the number is the float32 nearest to 0.1, else the number itself."""
+    short = float(str(np.float32(number)))
+    return short if float(np.float32(short)) == number else number
+
+
+def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]], list[str]]:
+    """Find out which blocks (H rows of a parameter) are the weights of which gate, if the cell computes the formula
+    `way`. Return a dict from (gate, kind) to lists of blocks, and the Python code of blocks that have the effect of no
+    gate."""
+    parts: dict[Part, list[int]] = {}
+    gates = [gate for gate in GATES[way.op] if gate != HIDDEN[way.op]]
+    rest, effects = list(range(len(trial.blocks))), set[int]()
+
+    def assign(gates: list[str], known: dict[Part, int]) -> None:
+        """Assign the blocks in `rest` that have the effect of one of the gates while the `known` blocks are not 0."""
+        for n in list(rest):
+            part, effect = part_of(way, trial, form, n, gates, known)
+            if part:
+                parts.setdefault(part, []).append(n)
+                rest.remove(n)
+            elif effect:
+                effects.add(n)
+
+    assign(gates, {})
+    opener = next((part for part in OPENERS[way.op] if part in parts), None)
+    if opener:
+        assign([HIDDEN[way.op]], {opener: parts[opener][0]})
+    # A parameter has several views, such as its transpose, and is the weights of gates in at most one of them.
+    found = {part: [trial.blocks[n] for n in blocks] for part, blocks in parts.items()}
+    views = {block.view_key for blocks in found.values() for block in blocks}
+    titles = {block.title for blocks in found.values() for block in blocks}
+    others = [trial.blocks[n] for n in sorted(effects - {n for blocks in parts.values() for n in blocks})]
+    texts = [sliced(each, trial.H) for each in others if each.view_key in views]
+    return found, texts + sorted({each.title for each in others if each.title not in titles})
+
+
+def part_of(
+    way: Way, trial: Trial, form: Form, n: int, gates: list[str], known: dict[Part, int]
+) -> tuple[Part | None, bool]:
+    """Find out to which gate block n (H rows of a parameter) belongs, and what its weights multiply. Return (gate,
+    kind), where kind is "x", "h" or another word of `Part`, or None if no gate fits; and whether the block has an
+    effect.
+
+    The user's cell runs one step with all parameters 0 except for this block. The formula `way` (an op and its options)
+    runs one step with the same numbers as the weights of one gate and kind. If both give nearly the same states, this
+    gate and kind are right. gates: the gates to try. known: another block that is not 0, because some gates have no
+    effect alone; or {}.
+    """
+    context = tuple(known.values())
+    base, got = trial.new(form, context), trial.new(form, (*context, n))
+    if base is None or got is None or not np.abs(got - base).max() > 1e-7:
+        return None, got is None
+    others = {part: trial.numbers(block) for part, block in known.items()}
+    best, least = None, LOOSE
+    for part in product(gates, trial.blocks[n].kinds):
         if part[1] == "bhn" and (part[0] != "n" or way.options["reset"] != "after"):
             continue
-        if part[1] == "p" and (way.op != "lstm" or part[0] == "g"):
+        if part[1] == "p" and way.op != "lstm":
             continue
-        if near(got, stepped(way, trial, known | {part: trial.numbers(block)})):
-            return part
-    return None
+        want = computed(way, trial, others | {part: trial.numbers(n)})
+        effect = np.abs(want - base).max()
+        if effect > 0 and np.abs(got - want).max() / effect < least:
+            best, least = part, np.abs(got - want).max() / effect
+        if least < 1e-5:
+            break
+    return best, True
 
 
-def near(one: np.ndarray, other: np.ndarray) -> bool:
-    """Return whether two arrays agree within rounding."""
-    return bool(np.all(np.abs(one - other) <= ROUNDING * max(1, float(np.abs(other).max()))))
+def computed(way: Way, trial: Trial, weights: dict[Part, np.ndarray]) -> np.ndarray:
+    """Compute one step of the formula `way`. `weights` holds the weights that are not 0 by (gate, kind). Return the
+    states [1 or 2, B, H]."""
+
+    def all_gates(kind: str, *shape: int) -> mx.array:
+        """Return the weights of all gates one after the other."""
+        each = [weights.get((gate, kind), np.zeros(shape)) for gate in GATES[way.op]]
+        return mx.array(np.concatenate(each), mx.float64)
+
+    H = trial.H
+    arguments = {"Wx": all_gates("x", H, trial.D), "Wh": all_gates("h", H, H), "b": all_gates("b", H)}
+    if any(kind == "p" for _, kind in weights):
+        arguments["peephole"] = all_gates("p", H)
+    if ("n", "bhn") in weights:
+        arguments["bhn"] = mx.array(weights["n", "bhn"], mx.float64)
+    inputs = [mx.array(each, mx.float64) for each in (trial.x, trial.h, trial.c)]
+    return np.stack([double(state) for state in called(way, arguments | way.options, *inputs)])
 
 
-def sigmoid(x: Any) -> np.ndarray:
-    """Return the sigmoid of x."""
-    return 1 / (1 + np.exp(-np.asarray(x)))
+def called(way: Way, arguments: dict[str, Any], x: mx.array, h: mx.array, c: mx.array | None = None) -> list[mx.array]:
+    """Call the function of the formula `way` for one step. Return the new states, h or h and c."""
+    first = {"h0": h, "c0": c} if way.op == "lstm" else {"h0": h}
+    found: Any = OPS[way.op](x[None], **arguments, **first, engine="ops")
+    return [found.h[0], found.c[0]] if way.op == "lstm" else [found.h[0]]
 
 
-def stepped(way: Way, trial: Trial, weights: dict[Part, np.ndarray]) -> np.ndarray:
-    """Compute one step of the formula `way` (an op such as "gru" with its options). `weights` holds the weights that
-    are not 0 by (gate, kind); kind says what the weights multiply, such as "x" or "h". Return the states [1 or 2, B,
-    H]."""
-    x, h, c, options = trial.x, trial.h, trial.c, way.options
-    zero = np.zeros((1, 1))
-
-    def input_part(gate: str) -> np.ndarray:
-        """Return the part of a gate's preactivation that comes from x and the bias."""
-        W = weights.get((gate, "x"))
-        return (zero if W is None else x @ W.T) + weights.get((gate, "b"), zero)
-
-    def state_part(gate: str, h: np.ndarray = h) -> np.ndarray:
-        """Return the part of a gate's preactivation that comes from h."""
-        W = weights.get((gate, "h"))
-        return zero if W is None else h @ W.T
-
-    def gate(name: str, c: np.ndarray | None = None, bias: float = 0.0) -> np.ndarray:
-        """Return the value of a gate. c: the cell state that the gate's peephole reads."""
-        peep = zero if c is None else weights.get((name, "p"), zero) * c
-        return sigmoid(input_part(name) + state_part(name) + peep + bias)
-
-    if way.op == "lstm":
-        i, f, g = gate("i", c), gate("f", c, options["forget_bias"]), np.tanh(input_part("g") + state_part("g"))
-        new = f * c + i * g
-        return np.stack([gate("o", new if options["output_peephole"] == "current" else c) * np.tanh(new), new])
-    if way.op == "gru":
-        r, z = gate("r"), gate("z")
-        inner = state_part("n", r * h) if options["reset"] == "before" else 0
-        if options["reset"] == "after":
-            inner = r * (state_part("n") + weights.get(("n", "bhn"), zero))
-        n = np.tanh(input_part("n") + inner)
-        z = 1 - z if options["flip_z"] else z
-        return np.broadcast_to(z * h + (1 - z) * n, (1, *h.shape))
-    function = {"tanh": np.tanh, "relu": lambda a: np.maximum(a, 0), "sigmoid": sigmoid}[options["activation"]]
-    return np.broadcast_to(function(input_part("h") + state_part("h")), (1, *h.shape))
-
-
-def arguments_of(way: Way, parts: dict[Part, list[Block]], H: int) -> dict[str, Any] | None:
-    """Return the arguments of the call by name: an `Expression` for each array, and the options. Return None if a
-    gate lacks a matrix or has two."""
-    gates = GATES[way.op]
-    if any(len(parts.get((gate, kind), [])) != 1 for gate in gates for kind in "xh"):
-        return None
-    whole = [order_of([parts[gate, kind] for gate in gates], gates) for kind in "xh"]
+def match_of(way: Way, trial: Trial, form: Form) -> Match:
+    """Find the arguments of the call of the formula `way` that may equal the user's cell. A gate without weights gets
+    zeros."""
+    parts, unknown = parts_of(way, trial, form)
+    if not {kind for _, kind in parts} & {"x", "h"}:
+        trial.note((1,), f"No matrix among its parameters has the effect of a gate of {way.op}")
+        return Match({}, parts, unknown)
+    if way.options.get("output_peephole") == "previous" and ("o", "p") not in parts:
+        return Match({}, parts, unknown)  # without this peephole it is the same as "current", which was tested before
+    gates, H = GATES[way.op], trial.H
+    whole = [order_of([parts.get((gate, kind), []) for gate in gates], gates) for kind in "xh"]
     order = next((found for found in whole if found), gates)
-    arguments: dict[str, Any] = {"Wx": joined([parts[gate, "x"] for gate in order], order, H)}
-    arguments["Wh"] = joined([parts[gate, "h"] for gate in order], order, H)
-    if any((gate, "b") in parts for gate in gates):
-        arguments["b"] = joined([parts.get((gate, "b"), []) for gate in order], order, H)
+    arguments: dict[str, Any] = {}
+    for key, kind, shape in (("Wx", "x", (H, trial.D)), ("Wh", "h", (H, H)), ("b", "b", (H,)), ("peephole", "p", (H,))):
+        if kind in "xh" or any((gate, kind) in parts for gate in gates):
+            arguments[key] = joined([parts.get((gate, kind), []) for gate in order], order, shape)
     if ("n", "bhn") in parts:
-        arguments["bhn"] = joined([parts["n", "bhn"]], "n", H)
-    if any((gate, "p") in parts for gate in gates):
-        arguments["peephole"] = joined([parts.get((gate, "p"), []) for gate in order], order, H)
-    elif way.options.get("output_peephole") == "previous":
-        return None  # without peepholes it is the same as "current", which was tested before
-    defaults = {"reset": "after", "flip_z": False, "activation": "tanh", "output_peephole": "current", "forget_bias": 0}
+        arguments["bhn"] = joined([parts["n", "bhn"]], "n", (H,))
     options = {"gate_order": order} if order != gates else {}
-    return arguments | options | {key: value for key, value in way.options.items() if value != defaults[key]}
+    options |= {key: value for key, value in way.options.items() if value != DEFAULTS[key]}
+    return Match(arguments | options, parts, unknown)
 
 
 def order_of(blocks: list[list[Block]], gates: str) -> str:
@@ -419,15 +661,17 @@ def order_of(blocks: list[list[Block]], gates: str) -> str:
     of a parameter. `blocks` has a list of blocks for each of the `gates`. Return "" if a gate has several blocks, or
     if the blocks belong to different parameters."""
     firsts = [each[0] for each in blocks if len(each) == 1]
-    like = {(block.name, block.form, block.columns) for block in firsts}
+    like = {block.view_key for block in firsts}
     if len(firsts) != len(gates) or len(like) != 1 or firsts[0].k != len(gates):
         return ""
     return "".join(gate for _, gate in sorted(zip([block.row for block in firsts], gates, strict=True)))
 
 
-def joined(blocks: list[list[Block]], order: str, H: int) -> Expression:
+def joined(blocks: list[list[Block]], order: str, shape: tuple[int, ...]) -> Expression:
     """Return the code of one argument of the call: the weights of all gates one after the other. `blocks` has for each
-    gate its blocks (H rows of a parameter each). Several blocks of one gate are several biases, so they are added."""
+    gate its blocks (H rows of a parameter each), of this shape. Several blocks of one gate, such as two biases, are
+    added. A gate without a block gets zeros."""
+    H = shape[0]
     # If the blocks together are whole parameters, in the gate order of the call, the code needs no slices, such as
     # "ih.bias + hh.bias". Test this: each entry of `columns` has one block of every gate, which may be one parameter.
     columns = list(zip(*blocks, strict=True)) if len({len(each) for each in blocks}) == 1 and blocks[0] else []
@@ -435,16 +679,18 @@ def joined(blocks: list[list[Block]], order: str, H: int) -> Expression:
         firsts = [column[0] for column in columns]
         return Expression(
             " + ".join(first.text() for first in firsts),
-            lambda arrays: sum([first.view(arrays[first.name]) for first in firsts[1:]], whole(firsts[0], arrays)),
+            lambda arrays: sum([first.view(arrays[first.title]) for first in firsts[1:]], whole(firsts[0], arrays)),
         )
-    texts = [" + ".join(sliced(block, H) for block in each) or f"mx.zeros({H})" for each in blocks]
+    texts = [
+        " + ".join(sliced(block, H) for block in each) or f"mx.zeros({shape if shape[1:] else H})" for each in blocks
+    ]
     text = texts[0] if len(texts) == 1 else f"mx.concatenate([{', '.join(texts)}])"
 
     def value(arrays: dict[str, mx.array]) -> mx.array:
         rows = []
         for each in blocks:
             terms = [whole(block, arrays)[block.row * H : (block.row + 1) * H] for block in each]
-            rows.append(sum(terms[1:], terms[0]) if terms else mx.zeros(H))
+            rows.append(sum(terms[1:], terms[0]) if terms else mx.zeros(shape, next(iter(arrays.values())).dtype))
         return mx.concatenate(rows)
 
     return Expression(text, value)
@@ -452,7 +698,7 @@ def joined(blocks: list[list[Block]], order: str, H: int) -> Expression:
 
 def whole(block: Block, arrays: dict[str, mx.array]) -> mx.array:
     """Return all rows of the parameter from which `block` (H of its rows) was taken."""
-    return block.view(arrays[block.name])
+    return block.view(arrays[block.title])
 
 
 def sliced(block: Block, H: int) -> str:
@@ -460,46 +706,156 @@ def sliced(block: Block, H: int) -> str:
     return block.text(f"{block.row * H}:{(block.row + 1) * H}" if block.k > 1 else "")
 
 
-def equals(way: Way, arguments: dict[str, Any], trial: Trial) -> bool:
-    """Return whether `lstm`, `gru` or `rnn`, called with these arguments, equals the user's cell over several steps:
-    all values, and the gradients of all parameters, of x and of the first states. The parameters are drawn at
-    random."""
-    random, H = np.random.default_rng(1), trial.H
-    arrays = {
-        key: mx.array(random.normal(size=shape) / np.sqrt(max(1, *shape, 1)), mx.float32)
-        for key, shape in trial.shapes.items()
-    }
-    pair = way.op == "lstm"
-    inputs = [mx.array(random.normal(size=shape), mx.float32) for shape in [(T, B, trial.D), *[(B, H)] * (1 + pair)]]
-    weights = [mx.array(random.normal(size=(T, B, H)), mx.float32) for _ in range(1 + pair)]
+def equals(way: Way, match: Match, trial: Trial, form: Form) -> bool:
+    """Return whether `lstm`, `gru` or `rnn`, called with these arguments, equals the user's cell in all batches of
+    `BATCHES`. If not, `trial` remembers by how much it misses and where."""
+    line = line_of(way, match.arguments)
+    for n, sizes in enumerate(BATCHES):
+        try:
+            pairs = list(compared(way, match.arguments, trial, form, n))
+        except StepError as error:
+            trial.note((2, n), f"The nearest is {line}, but then the step raises {error}")
+            return False
+        misses = [(miss(got, want, allowed), what, got, want) for what, got, want, allowed in pairs]
+        # A gradient is named only if all values are equal.
+        worst, what, got, want = max(misses, key=lambda each: (each[0] > 1 and "gradient" not in each[1], each[0]))
+        if not worst <= 1:
+            error = f"by {np.abs(got - want).max():.2g}" if got.shape == want.shape else "its shape"
+            names = ("matrices", "vectors", "x and h", "c")[: 3 + (form.states == 2)]
+            where = ", ".join(f"{name} {size:g}" for name, size in zip(names, sizes, strict=False))
+            text = f"The nearest, {line}, misses {what} {error} where the numbers have the sizes {where}"
+            if match.unknown:
+                text += f"; no gate has the effect of {', '.join(match.unknown)}"
+            if "cell_clip" in way.options and what.startswith("the gradient"):
+                text += "; the values are equal, but the gradient of cell_clip passes through the limit"
+            trial.note((2, n, -worst), text)
+            return False
+    return True
 
-    def by_hand(arrays: dict[str, mx.array], x: mx.array, *first: mx.array) -> tuple[mx.array, list[mx.array]]:
+
+def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
+    """Return whether the cell's forget bias is the number in `way`, to about 1e-9. Without weights that show it, return
+    whether it is 0.
+
+    The sigmoid of gate f must equal that of gate i at many points around 0, where both have the precision of float32:
+    even a shift by a small part of this precision moves the points where the result changes. The new c is sigmoid(z_f)
+    g if only f has weights and the old c is g; it is sigmoid(z_i) g if only i and g have weights and the old c is 0.
+    """
+    kinds = (("f", "x"),), (("i", "x"),), (("g", "h"), ("g", "b"), ("g", "x"))
+    found = [[block for part in each for block in match.parts.get(part, [])][:1] for each in kinds]
+    by_x = bool(found[2]) and found[2][0].kinds == ("x",)
+    if not all(found) or (by_x and trial.D == 1):
+        return way.options["forget_bias"] == 0
+    (f,), (i,), (g,) = found
+    z, H, a = np.linspace(-5e-7, 5e-7, 1001), trial.H, 0.01
+
+    def new_c(blocks: list[Block], x: np.ndarray, c: float) -> np.ndarray:
+        """Return c after a step in which all weights are 0 except the biases and one column of some blocks. The first
+        feature is `x`, the second is 1 and the first unit of h is 1."""
+        arrays = {title: np.zeros(shape) for title, shape in trial.shapes.items()}
+        for block in blocks:
+            rows = block.view(arrays[block.title])[block.row * H : (block.row + 1) * H]
+            column = int(block is g and by_x)
+            (rows[:, column] if rows.ndim == 2 else rows)[:] = a if block is g else 1
+        trial.set({title: mx.array(array, mx.float64) for title, array in arrays.items()})
+        first = np.zeros((len(x), trial.D)), np.zeros((len(x), H)), np.full((len(x), H), c)
+        first[0][:, 1:2], first[0][:, 0], first[1][:, 0] = 1, x, 1
+        return double(trial.run(form, *[mx.array(array, mx.float64) for array in first])[0][1])
+
+    value = new_c([i, g], np.array([100.0]), 0.0)  # of g, because the sigmoid of 100 is 1
+    of_f = new_c([f], z - way.options["forget_bias"], value[0, 0])
+    of_i = new_c([i, g], z, 0.0)
+    return bool((np.abs(of_f - of_i) <= 1e-12).all(axis=1).sum() >= len(z) - 2)
+
+
+def miss(got: np.ndarray, want: np.ndarray, allowed: np.ndarray) -> float:
+    """Return the largest error of `got`, in units of the allowed error. It is infinite if shapes differ, a number is
+    not finite, or there is nothing to compare: no number but 0."""
+    if got.shape != want.shape or not want.any() or not (np.isfinite(got).all() and np.isfinite(want).all()):
+        return np.inf
+    return float((np.abs(got - want) / allowed).max())
+
+
+def compared(
+    way: Way, arguments: dict[str, Any], trial: Trial, form: Form, n: int
+) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
+    """Run the user's cell and the call with random numbers of the sizes `BATCHES[n]`. Yield (name, the cell's array,
+    the call's array, its allowed error) for the outputs of one step with many rows, the gradients of all parameters, of
+    x and of the states, and the outputs of several steps."""
+    arrays, first = drawn(trial, form, n)
+
+    def by_hand(arrays: dict[str, mx.array], *inputs: mx.array) -> list[mx.array]:
         trial.set(arrays)
-        state: Any = first if pair else first[0]
-        steps = []
-        for x_t in x:
-            state = trial.step(x_t, state)
-            steps.append(trial.states(state, pair))
-        outputs = [mx.stack(list(each)) for each in zip(*steps, strict=True)]
-        return loss(outputs), outputs
+        states, rest = trial.run(form, *inputs)
+        return states + rest
 
-    def by_call(arrays: dict[str, mx.array], x: mx.array, *first: mx.array) -> tuple[mx.array, list[mx.array]]:
+    def by_call(arrays: dict[str, mx.array], *inputs: mx.array) -> list[mx.array]:
         values = {key: each.value(arrays) if isinstance(each, Expression) else each for key, each in arguments.items()}
-        values |= dict(zip(("h0", "c0"), first, strict=False))
-        found: Any = OPS[way.op](x, **values, engine="ops")
-        outputs = [found.h, found.c] if pair else [found.h]
-        return loss(outputs), outputs
+        return called(way, values, *inputs)
 
-    def loss(outputs: list[mx.array]) -> mx.array:
-        return sum((weight * each).sum() for weight, each in zip(weights, outputs, strict=True))  # pyright: ignore
+    def outputs(
+        inputs: list[mx.array], given: list[mx.array]
+    ) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
+        want = by_call(arrays, *inputs)
+        names = ["h", "c"][: form.states] + [BESIDE] * (len(given) - form.states)
+        # A GRU may be written as h + (1 - z) (n - h): then the error of z is multiplied by h.
+        size = 1 + np.abs(double(inputs[1])) if way.op == "gru" else 1
+        for name, one, other in zip(names, given, want + want[:1] * (len(given) - len(want)), strict=True):
+            yield name, double(one), double(other), ROUNDING * (size + np.abs(double(other)))
 
-    results = []
-    for function in (by_hand, by_call):
-        (_, outputs), gradients = mx.value_and_grad(function, argnums=tuple(range(2 + len(inputs[1:]))))(
-            arrays, *inputs
+    yield from outputs(first, by_hand(arrays, *first))
+    if n < WITH_GRADIENTS:
+        got, want = (gradients(function, form.states, arrays, first) for function in (by_hand, by_call))
+        for name, slope in got.items():
+            if not (slope.any() or want[name].any()):
+                continue  # a parameter of another part of the module
+            allowed = SLOPES * (1 + np.abs(want[name]).max())
+            yield f"the gradient of {name}", slope, want[name], np.full(slope.shape, allowed)
+        # The call computes each step from the cell's own states before it: so errors do not grow from step to step.
+        states, taken, given = [each[:B] for each in first[1:]], [], []
+        for t in range(T):
+            taken.append([first[0][t * B : (t + 1) * B], *states])
+            given.append(by_hand(arrays, *taken[-1]))
+            states = given[-1][: form.states]
+        yield from outputs(
+            *([mx.concatenate(list(each)) for each in zip(*steps, strict=True)] for steps in (taken, given))
         )
-        results.append(tree_flatten([outputs, gradients]))
-    return all(near(np.array(one), np.array(other)) for (_, one), (_, other) in zip(*results, strict=True))
+
+
+def drawn(trial: Trial, form: Form, n: int) -> tuple[dict[str, mx.array], list[mx.array]]:
+    """Return random parameters by title, and x and the states with many rows, of the sizes `BATCHES[n]`."""
+    draws, (matrices, vectors, inputs, cell) = np.random.default_rng(n + 1), BATCHES[n]
+    arrays = {}
+    for title, shape in trial.shapes.items():
+        size = vectors if len(shape) < 2 else matrices / np.sqrt(min(shape[-2:]))
+        arrays[title] = mx.array(draws.uniform(-1.5, 1.5, shape) * size, mx.float64)
+    rows = []
+    for width, size in [(trial.D, inputs), (trial.H, inputs), (trial.H, cell)][: 1 + form.states]:
+        # Each row has its own size, so that the tails and the middle of every activation occur in each batch.
+        each = size * 10 ** draws.uniform(-1, 0.5, (ROWS, 1))
+        rows.append(mx.array(draws.uniform(-1, 1, (ROWS, width)) * each, mx.float64))
+    return arrays, rows
+
+
+def gradients(
+    function: Callable[..., list[mx.array]], states: int, arrays: dict[str, mx.array], inputs: list[mx.array]
+) -> dict[str, np.ndarray]:
+    """Return the gradients of all parameters by title, and of x and the states, for random gradients of the first
+    `states` outputs of a function."""
+    draws = np.random.default_rng(0)
+    cotangents = [mx.array(draws.uniform(0.5, 1.5, inputs[1].shape), mx.float64) for _ in range(states)]
+
+    def loss(arrays: dict[str, mx.array], *inputs: mx.array) -> mx.array:
+        outputs = function(arrays, *inputs)[:states]
+        return mx.stack([(weight * each).sum() for weight, each in zip(cotangents, outputs, strict=True)]).sum()
+
+    try:
+        found, others = mx.grad(loss, (0, *range(1, 1 + len(inputs))))(arrays, *inputs), ["x", "h", "c"]
+    except StepError:
+        raise
+    except Exception as error:  # the user's function may contain an operation without a gradient
+        raise StepError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+    return {name: double(each) for name, each in [*found[0].items(), *zip(others, found[1:], strict=False)]}
 
 
 def line_of(way: Way, arguments: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
+from .advice import Advised, advised
 from .checks import (
     NO_UNITS,
     check_array,
@@ -29,9 +30,12 @@ from .checks import (
     check_lengths,
     check_number,
     check_option,
+    chosen_options,
     fail,
+    warn_once,
 )
 from .convert import Weights
+from .convert.layers import class_of
 from .convert.torch import NAMES, WAYS, by_names
 from .engines import cells
 from .engines.at_once import Run, by_mlx, by_numpy, computes_now, derived
@@ -70,11 +74,10 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
-class Layers(nn.Module):
+class Layers(Advised):
     """Base class of `LSTM`, `GRU` and `RNN`, with PyTorch's parameter names. It checks the arguments and runs the
     layers one after another."""
 
-    op: str  # the layer's name in errors
     gates: int  # number of gates: a weight matrix has H rows for each gate
     engine: Engine | None
     checkpoint_every: int | str | None
@@ -105,6 +108,10 @@ class Layers(nn.Module):
         self.dropout: float = check_number(self.op, "dropout", dropout)
         if not 0 <= self.dropout <= 1:
             fail(self.op, "dropout must lie in [0, 1]", dropout)
+        if self.dropout and self.num_layers == 1:
+            warn_once(
+                f"[{self.op}] dropout={self.dropout:g} has no effect on one layer: it drops outputs between layers."
+            )
         self.proj_size: int = check_integer(self.op, "proj_size", proj_size, least=0)
         if self.proj_size >= self.hidden_size:
             fail(self.op, f"proj_size must be less than hidden_size = {self.hidden_size}", proj_size)
@@ -155,7 +162,7 @@ class Layers(nn.Module):
         sizes += [f"proj_size={self.proj_size}"] * bool(self.proj_size)
         sizes += [f"num_layers={self.num_layers}"] * (self.num_layers != 1) + ["bias=False"] * (not self.bias)
         sizes += ["batch_first=True"] * self.batch_first + [f"dropout={self.dropout}"] * bool(self.dropout)
-        return ", ".join(sizes + ["bidirectional=True"] * self.bidirectional)
+        return ", ".join(sizes + ["bidirectional=True"] * self.bidirectional) + chosen_options(self)
 
     def run(
         self,
@@ -200,7 +207,7 @@ class Layers(nn.Module):
         steps = {name: (array if time_first else array.T).reshape(L, N) for name, array in steps.items()}
         options = {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "hold": steps.pop("hold", None)}
         options |= {"lengths": whole_lengths(self.op, lengths, N, L), "lengths_checked": True}
-        call = Call(cell, bidirectional=self.bidirectional, **options)
+        call = Call(cell, bidirectional=self.bidirectional, **options, op=self.op)
         last = []
         for layer, arrays in enumerate(layers):
             if layer and self.dropout and self.training:
@@ -232,6 +239,7 @@ class Layers(nn.Module):
             ValueError: the layer is bidirectional, or the call is inside a transformation of MLX.
         """
         op = f"{self.op}.stepper"
+        class_of(op, "the layer", self)
         if self.bidirectional:
             fail(op, "bidirectional must be False, because the reverse direction starts at the end of the input,", True)
 
@@ -382,6 +390,7 @@ class LSTM(Layers):
     op: str = "torch.LSTM"
     gates: int = 4
 
+    @advised
     def __init__(
         self,
         input_size: int,
@@ -404,6 +413,7 @@ class LSTM(Layers):
         `mlx.nn.quantize` ignores it."""
         return QuantizedLSTM.from_layer(self, group_size, bits, mode)
 
+    @advised
     def __call__(
         self,
         input: mx.array,
@@ -474,6 +484,7 @@ class GRU(Layers):
     op: str = "torch.GRU"
     gates: int = 3
 
+    @advised
     def __init__(
         self,
         input_size: int,
@@ -495,6 +506,7 @@ class GRU(Layers):
         ignores it."""
         return QuantizedGRU.from_layer(self, group_size, bits, mode)
 
+    @advised
     def __call__(
         self,
         input: mx.array,
@@ -551,6 +563,7 @@ class RNN(Layers):
     op: str = "torch.RNN"
     gates: int = 1
 
+    @advised
     def __init__(
         self,
         input_size: int,
@@ -575,6 +588,7 @@ class RNN(Layers):
         ignores it."""
         return QuantizedRNN.from_layer(self, group_size, bits, mode)
 
+    @advised
     def __call__(
         self,
         input: mx.array,
@@ -684,7 +698,7 @@ class Cell(Layers):
             return {name: mx.zeros(shape, dtype) for name in states}
         arrays |= {f"{name}0": state if batched else small(itemgetter(None), state) for name, state in first.items()}
         arrays["x"] = small(methodcaller("reshape", (1, -1, self.input_size)), input)
-        call = Call(cell, engine=self.engine)
+        call = Call(cell, engine=self.engine, op=self.op)
         outputs, choice = call.forward(in_dtype(arrays, dtype), return_gates=False, training=self.training)
         vars(self)["_engine_used"] = choice
         last = {name: outputs[f"{name}T"] for name in states}
@@ -716,9 +730,11 @@ class LSTMCell(Cell):
     op: str = "torch.LSTMCell"
     gates: int = 4
 
+    @advised
     def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: Engine | None = None):
         super().__init__(input_size, hidden_size, bias, engine)
 
+    @advised
     def __call__(self, input: mx.array, hx: tuple[mx.array, mx.array] | None = None) -> tuple[mx.array, mx.array]:
         """Return the states after a step.
 
@@ -750,9 +766,11 @@ class GRUCell(Cell):
     op: str = "torch.GRUCell"
     gates: int = 3
 
+    @advised
     def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: Engine | None = None):
         super().__init__(input_size, hidden_size, bias, engine)
 
+    @advised
     def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
         """Return h after a step.
 
@@ -780,6 +798,7 @@ class RNNCell(Cell):
     op: str = "torch.RNNCell"
     gates: int = 1
 
+    @advised
     def __init__(
         self,
         input_size: int,
@@ -796,6 +815,7 @@ class RNNCell(Cell):
     def _extra_repr(self) -> str:
         return super()._extra_repr() + (f", nonlinearity={self.nonlinearity}" if self.nonlinearity != "tanh" else "")
 
+    @advised
     def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
         """Return h after a step, [N, H] or [H].
 

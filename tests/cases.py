@@ -81,7 +81,7 @@ def combination(rng, sizes=SIZES, op="lstm", bidirectional=False):
     own = rng.spawn(1)[0]
     hold = own.random((T, B)) < own.random()
     states = ("b", "h0", "c0") if op == "lstm" else ("b", "h0")
-    return {
+    options = {
         **({"op": op} if op != "lstm" else {}),
         **({"bidirectional": True} if bidirectional else {}),
         **CHOICES[op](rng, pick),
@@ -93,6 +93,10 @@ def combination(rng, sizes=SIZES, op="lstm", bidirectional=False):
         "keep": bool(own.random() < 0.4),
         "hold": hold if own.random() < 0.3 else None,
     }
+    if op == "lstm":
+        options["clip_gradient"] = ("through", "zero")[own.integers(2)]
+        options["projection_clip"] = (None, 0.2, 0.6)[own.integers(3)] if options["projection"] else None
+    return options
 
 
 def lstm_choice(rng, pick):
@@ -161,7 +165,7 @@ def run_gradients(case, engine, dtype, cotangents, saved=None):
     with mx.stream(device_of(engine)):
         given = {"Wx": None} | {name: to_mlx(array, dtype) for name, array in arrays.items()}
         out = getattr(recurrence, op)(**given, **options, engine=engine, return_gates=True)
-        given |= {name: value for name, value in options.items() if name not in ("cell_clip", "forget_bias")}
+        given |= {name: value for name, value in options.items() if name != "forget_bias"}
         given |= {name: getattr(out, name) for name in saved}
         given |= {f"d{name}": to_mlx(array, dtype) for name, array in cotangents.items()}
         gradients = getattr(recurrence, f"{op}_gradients")(**given, engine=engine)

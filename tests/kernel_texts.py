@@ -29,7 +29,7 @@ from mlx_lstm.engines import METAL_ENGINES, choice
 from mlx_lstm.engines.metal import kernel
 from mlx_lstm.recurrence import unguarded
 from mlx_lstm.testing.cases import DTYPES, infer, run
-from mlx_lstm.testing.report import first_line
+from mlx_lstm.testing.report import one_line
 
 
 class Noted(EmulatedKernel):
@@ -117,7 +117,7 @@ def compile_each(command, folder):
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         said = dict(zip(files, pool.map(compiled, files), strict=True))
     refused = {file: text for file, (code, text) in said.items() if code}
-    same = Counter(first_line(text) for text in refused.values())
+    same = Counter(one_line(text) for text in refused.values())
     for text, count in same.most_common():
         print(f"{count} kernels: {text}", file=sys.stderr)
     print(f"{len(files) - len(refused)} of {len(files)} compiled by {shlex.join(command)}")

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_lstm import oracle, recurrence
+from mlx_lstm import convert, oracle, recurrence
 from mlx_lstm.engines.numpy import sweep as engine_numpy
 from mlx_lstm.engines.ops import sweep as engine_ops
 
@@ -130,6 +130,8 @@ def test_wrong_dtype(no_work, word, name):
 @pytest.mark.parametrize("word, name", [(word, name) for word in OPS for name in right(word)])
 def test_not_an_mlx_array(no_work, word, name):
     make, unpack = ": make one by mx.array(...),", ": pass the tuple's arrays one by one,"
+    if name == "x":
+        unpack = ": of what an LSTM returns pass h, or run all layers by mlx_lstm.nn.stack,"
     packed, wrap = mx.quantize(mx.zeros((1, 32)), 32, 8), ": of what mx.quantize returns make an mlx_lstm.Quantized("
     wrap += "*..., group_size=..., bits=...),"
     given = [(np.zeros(3), make), ([0.0], make), ((1, 2), unpack), (packed, wrap), (tuple(packed), wrap)]
@@ -217,6 +219,10 @@ OF_LSTM_ALONE = [
     ("cell_clip", 10**400, "finite"),
     ("cell_clip", "3", "finite number"),
     ("cell_clip", np.bool_(True), "finite number"),
+    ("projection_clip", float("inf"), "finite"),
+    ("projection_clip", "3", "finite number"),
+    ("clip_gradient", "clip", "'through', 'zero'"),
+    ("clip_gradient", None, "'through', 'zero'"),
     ("forget_bias", -(10**400), "finite"),
     ("forget_bias", float("inf"), "finite"),
     ("forget_bias", None, "finite number"),
@@ -249,6 +255,16 @@ def test_a_clip_of_0_or_less_is_none(none):
     assert mx.array_equal(got.c, recurrence.lstm(**arrays).c) and mx.abs(got.c).max() > 1 == mx.abs(clipped.c).max()
     case = {name: np.array(array) for name, array in arrays.items()}
     np.testing.assert_array_equal(oracle.forward(**case, cell_clip=none)["c"], oracle.forward(**case)["c"])
+
+
+def test_a_projection_clip_needs_a_projection():
+    """A `projection_clip` without `Wp` raises an error, unless it is 0 or less, which means none."""
+    arrays = {name: mx.zeros(shape) for name, shape in (("x", (2, 1, 3)), ("Wx", (16, 3)), ("Wh", (16, 4)))}
+    recurrence.lstm(**arrays, projection_clip=-1)
+    with pytest.raises(ValueError, match=r"^\[lstm\] projection_clip must be None without a projection Wp but got 2"):
+        recurrence.lstm(**arrays, projection_clip=2)
+    with pytest.raises(ValueError, match=r"^\[from_ops\] projection_clip must be None without a projection but got 2"):
+        convert.from_ops("lstm", [{name: arrays[name] for name in ("Wx", "Wh")}], projection_clip=2)
 
 
 def test_a_list_s_range_is_checked_inside_a_transformation():

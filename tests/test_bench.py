@@ -190,7 +190,7 @@ def test_the_judge_of_a_long_sequence(monkeypatch):
 
 def test_judge_refuses():
     judge = judge_layer(draw(TINY, "float32"), "float32", backward=True)
-    right = judge.exact
+    right = {name: array.copy() for name, array in judge.exact.items()}
     swapped = np.roll(right["dWh"], TINY.H, axis=0)
     for name, wrong, said in [
         ("dWh", right["dWh"] * (1 + 1e-4), "dWh: error"),
@@ -222,17 +222,17 @@ def test_a_disagreement_is_not_timed(planted, capsys, tmp_path):
 
 
 def test_a_compilers_errors_are_printed_and_the_others_measured(planted, capfd):
-    """The benchmark prints a long compiler error in full only once per contender, even if the error ends the worker
-    process. The other contenders are still measured."""
+    """The benchmark prints a long compiler error only once per contender, cut at a length, and one line of it while it
+    runs. This holds even if the error ends the worker process. The other contenders are still measured."""
     contenders = [f"planted:{name}" for name in ("NO_PIPELINE", "ABORTS", "RIGHT")]
     assert main(["--memory", "--sizes", "2,1,1,1", str(TINY), *FEW[4:], "--contenders", *contenders]) == 1
     said = capfd.readouterr()
     lines = (said.out + said.err).splitlines()
-    assert sum("Unable to build metal library" in line for line in lines) == 4 and "aborts (-) not timed" in said.out
-    assert sum("program_source:0:9: error: no such function" in line for line in lines) == 2
-    assert said.out.count("    ... of 270") == sum("(as above)" in line for line in lines) == 2
+    assert sum("Unable to build metal library" in line for line in lines) == 5 and "aborts (-) not timed" in said.out
+    assert sum("program_source:0:9: error: no such function" in line for line in lines) == 4
+    assert len(said.out) < 6000 and sum("(as above)" in line for line in lines) == 2
     assert "the process ended by SIGABRT" in said.err and sum(line.startswith("right") for line in lines) == 2
-    assert sum("error" in line.lower() or "pipeline" in line or "aborts" in line for line in lines) <= 2 * 15
+    assert sum("error" in line.lower() or "pipeline" in line or "aborts" in line for line in lines) <= 2 * 25
 
 
 @pytest.mark.not_on_a_mac("it has a GPU")
@@ -289,7 +289,7 @@ def test_needed_bytes():
 @pytest.mark.parametrize(("others", "disturbed"), [(0.0, 0), (100.0, 1)])
 def test_a_turn_notes_what_other_processes_used(others, disturbed, monkeypatch):
     class Answer:
-        def ask(self, **request):
+        def ask(self, limit, **request):
             return {"samples": [0.1], "cpu": 5.0, "idle_cpu": 0.0}
 
     readings = iter([10.0, 15.0 + others])  # CPU seconds that all programs have used, before and after the timing

@@ -2,6 +2,9 @@
 operations in the graph, what a forward pass saves for the gradient, and which cells are refused."""
 
 import json
+import math
+from functools import partial
+from types import ModuleType
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,8 +13,9 @@ import pytest
 from pointwise_cases import ZOO, Form, assert_right, by_pointwise, by_recurrent, draw, judged, run
 
 from mlx_lstm import pointwise
-from mlx_lstm.engines.cell_graph import FOLDS, REWRITES, Graph, from_json
-from mlx_lstm.engines.cell_tracer import values_of
+from mlx_lstm.engines.captures import Captured
+from mlx_lstm.engines.cell_graph import FOLDS, REWRITES, CellGraph, Graph, from_json
+from mlx_lstm.engines.cell_tracer import values_of, verify
 
 SAVED = {
     "lstm": ["sigmoid", "sigmoid", "tanh", "sigmoid"],
@@ -19,7 +23,7 @@ SAVED = {
     "cifg": ["sigmoid", "tanh", "sigmoid"],
     "peephole_lstm": ["sigmoid", "sigmoid", "tanh", "sigmoid"],
     "gru": ["sigmoid", "sigmoid", "tanh", "input"],
-    "slstm": ["input", "input", "tanh", "sigmoid"],
+    "slstm": ["input", "select", "tanh", "sigmoid"],
 }
 
 
@@ -80,7 +84,8 @@ def test_a_rewrite_keeps_the_value(name):
     drawn = [mx.array(rng.normal(size=1000), mx.float64) for _ in range(2)]
     for rewrites in (False, True):
         graph = Graph()
-        known = dict(zip(map(graph.input, ("x0", "x1")), drawn, strict=True))
+        graph.derives = True
+        known = dict(zip(map(graph.input, (X, Y)), drawn, strict=True))
         n = built(graph, ORIGINALS[name], rewrites)
         assert (graph.nodes[n].op == ORIGINALS[name][0]) is (
             not rewrites or name in ("add_branches", "divide_by_cosh")
@@ -89,6 +94,26 @@ def test_a_rewrite_keeps_the_value(name):
             value = np.array(mx.broadcast_to(values_of(tuple(graph.nodes), [n], known, drawn[0])[n], (1000,)))
         results.append(value)
     np.testing.assert_allclose(results[0], results[1], rtol=1e-7, atol=0)
+
+
+SIGNS = {
+    "add": lambda x: mx.arctan2((x + 0.0) * 1, -1.0),
+    "subtract": lambda x: mx.arctan2(0.0 - x, -1.0),
+    "subtract zero": lambda x: mx.arctan2(x - 0.0, -1.0),
+    "condition": lambda x: mx.arctan2((x > 9) * (x - 1), -1.0),
+    "remainder": lambda x: mx.arctan2(x % 1.0, -1.0),
+    "negated": lambda x: mx.arctan2(mx.negative(-x), -1.0),
+}
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_zeros_of_a_cell_keep_their_signs(name):
+    """The sign of a zero in a cell is that of MLX: arctan2 of a zero and a negative number is pi or -pi."""
+    x = mx.array([[[0.0, -0.0, 1.0, -1.0]]])
+    for engine in ("numpy", "ops"):
+        cell = lambda a, state: (SIGNS[name](a[0]),)  # noqa: E731
+        h = pointwise(cell, x, None, None, None, (mx.zeros((1, 4)),), engine=engine)[0]
+        np.testing.assert_allclose(np.array(h), np.array(SIGNS[name](x)), rtol=1e-6)
 
 
 def test_every_rewrite_has_a_case():
@@ -129,6 +154,8 @@ UNARY = {
     "clip": lambda x: mx.clip(x, -0.5, 0.5), "relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "softplus": nn.softplus,
     "elu": nn.elu, "hardswish": nn.hardswish, "selu": nn.selu, "mish": nn.mish, "log_sigmoid": nn.log_sigmoid,
     "isnan": lambda x: mx.where(mx.isnan(x), 0.0, x), "nan_to_num": mx.nan_to_num, "cube": lambda x: x**3,
+    "remainder": lambda x: mx.remainder(x, 0.7), "remainder of a constant": lambda x: x * (1.3 % (0.5 + x * x)),
+    "floor_divide": lambda x: x * (x // 0.3),
     "power": lambda x: mx.power(1 + x * x, 0.3), "ones_like": lambda x: x + mx.ones_like(x),
 }  # fmt: skip
 BINARY = {
@@ -139,6 +166,7 @@ BINARY = {
     "and": lambda x, y: mx.where((x > 0) & (y > 0), x, y * y), "or": lambda x, y: mx.where((x > 0) | (y > 0), x, y * y),
     "logical_and": lambda x, y: mx.where(mx.logical_and(x > 0, y > 0), x, y * y),
     "not": lambda x, y: mx.where(mx.logical_not(x > y), x, y * y), "bool_times": lambda x, y: (x > y) * x + y,
+    "remainder": lambda x, y: x % (0.5 + y * y), "floor_divide": lambda x, y: x * (x // (0.1 + y * y)),
     "xor": lambda x, y: mx.where((x > 0) ^ (y > 0), x, y * y), "not_equal": lambda x, y: mx.where(x != y, x, y * y),
 }  # fmt: skip
 OPERATIONS = {name: lambda a, state, f=f: (0.5 * f(a[0]) + 0.5 * mx.tanh(state[0]),) for name, f in UNARY.items()}
@@ -208,10 +236,30 @@ def drawn(a, state):
     return (a[0] + noise,)
 
 
+def attention(a, state):
+    weights = mx.softmax(state[0] @ state[0].T, axis=-1)
+    return (weights @ a[0],)
+
+
+def numpys(a, state):
+    h = np.tanh(state[0])
+    return (a[0] + h,)
+
+
+def maths(a, state):
+    return (a[0] * math.exp(state[0][0, 0]),)
+
+
 REFUSED = {
     product: "product",
     lambda a, state: (a[0] @ mx.ones((3, 3)),): "Matmul",
-    lambda a, state: (a[0] @ WEIGHTS,): "a captured array",
+    lambda a, state: (a[0] @ WEIGHTS,): r"\(the products of x and h .* mlx_lstm.recurrent\) but got Matmul",
+    attention: r"any other product into a step for mlx_lstm.recurrent\) but got Matmul in attention",
+    numpys: r"\(use mx.tanh\) but got np.tanh in numpys, test_cell_graphs.py line \d+: h = np.tanh\(state\[0\]\)",
+    maths: r"\(use mx.exp\) but got math.exp in maths, test_cell_graphs.py line \d+",
+    lambda a, state: (nn.relu(mx.array(0.5)) + a[0],): "a compiled function of constants",
+    lambda a, state: (nn.relu(mx.full(a[0].shape, -0.5)) + a[0],): "a compiled function of constants",
+    lambda a, state: (a[0] * WEIGHTS[0],): "a captured array",
     total: r"Reduce in total, test_cell_graphs.py line \d+: x = x - x.mean",
     softmax: r"Softmax in softmax, test_cell_graphs.py line \d+: weights = mx.softmax",
     lambda a, state: (mx.logsumexp(a[0], axis=-1, keepdims=True) + state[0],): "LogSumExp",
@@ -267,3 +315,233 @@ def test_an_error_of_the_cell_is_not_hidden():
 
     with pytest.raises(KeyError, match="own"):
         pointwise(broken, mx.ones((2, 2, 3)), None, None, None, (mx.zeros((2, 3)),))
+
+
+@pytest.mark.parametrize("held", ["an array", "a module", "a module that is called"])
+def test_an_array_without_a_value_is_named(held):
+    """A cell that captures an array which nobody has evaluated yet, such as the initial weights of a module, is refused
+    for the captured array. The error does not blame random numbers."""
+    linear, array = nn.Linear(3, 3), mx.random.normal((3,))
+    cells = {
+        "an array": lambda a, state: (a[0] * array,),
+        "a module": lambda a, state: (a[0] * linear.bias,),
+        "a module that is called": lambda a, state: (linear(a[0]),),
+    }
+    with pytest.raises(ValueError, match="got AddMM" if "called" in held else "got a captured array"):
+        pointwise(cells[held], mx.ones((2, 2, 3)), None, None, None, (mx.zeros((2, 3)),))
+
+
+def test_constants_of_a_float64_cell():
+    """A float64 cell may select between constants. The sign of a zero is kept."""
+    cell = lambda a, state: (mx.arctan2(mx.where(a[0] > 0, 0.0, -0.0) * mx.ones_like(a[0]), -1.0),)  # noqa: E731
+    for dtype, engine in ((mx.float64, "numpy"), (mx.float64, "ops"), (mx.float32, "numpy"), (mx.float32, "ops")):
+        x, h = mx.array([[[1.0, -1.0]]], dtype), mx.zeros((1, 2), dtype)
+        with mx.stream(mx.cpu):
+            got = pointwise(cell, x, None, None, None, (h,), engine=engine)[0]
+            np.testing.assert_allclose(np.array(got)[0, 0], [np.pi, -np.pi], rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+def test_one_number_may_be_a_parameter(shape, engine):
+    """A parameter of the shape [] or [1] is one number for all units, in both directions. Its gradient has its
+    shape and is the sum over the units."""
+    cell = lambda a, state, w: (mx.tanh(a[0] * w + state[0]),)  # noqa: E731
+    rng, h = np.random.default_rng(0), mx.zeros((2, 6))
+    x, d = (mx.array(rng.normal(size=(4, 2, 6)).astype(np.float32)) for _ in range(2))
+
+    def loss(w):
+        call = partial(pointwise, cell, x, None, None, None, (h,), bidirectional=True, engine=engine)
+        return (call(params=(w,))[0] * d).sum()
+
+    whole = mx.full((6,), 0.7)
+    one = mx.grad(loss)(mx.full(shape, 0.7))
+    assert one.shape == shape
+    np.testing.assert_allclose(one.item(), mx.grad(loss)(whole).sum().item(), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"params\[0\] must have shape \[6\], one number per unit, or \[1\] or \[\]"):
+        loss(mx.ones(3))
+
+
+# --- Numbers that a cell captures ---
+
+
+class Rate:
+    """An object with a number, which is also a cell."""
+
+    rate = 0.5
+
+    def __init__(self):
+        self.own = 0.5
+
+    def method(self, a, state):
+        return (a[0] * self.own,)
+
+    def __call__(self, a, state):
+        return (a[0] * self.twice() / 2,)
+
+    def twice(self):
+        return 2 * self.own
+
+
+SETTINGS, NUMBER = ModuleType("settings"), 0.5
+
+
+def by_helper(x):
+    return x * NUMBER
+
+
+def captures():
+    """Return {kind: (cell, a function that sets the number that this cell captures)}."""
+    own, table, array, part = Rate(), {"k": [0.5]}, np.array(0.5), [0.5]
+    SETTINGS.k = number = 0.5
+
+    def closure(a, state):
+        return (a[0] * number,)
+
+    def set_closure(value):
+        nonlocal number
+        number = value
+
+    def set_global(value):
+        global NUMBER
+        NUMBER = value
+
+    def default(a, state, k=0.5):
+        return (a[0] * k,)
+
+    def keyword(a, state, *, k=0.5):
+        return (a[0] * k,)
+
+    set_global(0.5)
+    return {
+        "closure": (closure, set_closure),
+        "global": (lambda a, state: (a[0] * NUMBER,), set_global),
+        "helper": (lambda a, state: (by_helper(a[0]),), set_global),
+        "method": (own.method, partial(setattr, own, "own")),
+        "callable": (own, partial(setattr, own, "own")),
+        "class": (lambda a, state: (a[0] * Rate.rate,), partial(setattr, Rate, "rate")),
+        "module": (lambda a, state: (a[0] * SETTINGS.k,), partial(setattr, SETTINGS, "k")),
+        "dict": (lambda a, state: (a[0] * table["k"][0],), partial(table["k"].__setitem__, 0)),
+        "NumPy": (lambda a, state: (a[0] * float(array),), partial(array.__setitem__, ...)),
+        "partial": (partial(lambda k, a, state: (a[0] * k[0],), part), partial(part.__setitem__, 0)),
+        "default": (default, lambda value: setattr(default, "__defaults__", (value,))),
+        "keyword": (keyword, lambda value: keyword.__kwdefaults__.update(k=value)),
+    }
+
+
+def closure_of(number):
+    return lambda a, state: (a[0] * number,)
+
+
+@pytest.mark.parametrize("kind", captures())
+def test_a_captured_number_may_change(kind):
+    """If a number that a cell captures changes, the next call uses the new number."""
+    cell, change = captures()[kind]
+
+    def result():
+        return pointwise(cell, mx.ones((1, 1, 2)), None, None, None, (mx.zeros((1, 2)),), engine="numpy")[0][0, 0, 0]
+
+    assert result().item() == 0.5
+    change(2.0)
+    try:
+        assert result().item() == 2.0
+    finally:
+        change(0.5)
+
+
+def test_what_a_key_tells_apart():
+    """The key of what a function captures is the same in two searches, and tells apart zeros of both signs, numbers of
+    different types, and NaN from a number."""
+
+    def key(value):
+        return Captured(closure_of(value)).key
+
+    values = [0.0, -0.0, 0, False, np.float32(0), math.nan, "0", None, (0,), [0], {0: 0}, {0: -0.0}]
+    keys = [key(value) for value in values]
+    assert keys == [key(value) for value in values]
+    assert all(one != other for n, one in enumerate(keys) for other in keys[:n])
+
+
+def test_a_cell_that_captures_too_much_is_traced_at_each_call():
+    """If a search for captured numbers reaches its limits, the cell is traced at each call, with right results."""
+    many = list(range(5000))
+    cell = lambda a, state: (a[0] * many[-1],)  # noqa: E731
+    for last in (2.0, 3.0):
+        many[-1] = last
+        h = pointwise(cell, mx.ones((1, 1, 2)), None, None, None, (mx.zeros((1, 2)),), engine="numpy")[0]
+        assert h[0, 0, 0].item() == last
+
+
+# --- The judge of graphs, and their keys ---
+
+
+def changed(graph, **parts):
+    """Return a copy of a cell's graph in which some parts are others."""
+    counts = graph.gates, graph.states, graph.inputs, graph.params
+    whole = {name: getattr(graph, name) for name in ("nodes", "apart", "forward", "back", "saved")}
+    whole = {"nodes": whole["nodes"], "counts": counts, **whole} | parts
+    return CellGraph(*(whole[name] for name in ("nodes", "counts", "apart", "forward", "back", "saved")))
+
+
+def lies(graph):
+    """Return wrong copies of a cell's graph by name: each is wrong in its results or in its gradients."""
+    nodes, zero = list(graph.nodes), len(graph.nodes)
+    more = [
+        *nodes,
+        nodes[0]._replace(op="const", args=(), value=0.0),
+        nodes[0]._replace(op="const", args=(), value=math.nan),
+    ]
+    first, *others = graph.back
+    op = {"mul": "add", "add": "sub", "sub": "add", "sigmoid": "tanh", "tanh": "sigmoid"}
+    return {
+        "states in another order": changed(graph, forward=graph.forward[::-1]),
+        "a state of zeros": changed(graph, nodes=tuple(more), forward=(zero, *graph.forward[1:])),
+        "a state of NaN": changed(graph, nodes=tuple(more), forward=(zero + 1, *graph.forward[1:])),
+        "gradients in another order": changed(graph, back=(*others, first)),
+        "the first right, the rest zeros": changed(graph, nodes=tuple(more), back=(first, *[zero] * len(others))),
+        "the last zero": changed(graph, nodes=tuple(more), back=(*graph.back[:-1], zero)),
+        "gradients of NaN": changed(graph, nodes=tuple(more), back=(zero + 1, *others)),
+        **{
+            f"node {n}: {op[node.op]} for {node.op}": changed(
+                graph, nodes=(*nodes[:n], node._replace(op=op[node.op]), *nodes[n + 1 :])
+            )
+            for n, node in enumerate(nodes)
+            if node.op in op
+        },
+    }
+
+
+@pytest.mark.parametrize("cell", ["lstm", "peephole_lstm"])
+def test_a_wrong_graph_is_refused(cell):
+    """The comparison of a graph with its cell accepts the graph, and refuses every graph that is wrong in one place:
+    in the results, in the gradients, or in one operation."""
+    graph = ZOO[cell].graph(2, 3)
+    with mx.stream(mx.cpu):
+        verify(graph, graph.function, (2, 3), mx.float32)
+        for lie in lies(graph).values():
+            with pytest.raises(RuntimeError, match="differs from the cell"):
+                verify(lie, graph.function, (2, 3), mx.float32)
+
+
+def test_a_graph_of_a_cell_that_returns_one_array_twice_is_right():
+    """The comparison notices a gradient that lost the cotangent of the second state, if both states are one array."""
+
+    def twice(a, state):
+        c = mx.tanh(a[0]) + state[1]
+        return c, c
+
+    graph = Form(twice, 1, 2).graph(2, 3)
+    lost = Form(lambda a, state: (mx.tanh(a[0]) + state[1], mx.zeros_like(a[0])), 1, 2).graph(2, 3)
+    with mx.stream(mx.cpu), pytest.raises(RuntimeError, match="differs from the cell"):
+        verify(changed(lost, forward=lost.forward[:1] * 2), graph.function, (2, 3), mx.float32)
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru", "indrnn"])
+def test_graphs_that_differ_in_one_part_have_different_keys(cell):
+    """Two graphs that differ in one part are not equal and have different hashes, so that no cache confuses them."""
+    graph = ZOO[cell].graph(2, 3)
+    counts = graph.gates, graph.states, graph.inputs, graph.params
+    others = [lie for name, lie in lies(graph).items() if graph.states > 1 or name != "states in another order"]
+    others += [changed(graph, apart=not graph.apart), changed(graph, saved=graph.saved[:-1])]
+    others += [changed(graph, counts=tuple(n + (k == part) for k, n in enumerate(counts))) for part in range(4)]
+    assert all(other != graph and hash(other) != hash(graph) for other in others)

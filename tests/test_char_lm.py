@@ -222,6 +222,30 @@ def test_a_failed_write_leaves_the_old_checkpoint(corpus, tmp_path, monkeypatch)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
+@pytest.mark.parametrize("saved", [0, 2])
+def test_a_full_disk_ends_in_a_line(saved, tmp_path, monkeypatch, capsys):
+    """On a full disk the command ends with a line that says which step was saved last. That checkpoint is complete."""
+    monkeypatch.setattr(char_lm, "documentation", lambda: TEXT)
+    save, written = mx.save_safetensors, []
+
+    def until_full(file, arrays, metadata):
+        written.append(file)
+        if len(written) > saved / 2:
+            Path(file).write_bytes(b"a part")
+            raise RuntimeError("[write] Unable to write 52348 bytes to file.")
+        save(file, arrays, metadata)
+
+    monkeypatch.setattr(mx, "save_safetensors", until_full)
+    options = ["--hidden=8", "--batch=2", "--window=8", "--steps=6", "--evaluations=3", "--prompt=1"]
+    assert char_lm.main([*options, f"--out={tmp_path}"]) == 1
+    said, last = capsys.readouterr().err, f"go on from step {saved} with:  python" if saved else "nothing was saved"
+    assert said.count("\n") == 1 and f"error: [write] Unable to write 52348 bytes to file.; {last}" in said
+    monkeypatch.undo()
+    assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.safetensors"] * bool(saved)
+    if saved:
+        assert char_lm.Run.load(tmp_path / "checkpoint.safetensors", char_lm.Corpus.of(TEXT)).saved == saved
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_finishes_the_step_and_saves(corpus, tmp_path, number):
     run, path = new_run(corpus, steps=1000), tmp_path / "c.safetensors"

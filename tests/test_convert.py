@@ -451,6 +451,23 @@ def test_what_onnx_has_and_ours_not():
             convert.from_onnx("LSTM", **arrays)
 
 
+def clipped(weights, **options):
+    """Return the weights with changed options of their cell."""
+    return weights._replace(cell=weights.cell._replace(**options))
+
+
+def test_the_limits_of_clips():
+    """`from_ops` and `from_tf` read a limit of 0 or less as none, as `lstm` and TensorFlow's ops do. They keep the rule
+    of the gradient."""
+    arrays = [{"Wx": mx.ones((16, 3)), "Wh": mx.ones((16, 2)), "Wp": mx.ones((2, 4))}]
+    clips = {"cell_clip": 3.0, "projection_clip": 2.0, "clip_gradient": "zero"}
+    assert convert.from_ops("lstm", arrays, **clips).options == clips
+    assert convert.from_ops("lstm", arrays, cell_clip=-1, projection_clip=0).options == {}
+    assert convert.from_tf(*ones((7, 16), (16,)), forget_bias=0.0, cell_clip=-1).options == {}
+    zero = convert.from_tf(*ones((7, 16), (16,)), forget_bias=0.0, cell_clip=2, clip_gradient="zero")
+    assert zero.options == {"cell_clip": 2.0, "clip_gradient": "zero"}
+
+
 def test_what_a_format_cannot_hold():
     for weights, writer, what in (
         (BEFORE["gru before"], convert.to_torch, "reset must be the default"),
@@ -465,6 +482,9 @@ def test_what_a_format_cannot_hold():
         (PROJECTED["projected"], convert.to_mpsgraph, "a projection"),
         (TF, convert.to_onnx, "cell_clip"),
         (TF, convert.to_mpsgraph, "cell_clip"),
+        (clipped(PROJECTED["projected"], projection_clip=1.0), convert.to_torch, "projection_clip"),
+        (clipped(PROJECTED["projected"], projection_clip=1.0), convert.to_cudnn, "projection_clip"),
+        (clipped(TF, clip_gradient="zero"), convert.to_tf, "clip_gradient must be 'through'"),
         (PLAIN["lstm"], convert.to_tf, "one LSTM layer in one direction"),
         (PLAIN["rnn"], convert.to_tf_gru, "one GRU layer"),
     ):

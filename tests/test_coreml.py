@@ -2,6 +2,7 @@
 its operations as Apple documents them, because only a Mac can run a package."""
 
 import inspect
+import os
 import re
 
 import mlx.core as mx
@@ -16,49 +17,72 @@ ACTIVATIONS = {"sigmoid": lambda x: 1 / (1 + np.exp(-x)), "tanh": np.tanh, "relu
 
 
 def program_of(path):
-    """Return (specification, operations) of a Core ML package. The operations are those of its function main."""
+    """Return (specification, function main) of a Core ML package."""
     # Importing coremltools takes seconds, so it is imported only when a test needs it.
     import coremltools
     from coremltools.converters.mil.frontend.milproto.load import load
 
     model = coremltools.models.MLModel(str(path), skip_model_load=True)
     spec = model.get_spec()
-    return spec, load(spec, spec.specificationVersion, model.weights_dir).functions["main"].operations
+    return spec, load(spec, spec.specificationVersion, model.weights_dir).functions["main"]
 
 
-def one_direction(op, x, h, c, end, back):
-    """Compute one direction of an operation `lstm` of MIL (Core ML's language) in float64, as Apple documents it.
-    The gates in the rows of the weights are input, forget, output, cell. `end` is the suffix of the weights' names.
-    Return (outputs of all steps, last h, last c)."""
-    W, R, b = (getattr(op, f"{name}{end}") for name in ("weight_ih", "weight_hh", "bias"))
-    b = 0 if b is None else b.val.astype(np.float64)
-    gate, cell, out = (ACTIVATIONS[getattr(op, f"{name}activation").val] for name in ("recurrent_", "cell_", ""))
-    outputs = []
-    for x_t in x[::-1] if back else x:
-        i, f, o, z = np.split(x_t @ W.val.T.astype(np.float64) + h @ R.val.T.astype(np.float64) + b, 4, axis=-1)
-        c = gate(f) * c + gate(i) * cell(z)
-        h = gate(o) * out(c)
-        outputs.append(h)
-    return np.stack(outputs[::-1] if back else outputs), h, c
-
-
-def run(operations, x, h_0, c_0):
-    """Run the LSTM operations of a Core ML package one after the other. Return (h, h_n, c_n) in the shapes of torch."""
-    states, row = ([], []), 0
-    for op in operations:
-        if op.op_type != "lstm":
-            continue
-        direction = op.direction.val
-        ways = {"forward": [("", False)], "reverse": [("", True)]}.get(direction, [("", False), ("_back", True)])
+def lstm(
+    x, initial_h, initial_c, direction, output_sequence, recurrent_activation, cell_activation, activation, **arrays
+):
+    """Compute the operation `lstm` of MIL (Core ML's language) in float64, as Apple documents it. The gates in the rows
+    of the weights are input, forget, output, cell. With both directions the states are side by side, [1, 2 H]. Return
+    (outputs of all steps, last h, last c)."""
+    assert output_sequence
+    ways = {"forward": [("", False)], "reverse": [("", True)], "bidirectional": [("", False), ("_back", True)]}[
+        direction
+    ]
+    gate, cell, out = (ACTIVATIONS[name] for name in (recurrent_activation, cell_activation, activation))
+    h_0, c_0 = (np.split(state, len(ways), axis=-1) for state in (initial_h, initial_c))
+    sides = []
+    for d, (end, back) in enumerate(ways):
+        W, R, b, h, c = (*(arrays[f"{name}{end}"] for name in ("weight_ih", "weight_hh", "bias")), h_0[d], c_0[d])
         outputs = []
-        for end, back in ways:
-            output, h, c = one_direction(op, x, h_0[row], c_0[row], end, back)
-            outputs.append(output)
-            states[0].append(h)
-            states[1].append(c)
-            row += 1
-        x = np.concatenate(outputs, axis=-1)
-    return x, np.stack(states[0]), np.stack(states[1])
+        for x_t in x[::-1] if back else x:
+            i, f, o, z = np.split(x_t @ W.T + h @ R.T + b, 4, axis=-1)
+            c = gate(f) * c + gate(i) * cell(z)
+            h = gate(o) * out(c)
+            outputs.append(h)
+        sides.append((np.stack(outputs[::-1] if back else outputs), h, c))
+    return [np.concatenate(parts, axis=-1) for parts in zip(*sides, strict=True)]
+
+
+OPERATIONS = {
+    "concat": lambda values, axis, interleave=False: np.concatenate(values, axis),
+    "identity": lambda x: x,
+    "lstm": lstm,
+    "reshape": lambda x, shape: x.reshape(shape),
+    "slice_by_size": lambda x, begin, size: x[tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))],
+    "transpose": lambda x, perm: x.transpose(perm),
+}
+"""The operations of MIL that written packages have, as Apple documents them. Any other one fails the test."""
+
+
+def run(program, **inputs):
+    """Compute all operations of a Core ML program on inputs by name. Return its outputs by name."""
+    spec, function = program
+    values = {name: np.array(array, np.float64) for name, array in inputs.items()}
+
+    def value(given):
+        if isinstance(given, (list, tuple)):
+            return [value(each) for each in given]
+        if given.val is None:
+            return values[given.name]
+        return given.val.astype(np.float64) if getattr(given.val, "dtype", None) == np.float32 else given.val
+
+    for op in function.operations:
+        if op.op_type != "const":
+            absent = {"bias": 0.0, "bias_back": 0.0} if op.op_type == "lstm" else {}
+            arguments = {name: value(given) for name, given in op.inputs.items() if given is not None}
+            found = OPERATIONS[op.op_type](**absent | arguments)
+            for output, array in zip(op.outputs, found if op.op_type == "lstm" else [found], strict=True):
+                values[output.name] = array
+    return {each.name: values[each.name] for each in spec.description.output}
 
 
 def test_the_gate_order_is_the_documented_one():
@@ -81,7 +105,7 @@ def test_a_package_holds_the_layers_with_their_states(K, D, bias, name, tmp_path
     path = tmp_path / "m.mlpackage"
     convert.write(path, {name: convert.from_torch(layer)})
     assert [each.name for each in tmp_path.iterdir()] == ["m.mlpackage"]
-    spec, operations = program_of(path)
+    spec, function = program_of(path)
     dot = "encoder_lstm_" if name else ""
     assert [each.name for each in spec.description.input] == [f"{dot}{word}" for word in ("x", "h_0", "c_0")]
     assert [each.name for each in spec.description.output] == [f"{dot}{word}" for word in ("h", "h_n", "c_n")]
@@ -89,8 +113,9 @@ def test_a_package_holds_the_layers_with_their_states(K, D, bias, name, tmp_path
     assert list(h_type.shape) == [K * D, 1, H] and x_type.shapeRange.sizeRanges[0].upperBound >= 10000
     x, h, c = (mx.random.normal(shape) for shape in ((T, 1, I), (K * D, 1, H), (K * D, 1, H)))
     expected, (h_n, c_n) = layer(x, (h, c))
-    for got, want in zip(run(operations, *map(np.array, (x, h, c))), (expected, h_n, c_n), strict=True):
-        np.testing.assert_allclose(got, np.array(want), rtol=0, atol=2e-6)
+    got = run((spec, function), **{f"{dot}x": x, f"{dot}h_0": h, f"{dot}c_0": c})
+    for word, want in {"h": expected, "h_n": h_n, "c_n": c_n}.items():
+        np.testing.assert_allclose(got[f"{dot}{word}"], np.array(want), rtol=0, atol=2e-6)
 
 
 def test_a_reversed_layer_other_activations_and_a_forget_bias(tmp_path):
@@ -98,10 +123,10 @@ def test_a_reversed_layer_other_activations_and_a_forget_bias(tmp_path):
     options = {"forget_bias": 1.0, "activations": ("sigmoid", "sigmoid", "relu", "sigmoid", "tanh"), "reverse": True}
     convert.write(tmp_path / "m.mlpackage", {"": convert.from_ops("lstm", [arrays], **options)})
     x, h, c = (mx.random.normal(shape) for shape in ((T, 1, I), (1, 1, H), (1, 1, H)))
-    got = run(program_of(tmp_path / "m.mlpackage")[1], *map(np.array, (x, h, c)))
+    got = run(program_of(tmp_path / "m.mlpackage"), x=x, h_0=h, c_0=c)
     expected = mlx_lstm.lstm(x, **arrays, h0=h[0], c0=c[0], **options)
-    for array, want in zip(got, (expected.h, expected.hT[None], expected.cT[None]), strict=True):
-        np.testing.assert_allclose(array, np.array(want), rtol=1e-5, atol=1e-5)
+    for word, want in {"h": expected.h, "h_n": expected.hT[None], "c_n": expected.cT[None]}.items():
+        np.testing.assert_allclose(got[word], np.array(want), rtol=1e-5, atol=1e-5)
 
 
 def test_packages_are_replaced_by_force_only(tmp_path):
@@ -115,6 +140,30 @@ def test_packages_are_replaced_by_force_only(tmp_path):
     with pytest.raises(ValueError, match="must be a Core ML package, to be replaced by force, but got something else"):
         convert.write(tmp_path / "folder.mlpackage", layers, force=True)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["folder.mlpackage", "m.mlpackage"]
+
+
+def test_a_package_comes_back_if_a_rename_fails(tmp_path, monkeypatch):
+    path, rename, renames = tmp_path / "m.mlpackage", os.replace, []
+    convert.write(path, {"": convert.from_torch(mlx_lstm.torch.LSTM(I, H))})
+    old = {each.relative_to(path): each.read_bytes() for each in path.rglob("*") if each.is_file()}
+
+    def second_fails(source, target):
+        renames.append(target)
+        if len(renames) == 2:
+            raise OSError("input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", second_fails)
+    with pytest.raises(OSError, match="input/output"):
+        convert.write(path, {"": convert.from_torch(mlx_lstm.torch.LSTM(I, 7))}, force=True)
+    assert {each.relative_to(path): each.read_bytes() for each in path.rglob("*") if each.is_file()} == old
+    assert [each.name for each in tmp_path.iterdir()] == ["m.mlpackage"]
+
+
+def test_names_that_core_ml_makes_equal_are_refused(tmp_path):
+    layer = convert.from_torch(mlx_lstm.torch.LSTM(I, H))
+    with pytest.raises(ValueError, match=r"must differ in more than characters .* but got enc\.a, enc_a"):
+        convert.write(tmp_path / "m.mlpackage", {"enc.a": layer, "enc_a": layer})
 
 
 ARRAYS = {"Wx": mx.ones((16, 3)), "Wh": mx.ones((16, 4))}
@@ -140,5 +189,5 @@ def test_options_that_core_ml_lacks_are_refused(case, tmp_path):
 
 
 def test_packages_are_not_read(tmp_path):
-    with pytest.raises(ValueError, match=r"m.mlpackage must end in .*: convert.write writes Core ML packages, nothing"):
+    with pytest.raises(ValueError, match=r"m.mlpackage must end in .*: Core ML packages can be written, not read,"):
         convert.read(tmp_path / "m.mlpackage")

@@ -11,13 +11,15 @@ from mlx.nn import value_and_grad
 from mlx.utils import tree_flatten
 
 from mlx_lstm import gru, lstm, nn, rnn
-from mlx_lstm.engines.cells import HARD_SIGMOIDS
+from mlx_lstm.engines.cells import HARD_SIGMOIDS, LSTMCell
 from mlx_lstm.engines.numpy import arrays as engine_numpy_arrays
 from mlx_lstm.engines.numpy import passes as engine_numpy_passes
 from mlx_lstm.engines.numpy import products as engine_numpy_products
 from mlx_lstm.engines.numpy import ragged as engine_numpy_ragged
 from mlx_lstm.engines.numpy import steps as engine_numpy_steps
 from mlx_lstm.engines.numpy import sweep as engine_numpy_sweep
+from mlx_lstm.engines.numpy import threads as engine_numpy_threads
+from mlx_lstm.engines.problem import Problem
 from mlx_lstm.engines.sequences import tanh
 from mlx_lstm.oracle import ARRAYS
 from mlx_lstm.recurrence import gru_gradients, lstm_gradients, rnn_gradients
@@ -420,7 +422,12 @@ def test_what_numpy_shall_do_of_an_error_is_the_caller_s_affair(word, both):
             assert tanh(mx.array([2.0**-149, 0])).tolist() == [2.0**-149, 0]
 
 
-LIMITS = [("lstm", {"cell_clip": 1e300}), ("lstm", {"forget_bias": 1e300}), *((word, {}) for word in OPS)]
+LIMITS = [
+    ("lstm", {"cell_clip": 1e300}),
+    ("lstm", {"cell_clip": 1e300, "clip_gradient": "zero"}),
+    ("lstm", {"forget_bias": 1e300}),
+    *((word, {}) for word in OPS),
+]
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -454,3 +461,53 @@ def test_an_infinite_candidate_makes_an_infinite_h(engine, activation, flip_z):
         for h0 in (None, mx.array([[-2.0]])):
             out = gru(x, None, mx.zeros((3, 1)), h0=h0, engine=engine, **options)
             assert out.h.item() == np.inf
+
+
+@pytest.fixture
+def blas(monkeypatch):
+    """Replace OpenBLAS's functions for its number of threads. Return the list of the numbers: the last is the current
+    one."""
+    numbers = [8]
+    fake = engine_numpy_threads.Threads(lambda: numbers[-1], numbers.append)
+    monkeypatch.setattr(engine_numpy_threads, "openblas", lambda: fake)
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_small"),
+    [((64, 32, 128), True), ((128, 32, 256), False), ((64, 512, 128), False), ((1, 1, 32), False)],
+)
+@pytest.mark.parametrize("both", [False, True])
+def test_small_products_run_on_one_thread(sizes, is_small, both, blas):
+    """The rule reads the weights of one direction. Calls without any product that OpenBLAS would divide leave its
+    threads alone."""
+    T, B, H = sizes
+    problem = Problem(T, B, H, H, LSTMCell(), bidirectional=both)
+    weights = np.empty((4 * H * (1 + both), H), np.float32)
+    with engine_numpy_threads.threads_for(problem, {"Wx": weights, "Wh": weights}):
+        assert blas[-1] == (1 if is_small else 8)
+    assert blas[-1] == 8
+
+
+def test_calls_in_two_threads_restore_the_threads_of_blas_once(blas):
+    problem, weights = Problem(64, 32, 64, 64, LSTMCell()), np.empty((256, 64), np.float32)
+    first, second = (engine_numpy_threads.threads_for(problem, {"Wh": weights}) for _ in range(2))
+    with pytest.raises(ZeroDivisionError), first:
+        second.__enter__()
+        raise ZeroDivisionError  # the first call ends, also by an error, while the second still runs
+    assert blas == [8, 1]
+    second.__exit__(None, None, None)
+    assert blas == [8, 1, 8]
+
+
+@pytest.mark.not_on_a_mac("NumPy uses Apple's Accelerate there")
+def test_the_functions_of_openblas_are_found():
+    """The functions set and return the number of threads of the BLAS that NumPy uses."""
+    found = engine_numpy_threads.openblas()
+    before = found.get()
+    try:
+        found.set(1)
+        assert found.get() == 1
+    finally:
+        found.set(before)
+    assert found.get() == before

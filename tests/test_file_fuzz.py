@@ -1,13 +1,14 @@
-"""Run `python -m mlx_lstm.convert` on randomly damaged (mutated) files of all formats. For a file that it refuses,
-the command must print one line of error. It must stay within limits of memory and time.
+"""Read randomly damaged (mutated) files of all formats, and files in which one field lies (`lies.py`). For a file that
+it refuses, `python -m mlx_lstm.convert` must print one line of error. It must stay within limits of memory and time.
 
-`test_file_fuzz.py KIND FOLDER FIRST LAST` runs this file as the child process, which converts many mutated files one
-after the other. For speed, the child reads HDF5 in its own process. A file at which HDF5 hangs or crashes is later
-converted by the complete command.
+`test_file_fuzz.py KIND FOLDER FIRST LAST` runs this file as the child process, which reads many such files one after
+the other: the damaged ones have even numbers, the lies odd ones. For speed, the child reads HDF5 in its own process. A
+file at which HDF5 hangs or crashes is later converted by the complete command.
 """
 
 import contextlib
 import io
+import json
 import os
 import queue
 import resource
@@ -17,10 +18,11 @@ import threading
 import zipfile
 from pathlib import Path
 
+import lies
 import numpy as np
 import pytest
 
-KINDS = (".safetensors", ".npz", ".keras", ".h5", ".weights.h5", ".onnx")
+KINDS = tuple(lies.OF)
 ROOT = Path(__file__).parents[1]
 SECONDS = 20
 MEMORY = 2**30
@@ -58,7 +60,10 @@ def mutated(data, rng):
 def mutant(path, n):
     """Return the bytes of the n-th mutated version of the file `path`. For a zip file, often the content of one
     member is mutated and packed again, so that all checksums stay right."""
-    data, rng = path.read_bytes(), np.random.default_rng([n, KINDS.index("".join(path.suffixes))])
+    kind = "".join(path.suffixes)
+    data, rng = path.read_bytes(), np.random.default_rng([n, KINDS.index(kind)])
+    if n % 2:
+        return lies.OF[kind](data, rng)
     if path.suffix not in (".npz", ".keras") or rng.random() < 0.4:
         return mutated(data, rng)
     out = io.BytesIO()
@@ -71,29 +76,54 @@ def mutant(path, n):
     return out.getvalue()
 
 
-def convert_all(kind, folder, first, last):
-    """Convert the mutated files `first` to `last` - 1 one after the other; the child process runs this function.
-    Print each file's number before its conversion, and the exit code and a list of errors after it."""
-    import json
-
-    import h5py  # noqa: F401 (here, so that the memory of the import is not measured)
-    import onnx  # noqa: F401
-
-    from mlx_lstm.convert import _hdf5, _hdf5_child
+def command(kind, path, target):
+    """Read a file by the command for its kind. Return the exit code."""
+    from mlx_lstm.compare.dump import arrays_of
+    from mlx_lstm.compare.files import load_golden
     from mlx_lstm.convert.__main__ import main
+    from mlx_lstm.files import foreign
 
-    def here(command, input, **_):
-        most, *path = command[4:]
-        line, arrays = _hdf5_child.answer(path[0] if path else io.BytesIO(input), int(most))
+    if kind not in (".npy", ".golden.npz"):
+        return main([str(path), str(target), "--force"])
+    try:
+        if kind == ".npy":
+            with foreign(path) as file:
+                arrays_of(file, alone=False)
+        else:
+            load_golden(str(path))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def hdf5_in_this_process():
+    """Let this process read HDF5 by itself, without a child process, which would take most of the time."""
+    from mlx_lstm.budget import Budget
+    from mlx_lstm.convert import _hdf5, _hdf5_child
+
+    def here(command, input=None, stdin=None, **_):
+        budget, limits = Budget(int(command[-3]), int(command[-2])), resource.getrlimit(resource.RLIMIT_DATA)
+        _hdf5_child.limit_memory(budget)
+        line, arrays = _hdf5_child.answer(stdin or io.BytesIO(input), budget)
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
         output = json.dumps(line).encode() + b"\n" + b"".join(array.tobytes() for array in arrays)
         return subprocess.CompletedProcess(command, 0, output, b"")
 
-    flags = len(_hdf5.child_command("")) - 3
-    _hdf5.subprocess.run = lambda command, **options: here(command[flags:], **options)
+    _hdf5.subprocess.run = here
+
+
+def convert_all(kind, folder, first, last):
+    """Convert the mutated files `first` to `last` - 1 one after the other; the child process runs this function.
+    Print each file's number before its conversion, and the exit code and a list of errors after it."""
+    import h5py  # noqa: F401 (here, so that the memory of the import is not measured)
+    import onnx  # noqa: F401
+
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    hdf5_in_this_process()
     seed, path, target = folder / f"seed{kind}", folder / f"mutant{kind}", folder / "out.safetensors"
     with contextlib.redirect_stdout(io.StringIO()):
-        assert main([str(seed), str(target), "--force"]) == 0
+        assert command(kind, seed, target) == 0
     usual = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for n in range(first, last):
         print(n, flush=True)
@@ -102,7 +132,7 @@ def convert_all(kind, folder, first, last):
         wrong = []
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
-                code = main([str(path), str(target), "--force"])
+                code = command(kind, path, target)
             except BaseException as error:
                 code = f"{type(error).__name__}: {str(error)[:200]}"
         if code not in (0, 2):
@@ -126,7 +156,7 @@ def fuzz(kind, folder, count):
     counts, wrong, lost, first = {"0": 0, "2": 0}, [], [], 0
     while first < count:
         command = [sys.executable, __file__, kind, str(folder), str(first), str(count)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(command, **pipes, text=True, env=environment)
         lines = queue.Queue()
@@ -155,8 +185,9 @@ def fuzz(kind, folder, count):
     for n in lost:
         path = folder / f"mutant{kind}"
         path.write_bytes(mutant(folder / f"seed{kind}", n))
-        command = [sys.executable, "-m", "mlx_lstm.convert", str(path), str(folder / "out.safetensors"), "--force"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        code = "import sys, test_file_fuzz as f; sys.exit(f.command(sys.argv[1], *map(f.Path, sys.argv[2:])))"
+        command = [sys.executable, "-c", code, kind, str(path), str(folder / "out.safetensors")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=2 * SECONDS)
         refused = done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
         # A child process did not finish this mutated file in time or crashed. So the whole conversion command runs here
@@ -168,6 +199,9 @@ def fuzz(kind, folder, count):
 
 def check(kind, folder, count):
     from mlx_lstm import convert
+    from mlx_lstm.compare import judge
+    from mlx_lstm.compare.files import Golden, save_golden
+    from mlx_lstm.compare.grid import grid
 
     rng = np.random.default_rng(0)
     layers = {}
@@ -180,7 +214,15 @@ def check(kind, folder, count):
         }
         arrays = {key: rng.normal(size=shape).astype("f") for key, shape in shapes.items()}
         layers[name] = convert.from_torch(arrays)
-    convert.write(folder / f"seed{kind}", layers)
+    seed = folder / f"seed{kind}"
+    if kind == ".npy":
+        np.save(seed, rng.normal(size=(4, 3)).astype("f"))
+    elif kind == ".golden.npz":
+        case = next(iter(grid(lambda case: True)))
+        results = {name: value.astype(np.float32) for name, value in judge.expected(case).items()}
+        save_golden(str(seed), Golden({"chip": "x"}, "oracle", [case], {case.name: results}))
+    else:
+        convert.write(seed, layers)
     counts, wrong, lost = fuzz(kind, folder, count)
     print(f"{kind}: {count} mutated files, accepted and refused: {counts}, HDF5 hung or crashed at {lost}")
     assert not wrong, wrong[:20]
@@ -195,7 +237,7 @@ def test_mutated_files(kind, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_mutated_files(kind, tmp_path):
-    check(kind, tmp_path, 2000)
+    check(kind, tmp_path, 6000)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ OPTIONS = {
     "gru that resets before": ("gru", {"reset": "before"}),
     "gru of another order": ("gru", {"gate_order": "zrn", "activations": ("sigmoid", "hard_sigmoid", "relu")}),
     "lstm with all": ("lstm", {"cell_clip": 0.3, "forget_bias": 1.0, "output_peephole": "previous"}),
+    "lstm with clips": ("lstm", {"cell_clip": 0.1, "projection_clip": 0.03, "clip_gradient": "zero"}),
     "lstm activations": ("lstm", {"gate_order": "iofg", "activations": SIGMOIDS}),
     "rnn": ("rnn", {"activation": "hard_sigmoid_sixth"}),
 }

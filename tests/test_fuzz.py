@@ -207,13 +207,14 @@ def drawn(rng, dtype, sizes, **options):
 
 
 def any_options(rng, dtype, sizes):
-    """Return a random combination of all options of a random cell. In 16-bit dtypes only activations without kinks
-    are drawn."""
+    """Return a random combination of all options of a random cell. In 16-bit dtypes only activations and
+    clips without kinks are drawn."""
     options = combination(rng, sizes, **pick(rng, list(KINDS.values())))
     if float_of(dtype).eps > 1e-4:
         options |= {"activation": pick(rng, SMOOTH)} if "activation" in options else {}
         if "activations" in options:
             options["activations"] = tuple(pick(rng, SMOOTH) for _ in options["activations"])
+        options |= {"clip_gradient": "through"} if "clip_gradient" in options else {}
     return options
 
 

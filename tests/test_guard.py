@@ -4,11 +4,13 @@ plant faults in kernels; most trial runs take place in child processes, as on a 
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import ml_dtypes
@@ -19,7 +21,7 @@ import pytest
 from cases import METAL, draw, draw_cotangents, run
 from on_metal import EVERY_OPTION, matrices_from, on_metal, pairs
 from quantized_cases import packed
-from trial_on_metal import FAULTS, fault
+from trial_on_metal import FAULTS, MATRICES, fault
 
 import mlx_lstm.nn
 import mlx_lstm.torch
@@ -28,21 +30,23 @@ from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.problem import Cut, Limits, Problem
 from mlx_lstm.engines.tuning import Table
-from mlx_lstm.oracle import evaluate, forward
+from mlx_lstm.oracle import clip_shift, evaluate, forward
 from mlx_lstm.oracle.arithmetic import Arithmetic
 from mlx_lstm.oracle.closeness import assert_within, bounds
 from mlx_lstm.recurrence import _call, _child, _draw, _guard, _judge, unguarded
-from mlx_lstm.recurrence._trial import trial_from, trial_of
+from mlx_lstm.recurrence._trial import trial_from, trial_of, without_numbers
 
 SCRIPT = str(Path(__file__).with_name("trial_on_metal.py"))
 BROKEN = "its trial on this machine failed: RuntimeError: no pipeline"
+SECONDS = _child.SECONDS
 RIGHT, WRONG = _child.Verdict(""), _child.Verdict(BROKEN)
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     """Use a temporary folder as the user's cache. Yield the path of the file that stores the results of trial runs
-    of kernels."""
+    of kernels. Trial runs may take long, because the emulator's compiler is slower than Apple's."""
+    monkeypatch.setattr(_child, "SECONDS", 600)
     monkeypatch.setattr(tuning, "cache_file", lambda: tmp_path / "cache" / "engines.json")
     current = tuning.current
     current.cache_clear()
@@ -190,8 +194,9 @@ FAMILIES = {
 
 def assert_right_without(kernel, monkeypatch, said, kind):
     """Plant a fault in a kernel; `kind` names the fault, e.g. wrong numbers. Check that a call then runs on the next
-    engine with right results. Check that there is one warning for each engine that is refused because of the fault."""
-    engines, options = FAMILIES[kernel]
+    engine with right results. Check that there is one warning for each engine that is refused because of the fault.
+    Without a kernel that multiplies 8 x 8 matrices, the same engine runs another one."""
+    (engines, options), lanes = FAMILIES[kernel], "matrix" in kernel
     options = dict(options)
     sizes = (options.pop("T", 3), options.pop("B", 2), 3, 9, 5)
     case = draw(np.random.default_rng(1), sizes=sizes, dtype=np.float32, **options)
@@ -203,13 +208,48 @@ def assert_right_without(kernel, monkeypatch, said, kind):
         for _ in range(2):
             outputs, found = run(case, None, np.float32, cotangents, device=METAL)
         left = {"fused": "stepwise", "stepwise": "ops", "fused stepwise": "ops"}[engines]
-        assert chosen[-1].engine == left
-        with pytest.raises(ValueError, match="cannot run: its trial on this machine"):
-            run(case, engines.split()[0], np.float32, cotangents)
+        assert chosen[-1][0].engine == ("fused" if lanes else left)
+        with nullcontext() if lanes else pytest.raises(ValueError, match="cannot run: its trial on this machine"):
+            run(case, engines.split()[0], np.float32, cotangents, device=METAL)
     exact, limit = evaluate(case, cotangents, Arithmetic(np.float64)), bounds(case, np.float32, cotangents)
     for name, value in (outputs | found).items():
         assert_within(name, value, (exact[0] | exact[1])[name], limit[name])
-    assert [text.split("'")[1] for text in said] == engines.split()
+    assert [text.split("'")[1] for text in said] == (["fused with 8 x 8 matrices"] if lanes else engines.split())
+
+
+# {call: (engine, options, batch size) of a call whose kernels multiply 8 x 8 matrices}
+WITH_MATRICES = {
+    "fused": ("fused", {}, 65),
+    "fused gru": ("fused", {"op": "gru"}, 65),
+    "stepwise": ("stepwise", {}, 9),
+    "stepwise projection": ("stepwise", {"projection": True}, 33),
+    "stepwise gru": ("stepwise", {"op": "gru", "reset": "before"}, 9),
+}
+
+
+QUICK = ("fused", "stepwise projection")
+
+
+@pytest.mark.parametrize(
+    "call", [pytest.param(call, marks=[pytest.mark.slow] * (call not in QUICK)) for call in WITH_MATRICES]
+)
+def test_a_gpu_without_matrices_keeps_the_engine(call, monkeypatch, said, tried):
+    """On some virtual GPUs all kernels work but those that multiply 8 x 8 matrices. Then the engine computes its
+    products in lanes, with one warning and right results, also if the caller forced it."""
+    engine, options, B = WITH_MATRICES[call]
+    case = draw(np.random.default_rng(1), sizes=(3, B, 3, 9, 5), dtype=np.float32, **options)
+    cotangents = draw_cotangents(np.random.default_rng(2), forward(**case), np.float32)
+    prefer(monkeypatch, engine)
+    with on_metal(guarded=True) as log, matrices_from(65), fault("zeros", ".*"):
+        results = [run(case, engine_, np.float32, cotangents, device=METAL) for engine_ in (None, engine)]
+    assert set(tried) == {engine} and len(said) == 1
+    assert f"engine='{engine} with 8 x 8 matrices' is not used on" in said[0] and "wrong numbers" in said[0]
+    assert f"engine='{engine} without them' takes over" in said[0]
+    assert any(re.search(MATRICES, launch.name + launch.source) for launch in log)
+    exact, limit = evaluate(case, cotangents, Arithmetic(np.float64)), bounds(case, np.float32, cotangents)
+    for outputs, found in results:
+        for name, value in (outputs | found).items():
+            assert_within(name, value, (exact[0] | exact[1])[name], limit[name])
 
 
 IN_PROCESS = ("compile", "refused", "wrong")
@@ -223,7 +263,7 @@ def test_a_fault_in_any_kernel(kernel, monkeypatch, said, tried):
     assert_right_without(kernel, monkeypatch, said, kind)
     assert "wrong numbers" in said[0] if kind == "wrong" else "trial on this machine failed" in said[0]
     assert all("tried in this process" in text for text in said)
-    assert tried[:1] == [said[0].split("'")[1]] and len(tried) <= 3
+    assert tried[:1] == [said[0].split("'")[1].split()[0]] and len(tried) <= 3
 
 
 # Only these kernels get the fault `hangs`: it is slow to test, because the test waits for a timeout.
@@ -238,49 +278,64 @@ def test_any_fault_in_any_kernel(kernel, kind, monkeypatch, said):
     """Whatever fault a kernel has, the library uses the next engine. The trial runs of kernels take place in child
     processes, as on a Mac."""
     monkeypatch.setattr(_child, "SECONDS", 30 if kind == "hangs" else 600)
+    monkeypatch.setattr(_child, "KERNEL_SECONDS", 0)
     monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, kind, kernel])
     assert_right_without(kernel, monkeypatch, said, "refused")
-    words = {"wrong": "wrong numbers", "hangs": "no answer in 30 seconds", "dies": "exit code -6: libc++abi"}
+    words = {"wrong": "wrong numbers", "hangs": "no answer after", "dies": "ended by SIGABRT: libc++abi"}
     assert words.get(kind, "failed") in said[0]
 
 
-REASON = """print(json.dumps({"answer": {"reason": "its trial on this machine failed: %s"}}), flush=True)"""
+REASON = """print(json.dumps({"number": 2, "answer": {"reason": %r}}), flush=True)"""
+FAILED = "its trial on this machine failed: RuntimeError: "
 
-# {fault: (code that a child process runs instead of a trial run, part of the user's warning, whether the fault is
-# stored for other processes)}
+# {fault: (code that a child process runs instead of a trial run, part of the user's warning, how long the fault counts
+# for other processes)}
 ENDINGS = {
-    "a kernel does not compile": (REASON % "error: use of undeclared identifier", "error: use of undeclared", True),
-    "too many threads": (REASON % "Thread group size (1024) is greater", "failed: Thread group size (1024)", True),
-    "wrong numbers": (REASON % "wrong numbers: h: error 1 > bound 0", "wrong numbers: h: error 1 > bound 0", True),
-    "an abort": ("os.abort()", "ended with exit code -6: it said nothing", True),
-    "an exit": (
-        """[print(n, file=sys.stderr) for n in range(300)]; sys.exit('[METAL] error')""",
-        "ended with exit code 1: [METAL] error",
-        True,
+    "a kernel does not compile": (
+        REASON % f"{FAILED}no library\nprogram_source:1:2: error: undeclared",
+        "no library program_source:1:2: error: undeclared",
+        "always",
     ),
-    "an abort after the answer": (REASON % "no" + "; os.abort()", "failed: no", True),
-    "an error in the child": ("""print('{"error": "ValueError: no"}', flush=True)""", "failed: ValueError: no", True),
+    "wrong numbers": (
+        REASON % "its trial on this machine gave wrong numbers: h: error 1 > bound 0",
+        "wrong numbers: h: error 1 > bound 0",
+        "always",
+    ),
+    "an abort": ("os.abort()", "ended by SIGABRT: it said nothing", "process"),
+    "an abort by the compiler": (
+        """print('libc++abi: terminating\\nprogram_source:1:2: error: no', file=sys.stderr, flush=True); os.abort()""",
+        "ended by SIGABRT: libc++abi: terminating program_source:1:2: error: no",
+        "always",
+    ),
+    "an exit": ("""sys.exit('[METAL] error')""", "ended with exit code 1: [METAL] error", "process"),
+    "an abort after the answer": (REASON % f"{FAILED}no" + "; os.abort()", "failed: RuntimeError: no", "process"),
+    "an error in the child": (
+        """print('{"number": 2, "error": "ValueError: no"}', flush=True)""",
+        "failed: ValueError: no",
+        "process",
+    ),
+    "an answer to an earlier request": (
+        """print('{"number": 1, "answer": {"reason": ""}}'); """ + REASON % f"{FAILED}no",
+        "failed: RuntimeError: no",
+        "process",
+    ),
     "bytes that are no text": (
         "os.write(1, bytes([255, 10]))",
         "gave a broken answer: \N{REPLACEMENT CHARACTER}",
-        False,
+        "process",
     ),
     "an error text that is no text": (
         "os.write(2, bytes([255])); os.abort()",
-        "ended with exit code -6: \N{REPLACEMENT CHARACTER}",
-        True,
+        "ended by SIGABRT: \N{REPLACEMENT CHARACTER}",
+        "process",
     ),
-    "an exit without an error": ("sys.exit(0)", "ended with exit code 0: it said nothing", False),
-    "a hang": ("time.sleep(3600)", "gave no answer in 1 seconds", False),
-    "out of memory": (REASON % "[metal] kIOGPU: OutOfMemory", "failed: [metal] kIOGPU: OutOfMemory", False),
-    "no memory for Python": ("sys.exit('MemoryError: no more')", "exit code 1: MemoryError: no more", False),
-    "a GPU timeout": (REASON % "Caused GPU Timeout Error", "failed: Caused GPU Timeout Error", False),
-    "a full disk": (REASON % "OSError: No space left on device", "No space left on device", False),
-    "SIGTERM": ("os.kill(os.getpid(), 15)", "was ended from outside, twice", False),
-    "SIGKILL": ("os.kill(os.getpid(), 9)", "was ended from outside, twice", False),
-    "SIGHUP": ("signal.signal(1, signal.SIG_DFL); os.kill(os.getpid(), 1)", "was ended from outside, twice", False),
+    "an exit without an error": ("sys.exit(0)", "ended with exit code 0: it said nothing", "process"),
+    "a hang": ("time.sleep(3600)", "gave no answer after 1 seconds", "day"),
+    "SIGTERM": ("os.kill(os.getpid(), 15)", "was ended from outside, twice", "process"),
+    "SIGKILL": ("os.kill(os.getpid(), 9)", "was ended from outside, twice", "process"),
+    "SIGHUP": ("signal.signal(1, signal.SIG_DFL); os.kill(os.getpid(), 1)", "was ended from outside, twice", "process"),
 }
-COUNTED = """print('{"answer": {"kernels": 1}}', flush=True)"""
+COUNTED = """print('{"number": 1, "answer": {"kernels": 1}}', flush=True)"""
 
 
 def in_python(code, monkeypatch):
@@ -288,6 +343,7 @@ def in_python(code, monkeypatch):
     processes execute the Python source `code`."""
     words = [sys.executable, "-c", f"import json, os, signal, sys, time; {code}"]
     monkeypatch.setattr(_child, "SECONDS", 1)
+    monkeypatch.setattr(_child, "KERNEL_SECONDS", 0)
     monkeypatch.setattr(_guard, "command", lambda: words)
     monkeypatch.setattr(_guard, "is_real", lambda: True)
 
@@ -296,17 +352,29 @@ def in_python(code, monkeypatch):
 def test_what_the_user_sees_of_a_fault(fault, monkeypatch, said, own_cache):
     """A child process tests the kernels of an engine before their first use. However the child process fails, the
     user gets one warning, and engine `ops` runs instead. If the kernels are at fault, the result is stored for later
-    processes. Any other fault may not happen again, so only this process remembers it."""
-    code, words, is_stored = ENDINGS[fault]
+    processes. Any other fault may not happen again, so only this process obeys it."""
+    code, words, keeping = ENDINGS[fault]
     in_python(f"{COUNTED}; {code}", monkeypatch)
+    reason = assert_refused(words, said)
+    assert_kept(trial_of("fused", problem()).text(), reason, keeping, said[0], own_cache)
+
+
+def assert_refused(words, said):
+    """Check that the engine `fused` is refused, with one warning that contains these words. Return the reason."""
     best = lambda refused: Choice("ops", refused["fused"])  # noqa: E731
     for _ in range(2):
-        chosen = _guard.guarded(Choice("fused", ""), problem(), best)
+        chosen, _ = _guard.guarded(Choice("fused", ""), problem(), best, lambda form, engine: form)
         assert chosen.engine == "ops" and words in chosen.reason
     assert len(said) == 1 and chosen.reason.rstrip(".") in said[0] and "engine='ops' takes over" in said[0]
-    assert ("It counts in this process" in said[0]) != is_stored and (str(own_cache) in said[0]) == is_stored
+    return chosen.reason
+
+
+def assert_kept(trial, reason, keeping, warning, file):
+    """Check that the warning says how long a refusal counts, and that a new process obeys it so long."""
+    told = {"always": f"{file} keeps this verdict: ", "day": f"{file} keeps this verdict for a day: "}
+    assert told.get(keeping, "It counts in this process") in warning
     in_a_new_process()
-    assert verdicts.find(trial_of("fused", problem()).text()) == (chosen.reason if is_stored else None)
+    assert verdicts.find(trial) == (None if keeping == "process" else reason)
 
 
 def test_a_child_that_cannot_begin_says_nothing(monkeypatch):
@@ -317,27 +385,115 @@ def test_a_child_that_cannot_begin_says_nothing(monkeypatch):
     with pytest.raises(_child.CannotBegin, match="nothing_of_the_kind"):
         _child.by_child(_guard.command(), [trial_of("fused", problem())])
     in_python("os.abort()", monkeypatch)
-    aborted = "its trial on this machine ended with exit code -6: it said nothing"
-    assert _guard.try_out([trial_of("fused", problem())]) == [(aborted, False)]
+    aborted = "its trial on this machine ended by SIGABRT: it said nothing"
+    assert _guard.try_out([trial_of("fused", problem())]) == [(aborted, "process")]
 
 
-def test_a_hang_refuses_the_engine_in_this_process_only(monkeypatch, said, capfd):
-    """A trial run that hangs makes the guard refuse the engine in this process only. The trial run is not repeated: a
-    second child process would cost another minute, and the user's process might hang, too."""
-    monkeypatch.setattr(_child, "SECONDS", 2)
-    monkeypatch.setattr(_child, "PATIENCE", 0.5)
-    monkeypatch.setattr(_guard, "is_real", lambda: True)
-    monkeypatch.setattr(_guard, "command", lambda: [sys.executable, "-c", "import time; time.sleep(3600)"])
+def test_a_child_that_does_not_begin(monkeypatch, said, capfd):
+    """If the child process does not even count the kernels, no kernel is to blame: the refusal counts in this process
+    only. No other trial is made in it, because each of them would wait as long."""
+    in_python("time.sleep(3600)", monkeypatch)
+    monkeypatch.setattr(_child, "PATIENCE", 0.2)
     monkeypatch.setattr(_judge, "verdict", lambda trial: pytest.fail("a trial in this process"))
-    reason = "its trial on this machine did not begin in 2 seconds"
+    reason = "its trial on this machine did not begin: no answer after 1 seconds"
     assert _guard.refusal("fused", problem()) == reason
     assert "trying the Metal kernels of engine 'fused', once" in capfd.readouterr().err
     monkeypatch.setattr(_guard, "try_out", lambda trials: pytest.fail("another trial"))
     assert _guard.refusal("fused", problem(H=10, P=10)) == reason
-    assert verdicts.find(trial_of("fused", problem()).text()) is None
+    assert "a trial of engine 'fused' hung in this process" in _guard.refusal("stepwise", problem())
     in_a_new_process()
     monkeypatch.setattr(_guard, "try_out", lambda trials: [RIGHT])
-    assert _guard.refusal("fused", problem()) == ""
+    assert _guard.refusal("fused", problem()) == _guard.refusal("stepwise", problem()) == ""
+
+
+def test_a_hang_counts_for_a_day(monkeypatch, said):
+    """After a trial that hung, its process tries no other kernels. Other processes try no new kernels of this engine
+    for a day. Kernels that were right before are used all the time."""
+    in_python(f"{COUNTED}; time.sleep(3600)", monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(_guard, "try_out", lambda trials: [RIGHT])
+        assert _guard.refusal("fused", problem(H=11, P=11)) == ""
+    reason = "its trial on this machine gave no answer after 1 seconds"
+    assert _guard.refusal("fused", problem()) == reason
+    monkeypatch.setattr(_guard, "try_out", lambda trials: pytest.fail("another trial"))
+    assert "engine 'fused' hung in this process" in _guard.refusal("stepwise", problem())
+    in_a_new_process()
+    assert _guard.refusal("fused", problem()) == _guard.refusal("fused", problem(H=10, P=10)) == reason
+    monkeypatch.setattr(_guard, "try_out", lambda trials: [RIGHT])
+    assert _guard.refusal("fused", problem(H=11, P=11)) == _guard.refusal("stepwise", problem()) == ""
+    in_a_new_process()
+    tomorrow = time.time() + verdicts.DAY + 1
+    monkeypatch.setattr(verdicts.time, "time", lambda: tomorrow)
+    assert _guard.refusal("fused", problem()) == _guard.refusal("fused", problem(H=10, P=10)) == ""
+
+
+def test_the_time_limit_grows_with_the_kernels(monkeypatch):
+    """A trial may take 20 seconds, and 2 seconds more for each kernel that the child has to compile."""
+    limits, replies = [], iter([{"kernels": 7}, {"reason": ""}, {"kernels": 0}, {"reason": ""}])
+
+    class Answering:
+        def __init__(self, command):
+            pass
+
+        def serves(self):
+            return True
+
+        def ask(self, limit, notice, **request):
+            limits.append(limit)
+            return next(replies)
+
+        def end(self):
+            pass
+
+    monkeypatch.setattr(_child, "Child", Answering)
+    monkeypatch.setattr(_child, "SECONDS", SECONDS)
+    for _ in range(2):
+        assert _child.by_child([], [trial_of("fused", problem())]) == [RIGHT]
+    assert limits == [20, 34, 20, 20]
+
+
+NAMED = """
+import random
+for line in sys.stdin:
+    message = json.loads(line)
+    time.sleep(0.005 * random.random())
+    given = message["request"]
+    reason = "its trial on this machine gave wrong numbers: %d" % json.loads(given["trials"][0])["problem"]["H"]
+    answer = {"kernels": 1} if given["do"] == "count" else {"reason": reason}
+    print(json.dumps({"number": message["number"], "answer": answer}), flush=True)
+"""
+"""A child process whose answer names the width of the call, after a random time of at most 5 ms."""
+
+
+class Interrupted(Exception):
+    """The exception that a signal handler raises in the next test."""
+
+
+def test_an_interrupted_trial_shifts_no_answer(monkeypatch):
+    """A signal handler may raise an exception at any moment of a trial. The exception reaches the caller, and each
+    later call gets the answer to its own request."""
+    in_python(f"exec({NAMED!r})", monkeypatch)
+
+    def handler(number, frame):
+        raise Interrupted
+
+    before, rng, raised = signal.signal(signal.SIGALRM, handler), np.random.default_rng(1), 0
+    try:
+        for H in range(20, 50):
+            begun = bool(_child._children) and _child._children[-1].serves()
+            signal.setitimer(signal.ITIMER_REAL, 1e-4 + (0.012 if begun else 0.06) * rng.random())
+            try:
+                reason = _guard.refusal("fused", problem(H=H, P=H))
+            except Interrupted:
+                raised += 1
+                reason = _guard.refusal("fused", problem(H=H, P=H))
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            assert reason == f"its trial on this machine gave wrong numbers: {H}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert raised >= 5
 
 
 def test_one_child_tries_each_kernel_once(tmp_path, monkeypatch):
@@ -709,6 +865,7 @@ CALLS = {
     "fused both ways": ("fused", (2, 40, 3, 9, 9), {"bidirectional": True, "peephole": True}),
     "fused 8 bits": ("fused", (3, 2, 32, 32, 32), {"packing": (32, 8, "affine")}),
     "stepwise one item": ("stepwise", (4, 1, 3, 40, 40), {"mask": (4, 1, "P")}),
+    "stepwise projection of one_step": ("stepwise", (1, 1, 3, 40, 5), {"projection": True}),
     "stepwise lanes": ("stepwise", (3, 5, 3, 41, 5), {"projection": True}),
     "stepwise small keep": ("stepwise", (2, 2, 3, 9, 9), {"op": "gru", "reset": "before", "keep": True}),
     "stepwise joins": ("stepwise", (22, 9, 3, 9, 9), {"op": "rnn"}),
@@ -726,7 +883,7 @@ def texts_of(engine, sizes, dtype, packing=None, **options):
     names = [name for name in ("Wx", "Wh", "Wp") if packing and name in case]
     forms, weights = [], {name: packed(mx.array(case[name]), *packing) for name in names}
     with on_metal() as log, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_call, "guarded", lambda found, form, best: (forms.append(form), found)[1])
+        patch.setattr(_call, "guarded", lambda found, form, *_: (forms.append(form), (found, form))[1])
 
         def note(chosen, form, is_forced):
             forms.append(form)
@@ -851,6 +1008,24 @@ def test_a_trial_keeps_off_kinks(dtype):
         names = ("x", "Wx", "Wh", "b", "h0") + (("c0", "peephole") if cell.op == "lstm" else ())
         drawn = _draw.draw(problem(T=10, B=9, cell=cell, dtype=dtype, names=names), np.random.default_rng(0))
         assert drawn.smooth, cell
+
+
+@pytest.mark.parametrize("clips", [("cell_clip",), ("projection_clip",), ("cell_clip", "projection_clip")])
+def test_a_trial_of_clips_that_stop_gradients(clips):
+    """In the trial of clips that stop gradients, every clip changes some values and leaves others as they are, and no
+    value comes near its limit, where the gradient jumps; not even in bfloat16, which rounds most."""
+    names = ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp")
+    for cell in every_cell():
+        if cell.op == "lstm" and cell.cell_clip:
+            limits = {"cell_clip": None, **dict.fromkeys(clips, 3.0)}
+            cell = without_numbers(cell._replace(**limits, clip_gradient="zero"))
+            for given in (names, names[:5]):
+                given = (*given, "Wp") if "projection_clip" in clips else given
+                drawn = _draw.draw(problem(B=3, cell=cell, dtype=mx.bfloat16, names=given), np.random.default_rng(0))
+                assert drawn.smooth, cell
+                shifts = clip_shift(**drawn.case)
+                for name, limit in (("c", cell.cell_clip), ("h", cell.projection_clip)):
+                    assert not limit or 0.1 < (shifts[name] != 0).mean() < 0.9, cell
 
 
 @pytest.mark.parametrize("T", [3, 22, 64])

@@ -5,6 +5,7 @@ import bz2
 import io
 import json
 import os
+import signal
 import stat
 import struct
 import subprocess
@@ -227,6 +228,30 @@ def test_modes(tmp_path):
         os.umask(old)
 
 
+def test_modes_of_strangers_and_threads(tmp_path, monkeypatch):
+    """Setuid bits, and the permissions that another user gave a file, are not kept; no thread sees another umask."""
+    path = tmp_path / "out.npz"
+    path.touch()
+    path.chmod(0o4750)
+    convert.write(path, {"lstm": layer()}, force=True)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o750
+    path.chmod(0o777)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    monkeypatch.setattr(os, "umask", None)  # must not be called
+    (tmp_path / "new").touch()
+    convert.write(path, {"lstm": layer()}, force=True)
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "new").stat().st_mode)
+
+
+def test_the_report_of_check_follows_no_link(tmp_path):
+    from mlx_lstm.check.report import Report
+
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "r.json.part").symlink_to(tmp_path / "victim")
+    Report(tmp_path / "r.json", "python", "cpu").save()
+    assert (tmp_path / "victim").read_text() == "mine" and not (tmp_path / "r.json").is_symlink()
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_a_file_that_appears_meanwhile_is_kept(links, tmp_path, monkeypatch):
     path = tmp_path / "out.npz"
@@ -428,13 +453,54 @@ def test_hdf5_that_does_not_end(tmp_path, capsys, monkeypatch):
     """A child process that hangs or crashes while it reads HDF5 leads to one line of error."""
     path = tmp_path / "m.weights.h5"
     convert.write(path, {"lstm": layer()})
-    monkeypatch.setattr(_hdf5, "SECONDS", 0.5)
+    monkeypatch.setattr("mlx_lstm.budget.SECONDS", 0.5)
     for code, what in (
         ("import time; time.sleep(60)", "does not come to an end"),
         ("import os; os.abort()", "code -6"),
     ):
         monkeypatch.setattr(_hdf5, "child_command", lambda *_, code=code: [sys.executable, "-c", code])
         assert what in refusal(capsys, path, tmp_path / "out.npz")
+
+
+def test_an_orphaned_child_ends(tmp_path, monkeypatch):
+    """A child that reads HDF5 has a limit of processor time of its own, since its parent may be killed."""
+    path, code = tmp_path / "m.weights.h5", "from runpy import run_path; run_path(sys.argv.pop(1), run_name='__main__')"
+    convert.write(path, {"lstm": layer()})
+    script = tmp_path / "child.py"
+    text = Path(_hdf5.__file__).with_name("_hdf5_child.py").read_text()
+    script.write_text(text.replace("    limit_memory(budget)\n", "    while True:\n        pass\n"))
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; {code}",
+        str(script),
+        str(ROOT / "mlx_lstm/budget.py"),
+        "1",
+        "1",
+        "1",
+    ]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
+    assert done.returncode == -signal.SIGXCPU
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_ends_the_command(ignored):
+    """SIGHUP ends a command as SIGTERM does, unless nohup has started it."""
+    code = f"""
+import os, signal
+from mlx_lstm.machine import run_command
+signal.signal(signal.SIGHUP, signal.SIG_IGN if {ignored} else signal.SIG_DFL)
+def main():
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        print("cleared")
+    return 0
+run_command(main)
+"""
+    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (0 if ignored else 129, "cleared\n", "")
 
 
 # --- 7. Files with many keys -----------------------------------------------------------------------------------------
@@ -558,6 +624,35 @@ def test_names_in_a_golden_forge_no_line(tmp_path, capsys):
     assert out.replace("\n", "").isprintable() and "\n  read back" not in out
 
 
+def test_a_golden_of_too_many_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_lstm.compare.files.MOST_STEPS", 2)
+    with pytest.raises(ValueError, match=r"is no golden: .*must have at most 2 steps together"):
+        load_golden(golden(tmp_path, lambda made, case: None))
+
+
+def test_no_memory_is_one_line_of_compare(tmp_path, capsys, monkeypatch):
+    from mlx_lstm.compare import __main__ as command
+
+    def exhausted(*_, **__):
+        raise MemoryError
+
+    (tmp_path / "a.npz").touch()
+    monkeypatch.setattr(files, "members_of", exhausted)
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--arrays", str(tmp_path / "a.npz"), "--op", "lstm"])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "needs more memory than there is" in said
+
+
+def test_arrays_are_no_views_of_the_file(tmp_path):
+    """A file that is rewritten in place after it was read changes no array."""
+    path = tmp_path / "a.safetensors"
+    convert.write(path, convert.Model({}, {"x": np.ones(100_000, "f4")}, {}, [], {}))
+    rest = convert.read(path).rest
+    path.write_bytes(b"")
+    assert np.all(rest["x"] == 1)
+
+
 # --- 9. Broken cache files: results of trial runs, table of engines --------------------------------------------------
 
 
@@ -582,6 +677,27 @@ def test_broken_files_of_verdicts_and_engines_warn(text, tmp_path, monkeypatch):
         path.write_bytes(broken.encode(errors="surrogatepass"))
         with pytest.warns(UserWarning, match="is not a table of engines and is ignored"):
             assert "is broken" in tuning.load(path).source
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    """Without HOME and without an entry in the system's list of users, calls work and nothing is stored."""
+    import pwd
+
+    from mlx_lstm.engines import tuning, verdicts
+    from mlx_lstm.testing.report import json_text
+
+    def nobody(*_):
+        raise KeyError("no such user")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert str(tuning.cache_file()).startswith(f"{os.devnull}/")
+    assert tuning.load(tuning.cache_file()) == tuning.PREDICTED
+    verdicts.forget()
+    verdicts.record("a trial", "")
+    verdicts.forget()
+    assert verdicts.find("a trial") is None
+    assert json_text(["~/x"]) == '[\n "~/x"\n]'
 
 
 # --- Malformed headers and contents ----------------------------------------------------------------------------------

@@ -99,9 +99,10 @@ def test_places_of_the_recurrent_input():
     body = f"""
 found[3] = 0;
 device float* number = (device float*)(found + 3);
+using Sizes = decltype(as_field(sizes));
 struct Arrays {{
   Recorder h, mask, h_in;
-  decltype(as_field(sizes)) sizes;
+  Sizes sizes;
   Absent h0, lengths, x, ones, x_in;
 }};
 const Arrays a = {{
@@ -158,12 +159,26 @@ def test_a_row_of_many_numbers_has_wide_indices(cell, dtype):
 
 
 def test_steps_of_a_launch():
-    """`fused` divides a sequence into launches of at most 4096 steps, or of fewer steps if there are more
-    threadgroups than GPU cores. The number of steps is the same for float32 and float16."""
-    for B, T, steps in ((1, 4096, [4096]), (1, 10000, [4096, 4096, 1808]), (256, 4096, [1024] * 4)):
-        for dtype in (mx.float32, mx.float16):
-            problem = Problem(T, B, 64, 64, LSTMCell(), dtype=dtype)
-            assert [count for count, _ in kernels_fused.division(problem, False)] == steps
+    """`fused` divides a sequence into launches of at most 4096 steps, and of fewer steps if more would be predicted to
+    take longer than 20 ms, as for many threadgroups or large weights."""
+    for B, H, T, steps in ((1, 64, 4096, [4096]), (1, 64, 10000, [4096, 4096, 1808]), (1, 256, 2000, [772, 772, 456])):
+        problem = Problem(T, B, H, H, LSTMCell())
+        assert [count for count, _ in kernels_fused.division(problem, False)] == steps
+
+
+@pytest.mark.parametrize(
+    "cell, H", [(LSTMCell(), 256), (GRUCell(), 256), (GRUCell(reset="before"), 64), (RNNCell(), 1024)]
+)
+@pytest.mark.parametrize("B", [1, 100, 10**6])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_no_launch_is_predicted_to_take_longer_than_20_ms(cell, H, B, dtype):
+    """Each launch of both passes is predicted to take at most 20 ms on an M1, unless a single step takes longer."""
+    problem = Problem(9999, B, H, H, cell, dtype, bidirectional=True)
+    steps = [count for count, _ in kernels_fused.division(problem, False)]
+    assert sum(steps) == 9999
+    rows = kernels_fused.rows_for(cell, B, H, dtype.size, 2, problem.cores)
+    both = kernels_fused.step_cycles(cell, B, H, dtype.size, 2, problem.cores, rows, None)
+    assert max(steps) == 1 or max(steps) * both / 2 <= 0.02 * 1.278e9
 
 
 # --- Long rows of quantized weights ----------------------------------------------------------------------------------

@@ -46,6 +46,8 @@ ROWS: dict[str, dict[str, Any]] = {
         "c0": None,
         "peephole": True,
         "output_peephole": "previous",
+        "cell_clip": 0.6,
+        "clip_gradient": "zero",
         "activations": ("sigmoid", "hard_sigmoid_sixth", "relu", "hard_sigmoid", "tanh"),
     },
     "gru": {
@@ -116,7 +118,7 @@ PATHS += [Path("stepwise", "packed tiles", True)]
 
 NEVER = {("matrices", "gru_before"): "two products per step leave no registers for matrices"}
 """{(product, cell): reason why no call has this combination}."""
-NEVER_OPTION = {("fused", "projection"): "`fused` has no projection"}
+NEVER_OPTION = {("fused", name): "`fused` has no projection" for name in ("projection", "projection_clip")}
 """{(engine, option): reason why no call has this combination}."""
 
 
@@ -156,12 +158,12 @@ def test_every_option_is_in_a_row():
 
 def options_of(path, name):
     """Return the options of a call: the options `ROWS[name]`, and those that a variant of the kernels (`path`) needs
-    in addition. In engine `stepwise` every LSTM also has a projection, which `fused` does not support."""
+    in addition. In engine `stepwise` every LSTM also has a projection with a clip, which `fused` does not support."""
     options = dict(ROWS[name]) | {"op": name[:4] if name.startswith("lstm") else name[:3]}
     if cell_of(name) == "gru_before":
         options["reset"] = "before"
     if path.engine == "stepwise" and options["op"] == "lstm":
-        options["projection"] = True
+        options |= {"projection": True, "projection_clip": 0.8}
     if path.rare and not options.get("reverse"):
         options["bidirectional"] = True
     return options

@@ -345,6 +345,10 @@ BAD = {
         r"x must be an mlx.core.array: make one by mx.array\(...\), but got list",
     ),
     "x is NumPy's": (lambda layer: layer(np.ones((2, 5, D))), r"make one by mx.array\(...\), but got ndarray"),
+    "layers in a Sequential": (
+        lambda layer: mlx.nn.Sequential(layer, layer)(mx.zeros((2, 5, D))),
+        r"x must be an mlx.core.array: of what an LSTM returns pass h, or run all layers by mlx_lstm.nn.stack, but got",
+    ),
     "states in a tuple": (
         lambda layer: layer(mx.zeros((2, 5, D)), (mx.zeros((2, H)), mx.zeros((2, H)))),
         r"\[nn.LSTM\] hidden must be an mlx.core.array: pass hidden and cell, not a tuple, but got tuple\.",
@@ -500,10 +504,39 @@ def test_gru_and_rnn_bad_arguments():
             layer(mx.zeros((2, 5, D)), mx.zeros((2, H + 1)))
         with pytest.raises(ValueError, match=rf"\[nn.{word}\] hidden_size must be an integer"):
             type(layer)(D, 0)
-    for nonlinearity in (mx.exp, reference.Tanh(), "tanh"):
-        with pytest.raises(ValueError, match=r"\[nn.RNN\] nonlinearity must be MLX's tanh, relu or sigmoid"):
-            nn.RNN(D, H, nonlinearity=nonlinearity)
-        layer = nn.RNN(D, H)
-        layer.nonlinearity = nonlinearity
-        with pytest.raises(ValueError, match=r"\[nn.RNN\] nonlinearity must be MLX's tanh, relu or sigmoid"):
-            layer(mx.zeros((2, 5, D)))
+    with pytest.raises(ValueError, match=r"\[nn.RNN\] nonlinearity must be a function of an array"):
+        nn.RNN(D, H, nonlinearity="tanh")
+    layer = nn.RNN(D, H)
+    layer.nonlinearity = "tanh"
+    with pytest.raises(ValueError, match=r"\[nn.RNN\] nonlinearity must be a function of an array"):
+        layer(mx.zeros((2, 5, D)))
+    with pytest.raises(ValueError, match="must compute each number by itself"):
+        nn.RNN(D, H, nonlinearity=mx.softmax)(mx.zeros((2, 5, D)))
+    with pytest.raises(ValueError, match=r"\[nn.RNN\] nonlinearity must be MLX's tanh, relu or sigmoid here"):
+        nn.RNN(D, H, nonlinearity=mx.exp).stepper()
+
+
+@pytest.mark.parametrize("nonlinearity", [mx.sin, reference.gelu, reference.Tanh()], ids=["sin", "gelu", "module"])
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
+def test_rnn_with_any_nonlinearity(nonlinearity, batch):
+    """With a nonlinearity of the user, outputs and gradients equal those of mlx.nn.RNN."""
+    ours, theirs = nn.RNN(D, H, nonlinearity=nonlinearity), reference.RNN(D, H, nonlinearity=nonlinearity)
+    ours.update(theirs.parameters())
+    x, hidden, dh = (mx.random.normal((*batch, *shape)) for shape in ((5, D), (H,), (5, H)))
+
+    def outputs(layer):
+        return lambda x, hidden, parameters: (layer.update(parameters), layer(x, hidden) * dh)[1].sum()
+
+    with mx.stream(mx.cpu):
+        got, expected = (
+            mx.value_and_grad(outputs(layer), (0, 1, 2))(x, hidden, layer.parameters()) for layer in (ours, theirs)
+        )
+        for (name, one), (_, other) in zip(tree_flatten(got), tree_flatten(expected), strict=True):
+            np.testing.assert_allclose(np.array(one), np.array(other), atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(
+            np.array(ours.step(x[..., 0, :], hidden)), np.array(ours(x[..., :1, :], hidden)[..., 0, :]), atol=1e-6
+        )
+        whole = [*batch] if batch else []
+        lengths = np.broadcast_to(3, whole)
+        assert ours(x, lengths=lengths)[..., 3:, :].abs().max().item() == 0
+    assert ours.engine_used is None

@@ -179,7 +179,7 @@ def test_number_of_a_gru_without_an_input_product(engine):
     assert abs(found - 0.20482421) <= 0.5e-8 + 4 * 2.0**-24 * 0.2
 
 
-def tflite(arrays, x, width, cell_clip):
+def tflite(arrays, x, width, cell_clip, projection_clip):
     """Run TensorFlow Lite's LSTM over a sequence and return h [T, B, P]. `arrays` are in the order of the op's
     inputs; None means an absent input."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -202,7 +202,7 @@ def tflite(arrays, x, width, cell_clip):
     inputs += [tensor((x.shape[1], size), is_state=True) for size in (width, hidden)]
     operator, options = schema.OperatorT(), schema.UnidirectionalSequenceLSTMOptionsT()
     options.fusedActivationFunction, options.timeMajor = schema.ActivationFunctionType.TANH, True
-    options.cellClip = cell_clip or 0.0
+    options.cellClip, options.projClip = cell_clip or 0.0, projection_clip or 0.0
     operator.inputs, operator.outputs = inputs, [tensor((*x.shape[:2], width))]
     operator.builtinOptionsType = schema.BuiltinOptions.UnidirectionalSequenceLSTMOptions
     operator.builtinOptions = options
@@ -223,13 +223,14 @@ def tflite(arrays, x, width, cell_clip):
 
 @engines
 def test_lstm_of_tensorflow_lite(engine):
-    """Our LSTM agrees with TensorFlow Lite for every combination of coupled gates, peepholes, projection and clip.
+    """Our LSTM agrees with TensorFlow Lite for every combination of coupled gates, peepholes, projection and clips.
     Coupled gates have i = 1 - f, which is the sigmoid of the negated argument of f."""
     count = 0
-    for flags in np.ndindex(2, 2, 2, 2):
+    for flags in np.ndindex(2, 2, 3, 2):
         coupled, peephole, projection, clip = map(bool, flags)
         rng = np.random.default_rng(count)
         options = {"peephole": peephole, "projection": projection, "cell_clip": 0.3 if clip else None}
+        options["projection_clip"] = 0.1 if flags[2] == 2 else None
         case = draw(rng, sizes=(5, 2, 3, 4, 3 if projection else 4), dtype=np.float32, **options)
         case |= {"h0": None, "c0": None}
         split = {name: np.split(case[name], 4) for name in ("Wx", "Wh", "b", "peephole") if name in case}
@@ -242,10 +243,10 @@ def test_lstm_of_tensorflow_lite(engine):
         p_i, p_f, _, p_o = split.get("peephole", [None] * 4)
         own = [[None if coupled else i, *rest] for i, *rest in (split[name] for name in ("Wx", "Wh", "b"))]
         given = [*own[0], *own[1], None if coupled else p_i, p_f, p_o, *own[2], case.get("Wp"), None]
-        expected = tflite(given, case["x"], case["Wh"].shape[1], case["cell_clip"])
+        expected = tflite(given, case["x"], case["Wh"].shape[1], case["cell_clip"], case["projection_clip"])
         assert_equal(engine, case, {"h": expected})
         count += 1
-    assert count == 16
+    assert count == 24
 
 
 # --- Cells of equinox, haiku and flax --------------------------------------------------------------------------------

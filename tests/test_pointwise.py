@@ -18,6 +18,7 @@ from pointwise_cases import (
     judged,
     run,
 )
+from slstm_reference import draw_extreme, slstm_by_softmax
 
 from mlx_lstm import cells, lstm, pointwise
 from mlx_lstm.nn import Pointwise
@@ -155,6 +156,19 @@ def test_slstm_equals_a_loop_of_the_papers_equations():
     scale = np.exp(np.array(m))
     np.testing.assert_allclose(np.array(c) * scale, c_t, rtol=1e-12)
     np.testing.assert_allclose(np.array(n) * scale, n_t, rtol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_extreme_input_gates_of_slstm(seed, lengths):
+    """From states of 0 and after a reset by `keep`, outputs and gradients of the sLSTM are right for preactivations of
+    the input gate from -1000 to 1000."""
+    case, cotangents = draw_extreme(np.random.default_rng(seed), (7, 3, 4), lengths)
+    exact = slstm_by_softmax(case, cotangents)
+    bounds = judged(ZOO["slstm"], case, cotangents)[1]
+    for call in (by_pointwise("numpy"), by_pointwise("ops"), by_recurrent):
+        got = run(ZOO["slstm"], case, cotangents, call)
+        assert_right({name: got[name] for name in exact}, exact, bounds)
 
 
 def test_zoneout_equals_a_loop_of_the_papers_equations():

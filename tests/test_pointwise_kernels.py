@@ -12,10 +12,12 @@ import pytest
 from kernel_texts import name_of, noted
 from on_metal import in_turns, on_metal
 from pointwise_cases import OPTIONS, ZOO, Form, assert_right, blocks, by_pointwise, draw_smooth, judged, run
+from slstm_reference import draw_extreme, slstm_by_softmax
 
 from mlx_lstm import cells, lstm, pointwise
 from mlx_lstm.check import cells as check_cells
 from mlx_lstm.engines import METAL_ENGINES, choose
+from mlx_lstm.engines.cell_graph import CellGraph
 from mlx_lstm.engines.cells import PointwiseCell
 from mlx_lstm.engines.directions import join_of
 from mlx_lstm.engines.metal import statements
@@ -97,6 +99,17 @@ def test_large_calls_are_right(engine, limits, cell):
 def test_16_bits_are_right(engine, dtype):
     """Results for arrays of 16 bits are within the error bounds of their dtype."""
     check(engine, ZOO["slstm"], {"lengths": True, "keep": True}, (4, 3, 2, 19), dtype=dtype)
+
+
+@pytest.mark.parametrize("engine", METAL_ENGINES)
+def test_extreme_input_gates_of_slstm(engine):
+    """From states of 0 and after a reset by `keep`, outputs and gradients of the sLSTM are right for preactivations of
+    the input gate from -1000 to 1000."""
+    case, cotangents = draw_extreme(np.random.default_rng(4), (5, 3, 19), lengths=True)
+    exact, bounds = slstm_by_softmax(case, cotangents), judged(ZOO["slstm"], case, cotangents)[1]
+    with on_metal():
+        got = run(ZOO["slstm"], case, cotangents, by_pointwise(engine))
+    assert_right({name: got[name] for name in exact}, exact, bounds)
 
 
 @pytest.mark.parametrize("gates, B", [(9, 3), (17, 33)])
@@ -222,6 +235,46 @@ def test_a_trial_on_stepwise_runs_the_kernels_of_the_call(cell, sizes, names, op
     own = PointwiseCell(form.graph(3, 19), form.recurrent)
     problem = Problem(T, B, H, H, own, names=tuple(sorted(names)), **options)
     assert texts_of(problem, "stepwise") <= texts_of(trial_of("stepwise", problem).problem, "stepwise")
+
+
+def leaky(rate, order=1):
+    return Form(lambda a, state: (rate * state[0] + mx.tanh(a[0]), *state[1:])[::order], 1, 2)
+
+
+def with_other_gradients(problem):
+    """Return the problem with a graph in which two gradients have changed places."""
+    graph = problem.cell.graph
+    back = graph.back[1], graph.back[0], *graph.back[2:]
+    counts = graph.gates, graph.states, graph.inputs, graph.params
+    other = CellGraph(graph.nodes, counts, graph.apart, graph.forward, back, graph.saved)
+    return problem._replace(cell=PointwiseCell(other, problem.cell.recurrent))
+
+
+@pytest.mark.parametrize("engine", METAL_ENGINES)
+def test_a_name_has_one_text_for_cells_that_differ_in_one_part(engine):
+    """MLX caches compiled kernels by name. Kernels of two problems with the same name have the same text, if the
+    problems differ in a number of the cell, in the order of its states or gradients, in an array or in an option."""
+    names = NAMES | {"Wh", "c0"}
+    problem = problem_of(ZOO["lstm"], names)
+    problems = [problem, *(problem_of(leaky(*each), names) for each in ((0.5,), (0.25,), (0.5, -1)))]
+    problems += [
+        with_other_gradients(problem),
+        problem._replace(T=5),
+        problem._replace(B=2),
+        problem._replace(H=20, P=20),
+    ]
+    problems += [problem_of(ZOO["lstm"], names | {more}) for more in ("keep", "lengths", "mask")]
+    options = {"training": False, "reverse": True, "dtype": mx.bfloat16, "bidirectional": True}
+    problems += [problem._replace(**{option: value}) for option, value in options.items()]
+    problems += [problem._replace(limits=problem.limits._replace(index=2)), problem_of(ZOO["cifg"], names)]
+    texts, found = {}, []
+    for each in problems:
+        found.append(texts_of(each, engine))
+        for text in found[-1]:
+            assert texts.setdefault(name_of(text), text) == text
+    # Each of the first five problems has another cell, so no kernel of one cell is a kernel of another.
+    own = [{text for text in each if "struct Own" in text} for each in found[:5]]
+    assert all(one.isdisjoint(other) for n, one in enumerate(own) for other in own[:n])
 
 
 def test_a_call_of_a_cell_launches_generated_kernels():

@@ -1,16 +1,25 @@
 """Tests of `mlx_lstm.recognise`. It returns the source of a call of mlx-lstm that equals a recurrent cell written by
 hand, or None if no call equals the cell."""
 
+import re
+import warnings
+from collections import namedtuple
+
 import mlx.core as mx
 import mlx.nn as nn
+import near_cells
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
 import mlx_lstm
-from mlx_lstm import recognise
+from mlx_lstm import recognise, recognition
 
 D, H = 3, 5
+
+NEAR = 1e-6
+"""The largest error of a right claim, relative to 1 + the value: float32 rounds to 6e-8, about ten times in a step. The
+reference itself has 1e-15, MLX's sigmoid in float64 about 1e-7."""
 
 
 def drawn(*shape):
@@ -214,6 +223,226 @@ def test_finds_the_call_that_equals_a_cell_written_by_hand(cell):
     np.testing.assert_allclose(np.array(got), np.array(mx.stack(steps)), rtol=0, atol=2e-6)
 
 
+# The next functions write cells in forms that are common in public programs. Each returns (module, step, plain, text):
+# `plain` is the step as a function (x, *states) -> list of new states, and `text` is a part of the returned line.
+
+
+def torch_like():
+    """Return an LSTM cell in the style of torch's tutorials: two linear layers with biases, `return out, (h, c)`."""
+    m = Cell(i2h=nn.Linear(D, 4 * H), h2h=nn.Linear(H, 4 * H))
+
+    def step(x, state):
+        h, c = state
+        i, f, g, o = mx.split(m.i2h(x) + m.h2h(h), 4, axis=1)
+        c_next = mx.sigmoid(f) * c + mx.sigmoid(i) * mx.tanh(g)
+        h_next = mx.sigmoid(o) * mx.tanh(c_next)
+        return h_next, (h_next, c_next)
+
+    return m, step, lambda x, h, c: list(step(x, (h, c))[1]), "b=i2h.bias + h2h.bias"
+
+
+def flax_like():
+    """Return an LSTM cell in the style of Flax: the carry (c, h) comes first, each gate has two dense layers."""
+    m = Cell(
+        **{f"i{gate}": nn.Linear(D, H, bias=False) for gate in "ifgo"},
+        **{f"h{gate}": nn.Linear(H, H) for gate in "ifgo"},
+    )
+
+    def step(carry, inputs):
+        c, h = carry
+        i, f, o = (mx.sigmoid(m["i" + gate](inputs) + m["h" + gate](h)) for gate in "ifo")
+        c = f * c + i * mx.tanh(m.ig(inputs) + m.hg(h))
+        h = o * mx.tanh(c)
+        return (c, h), h
+
+    return m, step, lambda x, h, c: list(step((c, h), x)[0][::-1]), "[ii.weight, module['if'].weight"
+
+
+def tensorflow_like():
+    """Return an LSTM cell in the style of TensorFlow 1: one kernel, the order i, j, f, o, a forget bias of 1, the state
+    (c, h) by names, `return out, state`."""
+    m = Cell(kernel=drawn(D + H, 4 * H), bias=drawn(4 * H))
+
+    def step(inputs, state):
+        i, j, f, o = mx.split(mx.concatenate([inputs, state.h], 1) @ m.kernel + m.bias, 4, axis=1)
+        new_c = state.c * mx.sigmoid(f + 1.0) + mx.sigmoid(i) * mx.tanh(j)
+        new_h = mx.tanh(new_c) * mx.sigmoid(o)
+        return new_h, type(state)(c=new_c, h=new_h)
+
+    state = namedtuple("state", ["c", "h"])
+    return m, step, lambda x, h, c: list(step(x, state(c, h))[1][::-1]), "gate_order='igfo', forget_bias=1.0"
+
+
+def character_rnn():
+    """Return a plain RNN of characters: it returns scores and h; the output matrix is not part of the recurrence."""
+    m = Cell(Wxh=drawn(H, D), Whh=drawn(H, H), Why=drawn(7, H), bh=drawn(1, H), by=drawn(1, 7))
+
+    def step(x, h):
+        h = mx.tanh((m.Wxh @ x.T).T + (m.Whh @ h.T).T + m.bh)
+        return h @ m.Why.T + m.by, h
+
+    return m, step, lambda x, h: [step(x, h)[1]], "rnn(x, Wxh, Whh, b=bh[0])"
+
+
+def haste_like():
+    """Return a GRU cell in the style of haste: kernels of rows per input, the order z, r, g, two biases."""
+    m = Cell(kernel=drawn(D, 3 * H), recurrent_kernel=drawn(H, 3 * H), bias=drawn(3 * H), recurrent_bias=drawn(3 * H))
+
+    def step(x, h):
+        v, q = x @ m.kernel + m.bias, h @ m.recurrent_kernel + m.recurrent_bias
+        z, r = mx.sigmoid(v[:, :H] + q[:, :H]), mx.sigmoid(v[:, H : 2 * H] + q[:, H : 2 * H])
+        g = mx.tanh(v[:, 2 * H :] + r * q[:, 2 * H :])
+        return z * h + (1 - z) * g
+
+    return m, step, lambda x, h: [step(x, h)], "bhn=recurrent_bias[10:15], gate_order='zrn'"
+
+
+def mlx_like():
+    """Return an LSTM cell in the style of MLX: the projected input by `addmm`, parameters Wx, Wh and bias."""
+    m = Cell(Wx=drawn(4 * H, D), Wh=drawn(4 * H, H), bias=drawn(4 * H))
+
+    def step(x, hidden, cell):
+        ifgo = mx.addmm(mx.addmm(m.bias, x, m.Wx.T), hidden, m.Wh.T)
+        i, f, g, o = mx.split(ifgo, 4, axis=-1)
+        cell = mx.sigmoid(f) * cell + mx.sigmoid(i) * mx.tanh(g)
+        return mx.sigmoid(o) * mx.tanh(cell), cell
+
+    return m, step, lambda x, h, c: list(step(x, h, c)), "lstm(x, Wx, Wh, b=bias)"
+
+
+def gru_of_a_paper():
+    """Return a GRU cell with one matrix per gate and letter, whose z is the weight of the candidate."""
+    m = Cell(
+        **{f"W{g}": drawn(D, H) for g in "zrh"},
+        **{f"U{g}": drawn(H, H) for g in "zrh"},
+        **{f"b{g}": drawn(H) for g in "zrh"},
+    )
+
+    def step(x, h):
+        z = mx.sigmoid(x @ m.Wz + h @ m.Uz + m.bz)
+        r = mx.sigmoid(x @ m.Wr + h @ m.Ur + m.br)
+        return h + z * (mx.tanh(x @ m.Wh + (r * h) @ m.Uh + m.bh) - h)
+
+    return m, step, lambda x, h: [step(x, h)], "reset='before', flip_z=True"
+
+
+def gru_without_a_recurrent_candidate():
+    """Return a GRU cell whose candidate reads x only."""
+    m = Cell(gate=nn.Linear(D + H, H), candidate=nn.Linear(D, H))
+
+    def step(x, h):
+        z = mx.sigmoid(m.gate(mx.concatenate([x, h], -1)))
+        return z * h + (1 - z) * mx.tanh(m.candidate(x))
+
+    return m, step, lambda x, h: [step(x, h)], "mx.zeros((5, 5)), gate.weight[:, 3:], mx.zeros((5, 5))"
+
+
+def one_of_several_layers():
+    """Return the second of two LSTM cells in a list, which a loop over the layers calls."""
+    cells = [Cell(W=drawn(4 * H, width + H), b=drawn(4 * H)) for width in (7, D)]
+    m = Cell(cells=cells)
+
+    def run(cell, x, state):
+        z = mx.concatenate([x, state[0]], axis=-1) @ cell.W.T + cell.b
+        h, c = lstm_of(mx.split(z, 4, axis=-1), state)
+        return h, (h, c)
+
+    def step(x, state):
+        return run(m.cells[1], x, state)
+
+    return (
+        m,
+        step,
+        lambda x, h, c: list(step(x, (h, c))[1]),
+        "lstm(x, cells[1].W[:, :3], cells[1].W[:, 3:], b=cells[1].b)",
+    )
+
+
+class Called(nn.Module):
+    """An LSTM cell as a module that is called, with one linear layer for three gates and one for the candidate."""
+
+    def __init__(self):
+        super().__init__()
+        self.gates, self.candidate = nn.Linear(D + H, 3 * H), nn.Linear(D + H, H)
+
+    def __call__(self, x, state):
+        hx = mx.concatenate([state[0], x], axis=-1)
+        f, i, o = mx.split(mx.sigmoid(self.gates(hx)), 3, axis=-1)
+        c = f * state[1] + i * mx.tanh(self.candidate(hx))
+        return o * mx.tanh(c), c
+
+
+def a_called_module():
+    """Return a module whose call is the step."""
+    m = Called()
+    return m, m, lambda x, h, c: list(m(x, (h, c))), "gates.weight[5:10, 5:]"
+
+
+def dict_of_parameters():
+    """Return an LSTM cell whose parameters are in a plain dict, one matrix per gate for both x and h."""
+    p = {f"W{gate}": drawn(D + H, H) for gate in "fico"} | {f"b{gate}": drawn(1, H) for gate in "fico"}
+
+    def step(x, h, c):
+        z = mx.concatenate([h, x], axis=1)
+        f, i, o = (1 / (1 + mx.exp(-(z @ p["W" + gate] + p["b" + gate]))) for gate in "fio")
+        c = f * c + i * mx.tanh(z @ p["Wc"] + p["bc"])
+        return o * mx.tanh(c), c
+
+    return p, step, lambda x, h, c: list(step(x, h, c)), "params['Wf'].T[:, 5:]"
+
+
+def dicts_in_a_module():
+    """Return a plain RNN cell whose module has a dict in a list, and keeps an array that is not a parameter."""
+    m = Cell(layers=[{"w": {"in.x": drawn(H, D), "in.h": drawn(H, H)}}], _seen=mx.zeros(3))
+
+    def step(x, h):
+        w = m.layers[0]["w"]
+        h = mx.maximum(x @ w["in.x"].T + h @ w["in.h"].T, 0)
+        return h, h
+
+    text = "rnn(x, layers[0]['w']['in.x'], layers[0]['w']['in.h'], activation='relu')"
+    return m, step, lambda x, h: [step(x, h)[1]], text
+
+
+def fused_gates():
+    """Return an LSTM cell with peepholes on the old c, one sigmoid for three gates and a limit on c."""
+    m = Cell(W=drawn(4 * H, D), U=drawn(4 * H, H), b=drawn(4 * H), peep=drawn(3 * H))
+
+    def step(x, state):
+        z = x @ m.W.T + state[0] @ m.U.T + m.b
+        i, f, o = mx.split(mx.sigmoid(z[:, : 3 * H] + m.peep * mx.tile(state[1], (1, 3))), 3, axis=-1)
+        c = f * state[1] + i * mx.tanh(z[:, 3 * H :])
+        c = c + mx.stop_gradient(mx.clip(c, -3.3, 3.3) - c)
+        return o * mx.tanh(c), (o * mx.tanh(c), c)
+
+    return (
+        m,
+        step,
+        lambda x, h, c: list(step(x, (h, c))[1]),
+        "gate_order='ifog', cell_clip=3.3, output_peephole='previous'",
+    )
+
+
+FORMS = [torch_like, flax_like, tensorflow_like, character_rnn, haste_like, mlx_like, gru_of_a_paper, fused_gates]
+FORMS += [
+    gru_without_a_recurrent_candidate,
+    one_of_several_layers,
+    a_called_module,
+    dict_of_parameters,
+    dicts_in_a_module,
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_finds_cells_in_the_forms_of_public_programs(form):
+    """`recognise` finds the call, and the call evaluated in NumPy with formulas of the tests gives the cell's states at
+    all sizes of numbers."""
+    module, step, plain, text = form()
+    line = recognise(module, step, D, H)
+    assert text in line
+    assert near_cells.worst(line, near_cells.Case(module, step, plain, text), D, H) < NEAR
+
+
 def test_the_line_names_the_module():
     module, step, expected = joined_weights()
     assert recognise(module, step, D, H, name="self.cell") == expected.replace("linear", "self.cell.linear")
@@ -311,7 +540,156 @@ OTHERS = [coupled, normalised, minimal_gated, residual, stopped, compiled, one_h
 
 @pytest.mark.parametrize("cell", OTHERS, ids=lambda cell: cell.__name__)
 def test_no_call_equals_another_cell(cell):
-    assert recognise(*cell(), D, H) is None
+    refused(*cell(), D, H)
+
+
+# (op, place of the slip, its name in the tables of near_cells, the number in it, a part of the warning)
+SLIPS = [
+    ("lstm", "new c", "clip", 3.0, r"misses the gradient of .* cell_clip=3.0\)|cell_clip=3.0\), misses the gradient"),
+    ("lstm", "new c", "one-sided clip", 20.0, r"lstm\(x, Wx, Wh, b=b\), misses c by"),
+    ("lstm", "c", "0.9999", 1, r"forget_bias=-0.0002\), misses c by"),
+    ("lstm", "Wh", "clip", 9.0, r"lstm\(x, Wx, Wh, b=b\), misses [hc] by"),
+    ("lstm", "z", "clip", 9.0, r"lstm\(x, Wx, Wh, b=b\), misses [hc] by .* x and h 10, c 10"),
+    ("lstm", "x", "clip", 2e3, r"lstm\(x, Wx, Wh, b=b\), misses [hc] by"),
+    (
+        "lstm",
+        "zf",
+        "added",
+        1.00000002,
+        "forget_bias=1.0\\), equals it within rounding, but its forget_bias is another",
+    ),
+    ("lstm", "zf", "added", 0.123456789, "forget_bias, 0.123456. .* no number of at most six digits"),
+    ("gru", "h", "clip", 20.0, r"gru\(x, Wx, Wh, b=b\), misses h by"),
+    ("rnn relu", "relu", "relu6", 1, r"activation='relu'\), misses h by .* x and h 10"),
+    ("rnn tanh", "new h", "stopped", 1, "misses the gradient of"),
+    ("lstm", "g", "random", 1, "It draws random numbers"),
+]
+
+
+def refused(module, step, D=near_cells.D, H=near_cells.H):
+    """Return the text of the warning with which `recognise` returns None."""
+    with pytest.warns(UserWarning, match=r"\[recognise\] no call equals the step\. ") as warned:
+        assert recognise(module, step, D, H) is None
+    return str(warned[0].message)
+
+
+@pytest.mark.parametrize("slip", SLIPS, ids=lambda slip: f"{slip[0]} {slip[1]}: {slip[2]} {slip[3]}")
+def test_a_cell_one_slip_away_is_refused_and_the_nearest_call_named(slip):
+    op, place, name, k, text = slip
+    random = np.random.default_rng(0)
+    case = near_cells.slipped(op.split()[0], place, name, random, place == "relu", k)
+    assert re.search(text, refused(case.module, case.step))
+
+
+def judged(case):
+    """Return "none", or whether the line that `recognise` returns for a cell is "right" or "wrong". A line is wrong if
+    its value differs by more than rounding at any size of the numbers, or if its gradient must differ: the slip
+    "stopped" stops it, and the slip "clip" makes it 0 beyond the limit."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        line = recognise(case.module, case.step, near_cells.D, near_cells.H)
+    if line is None:
+        return "none"
+    through = "cell_clip" in line and "clip_gradient" not in line and ": clip" in case.text
+    return "wrong" if through or ": stopped" in case.text or not near_cells.worst(line, case) < NEAR else "right"
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(400, marks=pytest.mark.slow)])
+def test_no_claim_is_wrong_for_random_cells_one_slip_away(count, request):
+    """Random cells one slip away are refused, or the slip has no effect, as a limit of 8 on h, and the claim is
+    right."""
+    start = request.config.getoption("--fuzz-seed") * 1000
+    cases = [near_cells.near(start + n) for n in range(count)]
+    found = [judged(case) for case in cases]
+    wrong = [case.text for case, answer in zip(cases, found, strict=True) if answer == "wrong"]
+    assert not wrong and found.count("none") > count / 2
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_cells_that_equal_a_call_are_found(count, request):
+    start = request.config.getoption("--fuzz-seed") * 1000
+    cases = [near_cells.equal(start + n) for n in range(count)]
+    missed = [case.text for case in cases if judged(case) != "right"]
+    assert not missed
+
+
+def test_finds_activations_that_are_written_by_other_functions():
+    """The sigmoid of the gates is written with tanh, the tanh of the candidate with a sigmoid."""
+    module, _, _ = torch_lstm()
+
+    def step(x, state):
+        z = x @ module.weight_ih.T + module.bias_ih + state[0] @ module.weight_hh.T + module.bias_hh
+        i, f, g, o = mx.split(z, 4, axis=-1)
+        i, f, o = (0.5 * (mx.tanh(0.5 * gate) + 1) for gate in (i, f + 0.1, o))
+        c = f * state[1] + i * (2 * mx.sigmoid(2 * g) - 1)
+        return o * mx.tanh(c), c
+
+    line = "lstm(x, weight_ih, weight_hh, b=bias_ih + bias_hh, forget_bias=0.1)"
+    assert recognise(module, step, D, H) == line
+
+
+LIES = {
+    "NaN": [np.nan, 2.0],
+    "infinity": [np.inf, 2.0],
+    "zeros": [0.0, 0.0],
+    "the first item right": [1.0, 2.1],
+    "an item too many": [1.0, 2.0, 2.0],
+    "an item missing": [1.0],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_the_comparison_refuses(lie):
+    want = np.array([1.0, 2.0])
+    assert recognition.miss(want, want, np.full(2, 1e-6)) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not recognition.miss(np.array(LIES[lie]), want, np.full(2, 1e-6)) <= 1
+    assert not recognition.miss(np.array([np.nan]), np.array([np.nan]), np.ones(1)) <= 1
+    assert not recognition.miss(np.array([np.inf]), np.array([np.inf]), np.ones(1)) <= 1
+    assert not recognition.miss(np.zeros(0), np.zeros(0), np.zeros(0)) <= 1
+    assert not recognition.miss(np.zeros(2), np.zeros(2), np.ones(2)) <= 1
+
+
+def test_outputs_of_a_step_that_are_not_h_are_no_claim():
+    module, step, _ = joined_weights()
+
+    def scaled(x, state):
+        h, c = step(x, state)
+        return 2 * h, (h, c)
+
+    text = refused(module, scaled, D, H)
+    assert "misses what it returns beside its state and must be h (let step return the state only) by" in text
+
+
+def test_a_step_that_changes_from_call_to_call_is_refused():
+    module, step, _ = joined_weights()
+    calls = []
+
+    def changing(x, state):
+        calls.append(x)
+        h, c = step(x, state)
+        return (h, c) if len(calls) < 60 else (h + 0.1, c)
+
+    assert "nearest" in refused(module, changing, D, H)
+
+
+def test_nan_in_the_tail_of_an_activation_is_refused():
+    m = Cell(W=drawn(H, D), U=drawn(H, H))
+
+    def step(x, h):
+        e = mx.exp(2 * (x @ m.W.T + h @ m.U.T))
+        return (e - 1) / (e + 1)  # infinite / infinite for large arguments
+
+    assert "misses h by nan" in refused(m, step, D, H)
+
+
+def test_the_error_names_the_two_ways_to_call_a_step_that_does_not_run():
+    m = Cell(W=drawn(4 * H, D + H + 1))
+    with pytest.raises(ValueError) as caught:
+        recognise(m, lambda x, state: mx.concatenate([x, state[0]], axis=-1) @ m.W.T, D, H)
+    assert re.search(r"but got step\(x, \(h, c\)\): ValueError: .*; step\(h, x\): ", str(caught.value))
 
 
 def wrong_sizes():
@@ -321,7 +699,11 @@ def wrong_sizes():
 
 MODULE, STEP, _ = joined_weights()
 BAD = {
-    "module": (lambda: recognise({}, STEP, D, H), "module must be a module that holds .* but got dict"),
+    "module": (lambda: recognise({}, STEP, D, H), "module must hold parameters of a float dtype but got a dict"),
+    "no module": (
+        lambda: recognise(STEP, STEP, D, H),
+        "module must be a module or a dict that holds .* but got function",
+    ),
     "step": (lambda: recognise(MODULE, None, D, H), r"step must be a function, step\(x, state\) -> state, but got"),
     "D": (lambda: recognise(MODULE, STEP, 0, H), "D must be an integer"),
     "H": (lambda: recognise(MODULE, STEP, D, 1), "H must be an integer"),

@@ -1,6 +1,8 @@
 """Tests of `recurrent` with `checkpoint_every`, which saves only the states between chunks of time steps and
 computes the other steps again in the gradient. Results must not change, and memory must stay bounded."""
 
+from functools import partial
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -78,6 +80,74 @@ def test_the_results_are_those_without_chunks(name, every):
 def leaky(x, h, parameters):
     h = mx.tanh(x + h @ parameters["W"].T + parameters["more"][0]) * 0.5 + h * h * 0.1
     return h * h, h
+
+
+class Holding:
+    """An object, no module, that holds a module. Its method is a step."""
+
+    def __init__(self, cell):
+        self.cells = {"only": [cell]}
+
+    def step(self, x, h):
+        return self.cells["only"][0](x, h)
+
+
+def ways_to_capture(cell):
+    """Return {name: step}: steps that hold the same module in each place where Python keeps what a function needs."""
+
+    def in_default(x, h, cell=cell):
+        return cell(x, h)
+
+    def in_keyword_default(x, h, *, cell=cell):
+        return cell(x, h)
+
+    def in_closure(x, h):
+        return cell(x, h)
+
+    def in_inner_function(x, h):
+        return (lambda: cell(x, h))()
+
+    def by_argument(cell, x, h):
+        return cell(x, h)
+
+    def by_keyword(x, h, *, other):
+        return other["cell"](x, h)
+
+    return {
+        "a default": in_default,
+        "a keyword default": in_keyword_default,
+        "a closure": in_closure,
+        "an inner function": in_inner_function,
+        "an argument of partial": partial(by_argument, cell),
+        "a keyword of partial": partial(by_keyword, other={"cell": cell}),
+        "a method": Holding(cell).step,
+        "the module": cell,
+    }
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(D, H), nn.Linear(H, H)
+
+    def __call__(self, x, h):
+        h = mx.tanh(self.inner(x) + self.outer(h))
+        return h, h
+
+
+@pytest.mark.parametrize("place", ways_to_capture(Small()))
+def test_a_module_is_seen_wherever_a_step_holds_it(place):
+    """The gradients of a captured module's parameters equal those without chunks: none of them is 0."""
+    cell, x, weights = Small(), numbers(T, B, D, key=5), numbers(T, B, H, key=6)
+    step = ways_to_capture(cell)[place]
+
+    def loss(every):
+        return (recurrent(step, x, mx.zeros((B, H)), checkpoint_every=every)[0] * weights).sum()
+
+    whole, chunks = (nn.value_and_grad(cell, lambda every=every: loss(every))()[1] for every in (None, 3))
+    for (name, one), (_, other) in zip(tree_flatten(whole), tree_flatten(chunks), strict=True):
+        assert mx.abs(one).max() > 1e-2, name
+        np.testing.assert_allclose(np.array(other), np.array(one), rtol=0, atol=1e-5, err_msg=name)
 
 
 def test_gradients_by_finite_differences():

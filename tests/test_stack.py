@@ -2,6 +2,7 @@
 a loop over the layers, and wrong arguments raise an error."""
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn
@@ -12,7 +13,9 @@ from mlx.utils import tree_flatten, tree_map
 
 import mlx_lstm.nn
 import mlx_lstm.torch
+from mlx_lstm import convert
 from mlx_lstm.nn import stack
+from mlx_lstm.recurrence import Call
 
 T = 5
 KINDS = ["LSTM", "GRU", "RNN"]
@@ -371,6 +374,74 @@ def test_a_graph_to_export_in_evaluation_mode(tmp_path):
         layer.eval()
     mx.export_function(path, lambda x: stack(layers, x)[0], x)
     np.testing.assert_allclose(np.array(mx.import_function(path)(x)[0]), np.array(stack(layers, x)[0]), atol=1e-6)
+
+
+@pytest.mark.parametrize("modes", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+def test_both_directions_train_only_together(modes):
+    """A layer of two directions is in training mode only if both are."""
+    ahead, back = mlx_lstm.nn.GRU(D, H, engine="ops"), mlx_lstm.nn.GRU(D, H, engine="ops")
+    ahead.train(modes[0])
+    back.train(modes[1])
+    mx.eval(ahead.parameters(), back.parameters())
+    seen = []
+
+    def forward(call, arrays, *, training, **options):
+        seen.append(training)
+        return run_call(call, arrays, training=training, **options)
+
+    run_call = Call.forward
+    with patch.object(Call, "forward", forward):
+        stack([ahead], mx.ones((2, T, D)), reverse=[back])
+    assert seen == [all(modes)]
+
+
+def test_the_groups_of_a_layer_have_equal_sizes():
+    """With a function in between, a layer reads any number of features, but all its groups the same one. The number is
+    that of its own first group, not of another layer's."""
+    x, widths = mx.ones((2, T, 2 * D)), (D, 6, 5)
+    between = lambda n, x: mx.ones((*x.shape[:-1], 2 * widths[n + 1]))  # noqa: E731
+    layers = [mlx.nn.GRU(width, H) for width in widths for _ in range(2)]
+    expected = layers[4](mx.ones((2, T, 5)))
+    output = stack(layers, x, groups=2, between=between)[0]
+    np.testing.assert_allclose(np.array(output[..., :H]), np.array(expected), atol=1e-6)
+    for n in (3, 5):  # the second group of layer 1, of layer 2
+        wrong = [*layers[:n], mlx.nn.GRU(D, H), *layers[n + 1 :]]
+        with pytest.raises(ValueError, match=rf"layers\[{n}\].Wx must have shape \[12, {widths[n // 2]}\]"):
+            stack(wrong, x, groups=2, between=between)
+
+
+def test_the_nonlinearity_belongs_to_the_cached_arrays():
+    """The same arrays in two objects with other nonlinearities give the numbers of each, in any order of calls."""
+    arrays = dict(mlx_lstm.torch.RNN(D, H).parameters())
+    x = mx.random.normal((2, T, D), key=mx.random.key(2))
+    for name in ("tanh", "relu", "tanh", "sigmoid", "relu"):
+        function = {"tanh": mx.tanh, "relu": mlx.nn.relu, "sigmoid": mx.sigmoid}[name]
+        words = {"Wxh": "weight_ih_l0", "Whh": "weight_hh_l0"}
+        alone = mlx.nn.RNN(D, H, nonlinearity=function)
+        alone.update({ours: arrays[theirs] for ours, theirs in words.items()})
+        alone.bias = arrays["bias_ih_l0"] + arrays["bias_hh_l0"]
+        for act in (name, function):
+            output = stack([SimpleNamespace(**arrays, nonlinearity=act)], x)[0]
+            np.testing.assert_allclose(np.array(output), np.array(alone(x)), atol=1e-6, err_msg=name)
+
+
+def test_checkpoints_of_the_layers():
+    """The option `checkpoint_every` of each layer, or of the call, reaches the recurrence of this layer."""
+    layers, x, seen = [mlx_lstm.nn.GRU(D, H, checkpoint_every=2), mlx_lstm.nn.GRU(H, H), mlx.nn.GRU(H, H)], X, []
+    layers.append(mlx_lstm.nn.GRU(H, H, checkpoint_every="auto"))
+    run_call = Call.forward
+
+    def forward(call, *arguments, **options):
+        seen.append(call.checkpoint_every)
+        return run_call(call, *arguments, **options)
+
+    with patch.object(Call, "forward", forward):
+        stack(layers, x)
+        stack(layers, x, checkpoint_every=3)
+        loaded = mlx_lstm.nn.from_weights(convert.from_mlx(layers[1:]), checkpoint_every=4)
+        loaded(mx.ones((2, T, H)))
+    assert seen == [2, None, None, "auto", 3, 3, 3, 3, 4, 4, 4]
+    assert loaded.checkpoint_every == 4
 
 
 X, LSTM, GRU, RNN = mx.zeros((2, T, D)), mlx.nn.LSTM(D, H), mlx.nn.GRU(D, H), mlx.nn.RNN(D, H)

@@ -378,3 +378,105 @@ def test_streamed_frames_are_flat_in_memory(count):
     printed = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True).stdout
     peak, active = map(int, printed.split())
     assert peak < 1000 * 1024 and active == 0, printed
+
+
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_keep_acts_on_every_layer(kind, engine):
+    """After `keep=0` a step of a list of layers equals the first step of new steppers, in every layer."""
+    mx.random.seed(8)
+    layers = [getattr(nn, kind)(I if n == 0 else H, H) for n in range(3)]
+    with mx.stream(mx.cpu):
+        stepper, fresh = (nn.stepper(layers, 2, engine=engine) for _ in range(2))
+        for x in mx.random.normal((3, 2, I)):
+            stepper(x)
+        x = mx.random.normal((2, I))
+        assert_close(stepper(x, keep=mx.zeros(2)), fresh(x))
+        assert_close(stepper.state(), fresh.state())
+        half = [state * 0.5 for state in as_tuple(stepper.state())]
+        fresh.set_state(tuple(half) if len(half) > 1 else half[0])
+        assert_close(stepper(x, keep=mx.full((2,), 0.5)), fresh(x))
+        assert_close(stepper.state(), fresh.state())
+
+
+@pytest.mark.parametrize("engine", ["fused", "stepwise"])
+def test_keep_acts_on_every_layer_on_a_gpu(engine):
+    with on_metal():
+        layers = [nn.GRU(I, H), nn.GRU(H, H)]
+        stepper, fresh = (nn.stepper(layers, 2, engine=engine) for _ in range(2))
+        stepper(mx.ones((2, I)))
+        x = mx.full((2, I), 0.5)
+        assert_close(stepper(x, keep=mx.zeros(2)), fresh(x))
+        assert_close(stepper.state(), fresh.state())
+
+
+def as_tuple(state):
+    return state if isinstance(state, tuple) else (state,)
+
+
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("is_list", [False, True], ids=["a layer", "a list"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_the_states_are_copies(kind, is_list, engine):
+    """Neither a later step changes the arrays that `state` returned, nor does writing to them change the stepper."""
+    layer = getattr(nn, kind)(I, H, engine=engine)
+    with mx.stream(mx.cpu):
+        stepper, x = nn.stepper([layer], 2) if is_list else layer.stepper(2), mx.ones((2, I))
+        for _ in range(2):  # a stepper on `numpy` has two buffers for h
+            stepper(x)
+            states, as_mlx = as_tuple(stepper.state(as_numpy=True)), as_tuple(stepper.state())
+            copies = [state.copy() for state in states]
+            stepper(x)
+            for state, copy, other in zip(states, copies, as_mlx, strict=True):
+                np.testing.assert_array_equal(state, copy)
+                np.testing.assert_array_equal(np.array(other), copy)
+            before = [state.copy() for state in as_tuple(stepper.state(as_numpy=True))]
+            for state in (*as_tuple(stepper.state(as_numpy=True)), *states):
+                state[...] = 7
+            for state, copy in zip(as_tuple(stepper.state(as_numpy=True)), before, strict=True):
+                np.testing.assert_array_equal(state, copy)
+            given = [state.copy() for state in before]
+            stepper.set_state(tuple(given) if len(given) > 1 else given[0])
+            for state in given:
+                state[...] = 9
+            for state, copy in zip(as_tuple(stepper.state(as_numpy=True)), before, strict=True):
+                np.testing.assert_array_equal(state, copy)
+
+
+FORMS_OF_NUMPY = {
+    "reversed": lambda array: np.ascontiguousarray(array[..., ::-1])[..., ::-1],
+    "big-endian": lambda array: array.astype(">f4"),
+    "big-endian integers": lambda array: array.astype(">i2"),
+    "big-endian float16": lambda array: array.astype(">f2"),
+    "long double": lambda array: array.astype(np.longdouble),
+    "strided": lambda array: np.repeat(array, 2, axis=-1)[..., ::2],
+    "bool": lambda array: array > 0,
+}
+
+
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("form", FORMS_OF_NUMPY)
+def test_any_array_of_numpy(form, engine):
+    """x, keep and the states may have any byte order, memory order and width; the numbers are the same ones."""
+    change, rng = FORMS_OF_NUMPY[form], np.random.default_rng(3)
+    x, h, c, keep = (rng.integers(0, 2, shape).astype(np.float32) for shape in ((2, I), (2, H), (2, H), (2,)))
+    with mx.stream(mx.cpu):
+        layer = nn.LSTM(I, H, engine=engine)
+        one, other = layer.stepper(2), layer.stepper(2)
+        one.set_state((change(h), change(c)))
+        other.set_state((h, c))
+        np.testing.assert_array_equal(one(change(x), keep=change(keep)), other(x, keep=keep))
+        for name, kind in (("object", object), ("datetime64[s]", "M8[s]"), ("<U32", "U32")):
+            with pytest.raises(ValueError, match=r"x must be real but got ") as error:
+                one(np.zeros((2, I)).astype(kind))
+            assert name in str(error.value)
+
+
+def test_any_array_of_numpy_on_a_gpu():
+    with on_metal():
+        stepper = nn.GRU(I, H).stepper(2)
+        x = np.ones((2, I), np.float32)
+        expected = stepper(x)
+        for change in FORMS_OF_NUMPY.values():
+            stepper.reset()
+            np.testing.assert_array_equal(stepper(change(x)), expected)

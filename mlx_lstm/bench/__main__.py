@@ -9,10 +9,10 @@ from typing import NoReturn
 
 from ..engines import ENGINES, choice, choose
 from ..engines.choice import has_metal
-from ..machine import check_files, in_all_digits, run_command
+from ..machine import VERSION, check_files, in_all_digits, run_command
 from ..testing.cases import DTYPES
 from ..testing.progress import Progress
-from ..testing.report import machine_card
+from ..testing.report import machine_card, one_line
 from .cases import CASES, find_contender, is_installed
 from .files import plot, write_csv, write_records
 from .host import HOST_SIZE, host_text, measure_host
@@ -61,13 +61,22 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     in_all_digits()
     if options.tune:
-        return tune(options.tune_file)
+        try:
+            return tune(options.tune_file)
+        except KeyboardInterrupt:
+            print("\ninterrupted: nothing is kept, because the table is written at the end", file=sys.stderr)
+            return 130
     if options.host:
         return show_host(options)
     card = machine_card(shlex.join(["python", "-m", "mlx_lstm.bench", *arguments]), options.device)
     print(card_text(card), flush=True)
-    with Progress() as progress:
-        groups = run(options, progress, card)
+    groups: list[list[Measurement]] = []
+    try:
+        with Progress() as progress:
+            run(options, progress, card, groups)
+    except KeyboardInterrupt:
+        print(interrupted_text(groups, options), file=sys.stderr)
+        return 130
     print(f"\n{LEGEND}")
     if options.plot and any(map(references, groups)):
         plot(options.plot, groups, card)
@@ -84,7 +93,7 @@ def failures_text(rows: Iterable[Measurement]) -> str:
         if row.failed:
             failed.setdefault(f"{label(row.task)} ({row.task.engine})", []).append(row)
     return "".join(
-        f"{name} at {first.task.size} {first.task.which}: {first_line(first)}"
+        f"{name} at {first.task.size} {first.task.which}: {one_line(first.status)}"
         + (f" (and {len(others)} more)\n" if others else "\n")
         for name, (first, *others) in failed.items()
     )
@@ -139,6 +148,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tune", action="store_true", help="on a Mac: measure where which Metal engine is the faster, for later runs")
     add("--tune-file", metavar="FILE", help="where --tune writes; default: in your cache directory, where it counts")
     add("--worker", metavar="TASK", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")
     return parser
 
 
@@ -239,10 +249,17 @@ def engines_for(size: Size, options: argparse.Namespace) -> list[str]:
     return [choose(requested=word, **where).engine for word in dict.fromkeys(options.engine or [None])]
 
 
-def run(options: argparse.Namespace, progress: Progress, card: dict[str, str]) -> list[list[Measurement]]:
-    """Measure every size and pass. Print each result when it is done and add it to the CSV file. The errors of an
-    implementation are printed in full only once."""
-    case, groups, printed = CASES[options.case], [], set[str]()
+def interrupted_text(groups: list[list[Measurement]], options: argparse.Namespace) -> str:
+    """Return what Ctrl-C leaves: how many tables are measured, and where they are."""
+    done = f"{len(groups)} of {len(options.sizes) * len(options.passes)} tables"
+    kept = f"they are in {options.csv}" if options.csv else "they are printed above; --csv FILE would keep them"
+    return f"\ninterrupted after {done}" + (f": {kept}" if groups else ": nothing is kept")
+
+
+def run(options: argparse.Namespace, progress: Progress, card: dict[str, str], groups: list[list[Measurement]]) -> None:
+    """Measure every size and pass, and add the measurements to `groups`. Print each result when it is done and add it
+    to the CSV file. The errors of an implementation are printed in full only once."""
+    case, printed = CASES[options.case], set[str]()
     for size in options.sizes:
         progress.title = f"{len(groups) + 1} of {len(options.sizes) * len(options.passes)}: {size}"
         progress.say("float64 results to judge by")
@@ -258,6 +275,7 @@ def run(options: argparse.Namespace, progress: Progress, card: dict[str, str]) -
                 for every in (everies if contender == "ours" else [None])
             ]
             rounds = 0 if options.memory else options.rounds
+            progress.count(len(groups), len(options.sizes) * len(options.passes))
             progress.title = f"{len(groups) + 1} of {len(options.sizes) * len(options.passes)}: {size} {which}"
             times = {"seconds": options.seconds, "rounds": rounds, "patience": options.patience}
             rows = measure(tasks, judge, progress=progress, **times)
@@ -266,7 +284,6 @@ def run(options: argparse.Namespace, progress: Progress, card: dict[str, str]) -
             if options.csv:
                 write_csv(options.csv, groups, card)
             printed.update(row.status for row in rows if "\n" in row.status)
-    return groups
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..child import Child, ChildError
+from ..child import LIMIT, Child, ChildError
 from ..machine import module_command
 from ..testing.judge import Judge, Verdict
 from ..testing.progress import Progress
@@ -47,6 +47,7 @@ class Measurement(NamedTuple):
     idle_cpu: float = 0.0  # fraction of a core used while the process should have been idle
     disturbed: int = 0  # turns in which other processes used more than QUIET cores
     builds: tuple[float, ...] = ()  # seconds of each run in which a graph was built; empty without a graph
+    hung: bool = False  # whether the process gave no answer in time
 
     @property
     def failed(self) -> bool:
@@ -170,9 +171,9 @@ def check(task: Task, child: Child, judge: Judge, file: str) -> tuple[Measuremen
     """Run a task once and compare the results with float64. Return (the measurement, the seconds that one run
     takes)."""
     try:
-        answer = child.ask(do="check", file=file)
+        answer = child.ask(limit_of(task), do="check", file=file)
     except ChildError as error:
-        return Measurement(task, f"failed: {error}"), 0.0
+        return Measurement(task, f"failed: {error}", hung=error.hung), 0.0
     with np.load(file) as results:
         verdict = judge.judge(dict(results), CASES[task.case].passes[task.which])
     status = f"refused: {verdict.refusal}" if verdict.refusal else "memory only"
@@ -180,14 +181,23 @@ def check(task: Task, child: Child, judge: Judge, file: str) -> tuple[Measuremen
     return Measurement(task, status, verdict, **memory), answer["once"]
 
 
+def limit_of(task: Task) -> float:
+    """Return after how many seconds a run of a task counts as hung: LIMIT, and the time of a slow machine, which needs
+    10 ms for each step and computes 1e9 multiplications and additions per second."""
+    T, B, I, H = task.size
+    products = 3 * 2 * T * B * 4 * H * (I + H)  # forward, and twice as many backward
+    return LIMIT + 0.01 * T + products / 1e9
+
+
 def take_turn(row: Measurement, child: Child, plan: Plan, patience: float) -> Measurement:
     """Time an implementation for one more turn. Return the measurement with the new times added."""
     wait_until_quiet(patience)
     wall, busy = time.perf_counter(), busy_seconds()
     try:
-        answer = child.ask(do="time", seconds=plan.seconds, warmups=plan.warmups)
+        limit = plan.seconds + limit_of(row.task)
+        answer = child.ask(limit, do="time", seconds=plan.seconds, warmups=plan.warmups)
     except ChildError as error:
-        return row._replace(status=f"failed: {error}", rounds=())
+        return row._replace(status=f"failed: {error}", rounds=(), hung=error.hung)
     wall, busy = time.perf_counter() - wall, busy_seconds() - busy
     return row._replace(
         status="timed",

@@ -7,11 +7,11 @@ from typing import Any
 from ..engines.cells import LSTMCell
 from ..testing.cases import DTYPES, hindrance
 from ..testing.progress import Progress
-from ..testing.report import first_line
+from ..testing.report import one_line
 from .cases.lstm import draw
 from .files import csv_record
 from .judge import judge_layer
-from .report import THREADS_HINT, milliseconds, references, spread
+from .report import milliseconds, references, spread
 from .rounds import Measurement, label, measure, ratio
 from .tasks import PASSES, SIZES, Size, Task
 
@@ -32,6 +32,9 @@ SETTLING = (
 """The measurements that answer open questions about the model of times in tests/machine_code, as (size, engine,
 passes, dtypes). The option `--full` makes them on a Mac's GPU."""
 
+NAMES = {"forward": "forward", "backward": "forward and gradient"}
+"""What each pass is called in the printed lines."""
+
 SECONDS, ROUNDS, QUIET = 1.0, 3, 2.0
 """Seconds to time each contender, its number of turns, and the seconds a turn waits for other processes to pause."""
 
@@ -43,20 +46,24 @@ def default_sizes(device: str, full: bool) -> tuple[Size, ...]:
 
 
 def measure_sizes(
-    engines: Sequence[str], sizes: Sequence[Size], device: str, full: bool, progress: Progress
+    engines: Sequence[str], sizes: Sequence[Size], device: str, progress: Progress
 ) -> Iterator[list[Measurement]]:
-    """Yield the measurements of each size, after the results were checked. The backward pass is measured; with
-    `full` also the forward pass."""
-    passes = [*PASSES] if full else ["backward"]
+    """Yield the measurements of each size and pass, after the results were checked. What hung at one size is left out
+    at the next ones, because each wait takes minutes."""
+    hung: set[str] = set()
     for n, size in enumerate(sizes):
+        progress.count(n, len(sizes))
         progress.title = f"timing, size {n + 1} of {len(sizes)}: {size}"
         progress.say("float64 results to judge by")
         judge = judge_layer(draw(size, "float32"), "float32", backward=True)
         able = [word for word in engines if not hindrance(word, size, DTYPES["float32"], LSTMCell(), device=device)]
-        for which in passes:
+        for which in PASSES:
             pairs = [("mlx", "-"), *(("ours", engine) for engine in able)]
-            tasks = [Task(*pair, size, which, "float32", device) for pair in pairs]
-            yield measure(tasks, judge, seconds=SECONDS, rounds=ROUNDS, patience=QUIET, progress=progress)
+            tasks = [Task(*pair, size, which, "float32", device) for pair in pairs if pair[1] not in hung]
+            rows = measure(tasks, judge, seconds=SECONDS, rounds=ROUNDS, patience=QUIET, progress=progress)
+            hung |= {row.task.engine for row in rows if row.hung}
+            if rows:
+                yield rows
     progress.title = ""
 
 
@@ -85,13 +92,13 @@ def time_line(rows: Sequence[Measurement]) -> str:
     for row in rows:
         name = label(row.task) if row.task.engine == "-" else row.task.engine
         if not row.samples:
-            cells.append(f"{name} not timed: {first_line(row.status)}")
+            cells.append(f"{name} not timed: {one_line(row.status)}")
             continue
         times = ""
         if "mlx" in compared and row.task.contender != "mlx" and (figures := ratio(row, compared["mlx"])):
             part = f"1/{1 / figures.value:.3g} of" if figures.value < 1 else f"{figures.value:.3g} times"
             times = f", {part} that"
         cells.append(f"{name} {milliseconds(spread(row)['median'])} ms{times}")
-    disturbed = f" (disturbed by other processes: {THREADS_HINT})" if any(row.disturbed for row in rows) else ""
+    disturbed = " (other processes ran at the same time)" if any(row.disturbed for row in rows) else ""
     dtype = "" if task.dtype == "float32" else f" {task.dtype}"
-    return f"{task.size!s:15} {task.which}{dtype}: {'; '.join(cells)}{disturbed}"
+    return f"{task.size!s:15} {NAMES[task.which]}{dtype}: {'; '.join(cells)}{disturbed}"

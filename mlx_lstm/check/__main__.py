@@ -9,7 +9,7 @@ from pathlib import Path
 from ..bench import short
 from ..bench.__main__ import size_option
 from ..engines import ENGINES, METAL_ENGINES, choice
-from ..machine import check_files, in_all_digits, run_command
+from ..machine import VERSION, check_files, in_all_digits, on_one_thread, run_command
 from ..testing.progress import Progress
 from . import further
 from .comparison import Work, findings, serve_comparisons
@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     in_all_digits()
+    on_one_thread()
     report = Report(options.file, shlex.join(["python", "-m", "mlx_lstm.check", *arguments]), selection.device)
     try:
         report.save()
@@ -115,7 +116,7 @@ def time_engines(selection: Selection, report: Report, options: argparse.Namespa
     on_gpu = choice.has_metal() and selection.device == "gpu"
     ours = METAL_ENGINES if on_gpu else ("numpy" if selection.device == "cpu" else "ops",)
     engines = [engine for engine in ours if engine in selection.engines and engine not in lost]
-    groups = short.measure_sizes(engines, sizes, selection.device, options.full, progress)
+    groups = short.measure_sizes(engines, sizes, selection.device, progress)
     if options.full and on_gpu:
         groups = chain(groups, short.settle(engines, progress))
     for rows in groups:
@@ -154,6 +155,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--sizes", nargs="*", type=size_option, metavar="T,B,I,H", help="what is timed; without one, nothing")
     add("--file", metavar="FILE", type=Path, default=Path("mlx-lstm-check.json"), help="default: mlx-lstm-check.json")
     add("--worker", metavar="WORK", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")
     return parser
 
 

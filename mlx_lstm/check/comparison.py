@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..child import Child, ChildError, serve
+from ..child import LIMIT, Child, ChildError, serve, shortened
 from ..engines.choice import on
 from ..machine import module_command
 from ..oracle import OUTPUTS, evaluate
@@ -22,11 +22,9 @@ from ..testing.cases import DTYPES, infer, run, split
 from ..testing.judge import Judge, make_judge
 from .grid import GridCase, grid
 
-PATIENCE = 180.0
-"""Seconds to wait for a comparison. Apple's compiler takes less than a second, the tests' emulator several seconds."""
-
 LOSSES = 3
-"""An engine that has crashed or blocked this number of child processes is not run again."""
+"""An engine that has crashed this number of child processes is not run again. One that has blocked a child process is
+not run again either, because each wait takes minutes."""
 
 Work = list[tuple[int, str]]
 """The comparisons to make, each as (number of a case in the grid, engine)."""
@@ -91,7 +89,7 @@ def compare(prepared: Prepared, engine: str) -> Finding:
             inferred = as_numpy(infer(case, engine, dtype, weights))
     # Catch everything: the user wants to see any error of a compiler or a driver.
     except Exception as error:
-        return finding._replace(failure=f"{type(error).__name__}: {error}")
+        return finding._replace(failure=shortened(f"{type(error).__name__}: {error}"))
     without_training = [name for name in OUTPUTS[grid_case.op] if name != "gates"]
     verdict = judge.judge(results, [*cotangents, *(f"d{name}" for name in split(case)[1] if name not in weights)])
     if not verdict.refusal and (refused := judge.judge(inferred, without_training)).refusal:
@@ -107,7 +105,7 @@ def as_numpy(arrays: Mapping[str, mx.array]) -> Tensors:
     return {name: np.array(array.astype(mx.float32)) for name, array in arrays.items()}
 
 
-def findings(work: Work, cases: list[GridCase], full: bool, patience: float = PATIENCE) -> Iterator[Finding]:
+def findings(work: Work, cases: list[GridCase], full: bool, limit: float = LIMIT) -> Iterator[Finding]:
     """Yield the finding of each comparison in `work`. After a crash or a hang, the next comparison runs in a new
     child process."""
     child, lost = None, Counter[str]()
@@ -115,14 +113,14 @@ def findings(work: Work, cases: list[GridCase], full: bool, patience: float = PA
         for n, engine in work:
             finding = Finding(cases[n].name, cases[n].dtype, engine)
             if lost[engine] >= LOSSES:
-                why = f"not run, as {engine} ended {LOSSES} processes before"
+                why = f"not run, as {engine} ended {LOSSES} processes or blocked one before"
                 yield finding._replace(failure=why, lost=True)
                 continue
             child = child or Child(module_command("mlx_lstm.check", "--worker", "full" if full else "default"))
             try:
-                answer = child.ask(patience, n=n, engine=engine)
+                answer = child.ask(limit, n=n, engine=engine)
             except ChildError as error:
-                lost[engine] += error.lost
+                lost[engine] += LOSSES if error.hung else error.lost
                 child = None if error.lost else child
                 yield finding._replace(failure=str(error), lost=error.lost)
             else:

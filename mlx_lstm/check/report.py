@@ -8,7 +8,8 @@ from typing import Any
 from ..bench import short
 from ..bench.rounds import Measurement
 from ..engines import tuning
-from ..testing.report import first_line, json_text, machine_card
+from ..files import write_whole
+from ..testing.report import json_text, machine_card, one_line, without_names
 from .comparison import Finding
 
 SHOWN = 8  # the largest number of failures printed per engine; the file has all failures
@@ -41,10 +42,9 @@ class Report:
         """Write all findings as JSON. If the write is interrupted, the old file stays."""
         comparisons = [finding._asdict() for finding in self.findings]
         content = {"machine": self.machine, "verdict": self.verdict, "comparisons": comparisons}
-        part = self.file.with_name(f"{self.file.name}.part")
+        text = json_text(content | {"times": short.records(self.times)} | self.more) + "\n"
         try:
-            part.write_text(json_text(content | {"times": short.records(self.times)} | self.more) + "\n")
-            part.replace(self.file)
+            write_whole(self.file, lambda partial: partial.write_text(text), force=True)
         except OSError as error:
             raise CannotWriteError(f"cannot write {self.file}: {error}; --file names another place") from None
         self.written = time.monotonic()
@@ -88,10 +88,10 @@ def failure_lines(wrong: Iterable[Finding]) -> list[str]:
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in wrong:
         layer = finding.problem.partition(",")[0] if finding.tensor else ""
-        groups.setdefault((layer, "" if layer else first_line(finding.failure)), []).append(finding)
+        groups.setdefault((layer, "" if layer else one_line(without_names(finding.failure))), []).append(finding)
     lines = []
     for same in groups.values():
         worst = max(same, key=lambda finding: finding.ratio)
         more = f" and {len(same) - 1} more" if len(same) > 1 else ""
-        lines.append(f"{worst.problem}, {worst.dtype}{more}: {first_line(worst.failure)}")
+        lines.append(f"{worst.problem}, {worst.dtype}{more}: {one_line(worst.failure)}")
     return lines

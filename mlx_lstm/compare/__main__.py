@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn, TextIO
 
-from ..machine import check_files, in_all_digits, run_command
+from ..machine import VERSION, check_files, in_all_digits, run_command
 from ..recurrence import unguarded
 from ..testing.progress import Progress
 from . import judge
@@ -74,6 +74,9 @@ def main(arguments: list[str] | None = None) -> int:
             if options.settle:
                 return run_settle(contenders, options)
             return run_arrays(dumps, contenders, options) if dumps else run_compare(contenders, golden, options)
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing is kept, because files are written at the end", file=sys.stderr)
+        return 130
     finally:
         for contender in contenders.values():
             contender.close()
@@ -99,6 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--arrays", metavar="PATH", help="compare your own: a folder of .npy, an .npz or a .safetensors; needs --op")
     add("--op", choices=tuple(GATES), help="what computed them")
     add("--descriptor", metavar="JSON", help="its descriptor's properties that differ from Apple's defaults")
+    parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")
     return parser
 
 

@@ -31,7 +31,6 @@ HOW_TO_GET = {
     "fused": "a Mac: MLX has Metal only there",
     "stepwise": "a Mac: MLX has Metal only there",
 }
-TIMEOUT = 300.0  # seconds to wait for a case; MPSGraph compiles a graph in less than one second
 HANGS = 3  # after this number of cases that hung, a contender (an implementation) is not run again
 
 CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}
@@ -127,19 +126,19 @@ def in_a_child(
     def run(case: CompareCase) -> Outcome:
         if len(hangs) >= HANGS:
             return Outcome({}, f"not run, as {name} hung {HANGS} times before")
-        if not children:
-            children.append(Child(module_command("mlx_lstm.compare", "--worker", name)))
+        if not (children and children[0].serves()):
+            children[:] = [Child(module_command("mlx_lstm.compare", "--worker", name))]
         with tempfile.TemporaryDirectory() as folder:
-            files = {"case": str(Path(folder, "case.npz")), "results": str(Path(folder, "results.npz"))}
-            save_case(files["case"], case)
+            given, results = str(Path(folder, "case.npz")), str(Path(folder, "results.npz"))
+            save_case(given, case)
             try:
-                children[0].ask(TIMEOUT, **files)
+                children[0].ask(case=given, results=results)
             except ChildError as error:
                 if error.lost:
                     children.clear()
-                hangs.extend([str(error)] if str(error).startswith("no answer") else [])
+                hangs.extend([str(error)] if error.hung else [])
                 return Outcome({}, str(error))
-            with np.load(files["results"]) as data:
+            with np.load(results) as data:
                 arrays = dict(data)
         if name != "mpsgraph":
             return Outcome(arrays)

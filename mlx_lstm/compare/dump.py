@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..files import parse_json, read_npy, read_npz, read_safetensors, shown
+from ..budget import Budget, shown
+from ..files import Foreign, foreign, read_npy, read_npz, read_safetensors
 from ..mpsgraph.layouts import check_descriptor, layouts, title
 from .cases import COTANGENTS, GATES, GRADIENTS, RESULTS, Arrays, CompareCase
 from .ours import DESCRIPTORS, SAVED
@@ -128,21 +129,28 @@ def read(file: str) -> Arrays:
     """Return the arrays of a file or folder by their names in the file."""
     path = Path(file)
     try:
-        if path.is_dir():
-            arrays = {part.stem: read_npy(part) for part in sorted(path.glob("*.npy"))}
-        elif path.suffix == ".safetensors":
-            loaded, _ = read_safetensors(path)
-            low = [name for name, array in loaded.items() if isinstance(array, mx.array)]
-            if low:
-                raise ValueError(f"{shown(low[0])} must be float32 or float16 but got bfloat16")
-            arrays = {name: np.array(array) for name, array in loaded.items()}
-        else:
-            arrays = read_npz(path)
+        arrays: Arrays = {}
+        for part in sorted(path.glob("*.npy")) if path.is_dir() else [path]:
+            with foreign(part) as opened:
+                arrays |= arrays_of(opened, alone=part is path)
     except (OSError, ValueError) as error:
         text = f"{file} must be a folder of .npy files, an .npz or a .safetensors: {shown(error, 300)}"
         raise ValueError(text) from None
     if not arrays:
         raise ValueError(f"{file} holds no arrays")
+    return arrays
+
+
+def arrays_of(file: Foreign, alone: bool) -> Arrays:
+    """Return the arrays of an open file by their names. alone: False if the file is one of a folder of .npy files."""
+    if not alone:
+        return {file.path.stem: read_npy(file)}
+    if file.path.suffix != ".safetensors":
+        return read_npz(file)
+    arrays, _ = read_safetensors(file)
+    low = [name for name, array in arrays.items() if isinstance(array, mx.array)]
+    if low:
+        raise ValueError(f"{shown(low[0])} must be float32 or float16 but got bfloat16")
     return arrays
 
 
@@ -172,7 +180,7 @@ def known(word: str, table: dict[str, str], problem: str) -> str:
 def read_descriptor(op: str, text: str | None) -> dict[str, Any]:
     """Return the properties of a descriptor from JSON text, with names in Apple's or in Python's spelling."""
     try:
-        content = parse_json(text or "{}")
+        content = Budget(len(text or "")).json(text or "{}")
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__}")
     except ValueError as error:

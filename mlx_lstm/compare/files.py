@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..files import DAMAGE, parse_json, read_npz, shown
+from ..budget import shown
+from ..files import DAMAGE, foreign, named, read_npz
 from .cases import GATES, Arrays, CompareCase
 from .dump import read_descriptor
 from .judge import expected
@@ -65,30 +66,42 @@ def load_golden(file: str) -> Golden:
     The checksum only detects accidents, since anybody can compute a new one. So the oracle also evaluates each case.
     """
     try:
-        arrays: dict[str, Any] = dict(read_npz(Path(file)))
-        sealed = str(arrays.pop("checksum"))
-        meta = parse_json(str(arrays["meta"]))
-        if checksum(arrays) != sealed:
-            raise ValueError("it was changed since it was recorded: its checksum is not that of its contents")
-        parts: dict[str, dict[str, Arrays]] = {}
-        for key, array in arrays.items():
-            number, kind, name = (*key.split("/", 2), "", "")[:3]
-            parts.setdefault(number, {"arrays": {}, "results": {}}).get(kind, {})[name] = array
-        cases, results = [], {}
-        for n, entry in enumerate(meta["cases"]):
-            case = checked_case(entry, **parts[str(n)])
-            if case.name in results:
-                raise ValueError(f"two cases are called {case.name}")
-            cases.append(case)
-            results[case.name] = parts[str(n)]["results"]
-        card = {shown(name): shown(value) for name, value in meta["card"].items()}
-        return Golden(card, shown(meta["contender"]), cases, results)
-    except DAMAGE as error:
-        raise ValueError(f"{file} is no golden: {shown(error, 300)}") from None
+        with foreign(Path(file)) as opened:
+            arrays: dict[str, Any] = dict(read_npz(opened, text=True))
+            sealed = str(arrays.pop("checksum"))
+            meta = opened.budget.json(str(arrays["meta"]))
+            if checksum(arrays) != sealed:
+                raise ValueError("it was changed since it was recorded: its checksum is not that of its contents")
+            return golden_of(arrays, meta)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is no golden: {shown(str(error).removeprefix(file).lstrip(': '), 300)}") from None
+
+
+def golden_of(arrays: Arrays, meta: Any) -> Golden:
+    """Return the golden in the arrays of a file, by their keys `number/kind/name`, and in its description `meta`."""
+    parts: dict[str, dict[str, Arrays]] = {}
+    for key, array in arrays.items():
+        number, kind, name = (*key.split("/", 2), "", "")[:3]
+        parts.setdefault(number, {"arrays": {}, "results": {}}).get(kind, {})[name] = array
+    cases, results, steps = [], {}, 0
+    for n, entry in enumerate(meta["cases"]):
+        steps += sum(parts[str(n)]["arrays"]["source"].shape[:1])
+        if steps > MOST_STEPS:
+            raise ValueError(f"its cases must have at most {MOST_STEPS} steps together")
+        case = checked_case(entry, **parts[str(n)])
+        if case.name in results:
+            raise ValueError(f"two cases are called {case.name}")
+        cases.append(case)
+        results[case.name] = parts[str(n)]["results"]
+    card = {shown(name): shown(value) for name, value in meta["card"].items()}
+    return Golden(card, shown(meta["contender"]), cases, results)
 
 
 MOST_NUMBERS = 2**22
 """The largest product of the sizes of source and recurrent weight in a golden file; recorded cases have up to 2**20."""
+
+MOST_STEPS = 2**16
+"""The most time steps of all cases in a golden file: the oracle computes them one by one."""
 
 
 def checked_case(entry: dict[str, Any], arrays: Arrays, results: Arrays) -> CompareCase:
@@ -105,7 +118,7 @@ def checked_case(entry: dict[str, Any], arrays: Arrays, results: Arrays) -> Comp
     try:
         shapes = {result: array.shape for result, array in expected(case).items()}
     except DAMAGE as error:
-        raise ValueError(f"the oracle cannot compute {name}: {type(error).__name__}, {shown(error)}") from None
+        raise ValueError(f"the oracle cannot compute {name}: {named(error)}") from None
     for result, array in results.items():
         if array.shape != shapes.get(result):
             raise ValueError(f"{shown(result)} of {name} has shape {list(array.shape)}, not {shapes.get(result)}")

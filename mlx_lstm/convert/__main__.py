@@ -8,10 +8,10 @@ from typing import NoReturn
 
 import mlx.core as mx
 
+from ..budget import shown
 from ..checks import fail
-from ..files import shown
-from ..machine import run_command
-from ._files import Model, ending_of, read, replace, write_to
+from ..machine import VERSION, run_command
+from ._files import Model, ending_of, read, replace, write, write_to
 from ._keys import STYLES, WAYS
 from .weights import describe, differences, stacked
 
@@ -32,6 +32,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         print(f"not converted: {shown(error, LINE)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"\nnot converted: interrupted; {shown(options.target)} is as before", file=sys.stderr)
+        return 130
     except MemoryError:
         print(f"not converted: {shown(options.source)} needs more memory than there is", file=sys.stderr)
         return 2
@@ -43,20 +46,25 @@ def convert(options: argparse.Namespace) -> list[str]:
     """Convert a file and return the lines to print. The new file is read back before it replaces an old file. The last
     lines say how the layers in the new file differ from those of the source."""
     source, target = options.source, options.target
-    ending_of(target)
+    is_package = target.suffix == ".mlpackage"
+    ending = target.suffix if is_package else ending_of(target)
     if target.exists() and not options.force:
         raise FileExistsError(f"{target} exists; --force replaces it")
-    if target.is_dir():
+    if target.is_dir() and not is_package:
         raise IsADirectoryError(f"{target} is a folder")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target.parent} is no folder")
-    arrays = ending_of(target) in (".safetensors", ".npz")
+    arrays = ending in (".safetensors", ".npz")
     for option in ("keys", "to"):
         if not arrays and (value := getattr(options, option)):
             fail("convert", f"--{option} must be left out for {target.name}, which has keys of its own,", repr(value))
     if options.ways and not (options.keys or options.from_keys):
         fail("convert", "--ways must be left out without --keys or --from-keys, which have {way},", repr(options.ways))
     model, ways, style = model_of(options), tuple(options.ways or WAYS), options.to or "torch"
+
+    if is_package:
+        write(target, model, force=options.force)
+        return [f"{source} -> {target}", *source_lines(model), "  not read again: Core ML packages are only written"]
 
     def write_and_read(partial: Path) -> Model:
         write_to(partial, model, style, options.keys, options.ways if options.keys else None)
@@ -67,15 +75,20 @@ def convert(options: argparse.Namespace) -> list[str]:
         return again
 
     again = replace(target, write_and_read, options.force)
-    lines = [f"{source} -> {target}" + (f", in the words of {style}" if arrays else "")]
-    for name, weights in model.layers.items():
-        lines.append(f"  {title(name)}: {describe(weights)}; from {some(model.keys[name], 2)}")
+    lines = [f"{source} -> {target}" + (f", with the names of {style}" if arrays else "")]
+    lines += source_lines(model)
     lines += [f"    now {title(name)}: {some(keys, 4)}" for name, keys in again.keys.items()]
     lines += [f"  {note}" for note in model.notes]
     if model.rest:
-        done = "copied as they are" if arrays else f"left out, which {ending_of(target)} cannot hold beside the layers"
+        done = "copied as they are" if arrays else f"left out, which {ending} cannot hold beside the layers"
         lines.append(f"  {len(model.rest)} other arrays {done}: {some(list(model.rest))}")
     return [*lines, *comparison(model, again)]
+
+
+def source_lines(model: Model) -> list[str]:
+    """Return a line for each layer that was read: its name, its sizes and its keys."""
+    layers = model.layers.items()
+    return [f"  {title(name)}: {describe(weights)}; from {some(model.keys[name], 2)}" for name, weights in layers]
 
 
 def model_of(options: argparse.Namespace) -> Model:
@@ -162,37 +175,55 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "python -m mlx_lstm.convert",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Convert the LSTM, GRU and RNN layers of a file into another format.\n\n"
-        "Files, both ways: .safetensors, .npz, .keras, .h5, .weights.h5, .onnx. All recurrent layers of SRC are\n"
-        "found, and named as there. DST is written whole or not at all, read back, and compared bit for bit.",
+        description="Read the LSTM, GRU and RNN layers of the file SRC, and write them to DST in another format.\n"
+        "The endings of the names select the formats: .safetensors, .npz, .keras, .h5, .weights.h5, .onnx.\n"
+        "DST may also end in .mlpackage (Core ML, LSTMs only). The layers keep their names.\n"
+        "After writing, the command reads DST again and compares all numbers bit for bit.",
         epilog="examples:\n"
-        "  python -m mlx_lstm.convert state_dict.safetensors mlx.safetensors --to mlx\n"
-        "  python -m mlx_lstm.convert model.keras torch.safetensors --stack lstm,lstm_1\n"
-        "  python -m mlx_lstm.convert mlx.safetensors model.onnx --from-keys '{name}.{array}_{way}' --ways fwd bwd\n\n"
-        "Exit code 0, or 2 with a line that says why nothing was written.",
+        "  PyTorch's weights for a layer of mlx_lstm.nn:\n"
+        "    python -m mlx_lstm.convert state_dict.safetensors mlx.safetensors --to mlx\n"
+        "  two layers of a Keras model as one PyTorch layer with num_layers=2:\n"
+        "    python -m mlx_lstm.convert model.keras torch.safetensors --stack lstm,lstm_1\n"
+        "  a file with keys such as encoder.Wx_fwd:\n"
+        "    python -m mlx_lstm.convert a.safetensors b.onnx --from-keys '{name}.{array}_{way}' --ways fwd bwd\n\n"
+        "The exit code is 0, or 2 if nothing was written; a line then says why.",
     )
     add = parser.add_argument
-    add("source", metavar="SRC", type=Path)
-    add("target", metavar="DST", type=Path)
-    to = "the words of .safetensors and .npz: torch's weight_ih_l0, MLX's Wx, Wx with bias_ih and bias_hh, "
-    add("--to", choices=STYLES, help=f"{to}Keras' kernel, or the ops' Wx, b; default: torch")
-    add("--keys", metavar="FORM", help="the keys in DST: {array} and maybe {name}, {layer}, {way} in one word")
-    add("--from-keys", metavar="FORM", help="the keys in SRC; default: found out")
-    add("--ways", nargs=2, metavar=("A", "B"), help="the words for {way} in these forms of keys")
-    add("--stack", action="append", metavar="A,B", help="make these layers of SRC, in this order, one")
-    add("--only", nargs="+", metavar="NAME", help="convert these recurrent layers alone")
-    change = "names and keys that begin with OLD begin with NEW, either of which may be empty"
-    add("--prefix", action="append", type=prefix, metavar="OLD=NEW", help=change)
-    add("--layers-only", action="store_true", help="leave out all arrays that belong to no recurrent layer")
-    add("--order", help="the gates' order in SRC, such as icfo, if it is not the usual one of its words")
-    add(
-        "--nonlinearity",
-        choices=("tanh", "relu", "sigmoid"),
-        help="that of plain RNNs in SRC, which arrays do not tell",
+    add("source", metavar="SRC", type=Path, help="the file to read")
+    add("target", metavar="DST", type=Path, help="the file to write")
+    names = (
+        "torch: weight_ih_l0; mlx: Wx, Wh, bias; two-biases: Wx, Wh, bias_ih, bias_hh; keras: kernel; ops: Wx, Wh, b"
     )
-    outside = "read the files that an .onnx file names for its arrays, in the folder of SRC; else it is refused"
+    add("--to", choices=STYLES, help=f"how arrays are named in a .safetensors or .npz file ({names}); default: torch")
+    fields = (
+        "{array} stands for the array, {name} for the layer's name, {layer} for its number, {way} for the direction"
+    )
+    add("--keys", metavar="FORM", help=f"a pattern for the keys in DST: {fields}")
+    add(
+        "--from-keys",
+        metavar="FORM",
+        help="the same for the keys in SRC; default: the usual names are recognised",
+    )
+    add(
+        "--ways", nargs=2, metavar=("A", "B"), help="the words for {way}: forward and reverse direction; with a pattern"
+    )
+    add(
+        "--stack",
+        action="append",
+        metavar="A,B",
+        help="join these layers of SRC, in this order, to one layer of several",
+    )
+    add("--only", nargs="+", metavar="NAME", help="convert only the recurrent layers with these names")
+    change = "rename layers and keys: a beginning OLD becomes NEW; each may be empty, as in model.lstm.=lstm."
+    add("--prefix", action="append", type=prefix, metavar="OLD=NEW", help=change)
+    add("--layers-only", action="store_true", help="do not copy arrays that belong to no recurrent layer")
+    add("--order", help="the order of the gates in SRC, such as icfo, if it is not the usual order of its format")
+    plain = "the activation of plain RNNs in SRC, which weight files do not contain; default: tanh"
+    add("--nonlinearity", choices=("tanh", "relu", "sigmoid"), help=plain)
+    outside = "also read the files beside SRC to which an .onnx file refers; else they are refused"
     add("--external-data", action="store_true", help=outside)
     add("--force", action="store_true", help="replace DST if it exists")
+    parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")
     return parser
 
 

@@ -1,7 +1,6 @@
 """Write Core ML packages (.mlpackage) that contain LSTM layers. This needs the package coremltools."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..budget import shown
 from ..checks import fail
 from ..engines.problem import Arrays
 from .weights import OURS, Weights, held, one_bias, reorder
@@ -38,8 +38,12 @@ def load() -> Any:
 
 def write(path: Path, layers: Mapping[str, Weights], force: bool) -> None:
     """Write the layers as a Core ML package. The package is written under a temporary name and then renamed, so
-    `path` never names an incomplete package. An old package is removed last."""
+    `path` never names an incomplete package. An old package is removed last, and comes back if the rename fails."""
     arrays = {name: mil_arrays(weights) for name, weights in layers.items()}
+    titles = [title(name, word) for name in layers for word in ("x", "h_0", "c_0", "h", "h_n", "c_n")]
+    if len(set(titles)) < len(titles):
+        rule = "names of layers must differ in more than characters for which Core ML has underscores"
+        fail("convert", rule, ", ".join(map(shown, layers)))
     if path.exists() and not (path.is_dir() and (path / "Manifest.json").is_file()):
         fail("convert", f"{path} must be a Core ML package, to be replaced by force,", "something else")
     tools = load()
@@ -49,9 +53,14 @@ def write(path: Path, layers: Mapping[str, Weights], force: bool) -> None:
         if path.exists():
             if not force:
                 raise FileExistsError(f"{path} exists")
-            os.replace(path, Path(folder) / f"old{ENDING}")
-        os.replace(new, path)
-        shutil.rmtree(Path(folder) / f"old{ENDING}", ignore_errors=True)
+            os.replace(path, old := Path(folder) / f"old{ENDING}")
+            try:
+                os.replace(new, path)
+            except BaseException:
+                os.replace(old, path)
+                raise
+        else:
+            os.replace(new, path)
 
 
 def model_of(tools: Any, layers: Mapping[str, Weights], arrays: dict[str, list[Arrays]]) -> Any:

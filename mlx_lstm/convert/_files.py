@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..budget import Budget, shown
 from ..checks import check_flag, check_option, fail
 from ..engines.cells import ACTIVATIONS
-from ..files import DAMAGE, DTYPES, broken, parse_json, read_npz, read_safetensors, shown, size_of, write_whole
+from ..files import DTYPES, broken, foreign, read_npz, read_safetensors, size_of, write_whole
 from . import _coreml_file, _keras_file, _keys, _onnx_file
 from .weights import Weights, check_weights
 
@@ -81,21 +82,20 @@ def read(
     check_flag("convert", "external_data", external_data)
     path = Path(path)
     ending = ending_of(path)
-    size_of(path)  # raises unless it is a regular file
     options = {"keys": keys, "ways": ways, "order": order, "nonlinearity": nonlinearity}
-    if ending in (".safetensors", ".npz"):
-        arrays, metadata = read_safetensors(path) if ending == ".safetensors" else (read_npz(path), {})
-        told = told_options(path, metadata)
-        layers, used = named(path, lambda: _keys.layers_of(arrays, told, **options))
+    for name, value in options.items():
+        if ending not in (".safetensors", ".npz") and value is not None and name != "ways":
+            fail("convert", f"{name} must be left out for {path.name}, which says it itself,", repr(value))
+    with foreign(path) as file:
+        if ending == ".onnx":
+            return Model(*_onnx_file.read(file, external_data), metadata={})
+        if ending not in (".safetensors", ".npz"):
+            return Model(*_keras_file.read(file), metadata={})
+        arrays, metadata = read_safetensors(file) if ending == ".safetensors" else (read_npz(file), {})
+        layers, used = _keys.layers_of(arrays, told_options(file.budget, metadata), **options)
         taken = {key for found in used.values() for key in found}
         rest = {key: array for key, array in arrays.items() if key not in taken}
         return Model(layers, rest, used, [], {key: text for key, text in metadata.items() if key != METADATA})
-    for name, value in options.items():
-        if value is not None and name != "ways":
-            fail("convert", f"{name} must be left out for {path.name}, which says it itself,", repr(value))
-    read_it = (lambda: _onnx_file.read(path, external_data)) if ending == ".onnx" else lambda: _keras_file.read(path)
-    layers, rest, used, notes = named(path, read_it)
-    return Model(layers, rest, used, notes, {})
 
 
 def check_names(keys: object, ways: object) -> None:
@@ -201,7 +201,7 @@ INSTEAD = {
         ".ckpt",
     ),
     ": rename it to .h5,": (".hdf5", ".hdf"),
-    ": convert.write writes Core ML packages, nothing reads them,": (".mlpackage",),
+    ": Core ML packages can be written, not read,": (".mlpackage",),
     ": of a SavedModel save the weights by Keras, as .h5,": (".pb",),
 }
 """Advice that an error text gives for files in formats that are not supported, and the endings of these files."""
@@ -218,22 +218,6 @@ def ending_of(path: Path) -> str:
     fail("convert", f"{path.name} must end in {', '.join(ENDINGS)}{more}", repr(path.suffix))
 
 
-def named(path: Path, work: Callable[[], Any]) -> Any:
-    """Return the result of `work()`, which reads the file at `path`. If `work` raises a ValueError, add the path to
-    the error text, unless the text begins with it; a first word "it" is replaced by the path."""
-    try:
-        return work()
-    except ValueError as error:
-        text = str(error)
-        if text.startswith(str(path)):
-            raise
-        raise ValueError(f"{path} {text[3:]}" if text.startswith("it ") else f"{path}: {text}") from None
-    except ImportError:
-        raise
-    except DAMAGE as error:  # a damaged file made a parser fail
-        broken(path, f"{type(error).__name__}, {shown(error)}")
-
-
 def told_by(layers: Mapping[str, Weights]) -> dict[str, str]:
     """Return the metadata for a safetensors file: for each layer, as JSON, the options of its cell that differ from
     the defaults."""
@@ -243,12 +227,12 @@ def told_by(layers: Mapping[str, Weights]) -> dict[str, str]:
     return {METADATA: json.dumps(options)} if options else {}
 
 
-def told_options(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def told_options(budget: Budget, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Read from the metadata of a safetensors file the options of each layer's cell, as `told_by` wrote them."""
     try:
-        return {str(name): dict(options) for name, options in parse_json(metadata.get(METADATA, "{}")).items()}
+        return {str(name): dict(options) for name, options in budget.json(metadata.get(METADATA, "{}")).items()}
     except (ValueError, TypeError, AttributeError):
-        broken(path, f"its metadata {METADATA!r} is not what this package writes")
+        broken(f"its metadata {METADATA!r} is not what this package writes")
 
 
 def write_safetensors(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:

@@ -1,19 +1,17 @@
 """Read HDF5 files in a child process, because HDF5 itself may hang or crash at a damaged file."""
 
 import importlib.util
-import json
 import subprocess
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-import mlx.core as mx
 import numpy as np
 
-from ..files import most_bytes, size_of
+from .. import budget as limits
+from ..budget import Budget
+from ..files import array_in, as_bfloat16, broken
 from ..machine import child_command, child_environment, has_interpreter
-
-SECONDS = 10
-"""Time limit of the child process in seconds; one second is added for each 10 MB. A small file takes half a second."""
 
 
 class Contents(NamedTuple):
@@ -42,43 +40,42 @@ def load() -> None:
         raise ImportError(".keras and .h5 files need the package h5py: pip install '.[convert]'")
 
 
-def read(source: Path | bytes) -> Contents:
-    """Return the contents of an HDF5 file. `source` is a path or the file's bytes. Raise ValueError if the file is
-    damaged."""
+def read(source: BinaryIO | bytearray, budget: Budget) -> Contents:
+    """Return the contents of an HDF5 file. `source` is the open file, or its bytes. Raise ValueError if the file is
+    damaged, or takes more memory or time than `budget` has."""
     load()
     if not has_interpreter():
         raise ValueError("it is read in a process of its own, and no Python can be started here")
-    data = source if isinstance(source, bytes) else b""
-    size, path = (len(source), []) if isinstance(source, bytes) else (size_of(source), [str(source)])
     script = str(Path(__file__).with_name("_hdf5_child.py"))
     code = "from runpy import run_path; run_path(sys.argv.pop(1), run_name='__main__')"
-    command = child_command(code, script, str(most_bytes(size)), *path)
+    words = [str(limits.__file__), str(budget.stored), str(budget.left), str(int(budget.seconds) + 1)]
+    given: dict[str, Any] = {"input": source} if isinstance(source, bytearray) else {"stdin": source}
     # A file may name a compression filter for which HDF5 would load a library. The value "::" forbids this.
     environment = child_environment() | {"HDF5_PLUGIN_PRELOAD": "::", "OPENBLAS_NUM_THREADS": "1"}
-    limit = SECONDS + size / 10_000_000
+    command = child_command(code, script, *words)
     try:
-        done = subprocess.run(command, env=environment, input=data, capture_output=True, timeout=limit)
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=budget.seconds, **given)
     except subprocess.TimeoutExpired:
-        raise ValueError(
-            f"it is truncated or damaged: HDF5 does not come to an end, after {limit:.0f} seconds"
-        ) from None
+        broken(f"HDF5 does not come to an end, after {budget.seconds:.0f} seconds")
     if done.returncode:
-        raise ValueError(f"it is truncated or damaged: HDF5 ended with exit code {done.returncode}")
-    return parsed(done.stdout)
+        broken(f"HDF5 ended with exit code {done.returncode}")
+    return parsed(done.stdout, budget)
 
 
-def parsed(output: bytes) -> Contents:
+def parsed(output: bytes, budget: Budget) -> Contents:
     """Parse the output of the child process: a line of JSON, then the arrays' bytes."""
+    budget.take(len(output), "its contents")
     start = output.index(b"\n") + 1
-    about = json.loads(output[:start])
+    about = budget.json(output[:start])
     if "error" in about:
         raise ValueError(about["error"])
     arrays: dict[str, Any] = {}
-    for path, (dtype, shape) in about["arrays"].items():
-        array = np.ndarray(shape, np.dtype(dtype), output, start)
-        start += array.nbytes
+    for path, (code, shape) in about["arrays"].items():
         # Neither HDF5 nor NumPy supports bfloat16. Each number is stored as two bytes of no type, dtype V2.
-        short = dtype == "|V2"
-        arrays[path] = mx.array(array.view(np.uint16)).view(mx.bfloat16) if short else array
+        dtype = np.dtype("<u2" if code == "|V2" else code)
+        stop = start + prod(shape) * dtype.itemsize
+        array = array_in(output, budget.name(path), dtype, tuple(shape), start, stop)
+        arrays[path] = as_bfloat16(array) if code == "|V2" else array
+        start = stop
     others = about["others"]
     return Contents(about["attributes"], arrays, [f"{others} datasets without numbers are left out"] if others else [])

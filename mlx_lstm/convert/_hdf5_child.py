@@ -1,5 +1,6 @@
-"""A script that reads an HDF5 file in a child process for `_hdf5`: `_hdf5_child.py MOST [PATH]`. Without PATH it
-reads the file from stdin. MOST is the largest number of bytes that all arrays together may have.
+"""A script that reads an HDF5 file from stdin in a child process for `_hdf5`: `_hdf5_child.py BUDGET STORED LEFT
+SECONDS`. BUDGET is the path of the module `budget`; STORED and LEFT are the arguments of its class `Budget`; SECONDS is
+the time limit of the process, which holds even if the parent has died.
 
 HDF5 does not validate its files: a damaged file may make it hang, crash, or take all memory. In a child process none
 of these harms the user's process. This script imports nothing from the package, since that import would take longer
@@ -16,6 +17,7 @@ import resource
 import sys
 from contextlib import suppress
 from math import prod
+from runpy import run_path
 from typing import Any
 
 import h5py
@@ -27,28 +29,39 @@ ATTRIBUTES = ("model_config", "keras_version", "layer_names", "weight_names", "n
 LINKS_INSIDE = (0, 1)
 """HDF5's H5L_TYPE_HARD and H5L_TYPE_SOFT: links that stay in the file."""
 
+
+class Refused(ValueError):
+    """The error of a file that must not be read. The module `budget` has one of the same name."""
+
+
 Texts = dict[str, list[str]]
 Contents = tuple[dict[str, Texts], dict[str, np.ndarray], int]
 
 
-class Refused(ValueError):
-    """The error of a file that is valid but must not be read."""
-
-
-def contents(file: Any, most: int) -> Contents:
+def contents(file: Any, budget: Any) -> Contents:
     """Return the attributes and the arrays of an HDF5 file by path, and the number of datasets that hold no numbers."""
-    # Refuse links to other files first, since h5py would open these files.
-    if (path := file.id.links.visit(foreign, info=True)) is not None:
-        raise Refused(f"{path.decode(errors='replace')} must lie in the file itself but is a link to another file")
-    attributes: dict[str, Texts] = {"/": texts_of(file)}
-    arrays: dict[str, np.ndarray] = {}
-    others, left = 0, most
 
-    def visit(path: str | bytes, item: Any) -> None:
-        nonlocal others, left
-        if isinstance(path, bytes):
-            raise ValueError(f"{path} is no text")
-        if found := texts_of(item):
+    def wrong(path: bytes, info: Any) -> Exception | None:
+        """Return the error of a link that must not be followed. h5py then stops its visit of all links; an error that
+        is raised here would get lost."""
+        try:
+            if info.type not in LINKS_INSIDE:
+                raise Refused(f"{path.decode()} must lie in the file itself but is a link to another file")
+            budget.name(path.decode())
+        except ValueError as error:
+            return error
+        return None
+
+    # Refuse links to other files first, since h5py would open these files.
+    if (error := file.id.links.visit(wrong, info=True)) is not None:
+        raise error
+    attributes: dict[str, Texts] = {"/": texts_of(file, budget)}
+    arrays: dict[str, np.ndarray] = {}
+    others = 0
+
+    def visit(path: str, item: Any) -> None:
+        nonlocal others
+        if found := texts_of(item, budget):
             attributes[path] = found
         if not isinstance(item, h5py.Dataset):
             return
@@ -59,56 +72,64 @@ def contents(file: Any, most: int) -> Contents:
             others += 1
             return
         # HDF5 allocates memory for the declared sizes, even where the file stores nothing. So these sizes are limited.
-        left -= item.nbytes
-        if left < 0 or prod(item.chunks or (0,)) * item.dtype.itemsize > most:
-            raise Refused(f"{path} must not declare far more bytes than the file has")
+        budget.take(prod(item.shape) * item.dtype.itemsize, path)
+        budget.check(prod(item.chunks or (0,)) * item.dtype.itemsize, path)
         arrays[path] = np.asarray(item[()])
 
     file.visititems(visit)
     return attributes, arrays, others
 
 
-def foreign(path: bytes, info: Any) -> bytes | None:
-    """Return the path of a link that points to another file, and None for any other link. h5py stops its visit of
-    all links as soon as this function returns a path."""
-    return None if info.type in LINKS_INSIDE else path
-
-
-def texts_of(item: Any) -> Texts:
+def texts_of(item: Any, budget: Any) -> Texts:
     """Return the attributes in `ATTRIBUTES` of a group or dataset: a list of texts by attribute name."""
     found = {}
     for name in item.attrs:
         if name.rstrip("0123456789") in ATTRIBUTES:
             about = item.attrs.get_id(name)
-            if h5py.check_string_dtype(about.dtype) is None and about.dtype.kind != "S":
+            kind = h5py.check_string_dtype(about.dtype)
+            if kind is None:
                 continue
+            # Texts of any length may share their bytes, so each of them may be as long as the whole file.
+            longest = about.dtype.itemsize if kind.length else budget.stored
+            budget.check(prod(about.shape or (1,)) * longest, name)
             values = np.asarray(item.attrs[name]).reshape(-1)
             found[name] = [each.decode() if isinstance(each, bytes) else str(each) for each in values]
+            budget.take(len(json.dumps(found[name])), name)
     return found
 
 
-def answer(source: str | io.BytesIO, most: int) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Return the header line of the output, and the arrays whose bytes follow it. `source`: a path or a file in
-    memory."""
+def answer(source: Any, budget: Any) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Return the header line of the output, and the arrays whose bytes follow it. `source`: a file that can seek."""
     try:
         with h5py.File(source, "r") as file:
-            attributes, arrays, others = contents(file, most)
+            attributes, arrays, others = contents(file, budget)
         headers = {name: [array.dtype.str, array.shape] for name, array in arrays.items()}
         return {"attributes": attributes, "arrays": headers, "others": others}, list(arrays.values())
-    except Refused as error:
-        return {"error": str(error)}, []
-    except Exception as error:  # any error of HDF5 means a damaged file
+    except Exception as error:  # any other error of HDF5 means a damaged file
         words = (str(error).splitlines() or [type(error).__name__])[0]
-        return {"error": f"it is truncated or damaged: {words}"}, []
+        refused = type(error).__name__ == Refused.__name__
+        return {"error": words if refused else f"it is truncated or damaged: {words}"}, []
+
+
+def limit_memory(budget: Any) -> None:
+    """Limit the memory of this process: what it has now, and what the file may take. A compressed chunk may be longer
+    than it declares, and HDF5 does not check that."""
+    with suppress(ValueError, OSError):  # the system may have a lower limit, or no limits, as macOS
+        with open("/proc/self/statm") as file:
+            now = int(file.read().split()[5]) * resource.getpagesize()
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (now + 2 * budget.left + 2**25, hard))
 
 
 def main() -> None:
     """Read the HDF5 file and print its contents."""
-    most, *path = sys.argv[1:]
-    limit = 8 * int(most) + 2**29
-    with suppress(ValueError, OSError):  # the system may have a lower limit, or no limits
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    line, arrays = answer(path[0] if path else io.BytesIO(sys.stdin.buffer.read()), int(most))
+    module, stored, left, seconds = sys.argv[1:]
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 1))
+    budget = run_path(module)["Budget"](int(stored), int(left))
+    limit_memory(budget)
+    file = sys.stdin.buffer
+    line, arrays = answer(file if file.seekable() else io.BytesIO(file.read()), budget)
     out = sys.stdout.buffer
     out.write(json.dumps(line).encode() + b"\n")
     for array in arrays:

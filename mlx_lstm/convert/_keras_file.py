@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..files import member_of, open_zip, parse_json, shown
+from ..budget import Budget, shown
+from ..files import Foreign, members_of
 from . import _hdf5
 from .keras import ACTIVATIONS, KINDS, NAMES, from_arrays, to_keras
 from .weights import Weights
@@ -49,38 +50,40 @@ def load() -> Any:
     return h5py
 
 
-def read(path: Path) -> Found:
+def read(file: Foreign) -> Found:
     """Read a Keras file. Return its layers by name, all other arrays, the keys of each layer, and notes on what was
     not read."""
     _hdf5.load()
-    config = None
-    if path.suffix == ".keras":
-        with open_zip(path) as archive:
-            config = parse_json(member_of(path, archive, "config.json"))
-            file = _hdf5.read(member_of(path, archive, "model.weights.h5"))
+    config, budget = None, file.budget
+    if file.path.suffix == ".keras":
+        members = dict(members_of(file))
+        config = budget.json(bytes(members["config.json"]))
+        held = _hdf5.read(members["model.weights.h5"], budget)
     else:
-        file = _hdf5.read(path)
-        if text := file.texts("/", "model_config"):
-            config = parse_json(text[0])
-    known = [] if config is None else list(walk(config, "", ""))
-    root = "model_weights" if "model_weights" in file.attributes else "/"
-    if layers := file.texts(root, "layer_names"):
-        version = [*file.texts("/", "keras_version"), *file.texts(root, "keras_version"), VERSION][0]
-        arrays = by_layer(file, "" if root == "/" else f"{root}/", layers)
+        held = _hdf5.read(file.stream, budget)
+        if text := held.texts("/", "model_config"):
+            config = budget.json(text[0])
+    known = [] if config is None else list(walk(config, "", "", budget))
+    root = "model_weights" if "model_weights" in held.attributes else "/"
+    if layers := held.texts(root, "layer_names"):
+        version = [*held.texts("/", "keras_version"), *held.texts(root, "keras_version"), VERSION][0]
+        arrays = by_layer(held, "" if root == "/" else f"{root}/", layers)
         slope = "x/5" if version.startswith(("1", "2")) else "x/6"
         found = gathered(arrays, names_in_legacy(arrays), {each.name: each for each in known}, slope)
     else:
-        if not file.arrays:
+        if not held.arrays:
             raise ValueError("it must hold a model of Keras, or its weights, but got no arrays")
-        found = gathered(file.arrays, names_in_new(file), {each.place: each for each in known}, "x/6")
+        found = gathered(held.arrays, names_in_new(held, budget), {each.place: each for each in known}, "x/6")
     layers, rest, keys, notes = found
-    return layers, rest, keys, [*file.notes, *notes]
+    return layers, rest, keys, [*held.notes, *notes]
 
 
 def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, Any]:
     """Return the arrays of a file in which each layer has a list of its arrays' names, as Keras writes `.h5`. The
     keys of the returned dict are "layer//array"."""
     arrays = {}
+    if len(set(layers)) < len(layers):
+        raise ValueError("it is truncated or damaged: it names a layer twice")
     for layer in layers:
         for name in file.texts(root + layer, "weight_names"):
             key = f"{root}{layer}/{name}"
@@ -90,19 +93,21 @@ def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, An
     return arrays
 
 
-def walk(config: Mapping[str, Any], place: str, name: str) -> Iterator[Known]:
+def walk(config: Mapping[str, Any], place: str, name: str, budget: Budget) -> Iterator[Known]:
     """Yield all layers in a model's configuration, also the layers of nested models. place, name: what the fields
-    `place` and `name` of all these layers begin with."""
+    `place` and `name` of all these layers begin with, so that they become longer with each level."""
     inner = config.get("config")
     layers = inner.get("layers") if isinstance(inner, Mapping) else inner
     counts: Counter[str] = Counter()
     for each in layers if isinstance(layers, list) else []:
         if not isinstance(each, Mapping) or "class_name" not in each or not isinstance(each.get("config"), Mapping):
             continue
-        where = f"{place}layers/{numbered(snake(each['class_name']), counts)}"
-        own = str(each["config"].get("name", snake(each["class_name"])))
-        yield Known(where, name + own, own, each)
-        yield from walk(each, f"{where}/", f"{name}{own}.")
+        kind = snake(budget.name(each["class_name"]))
+        own = budget.name(str(each["config"].get("name", kind)))
+        where, whole = f"{place}layers/{numbered(kind, counts)}", name + own
+        budget.take(len(where) + len(whole), whole)
+        yield Known(where, whole, own, each)
+        yield from walk(each, f"{where}/", f"{whole}.", budget)
 
 
 def numbered(kind: str, counts: Counter[str]) -> str:
@@ -128,7 +133,7 @@ class Direction(NamedTuple):
     keys: list[str]
 
 
-def names_in_new(file: _hdf5.Contents) -> list[Direction]:
+def names_in_new(file: _hdf5.Contents, budget: Budget) -> list[Direction]:
     """Find the layers of a Keras 3 file; return one `Direction` for each direction of each layer. A group
     `cell/vars` in the file holds the arrays of a direction: two matrices and maybe a bias."""
     groups: dict[str, list[str]] = {}
@@ -146,6 +151,7 @@ def names_in_new(file: _hdf5.Contents) -> list[Direction]:
         steps = ["/".join(parts[: n + 1]) for n, part in enumerate(parts) if part not in ("layers", "cell", "cells")]
         # Newer files store each layer's name in an attribute. For older files the last part of the path is taken.
         names = [(file.texts(f"{step}/vars", "name") or [step.rpartition("/")[2]])[0] for step in steps]
+        budget.take(sum(map(len, names)), place)
         if all(np.ndim(file.arrays[key]) == 2 for key in keys[:2]) and len(keys) > 1:
             way = match[1] if match else ""
             directions.append(Direction(place, ".".join(names), (names or [""])[-1], way, keys))

@@ -7,14 +7,20 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..budget import Budget, shown
 from ..checks import fail
-from ..files import shown, size_of
+from ..files import NUMBERS, Foreign, broken, check_shape, foreign
 from .onnx import OPS, from_node, to_onnx
 from .weights import Weights, to_mlx
 
 INPUTS = {"X": 0, "W": 1, "R": 2, "B": 3, "sequence_lens": 4, "initial_h": 5, "initial_c": 6, "P": 7}
 MOST = 2**31 - 2**20
 """The most bytes of arrays in a written file, because protobuf cannot store more."""
+
+INTEGERS = ("int32", "int64", "uint64")
+"""The kinds of integers that a tensor may hold one by one, as in its field int32_data."""
+
+Found = tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str]]
 
 OPSET, IR_VERSION = 14, 8
 """The ONNX versions that written files name: old enough for every runtime, new enough for all written attributes."""
@@ -29,37 +35,36 @@ def load() -> Any:
     return onnx
 
 
-def read(path: Path, external_data: bool) -> tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str]]:
+def read(file: Foreign, external_data: bool) -> Found:
     """Read an ONNX file. Return its layers by node name, the other initializers, the keys of each layer's arrays,
     and notes on inputs that are not weights."""
-    onnx = load()
+    onnx, data = load(), file.read()
+    check_count(data, onnx.ModelProto.DESCRIPTOR, file.budget)
     try:
-        model = onnx.load(path, load_external_data=False)
-    except OSError:
-        raise
+        model = onnx.load_model_from_string(data)
     except Exception as error:  # protobuf raises an error whose class differs between releases
-        raise ValueError(f"it is truncated or damaged: {shown(error)}") from None
+        broken(shown(error))
     if not model.graph.node or not model.opset_import:
-        raise ValueError("it is truncated or damaged, or no model: it has no nodes or no opset")
+        broken("or no model: it has no nodes or no opset")
     # torch's exporter stores some weights as initializers and others as Constant nodes, so both are read.
-    held = {each.name: each for each in model.graph.initializer}
-    constants = held | {
-        node.output[0]: node.attribute[0].t
-        for node in model.graph.node
-        if node.op_type == "Constant" and node.attribute
-    }
+    held = [(each.name, each) for each in model.graph.initializer]
+    nodes = [node for node in model.graph.node if node.op_type == "Constant" and node.attribute]
+    tensors = [*held, *((file.budget.name(node.output[0]), node.attribute[0].t) for node in nodes)]
+    constants = dict(tensors)
+    if len(constants) < len(tensors):
+        broken("it holds a tensor's name twice")
     left: dict[str, int] = {}
-    for tensor in constants.values():
+    for name, tensor in tensors:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             if not external_data:
-                rule = f"{shown(tensor.name)} must lie in the file itself, or --external-data be given,"
+                rule = f"{shown(name)} must lie in the file itself, or --external-data be given,"
                 fail("convert", rule, shown(external_entries(tensor).get("location")))
-            read_external(path, tensor, left)
+            read_external(file.path, tensor, left)
     layers, keys, notes, used = {}, {}, [], set()
     for n, node in enumerate(model.graph.node):
         if node.op_type not in OPS or node.domain not in ("", "ai.onnx"):
             continue
-        name = (node.name or f"{node.op_type}_{n}").strip("/").replace("/", ".")
+        name = file.budget.name(node.name or f"{node.op_type}_{n}").strip("/").replace("/", ".")
         names = {word: node.input[k] for word, k in INPUTS.items() if k < len(node.input) and node.input[k]}
         arrays = {}
         for word in ("W", "R", "B", "P"):
@@ -67,7 +72,9 @@ def read(path: Path, external_data: bool) -> tuple[dict[str, Weights], dict[str,
                 if names[word] not in constants:
                     rule = f"{word} of {name} must be an initializer or a constant: fold constants first,"
                     fail("convert", rule, repr(names[word]))
-                arrays[word] = array_of(onnx, constants[names[word]], names[word])
+                arrays[word] = array_of(onnx, constants[names[word]], names[word], file.budget)
+                if arrays[word] is None:
+                    fail("convert", f"{word} of {name} must hold numbers", shown(names[word]))
         for word in ("W", "R"):
             if word not in arrays:
                 fail("convert", f"{word} of {name} must be there", "no such input")
@@ -84,8 +91,44 @@ def read(path: Path, external_data: bool) -> tuple[dict[str, Weights], dict[str,
         used |= set(keys[name])
         if runtime := [word for word in ("sequence_lens", "initial_h", "initial_c") if word in names]:
             notes.append(f"{name}: {', '.join(runtime)} are no weights: pass lengths and states to the call")
-    rest = {key: array_of(onnx, tensor, key) for key, tensor in held.items() if key not in used}
-    return layers, rest, keys, notes
+    rest = {key: array_of(onnx, tensor, key, file.budget) for key, tensor in held if key not in used}
+    if others := [key for key, array in rest.items() if array is None]:
+        notes.append(f"{len(others)} tensors without numbers are left out")
+    return layers, {key: array for key, array in rest.items() if array is not None}, keys, notes
+
+
+def check_count(data: bytes, kind: Any, budget: Budget) -> None:
+    """Raise ValueError if a message of protobuf has too many parts. A part of two bytes becomes an object of a hundred
+    bytes. kind: protobuf's description of the message."""
+    parts, open_messages = 0, [(0, len(data), kind)]
+    while open_messages:
+        place, stop, kind = open_messages.pop()
+        while place < stop:
+            tag, place = varint(data, place)
+            if tag & 7 == 2:  # a text, an array or a message: its length, then its bytes
+                size, place = varint(data, place)
+                parts += 1
+                budget.values(parts)
+                field = kind.fields_by_number.get(tag >> 3)
+                if field is not None and field.message_type is not None:
+                    open_messages.append((place + size, stop, kind))
+                    stop, kind = min(place + size, stop), field.message_type
+                else:
+                    place += size
+            elif tag & 7 == 0:
+                _, place = varint(data, place)
+            else:
+                place += {1: 8, 5: 4}[tag & 7]
+
+
+def varint(data: bytes, place: int) -> tuple[int, int]:
+    """Return the number of protobuf at a place in `data`, seven bits per byte, and the place after it."""
+    number = 0
+    for n in range(10):
+        number |= (data[place + n] & 127) << 7 * n
+        if data[place + n] < 128:
+            return number, place + n + 1
+    broken("it has a number of more than 64 bits")
 
 
 def external_entries(tensor: Any) -> dict[str, str]:
@@ -99,30 +142,38 @@ def read_external(path: Path, tensor: Any, left: dict[str, int]) -> None:
     bytes could fill the memory."""
     entries = external_entries(tensor)
     location = entries.get("location", "")
-    file = path.parent / location
-    if Path(location).name != location or location in ("", "..") or file.is_symlink():
+    beside = path.parent / location
+    if Path(location).name != location or location in ("", "..") or beside.is_symlink():
         rule = f"the file of {shown(tensor.name)} must lie beside the model, and be no link,"
         fail("convert", rule, repr(shown(location)))
-    size, offset = size_of(file), int(entries.get("offset", 0))
-    length = int(entries.get("length", size - offset))
-    if offset < 0 or length < 0 or offset + length > size:
-        raise ValueError(f"it is truncated or damaged: {shown(tensor.name)} lies beyond the end of {shown(location)}")
-    left[location] = left.get(location, size) - length
-    if left[location] < 0:
-        fail("convert", f"the tensors in {shown(location)} must not overlap", shown(tensor.name))
-    with file.open("rb") as stream:
-        stream.seek(offset)
-        tensor.raw_data = stream.read(length)
+    with foreign(beside) as file:
+        size, offset = file.budget.stored, int(entries.get("offset", 0))
+        length = int(entries.get("length", size - offset))
+        if offset < 0 or length < 0 or offset + length > size:
+            broken(f"{shown(tensor.name)} lies beyond the end of {shown(location)}")
+        left[location] = left.get(location, size) - length
+        if left[location] < 0:
+            fail("convert", f"the tensors in {shown(location)} must not overlap", shown(tensor.name))
+        file.stream.seek(offset)
+        tensor.raw_data = file.stream.read(length)
     tensor.data_location = 0  # 0: the data are in the model itself
 
 
-def array_of(onnx: Any, tensor: Any, name: str) -> Any:
-    """Return a tensor's data as a NumPy array, or as an MLX array if it is bfloat16."""
+def array_of(onnx: Any, tensor: Any, name: str, budget: Budget) -> Any:
+    """Return a tensor's data as a NumPy array, or as an MLX array if it is bfloat16, or None if it holds no numbers."""
+    budget.name(name)
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:  # onnx would read a file of the working folder
+        fail("convert", f"{shown(name)} must lie in the file itself", "external data")
+    check_shape(name, tuple(tensor.dims))
+    # Numbers that are not in raw_data may take one byte each in the file, and eight in memory.
+    budget.take(8 * max(len(getattr(tensor, f"{kind}_data")) for kind in ("float", "double", *INTEGERS)), name)
     try:
         array = onnx.numpy_helper.to_array(tensor)
     except Exception as error:
-        raise ValueError(f"it is truncated or damaged: {shown(name)}: {shown(error)}") from None
-    return to_mlx(array) if array.dtype.name == "bfloat16" else array
+        broken(f"{shown(name)}: {shown(error)}")
+    if array.dtype.name == "bfloat16":
+        return to_mlx(array)
+    return array if array.dtype in NUMBERS else None
 
 
 def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:

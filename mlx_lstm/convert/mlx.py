@@ -9,6 +9,7 @@ import mlx.nn as nn
 from ..checks import check_array, check_flag, check_option, fail
 from ..engines.directions import join, part
 from ..engines.problem import Arrays
+from .layers import OF_MLX, describe
 from .torch import gates_of
 from .weights import (
     CELLS,
@@ -34,21 +35,26 @@ NAMES = {
 }
 """The names of the parameters in MLX's layers, and of the arguments of `mlx_lstm.lstm`, `gru` and `rnn`."""
 
+OPS = ("nn.LSTM", "nn.GRU", "nn.RNN")
+"""The names of the layers of `mlx_lstm.nn` that have the parameters of a layer of `mlx.nn`."""
 
-def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str = "tanh") -> Weights:
+
+def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str | None = None) -> Weights:
     """Return the weights of layers of `mlx.nn` or `mlx_lstm.nn`: LSTM, GRU, RNN; or of dicts with such arrays.
 
     Args:
         layers: one layer, or a list of layers; each reads the output of the layer before.
         reverse (optional): the layers of the second direction, which read their input from the end to the start, one
             for each of `layers`; as in `mlx_lstm.nn.stack`.
-        nonlinearity (str): the nonlinearity of a plain RNN, as `mlx_lstm.rnn` names it. Default: `"tanh"`.
+        nonlinearity (str, optional): the nonlinearity of plain RNNs given as dicts, as `mlx_lstm.rnn` names it; a layer
+            has its own. Default: tanh.
 
     Returns:
         Weights: the arrays as they are.
 
     Raises:
-        ValueError: an array is missing or is no MLX array, or a shape does not fit.
+        ValueError: an array is missing or is no MLX array, a shape does not fit, or a layer is of another kind, such as
+            `Pointwise` or a subclass with its own `__call__`.
 
     Example:
         >>> import mlx.nn
@@ -62,14 +68,12 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str = "tanh") ->
     ways = [way if isinstance(way, (list, tuple)) else [way] for way in given_ways]
     if not ways[0] or len({len(way) for way in ways}) > 1:
         fail(op, "layers and reverse must be as many, at least one", [len(way) for way in ways])
-    names, cell, weights = NAMES["lstm"], None, []
+    names, cell, weights, acts = NAMES["lstm"], None, [], []
     for n, depth in enumerate(zip(*ways, strict=True)):
         weights.append([])
         for word, layer in zip(("layers", "reverse"), depth, strict=False):
-            arrays: Any = layer
-            if not isinstance(layer, Mapping):
-                arrays = layer.parameters() if isinstance(layer, nn.Module) else {}
-            parameters = {key: as_mlx(array) for key, array in arrays.items() if array is not None}
+            parameters, act = arrays_of(op, f"{word}[{n}]", layer)
+            acts.append(act or nonlinearity or "tanh")
             if cell is None:
                 matrix = next((key for key in ("Wh", "Whh") if key in parameters), None)
                 if matrix is None:
@@ -83,10 +87,30 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str = "tanh") ->
             matrices = {key: words[key] for key in ("Wx", "Wh")}
             weights[-1].append(matrices | from_one_bias(words.get("b"), words.get("bhn")))
     assert cell is not None
-    cell = RNNCell(nonlinearity) if cell.op == "rnn" else cell
+    if cell.op == "rnn":
+        if len(given := {*acts, nonlinearity or acts[0]}) > 1:
+            fail(op, "nonlinearity must be the same for all layers", ", ".join(map(repr, sorted(given))))
+        cell = RNNCell(acts[0])
     theirs = {ours: key for key, ours in names.items()} | {"bx": next(k for k, v in names.items() if v == "b")}
     titles = ("layers", "reverse")
     return checked(op, Weights(cell, weights), lambda k, d, word: f"{titles[d]}[{k}].{theirs.get(word, 'bhn')}")
+
+
+def arrays_of(op: str, name: str, layer: Any) -> tuple[Arrays, str | None]:
+    """Return the arrays of a layer of `mlx.nn` or `mlx_lstm.nn`, of a module with such arrays, or of a dict, by their
+    names there; and the nonlinearity of a plain RNN, or None if the layer does not say. Anything else has no arrays."""
+    if not isinstance(layer, (Mapping, nn.Module)):
+        return {}, None
+    found = describe(op, name, layer if isinstance(layer, nn.Module) else dict(layer))
+    if found.known not in (None, *OF_MLX) and getattr(found.known, "op", "") not in OPS:
+        fail(op, f"{name} must be an LSTM, GRU or RNN of mlx.nn or mlx_lstm.nn", type(layer).__name__)
+    if found.others:
+        fail(op, f"{name} must hold its arrays one by one", found.shapes)
+    if isinstance(layer, nn.Module):
+        arrays = found.arrays
+    else:  # values that `as_mlx` converts: arrays of other packages, and lists of numbers
+        arrays = {key: array for key, array in layer.items() if array is not None and key != "nonlinearity"}
+    return {key: as_mlx(array) for key, array in arrays.items()}, found.nonlinearity
 
 
 def to_mlx(weights: Weights) -> list[list[Arrays]]:

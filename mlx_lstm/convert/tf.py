@@ -4,7 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..checks import check_array, check_number, check_option, fail
+from ..checks import check_array, check_limit, check_number, check_option, fail
 from ..engines.cells import GRUCell, LSTMCell
 from .weights import OURS, TF, Weights, check_weights, checked, describe, held, one_bias, reorder, to_mlx
 
@@ -13,7 +13,7 @@ PEEPHOLES = {"i": "wci", "f": "wcf", "o": "wco"}
 
 def from_tf(
     w: Any, b: Any, wci: Any = None, wcf: Any = None, wco: Any = None, *, order: str = "icfo",
-    forget_bias: float = 1.0, cell_clip: float | None = None,
+    forget_bias: float = 1.0, cell_clip: float | None = None, clip_gradient: str = "through",
 ) -> Weights:  # fmt: skip
     """Return the weights of TensorFlow's `BlockLSTM`, `LSTMBlockCell`, or of TensorFlow 1's `LSTMCell`.
 
@@ -23,7 +23,10 @@ def from_tf(
         wci, wcf, wco (array, optional): peepholes of i, f, o, [H]; all or none.
         order (str): `"icfo"`, or `"ifco"`, which the V2 ops have. Default: `"icfo"`.
         forget_bias (float): what the op adds to the forget gate. Default: 1, as in the op; the V2 ops add 0.
-        cell_clip (float, optional): the bound on the cell state. Default: none; the default of TensorFlow's ops is 3.
+        cell_clip (float, optional): the bound on the cell state; none if 0 or less. Default: none; the default of
+            TensorFlow's ops is 3.
+        clip_gradient (str): `"zero"` if the gradient is 0 where the clip changes the state, as in TensorFlow 1's
+            `LSTMCell`. Default: `"through"`, the rule of the block ops.
 
     Returns:
         Weights: of one layer, in the gate order i, f, g, o. The forget bias is an option of the cell, not part of the
@@ -54,8 +57,9 @@ def from_tf(
         for name, array in zip(PEEPHOLES.values(), given, strict=True):
             check_array(op, name, array, [H])
         arrays["peephole"] = mx.concatenate([given[0], given[1], mx.zeros((H,), given[0].dtype), given[2]])
-    clip = None if cell_clip is None else check_number(op, "cell_clip", cell_clip)
-    cell = LSTMCell(forget_bias=check_number(op, "forget_bias", forget_bias), cell_clip=clip)
+    check_option(op, "clip_gradient", clip_gradient, ("through", "zero"))
+    bias, clip = check_number(op, "forget_bias", forget_bias), check_limit(op, "cell_clip", cell_clip)
+    cell = LSTMCell(forget_bias=bias, cell_clip=clip, clip_gradient=clip_gradient)
     return checked(op, Weights(cell, [[arrays]]), lambda k, d, word: word)
 
 
@@ -74,6 +78,8 @@ def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
         fail(op, "weights must be those of one LSTM layer in one direction", f"{len(weights.layers)} x {cell.op}")
     if cell.activations != LSTMCell().activations or weights.proj_size or weights.reverse:
         fail(op, "weights must have the usual activations, no projection and no reverse", describe(weights))
+    if cell.stops_c:
+        fail(op, "clip_gradient must be 'through', as in the block ops,", repr(cell.clip_gradient))
     arrays = weights.layers[0][0]
     b = one_bias(cell, arrays).get("b", mx.zeros((arrays["Wx"].shape[0],), arrays["Wx"].dtype))
     w = mx.concatenate([arrays["Wx"].T, arrays["Wh"].T])

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ..checks import fail
 from ..engines.problem import Arrays
+from ..files import shown
 from .weights import OF_GATES, Title, Weights, cell_of, checked, held, parameters_of, to_mlx, two_biases
 
 NAMES = {"weight_ih": "Wx", "weight_hh": "Wh", "bias_ih": "bx", "bias_hh": "bh", "weight_hr": "Wp"}
@@ -43,7 +44,9 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
     """
     op = "from_torch"
     nonlinearity = getattr(arrays, "nonlinearity", nonlinearity)
+    whole = parameters_of(op, "arrays must be a layer or a dict of arrays", arrays)
     arrays = parameters_of(op, "arrays must be a layer or a dict of arrays", arrays, prefix)
+    check_prefix(op, whole, arrays, prefix)
     parts: dict[tuple[int, int], dict[str, mx.array]] = {}
     is_cell = f"{prefix}weight_hh" in arrays
     ending = "()()" if is_cell else r"_l(\d+)(_reverse)?"
@@ -59,6 +62,20 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
         return f"{prefix}{KEYS[word]}" + ("" if is_cell else f"_l{k}{WAYS[d]}")
 
     return assembled(op, parts, title, {"activation": nonlinearity})
+
+
+def check_prefix(op: str, whole: Mapping[str, Any], arrays: Mapping[str, Any], prefix: str) -> None:
+    """Raise ValueError with the prefixes of all layers in `whole` if `arrays`, the entries with this prefix, are not
+    those of a layer."""
+    found = {key[: match.start()]: None for key in whole if (match := re.search(r"weight_ih(_l0)?$", key))}
+    prefixes = ", ".join(repr(shown(name)) for name in found if name != prefix)
+    if prefixes and prefix not in found:
+        rule = f"prefix must be that of a layer: layers found: {prefixes}; pass prefix=,"
+        fail(op, rule, repr(prefix))
+    if len(found) > 1 and any("." in key[len(prefix) :] for key in arrays):
+        fail(
+            op, f"prefix must select one layer: layers found: {', '.join(map(repr, map(shown, found)))},", repr(prefix)
+        )
 
 
 def assembled(

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..checks import FLOATS, check_array, check_number, check_option, fail
+from ..checks import FLOATS, check_array, check_limit, check_number, check_option, fail
 from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
 from ..recurrence import join_biases
+from .layers import class_of
 
 CELLS: dict[str, type[Cell]] = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}
 OF_GATES = {4: "lstm", 3: "gru", 1: "rnn"}
@@ -30,7 +31,11 @@ MPSGRAPH = {"lstm": ("ifgo", "igfo"), "gru": ("zrn", "rzn"), "rnn": ("h", "h")}
 
 CHOICES = {"act": ACTIVATIONS, "reset": ("after", "before"), "output_peephole": ("current", "previous")}
 CHOICES |= {"flip_z": (False,), "gate_order": tuple(OURS.values())}
+CHOICES["clip_gradient"] = ("through", "zero")
 """The cell options that have only a few allowed values, and these values."""
+
+LIMITS = ("cell_clip", "projection_clip")
+"""The limits of an LSTM's clips. A limit of 0 or less means no limit."""
 
 WORDS = {"Wx": "GH", "Wh": "GH", "bx": "GH", "bh": "GH", "peephole": "GH", "Wp": "P"}
 """One direction's arrays, and their number of rows: GH, for G gates of H units, or P, the width of a projected h."""
@@ -112,6 +117,7 @@ def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> Mapping[s
     """
     if not isinstance(prefix, str):
         fail(op, "prefix must be a str", repr(prefix))
+    class_of(op, "the layer", layer)
     for method in ("state_dict", "parameters"):
         if hasattr(layer, method):
             layer = getattr(layer, method)()
@@ -136,6 +142,8 @@ def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
                 fail(op, f"{key} must be {len(usual)} of {', '.join(ACTIVATIONS)}", value)
         elif key in CHOICES:
             check_option(op, key, value, CHOICES[key])
+        elif key in LIMITS:
+            options[key] = check_limit(op, key, value)
         elif value is not None or usual is not None:
             check_number(op, key, value)
     return CELLS[name](**options)
@@ -172,6 +180,8 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
     name of an array for error texts."""
     G, D = weights.cell.gates, weights.directions
     first = weights.layers[0][0]
+    if isinstance(weights.cell, LSTMCell) and weights.cell.projection_clip is not None and "Wp" not in first:
+        fail(op, "projection_clip must be None without a projection", weights.cell.projection_clip)
     for word in ("Wx", "Wh", *(["Wp"] if "Wp" in first else [])):
         if word not in first:
             fail(op, f"{title(0, 0, word)} must be there", "no such array")
@@ -234,7 +244,7 @@ def held(
     if cell.reset:
         refused["reset"] = cell.reset not in reset and cell.reset
     if isinstance(cell, LSTMCell):
-        refused["cell_clip"] = not options and cell.cell_clip
+        refused |= {name: not options and getattr(cell, name) for name in LIMITS}
         arrays = [arrays for layer in weights.layers for arrays in layer]
         refused["peephole"] = not options and any("peephole" in each for each in arrays) and "an array"
         refused["a projection"] = not projection and weights.proj_size

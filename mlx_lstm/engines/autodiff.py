@@ -33,7 +33,7 @@ from .ops import sweep as ops
 from .ops.packed import dequantized
 from .packing import packed_names
 from .problem import Arrays, Problem
-from .tracing import MARKS_COME_FIRST, ZERO, custom_function, have_values, with_graphs_kept
+from .tracing import MARKS_COME_FIRST, ZERO, custom_function, have_values, vjp, with_graphs_kept
 
 ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
 
@@ -488,7 +488,7 @@ def with_derivatives_of(
         return results, (0,) * len(results)
 
     wrapped = custom_function(function)
-    wrapped.vjp(lambda values, cotangents, _: tuple(mx.vjp(plain, list(values), list(cotangents))[1]))
+    wrapped.vjp(lambda values, cotangents, _: tuple(vjp(plain, values, cotangents)[1]))
     wrapped.jvp(lambda values, tangents: tuple(tangents_of(plain, values, tangents)))
     wrapped.vmap(vmap)
     return wrapped

@@ -29,15 +29,20 @@ class Graph:
     """A graph under construction. Equal nodes are stored once, and `add` rewrites nodes as the table `REWRITES`
     says."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_built_in: bool = False) -> None:
+        """Create an empty graph. is_built_in: whether it is that of a built-in cell, to which more rewrites apply."""
+        self.is_built_in = is_built_in
         self.nodes: list[Node] = []
-        self.numbers: dict[Node, int] = {}
+        self.numbers: dict[str, int] = {}
+        self.derives = False  # whether the operations of the derivative are being added, after those of the cell
 
     def add(self, op: str, *args: int) -> int:
         """Add the operation `op` on the nodes `args`, and return the number of its node. If a rewrite applies, return
         the number of a simpler node with the same value instead."""
         if op in COMMUTES:
             args = tuple(sorted(args))
+        if repr(Node(op, args)) in self.numbers:
+            return self.node(Node(op, args))  # the derivative reads a number of the cell
         for rewrite in REWRITES.get(op, ()):
             same = rewrite(self, *args)
             if same is not None:
@@ -54,10 +59,11 @@ class Graph:
 
     def node(self, node: Node) -> int:
         """Return the number of this node. Add the node unless the graph has an equal one."""
-        if node not in self.numbers:
-            self.numbers[node] = len(self.nodes)
+        key = repr(node)  # the constants 0.0 and -0.0 are equal, but not the same
+        if key not in self.numbers:
+            self.numbers[key] = len(self.nodes)
             self.nodes.append(node)
-        return self.numbers[node]
+        return self.numbers[key]
 
     def value(self, n: int) -> float | None:
         """Return the value of node n if it is a constant, else None."""
@@ -69,18 +75,23 @@ class Graph:
 # Each function takes a graph and the operands of a new node. It returns the number of a simpler node with the same
 # value, or None if the rewrite does not apply. tests/test_cell_graphs.py compares every rewrite with
 # the original operation in plain MLX.
+#
+# A rewrite that may change the sign of a zero applies only to operations that only the derivative has: in the cell
+# itself arctan2 and 1 / x make two very different numbers of the two zeros.
 
 
 def add_zero(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite x + 0 as x."""
+    """Rewrite x + 0 as x, in a derivative."""
+    if not graph.derives:
+        return None
     return b if graph.value(a) == 0 else a if graph.value(b) == 0 else None
 
 
 def add_difference(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite x + (y - x) as y, because the difference is NaN if both are infinite. With mx.stop_gradient around the
-    difference it has the value of y and the gradient of x."""
+    """Rewrite x + (y - x) as y in a built-in cell, where mx.stop_gradient around the difference gives it the value of y
+    and the gradient of x. In a cell of the user's own the sum is rounded, and NaN if x and y are infinite."""
     for x, other in ((a, b), (b, a)):
-        if graph.nodes[other].op == "sub" and graph.nodes[other].args[1] == x:
+        if graph.is_built_in and graph.nodes[other].op == "sub" and graph.nodes[other].args[1] == x:
             return graph.nodes[other].args[0]
     return None
 
@@ -97,7 +108,9 @@ def add_branches(graph: Graph, a: int, b: int) -> int | None:
 
 
 def subtract_zero(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite x - 0 as x, and 0 - x as -x."""
+    """Rewrite x - 0 as x, and 0 - x as -x, in a derivative."""
+    if not graph.derives:
+        return None
     return a if graph.value(b) == 0 else graph.add("neg", b) if graph.value(a) == 0 else None
 
 
@@ -110,10 +123,10 @@ def multiply_by_one(graph: Graph, a: int, b: int) -> int | None:
 
 
 def multiply_by_condition(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite float(p) * x, where p is a condition, as x if p else 0. The product would be NaN if p is false and x
-    infinite. MLX writes the gradients of maximum and minimum as such products."""
+    """Rewrite float(p) * x, where p is a condition, as x if p else 0, in a derivative. The product would be NaN if p is
+    false and x infinite. MLX writes the gradients of maximum and minimum as such products."""
     for factor, x in ((a, b), (b, a)):
-        if graph.nodes[factor].op != "float":
+        if graph.nodes[factor].op != "float" or not graph.derives:
             continue
         condition = graph.nodes[factor].args[0]
         if graph.nodes[condition].op == "not":
@@ -170,7 +183,7 @@ def after_clip(op: str) -> Callable[..., int | None]:
     def rewrite(graph: Graph, x: int, c: int) -> int | None:
         bound = graph.value(c)
         for n, node in enumerate(graph.nodes):
-            if bound is None or x not in node.args or node.op not in (first, second):
+            if bound is None or not graph.is_built_in or x not in node.args or node.op not in (first, second):
                 continue
             k = graph.value(node.args[1] if node.args[0] == x else node.args[0])
             if k is not None and (k == bound if node.op == first else (k > bound if op == "gt" else k < bound)):
@@ -241,7 +254,7 @@ class CellGraph:
 
     - e: the gradient of a gate
     - i: i0 is h times the mask, which enters the recurrent product
-    - k: k0 is the limit of c
+    - k: k0 is the limit of c, and k1 that of a projected h
     - W: a matrix. W0 is the weight of a second product in the step, and W0T its transpose
 
     apart: whether the function reads the input's part and the recurrent part of the preactivations separately. forward:
@@ -317,10 +330,15 @@ class CellGraph:
         leaves = {*self.saved, *self.known_after()}
         return self.forward[k] in self.known_after() and self.forward[k] in needed(self.nodes, self.back, leaves)
 
-    def operand(self) -> int | None:
-        """Return the node that the forward pass multiplies by W0, or None if a step has no second product."""
-        products = [node for node in self.nodes if node.op == "matmul" and self.nodes[node.args[1]].value == "W0T"]
-        return products[0].args[0] if products else None
+    def has_product(self) -> bool:
+        """Return whether a step has a second product, besides that with Wh."""
+        return "W0T" in self.number
+
+    def operand(self, matrix: str) -> int:
+        """Return the node that a step with a second product multiplies by "W0T" (in the forward pass) or "W0" (in the
+        backward pass)."""
+        products = [node for node in self.nodes if node.op == "matmul" and self.nodes[node.args[1]].value == matrix]
+        return products[0].args[0]
 
     def recomputed(self) -> list[int]:
         """Return the gates whose recurrent product the backward pass reads although it was not saved."""

@@ -2,12 +2,13 @@
 Refuse a cell that is not pointwise, with an error that names the operation and its line."""
 
 import linecache
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
-from traceback import extract_tb
+from traceback import extract_tb, walk_tb
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -16,8 +17,10 @@ import numpy as np
 
 from ..checks import fail
 from . import definitions
+from .captures import Captured, TooMuch, library_of
 from .cell_graph import CONDITIONS, CellGraph, Graph, Node, cell_graph, names_of, needed
 from .cells import AnyCell, Cell, PointwiseCell
+from .tracing import distinct, have_values, vjp
 
 OP = "pointwise"
 
@@ -32,14 +35,19 @@ UNARY = {
 }  # fmt: skip
 BINARY = {
     "Add": "add", "Subtract": "sub", "Multiply": "mul", "Divide": "div", "Maximum": "max", "Minimum": "min",
-    "Power": "pow", "LogAddExp": "logaddexp", "ArcTan2": "atan2", "Greater": "gt", "GreaterEqual": "ge", "Less": "lt",
-    "LessEqual": "le", "Equal": "eq", "NotEqual": "ne", "LogicalAnd": "and", "LogicalOr": "or",
+    "Power": "pow", "Remainder": "rem", "LogAddExp": "logaddexp", "ArcTan2": "atan2", "Greater": "gt",
+    "GreaterEqual": "ge", "Less": "lt", "LessEqual": "le", "Equal": "eq", "NotEqual": "ne",
+    "LogicalAnd": "and", "LogicalOr": "or",
 }  # fmt: skip
-VIEWS = ("Broadcast", "Copy", "Contiguous", "Full", "StopGradient")
+VIEWS = ("Broadcast", "Copy", "Contiguous", "Full")
 """Operations that only repeat or copy numbers. A number keeps its value and its hidden unit."""
 
+PRODUCTS = ("Matmul", "AddMM", "QuantizedMatmul", "GatherMM", "GatherQMM", "BlockMaskedMM")
+"""Products of matrices. If a cell has one, an error names it rather than the transposed matrix or the softmax before
+it."""
+
 ADVICE = {
-    "a product belongs into Wx and Wh, outside of the cell": ("Matmul", "AddMM", "QuantizedMatmul", "GatherMM"),
+    "the products of x and h belong into Wx and Wh, any other product into a step for mlx_lstm.recurrent": PRODUCTS,
     "a step that mixes units is one for mlx_lstm.recurrent": (
         *(
             "Reduce",
@@ -54,7 +62,7 @@ ADVICE = {
             "Partition",
         ),
     ),
-    "a cell must not change shapes": (
+    "a cell must not change shapes, but a step for mlx_lstm.recurrent may": (
         *("Reshape", "Transpose", "Slice", "Split", "Concatenate", "Gather", "GatherAxis", "ExpandDims", "Squeeze"),
         *("Flatten", "Unflatten", "AsStrided", "Pad", "SliceUpdate", "DynamicSlice"),
     ),
@@ -64,6 +72,7 @@ ADVICE = {
     "MLX cannot write out functions with derivatives of their own": ("a custom function",),
     "a cell computes in float32": ("AsType",),
     "use mx.where": ("a decision on values",),
+    "compute it before, as a number, or use mlx_lstm.recurrent": ("a compiled function of constants",),
 }
 """For each piece of advice in an error message, the operations for which it is given. A cell must not use them."""
 
@@ -87,17 +96,35 @@ class NotPointwise(Exception):
 
 
 def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:
-    """Return the graph of a cell, from a cache if the same function was traced for the same arguments.
+    """Return the graph of a cell, from a cache if the same function was traced for the same arguments and captures the
+    same numbers.
 
     cell: cell(a, state, *inputs, *params), which returns a tuple of states. shape: (B, H), the shape of each state.
     dtype: float32 or float64.
     """
     try:
-        return cached_trace(cell, counts, apart, shape, dtype)
+        captured = tuple(Captured(cell).key)
+        return cached_trace(cell, counts, apart, shape, dtype, captured)
+    except TooMuch:
+        return trace(cell, counts, apart, shape, dtype)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
         return trace(cell, counts, apart, shape, dtype)
+
+
+@lru_cache(512)
+def cached_trace(
+    cell: Callable[..., Any],
+    counts: Counts,
+    apart: bool,
+    shape: tuple[int, int],
+    dtype: mx.Dtype,
+    captured: tuple[Any, ...],
+) -> CellGraph:
+    """Return `trace` of the same arguments, from a cache. captured: the numbers and the code that the cell reads
+    besides its arguments. If one of them changes, the cell is traced again."""
+    return trace(cell, counts, apart, shape, dtype)
 
 
 def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:
@@ -111,8 +138,9 @@ def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[in
         graph = Graph()
         try:
             names = [*names_of(counts, apart)]
-            forward = absorb(graph, step, given, names)
-            gradient = partial(derivative, step, len(given))
+            # MLX's export forgets an output that equals another one but for an mx.stop_gradient, so each is distinct.
+            forward = absorb(graph, lambda *arrays: distinct(step(*arrays)), given, names)
+            graph.derives, gradient = True, partial(derivative, step, len(given))
             back = absorb(graph, gradient, given + d_states, [*names, *(f"d{k}" for k in range(counts.states))])
         except NotPointwise as error:
             refuse(cell, step, given, error.what)
@@ -124,27 +152,30 @@ def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[in
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b,
-    "neg": lambda a: -a, "max": mx.maximum, "min": mx.minimum, "pow": mx.power, "logaddexp": mx.logaddexp,
-    "atan2": mx.arctan2, "exp": mx.exp, "expm1": mx.expm1, "log": mx.log, "log2": mx.log2, "log10": mx.log10,
-    "log1p": mx.log1p, "sqrt": mx.sqrt, "rsqrt": mx.rsqrt, "tanh": mx.tanh, "erf": mx.erf,
-    "sigmoid": definitions.sigmoid,
-    "abs": mx.abs, "sign": mx.sign, "floor": mx.floor, "ceil": mx.ceil, "round": mx.round, "sin": mx.sin,
-    "cos": mx.cos, "tan": mx.tan, "sinh": mx.sinh, "cosh": mx.cosh, "asin": mx.arcsin, "acos": mx.arccos,
-    "atan": mx.arctan, "asinh": mx.arcsinh, "acosh": mx.arccosh, "atanh": mx.arctanh, "select": mx.where,
-    "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
-    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "and": mx.logical_and, "or": mx.logical_or,
-    "not": mx.logical_not, "matmul": lambda a, b: a @ b,
+    "neg": lambda a: -a, "max": mx.maximum, "min": mx.minimum, "pow": mx.power, "rem": mx.remainder,
+    "logaddexp": mx.logaddexp, "atan2": mx.arctan2, "exp": mx.exp, "expm1": mx.expm1, "log": mx.log, "log2": mx.log2,
+    "log10": mx.log10, "log1p": mx.log1p, "sqrt": mx.sqrt, "rsqrt": mx.rsqrt, "tanh": mx.tanh, "erf": mx.erf,
+    "sigmoid": definitions.sigmoid, "abs": mx.abs, "sign": mx.sign, "floor": mx.floor, "ceil": mx.ceil,
+    "round": mx.round, "sin": mx.sin, "cos": mx.cos, "tan": mx.tan, "sinh": mx.sinh, "cosh": mx.cosh,
+    "asin": mx.arcsin, "acos": mx.arccos, "atan": mx.arctan, "asinh": mx.arcsinh, "acosh": mx.arccosh,
+    "atanh": mx.arctanh, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b, "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b, "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "and": mx.logical_and,
+    "or": mx.logical_or, "not": mx.logical_not, "select": mx.where, "matmul": lambda a, b: a @ b,
 }  # fmt: skip
 """The function of MLX for each operation of a graph. "float" is missing, because the conversion needs a dtype."""
 
 
 def values_of(
-    nodes: tuple[Node, ...], outputs: Iterable[int], known: Mapping[int, mx.array], like: mx.array
+    nodes: tuple[Node, ...],
+    outputs: Iterable[int],
+    known: Mapping[int, mx.array],
+    like: mx.array,
+    functions: Mapping[str, Callable[..., Any]] = OPERATIONS,
 ) -> dict[int, mx.array]:
     """Return the values of the nodes from which the outputs are computed.
 
     known: the values of some nodes, among them all inputs that are needed. like: an array of the shape and dtype of
-    the results; constants stay scalars of this dtype.
+    the results; constants stay scalars of this dtype. functions: the function of MLX for each operation.
     """
     values = dict(known)
     for n in needed(nodes, outputs, known):
@@ -156,40 +187,66 @@ def values_of(
         elif node.op == "float":
             values[n] = values[node.args[0]].astype(like.dtype)
         else:
-            values[n] = OPERATIONS[node.op](*[values[k] for k in node.args])
+            values[n] = functions[node.op](*[values[k] for k in node.args])
     return values
 
 
-def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int], dtype: mx.Dtype) -> None:
-    """Compare a graph with the function and with MLX's derivative of it, at random numbers in float64.
+AS_MLX = OPERATIONS | {"sigmoid": mx.sigmoid}
+"""The functions of MLX that a cell calls. With these, a graph rounds as its cell does, so that both decide alike at a
+comparison of two numbers that differ by rounding only."""
 
-    Only numbers that are finite in both results are compared, because a rewrite may be finite where MLX's formula
-    overflows.
+
+def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int], dtype: mx.Dtype) -> None:
+    """Compare a graph with the function, and its gradients with MLX's forward-mode derivative of the function, at
+    random numbers in float64. The graph was made from the other mode, which MLX computes by other formulas.
+
+    Where a result of MLX is not finite, it is not compared, because a rewrite may be finite where MLX's formula
+    overflows. So each item and unit gets numbers of one of three kinds: of any sign, between 0 and 1, or above 1, for
+    functions such as log and arccosh. If there are few items and units, all of them get each kind in turn.
 
     Raises:
         RuntimeError: they differ, which is a defect of this package.
     """
-    rng = np.random.default_rng(0)
-    names = [*graph.names, *(f"d{k}" for k in range(graph.states))]
-    drawn = [mx.array(rng.normal(size=shape), mx.float64) for _ in names]
-    n = len(names) - graph.states
-    try:
-        wanted = [*step(*drawn[:n]), *derivative(step, n, *drawn)]
-    except ValueError:  # a function of MLX that does not take float64
-        drawn = [array.astype(mx.float32) for array in drawn]
-        wanted = [*step(*drawn[:n]), *derivative(step, n, *drawn)]
-    known = {graph.number[name]: array for name, array in zip(names, drawn, strict=True) if name in graph.number}
-    values = values_of(graph.nodes, [*graph.forward, *graph.back], known, drawn[0])
-    got = [mx.broadcast_to(values[n], shape) for n in (*graph.forward, *graph.back)]
-    mx.eval(wanted, got)
-    for one, other in zip(wanted, got, strict=True):
-        a, b = (np.array(array.astype(mx.float64)) for array in (one, other))
-        both = np.isfinite(a) & np.isfinite(b)
-        if (np.abs(a - b)[both] > 1e-3 * (1 + np.abs(a[both]).max(initial=0))).any():
+    rng, names = np.random.default_rng(0), graph.names
+    kinds = [rng.integers(3, size=shape)] if shape[0] * shape[1] >= 64 else [np.full(shape, kind) for kind in range(3)]
+    for kind in kinds:
+        numbers = [(rng.normal(size=shape), rng.uniform(0.1, 0.9, shape), rng.uniform(1.1, 3, shape)) for _ in names]
+        drawn = [mx.array(np.choose(kind, each), mx.float64) for each in numbers]
+        weights = [mx.array(rng.normal(size=shape), mx.float64) for _ in range(graph.states)]
+        try:
+            wanted = [*step(*drawn), *derivative_forward(step, drawn, weights)]
+        except ValueError:  # a function of MLX that does not take float64
+            drawn, weights = ([array.astype(mx.float32) for array in each] for each in (drawn, weights))
+            wanted = [*step(*drawn), *derivative_forward(step, drawn, weights)]
+        given = dict(zip([*names, *(f"d{k}" for k in range(graph.states))], [*drawn, *weights], strict=True))
+        known = {n: given[name] for name, n in graph.number.items()}
+        values = values_of(graph.nodes, [*graph.forward, *graph.back], known, drawn[0], AS_MLX)
+        got = [mx.broadcast_to(values[n], shape) for n in (*graph.forward, *graph.back)]
+        mx.eval(wanted, got)
+        if not all(near(one, other) for one, other in zip(wanted, got, strict=True)):
             raise RuntimeError(f"[{OP}] the graph of the cell differs from the cell. Please report its source.")
 
 
-cached_trace = lru_cache(512)(trace)
+def derivative_forward(step: Callable[..., Any], drawn: list[mx.array], weights: list[mx.array]) -> list[mx.array]:
+    """Return what `derivative` returns, from one forward-mode derivative per input: each number of a new state depends
+    only on the numbers of its own item and unit."""
+    found = []
+    for k in range(len(drawn)):
+
+        def of_one(value: mx.array, k: int = k) -> list[mx.array]:
+            return step(*drawn[:k], value, *drawn[k + 1 :])
+
+        tangents = mx.jvp(of_one, [drawn[k]], [mx.ones_like(drawn[k])])[1]
+        found.append(sum((w * t for w, t in zip(weights, tangents, strict=True)), mx.zeros_like(drawn[k])))
+    return found
+
+
+def near(wanted: mx.array, got: mx.array) -> bool:
+    """Return whether two arrays are equal up to the errors of MLX, whose exp in float64 is as precise as in float32.
+    Numbers that are not finite in `wanted` are not compared."""
+    a, b = (np.array(array.astype(mx.float64)) for array in (wanted, got))
+    finite = np.isfinite(a)
+    return bool((np.abs(a - b)[finite] <= 1e-3 * (1 + np.abs(a[finite]).max(initial=0))).all())
 
 
 # --- The built-in cells ---
@@ -208,10 +265,25 @@ def straight_through(x: mx.array, value: mx.array) -> mx.array:
     return x + mx.stop_gradient(value - x)
 
 
+def traced_clip(x: mx.array, limit: mx.array, gradient: str) -> mx.array:
+    """Return clip(x, -limit, limit). Its gradient passes to x unchanged if `gradient` is "through". If it is "zero", it
+    is 0 where the clip changed x.
+
+    A backward pass computes x again, maybe rounded differently. So it looks at the clipped value, too: this tells
+    exactly which numbers are below the limit, and x finds those that were equal to the limit before the clip, which the
+    clip did not change.
+    """
+    value = mx.clip(x, -limit, limit)
+    if gradient == "zero":
+        before, after = mx.stop_gradient(x), mx.stop_gradient(value)
+        x = mx.where((mx.abs(after) < limit) | (mx.abs(before) == limit), x, before)
+    return straight_through(x, value)
+
+
 TRACED: definitions.Functions = {
     **definitions.FUNCTIONS,
     "sigmoid": mx.sigmoid,
-    "clip": lambda c, limit: straight_through(c, mx.clip(c, -limit, limit)),
+    "clip": traced_clip,
     "where": lambda condition, value, x: straight_through(x, mx.where(condition, value, x)),
 }
 """The functions from which a traced definition is built."""
@@ -219,14 +291,14 @@ TRACED: definitions.Functions = {
 
 @lru_cache(256)
 def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellGraph:
-    """Return the graph of a built-in cell. The forget bias and bhn are parts of the preactivations, and the limit of c
-    is an input, so that calls with other numbers need no other graph."""
+    """Return the graph of a built-in cell. The forget bias and bhn are parts of the preactivations, and the limits of c
+    and h are inputs, so that calls with other numbers need no other graph."""
     gates, before = cell.gate_order, cell.op == "gru" and cell.reset == "before"
     products = [k for k, gate in enumerate(gates) if cell.apart and not (before and gate == "n")]
     peepholes = [f"w{k}" for k in range(cell.gates)] if "peephole" in names else []
     first = [*(f"x{k}" for k in range(cell.gates)), *(f"p{k}" for k in products)]
     first += [*(f"s{k}" for k in range(cell.carried + 1)), *peepholes, *(["i0"] if before else [])]
-    given = [*first, "k0", "W0"]
+    given = [*first, "k0", "k1", "W0"]
 
     def results(*arrays: mx.array) -> list[mx.array]:
         of = dict(zip(given, arrays, strict=True))
@@ -234,20 +306,21 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
         v = {"h": of["s0"], "c": of.get("s1"), "h_in": of.get("i0"), "Wh_n": of["W0"]}
         v |= {"Wp": of["W0"]} if "Wp" in names else {}
         v |= {"peephole": dict(zip(gates, [of[name] for name in peepholes], strict=True))} if peepholes else {}
-        v |= {"limit": of["k0"]} if cell.op == "lstm" and cell.cell_clip is not None else {}
+        v |= {"limit": of["k0"]} if cell.cell_clip is not None else {}
+        v |= {"projection limit": of["k1"]} if cell.projection_clip is not None else {}
         states, found = definitions.step(cell, a, v, TRACED)
-        # An array that occurs twice among the results would lose a cotangent in mx.vjp.
-        return [*states, *(found[gate] + mx.array(0, mx.float64) for gate in gates)]
+        return distinct([*states, *(found[gate] for gate in gates)])
 
     def derivatives(*arrays: mx.array) -> list[mx.array]:
         rest = arrays[len(first) : len(given)]
-        return mx.vjp(lambda *x: results(*x, *rest)[:n], [*arrays[: len(first)]], [*arrays[len(given) :]])[1]
+        return vjp(lambda *x: results(*x, *rest)[:n], arrays[: len(first)], arrays[len(given) :])[1]
 
     states = cell.carried + 1
     n = states + cell.gates * exposes  # the number of results that have cotangents
     with mx.stream(mx.cpu):
-        graph, zero = Graph(), mx.zeros((3, 3), mx.float64)
+        graph, zero = Graph(is_built_in=True), mx.zeros((3, 3), mx.float64)
         forward = absorb(graph, results, [zero] * len(given), given)
+        graph.derives = True
         cotangents = [*(f"d{k}" for k in range(states)), *(f"e{k}" for k in range(n - states))]
         back = absorb(graph, derivatives, [zero] * (len(given) + n), [*given, *cotangents])
     saved = forward[states:]
@@ -285,7 +358,7 @@ def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.ar
 def derivative(step: Callable[..., list[mx.array]], n: int, *arrays: mx.array) -> list[mx.array]:
     """Return the gradients of `step` with respect to the first n arrays. The remaining arrays are the cotangents of the
     results of `step`."""
-    return mx.vjp(step, list(arrays[:n]), list(arrays[n:]))[1]
+    return vjp(step, arrays[:n], arrays[n:])[1]
 
 
 # --- From MLX's graph to ours ---
@@ -303,6 +376,9 @@ def exported(function: Callable[..., Any], given: list[mx.array]) -> Exported:
             raise NotPointwise("a custom function") from error
         if "eval an array during function transformations" in str(error):
             raise NotPointwise("a decision on values") from error
+        name = str(error).partition("Unable to get state for primitive ")[2]
+        if name:  # such as nn.relu, which MLX compiles, of an array that does not depend on the arguments
+            raise NotPointwise("a compiled function of constants" if name.startswith("Compiled") else name) from error
         raise
     return content
 
@@ -312,9 +388,11 @@ def absorb(graph: Graph, function: Callable[..., Any], given: list[mx.array], na
     its arguments."""
     content = exported(function, given)
     # A function with random numbers is refused. MLX may list the splitting of the random key (Split) before
-    # RandomBits. The error shall name RandomBits, so this check comes before the other operations are read.
-    if any(item.get("name") == "RandomBits" for item in content):
-        raise NotPointwise("RandomBits")
+    # RandomBits. The error shall name RandomBits, so this check comes before the other operations are read. The same
+    # holds for products.
+    for item in content:
+        if item.get("name") in ("RandomBits", *PRODUCTS) and not graph.is_built_in:
+            raise NotPointwise(item["name"])
     # Find the arrays that the function captures from outside: trace it again while the first trace `content` is alive.
     # A constant that the function creates then has another address, and a captured array has the same.
     again = exported(function, given)
@@ -380,10 +458,9 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
     """Add one operation of MLX's graph to `graph`. Return its node."""
     name, arguments = item["name"], item["arguments"]
     keys = [key for key, *_ in item["inputs"]]
-    supported = {*UNARY, *BINARY, *VIEWS, "AsType", "Square", "Sqrt", "Log", "BitwiseBinary", "Select"}
-    matrices = [n for n in (found[key] for key in keys) if n is not None and is_matrix(graph, n)]
-    if name not in supported and not matrices:
-        raise NotPointwise(name)
+    supported = {*UNARY, *BINARY, *VIEWS, "AsType", "Square", "Sqrt", "Log", "BitwiseBinary", "Select", "FloorDivide"}
+    if name not in supported and not (graph.is_built_in and name in ("Transpose", "Matmul", "StopGradient")):
+        raise NotPointwise("a captured array" if captured.intersection(keys) else name)
     if any(found[key] is None for key in keys):
         raise NotPointwise("a captured array" if captured.intersection(keys) else "a constant array")
     args = [n for n in (found[key] for key in keys) if n is not None]
@@ -393,7 +470,7 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
         return graph.input(matrix[:-1] if matrix[-1] == "T" else matrix + "T")
     if name == "Matmul":
         return graph.add("matmul", *args)
-    if name in VIEWS:
+    if name in (*VIEWS, "StopGradient"):
         return args[0]
     if name == "AsType":
         return cast(graph, args[0], conditions[0], item["inputs"][0][2], item["outputs"][0][2])
@@ -409,6 +486,8 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
         return graph.add("mul", args[0], args[0])
     if name == "Select":
         return graph.add("select", *args)
+    if name == "FloorDivide":
+        return graph.add("floor", graph.add("div", *args))
     op = {**UNARY, **BINARY}[name]
     if op in ("and", "or", "not"):
         args = [
@@ -419,19 +498,16 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
     return graph.add(op, *args)
 
 
-def is_matrix(graph: Graph, n: int) -> bool:
-    """Return whether a node is the weight of a product in a built-in cell. A user's cell has no such node."""
-    return graph.nodes[n].op == "input" and str(graph.nodes[n].value)[0] == "W"
-
-
 def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype) -> int:
     """Return the node of a conversion from `before` to `after`. The function supports conversions between bool and
-    numbers, and all conversions of a constant. For any other conversion raise an error."""
+    numbers, all conversions of a constant, and that from float32 to float64: as all arguments of a cell of float64 have
+    this dtype, only selected constants such as mx.where(p, 1.0, 0.0) are float32. For any other conversion raise an
+    error."""
     if after == mx.bool_:
         return n if is_bool else graph.add("ne", n, graph.constant(0))
     if is_bool:
         return graph.add("float", n)
-    if before == after or graph.value(n) is not None:
+    if before == after or graph.value(n) is not None or (before, after) == (mx.float32, mx.float64):
         return n
     raise NotPointwise("AsType")
 
@@ -442,9 +518,56 @@ def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype)
 def refuse(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.array], what: str) -> None:
     """Raise the error for a cell that is not pointwise. The error names the operation, its line and what to do
     instead."""
+    what = what_with_values(cell, step, given, what)
     advice = next((text for text, names in ADVICE.items() if what in names), "docs/cells.md lists the operations")
+    if what == "a decision on values" and (other := call_outside_mlx(step, given)):
+        what, advice = other
     name = getattr(cell, "__name__", type(cell).__name__)
     fail(OP, f"the cell must compute each number by itself ({advice})", f"{what} in {name}{line_of(step, given)}")
+
+
+def what_with_values(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.array], what: str) -> str:
+    """Return what a cell uses that is not pointwise, after the arrays that it captures got their values.
+
+    MLX lists the operations of an array without a value as if the cell did them. So the initial weights of a module,
+    which nobody has evaluated, would look like random numbers that the cell draws.
+    """
+    try:
+        arrays = Captured(cell).every_array()
+    except TooMuch:
+        return what
+    if arrays:
+        have_values(arrays)
+        try:
+            absorb(Graph(), step, given, [f"x{k}" for k in range(len(given))])
+        except NotPointwise as error:
+            what = error.what
+    elif what == "a captured array":  # MLX keeps the constants of a compiled function from call to call
+        what = "a compiled function of constants"
+    return what
+
+
+def call_outside_mlx(step: Callable[..., Any], given: list[mx.array]) -> tuple[str, str] | None:
+    """Return (call, advice) if a cell passes an array to a function of NumPy or of Python's math module of which MLX
+    has its own, as in np.tanh(h); else None."""
+    try:
+        exported(step, given)
+    except NotPointwise as error:
+        cause = None if error.__cause__ is None else error.__cause__.__traceback__
+        frames = [(frame, line) for frame, line in walk_tb(cause) if is_users(frame.f_code.co_filename)]
+        if not frames:
+            return None
+        frame, line = frames[-1]
+        names = frame.f_builtins | frame.f_globals | frame.f_locals
+        for text in re.findall(r"([A-Za-z_][\w.]*)\(", linecache.getline(frame.f_code.co_filename, line)):
+            first, *rest = text.split(".")
+            value = names.get(first)
+            for part in rest:
+                value = getattr(value, part, None)
+            name = getattr(value, "__name__", "")
+            if library_of(value) in ("numpy", "math") and hasattr(mx, name):
+                return text, f"use mx.{name}"
+    return None
 
 
 def line_of(step: Callable[..., Any], given: list[mx.array]) -> str:

@@ -41,6 +41,8 @@ class LSTMCell(NamedTuple):
     activations: the activations of i, f, g, o and the output, in this order for every gate_order.
     output_peephole: whether the peephole of o reads c[t] ("current") or c[t-1] ("previous").
     cell_clip: the largest |c[t]|, or None for no limit. forget_bias: a number added to the preactivation of f.
+    projection_clip: the largest absolute value of a projected h, or None for no limit. clip_gradient: whether gradients
+    pass "through" both clips unchanged, or are "zero" where a clip changed the value.
     """
 
     gate_order: str = "ifgo"
@@ -48,6 +50,8 @@ class LSTMCell(NamedTuple):
     output_peephole: str = "current"
     cell_clip: float | None = None
     forget_bias: float = 0.0
+    projection_clip: float | None = None
+    clip_gradient: str = "through"
 
     # Every cell has these attributes. op: the name of the function for users. gates: the number of gates. carried: how
     # many blocks of H numbers the state c has. kept: how many blocks of H numbers the output `gates` has, which the
@@ -69,13 +73,22 @@ class LSTMCell(NamedTuple):
     @property
     def form(self) -> "LSTMCell":
         """The cell without the numbers that generated code gets as arguments."""
-        if self.cell_clip is None and not self.forget_bias:
-            return self
-        return self._replace(forget_bias=0.0, cell_clip=None if self.cell_clip is None else 1.0)
+        limits = {name: 1.0 for name in ("cell_clip", "projection_clip") if getattr(self, name) is not None}
+        return self._replace(forget_bias=0.0, **limits) if limits or self.forget_bias else self
 
     def activation(self, gate: str) -> str:
         """Return the name of the activation of gate "i", "f", "g" or "o", or of the "output"."""
         return self.activations[4 if gate == "output" else "ifgo".index(gate)]
+
+    @property
+    def stops_c(self) -> bool:
+        """Whether the clip of c stops gradients: they are 0 where it changed c."""
+        return self.cell_clip is not None and self.clip_gradient == "zero"
+
+    @property
+    def stops_h(self) -> bool:
+        """Whether the clip of a projected h stops gradients: they are 0 where it changed h."""
+        return self.projection_clip is not None and self.clip_gradient == "zero"
 
 
 class GRUCell(NamedTuple):
@@ -101,7 +114,9 @@ class GRUCell(NamedTuple):
     reads_kept = True
     params = ""
     forget_bias = 0.0
-    cell_clip = None
+    cell_clip = projection_clip = None
+    clip_gradient = "through"
+    stops_c = stops_h = False
     output_peephole = ""
     outputs = OUTPUTS
     block = gate_block
@@ -130,7 +145,9 @@ class RNNCell(NamedTuple):
     reads_kept = False
     params = ""
     forget_bias = 0.0
-    cell_clip = None
+    cell_clip = projection_clip = None
+    clip_gradient = "through"
+    stops_c = stops_h = False
     reset = ""
     output_peephole = ""
     gate_order = "h"
@@ -163,7 +180,9 @@ class PointwiseCell(NamedTuple):
     reset = ""
     output_peephole = ""
     forget_bias = 0.0
-    cell_clip = None
+    cell_clip = projection_clip = None
+    clip_gradient = "through"
+    stops_c = stops_h = False
     block = gate_block
 
     @property

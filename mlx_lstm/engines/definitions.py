@@ -44,11 +44,14 @@ def constant(value: float, like: Array) -> Array:
     return mx.array(value, like.dtype)
 
 
-def clip_straight_through(c: Array, limit: Array) -> Array:
-    """Return clip(c, -limit, limit). The gradient ignores the clip, as in TensorFlow's block ops: it passes to c
-    unchanged, except that it is 0 where c is infinite."""
-    zero = mx.where(mx.isinf(c), 0, c - mx.stop_gradient(c))  # 0 in value, but with the gradient of c
-    return mx.stop_gradient(mx.clip(c, -limit, limit)) + zero
+def clipped(x: Array, limit: Array, gradient: str) -> Array:
+    """Return clip(x, -limit, limit). The gradient ignores the clip if `gradient` is "through", as in TensorFlow's block
+    ops: it passes to x unchanged, except that it is 0 where x is infinite. If `gradient` is "zero", it is 0 where the
+    clip changed x, as in torch.clamp."""
+    inside = mx.stop_gradient(mx.clip(x, -limit, limit))
+    if gradient == "zero":
+        return mx.where(mx.abs(x) <= limit, x, inside)
+    return inside + mx.where(mx.isinf(x), 0, x - mx.stop_gradient(x))  # adds 0, but with the gradient of x
 
 
 Functions = Mapping[str, Callable[..., Array]]
@@ -61,7 +64,7 @@ ACTIVATIONS: Functions = {
     **{name: partial(hard_sigmoid, rise) for name, rise in HARD_SIGMOIDS.items()},
 }
 
-FUNCTIONS: Functions = {**ACTIVATIONS, "clip": clip_straight_through, "where": mx.where}
+FUNCTIONS: Functions = {**ACTIVATIONS, "clip": clipped, "where": mx.where}
 """The functions from which the definitions are built. `engines.cell_tracer` replaces three of them for its graphs."""
 
 
@@ -78,12 +81,12 @@ def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functi
     """Run one step of an LSTM. Return ([h, c], gates).
 
     a: the preactivation of each gate, forget bias included. v: c, the state before the step, and where given the
-    peephole weights of each gate, the projection Wp and the limit of c.
+    peephole weights of each gate, the projection Wp, the limit of c and that of a projected h.
 
       i = s_i(a_i + p_i c_prev)   f = s_f(a_f + p_f c_prev)   g = s_g(a_g + p_g c_prev)
-      c = f c_prev + i g, clipped if there is a limit
+      c = f c_prev + i g, clipped if there is a limit; `clipped` defines the gradient of the clip
       o = s_o(a_o + p_o c), or s_o(a_o + p_o c_prev) if `output_peephole` is "previous"
-      h = o s_output(c), or its product with Wp
+      h = o s_output(c), or its product with Wp, clipped if there is a limit
     """
     p, c_prev = v.get("peephole"), v["c"]
 
@@ -93,10 +96,13 @@ def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functi
     i, f, g = (gate(name, c_prev) for name in "ifg")
     c = f * c_prev + i * g
     if "limit" in v:
-        c = s["clip"](c, v["limit"])
+        c = s["clip"](c, v["limit"], cell.clip_gradient)
     o = gate("o", c if cell.output_peephole == "current" else c_prev)
     h = o * known("ops", s, cell.activation("output"))(c)
-    return [h @ v["Wp"].T if "Wp" in v else h, c], {"i": i, "f": f, "g": g, "o": o}
+    h = h @ v["Wp"].T if "Wp" in v else h
+    if "projection limit" in v:
+        h = s["clip"](h, v["projection limit"], cell.clip_gradient)
+    return [h, c], {"i": i, "f": f, "g": g, "o": o}
 
 
 def gru(cell: GRUCell, a: Mapping[str, Any], v: Mapping[str, Any], s: Functions) -> Step:

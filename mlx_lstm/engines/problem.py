@@ -33,9 +33,9 @@ Arrays = dict[str, Array]
 
 
 class Cut(NamedTuple):
-    """How `fused` divides its work, chosen by a measurement. rows: the number of batch items in a threadgroup; 8
-    selects the kernel that multiplies 8 x 8 matrices. spare: how many registers of a thread must stay free of weights.
-    """
+    """How an engine divides its work, chosen by a measurement, or without 8 x 8 matrices on a GPU where they do not
+    work. rows: the number of batch items in a threadgroup; 8 or more select a kernel that multiplies 8 x 8 matrices.
+    spare: how many registers of a thread must stay free of weights, in `fused`."""
 
     rows: int
     spare: int = 0
@@ -59,9 +59,8 @@ class Limits(NamedTuple):
     these limits, so that a small call runs the kernels of a large call.
 
     index: arrays with at least this many elements are indexed with 64 bits instead of 32.
-    launch_steps: the largest number of steps in one launch of `fused`. macOS ends a launch that keeps the GPU from the
-        display for too long. A model predicts 1 to 10 microseconds per step up to H = 128, so 4 to 40 ms per launch.
-        This is not measured.
+    launch_steps: the largest number of steps in one launch of `fused`. A launch has fewer steps if these
+        are predicted to take more than 20 ms.
     rows_left: each launch of `stepwise` writes its step's results to a new array, and later launches join these arrays
         until at most this many are left. The last launch then reads all of them, and Metal binds up to 31 arrays.
     unchunked: the largest number of steps that are not divided into chunks, or None for the limit of the engine.

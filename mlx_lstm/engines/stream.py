@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .autodiff import ENGINE_MODULES
+from .autodiff import module_of
 from .chunks import for_engine
-from .metal import fused
+from .metal import fused, pointwise
 from .ops.packed import dequantized
 from .problem import Arrays, Problem
 
@@ -35,9 +35,12 @@ def launch_of(engine: str, problem: Problem, arrays: Arrays) -> Launch:
     if engine == "ops":
         arrays = dequantized(problem.packing, arrays)
     elif engine == "fused":
-        arrays["arranged"] = fused.arranged(problem, arrays)
+        if problem.cell.op != "pointwise":
+            arrays["arranged"] = fused.arranged(problem, arrays)
+        elif "Wh" in arrays:
+            arrays["arranged"] = pointwise.arranged("forward", problem, arrays["Wh"])
     mx.eval(arrays)
-    return Launch(ENGINE_MODULES[engine], problem, arrays)
+    return Launch(module_of(problem, engine), problem, arrays)
 
 
 class MLXStream:
@@ -55,19 +58,23 @@ class MLXStream:
         self.B: int = prod(batch)
         self.carried: list[Arrays] = [zero_states(launch) for launch, _ in launches]
 
-    def __call__(self, x: mx.array | np.ndarray, keep: np.ndarray | None) -> mx.array:
+    def __call__(
+        self, x: mx.array | np.ndarray, keep: np.ndarray | None = None, inputs: np.ndarray | None = None
+    ) -> mx.array:
         """Run one step, and return the last layer's new h (*batch, P), with P its width. keep: factors [B] by which
-        the states are multiplied before the step, or None."""
+        the states are multiplied before the step, or None. inputs [B, U H]: the U inputs of this step of a cell that
+        the user wrote, or None."""
         with mx.stream(self.device):
             dtype, more = self.launches[0][0].arrays["x"].dtype, {}
-            row: mx.array = x.astype(dtype) if isinstance(x, mx.array) else mx.array(x, dtype)
+            row: mx.array = x.astype(dtype) if isinstance(x, mx.array) else to_mlx(x, dtype)
             row = row.reshape(1, self.B, -1)
             if keep is not None:
-                more["keep"] = mx.array(keep[None, :, None], dtype)
+                more["keep"] = to_mlx(keep[None, :, None], dtype)
+            if inputs is not None:
+                more["inputs"] = to_mlx(inputs[None], dtype)
             for n, pair in enumerate(self.launches):
                 module, problem, arrays = pair[keep is not None]
-                inputs = {**arrays, **more, "x": row, **self.carried[n]}
-                outputs = module.forward(problem, inputs)
+                outputs = module.forward(problem, {**arrays, **more, "x": row, **self.carried[n]})
                 row = outputs["h"]
                 self.carried[n] = {start: outputs[end] for start, end in CARRIED.items() if end in outputs}
             return row.astype(self.launches[0][0].problem.dtype).reshape(*self.batch, -1)
@@ -83,7 +90,14 @@ class MLXStream:
         "c". Each array has the shape (*batch, width of this state)."""
         for layer, carried in enumerate(self.carried):
             for name, old in carried.items():
-                carried[name] = mx.array(states[name[0]][layer], old.dtype).reshape(old.shape)
+                carried[name] = to_mlx(states[name[0]][layer], old.dtype).reshape(old.shape)
+
+
+def to_mlx(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    """Convert an array of NumPy to an MLX array of floats. MLX takes no reversed view, no other byte order and no long
+    double; NumPy converts them first, as on the engine `numpy`."""
+    with np.errstate(all="ignore"):
+        return mx.array(np.ascontiguousarray(array, np.float64 if dtype == mx.float64 else np.float32), dtype)
 
 
 def zero_states(launch: Launch) -> Arrays:
@@ -92,5 +106,7 @@ def zero_states(launch: Launch) -> Arrays:
     problem, dtype = launch.problem, launch.arrays["x"].dtype
     states = {"h0": mx.zeros((problem.B, problem.P), dtype)}
     if "c" in problem.cell.outputs:
-        states["c0"] = mx.zeros((problem.B, problem.H), mx.float64 if dtype == mx.float64 else mx.float32)
+        states["c0"] = mx.zeros(
+            (problem.B, problem.cell.carried * problem.H), mx.float64 if dtype == mx.float64 else mx.float32
+        )
     return states

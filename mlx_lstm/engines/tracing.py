@@ -5,7 +5,7 @@ graph MLX reads afterwards. Tracers of grad, vjp and jvp have values. Tracers of
 placeholders without values.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import local
 from typing import Any
@@ -14,6 +14,25 @@ import mlx.core as mx
 
 custom_function: Callable[[Callable[..., Any]], Any] = mx.custom_function
 """`mx.custom_function` with a type. MLX's type stubs do not say that the result returns what the function returns."""
+
+
+def vjp(
+    function: Callable[..., Sequence[mx.array]], primals: Sequence[mx.array], cotangents: Sequence[mx.array]
+) -> tuple[list[mx.array], list[mx.array]]:
+    """Return what `mx.vjp` returns, (outputs, gradients), also for outputs that `mx.vjp` gets wrong (see
+    `distinct`). All gradients that this package derives by MLX come from here."""
+    return mx.vjp(lambda *values: distinct(function(*values)), list(primals), list(cotangents))
+
+
+def distinct(outputs: Sequence[mx.array]) -> list[mx.array]:
+    """Return the outputs of a function in arrays of their own, each the result of one more operation.
+
+    `mx.vjp` needs such outputs, for two reasons. If one array is two outputs, or two views that MLX makes without an
+    operation, it reads the cotangent of the first one only. If an output is the result of mx.stop_gradient, it gives
+    the cotangent of this output to the next one. A product with 1 is exact, and MLX can export it. Integers and bools
+    stay as they are, because they have no cotangent.
+    """
+    return [output * 1 if mx.issubdtype(output.dtype, mx.inexact) else output for output in outputs]
 
 
 class Leaving(Exception):

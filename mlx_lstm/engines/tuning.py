@@ -6,6 +6,7 @@ from the number of GPU cores, which this module determines, too.
 """
 
 import hashlib
+import os
 import platform
 import sys
 import warnings
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..files import parse_json, size_of
+from ..files import read_json
 from ..machine import VERSION, counted_gpu_cores, installed_version, shader_folder
 from .problem import CORES, Cut, Limits
 
@@ -113,8 +114,12 @@ def suggested_cores(about: Mapping[str, str]) -> int:
 
 
 def cache_file() -> Path:
-    """Return the default path of the file with a measured table."""
-    caches = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    """Return the default path of the file with a measured table. A user without a home folder has no such file: the
+    path then lies under a device, where no file can be."""
+    home = os.path.expanduser("~")
+    caches = Path(
+        home if os.path.isabs(home) else os.devnull, "Library/Caches" if sys.platform == "darwin" else ".cache"
+    )
     return caches / "mlx-lstm" / "engines.json"
 
 
@@ -148,8 +153,7 @@ def load(file: Path) -> Table:
     A broken file causes a warning; a missing file does not.
     """
     try:
-        size_of(file)
-        content = parse_json(file.read_text())
+        content = read_json(file)
         engines = {
             str(dtype): {int(least): checked_row(row) for least, row in batches.items()}
             for dtype, batches in content["engines"].items()
@@ -157,7 +161,7 @@ def load(file: Path) -> Table:
         discarded = frozenset(failures(content["measured"]))
         cuts = {(str(dtype), int(least)): checked_cut(*cut) for dtype, least, *cut in content.get("cuts", [])}
         differing = [name for name, value in machine().items() if content["machine"].get(name) != value]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return PREDICTED
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         warnings.warn(f"{file} is not a table of engines and is ignored: {error!r}", stacklevel=2)

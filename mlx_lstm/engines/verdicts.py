@@ -6,18 +6,45 @@ environment is a system with its versions of macOS, MLX and the kernels' source.
 """
 
 import json
+import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from ..files import parse_json, shown, size_of, write_whole
+from ..budget import shown
+from ..files import read_json, write_whole
 from . import tuning
 
 MACHINES = 8
 """How many environments the file keeps. Another version of MLX, or another version of the kernels, is a different
 environment."""
 
-_known: dict[str, str] = {}
+PROCESSES = 3
+"""After faults in this number of processes, which may not have come again, kernels are refused for a week."""
+
+DAY, WEEK = 86_400.0, 604_800.0
+
+Keeping = Literal["always", "day", "process"]
+"""How long a verdict counts: always, for a day, or in this process. After PROCESSES processes have given a verdict of
+the last kind, it counts for a week."""
+
+
+class Kept(NamedTuple):
+    """A stored verdict. reason: why the kernels are refused, or "" if they are correct. until: the time, in seconds
+    since 1970, until which other processes obey it; None for always. processes: how many processes have given it."""
+
+    reason: str
+    until: float | None = None
+    processes: int = 1
+
+    def counts(self) -> bool:
+        """Return whether a process that starts now obeys this verdict. A time that is farther away than a week was
+        written with another clock."""
+        return self.until is None or 0.0 < self.until - time.time() <= WEEK
+
+
+_known: dict[str, Kept] = {}
 _broken: set[Path] = set()
 
 
@@ -28,29 +55,40 @@ def file() -> Path:
 
 def find(trial: str) -> str | None:
     """Return the recorded verdict on the kernels of one test run: the reason why they are refused, `""` if they are
-    correct, or None if they were not tested."""
+    correct, or None if they were not tested or the verdict counts no more."""
     if trial not in _known:
-        _known.update(read().get(names(), {}))
-    return _known.get(trial)
+        stored = read().get(names(), {})
+        _known.update({name: kept for name, kept in stored.items() if name not in _known and kept.counts()})
+    return _known[trial].reason if trial in _known else None
 
 
-def record(trial: str, verdict: str) -> None:
+def record(trial: str, reason: str, keeping: Keeping = "always") -> None:
     """Store the verdict of one test run of kernels: the reason why they are refused, or "" if they are correct. It is
     stored for this process and, if `verdicts.json` can be written, for other processes."""
-    _known[trial] = verdict
     content = read()
-    mine = content.pop(names(), {}) | {trial: verdict}
-    content = dict([*content.items(), (names(), mine)][-MACHINES:])
-    text = json.dumps(content, indent=1) + "\n"
+    mine = content.pop(names(), {})
+    kept = Kept(reason)
+    if keeping != "always":
+        count = mine[trial].processes + 1 if trial in mine else 1
+        seconds = DAY if keeping == "day" else WEEK if count >= PROCESSES else 0.0
+        kept = Kept(reason, time.time() + seconds if seconds else 0.0, count)
+    _known[trial] = kept
+    content = dict([*content.items(), (names(), mine | {trial: kept})][-MACHINES:])
+    texts = {name: {key: written(one) for key, one in own.items()} for name, own in content.items()}
     with suppress(OSError):
         file().parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file(), lambda partial: partial.write_text(text), force=True)
+        write_whole(file(), lambda partial: partial.write_text(json.dumps(texts, indent=1) + "\n"), force=True)
 
 
-def is_recorded(reason: str) -> bool:
-    """Return whether a test run of kernels on this machine has stored `reason` as its verdict: the reason why it
-    refuses these kernels. Other processes read the stored verdicts, so they refuse the kernels, too."""
-    return reason in _known.values()
+def keeping_of(reason: str) -> str:
+    """Return how long `verdicts.json` keeps a verdict with this reason, in words: "always", "for a week", "for a day",
+    or "" if only this process obeys it."""
+    kept = next((one for one in reversed(_known.values()) if one.reason == reason), None)
+    if kept is None or kept.until == 0.0:
+        return ""
+    if kept.until is None:
+        return "always"
+    return "for a day" if kept.until - time.time() <= DAY else "for a week"
 
 
 def forget() -> None:
@@ -65,23 +103,33 @@ def names() -> str:
     return ", ".join(f"{name} {value}" for name, value in tuning.machine().items())
 
 
-def read() -> dict[str, dict[str, str]]:
+def read() -> dict[str, dict[str, Kept]]:
     """Return the content of `verdicts.json`: for each environment (system and versions) a dict from a test run's name
-    to its verdict, the reason why the kernels are refused or "". Return an empty dict if the file is missing or
-    broken; if it is broken, also warn."""
+    to its verdict. Return an empty dict if the file is missing or broken; if it is broken, also warn."""
     path = file()
     try:
-        size_of(path)
-        content = parse_json(path.read_text())
-        pairs = [pair for verdicts in content.values() for pair in verdicts.items()]
-        if not all(isinstance(verdict, str) for _, verdict in pairs):
-            raise ValueError("a verdict is a text")
-        return content
-    except FileNotFoundError:
+        content = read_json(path)
+        return {name: {trial: kept_of(one) for trial, one in own.items()} for name, own in content.items()}
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, AttributeError, OverflowError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
         if path not in _broken:
             _broken.add(path)
             text = f"{path} has no verdicts on kernels and is ignored: {type(error).__name__}, {shown(error)}"
             warnings.warn(text, stacklevel=2)
         return {}
+
+
+def written(kept: Kept) -> str | dict[str, Any]:
+    """Return a verdict as `verdicts.json` has it: a text if it counts always, else a dict of all fields."""
+    return kept.reason if kept.until is None else kept._asdict()
+
+
+def kept_of(value: Any) -> Kept:
+    """Return the verdict that `written` has converted. Raise TypeError or ValueError if it is no such value."""
+    if isinstance(value, str):
+        return Kept(value)
+    kept = Kept(**value)
+    if not (isinstance(kept.reason, str) and isinstance(kept.until, int | float) and isinstance(kept.processes, int)):
+        raise ValueError("a verdict is a text, or has a reason, a time and a number of processes")
+    return kept

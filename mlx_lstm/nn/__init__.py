@@ -6,9 +6,10 @@ weights of any format. `Pointwise` is a layer with a cell of the user's own. `pr
 `stepper` runs layers one time step at a time. `quantize` quantizes the layers of a model, recurrent ones included.
 """
 
+from ..convert.layers import NONLINEARITIES
 from ..recurrence import Stepper
 from ._from_weights import from_weights
-from ._layers import GRU, LSTM, NONLINEARITIES, RNN, QuantizedGRU, QuantizedLSTM, QuantizedRNN
+from ._layers import GRU, LSTM, RNN, QuantizedGRU, QuantizedLSTM, QuantizedRNN
 from ._pointwise import Pointwise
 from ._precision import precision
 from ._quantize import quantize

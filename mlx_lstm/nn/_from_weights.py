@@ -38,6 +38,7 @@ class Recurrence(nn.Module):
     them.
     """
 
+    op: str = OP
     engine_used = engine_used
 
     def __init__(self, weights: Weights, checkpoint_every: int | str | None, engine: Engine | None):

@@ -7,32 +7,40 @@ and the names that its parameters have in `mlx.nn`.
 import math
 from collections.abc import Callable, Sequence
 from operator import methodcaller
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..checks import NO_UNITS, check_array, check_every, check_integer, fail, instead_of
+from ..advice import Advised, advised
+from ..checks import NO_UNITS, check_array, check_every, check_flag, check_integer, chosen_options, fail, instead_of
+from ..convert.layers import NONLINEARITIES, activation_of, class_of
 from ..engines.at_once import by_mlx, by_numpy, computes_now
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.choice import Engine, check_engine
 from ..engines.packing import Quantized, Weight
-from ..recurrence import Call, Hold, Lengths, QuantizedLayer, Stepper, engine_used, in_common_dtype, whole_steps
+from ..recurrence import (
+    Call,
+    Hold,
+    Lengths,
+    QuantizedLayer,
+    Stepper,
+    engine_used,
+    in_common_dtype,
+    pointwise,
+    whole_steps,
+)
 
 Self = TypeVar("Self", bound="Layer")
-
-NONLINEARITIES = {nn.tanh: "tanh", mx.tanh: "tanh", nn.relu: "relu", nn.sigmoid: "sigmoid", mx.sigmoid: "sigmoid"}
-"""The functions that `RNN` can run, and their names in `mlx_lstm.rnn`."""
 
 OPTIONS_OF_TORCH = ("num_layers", "bidirectional", "batch_first", "dropout", "proj_size")
 
 
-class Layer(nn.Module):
+class Layer(Advised):
     """Base class of `LSTM`, `GRU` and `RNN`. It has the constructor, the checks of arguments, and the method that
     runs all time steps."""
 
-    op: str  # the layer's name in errors
     hidden_size: int
     engine: Engine | None
     checkpoint_every: int | str | None
@@ -40,19 +48,13 @@ class Layer(nn.Module):
     _gates: int  # number of gates: a weight matrix has H rows for each gate
     _names: ClassVar[dict[str, str]]  # {parameter: argument of mlx_lstm.lstm, gru or rnn}, the input weight first
 
-    def __new__(cls: type[Self], *_: Any, **options: Any) -> Self:
-        """Raise an error for options that only `mlx_lstm.torch` has, with a text that says where to find them."""
-        for name in options.keys() & set(OPTIONS_OF_TORCH):
-            other = f"mlx_lstm.torch.{cls.__name__} has it, and mlx_lstm.nn.stack runs several layers and directions,"
-            fail(cls.op, f"{name} is no option of this layer: {other}", f"{name}={options[name]!r}")
-        return nn.Module.__new__(cls)
-
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool, checkpoint_every: int | str | None, engine: Engine | None
     ):
         super().__init__()
         I = check_integer(self.op, "input_size", input_size, least=1)
         H = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
+        check_flag(self.op, "bias", bias, " (nn.stack runs several layers)" if type(bias) is int else "")
         self.hidden_size = H
         self.engine = check_engine(self.op, engine)
         self.checkpoint_every = check_every(self.op, checkpoint_every)
@@ -85,7 +87,8 @@ class Layer(nn.Module):
             [..., H] as the same kind of array.
 
         Raises:
-            ValueError: an argument or a parameter breaks a rule, or the call is inside a transformation of MLX.
+            ValueError: an argument or a parameter breaks a rule, the call is inside a transformation of MLX, or the
+                layer's class redefines `__call__` or `step`.
 
         Example:
             >>> import mlx.core as mx
@@ -96,13 +99,15 @@ class Layer(nn.Module):
             >>> hidden.shape, stepper.state().shape
             ((2, 4), (2, 4))
         """
+        op = f"{self.op}.stepper"
+        class_of(op, "the layer", self)
         read = lambda: [(self._cell(), self._arrays(), self.engine)]  # noqa: E731
-        return Stepper(f"{self.op}.stepper", read, [self], batch=batch, is_stack=False)
+        return Stepper(op, read, [self], batch=batch, is_stack=False)
 
     def _extra_repr(self, more: str = "") -> str:
         Wx, _, b, *_ = self._names
         D, has_bias = self._parameter(Wx).shape[1], getattr(self, b) is not None
-        return f"input_dims={D}, hidden_size={self.hidden_size}, {more}bias={has_bias}"
+        return f"input_dims={D}, hidden_size={self.hidden_size}, {more}bias={has_bias}{chosen_options(self)}"
 
     def _cell(self) -> Cell:
         """Return the cell: the formula that the recurrence computes at each step."""
@@ -168,7 +173,7 @@ class Layer(nn.Module):
             if keep is not None:
                 arrays["keep"] = steps["keep"].reshape((1, -1) if is_step else (-1, L))
         options = {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "lengths": lengths, "hold": hold}
-        call = Call(cell, batch_first=not is_step, one_step=is_step, **options)
+        call = Call(cell, batch_first=not is_step, one_step=is_step, **options, op=op)
         outputs, choice = call.forward(arrays, return_gates=False, training=self.training, wants_last=is_step)
         vars(self)["_engine_used"] = choice
         names = (("hT", "cT") if is_step else ("h", "c"))[: len(states)]
@@ -229,6 +234,7 @@ class LSTM(Layer):
     _gates = 4
     _names: ClassVar = {"Wx": "Wx", "Wh": "Wh", "bias": "b"}
 
+    @advised
     def __init__(
         self,
         input_size: int,
@@ -245,6 +251,7 @@ class LSTM(Layer):
         `mlx.nn.quantize` ignores it."""
         return QuantizedLSTM.from_layer(self, group_size, bits, mode)
 
+    @advised
     def __call__(
         self,
         x: mx.array,
@@ -366,6 +373,7 @@ class GRU(Layer):
     _gates = 3
     _names: ClassVar = {"Wx": "Wx", "Wh": "Wh", "b": "b", "bhn": "bhn"}
 
+    @advised
     def __init__(
         self,
         input_size: int,
@@ -382,6 +390,7 @@ class GRU(Layer):
         ignores it."""
         return QuantizedGRU.from_layer(self, group_size, bits, mode)
 
+    @advised
     def __call__(
         self,
         x: mx.array,
@@ -444,8 +453,9 @@ class RNN(Layer):
         bias (bool): whether there is a bias. Default: `True`.
         checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in `LSTM`.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
-        nonlinearity (callable, optional): s, one of `NONLINEARITIES`: MLX's tanh, relu or sigmoid. Other functions,
-            which `mlx.nn.RNN` accepts, raise a ValueError. Default: tanh.
+        nonlinearity (callable, optional): s, a function of one array that computes each element by itself, such as
+            `mlx.nn.gelu`. `NONLINEARITIES` run in the kernels of `mlx_lstm.rnn`; for other functions
+            `mlx_lstm.pointwise` generates code, `engine_used` stays None, and there is no stepper. Default: tanh.
 
     Raises:
         ValueError: an argument breaks a rule.
@@ -467,6 +477,7 @@ class RNN(Layer):
     _gates = 1
     _names: ClassVar = {"Wxh": "Wx", "Whh": "Wh", "bias": "b"}
 
+    @advised
     def __init__(
         self,
         input_size: int,
@@ -479,7 +490,7 @@ class RNN(Layer):
     ):
         super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
         self.nonlinearity: Callable[[mx.array], mx.array] = nn.tanh if nonlinearity is None else nonlinearity
-        activation_of(self.nonlinearity)
+        check_nonlinearity(self.nonlinearity)
 
     def _extra_repr(self) -> str:
         return super()._extra_repr(f"nonlinearity={self.nonlinearity}, ")
@@ -489,6 +500,7 @@ class RNN(Layer):
         ignores it."""
         return QuantizedRNN.from_layer(self, group_size, bits, mode)
 
+    @advised
     def __call__(
         self,
         x: mx.array,
@@ -510,6 +522,49 @@ class RNN(Layer):
         """Return the hidden state after one step, [..., H]. x is [..., D], `hidden` [..., H] is the state before the
         step (default: zeros), and `keep` [...] is a factor on this state: 0 where an episode begins."""
         return self._run(x, {"hidden": hidden}, keep=keep, is_step=True)[0]
+
+    def _run(
+        self,
+        x: mx.array,
+        states: dict[str, mx.array | None],
+        lengths: Lengths = None,
+        keep: mx.array | None = None,
+        hold: Hold = None,
+        *,
+        is_step: bool = False,
+    ) -> list[mx.array]:
+        """Run all time steps, as `Layer._run` does. With a nonlinearity that `mlx_lstm.rnn` does not have,
+        `mlx_lstm.pointwise` runs them."""
+        check_nonlinearity(self.nonlinearity)
+        if any(self.nonlinearity is function for function in NONLINEARITIES):
+            return super()._run(x, states, lengths, keep, hold, is_step=is_step)
+        op, arrays, hidden = self.op, self._arrays(), states["hidden"]
+        if any(isinstance(array, Quantized) for array in arrays.values()):
+            activation_of(self.nonlinearity)
+        (_, D), H = arrays["Wx"].shape, self.hidden_size
+        check_input(op, x, D, arrays["Wx"], is_step)
+        if is_step:
+            x, keep = x[..., None, :], keep[..., None] if isinstance(keep, mx.array) else keep
+        *batch, L, _ = x.shape
+        h0 = mx.zeros((*batch, H), x.dtype)
+        arrays |= {"x": x, "h0": h0 if hidden is None else whole_state(op, hidden, "hidden", (*batch, H), x)}
+        arrays, dtype = in_common_dtype(arrays)
+        vars(self)["_engine_used"] = None
+        if 0 in batch:
+            return [mx.zeros((*batch, H) if is_step else (*batch, L, H), dtype)]
+        steps = whole_steps(op, keep, hold, (*batch, L), "[..., L]")
+        options: dict[str, Any] = {name: array.reshape(-1, L).T for name, array in steps.items()}
+        h, _ = pointwise(
+            *(Activated(self.nonlinearity), arrays["x"].reshape(-1, L, D).swapaxes(0, 1)),
+            *(arrays["Wx"], arrays["Wh"], arrays.get("b"), [arrays["h0"].reshape(-1, H)]),
+            **options,
+            lengths=flat_lengths(op, lengths, tuple(batch)),
+            checkpoint_every=self.checkpoint_every,
+            training=self.training,
+            engine=self.engine,
+        )
+        h = h.swapaxes(0, 1).reshape(*batch, L, H)
+        return [h[..., 0, :] if is_step else h]
 
     def _cell(self) -> Cell:
         return RNNCell(activation_of(self.nonlinearity))
@@ -603,20 +658,28 @@ class QuantizedRNN(QuantizedLayer, RNN):
     of, kinds = RNN, (RNN, nn.RNN)
 
 
-def activation_of(nonlinearity: object) -> str:
-    """Return the name that `mlx_lstm.rnn` uses for a nonlinearity, which is a function of MLX such as `nn.tanh`.
-    Raise ValueError for any other function."""
-    # Compare one by one, since a module such as nn.Tanh() is not hashable.
-    for function, name in NONLINEARITIES.items():
-        if nonlinearity is function:
-            return name
-    fail("nn.RNN", "nonlinearity must be MLX's tanh, relu or sigmoid, as a function,", repr(nonlinearity))
+def check_nonlinearity(nonlinearity: object) -> None:
+    """Raise ValueError unless the nonlinearity of an `RNN` is a function."""
+    if not callable(nonlinearity):
+        rule = "nonlinearity must be a function of an array, such as mlx.nn.tanh or mlx.nn.gelu,"
+        fail("nn.RNN", rule, repr(nonlinearity))
+
+
+class Activated(NamedTuple):
+    """The cell of a plain RNN for `mlx_lstm.pointwise`. Cells of one function are equal, so each is traced
+    once."""
+
+    function: Callable[[mx.array], mx.array]
+
+    def __call__(self, a: tuple[mx.array, ...], state: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+        """Return the new h."""
+        return (self.function(a[0]),)
 
 
 def check_input(op: str, x: object, D: int, Wx: Weight, is_step: bool) -> None:
     """Check that x is a layer's input [..., L, D], or the input [..., D] of a step."""
     if not isinstance(x, mx.array):
-        fail(op, f"x must be an mlx.core.array{instead_of(x)}", type(x).__name__)
+        fail(op, f"x must be an mlx.core.array{instead_of(x, 'x')}", type(x).__name__)
     if x.dtype == mx.complex64:
         fail(op, "x must be real", x.dtype)
     if x.ndim < 2 - is_step or x.shape[-1] != D or 0 in x.shape[-2 + is_step :]:

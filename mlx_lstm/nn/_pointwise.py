@@ -7,9 +7,19 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checks import NO_UNITS, check_array, check_every, check_flag, check_integer, fail
+from ..checks import NO_UNITS, check_array, check_every, check_flag, check_integer, chosen_options, fail
+from ..convert.layers import class_of
 from ..engines.choice import Engine, check_engine
-from ..recurrence import Hold, Lengths, pointwise, whole_steps
+from ..recurrence import (
+    Hold,
+    Lengths,
+    OwnCell,
+    Stepper,
+    common_dtype,
+    pointwise,
+    side_by_side,
+    whole_steps,
+)
 
 OP = "nn.Pointwise"
 
@@ -18,7 +28,9 @@ class Pointwise(nn.Module):
     r"""A recurrent layer with a cell of your own: the function of `mlx_lstm.pointwise`, with parameters.
 
     The input has shape [B, L, D]. Parameters: `Wx` [G H, D], `Wh` [G H, H] unless `recurrent=False`, `bias` [G H], and
-    a list `params` of arrays [H], all drawn from U(-1/sqrt(H), 1/sqrt(H)), as in `mlx.nn.LSTM`.
+    a list `params` of arrays [H], all drawn from U(-1/sqrt(H), 1/sqrt(H)), as in `mlx.nn.LSTM`. With
+    `bidirectional=True` they hold the forward direction first: `Wx` [2 G H, D], `Wh` [2, G H, H], `bias` [2 G H],
+    `params` [2H]. `mlx_lstm.nn.stack` and `mlx_lstm.nn.stepper` run several such layers.
 
     Args:
         cell (callable): `cell(a, state, *inputs, *params) -> state`, as in `mlx_lstm.pointwise`, where a holds the
@@ -31,6 +43,9 @@ class Pointwise(nn.Module):
         bias (bool): whether there is a bias. Default: `True`.
         recurrent (bool): whether the preactivations contain Wh h. Default: `True`.
         apart (bool): pass each gate as a pair, (part from x, part from h). Default: `False`.
+        reverse (bool): run from the last step to the first; outputs stay aligned with the input. Also an attribute.
+            Default: `False`.
+        bidirectional (bool): run both directions, each with its own parameters. Default: `False`.
         checkpoint_every (int or str, optional): as in `mlx_lstm.lstm`. Also an attribute. Default: `None`.
         engine (str, optional): force an engine. Also an attribute. Default: the best for the stream's device.
 
@@ -48,13 +63,19 @@ class Pointwise(nn.Module):
         >>> h, state = layer(mx.ones((2, 5, 3)), state)  # go on from the last state
         >>> h.shape, len(state)
         ((2, 5, 4), 4)
+        >>> both = Pointwise(cells.minimal_gru, 3, 4, gates=2, bidirectional=True)
+        >>> both(mx.ones((2, 10, 3)))[0].shape
+        (2, 10, 8)
     """
 
+    op: str = OP
     Wx: mx.array
     Wh: mx.array | None
     bias: mx.array | None
     params: list[mx.array]
     hidden_size: int
+    reverse: bool
+    _own_cell: OwnCell
     engine: Engine | None
     checkpoint_every: int | str | None
 
@@ -70,6 +91,8 @@ class Pointwise(nn.Module):
         bias: bool = True,
         recurrent: bool = True,
         apart: bool = False,
+        reverse: bool = False,
+        bidirectional: bool = False,
         checkpoint_every: int | str | None = None,
         engine: Engine | None = None,
     ):
@@ -78,25 +101,38 @@ class Pointwise(nn.Module):
             fail(OP, "cell must be a function", type(cell).__name__)
         I = check_integer(OP, "input_size", input_size, least=1)
         H = check_integer(OP, "hidden_size", hidden_size, least=1, why=NO_UNITS)
-        rows = check_integer(OP, "gates", gates, least=1) * H
+        G = check_integer(OP, "gates", gates, least=1)
         counts = check_integer(OP, "states", states, least=1), check_integer(OP, "params", params, least=0)
-        for name, flag in (("bias", bias), ("recurrent", recurrent), ("apart", apart)):
+        flags = {"bias": bias, "recurrent": recurrent, "apart": apart}
+        for name, flag in (flags | {"reverse": reverse, "bidirectional": bidirectional}).items():
             check_flag(OP, name, flag)
+        check_one_way(reverse, bidirectional)
         self.hidden_size = H
+        self.reverse = reverse
         self.engine = check_engine(OP, engine)
         self.checkpoint_every = check_every(OP, checkpoint_every)
-        self._cell, self._states, self._apart = cell, counts[0], apart
-        scale = 1.0 / math.sqrt(H)
+        # These options are fixed, as the shapes of the parameters follow from them. The cell, a tuple, is stored in
+        # `vars`, because MLX would count it among the parameters.
+        self._directions = 2 if bidirectional else 1
+        vars(self)["_own_cell"] = OwnCell(cell, G, *counts, apart, recurrent)
+        scale, rows = 1.0 / math.sqrt(H), self._directions * G * H
+        own = [2] if bidirectional else []
         self.Wx = mx.random.uniform(-scale, scale, (rows, I))
-        self.Wh = mx.random.uniform(-scale, scale, (rows, H)) if recurrent else None
+        self.Wh = mx.random.uniform(-scale, scale, (*own, G * H, H)) if recurrent else None
         self.bias = mx.random.uniform(-scale, scale, (rows,)) if bias else None
-        self.params = [mx.random.uniform(-scale, scale, (H,)) for _ in range(counts[1])]
+        self.params = [mx.random.uniform(-scale, scale, (self._width,)) for _ in range(counts[1])]
+
+    @property
+    def _width(self) -> int:
+        """Return the number of units of all directions."""
+        return self._directions * self.hidden_size
 
     def _extra_repr(self) -> str:
-        rows, I = self.Wx.shape
-        sizes = f"input_size={I}, hidden_size={self.hidden_size}, gates={rows // self.hidden_size}"
-        name = getattr(self._cell, "__name__", type(self._cell).__name__)
-        return f"{name}, {sizes}, states={self._states}, bias={self.bias is not None}"
+        (function, gates, states, *_), I = self._own_cell, self.Wx.shape[1]
+        sizes = f"input_size={I}, hidden_size={self.hidden_size}, gates={gates}"
+        name = getattr(function, "__name__", type(function).__name__)
+        ways = ", reverse=True" * self.reverse + ", bidirectional=True" * (self._directions == 2)
+        return f"{name}, {sizes}, states={states}, bias={self.bias is not None}{ways}{chosen_options(self)}"
 
     def __call__(
         self,
@@ -108,7 +144,7 @@ class Pointwise(nn.Module):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> tuple[mx.array, tuple[mx.array, ...]]:
-        """Return h at every step, and the states after the last step.
+        """Return h at every step, and the states after the last step processed.
 
         Args:
             x (array): input, [B, L, D].
@@ -120,25 +156,160 @@ class Pointwise(nn.Module):
             hold (array or list, optional): steps that leave the state unchanged, broadcastable to [B, L].
 
         Returns:
-            tuple: h [B, L, H], and a tuple of the last states, each [B, H].
+            tuple: h [B, L, H], and a tuple of the last states, each [B, H], in the dtype to which x, the parameters and
+            the first states promote. With `bidirectional=True` all of them, and `inputs`, have 2H in place of H.
         """
+        self._check_arrays()
         check_array(OP, "x", x, ["B", "L", self.Wx.shape[1]])
-        if isinstance(state, mx.array):
-            fail(OP, f"state must be a tuple or list of {self._states} arrays", "an array")
-        if state is None:
-            state = [mx.zeros((x.shape[0], self.hidden_size), x.dtype)] * self._states
-        if len(state) != self._states:
-            fail(OP, f"state must have {self._states} arrays", len(state))
+        state = self._first_states(state, x.shape[0], x.dtype)
+        arrays: list[Any] = [x, self.Wx, self.Wh, self.bias, *state, *self.params]
+        dtype = common_dtype([array for array in arrays if array is not None])
+        whole: list[Any] = [None if array is None else array.astype(dtype) for array in arrays]
+        x, Wx, Wh, b, *others = whole
         options: dict[str, Any] = {"lengths": lengths, "training": self.training, "engine": self.engine}
         by_step = whole_steps(OP, keep, hold, x.shape[:2], "[B, L]")
         options |= {name: mx.swapaxes(array, 0, 1) for name, array in by_step.items()}
         by_time = [mx.swapaxes(array, 0, 1) if array.ndim == 3 else array for array in inputs]
-        h, last = pointwise(
-            *(self._cell, mx.swapaxes(x, 0, 1), self.Wx, self.Wh, self.bias, state),
-            **options,
-            inputs=by_time,
-            params=self.params,
-            apart=self._apart,
-            checkpoint_every=self.checkpoint_every,
-        )
+        own = self._own_cell
+        try:
+            h, last = pointwise(
+                *(own.function, mx.swapaxes(x, 0, 1), Wx, Wh, b, others[: len(state)]),
+                **options,
+                inputs=by_time,
+                params=others[len(state) :],
+                apart=own.apart,
+                reverse=self.reverse,
+                bidirectional=self._directions == 2,
+                checkpoint_every=self.checkpoint_every,
+            )
+        except (TypeError, ValueError) as error:
+            # Python's own errors for a wrong number of values, raised by the user's cell
+            if not any(text in str(error) for text in (" to unpack", "positional argument")):
+                raise
+            counts = f"gates={own.gates}, states={own.states}, params={own.params}, inputs={len(by_time)}"
+            rule = "gates, states, params and inputs must be as many as the cell takes"
+            raise ValueError(f"[{OP}] {rule} but got {counts}: {error}.") from error
         return mx.swapaxes(h, 0, 1), last
+
+    def step(
+        self,
+        x: mx.array,
+        state: Sequence[mx.array] | None = None,
+        *,
+        inputs: Sequence[mx.array] = (),
+        keep: mx.array | None = None,
+    ) -> tuple[mx.array, ...]:
+        """Return all states after one step, h first, for input that arrives one step at a time. It equals a call with
+        an x of one step, and has its gradient.
+
+        Args:
+            x (array): input of the step, [B, D].
+            state (sequence of array, optional): the states before the step, each [B, H], h first. Default: zeros.
+            inputs (sequence of array): the cell's inputs of the step, broadcastable to [B, H].
+            keep (array, optional): factor on the states before the step, broadcastable to [B]: 0 resets them.
+
+        Returns:
+            tuple: the new states, each [B, H].
+
+        Raises:
+            ValueError: an argument breaks a rule, or the layer runs in reverse or in both directions.
+
+        Example:
+            >>> import mlx.core as mx
+            >>> from mlx_lstm import cells
+            >>> from mlx_lstm.nn import Pointwise
+            >>> layer = Pointwise(cells.slstm, 3, 4, gates=4, states=4)
+            >>> state = layer.step(mx.ones((2, 3)))
+            >>> state = layer.step(mx.ones((2, 3)), state)
+            >>> len(state), state[0].shape
+            (4, (2, 4))
+        """
+        op = f"{OP}.step"
+        self._check_forward(op)
+        check_array(op, "x", x, ["B", self.Wx.shape[1]])
+        by_step = whole_steps(op, keep, None, x.shape[:1], "[B]")
+        by_step = {name: array[:, None] for name, array in by_step.items()}
+        wide = [array[:, None] if isinstance(array, mx.array) and array.ndim == 2 else array for array in inputs]
+        return self(x[:, None], state, inputs=wide, **by_step)[1]
+
+    def stepper(self, batch: int | Sequence[int] = (), *, inputs: int = 0) -> Stepper:
+        """Return a `Stepper`: an object that runs one time step per call and keeps the states inside. It computes the
+        same as the method `step` with much less work per step, but has no gradient.
+
+        Args:
+            batch (int or sequence of int): the sizes of the batch axes of a step's input. Default: none, the input is
+                [D].
+            inputs (int): the number of inputs of each step that the cell reads. Default: 0.
+
+        Returns:
+            Stepper: called as `stepper(x, keep=None, inputs=())` with x [..., D] of MLX or NumPy, it returns h
+            [..., H] as the same kind of array. `state()` returns a tuple of all states, or h if there is no other.
+
+        Raises:
+            ValueError: an argument or a parameter breaks a rule, or the layer runs in reverse or in both directions.
+
+        Example:
+            >>> import mlx.core as mx
+            >>> from mlx_lstm import cells
+            >>> from mlx_lstm.nn import Pointwise
+            >>> stepper = Pointwise(cells.augru, 3, 4, gates=3, apart=True).stepper(2, inputs=1)
+            >>> for frame in mx.ones((10, 2, 3)):
+            ...     h = stepper(frame, inputs=[mx.ones((2, 1))])
+            >>> h.shape
+            (2, 4)
+        """
+        op = f"{OP}.stepper"
+        class_of(op, "the layer", self)
+        self._check_forward(op)
+        count = check_integer(op, "inputs", inputs, least=0)
+        read = lambda: [(self._own_cell, self._by_argument(), self.engine)]  # noqa: E731
+        return Stepper(op, read, [self], batch=batch, is_stack=False, inputs=count)
+
+    def _check_forward(self, op: str) -> None:
+        """Raise an error if the layer does not run forward only."""
+        if self.reverse or self._directions == 2:
+            rule = "the layer must run forward, because the reverse direction starts at the end of the sequence,"
+            fail(op, rule, "both directions" if self._directions == 2 else "reverse=True")
+
+    def _check_arrays(self) -> None:
+        """Check that the parameters are arrays of the shapes that the cell needs."""
+        (_, G, _, params, _, recurrent), H, D = self._own_cell, self.hidden_size, self._directions
+        check_one_way(self.reverse, D == 2)
+        check_array(OP, "Wx", self.Wx, [D * G * H, "D"])
+        if recurrent:
+            check_array(OP, "Wh", self.Wh, [2, G * H, H] if D == 2 else [G * H, H])
+        elif self.Wh is not None:
+            fail(OP, "Wh must be None with recurrent=False", "an array")
+        if self.bias is not None:
+            check_array(OP, "bias", self.bias, [D * G * H])
+        if not isinstance(self.params, (list, tuple)) or len(self.params) != params:
+            what = len(self.params) if isinstance(self.params, (list, tuple)) else type(self.params).__name__
+            fail(OP, f"params must be a list of {params} arrays", what)
+        for k, array in enumerate(self.params):
+            check_array(OP, f"params[{k}]", array, [D * H], None, ", one number per unit,")
+
+    def _first_states(self, state: Any, B: int, dtype: mx.Dtype) -> list[mx.array]:
+        """Check the first states that the caller passed. Return them as a list; zeros [B, H] in place of None."""
+        count, shape = self._own_cell.states, [B, self._width]
+        if isinstance(state, mx.array):
+            fail(OP, f"state must be a tuple or list of {count} arrays", "an array")
+        if state is None:
+            return [mx.zeros(shape, dtype)] * count
+        if len(state) != count:
+            fail(OP, f"state must have {count} arrays", len(state))
+        for k, array in enumerate(state):
+            check_array(OP, f"state[{k}]", array, shape)
+        return list(state)
+
+    def _by_argument(self) -> dict[str, Any]:
+        """Return the parameters by the names of the recurrence's arrays; `params` are joined into one array."""
+        self._check_arrays()
+        params = side_by_side(list(self.params), self._directions)
+        arrays = {"Wx": self.Wx, "Wh": self.Wh, "b": self.bias, "params": params}
+        return {name: array for name, array in arrays.items() if array is not None}
+
+
+def check_one_way(reverse: bool, bidirectional: bool) -> None:
+    """Raise an error if a layer has both options: with both directions there is no other order."""
+    if reverse and bidirectional:
+        fail(OP, "reverse must be False with bidirectional=True, which runs both directions,", "True")

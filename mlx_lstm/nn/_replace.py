@@ -10,8 +10,11 @@ from typing import Any, TypeVar
 import mlx.nn as nn
 
 from ..checks import check_flag, fail
+from ..convert.layers import activation_of
 from ..engines.choice import Engine, check_engine
-from ._layers import GRU, LSTM, RNN, Layer, activation_of
+from ._from_weights import Recurrence
+from ._layers import GRU, LSTM, RNN, Layer
+from ._pointwise import Pointwise
 from ._stack import read
 
 M = TypeVar("M", bound=nn.Module | dict[Any, Any] | list[Any] | tuple[Any, ...])
@@ -83,7 +86,7 @@ def replace(model: M, *, back: bool = False, engine: Engine | None = None) -> M:
         wanted = " or ".join(sorted(name_of(kind) for kind in kinds))
         warnings.warn(f"[{op}] found no {wanted} in the model.", stacklevel=2)
     for _, layer in modules:
-        if engine is not None and isinstance(layer, Layer):
+        if engine is not None and isinstance(layer, (Layer, Pointwise, Recurrence)):
             layer.engine = engine
     return model
 
@@ -183,7 +186,7 @@ def look_alike(name: str, layer: nn.Module) -> str:
     """Return a text for a warning if a layer of another package has the parameters of a recurrent layer; for any other
     layer return "". The text names the layer's class, and a line of code that runs the layer with `mlx_lstm.nn.stack`.
     name: the layer's path in the model."""
-    if isinstance(layer, (Layer, *OURS)) or type(layer).__module__.partition(".")[0] == "mlx_lstm":
+    if isinstance(layer, (Layer, Pointwise, *OURS)) or type(layer).__module__.partition(".")[0] == "mlx_lstm":
         return ""
     if not (kind := kind_of_parameters(layer)):
         return ""
@@ -195,10 +198,10 @@ def kind_of_parameters(layer: nn.Module) -> str:
     """Return "an LSTM", "a GRU" or "an RNN" if a module has the parameters of one, under the names of any known
     format, else an empty text."""
     try:
-        first = read("the layer", layer, False)[0][0]
+        first = read("the layer", layer, False, may_drop=True)[0][0]
     except ValueError:
         return ""
-    return {"lstm": "an LSTM", "gru": "a GRU", "rnn": "an RNN"}[first.cell.op]
+    return {"lstm": "an LSTM", "gru": "a GRU", "rnn": "an RNN", "pointwise": "a Pointwise"}[first.cell.op]
 
 
 def name_of(kind: type[nn.Module]) -> str:

@@ -7,29 +7,35 @@ from typing import Any, NamedTuple, overload
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from ..checks import ArraySpec, check_array, check_every, check_integer, check_option, fail, instead_of
 from ..convert import Weights, from_names
+from ..convert.layers import Description, describe
 from ..engines.at_once import by_mlx, by_numpy, computes_now, derived
-from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.choice import Engine, check_engine
-from ..engines.directions import half, join
+from ..engines.directions import half, join, part
 from ..engines.packing import Quantized
 from ..engines.problem import Arrays
 from ..recurrence import (
     Call,
     Hold,
     Lengths,
+    OwnCell,
     QuantizedLayer,
+    apart_again,
     common_dtype,
     in_dtype,
     join_biases,
     join_states,
+    side_by_side,
     split_states,
     whole_lengths,
     whole_steps,
 )
-from ._layers import GRU, LSTM, RNN, Layer, activation_of
+from ._layers import GRU, LSTM, RNN, Layer
+from ._pointwise import Pointwise
 
 OP = "nn.stack"
 KINDS: tuple[type[Layer], ...] = (LSTM, GRU, RNN)
@@ -115,13 +121,17 @@ def stack(
     not change. The result equals a loop that calls each layer with the output of the layer before. With `reverse` the
     two layers of a depth read the same input, and their outputs are concatenated: forward first, reversed second.
 
-    Only the attributes of an object are read; its own `__call__` never runs. An LSTM has `Wx` [4H, D], `Wh` [4H, H] and
-    maybe `bias` [4H], gate order i, f, g, o; a GRU `Wx` [3H, D], `Wh` [3H, H] and maybe `b` [3H], `bhn` [H], gate order
-    r, z, n; a plain RNN `Wxh` [H, D], `Whh` [H, H], maybe `bias` [H] and `nonlinearity`. Arrays may also have any names
-    that `mlx_lstm.convert.from_names` reads, in the gate order of their format: torch's `weight_ih_l0`, Keras'
-    `kernel`, two biases `bias_ih` and `bias_hh`, both directions in one object as `Wx_forward` and `Wx_backward`. An
-    object with further arrays or with modules is an error. A dict with such arrays is accepted, too. A quantized layer
-    of `mlx_lstm.nn` is run with its quantized weights.
+    Only the attributes of an object are read; its own `__call__` never runs. So a subclass of a layer of `mlx.nn` or
+    `mlx_lstm` that redefines `__call__` or `step` is an error, and so is an attribute that changes the formula, such as
+    `forget_bias=1.0`; a dict of the parameters says that the formula is the usual one. An LSTM has `Wx` [4H, D], `Wh`
+    [4H, H] and maybe `bias` [4H], gate order i, f, g, o; a GRU `Wx` [3H, D], `Wh` [3H, H] and maybe `b` [3H], `bhn`
+    [H], gate order r, z, n; a plain RNN `Wxh` [H, D], `Whh` [H, H], maybe `bias` [H] and `nonlinearity`. Arrays may
+    also have any names that `mlx_lstm.convert.from_names` reads, in the gate order of their format: torch's
+    `weight_ih_l0`, Keras' `kernel`, two biases `bias_ih` and `bias_hh`, both directions in one object as `Wx_forward`
+    and `Wx_backward`. An object with further arrays, lists of arrays or modules is an error. A dict with such arrays is
+    accepted, too. A quantized layer of `mlx_lstm.nn` is run with its quantized weights. `Pointwise` layers run with
+    their own cells, which may differ but must have as many states, and no inputs of a step; one with `reverse=True`
+    belongs into `reverse`.
 
     Args:
         layers (list): K layers, all of one kind and one H; the first one reads x. From layer 1 on D is H, or 2H with
@@ -129,9 +139,9 @@ def stack(
             several layers; it then stands for these layers. One object may also have the arrays of both directions;
             then `reverse` must be `None`.
         x (array): [B, T, D]. As in the layers, there may be several batch axes, or none.
-        state (optional): a tuple (h_0, c_0) for LSTMs, else h_0; each [K, B, H], with both directions [2K, B, H],
-            with groups G times as many. Layers come in order, in each layer its groups, in each group the forward
-            direction first. Default: zeros.
+        state (optional): a tuple (h_0, c_0) for LSTMs, a tuple of all states, h_0 first, for `Pointwise` layers with
+            several, else h_0; each [K, B, H], with both directions [2K, B, H], with groups G times as many. Layers come
+            in order, in each layer its groups, in each group the forward direction first. Default: zeros.
         reverse (list, optional): K layers that read their input from its end to its start.
         between (callable, optional): `between(n, x)` gets the output of layer n and returns the input of layer n + 1,
             [B, T, D] with D features as that layer reads, for n = 0..K-2: dropout, norms, residual connections.
@@ -154,8 +164,8 @@ def stack(
 
     Returns:
         tuple: the output [B, T, H], or [B, T, 2H] with both directions concatenated, with groups G times as wide; and
-        the last states, shaped as `state`: (h_n, c_n) for LSTMs, else h_n. Their dtype is that to which x, states and
-        parameters promote.
+        the last states, shaped as `state`: (h_n, c_n) for LSTMs, h_n and the others for `Pointwise`, else h_n. Their
+        dtype is that to which x, states and parameters promote.
 
     Raises:
         ValueError: an argument breaks a rule.
@@ -184,15 +194,14 @@ def stack(
     one, directions, rows = depths[0][0], len(sides), len(sides) * len(sides[0])
     check_x(x, groups * one.arrays["Wx"].shape[1])
     batch, T = x.shape[:-2], x.shape[-2]
-    widths = {"h": one.P, "c": one.H} if one.cell.carried else {"h": one.P}
-    shapes = {name: (rows, *batch, width) for name, width in widths.items()}
+    shapes = {name: (rows, *batch, one.H if n else one.P) for n, name in enumerate(state_names(one.cell))}
     first = first_states(state, shapes)
     parameters = [array for depth in depths for group in depth for array in group.arrays.values()]
     dtype = common_dtype([x, *first.values(), *parameters])
     if 0 in batch:
         states = [mx.zeros(shape, dtype) for shape in shapes.values()]
         width = groups * one.P * (directions if merge == "concat" else 1)
-        return mx.zeros((*batch, T, width), dtype), tuple(states) if len(states) == 2 else states[0]
+        return mx.zeros((*batch, T, width), dtype), tuple(states) if len(states) > 1 else states[0]
     # The functions of `mlx_lstm` take exactly one batch axis: x becomes [B, T, D], and a layer's states become [B, H]
     # or [B, 2H]. `small` chooses how this is computed; NumPy is faster if the call computes immediately on the CPU.
     small = by_numpy if computes_now(one.engine) else by_mlx
@@ -207,39 +216,74 @@ def stack(
     for n, depth in enumerate(depths):
         outputs = []
         for group, own_x in zip(depth, mx.split(x, groups, axis=-1) if groups > 1 else [x], strict=True):
-            arrays = group.arrays | {"x": own_x} | {f"{name}0": array[len(last)] for name, array in starts.items()}
+            own_states = {name: array[len(last)] for name, array in starts.items()}
             options["checkpoint_every"] = group.every if every is None else every
-            found = run_group(group, in_dtype(arrays, dtype) | steps, options)
-            last.append({name: found[f"{name}T"] for name in widths})
+            found = run_group(group, in_dtype(group.arrays | {"x": own_x} | own_states, dtype), steps, options)
+            last.append({name: found[f"{name}T"] for name in shapes})
             sums = directions == 2 and merge == "sum"
             outputs.append(half(found["h"], 0) + half(found["h"], 1) if sums else found["h"])
         x = mx.concatenate(outputs, axis=-1) if groups > 1 else outputs[0]
         if between is not None and n < len(depths) - 1:
             x = call_between(between, n, x, (*batch, T), groups * depths[n + 1][0].arrays["Wx"].shape[1])
     whole = {name: partial(join_states, directions, shape) for name, shape in shapes.items()}
-    states = [small(whole[name], *(state[name] for state in last)) for name in widths]
+    states = [small(whole[name], *(state[name] for state in last)) for name in shapes]
     x = x if is_flat else small(methodcaller("reshape", (*batch, T, -1)), x)
-    return x, tuple(states) if len(states) == 2 else states[0]
+    return x, tuple(states) if len(states) > 1 else states[0]
 
 
 def check_x(x: object, D: int) -> None:
     """Check that x is [..., T, D], with at least one step."""
     if not isinstance(x, mx.array):
-        fail(OP, f"x must be an mlx.core.array{instead_of(x)}", type(x).__name__)
+        fail(OP, f"x must be an mlx.core.array{instead_of(x, 'x')}", type(x).__name__)
     if x.dtype == mx.complex64:
         fail(OP, "x must be real", x.dtype)
     if x.ndim < 2 or x.shape[-1] != D or 0 in x.shape[-2:]:
         fail(OP, f"x must have shape [B, T, D = {D}] with at least one step", f"shape {list(x.shape)}")
 
 
-def run_group(group: "Depth", arrays: Arrays, options: dict[str, Any]) -> dict[str, Any]:
+def state_names(cell: Cell | OwnCell) -> list[str]:
+    """Return the names of the states of a layer: h, and c of an LSTM, or s1, s2, ... of a cell of the user's own."""
+    if isinstance(cell, OwnCell):
+        return ["h", *(f"s{n}" for n in range(1, cell.states))]
+    return ["h", "c"] if isinstance(cell, LSTMCell) else ["h"]
+
+
+def run_group(group: "Depth", arrays: Arrays, steps: Arrays, options: dict[str, Any]) -> dict[str, Any]:
     """Run one layer, in one or both directions. With `groups` a layer is divided into groups, each of which reads
-    its part of the features; then run one of these groups. Return the outputs by name, such as "h"."""
+    its part of the features; then run one of these groups. Return the outputs by name, such as "h" and "hT".
+
+    arrays: x [B, T, D], the parameters and the first states, by the names of `state_names`. steps: the option `keep`
+    [B, T] if there is one.
+    """
+    names = state_names(group.cell)
+    states = {name: arrays.pop(name) for name in names if name in arrays}
+    if isinstance(group.cell, OwnCell):
+        return run_own_group(group, group.cell, arrays, states, steps, options)
+    arrays |= {f"{name}0": state for name, state in states.items()} | steps
     call = Call(group.cell, engine=group.engine, **options)
     outputs, choice = call.forward(arrays, return_gates=False, training=group.training)
     for layer in group.owners:
         vars(layer)["_engine_used"] = choice
     return outputs
+
+
+def run_own_group(
+    group: "Depth", own: OwnCell, arrays: Arrays, states: Arrays, steps: Arrays, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Run one layer whose cell the user wrote, as `run_group` does. Such a cell takes arrays with time first, and one
+    array for all states besides h."""
+    x, D = mx.swapaxes(arrays["x"], 0, 1), 2 if options["bidirectional"] else 1
+    zeros = mx.zeros((x.shape[1], D * group.H), x.dtype)
+    h0, *others = [states.get(name, zeros) for name in state_names(own)]
+    in_time = {name: mx.swapaxes(array, 0, 1) for name, array in steps.items()}
+    hold = options["hold"]
+    options = options | {"batch_first": False, "hold": None if hold is None else mx.swapaxes(hold, 0, 1)}
+    others_joined = {"c0": side_by_side(others, D)} if others else {}
+    given: dict[str, Any] = arrays | {"x": x, "h0": h0} | others_joined | in_time
+    call = Call(own.traced(x.shape[1], group.H, x.dtype), engine=group.engine, **options)
+    outputs, _ = call.forward(given, return_gates=False, training=group.training)
+    last = zip(state_names(own)[1:], apart_again(outputs.get("cT"), len(others), D), strict=True)
+    return {"h": mx.swapaxes(outputs["h"], 0, 1), "hT": outputs["hT"]} | {f"{name}T": array for name, array in last}
 
 
 def call_between(between: Between, n: int, x: mx.array, axes: tuple[int, ...], D: int) -> mx.array:
@@ -256,28 +300,21 @@ class Depth(NamedTuple):
     """One direction of one layer, or both directions joined.
 
     name: what error texts call the object that the caller passed, such as "layers[0]". arrays: the weights and biases
-    by the argument names of `mlx_lstm.lstm`. titles: what error texts call these arrays, by the same names. owners:
-    the layers of `mlx_lstm.nn` that hold the arrays.
+    by the argument names of `mlx_lstm.lstm`. titles: what error texts call these arrays, by the same names. P, H: the
+    number of features of h (H, or the width of the projection), and of units. owners: the layers of `mlx_lstm.nn` that
+    hold the arrays.
     """
 
     name: str
-    cell: Cell
+    cell: Cell | OwnCell
     arrays: dict[str, Any]
     titles: dict[str, str]
     training: bool
+    P: int
+    H: int
     engine: Engine | None = None
     every: int | str | None = None
     owners: tuple[Layer, ...] = ()
-
-    @property
-    def P(self) -> int:
-        """Return the number of features of h: H, or the width of the projection."""
-        return self.arrays["Wh"].shape[-1]
-
-    @property
-    def H(self) -> int:
-        """Return the number of units."""
-        return self.arrays["Wh"].shape[-2] // self.cell.gates
 
 
 def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, merge: str, any_width: bool) -> Depths:
@@ -299,6 +336,9 @@ def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, me
         for other in pair:
             if other.cell.op != first.cell.op:
                 fail(OP, f"{other.name} must be of the kind of the first layer, {first.cell.op},", other.cell.op)
+            if isinstance(first.cell, OwnCell) and len(state_names(other.cell)) != first.cell.states:
+                rule = f"{other.name} must have as many states as the first layer, {first.cell.states},"
+                fail(OP, rule, len(state_names(other.cell)))
             if other.cell != one.cell or other.arrays.keys() != one.arrays.keys():
                 rule = f"{other.name} must have the nonlinearity and the parameters of {one.name}"
                 fail(OP, rule, f"{other.cell} and {', '.join(other.arrays)}")
@@ -315,15 +355,15 @@ def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, me
     return [depths[n : n + groups] for n in range(0, count, groups)]
 
 
-def read_sides(layers: Sequence[Any], reverse: Sequence[Any], now: bool) -> list[list[Depth]]:
+def read_sides(layers: Sequence[Any], reverse: Sequence[Any], now: bool, may_drop: bool = False) -> list[list[Depth]]:
     """Read the parameters of all layers. Return one list of layers per direction, the forward direction first. now:
-    whether the call computes immediately, so that converted arrays may come from a cache."""
+    whether the call computes immediately, so that converted arrays may come from a cache. may_drop: as in `read`."""
     sides: dict[str, list[Depth]] = {"layers": [], "reverse": []}
     for name, side in (("layers", layers), ("reverse", reverse)):
         if not isinstance(side, (list, tuple)):
             fail(OP, f"{name} must be a list of layers", type(side).__name__)
         for n, layer in enumerate(side):
-            for ways in read(f"{name}[{n}]", layer, now):
+            for ways in read(f"{name}[{n}]", layer, now, may_drop):
                 if len(ways) == 2 and reverse:
                     fail(OP, f"{name}[{n}] must have one direction, as there is reverse,", "an object with both")
                 for where, way in zip((name,) if len(ways) == 1 else sides, ways, strict=True):
@@ -338,49 +378,83 @@ def read_sides(layers: Sequence[Any], reverse: Sequence[Any], now: bool) -> list
     return [side for side in (ahead, back) if side]
 
 
-def read(name: str, layer: Any, now: bool) -> Depths:
+def read(name: str, layer: Any, now: bool, may_drop: bool) -> Depths:
     """Return the layers whose arrays an object holds. Most objects hold one layer. Each layer is a list of its
     directions. The names and shapes of the arrays show the kind of the object (LSTM, GRU or RNN). name: what error
-    texts call the object. now: True if the call computes immediately; then converted arrays may come from a cache."""
-    attributes: dict[str, Any] = getattr(layer, "__dict__", {}) | (layer if isinstance(layer, dict) else {})
-    held = {key: value for key, value in attributes.items() if isinstance(value, (mx.array, nn.Module))}
-    held = {key: value for key, value in held.items() if key[0] != "_"}
+    texts call the object. now: True if the call computes immediately; then converted arrays may come from a cache.
+    may_drop: whether a layer with dropout in training mode is accepted, because the caller runs none."""
+    found = describe(OP, name, layer)
+    if isinstance(layer, Pointwise):
+        return [read_own(name, layer, now)]
+    if found.drops and not may_drop:
+        rule = f"{name} must have dropout 0 or be in evaluation mode, as stack drops nothing between its layers,"
+        fail(OP, rule, f"dropout={layer.dropout}")
+    held = found.arrays
     if isinstance(layer, QuantizedLayer):
         held = {key: layer._parameter(key) for key in held if not key.endswith(("_scales", "_biases"))}
-    shapes: dict[str, Any] = {
-        key: "module" if isinstance(value, nn.Module) else list(value.shape) for key, value in held.items()
-    }
-    training = getattr(layer, "training", True)
-    for kind in KINDS:
-        Wx, Wh = (shapes.get(key, ()) for key in list(kind._names)[:2])
-        # If bhn is as long as all gates, the object is not in the format of mlx.nn, where bhn is [H]: some formats call
-        # a GRU's whole second bias [3H] bhn. Then `from_names` below reads the arrays.
-        whole_bhn = len(Wx) == 2 and shapes.get("bhn") == Wx[:1]
-        if held.keys() <= kind._names.keys() and len(Wx) == len(Wh) == 2 and Wx[0] == kind._gates * Wh[1]:
-            if kind is GRU and whole_bhn:
-                continue
-            for key in kind._names.keys() - held.keys():
-                if attributes.get(key) is not None:  # raise an error for it: it may be a NumPy array
-                    check_array(OP, f"{name}.{key}", attributes[key], ())
-            arrays = {argument: held[key] for key, argument in kind._names.items() if key in held}
-            titles = {argument: f"{name}.{key}" for key, argument in kind._names.items()}
-            depth = Depth(name, cell_of(kind, layer), arrays, titles, training)
-            if isinstance(layer, Layer):
-                depth = depth._replace(engine=layer.engine, every=layer.checkpoint_every, owners=(layer,))
+    for kind in KINDS if not found.others else ():
+        depth = read_named(name, kind, layer, held, found)
+        if depth is not None:
             return [[depth]]
+    act = found.nonlinearity
     try:
-        if not held or "module" in shapes.values():
-            raise ValueError("Modules are not read.")
-        act: Any = attributes.get("nonlinearity")
-        names = partial(from_names, nonlinearity=activation_of(act) if callable(act) else act)
+        if not held or found.others:
+            raise ValueError("Modules and lists of arrays are not read.")
+        for key, array in held.items():
+            if isinstance(array, np.ndarray):
+                check_array(OP, f"{name}.{key}", array, ())
         # The converted arrays are cached while the parameters are the same.
+        names = partial(from_names, nonlinearity=act)
         weights = derived(now, f"{OP} {act}", held, lambda arrays: of_calls(names(arrays)))
     except ValueError as error:
         kinds = "Wx [4H, D], Wh [4H, H], bias, or Wx [3H, D], Wh [3H, H], b, bhn, or Wxh [H, D], Whh [H, H], bias"
         other = "or arrays that convert.from_names reads, and no other array or module"
         why = str(error).removesuffix(".").replace("; got", ", got")
-        fail(OP, f"{name} must hold {kinds}, {other}", f"{shapes} ({why})" if held else shapes)
-    return [[Depth(name, weights.cell, way, {}, training) for way in layer] for layer in weights.layers]
+        fail(OP, f"{name} must hold {kinds}, {other}", f"{found.shapes} ({why})" if found.shapes else found.shapes)
+    check_nonlinearity(name, weights.cell, act)
+    sizes = weights.proj_size or weights.hidden_size, weights.hidden_size
+    return [[Depth(name, weights.cell, way, {}, found.training, *sizes) for way in each] for each in weights.layers]
+
+
+def read_named(name: str, kind: type[Layer], layer: Any, held: dict[str, Any], found: Description) -> Depth | None:
+    """Return the layer whose arrays have the names and shapes of a layer of MLX of this kind, or None if they are
+    others. held: the arrays, in which a quantized weight is a `Quantized`."""
+    Wx, Wh = (list(held[key].shape) if key in held else [] for key in list(kind._names)[:2])
+    if not (held.keys() <= kind._names.keys() and len(Wx) == len(Wh) == 2 and Wx[0] == kind._gates * Wh[1]):
+        return None
+    # If bhn is as long as all gates, the object is not in the format of mlx.nn, where bhn is [H]: some formats call
+    # a GRU's whole second bias [3H] bhn. Then `from_names` reads the arrays.
+    if kind is GRU and "bhn" in held and list(held["bhn"].shape) == Wx[:1]:
+        return None
+    for key in kind._names:
+        value = held.get(key, layer.get(key) if isinstance(layer, dict) else getattr(layer, key, None))
+        if value is not None and not isinstance(value, (mx.array, Quantized)):
+            check_array(OP, f"{name}.{key}", value, ())
+    arrays = {argument: held[key] for key, argument in kind._names.items() if key in held}
+    titles = {argument: f"{name}.{key}" for key, argument in kind._names.items()}
+    cell = RNNCell(found.nonlinearity or "tanh") if kind is RNN else LSTMCell() if kind is LSTM else GRUCell()
+    check_nonlinearity(name, cell, found.nonlinearity)
+    own: Any = (layer.engine, layer.checkpoint_every, (layer,)) if isinstance(layer, Layer) else ()
+    return Depth(name, cell, arrays, titles, found.training, Wh[1], Wh[0] // kind._gates, *own)
+
+
+def check_nonlinearity(name: str, cell: Cell, act: str | None) -> None:
+    """Check the nonlinearity that an object names: a plain RNN needs a known one, other cells have tanh."""
+    allowed = tuple(ACTIVATIONS) if isinstance(cell, RNNCell) else ("tanh",)
+    if act is not None:
+        check_option(OP, f"{name}.nonlinearity", act, allowed)
+
+
+def read_own(name: str, layer: Pointwise, now: bool) -> list[Depth]:
+    """Return the directions of a layer whose cell the user wrote."""
+    both, cell = layer._directions == 2, layer._own_cell
+    if layer.reverse and not name.startswith("reverse"):
+        fail(OP, f"{name} must run forward (pass layers that run in reverse as reverse=)", "reverse=True")
+    arrays = layer._by_argument()
+    titles = {key: f"{name}.{'bias' if key == 'b' else key}" for key in arrays}
+    H = layer.hidden_size
+    depth = Depth(name, cell, arrays, titles, layer.training, H, H, layer.engine, layer.checkpoint_every)
+    return [depth._replace(arrays=part(arrays, d, True)) for d in range(2)] if both else [depth]
 
 
 def of_calls(weights: Weights) -> Weights:
@@ -400,13 +474,6 @@ def of_call(cell: Cell, arrays: Arrays) -> Arrays:
     return others | join_biases(bx, bh, gru=cell.reset == "after")
 
 
-def cell_of(kind: type[Layer], layer: Any) -> Cell:
-    """Return the cell (the formula of a step) of a layer, which may be a layer of MLX or of another package."""
-    if kind is RNN:
-        return RNNCell(activation_of(getattr(layer, "nonlinearity", nn.tanh)))
-    return LSTMCell() if kind is LSTM else GRUCell()
-
-
 def packings(layer: Depth) -> dict[str, tuple[int | str, ...]]:
     """Return for each quantized weight of a layer its group size, bits and mode, by the weight's name."""
     return {name: tuple(array.packing) for name, array in layer.arrays.items() if isinstance(array, Quantized)}
@@ -418,6 +485,8 @@ def check_parameters(layer: Depth, D: int, first: Depth) -> None:
     P, H = first.P, first.H
     rows = layer.cell.gates * H
     shapes = {"Wx": [rows, D], "Wh": [rows, P], "b": [rows], "bhn": [H], "Wp": [P, H], "peephole": [rows]}
+    if isinstance(layer.cell, OwnCell):
+        shapes["params"] = [layer.cell.params * H]
     why = "" if layer.name == "layers[0]" else f", as a layer has the H of the first, {H}, and reads the one before,"
     for argument, array in layer.arrays.items():
         title = layer.titles.get(argument, f"{argument} of {layer.name}")
@@ -429,8 +498,8 @@ def first_states(state: Any, shapes: dict[str, tuple[int, ...]]) -> Arrays:
     """Return the initial states that the caller passed, as a dict by name, after checking their shapes."""
     if len(shapes) == 1 or state is None:
         state = [state] * len(shapes)
-    elif not isinstance(state, (tuple, list)) or len(state) != 2:
-        fail(OP, "state must be a tuple (h_0, c_0)", type(state).__name__)
+    elif not isinstance(state, (tuple, list)) or len(state) != len(shapes):
+        fail(OP, f"state must be a tuple ({', '.join(f'{name}_0' for name in shapes)})", type(state).__name__)
     states = {name: array for name, array in zip(shapes, state, strict=True) if array is not None}
     for name, array in states.items():
         check_array(OP, f"{name}_0", array, shapes[name])

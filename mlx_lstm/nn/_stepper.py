@@ -21,13 +21,15 @@ def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: E
     in turn.
 
     Args:
-        layers (list): layers of `mlx_lstm.nn` or `mlx.nn`, or objects and dicts that have such parameters.
+        layers (list): layers of `mlx_lstm.nn` or `mlx.nn`, or objects and dicts that have such parameters, as in
+            `stack`.
         batch (int or sequence of int): the sizes of the batch axes of a step's input. Default: none, the input is [D].
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
 
     Returns:
         Stepper: called as `stepper(x, keep=None)` with x [..., D] of MLX or NumPy, it returns the last layer's hidden
-        state [..., H] as the same kind of array. Its `state()` is (h_n, c_n) for LSTMs, else h_n, each [K, ..., H].
+        state [..., H] as the same kind of array. Its `state()` is (h_n, c_n) for LSTMs, a tuple of all states for
+        `Pointwise` layers with several, else h_n, each [K, ..., H].
 
     Raises:
         ValueError: an argument or a parameter breaks a rule, or the call is inside a transformation of MLX.
@@ -47,7 +49,7 @@ def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: E
         fail(OP, "layers must be a list of layers (one layer has the method `stepper`)", type(layers).__name__)
 
     def read() -> list[tuple[Any, dict[str, Any], Engine | None]]:
-        sides = read_sides(layers, [], computes_now(engine))
+        sides = read_sides(layers, [], computes_now(engine), may_drop=True)
         if len(sides) == 2:
             rule = "layers must have one direction, because the reverse direction starts at the end of the sequence,"
             fail(OP, rule, "both directions")

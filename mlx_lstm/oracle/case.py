@@ -33,6 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "output_peephole": "current",
         "cell_clip": None,
         "forget_bias": 0.0,
+        "projection_clip": None,
+        "clip_gradient": "through",
     },
     "gru": {"gate_order": "rzn", "activations": ("sigmoid", "sigmoid", "tanh"), "reset": "after", "flip_z": False},
     "rnn": {"activation": "tanh"},
@@ -127,6 +129,7 @@ def complete(case: Case, fl: Arithmetic) -> Side:
     else:
         names = (*"ifgo", "output") if op == "lstm" else "rzn"
         p.act = dict(zip(names, p.activations, strict=True))
+        p.act |= {"clip_c": "clip", "clip_h": "clip"} if op == "lstm" else {}
     p.T, p.B = p.x.shape[:2]
     p.H, p.P = p.Wh.shape[0] // len(p.gate_order), p.Wh.shape[1]
     p.h0 = np.zeros((p.B, p.P)) if p.h0 is None else p.h0

@@ -47,23 +47,44 @@ def through(p: Side, gate: str, y: Array, gradient: Array, dgates: Array, fl: Ar
 
 
 def lstm_step(
-    p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None
+    p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Tensors | None
 ) -> Step:
     """Run one LSTM step and return its values. Inputs are x [B,I] (or x Wx^T [B,4H]), h_in [B,P], which is h_prev times
-    the mask, and c_prev [B,H]. If `shift` [B,H] is given, add it to c instead of clipping c."""
+    the mask, and c_prev [B,H]. If `shift` is given, its arrays "c" [B,H] and "h" [B,P] are added to c and h in place of
+    clipping them."""
     a = lstm_preactivations(p, x, h_in, c_prev, fl)
     gates = {k: ACTIVATIONS[p.act[k]](a[k], fl) for k in "ifg"}
     c_raw = fl(fl(gates["f"] * c_prev) + fl(gates["i"] * gates["g"]))
-    clipped = fl(np.clip(c_raw, -p.cell_clip, p.cell_clip)) if p.cell_clip and p.cell_clip > 0 else c_raw
-    c = clipped if shift is None else c_raw + shift
+    c = clipped(c_raw, p.cell_clip, fl) if shift is None else c_raw + shift["c"]
     if peeps_ahead(p):
         a["o"] = fl(a["o"] + fl(block(p, p.peephole, "o") * c))
     gates["o"] = ACTIVATIONS[p.act["o"]](a["o"], fl)
     squashed = ACTIVATIONS[p.act["output"]](c, fl)
     m = fl(gates["o"] * squashed)
-    h = m if p.Wp is None else fl.dot(m, p.Wp.T)
-    made = dict(h=h, c=c, gates=join(p, gates), clip_shift=c - c_raw, squashed=squashed, m=m)
-    return Step(a=a | {"output": c}, **made)
+    h_raw = m if p.Wp is None else fl.dot(m, p.Wp.T)
+    h = clipped(h_raw, p.projection_clip, fl) if shift is None else h_raw + shift["h"]
+    made = dict(h=h, c=c, gates=join(p, gates), clip_shift={"c": c - c_raw, "h": h - h_raw}, squashed=squashed, m=m)
+    made |= dict(h_raw=h_raw, c_raw=c_raw)
+    # Where a clip stops gradients, its argument in units of the limit has kinks at -1 and 1.
+    limits = {"clip_c": (c_raw, p.cell_clip), "clip_h": (h_raw, p.projection_clip)}
+    stopping = {k: raw / limit for k, (raw, limit) in limits.items() if stops(p, limit)}
+    return Step(a=a | {"output": c} | stopping, **made)
+
+
+def clipped(raw: Array, limit: float | None, fl: Arithmetic) -> Array:
+    """Return the array, limited to [-limit, limit]. A limit of 0 or less, or None, is no limit."""
+    return fl(np.clip(raw, -limit, limit)) if limit and limit > 0 else raw
+
+
+def stops(p: Side, limit: float | None) -> bool:
+    """Return whether the clip with this limit exists and stops gradients where it changes its argument."""
+    return p.clip_gradient == "zero" and limit is not None and limit > 0
+
+
+def before_clip(p: Side, raw: Array, limit: float | None, gradient: Array) -> Array:
+    """Return the gradient of a clip's argument `raw`. It is `gradient`, or 0 where a clip that stops gradients changed
+    the argument. At the limit itself the gradient passes, as in torch.clamp."""
+    return np.where(np.abs(raw) <= limit, gradient, 0.0) if stops(p, limit) else gradient
 
 
 def lstm_preactivations(p: Side, x: Array, h_in: Array, c_prev: Array, fl: Arithmetic) -> Tensors:
@@ -92,8 +113,9 @@ def lstm_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ar
 
         h = m Wp^T      m = o act_out(c)      o = act(a_o + p_o c)      c = f c_prev + i g
 
-    The gradient passes through a clip unchanged (straight-through).
+    `before_clip` is the gradient of the clips of h and c.
     """
+    dh = before_clip(p, s.h_raw, p.projection_clip, dh)
     y = blocks(p, s.gates)
     da = lambda k, gradient: through(p, k, y[k], gradient, dgates, fl)  # noqa: E731
     dm = dh if p.Wp is None else fl.dot(dh, p.Wp)
@@ -101,6 +123,7 @@ def lstm_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ar
     dc = fl(dc + fl(fl(dm * y["o"]) * SLOPES[p.act["output"]](s.squashed, fl)))
     if peeps_ahead(p):
         dc = fl(dc + fl(block(p, p.peephole, "o") * d["o"]))
+    dc = before_clip(p, s.c_raw, p.cell_clip, dc)
     d["i"] = da("i", fl(dc * y["g"]))
     d["f"] = da("f", fl(dc * s.c_prev))
     d["g"] = da("g", fl(dc * y["i"]))
@@ -113,7 +136,9 @@ def lstm_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ar
     return Step(dh_in=fl.dot(d, p.Wh), dh_direct=None, dc_prev=dc_prev, to_sum=to_sum)
 
 
-def gru_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None) -> Step:
+def gru_step(
+    p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Tensors | None
+) -> Step:
     """Run one GRU step and return its values. Inputs are x [B,I] (or x Wx^T [B,3H]), h_prev [B,H], and h_in, which is
     h_prev times the mask.
 
@@ -161,7 +186,9 @@ def gru_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ari
     return Step(dh_in=dh_in, dh_direct=to_h, dc_prev=dc, to_sum=to_sum)
 
 
-def rnn_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None) -> Step:
+def rnn_step(
+    p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Tensors | None
+) -> Step:
     """Run one step of a plain RNN and return its values. Inputs are x [B,I] (or x Wx^T [B,H]) and h_in [B,H], which is
     h_prev times the mask. In the result, `gates` is the preactivation."""
     a = fl(input_part(p, x, fl) + fl.dot(h_in, p.Wh.T))

@@ -163,8 +163,9 @@ def sampled(values: Values, dtype: DTypeLike, trials: int) -> tuple[Tensors, Ten
 
 
 def keeps_off_kinks(case: Case, dtype: DTypeLike) -> bool:
-    """Return whether no rounding in `dtype` can move an argument of relu or a hard sigmoid across a kink. At a kink
-    the gradient jumps, so it has no error bound.
+    """Return whether no rounding in `dtype` can move an argument of relu, a hard sigmoid or a clip that stops gradients
+    across a kink. At a kink the gradient jumps, so it has no error bound. The argument of a clip is counted in units
+    of its limit.
 
     An argument that is not 0 must be farther from each kink than the sum of two distances. The first is the argument's
     error bound times `Noise.gain`. This factor is needed because bounds are computed with random errors that are `gain`

@@ -24,6 +24,7 @@ EXACT: dict[str, Callable[..., Array]] = {
 
 ROUNDED: dict[str, Callable[..., Array]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "sqrt": np.sqrt,
+    "rem": lambda a, b: np.where(np.fmod(a, b) == 0, np.fmod(a, b), np.remainder(a, b)),
 }  # fmt: skip
 """NumPy functions by the name of the graph's operation. Their only error is that the result is rounded once."""
 
@@ -236,8 +237,8 @@ def evaluate_graph(
 def comparison_distance(graph: Any, case: dict[str, Any]) -> float:
     """Return how near a call comes to a point where rounding can make a result or its slope jump. The distance is
     the smallest of these: the difference between the two operands of a comparison, a maximum or a minimum; the
-    distance from the argument of floor, ceil, round, sign or abs to the nearest point where this function or its
-    slope jumps."""
+    distance from the argument of floor, ceil, round, sign or abs, or from the quotient of a remainder's operands, to
+    the nearest point where this function or its slope jumps."""
     with np.errstate(all="ignore"):
         run = Run(graph, case, Arithmetic(np.float64))
         run.forward()
@@ -253,6 +254,9 @@ def comparison_distance(graph: Any, case: dict[str, Any]) -> float:
                     nearest = min(nearest, np.abs(values[args[0]] - np.floor(values[args[0]]) - 0.5).min())
                 elif n in values and op in ("sign", "abs"):
                     nearest = min(nearest, np.abs(values[args[0]]).min())
+                elif n in values and op == "rem":
+                    quotient = values[args[0]] / values[args[1]]
+                    nearest = min(nearest, np.abs(quotient - np.rint(quotient)).min())
         return float(nearest)
 
 

@@ -14,13 +14,13 @@ from .case import OUTPUTS, Case, Cotangents, Side, Step, complete, half, join_si
 from .cells import STEPS, block
 
 
-def forward(*, dtype: DTypeLike = np.float64, frozen_clip: Array | None = None, **case: Any) -> Tensors:
+def forward(*, dtype: DTypeLike = np.float64, frozen_clip: Tensors | None = None, **case: Any) -> Tensors:
     """Return the outputs of the op: h [T,B,DP], gates [T,B,DGH], hT [B,DP], and for an LSTM c and cT. D is the
     number of directions, P the width of h, G the number of gates. Every operation is rounded to `dtype`.
 
-    `frozen_clip` [T,B,DH] is added to c in place of clipping. Tests by finite differences need it, because the
-    gradient treats clipping as the addition of a constant. So they compute this constant once by `clip_shift`, and
-    add the same constant at all points.
+    The arrays "c" [T,B,DH] and "h" [T,B,DP] of `frozen_clip` are added to c and h in place of clipping. Tests by finite
+    differences need them if gradients pass through the clips, because the gradient then treats clipping as the addition
+    of a constant. So they compute these constants once by `clip_shift`, and add the same constants at all points.
     """
     fl = Arithmetic(dtype)
     return fl.store(evaluate(case, None, fl, frozen_clip)[0])
@@ -36,14 +36,15 @@ def backward(case: Case, cotangents: Cotangents, *, dtype: DTypeLike = np.float6
 
 
 def evaluate(
-    case: Case, cotangents: Cotangents | None, fl: Arithmetic, frozen_clip: Array | None = None
+    case: Case, cotangents: Cotangents | None, fl: Arithmetic, frozen_clip: Tensors | None = None
 ) -> tuple[Tensors, Tensors]:
     """Run a case (a dict of an op's arguments) in the arithmetic `fl`. Return (outputs, gradients) as float64 arrays.
     If cotangents is None, there are no gradients."""
     results = []
     for d, side in enumerate(sides(case)):
         p = complete(side, fl)
-        outputs, tape = unroll(p, fl, frozen_clip if frozen_clip is None else half(case, frozen_clip, d))
+        frozen = frozen_clip and {name: half(case, shift, d) for name, shift in frozen_clip.items()}
+        outputs, tape = unroll(p, fl, frozen)
         gradients = {}
         if cotangents is not None:
             here = {name: half(case, value, d) for name, value in cotangents.items() if value is not None}
@@ -52,20 +53,23 @@ def evaluate(
     return results[0] if len(results) == 1 else join_sides(case, results, fl)
 
 
-def clip_shift(**case: Any) -> Array:
-    """Return the change that clipping made to c at each step, [T,B,DH]; 0 where c was within the limits."""
+def clip_shift(**case: Any) -> Tensors:
+    """Return the changes that clipping made at each step, of "c" [T,B,DH] and "h" [T,B,DP]; 0 where the values were
+    within the limits."""
     fl, shifts = Arithmetic(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
-        shift = np.zeros((p.T, p.B, p.H))
+        shift = {"c": np.zeros((p.T, p.B, p.H)), "h": np.zeros((p.T, p.B, p.P))}
         for t, s in unroll(p, fl)[1].items():
-            shift[t] = np.where(p.active[t], s.clip_shift, 0.0)
+            for name, change in s.clip_shift.items():
+                shift[name][t] = np.where(p.active[t], change, 0.0)
         shifts.append(shift)
-    return np.concatenate(shifts, axis=-1)
+    return {name: np.concatenate([shift[name] for shift in shifts], axis=-1) for name in ("c", "h")}
 
 
 def activation_arguments(*, fl: Arithmetic | None = None, **case: Any) -> list[tuple[str, Array]]:
-    """Return a list of (activation's name, its arguments), one entry for each activation at each time step. The
-    arguments leave out sequences of the batch that are held at the step or have ended."""
+    """Return a list of (activation's name, its arguments), one entry for each activation at each time step. A clip that
+    stops gradients counts as the activation "clip" of its argument divided by the limit. The arguments leave out
+    sequences of the batch that are held at the step or have ended."""
     fl, seen = fl or Arithmetic(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
         for t, s in unroll(p, fl)[1].items():
@@ -73,12 +77,13 @@ def activation_arguments(*, fl: Arithmetic | None = None, **case: Any) -> list[t
     return seen
 
 
-KINKS = {"relu": (0.0,), "hard_sigmoid": (-2.5, 2.5), "hard_sigmoid_sixth": (-3.0, 3.0)}
+KINKS = {"relu": (0.0,), "hard_sigmoid": (-2.5, 2.5), "hard_sigmoid_sixth": (-3.0, 3.0), "clip": (-1.0, 1.0)}
+"""Where the slope of an activation jumps. "clip" is a clip that stops gradients, in units of its limit."""
 
 
 def kink_distance(**case: Any) -> float:
-    """Return how near an argument of relu or a hard sigmoid comes to a kink, where rounding can make a gradient
-    jump.
+    """Return how near an argument of relu, a hard sigmoid or a clip that stops gradients comes to a kink, where
+    rounding can make a gradient jump.
 
     Arguments that are exactly 0 are left out: such an argument is 0 because another activation computed it in its flat
     part, and rounding leaves it 0.
@@ -91,7 +96,7 @@ def kink_distance(**case: Any) -> float:
     return float(min(distances, default=np.inf))
 
 
-def unroll(p: Side, fl: Arithmetic, frozen_clip: Array | None = None) -> tuple[Tensors, dict[int, Step]]:
+def unroll(p: Side, fl: Arithmetic, frozen_clip: Tensors | None = None) -> tuple[Tensors, dict[int, Step]]:
     """Run one direction of a case over time. Return (outputs, tape). The tape is a dict from t to the values of time
     step t."""
     step = STEPS[p.op][0]
@@ -105,7 +110,7 @@ def unroll(p: Side, fl: Arithmetic, frozen_clip: Array | None = None) -> tuple[T
         x, mask, last = padded(on, p.x[t]), padded(on, p.mask[t]), (h, c)
         h, c = times_keep(p, t, h, fl), times_keep(p, t, c, fl)
         h_in = fl(mask * h)
-        s = step(p, x, h_in, h, c, fl, None if frozen_clip is None else frozen_clip[t])
+        s = step(p, x, h_in, h, c, fl, frozen_clip and {name: shift[t] for name, shift in frozen_clip.items()})
         s = Step(**vars(s), x=x, mask=mask, last=last, h_in=h_in, h_prev=h, c_prev=c)
         h, c = np.where(on, s.h, h), np.where(on, s.c, c)
         outputs["h"][t], outputs["c"][t] = padded(alive, h), padded(alive, c)
@@ -148,7 +153,7 @@ def unroll_back(p: Side, tape: dict[int, Step], cotangents: Tensors, fl: Arithme
         dh, dc = times_keep(p, t, dh_prev, fl), times_keep(p, t, dc_prev, fl)
         da = back.to_sum["da"]
         row = back.to_sum | {"dx": da if p.Wx is None else fl.dot(da, p.Wx)}
-        row |= {"dmask": fl(back.dh_in * s.h_prev), "dh": dh_t, "x": s.x, "h_in": s.h_in}
+        row |= {"dmask": fl(back.dh_in * s.h_prev), "x": s.x, "h_in": s.h_in}
         row = {name: padded(on, value) for name, value in row.items()}
         if p.keep is not None:
             terms = np.concatenate([fl(dh_prev * s.last[0]), fl(dc_prev * s.last[1])], axis=1)

@@ -15,7 +15,8 @@ For the modules above this one: the layers, and the functions in the style of ot
   layers. `common_dtype`, `in_dtype` and `in_common_dtype` bring arrays into one dtype. `whole_steps` checks a
   layer's options `keep` (a factor on the state) and `hold` (steps that leave the state unchanged), `whole_lengths` its
   option `lengths`.
-- `Stepper` runs layers one time step at a time.
+- `Stepper` runs layers one time step at a time. `OwnCell` is a cell of `pointwise` as a layer holds it; `side_by_side`
+  joins the states besides h into one array, and `apart_again` splits them.
 - `unguarded` lets Metal kernels run without a prior test run, for commands that check every result themselves.
 """
 
@@ -27,7 +28,7 @@ from ._gru import gru, gru_gradients
 from ._guard import unguarded
 from ._lstm import LSTMOutput as LSTMOutput
 from ._lstm import lstm, lstm_gradients
-from ._pointwise import pointwise
+from ._pointwise import OwnCell, apart_again, pointwise, side_by_side
 from ._quantized import QuantizedLayer
 from ._recurrent import recurrent
 from ._rnn import RNNOutput as RNNOutput
@@ -41,3 +42,4 @@ __all__ += ["engine_used", "gru", "gru_gradients", "in_dtype", "join_biases", "j
 __all__ += ["lstm_gradients", "of_layers", "pointwise", "recurrent", "rnn", "rnn_gradients", "split_states"]
 __all__ += ["unguarded"]
 __all__ += ["in_common_dtype", "whole_lengths", "whole_steps"]
+__all__ += ["OwnCell", "apart_again", "side_by_side"]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import mlx.core as mx
 import numpy as np
 
-from ..checks import ArraySpec, check_array, check_flag, check_number, check_option, check_sizes, fail
+from ..checks import ArraySpec, check_array, check_flag, check_limit, check_number, check_option, check_sizes, fail
 from ..engines.cells import ACTIVATIONS, AnyCell, Cell, GRUCell, LSTMCell, PointwiseCell, RNNCell
 from ..engines.packing import WEIGHTS, WIDTHS, Packing, Quantized, is_packed
 from ..engines.problem import Arrays, Problem
@@ -142,8 +142,9 @@ def check_shapes(
     shapes = {"Wx": [D * G * H, I], "b": [D * G * H], "h0": [B, D * P], "c0": [B, D * H], "bhn": [D * H]}
     shapes |= {"peephole": [*own, 4 * H], "Wp": [*own, P, H]}
     why = f", as x is [{'batch, time' if batch_first else 'time, batch'}, features] = {list(x.shape)},"
+    reasons = {"h0": why, "c0": why, "Wx": f", as Wh has shape {list(Wh.shape)} and x {list(x.shape)},"}
     for name in (name for name in shapes if name in arrays):
-        check_array(op, name, arrays[name], shapes[name], x.dtype, why if name in ("h0", "c0") else "")
+        check_array(op, name, arrays[name], shapes[name], x.dtype, reasons.get(name, ""))
     if "keep" in arrays:
         check_keep(op, arrays["keep"], T, B, D, batch_first)
     if "mask" in arrays:
@@ -254,16 +255,25 @@ def check_lstm(
     output_peephole: str,
     cell_clip: float | None,
     forget_bias: float,
+    projection_clip: float | None = None,
+    clip_gradient: str = "through",
+    has_projection: bool = False,
     op: str = "lstm",
 ) -> LSTMCell:
     """Check the options of an LSTM. Return the cell that they describe."""
     check_gate_order(op, gate_order, "ifgo")
     check_activations(op, activations, "five names: those of i, f, g, o and of the output", 5)
     check_option(op, "output_peephole", output_peephole, ("current", "previous"))
-    clip = 0.0 if cell_clip is None else check_number(op, "cell_clip", cell_clip)
+    clip = check_limit(op, "cell_clip", cell_clip)
+    of_h = check_limit(op, "projection_clip", projection_clip)
+    if of_h is not None and not has_projection:
+        fail(op, "projection_clip must be None without a projection Wp", projection_clip)
+    check_option(op, "clip_gradient", clip_gradient, ("through", "zero"))
     bias = check_number(op, "forget_bias", forget_bias)
     i, f, g, o, output = activations
-    return LSTMCell(gate_order, (i, f, g, o, output), output_peephole, clip if clip > 0 else None, bias)
+    # Without a clip both rules mean the same, so that the same kernels run.
+    rule = clip_gradient if clip is not None or of_h is not None else "through"
+    return LSTMCell(gate_order, (i, f, g, o, output), output_peephole, clip, bias, of_h, rule)
 
 
 @once

@@ -10,12 +10,13 @@ import mlx.core as mx
 from ..checks import check_every, check_lengths, warn_once
 from ..engines import METAL_ENGINES, Choice, choice, tuning
 from ..engines.autodiff import run, run_backward
-from ..engines.cells import AnyCell
+from ..engines.cells import AnyCell, LSTMCell
 from ..engines.choice import NOWHERE, Stream, on
+from ..engines.chunks import HALVES
 from ..engines.definitions import activate
 from ..engines.packing import Packing, packed_names
 from ..engines.problem import Arrays, Problem, limits_in_effect, masks_differ
-from ..engines.tracing import custom_function, have_values, is_transforming
+from ..engines.tracing import custom_function, have_values, is_transforming, vjp
 from ._arguments import Sizes, check_call, check_sequences
 from ._guard import guarded, guarded_gradients
 from ._steps import Steps, check_flags, check_hold
@@ -35,7 +36,7 @@ class Call(NamedTuple):
 
     batch_first: x and the sequences are [B, T, features], keep and hold are [B, T]. Only `forward` supports it.
     lengths_checked: the lengths were computed by this package, so their range needs no check. one_step: x is [B, I],
-    without a time axis.
+    without a time axis. op: the name of the layer in error texts; "" for the functions lstm, gru and rnn.
     """
 
     cell: AnyCell
@@ -49,6 +50,12 @@ class Call(NamedTuple):
     lengths_checked: bool = False
     checkpoint_every: int | str | None = None
     one_step: bool = False
+    op: str = ""
+
+    @property
+    def title(self) -> str:
+        """Return the name of the function or layer that the user called, for error texts."""
+        return self.op or self.cell.op
 
     def forward(
         self, weights_and_arrays: dict[str, Any], *, return_gates: bool, training: bool, wants_last: bool = True
@@ -59,7 +66,7 @@ class Call(NamedTuple):
         The output `gates` is None without `return_gates`. The last states hT and cT are missing without
         `wants_last`.
         """
-        op = self.cell.op
+        op = self.title
         if self.checkpoint_every is not None:
             check_every(op, self.checkpoint_every)
         flags = {"return_gates": return_gates, "training": training, "reverse": self.reverse}
@@ -143,7 +150,7 @@ class Call(NamedTuple):
             outputs = steps.outputs(engine_outputs, changed, wants_last=True)
             return [outputs[name] for name in cotangents]
 
-        gradients = mx.vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]
+        gradients = vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]
         return dict(zip(names, gradients, strict=True))
 
     def steps(self, arrays: Arrays, sizes: Sizes, op: str) -> tuple[Steps, "Call"]:
@@ -195,7 +202,7 @@ class Call(NamedTuple):
             traced = not free and not small and not have_values(values, transforming=True)
         problem = Problem(
             *sizes,
-            cell=self.cell,
+            cell=with_limits_of(self.cell, dtype),
             dtype=dtype,
             names=tuple(arrays),
             masks_differ="keep" in arrays or ("mask" in arrays and masks_differ(arrays)),
@@ -211,19 +218,27 @@ class Call(NamedTuple):
             limits=tuning.on_this_gpu(limits_in_effect.get()),
         )
         metal = choice.has_metal()
-        op = self.cell.op if cotangents is None else f"{self.cell.op}_gradients"
+        op = self.title if cotangents is None else f"{self.cell.op}_gradients"
         table = tuning.current() if metal else tuning.PREDICTED
         best = partial(choice.decide, problem, table, op, self.engine, device, metal, traced)
         chosen = best()
         every = None if problem.plain else self.checkpoint_every
-        problem = choice.divide(problem, chosen.engine, every)
+        divided = partial(choice.divide, every=every)
+        problem = divided(problem, chosen.engine)
         if chosen.engine in METAL_ENGINES:
-            trusted = guarded(chosen, problem, best)
-            if trusted.engine != chosen.engine:
-                chosen, problem = trusted, choice.divide(problem, trusted.engine, every)
+            chosen, problem = guarded(chosen, problem, best, divided)
         elif traced and device == "cpu" and self.engine is None:
             warn_once(SLOW_WHEN_TRACED)
         return problem, chosen
+
+
+def with_limits_of(cell: AnyCell, dtype: mx.Dtype) -> AnyCell:
+    """Return the cell. If its clips stop gradients, round their limits to the dtype of the arrays: the backward pass
+    then finds a clipped number to be equal to the limit, also if the number was saved in 16 bits."""
+    if not isinstance(cell, LSTMCell) or cell.clip_gradient == "through" or dtype not in HALVES:
+        return cell
+    limits = {"cell_clip": cell.cell_clip, "projection_clip": cell.projection_clip}
+    return cell._replace(**{name: None if n is None else mx.array(n, dtype).item() for name, n in limits.items()})
 
 
 def whole_lengths(op: str, lengths: Lengths, batch: int, longest: int, *, checked: bool = False) -> mx.array | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import isqrt
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +18,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from ..checks import fail
-from ..engines.tracing import custom_function
+from ..engines.captures import variables_of
+from ..engines.tracing import custom_function, vjp
 
 OP = "recurrent"
 DEEPEST = 6
@@ -108,7 +109,7 @@ def gradients(function: Callable[[Any], Any], given: Any, cotangents: Any) -> An
             whole[n] = value
         return [array for array in leaves(function(filled(given, whole))) if is_float(array)]
 
-    found = mx.vjp(floats_of, [arrays[n] for n in varied], [each for each in leaves(cotangents) if is_float(each)])[1]
+    found = vjp(floats_of, [arrays[n] for n in varied], [each for each in leaves(cotangents) if is_float(each)])[1]
     by_index = dict(zip(varied, found, strict=True))
     return filled(given, [by_index.get(n, mx.zeros_like(array)) for n, array in enumerate(arrays)])
 
@@ -214,28 +215,9 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, partial):
         return [("func", value.func), ("arguments", list(value.args)), ("keywords", value.keywords)]
     if isinstance(value, FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        held = [(name, cell.cell_contents) for name, cell in cells if cell_is_full(cell)]
-        names = [name for name in names_in(value.__code__) if name in value.__globals__]
-        held += [(name, value.__globals__[name]) for name in names]
-        return [*held, ("defaults", value.__defaults__), ("defaults", value.__kwdefaults__)]
+        return [*variables_of(value), ("defaults", value.__defaults__), ("defaults", value.__kwdefaults__)]
     if isinstance(value, dict):
         return [(str(key), each) for key, each in value.items()]
     if isinstance(value, (list, tuple)):
         return [(str(n), each) for n, each in enumerate(value)]
     return list(getattr(value, "__dict__", {}).items())
-
-
-def names_in(code: CodeType) -> list[str]:
-    """Return the global names that the code of a function reads, including the functions defined inside of it."""
-    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in names_in(each)]
-    return [*code.co_names, *inner]
-
-
-def cell_is_full(cell: Any) -> bool:
-    """Return whether a variable of an enclosing function, held in a closure's cell, has a value yet."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

@@ -4,47 +4,61 @@ One child serves all trials of a process, because starting a process takes secon
 kernels it has already found correct. The code that runs in the child is `_judge.main`.
 """
 
+import re
 import signal
 import sys
 from threading import Lock
-from time import monotonic
 from typing import Any, NamedTuple
 
-from ..child import Child, ChildError
+from ..child import Child, ChildError, ended, shortened
+from ..engines import verdicts
+from ..engines.verdicts import Keeping
 from ._trial import Trial
 
-SECONDS = 60
-"""Time limit of a trial in seconds. If a trial takes longer, the child process is killed and the kernels are refused.
-We expect about one second for a trial, but have not measured it."""
+SECONDS = 20
+KERNEL_SECONDS = 2
+"""Time limit of a trial in seconds: SECONDS, and KERNEL_SECONDS more for each kernel that the child compiles. If a
+trial takes longer, the child process is killed and the kernels are refused. The compiler's time is an estimate."""
 
 PATIENCE = 3
 """Seconds that a call waits for trials before it prints on standard error what it waits for."""
+
+MOST = 600
+"""The number of characters of a reason for refusing kernels. The texts of compilers may be longer."""
 
 ENDED_BY_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP)
 """Signals with which a user or the system ends a process. If the child ends with one of them, this does not mean that
 its kernels are wrong."""
 
-TRANSIENT = ("out of memory", "outofmemory", "insufficient memory", "memoryerror", "unable to allocate", "timeout")
-TRANSIENT += ("timed out", "discarded", "victim", "no space left")
-"""Words in the error texts of temporary faults. After such an error the kernels are refused in this process only, and
-the next process tries them again."""
+WRONG = "its trial on this machine gave wrong numbers"
+"""The beginning of the reason for refusing kernels whose results differ from the oracle's."""
+
+LASTING = re.compile(
+    r"^(?:\S+:\d+:\d+: )?(?:fatal )?error: "  # a line of the compiler
+    # a limit of the pipeline, which Metal finds when it loads or launches the kernel
+    r"|(?i:thread ?group (?:memory )?size .*?(?:exceeds|greater than)|exceeds (?:the )?(?:available|maximum))",
+    re.MULTILINE,
+)
+"""The error texts of faults that come again whenever the same kernels are compiled: the compiler refuses the source, or
+a kernel needs more registers, threads or memory than the GPU has. All other errors, such as a GPU that is used by
+others, a compiler service that cannot be reached or a full memory, may not come again."""
 
 _lock = Lock()
 _children: list[Child] = []
 """The child process of this process, if it has one."""
 
 _hung: dict[str, str] = {}
-"""For each engine whose kernels hung in this process: the reason for refusing it. It is not tried again, because
-another trial would take a minute."""
+"""For each engine whose trial gave no answer in this process: the reason for refusing it. After one, no engine's
+kernels are tried in this process, because each such trial takes its whole time limit."""
 
 
 class Verdict(NamedTuple):
     """The result of a trial, a small test run of an engine's kernels. reason: why the kernels are refused; empty if
-    they are correct. lasting: True if the verdict is stored for this machine, False if only this process uses it.
+    they are correct. keeping: how long the verdict counts.
     """
 
     reason: str
-    lasting: bool = True
+    keeping: Keeping = "always"
 
 
 class CannotBegin(Exception):
@@ -52,15 +66,26 @@ class CannotBegin(Exception):
 
 
 def verdict_of(reason: str) -> Verdict:
-    """Return the result of a test run of kernels: they are refused for this reason, or correct if it is empty. If the
-    reason names a fault that may not come again, such as "out of memory", the verdict is not lasting: it holds in this
-    process only."""
-    return Verdict(reason, not any(word in reason.lower() for word in TRANSIENT))
+    """Return the result of a test run of kernels: they are refused for this reason, or correct if it is empty. The
+    verdict counts always if the results are wrong or the error is one of the LASTING ones; the whole text decides,
+    before it is shortened."""
+    comes_again = not reason or reason.startswith(WRONG) or LASTING.search(reason)
+    return Verdict(" ".join(shortened(reason, MOST).split()), "always" if comes_again else "process")
 
 
 def hung(engine: str) -> str | None:
-    """Return the reason to refuse an engine whose kernels hung in this process, or None if they did not."""
-    return _hung.get(engine)
+    """Return the reason to try no more kernels of an engine: a trial hung in this process, or a trial of this engine
+    hung on this machine within a day. Return None if there is no such reason."""
+    if engine in _hung:
+        return _hung[engine]
+    if _hung:
+        return f"a trial of engine {next(iter(_hung))!r} hung in this process, so it tries no other kernels"
+    return verdicts.find(hang_of(engine))
+
+
+def hang_of(engine: str) -> str:
+    """Return the name under which `verdicts` stores that kernels of an engine hung."""
+    return f"hang of {engine}"
 
 
 def forget() -> None:
@@ -79,16 +104,15 @@ def by_child(command: list[str], trials: list[Trial]) -> list[Verdict]:
             attempt = Attempt(command, trials)
             try:
                 attempt.run()
-            except TimeoutError:  # comes first, because it is a subclass of OSError
-                attempt.note_hang()
-            except OSError as error:
-                raise CannotBegin(str(error)) from None
             except ChildError as end:
-                if end.code is not None and -end.code in ENDED_BY_OTHERS:
+                if end.hung:
+                    attempt.note_hang(str(end))
+                elif end.code is not None and -end.code in ENDED_BY_OTHERS:
                     continue
-                attempt.note_end(end)
+                else:
+                    attempt.note_end(end)
             return attempt.verdicts
-    return [Verdict("its trial was ended from outside, twice", lasting=False)]
+    return [Verdict("its trial was ended from outside, twice", "process")]
 
 
 class Attempt:
@@ -104,14 +128,18 @@ class Attempt:
         self.began = False
         self.kernels: int | None = None
         self.told = False
-        self.start = monotonic()
 
     def run(self) -> None:
         """Run the test runs of kernels in the child process and append the result of each to `verdicts`. Start the
         child first if none is running."""
         self.began = bool(_children and _children[-1].serves())  # a child that serves has answered before
         if not self.began:
-            _children[:] = [Child(self.command)]
+            try:
+                _children[:] = [Child(self.command)]
+            except OSError as error:
+                if error.errno is None:  # not the system's error, but one that a signal handler of the user raised
+                    raise
+                raise CannotBegin(str(error)) from None
         child = _children[-1]
         self.kernels = self.ask(child, "count", self.trials).get("kernels")
         for trial in self.trials:
@@ -120,21 +148,12 @@ class Attempt:
 
     def ask(self, child: Child, do: str, trials: list[Trial]) -> dict[str, Any]:
         """Return the child's answer to a request, or {"reason": error} if the request failed. Raise ChildError if the
-        child ended, and TimeoutError if it gave no answer in time. If the user has waited `PATIENCE` seconds, print
-        once that kernels are being tested."""
-        child.send(do=do, trials=[trial.text() for trial in trials])
-        asked = monotonic()
-        limits = [asked + SECONDS] if self.told else [min(self.start + PATIENCE, asked + SECONDS), asked + SECONDS]
+        child ended or gave no answer in time. If the user has waited `PATIENCE` seconds for one answer, print once
+        that kernels are being tested."""
+        limit = SECONDS + KERNEL_SECONDS * (self.kernels or 0)
+        notice = None if self.told else (PATIENCE, self.tell_waiting)
         try:
-            while True:
-                try:
-                    answer = child.receive(max(0.0, limits.pop(0) - monotonic()))
-                    break
-                except TimeoutError:
-                    if not limits:
-                        raise
-                    self.told = True
-                    tell_waiting(trials[0].engine, self.kernels)
+            answer = child.ask(limit, notice, do=do, trials=[trial.text() for trial in trials])
         except ChildError as error:
             if error.lost:
                 raise
@@ -142,14 +161,24 @@ class Attempt:
         self.began = True
         return answer
 
-    def note_hang(self) -> None:
-        """Kill the child, whose current test run of kernels hangs, and append the verdict that these kernels are
-        refused. This process does not try the engine again."""
-        _children.pop().end()
+    def tell_waiting(self) -> None:
+        """Print on standard error that the call waits until an engine's kernels have been tested."""
+        self.told = True
+        count = self.kernels
+        what = "the Metal kernels" if count is None else f"{count} Metal kernel{'s' * (count != 1)}"
         engine = self.trials[0].engine
-        what = "gave no answer" if self.began else "did not begin"
-        _hung[engine] = f"its trial on this machine {what} in {SECONDS} seconds"
-        self.verdicts.append(Verdict(_hung[engine], lasting=False))
+        text = f"mlx_lstm: trying {what} of engine {engine!r}, once on this machine, before their first use ..."
+        print(text, file=sys.stderr, flush=True)
+
+    def note_hang(self, text: str) -> None:
+        """Append the verdict that the kernels of the current trial, which gave no answer, are refused. If the child had
+        begun, the machine tries no more kernels of this engine for a day. This process tries no kernels at all."""
+        engine = self.trials[0].engine
+        reason = f"its trial on this machine {'gave' if self.began else 'did not begin:'} {text}"
+        _hung[engine] = reason
+        if self.began:
+            verdicts.record(hang_of(engine), reason, "day")
+        self.verdicts.append(Verdict(reason, "day" if self.began else "process"))
 
     def note_end(self, end: ChildError) -> None:
         """Handle the end of the child process during a test run of kernels: append to `self.verdicts` that these
@@ -158,15 +187,6 @@ class Attempt:
         if not self.began and end.code is not None and end.code >= 0:
             raise CannotBegin(str(end))
         said = _children[-1].said() or "it said nothing"
-        how = f"ended with exit code {end.code}: {said.splitlines()[-1]}"
-        if end.code is None:
-            how = f"gave a broken answer: {str(end).splitlines()[-1]}"
+        how = f"failed: {end}" if end.code is None else f"ended {ended(end.code)}: {said}"
         verdict = verdict_of(f"its trial on this machine {how}")
-        self.verdicts.append(verdict if self.began and end.code else verdict._replace(lasting=False))
-
-
-def tell_waiting(engine: str, kernels: int | None) -> None:
-    """Print on standard error that the call waits until an engine's kernels have been tested."""
-    what = "the Metal kernels" if kernels is None else f"{kernels} Metal kernel{'s' * (kernels != 1)}"
-    text = f"mlx_lstm: trying {what} of engine {engine!r}, once on this machine, before their first use ..."
-    print(text, file=sys.stderr, flush=True)
+        self.verdicts.append(verdict if self.began and end.code else verdict._replace(keeping="process"))

@@ -15,7 +15,7 @@ from ..oracle.arithmetic import Arithmetic, Array, Tensors
 from ..oracle.closeness import float_of, largest
 from ..oracle.pointwise import comparison_distance, evaluate_graph
 from ..oracle.recurrence import KINKS
-from ._trial import dtype_word
+from ._trial import STEER, dtype_word
 
 WIDTH = 3
 """The number of input features of x in a trial with float weights."""
@@ -61,7 +61,7 @@ def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
     if isinstance(problem.cell, PointwiseCell):
         return draw_pointwise(problem, problem.cell, rng, margin)
     parts = draw_parts(problem, rng)
-    has_kinks = not KINKS.keys().isdisjoint(problem.cell.activations)
+    has_kinks = not KINKS.keys().isdisjoint(problem.cell.activations) or problem.cell.clip_gradient == "zero"
     drawn = assembled(problem, parts, 1.0)
     for n in range(HALVINGS):
         if n:
@@ -106,7 +106,8 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
 
     An offset has a size of 0.5 to 0.7. The offset of the candidate (gate g of an LSTM, n of a GRU, the only gate of
     a plain RNN) has a random sign for each unit, so that h takes both signs. Exception: in an LSTM whose candidate's
-    activation is never negative, such as relu, this offset is positive. The offsets of all other gates are positive, so
+    activation is never negative, such as relu, this offset is positive; also with clips that stop gradients, if the
+    output's activation is never negative. The offsets of all other gates are positive, so
     that no gate with relu is 0. An LSTM's c0 has the same sign as the candidate's offset, so that c stays away from 0,
     where relu has a kink.
     """
@@ -121,12 +122,39 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
     candidate = {"lstm": "g", "gru": "n", "rnn": "h"}[cell.op]
     act = cell.activations[0 if cell.op == "rnn" else 2]
     signs = np.sign(rng.normal(size=(D, H)))
-    if cell.op == "lstm" and act not in ("identity", "tanh"):
+    odd = ("identity", "tanh")
+    if cell.op == "lstm" and (act not in odd or (cell.clip_gradient == "zero" and cell.activations[-1] not in odd)):
         signs = np.ones_like(signs)
     steer[:, cell.block(candidate, H)] *= signs
     if "c0" in parts:
         parts["c0"] = rng.uniform(0.5, 0.7, (B, D * H)) * signs.reshape(-1)
+    if cell.clip_gradient == "zero":
+        parts, steer = away_from_limits(problem, parts, np.sign(steer), rng)
     return parts | {"steer": steer.reshape(-1)}
+
+
+def away_from_limits(problem: Problem, parts: Tensors, signs: Array, rng: np.random.Generator) -> tuple[Tensors, Array]:
+    """Return (parts, steer) for clips that stop gradients: some values are clipped, and none comes near a limit, where
+    the gradient jumps. `without_numbers` chooses the limits.
+
+    c begins near 0. It is below its limit after the first step and above it later, with the sign of the candidate's
+    offset. The numbers of one row of Wp have these signs, so that the projected h is a mean of positive numbers, 0.1 or
+    3 times as large for every second row. So the clip of h changes every second row. signs [D, G H]: the signs of the
+    offsets.
+    """
+    cell, D, H = problem.cell, problem.directions, problem.H
+    steer = signs * rng.uniform(STEER - 0.02, STEER + 0.02, signs.shape)
+    of_c = signs[:, cell.block("g", H)]
+    changed = {}
+    if "c0" in parts:
+        changed["c0"] = rng.uniform(0.005, 0.02, parts["c0"].shape) * of_c.reshape(-1)
+    if "keep" in parts:
+        changed["keep"] = rng.uniform(0.9, 1.1, parts["keep"].shape)
+    if "Wp" in parts:
+        sizes = np.where(np.arange(problem.P) % 2, 3.0, 0.1)[:, None] / H
+        rows = rng.uniform(0.8, 1.2, (D, problem.P, H)) * sizes * of_c[:, None]
+        changed["Wp"] = rows.reshape(parts["Wp"].shape)
+    return parts | changed, steer
 
 
 def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:

@@ -20,28 +20,36 @@ from ..engines.problem import Problem
 from ..machine import child_command, has_interpreter
 from . import _child
 from ._child import CannotBegin, Verdict, by_child, verdict_of
-from ._trial import USUAL, Trial, neighbours, trial_of
+from ._trial import USUAL, Trial, neighbours, trial_of, without_matrices
 
 _locks: defaultdict[str, Lock] = defaultdict(Lock)
 _lock = Lock()
 _unguarded: list[bool] = []
 
 
-def guarded(chosen: Choice, problem: Problem, best: Callable[..., Choice]) -> Choice:
-    """Return the choice of an engine whose kernels are correct on this machine: `chosen`, or another engine if
-    `chosen` is refused.
+def guarded(
+    chosen: Choice, problem: Problem, best: Callable[..., Choice], divided: Callable[[Problem, str], Problem]
+) -> tuple[Choice, Problem]:
+    """Return the choice of an engine whose kernels are correct on this machine, and the problem as that engine runs
+    it. The engine is `chosen`, or another one if `chosen` is refused.
 
     best: a function that chooses again without the `refused` engines. It raises ValueError if the caller forced one
-    of them.
+    of them. divided: a function that completes a problem with the options of an engine.
     """
     refused: dict[str, str] = {}
     if _unguarded:
-        return chosen
+        return chosen, problem
     while chosen.engine in METAL_ENGINES and (reason := refusal(chosen.engine, problem)):
+        # A virtual GPU may run all kernels but those that multiply 8 x 8 matrices.
+        in_lanes = without_matrices(chosen.engine, problem)
+        if in_lanes is not None and not refusal(chosen.engine, in_lanes):
+            tell(f"{chosen.engine} with 8 x 8 matrices", f"{chosen.engine} without them", reason)
+            return chosen, in_lanes
         refused[chosen.engine] = reason
         before, chosen = chosen, best(refused=refused)
         tell(before.engine, chosen.engine, reason)
-    return chosen
+        problem = divided(problem, chosen.engine)
+    return chosen, problem
 
 
 def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> Refusal | None:
@@ -109,13 +117,20 @@ def refusal(engine: str, problem: Problem) -> str:
     with _lock:
         lock = _locks[text]
     with lock:
-        reason = verdicts.find(text)
-        if reason is None and (reason := _child.hung(engine)) is None:
+        reason = known(engine, text)
+        if reason is None:
             with one_process_at_a_time():
-                reason = verdicts.find(text)  # another process may have tested the kernels meanwhile
+                reason = known(engine, text)  # another process may have tested the kernels meanwhile
                 if reason is None:
                     reason = tried(trial, neighbours(engine, problem))
     return reason
+
+
+def known(engine: str, text: str) -> str | None:
+    """Return why an engine's kernels are refused without a trial, an empty text if a trial has found them correct, or
+    None if they have to be tried. text: the trial as a line of JSON."""
+    reason = verdicts.find(text)
+    return _child.hung(engine) if reason is None else reason
 
 
 def tried(trial: Trial, others: list[Trial]) -> str:
@@ -125,8 +140,7 @@ def tried(trial: Trial, others: list[Trial]) -> str:
     trials = [trial, *(other for other in others if verdicts.find(other.text()) is None)]
     found = try_out(trials)
     for each, verdict in zip(trials, found, strict=False):
-        if verdict.lasting:
-            verdicts.record(each.text(), verdict.reason)
+        verdicts.record(each.text(), verdict.reason, verdict.keeping)
     return found[0].reason
 
 
@@ -145,8 +159,11 @@ def one_process_at_a_time() -> Iterator[None]:
         yield
         return
     with file:
-        with suppress(OSError):
+        try:
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno is None:  # not the system's error, but one that a signal handler of the user raised
+                raise
         yield
 
 
@@ -166,8 +183,11 @@ def tell(engine: str, following: str, reason: str) -> None:
     reason."""
     machine = tuning.machine()
     where = f"{machine['chip']}, {machine['system']}, MLX {machine['mlx']}"
-    lasts = verdicts.is_recorded(reason)
-    again = f"{verdicts.file()} keeps this verdict: delete it to try again" if lasts else "It counts in this process"
+    lasts = verdicts.keeping_of(reason)
+    again = "It counts in this process"
+    if lasts:
+        long = "" if lasts == "always" else f" {lasts}"
+        again = f"{verdicts.file()} keeps this verdict{long}: delete it to try again"
     text = f"engine={engine!r} is not used on {where}: {reason.rstrip('.')}. engine={following!r} takes over. {again}."
     warn_once(text)
 

@@ -17,6 +17,7 @@ from ..engines.packing import packed_names
 from ..engines.problem import Problem
 from ..oracle.arithmetic import Arithmetic, Array, Tensors
 from ..oracle.closeness import TRIALS, exact_and_bounds, float_of, largest
+from ._child import WRONG
 from ._draw import Drawn, draw, float64, output_shapes, rounded, zeros
 from ._trial import SMALL, USUAL, Trial, dtype_word, trial_from
 
@@ -115,19 +116,11 @@ def verdict(trial: Trial) -> str:
     try:
         got = results(problem, drawn, cotangents, trial.engine)
         if reason := wrong(problem, drawn, cotangents, got):
-            return f"its trial on this machine gave wrong numbers: {reason}"
+            return f"{WRONG}: {reason}"
     # The kernels are refused after any error, because a compiler or a driver may raise an error of any type.
     except Exception as error:
-        return f"its trial on this machine failed: {first_lines(error)}"
+        return f"its trial on this machine failed: {type(error).__name__}: {error}"
     return ""
-
-
-def first_lines(error: Exception) -> str:
-    """Return the first line of an error's text, and the first line with a compiler's error message if the text has
-    one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    compiler_lines = [line for line in lines[1:] if "error:" in line][:1]
-    return " ".join([f"{type(error).__name__}:", lines[0], *compiler_lines])
 
 
 def cotangents_of(problem: Problem) -> tuple[str, ...]:
@@ -179,6 +172,7 @@ def graph(
         outputs, gradients = outputs_of(*floats.values()), []
     else:
         as_outputs = [swapped(d) if name in sequences else d for name, d in cotangents.items()]
+        # mx.vjp takes no cotangent for the result of mx.stop_gradient, so those outputs stay without one.
         outputs, gradients = mx.vjp(outputs_of, list(floats.values()), as_outputs)
     values = dict(zip(shown, outputs, strict=True))
     values |= dict(zip([f"d{name}" for name in floats], gradients, strict=not problem.plain))
@@ -194,6 +188,8 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> 
     condition is needed because MLX's own products, which both engines use, are less precise than float32 on some
     GPUs.
     """
+    if reason := misshapen(problem, drawn, got):
+        return reason
     gradients = drawn.smooth and not problem.plain
 
     def values(fl: Arithmetic) -> Tensors:
@@ -204,21 +200,37 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> 
     # of an array. In an array of 64 or more elements two evaluations give enough random changes.
     trials = 2 if min(array.size for array in got.values()) >= 64 else TRIALS
     exact, bounds = exact_and_bounds(values, dtype_word(problem), trials)
-    # A gradient near a kink of an activation has no error bound. It must at least not be NaN.
+    # A gradient near a kink of an activation has no error bound. It must at least be finite.
     for name in got.keys() - exact.keys():
-        if np.isnan(got[name]).any():
-            return f"{name}: NaN"
+        if not np.isfinite(got[name]).all():
+            return f"{name}: {'NaN' if np.isnan(got[name]).any() else 'infinite'}"
     suspects = {name: error for name in exact if not (error := distance(got[name], exact[name])) <= bounds[name]}
     if not suspects:
         return ""
     others = results(problem, drawn, cotangents, "ops")
     for name, error in suspects.items():
-        allowed = 2 * distance(others[name], exact[name]) + 4 * float_of(dtype_word(problem)).eps * largest(exact[name])
-        if not error <= allowed:
+        size = largest(exact[name])
+        allowed = 2 * distance(others[name], exact[name]) + 4 * float_of(dtype_word(problem)).eps * size
+        # If `ops` is so wrong that zeros would be allowed, it says nothing about the precision of MLX's products.
+        if not (error <= allowed and allowed < size):
             return f"{name}: error {error:.3g} > bound {bounds[name]:.3g}"
     return ""
 
 
+def misshapen(problem: Problem, drawn: Drawn, got: Tensors) -> str:
+    """Return a text that names the first result that is missing, not expected or of another shape than its array, or
+    an empty text if there is none."""
+    floats = [] if problem.plain else [name for name in drawn.arrays if name not in packed_names(drawn.arrays)]
+    shapes = {name: tuple(output_shapes(problem)[name]) for name in {*shown_of(problem), *cotangents_of(problem)}}
+    shapes |= {f"d{name}": tuple(drawn.arrays[name].shape) for name in floats}
+    for name in sorted(shapes.keys() | got.keys()):
+        shape = tuple(got[name].shape) if name in got else None
+        if name not in shapes or shape != shapes[name]:
+            return f"{name}: shape {shape}, expected {shapes.get(name)}"
+    return ""
+
+
 def distance(got: Array, exact: Array) -> float:
-    """Return the largest absolute difference of two arrays, or infinity if their shapes differ."""
-    return largest(got - exact) if got.shape == exact.shape else np.inf
+    """Return the largest absolute difference of two arrays, or infinity if their shapes differ or they are one array,
+    whose comparison shows nothing."""
+    return np.inf if got.shape != exact.shape or np.may_share_memory(got, exact) else largest(got - exact)

@@ -43,6 +43,8 @@ def lstm(
     keep: mx.array | None = None,
     hold: Hold = None,
     cell_clip: float | None = None,
+    projection_clip: float | None = None,
+    clip_gradient: str = "through",
     forget_bias: float = 0.0,
     reverse: bool = False,
     bidirectional: bool = False,
@@ -61,7 +63,7 @@ def lstm(
         a_k &= x_t W_{x,k}^T + (m_t \odot h_{t-1}) W_{h,k}^T + b_k + p_k \odot c_{t-1}, \quad k \in \{i, f, g, o\} \\
         i, f, g, o &= s_i(a_i),\; s_f(a_f + \text{forget\_bias}),\; s_g(a_g),\; s_o(a_o) \\
         c_t &= f \odot c_{t-1} + i \odot g, \text{ clipped to } \pm\text{cell\_clip} \\
-        h_t &= \left(o \odot s_{output}(c_t)\right) W_p^T
+        h_t &= \left(o \odot s_{output}(c_t)\right) W_p^T, \text{ clipped to } \pm\text{projection\_clip}
 
     Without options it equals `torch.nn.LSTM` with one layer (b = b_ih + b_hh) and `mlx.nn.LSTM` on a transposed batch.
     The gradient is exact for every array and flows from all five outputs. It needs the gates and the cell states of all
@@ -95,8 +97,13 @@ def lstm(
             carried unchanged (`keep` still applies) and its input is not read. h and c repeat the state, gates are 0.
             The other steps are gathered to the front and run with `lengths`, which copies x and each output. Steps
             past an item's end are not held.
-        cell_clip (float, optional): limit on |c[t]|; no limit if 0 or less. The gradient passes through unchanged.
-            TensorFlow's block ops define both rules in the same way.
+        cell_clip (float, optional): limit on |c[t]|; no limit if 0 or less, as in TensorFlow.
+        projection_clip (float, optional): limit on the absolute values of a projected h, `proj_clip` of TensorFlow's
+            `LSTMCell`; no limit if 0 or less. It needs `Wp`.
+        clip_gradient (str): the gradient of both clips. `"through"`: it passes unchanged, as in TensorFlow's block ops.
+            `"zero"`: it is 0 where the clip changed the value, as with `torch.clamp` (AllenNLP's ELMo) and in
+            TensorFlow's `LSTMCell`. A value that equals the limit already passes it. With 16 bits `"zero"` rounds
+            the limits to the dtype. Default: `"through"`.
         forget_bias (float): a number that is added to the forget gate's preactivation. Default: 0.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`.
         bidirectional (bool): run both directions. The arrays then hold the forward direction first: Wx [8H, I], b [8H],
@@ -146,7 +153,8 @@ def lstm(
         (16, 4)
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, keep=keep, Wp=Wp)
-    cell = check_lstm(gate_order, activations, output_peephole, cell_clip, forget_bias)
+    clips = (projection_clip, clip_gradient, Wp is not None)
+    cell = check_lstm(gate_order, activations, output_peephole, cell_clip, forget_bias, *clips)
     options = {"reverse": reverse, "bidirectional": bidirectional, "lengths": lengths, "hold": hold}
     call = Call(cell, **options, engine=engine, stream=stream, checkpoint_every=checkpoint_every)
     outputs, _ = call.forward(arrays, return_gates=return_gates, training=training)
@@ -176,6 +184,9 @@ def lstm_gradients(
     mask: mx.array | None = None,
     keep: mx.array | None = None,
     hold: Hold = None,
+    cell_clip: float | None = None,
+    projection_clip: float | None = None,
+    clip_gradient: str = "through",
     reverse: bool = False,
     bidirectional: bool = False,
     lengths: Lengths = None,
@@ -189,8 +200,9 @@ def lstm_gradients(
     raise the same errors as in `lstm`.
 
     Args:
-        x, Wx, Wh, b, h0, c0 and all options: as in the call of `lstm`, except cell_clip and forget_bias: the
-            formulas of the gradient do not contain them. With `Wx=None` only the shape of x matters.
+        x, Wx, Wh, b, h0, c0 and all options: as in the call of `lstm`, except forget_bias: the formulas of the gradient
+            do not contain it. They contain the limits cell_clip and projection_clip with clip_gradient `"zero"` only.
+            With `Wx=None` only the shape of x matters.
         gates (array): [T, B, 4H], as `lstm` returned them.
         c (array): [T, B, H], as `lstm` returned it.
         h (array, optional): [T, B, P], as `lstm` returned it. Required with a projection. Default: computed from
@@ -210,7 +222,8 @@ def lstm_gradients(
         (16, 4)
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, keep=keep, Wp=Wp)
-    cell = check_lstm(gate_order, activations, output_peephole, None, 0.0, op="lstm_gradients")
+    clips = (projection_clip, clip_gradient, Wp is not None)
+    cell = check_lstm(gate_order, activations, output_peephole, cell_clip, 0.0, *clips, op="lstm_gradients")
     call = Call(
         cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, hold=hold, engine=engine, stream=stream
     )

@@ -2,7 +2,8 @@
 products with the weights; the function then computes each hidden unit from the numbers of this unit alone."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from inspect import signature
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -14,6 +15,38 @@ from ..engines.problem import Array
 from ._call import Call, Hold, Lengths
 
 OP = "pointwise"
+
+
+class OwnCell(NamedTuple):
+    """A cell that the user wrote, before it is traced: the function and its options, as a layer holds them.
+
+    states, params: the numbers of states (h included) and of parameters per unit. apart, recurrent: as in
+    `nn.Pointwise`.
+    """
+
+    function: Callable[..., Any]
+    gates: int
+    states: int
+    params: int
+    apart: bool
+    recurrent: bool
+
+    op = OP
+
+    def traced(self, B: int, H: int, dtype: mx.Dtype, inputs: int = 0) -> PointwiseCell:
+        """Return the cell for states [B, H] and arrays of this dtype. inputs: the number of inputs of each step. Raise
+        ValueError if the function does not take so many arguments."""
+        try:
+            signature(self.function).bind(*[None] * (2 + inputs + self.params))
+        except TypeError as error:
+            each = f"a, state, {inputs} inputs of each step and {self.params} parameters"
+            advice = "" if inputs else " (nn.stack passes no inputs: call such layers one by one)"
+            fail(OP, f"cell must take {each}{advice}", error)
+        except ValueError:  # a builtin function without a signature
+            pass
+        counts, wide = Counts(self.gates, self.states, inputs, self.params), dtype == mx.float64
+        graph = traced(self.function, counts, self.apart, (B, H), mx.float64 if wide else mx.float32)
+        return PointwiseCell(graph, self.recurrent)
 
 
 def pointwise(
@@ -48,7 +81,8 @@ def pointwise(
     `cell` is a function of MLX arrays which computes each number from the numbers of the same item and unit:
     arithmetic, comparisons, `mx.where` and functions such as `mx.tanh`. MLX differentiates it. It runs a few times, on
     arrays without values; engines run code generated from it. So it must not depend on anything but its arguments and
-    constant numbers; an array that it captures from outside is refused. The page "Your own cell" lists the operations.
+    Python numbers; if such a number changes, the code is generated again. An array that it captures from outside is
+    refused. The page "Your own cell" lists the operations.
 
     With the equations of an LSTM in `cell`, it equals `lstm`. `recurrent` with a step that computes a and calls `cell`
     gives the same results. `recurrent` accepts any function, but is far slower.
@@ -64,7 +98,8 @@ def pointwise(
         state (sequence of array): the S first states, each [B, H].
         inputs (sequence of array): arrays broadcastable to [T, B, H], which differ by step, such as masks; bool,
             integers or floats.
-        params (sequence of array): arrays [H], one number per unit, such as peephole weights.
+        params (sequence of array): arrays [H], one number per unit, such as peephole weights; or [1] or [], one number
+            for all units.
         apart (bool): pass each gate as a pair, (the part of x and b, the part of h), as a GRU needs it. Default:
             `False`, as their sum.
         mask (array, optional): factor on h[t-1] as it enters the product, as in `lstm`.
@@ -179,12 +214,13 @@ def check_sequences_of(inputs: Any, x: Any, width: int) -> list[mx.array]:
 
 
 def check_params(params: Any, width: int) -> list[mx.array]:
-    """Check that each parameter has the shape [width]. Return the parameters as a list. width: the units of all
-    directions."""
+    """Check that each parameter has the shape [width], or [1] or [] if it is one number for all units. Return the
+    parameters as a list of arrays [width]. width: the units of all directions."""
     arrays = listed("params", params)
     for k, array in enumerate(arrays):
-        check_array(OP, f"params[{k}]", array, [width], None, ", one number per unit,")
-    return arrays
+        shape = array.shape if array.shape in ((), (1,)) else [width]
+        check_array(OP, f"params[{k}]", array, shape, None, ", one number per unit, or [1] or [] for all units,")
+    return [mx.broadcast_to(array, (width,)) for array in arrays]
 
 
 def gates_of(x: mx.array, Wx: Any, Wh: Any, width: int, apart: bool) -> int:

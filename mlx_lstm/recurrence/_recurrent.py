@@ -9,8 +9,9 @@ from mlx.utils import tree_flatten, tree_map
 from ..checks import check_every, check_flag, fail, instead_of
 from ..engines.ops.sweep import by_time, of_live, over_time
 from ..engines.problem import Array
+from ..engines.tracing import distinct
 from ._call import Hold, Lengths, whole_lengths
-from ._checkpointed import checkpointed
+from ._checkpointed import checkpointed, filled, leaves
 from ._steps import Steps, factors, whole_steps
 
 OP = "recurrent"
@@ -132,6 +133,7 @@ def recurrent(
     sequences = (x, live, before)
     if every is None:
         outputs, last = run(0, sequences, state, parameters)
+        last = filled(last, distinct(leaves(last)))  # a step may return one array as two states
     else:
         outputs, last = checkpointed(run, every, step, sequences, state, parameters, reverse)
     return outputs, last if after is None else times(after[0 if reverse else -1], last)

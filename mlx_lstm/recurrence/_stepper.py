@@ -14,7 +14,7 @@ import numpy as np
 
 from ..checks import check_integer, fail, instead_of
 from ..engines import Choice
-from ..engines.cells import Cell
+from ..engines.cells import Cell, LSTMCell
 from ..engines.chunks import HALVES, for_engine
 from ..engines.numpy.arrays import Views, views
 from ..engines.numpy.stream import Stream
@@ -24,9 +24,10 @@ from ..engines.stream import Launch, MLXStream, launch_of
 from ..engines.tracing import is_transforming
 from ._arguments import check_call, common_dtype, in_dtype
 from ._call import Call
+from ._pointwise import OwnCell
 from ._steps import broadcasts
 
-Read = Callable[[], Sequence[tuple[Cell, dict[str, Any], str | None]]]
+Read = Callable[[], Sequence[tuple[Cell | OwnCell, dict[str, Any], str | None]]]
 """Type of a function that returns for each layer its cell, its parameters by the names of the recurrence, and the
 engine that the user forces, or None."""
 
@@ -34,11 +35,13 @@ OUTSIDE = "a stepper has no gradient and must be called outside of mx.grad, mx.c
 
 
 class Watched(NamedTuple):
-    """An array of a layer that a stepper has read: the dict that holds the array, its key, the array, a function that
-    returns a NumPy view of an array's memory, and this view."""
+    """An array of a layer that a stepper has read: the dict that holds the array, its key, its place if the dict has a
+    list of arrays there (else -1), the array, a function that returns a NumPy view of an array's memory, and this
+    view."""
 
     holder: dict[str, Any]
     key: str
+    place: int
     array: mx.array
     view_of: Callable[[Any], np.ndarray]
     view: np.ndarray
@@ -93,14 +96,16 @@ class Stepper:
         *,
         batch: int | Sequence[int],
         is_stack: bool,
+        inputs: int = 0,
     ):
         """Prepare a stream whose states are zero. Only the layers call this.
 
         op: the name in errors. read: returns the layers' cells and parameters. holders: the dicts or objects that hold
         the arrays which `read` reads. batch: the sizes of the batch axes. is_stack: whether the states have a first
-        axis with one entry per layer, even for a single layer.
+        axis with one entry per layer, even for a single layer. inputs: the number of inputs of each step that the
+        cell of the only layer reads.
         """
-        self._op, self._read, self._is_stack = op, read, is_stack
+        self._op, self._read, self._is_stack, self._inputs = op, read, is_stack, inputs
         self._holders = [holder if isinstance(holder, dict) else vars(holder) for holder in holders]
         self._batch = check_batch(op, batch)
         if is_transforming():
@@ -108,12 +113,16 @@ class Stepper:
         self._prepare()
 
     @overload
-    def __call__(self, x: mx.array, *, keep: mx.array | np.ndarray | None = None) -> mx.array: ...
+    def __call__(
+        self, x: mx.array, *, keep: mx.array | np.ndarray | None = None, inputs: Sequence[Any] = ()
+    ) -> mx.array: ...
 
     @overload
-    def __call__(self, x: np.ndarray, *, keep: mx.array | np.ndarray | None = None) -> np.ndarray: ...
+    def __call__(
+        self, x: np.ndarray, *, keep: mx.array | np.ndarray | None = None, inputs: Sequence[Any] = ()
+    ) -> np.ndarray: ...
 
-    def __call__(self, x: Any, *, keep: mx.array | np.ndarray | None = None) -> Any:
+    def __call__(self, x: Any, *, keep: mx.array | np.ndarray | None = None, inputs: Sequence[Any] = ()) -> Any:
         """Run one time step, and return the hidden state after it: the last layer's output.
 
         Args:
@@ -121,6 +130,8 @@ class Stepper:
                 to the dtype of the parameters, so a float64 array of NumPy is accepted, too.
             keep (array, optional): [...], a factor on the states of all layers before the step: 0 where an episode
                 begins.
+            inputs (sequence of array): for a layer `Pointwise` whose stepper was made with `inputs=U`: U arrays, each
+                broadcastable to [..., H].
 
         Returns:
             array: h [..., P], a new array of the same kind as x. MLX arrays have the dtype to which the parameters
@@ -137,14 +148,16 @@ class Stepper:
             fail(self._op, OUTSIDE, "a call inside")
         if self._has_changed():
             self._prepare_again()
-        factors = None if keep is None else self._factors(keep)
+        more: dict[str, Any] = {} if keep is None else {"keep": self._factors(keep)}
+        if self._inputs or len(inputs):
+            more["inputs"] = self._whole_inputs(inputs)
         if not self._on_numpy:
             self._check(x)
-            h = self._stream(x, factors)
+            h = self._stream(x, **more)
             return as_numpy(h) if is_numpy else h
         try:
             row = x if is_numpy else np.asarray(x if x.dtype != mx.bfloat16 else x.astype(mx.float32))
-            h = self._stream(row, factors)
+            h = self._stream(row, **more)
         except TypeError:  # NumPy refuses to cast x
             self._check(x)
             raise
@@ -158,14 +171,16 @@ class Stepper:
             as_numpy (bool): return NumPy arrays instead of MLX arrays. Default: `False`.
 
         Returns:
-            array or tuple: (hidden, cell) for an LSTM, else hidden. For a single layer each has the shape [..., H], as
-            `step` takes it; for a stack of K layers [K, ..., H]. The dtypes are those of a step's result.
+            array or tuple: (hidden, cell) for an LSTM, all states for a layer `Pointwise` with several, else hidden.
+            For a single layer each has the shape [..., H], as `step` takes it; for a stack of K layers [K, ..., H]. The
+            dtypes are those of a step's result.
         """
         states: list[Any] = []
-        for layers in self._states().values():
+        for name, layers in self._states().items():
             whole = np.stack(layers) if self._is_stack else layers[0]
-            states.append(whole if as_numpy else mx.array(whole, self._dtype))
-        return tuple(states) if len(states) == 2 else states[0]
+            states += np.split(whole, self._carried, axis=-1) if name == "c" else [whole]
+        states = states if as_numpy else [mx.array(np.ascontiguousarray(state), self._dtype) for state in states]
+        return tuple(states) if len(states) > 1 else states[0]
 
     def set_state(self, state: Any) -> None:
         """Set the states of all layers.
@@ -177,18 +192,23 @@ class Stepper:
         Raises:
             ValueError: the states have the wrong number or shape.
         """
-        current = self._states()
-        given = (state,) if len(current) == 1 else state
-        if not isinstance(given, (tuple, list)) or len(given) != len(current):
-            fail(self._op, "state must be a tuple (hidden, cell)", type(state).__name__)
-        new: dict[str, list[np.ndarray]] = {}
-        for name, word, value in zip(current, ("hidden", "cell"), given, strict=False):
-            array, layers = self._real(word, value), current[name]
-            shape = (len(layers), *layers[0].shape) if self._is_stack else layers[0].shape
+        current, count = self._states(), 1 + self._carried
+        words = ["hidden", "cell"] if self._is_lstm else ["hidden", *(f"state[{n}]" for n in range(1, count))]
+        given = (state,) if count == 1 and not isinstance(state, (tuple, list)) else state
+        if not isinstance(given, (tuple, list)) or len(given) != count:
+            rule = "state must be a tuple (hidden, cell)" if self._is_lstm else f"state must have {count} arrays"
+            fail(self._op, rule, type(state).__name__)
+        layers = current["h"]
+        whole: list[np.ndarray] = []
+        for n, (word, value) in enumerate(zip(words, given, strict=True)):
+            array = self._real(word, value)
+            own = layers[0].shape if n == 0 else (*current["c"][0].shape[:-1], current["c"][0].shape[-1] // (count - 1))
+            shape = (len(layers), *own) if self._is_stack else own
             if array.shape != shape:
                 fail(self._op, f"{word} must have shape {list(shape)}", f"shape {list(array.shape)}")
-            new[name] = list(array) if self._is_stack else [array]
-        self._stream.set_states(new)
+            whole.append(array)
+        new = {"h": whole[0]} | ({"c": np.concatenate(whole[1:], axis=-1)} if count > 1 else {})
+        self._stream.set_states({name: list(array) if self._is_stack else [array] for name, array in new.items()})
 
     def reset(self) -> None:
         """Set the states of all layers to 0."""
@@ -201,11 +221,13 @@ class Stepper:
     def _prepare(self) -> None:
         """Read and check the parameters, choose an engine, and make a stream whose states are zero."""
         self._watched = watched(self._holders)
-        self._count = sum(map(len, self._holders))
+        self._count = count_of(self._holders)
         layers = self._read()
         self._dtype = common_dtype([array for _, arrays, _ in layers for array in arrays.values()])
-        B = prod(self._batch)
-        plans = [plan(self._op, cell, in_dtype(arrays, self._dtype), forced, B) for cell, arrays, forced in layers]
+        B, U = prod(self._batch), self._inputs
+        plans = [plan(self._op, cell, in_dtype(arrays, self._dtype), forced, B, U) for cell, arrays, forced in layers]
+        self._is_lstm = isinstance(plans[0].problem.cell, LSTMCell)
+        self._carried = plans[0].problem.cell.carried
         for n, (before, after) in enumerate(pairwise(plans), 1):
             if after.arrays["x"].shape[1] != before.problem.P:
                 rule = f"layer {n} must read the {before.problem.P} features of the layer before"
@@ -223,15 +245,19 @@ class Stepper:
 
     def _has_changed(self) -> bool:
         """Return whether a parameter is another array, or has other memory, than when this stepper read it."""
-        for holder, key, array, view_of, view in self._watched:
+        for holder, key, place, array, view_of, view in self._watched:
             now = holder.get(key)
+            if place >= 0:
+                now = now[place] if isinstance(now, (list, tuple)) and place < len(now) else None
             if now is not array or not np.may_share_memory(view_of(now), view):
                 return True
-        return sum(map(len, self._holders)) != self._count  # a parameter is new
+        return count_of(self._holders) != self._count  # a parameter is new
 
     def _prepare_again(self) -> None:
         """Read the changed parameters, check them and choose an engine again. The states stay as they are."""
-        new = Stepper(self._op, self._read, self._holders, batch=self._batch, is_stack=self._is_stack)
+        new = Stepper(
+            self._op, self._read, self._holders, batch=self._batch, is_stack=self._is_stack, inputs=self._inputs
+        )
         states, zeros = self._states(), new._states()
         sizes = [[layer.shape for layer in layers] for layers in states.values()]
         if new._shape != self._shape or [[layer.shape for layer in layers] for layers in zeros.values()] != sizes:
@@ -247,7 +273,7 @@ class Stepper:
     def _check(self, x: Any) -> None:
         """Raise an error if x is not the input of a step."""
         if not isinstance(x, (mx.array, np.ndarray)):
-            fail(self._op, f"x must be an mlx.core.array or a NumPy array{instead_of(x)}", type(x).__name__)
+            fail(self._op, f"x must be an mlx.core.array or a NumPy array{instead_of(x, 'x')}", type(x).__name__)
         if x.shape != self._shape:
             fail(self._op, f"x must have shape {list(self._shape)}", f"shape {list(x.shape)}")
         if not is_real(x):
@@ -270,6 +296,21 @@ class Stepper:
             fail(self._op, f"keep must broadcast to {list(self._batch)}", f"shape {list(array.shape)}")
         return np.broadcast_to(array, self._batch).reshape(-1)
 
+    def _whole_inputs(self, inputs: Any) -> np.ndarray:
+        """Check the cell's inputs of this step. Return them side by side, [B, U H] for U inputs of H units."""
+        if not isinstance(inputs, (tuple, list)) or len(inputs) != self._inputs:
+            what = len(inputs) if isinstance(inputs, (tuple, list)) else type(inputs).__name__
+            fail(self._op, f"inputs must be a tuple or list of {self._inputs} arrays", what)
+        shape, arrays = self._states()["h"][0].shape, []
+        for n, value in enumerate(inputs):
+            array = self._real(f"inputs[{n}]", value)
+            if array.ndim > len(shape) or any(
+                size not in (1, wanted) for size, wanted in zip(array.shape[::-1], shape[::-1], strict=False)
+            ):
+                fail(self._op, f"inputs[{n}] must broadcast to {list(shape)}", f"shape {list(array.shape)}")
+            arrays.append(np.broadcast_to(array, shape).reshape(-1, shape[-1]))
+        return np.concatenate(arrays, axis=-1)
+
 
 def check_batch(op: str, batch: Any) -> tuple[int, ...]:
     """Check the sizes of the batch axes: an integer, or a sequence of integers, which may be empty. Return a tuple."""
@@ -286,10 +327,17 @@ def watched(holders: Sequence[dict[str, Any]]) -> list[Watched]:
     found = []
     for holder in holders:
         for key, array in holder.items():
-            if isinstance(array, mx.array):
-                view_of = view_of_bfloat16 if array.dtype == mx.bfloat16 else np.asarray
-                found.append(Watched(holder, key, array, view_of, view_of(mx.stop_gradient(array))))
+            several = enumerate(array) if isinstance(array, (list, tuple)) else [(-1, array)]
+            for place, one in several:
+                if isinstance(one, mx.array):
+                    view_of = view_of_bfloat16 if one.dtype == mx.bfloat16 else np.asarray
+                    found.append(Watched(holder, key, place, one, view_of, view_of(mx.stop_gradient(one))))
     return found
+
+
+def count_of(holders: Sequence[dict[str, Any]]) -> int:
+    """Return the number of entries of all dicts, and of the list `params` of a layer `Pointwise`."""
+    return sum([len(holder) + len(holder.get("params", ())) for holder in holders])
 
 
 def view_of_bfloat16(array: mx.array) -> np.ndarray:
@@ -301,15 +349,20 @@ def view_of_bfloat16(array: mx.array) -> np.ndarray:
         return np.asarray(array.view(mx.uint16))
 
 
-def plan(op: str, cell: Cell, parameters: dict[str, Any], engine: str | None, B: int) -> Plan:
-    """Check the parameters of one layer, which have one dtype, and choose the engine for steps of B batch items."""
-    Wx, Wh = parameters["Wx"], parameters["Wh"]
-    dtype = common_dtype(parameters.values())
-    arrays = parameters | {"x": mx.zeros((B, Wx.shape[-1]), dtype), "h0": mx.zeros((B, Wh.shape[-1]), dtype)}
-    if "c" in cell.outputs:
-        arrays["c0"] = mx.zeros((B, Wh.shape[0] // cell.gates), dtype)
-    arrays, packing, sizes = check_call(op, arrays, cell, False, {}, one_step=True)
-    call = Call(cell, engine=engine, one_step=True)
+def plan(op: str, cell: Cell | OwnCell, parameters: dict[str, Any], engine: str | None, B: int, inputs: int) -> Plan:
+    """Check the parameters of one layer, which have one dtype, and choose the engine for steps of B batch items.
+    inputs: the number of inputs of each step that a cell of the user's own reads."""
+    Wx, dtype = parameters["Wx"], common_dtype(parameters.values())
+    H = Wx.shape[0] // cell.gates
+    P = parameters["Wh"].shape[-1] if "Wh" in parameters else H
+    traced = cell.traced(B, H, dtype, inputs) if isinstance(cell, OwnCell) else cell
+    arrays = parameters | {"x": mx.zeros((B, Wx.shape[-1]), dtype), "h0": mx.zeros((B, P), dtype)}
+    if "c" in traced.outputs:
+        arrays["c0"] = mx.zeros((B, traced.carried * H), dtype)
+    if inputs:
+        arrays["inputs"] = mx.zeros((1, B, inputs * H), dtype)
+    arrays, packing, sizes = check_call(op, arrays, traced, False, {}, one_step=True)
+    call = Call(traced, engine=engine, one_step=True)
     names = arrays | {"keep": mx.ones((1, B, 1), dtype)}
     problem, chosen = call.plan(arrays, [], sizes, packing, False, False, True)
     with_keep, _ = call.plan(names, [], sizes, packing, False, False, True)

@@ -5,15 +5,17 @@ import json
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from ..engines import cells
 from ..engines.cell_graph import from_json
 from ..engines.cells import AnyCell, LSTMCell, PointwiseCell
-from ..engines.metal import fused, pointwise
+from ..engines.metal import fused, pointwise, pointwise_stepwise
 from ..engines.metal.fused import SWEEPS, index_of
 from ..engines.metal.stepwise import index_bits, stepwise_rows, tile_of
 from ..engines.packing import Packing, is_packed
 from ..engines.problem import Chunks, Cut, Limits, Problem
+from ..oracle.arithmetic import ACTIVATIONS, Arithmetic
 
 STEPS = 3
 JOINING_STEPS, JOINING_LEFT = 10, 9
@@ -30,6 +32,12 @@ lower end of the range."""
 USUAL = ("h",)
 """The outputs that have a cotangent in most losses. The trial of a training call computes the gradients of such a
 loss."""
+
+STEER = 0.6
+"""The size of the preactivations in trials of clips that stop gradients. Random terms are added to it."""
+
+LIMIT_OF_H = 0.296875
+"""The limit of a projected h in trials of clips that stop gradients; a multiple of 1/128."""
 
 CELLS = {"lstm": cells.LSTMCell, "gru": cells.GRUCell, "rnn": cells.RNNCell}
 
@@ -100,7 +108,6 @@ def trial_of(engine: str, problem: Problem) -> Trial:
             limits._replace(cores=0),
         )
     else:
-        problem = problem._replace(cut=None)
         wide, left = index_bits(problem) == 64, limits.rows_left // 2 if "Wp" in problem.names else limits.rows_left
         if joins := left < problem.T:
             limits = limits._replace(rows_left=JOINING_LEFT)
@@ -115,6 +122,21 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         T = as_small(keep_size, B * problem.directions, T)
     cell, names = without_numbers(problem.cell), tuple(sorted(problem.names))
     return Trial(engine, problem._replace(T=T, B=B, H=H, P=P, cell=cell, names=names, limits=limits))
+
+
+def without_matrices(engine: str, problem: Problem) -> Problem | None:
+    """Return the problem such that this engine computes it without 8 x 8 matrices, which some virtual GPUs lack. Return
+    None if its kernels multiply none."""
+    own = isinstance(problem.cell, PointwiseCell)
+    if engine == "stepwise" and own:
+        found = max(pointwise_stepwise.forward_tile(problem)[0], pointwise_stepwise.backward_tile(problem)[0]) >= 8
+    elif engine == "stepwise":
+        found = stepwise_rows(problem.B, problem.cut) >= 8
+    else:
+        bare = fused.readable(problem, problem.names, problem.dtype)
+        found = not own and fused.tiling_of("forward", bare, bare.dtype).matrices
+    spare = problem.cut.spare if problem.cut else 0
+    return problem._replace(cut=Cut(4, spare)) if found else None
 
 
 def neighbours(engine: str, problem: Problem) -> list[Trial]:
@@ -145,12 +167,29 @@ def as_small(size: int, each: int, steps: int) -> int:
 
 
 def without_numbers(cell: AnyCell) -> AnyCell:
-    """Return the cell with fixed values for the cell clip and the forget bias. Kernels read both at run time, so the
-    values do not change the kernel."""
+    """Return the cell with fixed values for the limits of its clips and the forget bias. Kernels read them at run time,
+    so the values do not change the kernel."""
     if not isinstance(cell, LSTMCell):
         return cell
-    clip, bias = (0.5 if cell.cell_clip is not None else None), (-0.25 if cell.forget_bias else 0.0)
-    return cell._replace(cell_clip=clip, forget_bias=bias)
+    clip, of_h, bias = 0.5, 0.5, -0.25
+    if cell.clip_gradient == "zero":
+        # No number may come near a limit, where the gradient jumps. `_draw` draws preactivations of about STEER, and a
+        # c0 of about 0. So c is i g after the first step, and i g (1 + f) after the second one without a clip. Between
+        # the two lies the limit. It is a multiple of 1/128, which 16-bit dtypes have.
+        bias = 0.25
+        i, f, g = (gate_at_steer(cell, gate, bias if cell.forget_bias else 0.0) for gate in "ifg")
+        clip, of_h = round(128 * i * g * (1 + f) ** 0.5) / 128, LIMIT_OF_H
+    return cell._replace(
+        cell_clip=None if cell.cell_clip is None else clip,
+        projection_clip=None if cell.projection_clip is None else of_h,
+        forget_bias=bias if cell.forget_bias else 0.0,
+    )
+
+
+def gate_at_steer(cell: LSTMCell, gate: str, bias: float) -> float:
+    """Return the value of a gate whose preactivation is STEER, and for gate f in addition the forget bias."""
+    argument = np.array(STEER + (bias if gate == "f" else 0.0))
+    return float(ACTIVATIONS[cell.activation(gate)](argument, Arithmetic(np.float64)))
 
 
 def rows_of(problem: Problem) -> int:
@@ -190,7 +229,7 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
         whole number of groups."""
         group = problem.packing.group_size if problem.packing and is_packed(weight, problem.names) else 1
         least = width % 32 + (32 if width % 32 < SMALL else 0)
-        if group > 1 and stepwise_rows(problem.B) < 8:
+        if group > 1 and stepwise_rows(problem.B, problem.cut) < 8:
             # A loop in the kernel reads 128 or 256 quantized weights of a row in each iteration (turn). If the call's
             # rows need several iterations, the trial's rows must, too, so that the same code is tested.
             least += 256 if width > 256 else 128 if width > 128 else 0
@@ -201,7 +240,7 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     for B in batches(problem):
         for cores in (problem.limits.cores, *range(1, 2 * B)):
             small = problem._replace(B=B, limits=problem.limits._replace(cores=cores))
-            same = stepwise_rows(B) == stepwise_rows(problem.B)
+            same = stepwise_rows(B, problem.cut) == stepwise_rows(problem.B, problem.cut)
             if same and (tile_of(small, H), tile_of(small, P)) == wanted:
                 return B, H, P, cores
     return problem.B, problem.H, problem.P, problem.limits.cores

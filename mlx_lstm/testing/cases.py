@@ -46,6 +46,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{f"mask_{n}": {"mask": shape} for n, shape in enumerate(MASKS)},
     "cell_clip": {"cell_clip": 0.4},
     "cell_clip_peephole": {"cell_clip": 0.4, "peephole": True},
+    "cell_clip_zero": {"cell_clip": 0.4, "clip_gradient": "zero"},
+    "cell_clip_zero_peephole": {"cell_clip": 0.4, "clip_gradient": "zero", "peephole": True, "keep": True},
+    "projection_clip": {"projection": True, "projection_clip": 0.2},
+    "both_clips_zero": {"projection": True, "projection_clip": 0.2, "cell_clip": 0.4, "clip_gradient": "zero"},
     "forget_bias": {"forget_bias": 1.0},
     "reverse": {"reverse": True},
     "lengths": {"lengths": [3, 0]},
@@ -86,6 +90,7 @@ BIDIRECTIONAL = {
         **SIDE_BY_SIDE,
         **{name: OPTIONS[name] | both for name in ("no_c0", "peephole_current", "peephole_previous", "gate_order")},
         **{name: OPTIONS[name] | both for name in ("cell_clip_peephole", "forget_bias", "projection")},
+        **{name: OPTIONS[name] | both for name in ("cell_clip_zero_peephole", "both_clips_zero")},
         "projection_lengths": {"projection": True, "lengths": [3, 1], "mask": (T, 1, "P"), **both},
         "relu_output": OPTIONS["relu_output"] | both,
     },
@@ -183,7 +188,8 @@ def draw_cotangents(
 def draw_away_from_kinks(
     seed: int, margin: float = KINK_MARGIN, **options: Any
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Draw (case, cotangents) repeatedly until no argument of relu or hard_sigmoid is within `margin` of a kink."""
+    """Draw (case, cotangents) repeatedly until no argument of relu, of hard_sigmoid or of a clip that stops gradients
+    is within `margin` of a kink."""
     rng = np.random.default_rng(seed)
     dtype = options.get("dtype", np.float64)
     for _ in range(200):

@@ -34,18 +34,22 @@ class Judge(NamedTuple):
     bounds: dict[str, float]
 
     def judge(self, results: Tensors, names: Iterable[str]) -> Verdict:
-        """Compare the results of these names with the float64 results. A missing result is refused."""
+        """Compare the results of these names with the float64 results. A missing result is refused, and one that has no
+        float64 result."""
         verdicts = [self.judge_tensor(name, results.get(name)) for name in names]
+        verdicts += [Verdict(name, np.inf, 1.0, f"{name}: not expected") for name in results if name not in self.exact]
         refused = [verdict for verdict in verdicts if verdict.refusal]
         return max(refused or verdicts, key=lambda verdict: verdict.error / verdict.bound)
 
     def judge_tensor(self, name: str, result: np.ndarray | None) -> Verdict:
-        """Compare one result with the float64 result. Refuse NaN, another shape, and a bound so wide that zeros
-        would pass."""
+        """Compare one result with the float64 result. Refuse NaN, another shape, an array that is the float64 result
+        itself, and a bound so wide that zeros would pass."""
         exact, bound = self.exact[name], self.bounds[name]
         if result is None or result.shape != exact.shape:
             shape = None if result is None else list(result.shape)
             return Verdict(name, np.inf, bound, f"{name}: shape {shape}, expected {list(exact.shape)}")
+        if np.may_share_memory(result, exact):
+            return Verdict(name, np.inf, bound, f"{name}: is the reference itself, so nothing is shown")
         error = np.abs(result - exact).max()
         error = float(error) if np.isfinite(error) else np.inf
         if not error <= bound:

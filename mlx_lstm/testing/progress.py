@@ -1,21 +1,25 @@
-"""Show the current work, its duration and the estimated time left in a line of the terminal."""
+"""Show the current work, its duration and the estimated time left: in one line of a terminal, or in a line of a file
+or a pipe now and then."""
 
+import math
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TextIO, TypeVar
 
 ERASE = "\r\x1b[2K"
+EVERY = 30.0  # seconds between two lines in a file or a pipe
 EARLY = 3.0  # seconds of work before the first estimate of the time left
 
 T = TypeVar("T")
 
 
 class Progress:
-    """A context that shows a line of progress in the terminal; a thread redraws the line each second. Nothing is
-    shown if `out` (default: stderr) is not a terminal. `title` is printed before the text of `say`."""
+    """A context that shows the progress on `out` (default: stderr). In a terminal a thread redraws one line each
+    second. Otherwise the thread prints a line every `EVERY` seconds. `title` is printed before the text of `say`."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self.out: TextIO = sys.stderr if out is None else out
@@ -23,13 +27,13 @@ class Progress:
         self.text: str = ""
         self.start: float = time.monotonic()
         self.end: float | None = None
-        self.lock = threading.Lock()
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self.redraw, daemon=True)
+        self.parts: tuple[float, float] | None = None  # when the parts began, and when they will end by the estimate
+        self.lock: AbstractContextManager[bool] = threading.Lock()
+        self.ended: threading.Event = threading.Event()
+        self.thread: threading.Thread = threading.Thread(target=self.redraw, daemon=True)
 
     def __enter__(self) -> "Progress":
-        if self.out.isatty():
-            self.thread.start()
+        self.thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -43,6 +47,13 @@ class Progress:
             self.text = text
             self.end = None if left is None else time.monotonic() + left
             self.draw()
+
+    def count(self, n: int, total: int) -> None:
+        """Note that `n` of `total` parts of the work are done. From the second part on, the estimate of the time left
+        is that of all parts together."""
+        now = time.monotonic()
+        start = self.parts[0] if self.parts and n else now
+        self.parts = (start, now + (now - start) / n * (total - n)) if n else (now, math.inf)
 
     def each(self, items: Sequence[T], title: str) -> Iterator[T]:
         """Yield the items, and show the number of the current item and the estimated time left."""
@@ -61,22 +72,32 @@ class Progress:
             print(text, file=file, flush=True)
 
     def redraw(self) -> None:
-        """Draw the progress line once a second until the context ends, then erase the line."""
-        while not self.ended.wait(1):
+        """Draw the progress line until the context ends: in a terminal once a second, and erase it at the end."""
+        redraws = self.out.isatty()
+        while not self.ended.wait(1 if redraws else EVERY):
             with self.lock:
-                self.draw()
-        self.out.write(ERASE)
-        self.out.flush()
+                if redraws:
+                    self.draw()
+                elif line := self.line():
+                    print(line, file=self.out, flush=True)
+        if redraws:
+            self.out.write(ERASE)
+            self.out.flush()
 
     def draw(self) -> None:
-        """Draw the progress line in its current state."""
-        if not self.thread.is_alive():
-            return
-        line = "  ".join([clock(time.monotonic() - self.start), self.title, self.text]) if self.text else ""
-        if line and self.end is not None:
-            line += f", about {clock(max(self.end - time.monotonic(), 0))} left"
-        self.out.write(ERASE + line[: shutil.get_terminal_size().columns - 1])
-        self.out.flush()
+        """Draw the progress line of a terminal in its current state."""
+        if self.thread.is_alive() and self.out.isatty():
+            self.out.write(ERASE + self.line()[: shutil.get_terminal_size().columns - 1])
+            self.out.flush()
+
+    def line(self) -> str:
+        """Return the progress line; "" if there is nothing to say."""
+        if not self.text:
+            return ""
+        now = time.monotonic()
+        line = "  ".join(filter(None, [clock(now - self.start), self.title, self.text]))
+        end = self.end if self.parts is None or math.isinf(self.parts[1]) else self.parts[1]
+        return line if end is None else f"{line}, about {clock(max(end - now, 0))} left"
 
 
 def clock(seconds: float) -> str:

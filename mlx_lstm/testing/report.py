@@ -4,13 +4,14 @@ import json
 import math
 import os
 import platform
+import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import __version__
+from ..child import shortened
 from ..machine import chip, counted_gpu_cores, installed_version, system
 
 THREAD_SETTINGS = (
@@ -72,7 +73,7 @@ def table(lines: Sequence[Sequence[str]], left: int | None = None) -> str:
 
 def json_text(content: Any) -> str:
     """Return a report as JSON text. Numbers that are not finite become null; the user's home folder becomes ~."""
-    return json.dumps(printable(content, str(Path.home())), indent=1)
+    return json.dumps(printable(content, os.path.expanduser("~")), indent=1)
 
 
 def printable(value: Any, home: str) -> Any:
@@ -86,13 +87,16 @@ def printable(value: Any, home: str) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-WIDTH = 160  # the largest number of characters that `first_line` returns
+WIDTH = 400  # the number of characters of an error text that `one_line` returns, and of the longest line
 
 
-def first_line(text: str) -> str:
-    """Return the most useful line of an error text: a compiler's first error, else the first line, joined with the
-    next one if it ends in a colon."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
-    line = next((line for line in lines if "error:" in line), first)
-    return line if len(line) <= WIDTH else f"{line[:WIDTH]}..."
+def one_line(text: str) -> str:
+    """Return an error text as one line: the whole text, or the most useful parts of a long one."""
+    return " ".join(shortened(text, WIDTH).split())
+
+
+def without_names(text: str) -> str:
+    """Return an error text without the name of the kernel and without its place in a source, so that the texts of
+    kernels with the same fault are equal."""
+    text = re.sub(r"\S+:\d+:\d+: ", "", text)
+    return re.sub(r"\bcustom_kernel_\w+|(?<=\bkernel )\S+|(?<=\bfunction )\S+", "", text)

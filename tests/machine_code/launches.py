@@ -45,6 +45,12 @@ class Launch(NamedTuple):
         """Return whether this launch runs one of our own Metal kernels."""
         return bool(self.text)
 
+    @property
+    def memory(self) -> int:
+        """Return the bytes of threadgroup memory that our kernel declares."""
+        declared = re.findall(r"^threadgroup (float|vec<float, 4>) \w+\[(\d+)\];$", self.text, re.M)
+        return sum((4 if kind == "float" else 16) * int(count) for kind, count in declared)
+
 
 class Graph(NamedTuple):
     """The launches of a function in the order of MLX's graph. nodes: the number of primitives in the graph."""

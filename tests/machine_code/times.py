@@ -21,7 +21,7 @@ from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.cells import Cell, LSTMCell
 from mlx_lstm.engines.choice import FUSED_LIMIT
-from mlx_lstm.engines.metal.fused import FusedTiling, fits_matrices, fused_tiling, rows_for
+from mlx_lstm.engines.metal.fused import THREADGROUP_MEMORY, FusedTiling, fits_matrices, fused_tiling, rows_for
 from mlx_lstm.engines.ops.packed import dequantized
 from mlx_lstm.engines.packing import WEIGHTS as PACKABLE
 from mlx_lstm.engines.packing import Packing
@@ -273,13 +273,14 @@ def parts_of_product(launch: Launch, problem: Problem, chip: Chip) -> dict[str, 
     takes at least because of one cause: instructions, weights, caches or memory.
 
     The core that gets the most threadgroups determines these times. It runs as many threadgroups at the same time as
-    fit in its registers.
+    fit in its registers and in its threadgroup memory.
     """
     steps = launch.writes[0].shape[0] if "fused" in launch.name else 1
     work = work_of(launch, problem, steps)
     groups, simdgroups = prod(launch.groups), launch.threads / 32
     per_core = ceil(groups / chip.cores)
-    together = max(1, int(REGISTER_FILE / (4 * work.line.registers * launch.threads)))
+    by_registers = int(REGISTER_FILE / (4 * work.line.registers * launch.threads))
+    together = max(1, min(by_registers, THREADGROUP_MEMORY // max(1, launch.memory)))
     others = moved_bytes(launch, problem, weights=False)
     weights = (moved_bytes(launch, problem) - others) / groups  # bytes that one threadgroup loads
     near = others / groups + simdgroups * work.spills * SPILL

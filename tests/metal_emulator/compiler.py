@@ -127,7 +127,8 @@ def forget(kernel: CompiledKernel) -> None:
 _CONSTANT = re.compile(r"^(using \w+|constexpr (?:int|bool) \w+) = [^;]*;", re.M)
 _ARRAY = re.compile(
     r"^\s*(?:const )?(?:device|constant) [\w<>]+[*&] \w+ \[\[buffer\(\d+\)\]\],$"  # a parameter of the kernel
-    r"|^decltype\(as_field\(.*\)\) \w+;$"  # the field of the struct that holds the array, or its value
+    r"|^using \w+ = decltype\(as_field\(.*\)\);$"  # the type of the field that holds the array
+    r"|^(?:Absent|(?:Arrays|Join|Projected)_\w+) \w+;$"  # this field
     r"|^const (?:Arrays a|Join join|Projected projected) = \{.*\};$",
     re.M,
 )

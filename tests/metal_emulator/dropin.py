@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import mlx.core as mx
@@ -53,6 +54,8 @@ class Session:
 
 
 _active: list[Session] = []
+_one_at_a_time = RLock()
+"""Held while a thread launches a kernel."""
 
 
 class EmulatedKernel:
@@ -70,6 +73,12 @@ class EmulatedKernel:
         session = _active[-1]
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
         mx.eval(arrays)
+        # The runtime has the memory and the state of one launch only.
+        with _one_at_a_time:
+            return self._run(session, arrays, call)
+
+    def _run(self, session: Session, arrays: list[mx.array], call: dict[str, Any]) -> list[mx.array]:
+        """Compile the kernel unless it is compiled, launch it once and return its outputs."""
         captured = self._capture(arrays, call)
         fast = (self.definition.get("compile_options") or {}).get("math_mode", "safe") != "safe"
         name = self.definition["name"]

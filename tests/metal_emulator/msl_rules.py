@@ -12,6 +12,7 @@ _FORBIDDEN = (
     (r"\bthread_local\b|\bregister\b", "this storage class is not in MSL"),
     (r"#[ \t]*include\b(?![ \t]*<metal_\w+>).*", "only the metal_* headers exist"),
     (r"\basm\b", "MSL has no inline assembly"),
+    (r"\bdecltype\((?:[^;{}]*[^\w:.>])?(\w+)\b[^;{}]*\)\s*\1\s*;", "a field must not have a name that its type uses"),
     (r"\[\[buffer\((?:3[1-9]|[4-9]\d|\d{3,})\)\]\]", "a kernel has at most 31 buffers"),
     (r"\b__builtin_\w+|\b(?:metal::)?emu_\w+|\bEMU_\w+", "compiler or emulator internals used in a kernel"),
 )

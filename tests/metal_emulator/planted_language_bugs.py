@@ -93,6 +93,7 @@ def _missing_features() -> None:
     virtual = "struct V { virtual float f() { return 1; } };\n"
     written("virtual function", kind, "compile", "V v;\no0[i] = v.f();", header=virtual, **one)
     written("new", kind, "compile", "thread int* p = new int[3];\no0[i] = p[0];", **one)
+    (written("field with its type's name", kind, "compile", "struct A { decltype(+i) i; };\no0[i] = 3;", **one),)
     written("goto", kind, "compile", "goto end;\nend: o0[i] = 3;", **one)
     written("throw", kind, "compile", "if (a0[0] > 5) throw 1;\no0[i] = 1;", **one)
     written(

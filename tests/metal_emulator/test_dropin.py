@@ -1,6 +1,7 @@
 """Test the replacement for `mx.fast.metal_kernel`: its log, counters and findings, gradients, strided inputs, and
 cached kernels."""
 
+import threading
 from functools import cache
 
 import mlx.core as mx
@@ -52,6 +53,30 @@ def test_simd_operations_count_per_simdgroup():
     with emulated_metal() as log:
         samples.row_sums(rows=3, SG=4).run()
     assert log[0].counters["simd_operations"] == 3 * 4
+
+
+def test_threads_launch_at_the_same_time():
+    """Three threads launch kernels of different sizes at the same time, each for the first time. The runtime has the
+    state of one launch only, so the launches wait for one another."""
+    barrier, squares, errors = threading.Barrier(3), {}, []
+
+    def work(number):
+        x = mx.arange(1000.0 * (number + 1))
+        barrier.wait()
+        try:
+            squares[number] = [np.array(square(x)) for _ in range(20)]
+        except Exception as error:
+            errors.append(error)
+
+    with emulated_metal():
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors
+    for number, found in squares.items():
+        assert len(found) == 20 and all((one == np.arange(1000.0 * (number + 1)) ** 2).all() for one in found)
 
 
 def test_findings_are_raised_or_logged():

@@ -7,7 +7,7 @@ It does not support a projection. Quantized recurrent weights stay quantized; a 
 gets dequantized weights instead.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from .kernel import (
     contiguous,
     fields_of,
     layout_number,
+    numbers_of,
     prepare,
     struct_of,
     whole_mask,
@@ -97,6 +98,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
             inputs[name] = arrays[array]
     for name in cotangents:
         inputs[f"d{name}"] = cotangents[name]
+    if sweep.numbers is not None:
+        inputs["numbers"] = sweep.numbers
     operand: Arrays = {}
     if sweep.few or sweep.takes_product:
         operand = recurrent_input(problem, arrays, saved["h"], mask)
@@ -129,9 +132,9 @@ class Sweep(NamedTuple):
     last steps.
 
     options: the names of the caller's arrays that the launches read as contiguous arrays. numbers: the array of an
-    LSTM's forget bias and cell limit. quantized: whether the launches read quantized weights. few: whether few
-    launches can compute the gradients of the weights after the backward steps. takes_product: whether the backward
-    steps read the recurrent product of a GRU's candidate.
+    LSTM's forget bias and limits, if the launches read it. quantized: whether the launches read quantized weights. few:
+    whether few launches can compute the gradients of the weights after the backward steps. takes_product: whether the
+    backward steps read the recurrent product of a GRU's candidate.
     """
 
     arrange: Launch
@@ -174,9 +177,9 @@ def joined(problem: Problem, pieces: list[mx.array]) -> mx.array:
 
 # --- Launches ---
 
-FEWEST_CORES = 8
-"""The smallest number of cores that a GPU has. Threadgroups beyond this number may have to wait for each other, so a
-launch with more threadgroups runs fewer steps."""
+LAUNCH_CYCLES = 0.02 * 1.278e9
+"""The longest predicted time of a launch in GPU cycles: 20 ms at the clock of an M1. MLX puts 40 to 50 operations into
+one command buffer, and macOS ends a command buffer that keeps the GPU from the display for too long."""
 
 LANES = {"lstm": 4, "gru": 4, "rnn": 1}
 """The number of lanes of a simdgroup that share a hidden unit, by op. metal/fused_lstm.metal, fused_gru.metal and
@@ -197,7 +200,7 @@ INPUTS = {
     "forward": ("z", "h0", "c0", "arranged", "peephole", "bhn", "mask", "keep", "lengths", "sizes", "numbers"),
     "backward": (
         *("gates", "states", "states0", "arranged", "peephole", "bhn", "mask", "keep", "lengths"),
-        *("dh", "dc", "q", "dgates", "dhT", "dcT", "sizes"),
+        *("dh", "dc", "q", "dgates", "dhT", "dcT", "sizes", "numbers"),
     ),
 }
 """The arrays that the shader of the forward and of the backward pass can read, in the order of its fields."""
@@ -231,6 +234,7 @@ def backward_sweep(
     few, product, bare = is_plain(problem, names), takes_product(cell), readable(problem)
     there = {"states": True, "arranged": True, "sizes": True, "lengths": "lengths" in names, "q": product}
     there |= {"mask": "mask" in names or "keep" in names, "gates": cell.op != "rnn"}
+    there["numbers"] = cell.stops_c
     there |= {"states0": ("c0" if has_c else "h0") in names} | {f"d{name}": True for name in cotangents}
     present = {name for name in there if there[name]} | {*options_of(problem, names)}
     later = present | ({"dhT", "dcT"} if has_c else {"dhT"})
@@ -239,7 +243,8 @@ def backward_sweep(
         for n, (steps, sizes) in enumerate(reversed(division(bare, masks_differ)))
     )
     arrange = arrange_launch("backward", bare, dtype)
-    return Sweep(arrange, parts, options_of(problem, names), few=few, takes_product=product)
+    numbers = numbers_of(cell) if there["numbers"] else None
+    return Sweep(arrange, parts, options_of(problem, names), numbers, few=few, takes_product=product)
 
 
 def options_of(problem: Problem, names: Collection[str]) -> tuple[str, ...]:
@@ -267,26 +272,26 @@ def readable(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx
     return problem
 
 
-def numbers_of(cell: AnyCell) -> mx.array | None:
-    """Return the array of two numbers that an LSTM's kernel reads: the forget bias and the limit of the cell state."""
-    return constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32) if cell.op == "lstm" else None
-
-
 def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
     """Divide the steps of a pass with a built-in cell into launches. Return, for each launch, the number of its
     steps and its input array `sizes`, which metal/fused.metal describes."""
-    return launches_of_pass(problem, tiling_of("forward", problem, problem.dtype).rows, masks_differ)
+    tilings = [tiling_of(sweep, problem, problem.dtype) for sweep in SWEEPS]
+    return launches_of_pass(problem, tilings, masks_differ)
 
 
-def launches_of_pass(problem: Problem, rows: int, masks_differ: bool) -> list[tuple[int, mx.array]]:
+def launches_of_pass(
+    problem: Problem, tilings: "Iterable[FusedTiling]", masks_differ: bool
+) -> list[tuple[int, mx.array]]:
     """Return, for each launch in the order of processing, its number of steps and its array of sizes.
     metal/fused.metal lists the sizes. The array has fewer than 8 elements, so that MLX binds it in constant memory.
 
-    rows: how many batch items a threadgroup computes. masks_differ: whether each step has its own mask.
+    tilings: the tilings of the forward and of the backward pass; both passes are divided into the same launches.
+    masks_differ: whether each step has its own mask.
     """
-    T, B, D = problem.T, problem.B, problem.directions
-    groups = D * B // rows
-    steps = max(1, problem.limits.launch_steps // max(1, groups // FEWEST_CORES))
+    T, B, D, size = problem.T, problem.B, problem.directions, problem.dtype.size
+    groups = [(tiling, D * -(-B // tiling.rows)) for tiling in tilings]
+    cycles = max(pass_cycles(tiling, count, problem.cores, size, problem.packing) for tiling, count in groups)
+    steps = max(1, min(problem.limits.launch_steps, int(LAUNCH_CYCLES / cycles)))
     bounds = [(start, min(start + steps, T)) for start in range(0, T, steps)]
     sizes = [(start, stop, T, B, D, problem.reverse, masks_differ) for start, stop in bounds]
     return [(stop - start, mx.array(numbers, mx.int32)) for (start, stop), numbers in zip(bounds, sizes, strict=True)]
@@ -460,6 +465,9 @@ SIMPLER = 1.05
 """Predicted times are not exact. So the simplest division of work is chosen whose predicted time is at most this many
 times the shortest one. Fewer batch items per threadgroup are simpler."""
 
+THREADGROUP_MEMORY = 60 * 1024
+"""Bytes of threadgroup memory in a GPU core, which its threadgroups share. About 60 KB by public measurements."""
+
 THREADGROUP_BYTES = 32768
 """Metal's limit on the memory of one threadgroup, in bytes."""
 
@@ -572,22 +580,37 @@ def step_cycles(
     cell: AnyCell, B: int, H: int, itemsize: int, directions: int, cores: int, rows: int, packing: Packing | None
 ) -> float:
     """Return the predicted cycles of a GPU core for one time step, forward and backward, if a threadgroup computes
-    `rows` batch items. Quantized weights have no backward pass, so only the forward pass is counted.
-
-    The core that gets the most threadgroups determines the time. It runs as many threadgroups at the same time as
-    fit in its registers. While one threadgroup waits, another one computes, so waiting costs less time.
-    """
+    `rows` batch items. Quantized weights have no backward pass, so only the forward pass is counted."""
     total = 0.0
     for backward in (False,) if packing else (False, True):
         tiling = fused_tiling(cell, B, H, itemsize, backward=backward, cut=Cut(rows), packing=packing)
-        form = "matrices" if tiling.matrices else "packed" if packing else "lanes"
-        numbers = cell.gates * H * H if packing else 4 * tiling.threads * tiling.weights
-        loaded = 4 * tiling.threads * tiling.weights * (4 if packing else itemsize) * (1 - tiling.resident_part)
-        work = max(CYCLES[form] * numbers * tiling.rows, loaded / BYTES_PER_CYCLE)
-        each = -(-directions * -(-B // tiling.rows) // cores)
-        together = max(1, REGISTER_BYTES // (4 * tiling.registers * tiling.threads))
-        total += max(each * work, -(-each // together) * (work + WAIT))
+        numbers = cell.gates * H * H if packing else None
+        total += pass_cycles(tiling, directions * -(-B // tiling.rows), cores, itemsize, packing, numbers)
     return total
+
+
+def pass_cycles(
+    tiling: FusedTiling, groups: int, cores: int, itemsize: int, packing: Packing | None, numbers: int | None = None
+) -> float:
+    """Return the predicted cycles of one time step of one pass, which `groups` threadgroups compute. numbers: how many
+    weights a threadgroup multiplies, or None for all that its lanes hold, padding included.
+
+    The core that gets the most threadgroups determines the time. It runs as many threadgroups at the same time as fit
+    in its registers and in its threadgroup memory. While one threadgroup waits, another one computes.
+    """
+    form = "matrices" if tiling.matrices else "packed" if packing else "lanes"
+    held = 4 * tiling.threads * tiling.weights
+    loaded = held * (4 if packing else itemsize) * (1 - tiling.resident_part)
+    work = max(CYCLES[form] * (numbers or held) * tiling.rows, loaded / BYTES_PER_CYCLE)
+    each = -(-groups // cores)
+    return max(each * work, -(-each // groups_at_once(tiling)) * (work + WAIT))
+
+
+def groups_at_once(tiling: FusedTiling) -> int:
+    """Return how many threadgroups a core runs at the same time: as many as fit in its registers and in its threadgroup
+    memory."""
+    by_registers = REGISTER_BYTES // (4 * tiling.registers * tiling.threads)
+    return max(1, min(by_registers, THREADGROUP_MEMORY // tiling.bytes))
 
 
 def rows_of(cell: AnyCell, sweep: str, wanted: int, threads: int, packed: bool) -> int:

@@ -165,8 +165,13 @@ PARTS = ("_scales", "_biases")
 def struct_of(fields: Mapping[str, str], name: str = "Arrays", variable: str = "a") -> str:
     """Return the source of a struct with these fields, and of a variable of this struct. metal/arrays.metal explains
     the struct."""
-    declared = "".join(f"decltype(as_field({value})) {field};\n" for field, value in fields.items())
-    return f"struct {name} {{\n{declared}}};\nconst {name} {variable} = {{{', '.join(fields.values())}}};\n"
+    # Fields have the names of the kernel's parameters. C++ forbids that such a name means the parameter in one place of
+    # the struct and the field in another, so the types are named before the struct, outside of its braces.
+    kinds = {field: "Absent" if value == "absent" else f"{name}_{field}" for field, value in fields.items()}
+    present = {kinds[field]: value for field, value in fields.items() if value != "absent"}
+    types = "".join(f"using {kind} = decltype(as_field({value}));\n" for kind, value in present.items())
+    declared = "".join(f"{kind} {field};\n" for field, kind in kinds.items())
+    return f"{types}struct {name} {{\n{declared}}};\nconst {name} {variable} = {{{', '.join(fields.values())}}};\n"
 
 
 NEVER_REFUSED = 384
@@ -273,7 +278,7 @@ def cell_number(cell: AnyCell, peephole: bool = False) -> int:
     if isinstance(cell, LSTMCell):
         order, gates, activations = cell.gate_order, "ifgo", cell.activations
         sees = (1 if cell.output_peephole == "current" else 2) if peephole else 0
-        own = sees + ((cell.cell_clip is not None) << 2)
+        own = sees + ((cell.cell_clip is not None) << 2) + (cell.stops_c << 3)
     elif isinstance(cell, GRUCell):
         order, gates, activations = cell.gate_order, "rzn", cell.activations
         own = (cell.reset == "before") + (cell.flip_z << 1)
@@ -283,6 +288,14 @@ def cell_number(cell: AnyCell, peephole: bool = False) -> int:
     number = sum(order.index(gate) << 2 * k for k, gate in enumerate(gates))
     number += sum(known("metal", ACTIVATIONS, name) << 8 + 3 * k for k, name in enumerate(activations))
     return number + (own << 23)
+
+
+def numbers_of(cell: AnyCell) -> mx.array | None:
+    """Return the array of three numbers that an LSTM's kernels read: the forget bias, the limit of the cell state and
+    the limit of a projected h. A limit that the cell does not have is 0. Return None for other cells."""
+    if not isinstance(cell, LSTMCell):
+        return None
+    return constant((cell.forget_bias, cell.cell_clip or 0.0, cell.projection_clip or 0.0), mx.float32)
 
 
 def layout_number(cell: AnyCell) -> int:

@@ -17,10 +17,10 @@ from ..cells import PointwiseCell
 from ..directions import join, join_gradients, one_direction, part
 from ..ops import sweep as ops
 from ..problem import Arrays, Problem
-from .fused import THREADGROUP_BYTES, FusedTiling, Part, index_of, launches_of_pass, registers_of, run
+from .fused import SWEEPS, THREADGROUP_BYTES, FusedTiling, Part, index_of, launches_of_pass, registers_of, run
 from .kernel import Inputs, Outputs, Template, cached, contiguous, fields_of, prepare, struct_of, whole_mask
 from .products import column_sums, project
-from .statements import Statements
+from .statements import HELPERS, Statements
 
 WORKING_REGISTERS = {
     "forward": {1: 44, 2: 64, 4: 92},
@@ -84,7 +84,9 @@ def struct_text(cell: PointwiseCell, lanes: int) -> str:
         "READS_H": int(graph.reads("s0") or graph.reads_after(0)),
     }  # fmt: skip
     enum = ", ".join(f"{name} = {value}" for name, value in numbers.items())
-    return f"struct Own {{\nenum {{ {enum} }};\n{forward_text(cell, lanes)}{backward_text(cell, lanes)}}};\n"
+    helpers = "".join(text for op, text in HELPERS.items() if any(node.op == op for node in graph.nodes))
+    functions = forward_text(cell, lanes) + backward_text(cell, lanes)
+    return f"struct Own {{\nenum {{ {enum} }};\n{helpers}{functions}}};\n"
 
 
 def function_text(head: str, lines: list[str]) -> str:
@@ -246,8 +248,8 @@ def own_cell(problem: Problem) -> PointwiseCell:
 def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
     """Divide the steps of a pass with a user's cell into launches. Return (number of steps, array of sizes) for each
     launch, in the order in which the forward pass runs them."""
-    rows = tiling_of("forward", own_cell(problem), problem.B, problem.H, 4).rows
-    return launches_of_pass(problem, rows, masks_differ)
+    tilings = [tiling_of(sweep, own_cell(problem), problem.B, problem.H, problem.dtype.size) for sweep in SWEEPS]
+    return launches_of_pass(problem, tilings, masks_differ)
 
 
 def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, steps: int, names: Collection[str]) -> Outputs:
@@ -324,7 +326,8 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     inputs: Inputs = given(problem, arrays, mask)
     inputs["z"] = project(problem, arrays)
     if "Wh" in arrays:
-        inputs["arranged"] = arranged("forward", problem, arrays["Wh"])
+        # A stepper passes the weights in this order, so that they are arranged only once.
+        inputs["arranged"] = arrays["arranged"] if "arranged" in arrays else arranged("forward", problem, arrays["Wh"])
     names = tuple(name for name, array in inputs.items() if array is not None)
     parts = sweep_of("forward", problem, arrays["x"].dtype, names, mask is not None and mask.shape[0] > 1)
     results = run(problem, parts, inputs, {"hT": "h0", "cT": "c0"})

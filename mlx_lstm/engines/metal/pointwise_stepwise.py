@@ -121,14 +121,14 @@ def mask_of(problem: Problem, arrays: Arrays) -> mx.array | None:
 def forward_tile(problem: Problem) -> tuple[int, int, int]:
     """Return how a forward step is divided among threadgroups: the batch items of a threadgroup, the columns of its
     product, and its units. Without a product each thread computes one unit."""
-    cell, rows = own_cell(problem), stepwise_rows(problem.B)
+    cell, rows = own_cell(problem), stepwise_rows(problem.B, problem.cut)
     if not cell.recurrent:
         return 1, 256, 256
     units = {1: 32, 2: 16}.get(cell.gates, 8)
     # With 4 batch items a thread has one sum per gate and item, so many gates need too many registers. 8 x 8 matrices
     # replace these sums from 8 items on. With 32 items the sums of many gates exceed the 32 KB of a threadgroup.
     if rows == 4 and cell.gates > 8:
-        rows = 8
+        rows = 1 if problem.cut else 8
     if rows == 32 and cell.gates > 15:
         rows = 16
     return rows, units * cell.gates, units

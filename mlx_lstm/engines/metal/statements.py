@@ -15,6 +15,7 @@ from ..cell_graph import COMMUTES, CONDITIONS, CellGraph, needed
 
 OPERATIONS = {
     "neg": "-{}", "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "pow": "pow({}, {})",
+    "rem": "own_remainder({}, {})",
     "max": "own_max({}, {})", "min": "own_min({}, {})", "logaddexp": "own_logaddexp({}, {})",
     "atan2": "atan2({}, {})", "exp": "exp({})", "expm1": "own_expm1({})", "log": "log({})", "log2": "log2({})",
     "log10": "log10({})", "log1p": "own_log1p({})", "sqrt": "sqrt({})", "rsqrt": "rsqrt({})",
@@ -26,11 +27,18 @@ OPERATIONS = {
     "and": "{} && {}", "or": "{} || {}", "not": "!{}", "float": "({} ? 1.0f : 0.0f)", "select": "({} ? {} : {})",
 }  # fmt: skip
 """The Metal expression of each operation of a graph. metal/cell.metal defines the function `squash`, and
-metal/pointwise.metal the functions `own_...`."""
+metal/pointwise.metal the functions `own_...`, except for those in `HELPERS`."""
+
+HELPERS = {
+    "rem": "static float own_remainder(float a, float b) {\n"
+    "const float r = fmod(a, b);\nreturn r != 0.0f && (r < 0.0f) != (b < 0.0f) ? r + b : r;\n}\n",
+}
+"""Metal functions that only few cells need, by the name of the operation. A cell's struct contains those that it
+calls."""
 
 COSTLY = ("tanh", "sigmoid", "exp", "log", "log2", "log10", "log1p", "expm1", "erf", "logaddexp", "pow")
 COSTLY += ("sin", "cos", "tan", "sinh", "cosh", "asin", "acos", "atan", "asinh", "acosh", "atanh", "atan2")
-COSTLY += ("sqrt", "rsqrt")
+COSTLY += ("sqrt", "rsqrt", "rem")
 """Operations that take many instructions. The lanes of a unit divide these operations among themselves."""
 
 ALIKE = ({"tanh", "sigmoid"}, *({op} for op in COSTLY if op not in ("tanh", "sigmoid")))

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..cells import PointwiseCell
+from ..directions import half, part
 from ..ops.packed import scales_of
-from ..ops.sweep import gradients_after_sweep
+from ..ops.sweep import gradients_after_sweep, through_projection_clip
 from ..packing import is_packed
-from ..problem import Arrays, Problem
+from ..problem import Arrays, Cut, Problem
 from .kernel import (
     STRUCTS,
     Inputs,
@@ -28,6 +29,7 @@ from .kernel import (
     constant,
     contiguous,
     fields_of,
+    numbers_of,
     prepare,
     struct_of,
     whole_mask,
@@ -52,8 +54,7 @@ def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
     row = nothing(row_type(z.dtype))
     inputs = options(problem, arrays, ("Wh", "Wp", "peephole", "bhn"))
     inputs |= {"z": z, "mask": mask, "sizes": sizes(problem, mask, H, P), "before": row, "reset_row": row}
-    if cell.op == "lstm":
-        inputs["numbers"] = constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32)
+    inputs["numbers"] = numbers_of(cell)
     if problem.packing is not None:
         inputs |= quantized_parts(arrays, z.dtype)
     rows, projected = rows_of(problem, Wp is not None)
@@ -133,6 +134,8 @@ def sweep_backward(
     inputs["states0"] = inputs.get(f"{state}0")
     inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, H, K)}
     of_dh = inputs | {"sizes": sizes(problem, mask, P, K)}
+    if cell.stops_c:
+        inputs["numbers"] = numbers_of(cell)
     rows, dh_rows = rows_of(problem, projects)
     if before:
         gates = {gate: arrays["Wh"][..., cell.block(gate, H), :] for gate in "rzn"}
@@ -145,7 +148,7 @@ def sweep_backward(
     elif projects:
         of_m = {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, H, P), "dh_now": row}
         of_m |= dict.fromkeys(("mask", "dh", "dhT"))
-        dh = each_step(dh_kernel, problem, of_dh, dh_rows)
+        dh = each_step(dh_kernel, problem, of_dh | {"unclipped": unclipped(problem, arrays, saved)}, dh_rows)
         step = each_step(backward_kernel, problem, inputs | of_m, rows)
         for n in reversed(range(T)):
             row = step(n, row, dh(n, row))
@@ -160,6 +163,20 @@ def sweep_backward(
         last = each_step(dh_kernel, problem, of_dh | {"dh": None})
         results["dh0"] = last(-1, row)[: B * D * P].reshape(B, D * P)
     return results
+
+
+def unclipped(problem: Problem, arrays: Arrays, saved: Arrays) -> mx.array | None:
+    """Return an array [T, B, D P] with 1 where a projected h was not changed by its clip, else 0. Return None if the
+    clip does not stop gradients."""
+    cell = problem.cell
+    if not cell.stops_h:
+        return None
+    ones = mx.ones_like(saved["h"])
+    if not problem.bidirectional:
+        return contiguous(through_projection_clip(cell, arrays["Wp"], saved, ones))
+    after = {name: saved[name] for name in ("h", "c", "gates")}
+    each = [through_projection_clip(cell, arrays["Wp"][d], part(after, d), half(ones, d)) for d in range(2)]
+    return mx.concatenate(each, axis=-1)
 
 
 ROWS = "rows"
@@ -262,10 +279,11 @@ TILES = {8: ((8, 32), (8, 16), (8, 8)), 32: ((32, 32), (16, 32), (16, 16))}
 matrices, largest first. They are for products with one column per unit. The key is the result of `stepwise_rows`."""
 
 
-def stepwise_rows(B: int) -> int:
-    """Return how many batch items a threadgroup computes. With fewer than 8, the product is computed in lanes;
-    otherwise with 8 x 8 matrices."""
-    return 1 if B == 1 else 4 if B < 8 else 8 if B < 32 else 32
+def stepwise_rows(B: int, cut: Cut | None = None) -> int:
+    """Return how many batch items a threadgroup computes: at most `cut.rows`. With fewer than 8, the product is
+    computed in lanes; otherwise with 8 x 8 matrices."""
+    rows = 1 if B == 1 else 4 if B < 8 else 8 if B < 32 else 32
+    return min(rows, cut.rows) if cut else rows
 
 
 def tile_of(problem: Problem, width: int) -> tuple[int, int]:
@@ -276,7 +294,7 @@ def tile_of(problem: Problem, width: int) -> tuple[int, int]:
     it multiplies 8 x 8 matrices; then it gets the largest tile for which there are still enough threadgroups for all
     GPU cores.
     """
-    rows = stepwise_rows(problem.B)
+    rows = stepwise_rows(problem.B, problem.cut)
     if rows < 8:
         return rows, 8
     # Smaller tiles give more threadgroups, but read operands and weights more often. We assume, but have not measured,
@@ -284,6 +302,15 @@ def tile_of(problem: Problem, width: int) -> tuple[int, int]:
     tiles = TILES[rows]
     groups = [-(-problem.B // high) * -(-width // wide) * problem.directions for high, wide in tiles]
     return next((tile for tile, count in zip(tiles, groups, strict=True) if count >= problem.cores), tiles[-1])
+
+
+def memory_of(tile: tuple[int, int], slices: int) -> int:
+    """Return the bytes of threadgroup memory of a product. tile: the rows and columns of the product. slices: how many
+    simdgroups share each eight columns of a product of matrices. Its operands, rows of 132 floats, and later its sums
+    lie in the same memory. A product in lanes stores only its sums."""
+    rows, columns = tile
+    sums = 4 * slices * rows * columns
+    return -(-sums // 16) * 16 if rows < 8 else max(528 * rows, sums)
 
 
 def index_bits(problem: Problem) -> int:
@@ -393,11 +420,10 @@ class StepKernel:
         self.files += ("stepwise_lanes", "stepwise_tiles", *(("stepwise_quantized",) if quantized else ()))
         self.files += (*SHADERS[shader], "stepwise_rows")
         self.arrays: str = struct_of(fields_of((*self.inputs, "after"), {*self.names, "after"}))
-        self.arrays += f"threadgroup float sums[{slices * rows * columns}];\n"
-        self.arrays += f"threadgroup vec<float, 4> vectors[{1 if lanes else 33 * rows}];\n"
-        self.arrays += "threadgroup float* tiles = (threadgroup float*)vectors;\n"
+        self.arrays += f"threadgroup vec<float, 4> vectors[{memory_of(tile, slices) // 16}];\n"
+        self.arrays += "threadgroup float* sums = (threadgroup float*)vectors;\n"
         self.arrays += "uint3 group = threadgroup_position_in_grid;\n"
-        self.call: str = f"{shader}<{', '.join(arguments)}>(a, sums, tiles, group, {LANE});\n"
+        self.call: str = f"{shader}<{', '.join(arguments)}>(a, sums, group, {LANE});\n"
         self.launch: Launch = self.prepare(self.name, self.arrays + self.call)
         # How many arrays of earlier steps a launch can join into one. Metal binds at most 31 arrays to a launch. A
         # launch that joins binds 4 others besides its inputs: `after`, `joined`, `starts` and `first`.
@@ -549,7 +575,7 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
     return StepKernel(
         *(problem, dtype, present, "stepwise_forward"),
         "step before h_before z Wh Wh_scales Wh_biases h0 c0 peephole bhn mask keep lengths sizes numbers",
-        tile=(stepwise_rows(problem.B), units * cell.gates),
+        tile=(stepwise_rows(problem.B, problem.cut), units * cell.gates),
         units=(H, units),
         output=(length, row_type(dtype)),
         saves=saves,
@@ -563,7 +589,7 @@ def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...]
     return StepKernel(
         *(problem, dtype, present, "stepwise_gru_reset"),
         "step before z Wh Wh_scales Wh_biases h0 mask lengths sizes",
-        tile=(stepwise_rows(problem.B), 32),
+        tile=(stepwise_rows(problem.B, problem.cut), 32),
         units=(problem.H, 16),
         output=(row_length(problem, problem.H, 3, False, dtype), dtype),
     )
@@ -578,7 +604,7 @@ def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
     return StepKernel(
         *(problem, dtype, present, "stepwise_gru_candidate"),
         "step before reset_row z Wh Wh_scales Wh_biases h0 keep lengths sizes",
-        tile=(stepwise_rows(problem.B), 32),
+        tile=(stepwise_rows(problem.B, problem.cut), 32),
         units=(problem.H, 32),
         output=(row_length(problem, problem.H, 4 if saves else 1, False, dtype), row_type(dtype)),
         saves=saves,
@@ -590,9 +616,11 @@ def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
     """Return the kernel that computes the projection of a step, h = m Wp^T with P numbers per item. It writes one
     array per step with h [B, D P] of all D directions. The shader is in metal/stepwise_forward.metal."""
     tile = tile_of(problem, problem.P)
+    clips = problem.cell.projection_clip is not None
+    present = present if clips else tuple(name for name in present if name != "numbers")
     return StepKernel(
         *(problem, dtype, present, "stepwise_project"),
-        "step before Wp Wp_scales Wp_biases sizes",
+        "step before Wp Wp_scales Wp_biases sizes numbers",
         tile=tile,
         units=(problem.P, tile[1]),
         output=(row_length(problem, problem.P, 1, False, dtype), row_type(dtype)),
@@ -608,7 +636,7 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
     return StepKernel(
         *(problem, dtype, present, "stepwise_backward"),
         "step before dh_now rows row weights gates states states0 q peephole bhn mask keep lengths dh dc dgates dhT "
-        "dcT sizes",
+        "dcT sizes numbers",
         tile=tile,
         units=(problem.H, tile[1]),
         output=(row_length(problem, problem.H, arrays, problem.cell.op != "rnn", dtype), row_type(dtype)),
@@ -639,7 +667,7 @@ def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_r
     tile = tile_of(problem, problem.P)
     return StepKernel(
         *(problem, dtype, present, "stepwise_dh"),
-        "step before weights gates mask lengths dh dhT sizes",
+        "step before weights gates mask lengths dh dhT unclipped sizes",
         tile=tile,
         units=(problem.P, tile[1]),
         output=(row_length(problem, problem.P, 1, False, dtype), row_type(dtype) if has_rows else dtype),

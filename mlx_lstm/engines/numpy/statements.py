@@ -5,7 +5,7 @@ block, its place. Where the same operation is applied to neighbouring blocks, su
 one statement computes all of them (a group).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from math import inf
 from typing import Any, NamedTuple
@@ -26,7 +26,10 @@ UFUNCS = {
 COMPOSED: dict[str, str] = {
     "matmul": "matmul({1}, {0}, {out})",  # arrays are feature-major, so the matrix is the left factor
     "float": "copyto({out}, {0})",
+    "clip": "clip({0}, -{1}, {1}, {out})",
     "select": "copyto({out}, {2}); copyto({out}, {1}, where={0})",
+    # A remainder of 0 has the sign of the dividend, as in MLX.
+    "rem": "fmod({0}, {1}, t0); remainder({0}, {1}, {out}); copyto({out}, t0, where=logical_not(t0))",
     # logaddexp(a, b) = max(a, b) + log(1 + e) with e = exp(-|a - b|), and log(1 + e) = log(u) + (e - (u - 1)) / u with
     # u = 1 + e. NumPy's own logaddexp is not vectorized. fmin replaces the NaN of two equal infinities by 1.
     "logaddexp": "subtract({0}, {1}, t0); abs(t0, t0); negative(t0, t0); exp(t0, t0); fmin(t0, one, t0); "
@@ -37,8 +40,23 @@ COMPOSED: dict[str, str] = {
 scratch arrays."""
 
 
+OVERWRITES = frozenset((*UFUNCS, "clip"))
+"""The operations whose result may lie in the memory of an operand."""
+
+LIMITS = ("k0", "k1")
+"""The arrays of one number: the limit of c, and that of a projected h."""
+
 Nodes = list[Node] | tuple[Node, ...]
 NEW = "new"
+
+
+class Scratch(NamedTuple):
+    """A scratch array: its number of blocks, whether its dtype is bool, and whether it has the width of a projected
+    h."""
+
+    blocks: int = 1
+    is_bool: bool = False
+    is_wide: bool = False
 
 
 class Place(NamedTuple):
@@ -91,11 +109,22 @@ def lowered(
             number[n] = graph.node(Node("div", (one, graph.node(Node("sqrt", (args[0],))))))
         elif node.op == "add" and graph.nodes[args[1]].op == "neg":
             number[n] = graph.node(Node("sub", (args[0], graph.nodes[args[1]].args[0])))
+        elif (clipped := before_clip(nodes, node, known)) is not None:
+            number[n] = graph.node(Node("clip", (number[clipped], args[1])))
         elif squares and node.op == "mul" and graph.nodes[args[1]] == Node("sub", (one, args[0])):
             number[n] = graph.node(Node("sub", (args[0], graph.node(Node("mul", (args[0], args[0]))))))
         else:
             number[n] = graph.node(node._replace(args=tuple(args)))
     return graph, number
+
+
+def before_clip(nodes: Nodes, node: Node, known: Mapping[int, Place]) -> int | None:
+    """Return the node x if `node` is min(max(x, -k), k) and k is the limit of c or h, else None."""
+    if node.op == "min" and (limit := known.get(node.args[1])) is not None and limit.array in LIMITS:
+        inner = nodes[node.args[0]]
+        if inner.op == "max" and nodes[inner.args[1]] == Node("neg", node.args[1:]):
+            return inner.args[0]
+    return None
 
 
 def with_reciprocals(nodes: Nodes, outputs: Sequence[int]) -> tuple[Node, ...]:
@@ -287,22 +316,24 @@ class Writer:
         dense: Iterable[str] = (),
         negated: Iterable[int] = (),
         squares: bool = False,
+        wide: Collection[str] = (),
     ):
         """Write the statements.
 
         known: the places that hold a node's value from the beginning. targets: pairs (node, place into which it shall
         be computed). A known place that is also a target is overwritten only after the last statement that reads its
         old value. sizes: the number of blocks of each array. free: the arrays whose values may be overwritten. dense:
-        the contiguous arrays, into which intermediate results may be written. negated, squares: as in `lowered`.
+        the contiguous arrays, into which intermediate results may be written. negated, squares: as in `lowered`. wide:
+        the arrays that have the width of a projected h.
         """
         graph, number = lowered(nodes, [n for n, _ in targets], known, negated, squares)
         self.nodes: list[Node] = graph.nodes
         self.sizes: dict[str, int] = dict(sizes)
         self.lines: list[str] = []
         self.views: dict[tuple[str, int, int], str] = {}
-        self.scratch: dict[str, tuple[int, bool]] = {}  # {name: (blocks, whether its dtype is bool)}
+        self.scratch: dict[str, Scratch] = {}
         self.constants: dict[str, float] = {"one": 1.0}
-        self.free: dict[bool, list[str]] = {False: [], True: []}
+        self.free: dict[Scratch, list[str]] = {}
         self.may_overwrite: set[str] = {*free}
         self.dense: set[str] = {*dense}
         minus = {f"-n{n}" for n in negated}
@@ -312,6 +343,12 @@ class Writer:
         }
         unread = {n for n, node in enumerate(self.nodes) if node.op == "input" and f"-{node.value}" in minus}
         self.place = {n: place for n, place in self.place.items() if n not in unread}
+        self.wide: set[int] = set()
+        for n, node in enumerate(self.nodes):
+            array = self.place[n].array if n in self.place else ""
+            product = bool(wide) and node.op == "matmul" and self.place[node.args[1]].array == "W0T"
+            if array in wide or product or (node.op != "matmul" and not self.wide.isdisjoint(node.args)):
+                self.wide.add(n)
         goals = [(number[n], place) for n, place in targets]
         into: dict[int, Place] = {}
         self.copies: list[tuple[int, Place]] = []
@@ -324,7 +361,7 @@ class Writer:
         order = [n for n in order if self.nodes[n].op != "const"]
         groups = Groups(self.nodes, order, self.place, into, sizes)
         self.into, self.block = into, groups.block
-        self.scratch |= {name: (count, False) for name, count in groups.sizes.items()}
+        self.scratch |= {name: Scratch(count) for name, count in groups.sizes.items()}
         self.sizes |= groups.sizes
         self.units: list[tuple[int, ...]] = ordered(self.nodes, order, groups.of, self.place) or []
         # `last` tells for each node which unit reads it last. Targets are read after the last unit.
@@ -336,9 +373,28 @@ class Writer:
         self.readers: dict[int, list[int]] = groups.uses
         for t, unit in enumerate(self.units):
             self.write(t, unit)
-        for n, place in self.copies:
-            if self.place.get(n) != place:
-                self.lines.append(f"copyto({self.text([place])}, {self.operand([n])})")
+        self.copy_at_once([(self.text([place]), self.operand([n])) for n, place in self.copies])
+
+    def copy_at_once(self, copies: list[tuple[str, str]]) -> None:
+        """Append statements that copy arrays as if all copies ran at the same time: each target gets the value that its
+        source has before the first copy. copies: pairs (target, source).
+
+        A copy runs when no other copy reads its target any more. If only cycles are left, such as two states that
+        change places, one target is first saved in a scratch array, from which the other copies then read.
+        """
+        waiting = [(target, source) for target, source in copies if target != source]
+        while waiting:
+            sources = [source for _, source in waiting]
+            ready = next((copy for copy in waiting if copy[0] not in sources), None)
+            if ready is None:
+                target = waiting[0][0]
+                spare = f"b{len(self.scratch)}"
+                self.scratch[spare] = Scratch()
+                self.lines.append(f"copyto({spare}, {target})")
+                waiting = [(to, spare if source == target else source) for to, source in waiting]
+            else:
+                self.lines.append(f"copyto({ready[0]}, {ready[1]})")
+                waiting.remove(ready)
 
     def text(self, blocks: Sequence[Place]) -> str:
         """Return the name of neighbouring blocks, which is a view of their array."""
@@ -354,7 +410,8 @@ class Writer:
         node = self.nodes[nodes[0]]
         if node.op != "const":
             return self.text([self.place[n] for n in nodes])
-        name = next((name for name, value in self.constants.items() if value == node.value), f"k{len(self.constants)}")
+        equal = [name for name, value in self.constants.items() if repr(value) == repr(node.value)]
+        name = equal[0] if equal else f"c{len(self.constants)}"
         self.constants[name] = node.value
         return name
 
@@ -377,7 +434,7 @@ class Writer:
         if old is None or self.last.get(old, -1) < t:
             return True
         readers = [k for k in unit if old in self.nodes[k].args]
-        return self.last[old] == t and readers == [n] and self.nodes[n].op in UFUNCS
+        return self.last[old] == t and readers == [n] and self.nodes[n].op in OVERWRITES
 
     def write(self, t: int, unit: tuple[int, ...]) -> None:
         """Append the statement of unit t, or a statement for each of its nodes if their operands or results are not
@@ -424,7 +481,7 @@ class Writer:
         count = max(self.sizes[self.place[k].array] for k in args[0] if k in self.place)
         if rows != [*range(rows[0], rows[0] + len(rows))]:
             rows, count = [*range(len(unit))], len(unit)
-        self.scratch[name], self.sizes[name] = (count, False), count
+        self.scratch[name], self.sizes[name] = Scratch(count), count
         return [Place(name, row) for row in rows]
 
     def row(self, n: int) -> int:
@@ -437,7 +494,7 @@ class Writer:
 
     def write_one(self, t: int, n: int, unit: Sequence[int]) -> None:
         """Append the statement of one node."""
-        node, is_bool = self.nodes[n], self.nodes[n].op in CONDITIONS
+        node, kind = self.nodes[n], Scratch(1, self.nodes[n].op in CONDITIONS, n in self.wide)
         place = self.into.get(n)
         if place is not None and not self.can_write(t, unit, n, place):
             self.copies.append((n, place))
@@ -447,30 +504,29 @@ class Writer:
         dead = [k for k in dict.fromkeys(node.args) if self.last.get(k) == t and k in self.place]
         if len(unit) > 1:
             dead = []  # another node of the group may still read them
-        if place is None and not is_bool:
-            own = [self.place[k] for k in dead if self.overwritable(self.place[k])] if node.op in UFUNCS else []
-            own = [p for p in own if not self.scratch.get(p.array, (1, False))[1]]
+        if place is None and not kind.is_bool:
+            own = [self.place[k] for k in dead if self.overwritable(self.place[k])] if node.op in OVERWRITES else []
+            own = [p for p in own if not self.scratch.get(p.array, kind).is_bool]
             for p in [*filter(None, [self.block.get(n), self.hint(t, n, unit)]), *own]:
                 if self.can_write(t, unit, n, p):
                     place = p
                     break
         if place is None:
-            name = self.free[is_bool].pop() if self.free[is_bool] else f"b{len(self.scratch)}"
-            self.scratch[name], self.sizes[name] = (1, is_bool), 1
+            name = self.free[kind].pop() if self.free.get(kind) else f"b{len(self.scratch)}"
+            self.scratch[name], self.sizes[name] = kind, 1
             place = Place(name, 0)
         operands, out = [self.operand([k]) for k in node.args], self.text([place])
-        if node.op == "logaddexp":
-            self.scratch |= {name: (1, False) for name in ("t0", "t1", "t2")}
+        self.scratch |= {name: Scratch() for name in ("t0", "t1", "t2") if name in COMPOSED.get(node.op, "")}
         self.lines.append(call(node.op, operands, out))
         self.settle([n], [place])
         for k in dead:
-            array = self.place[k].array
-            if self.scratch.get(array, (0, False))[0] == 1 and self.holds.get(self.place[k]) == k:
-                self.free[self.scratch[array][1]].append(array)
+            found = self.scratch.get(self.place[k].array, Scratch(0))
+            if found.blocks == 1 and self.holds.get(self.place[k]) == k:
+                self.free.setdefault(found, []).append(self.place[k].array)
 
     def hint(self, t: int, n: int, unit: Sequence[int]) -> Place | None:
         """Return the target of the only node that reads node n, if that node can overwrite it there."""
-        while len(readers := self.readers.get(n, [])) == 1 and self.nodes[n := readers[0]].op in UFUNCS:
+        while len(readers := self.readers.get(n, [])) == 1 and self.nodes[n := readers[0]].op in OVERWRITES:
             if n in self.into:
                 return self.into[n] if self.into[n].array in self.dense else None
         return None

@@ -23,14 +23,15 @@ Build = Callable[..., Callable[..., None]]
 
 
 @cache
-def constant(value: float, dtype: np.dtype) -> Array:
+def constant(text: str, dtype: np.dtype) -> Array:
     """Return a number as a NumPy array, which nobody may change. With a Python number instead, NumPy would create an
-    array at every call. In a small step this takes half as long as the addition itself."""
-    return np.array(value, dtype)
+    array at every call. In a small step this takes half as long as the addition itself. The number is a text, because
+    0.0 and -0.0 would be equal keys of the cache."""
+    return np.array(float(text), dtype)
 
 
-NAMES: dict[str, Any] = {name: getattr(np, name) for name in (*UFUNCS.values(), "copyto", "fmin", "empty", "matmul")}
-NAMES |= {"constant": constant, "inf": np.inf, "nan": np.nan}
+FUNCTIONS = (*UFUNCS.values(), "copyto", "clip", "fmin", "fmod", "remainder", "empty", "matmul")
+NAMES: dict[str, Any] = {"constant": constant} | {name: getattr(np, name) for name in FUNCTIONS}
 """The names that generated code uses."""
 
 
@@ -51,8 +52,10 @@ def function_of(
     for (array, start, stop), name in code.views.items():
         (once if array in own else unpacked).append(f"{name} = {array}[{start} * H : {stop} * H]")
     made = [f"{name} = more['{name}']" for name in fixed if name in words]
-    made += [f"{name} = empty(({n} * H, B), {'bool' if b else 'dtype'})" for name, (n, b) in code.scratch.items()]
-    made += [f"{name} = constant({value!r}, dtype)" for name, value in code.constants.items() if name in words]
+    for name, (n, is_bool, is_wide) in code.scratch.items():
+        rows = "more['P']" if is_wide else f"{n} * H"
+        made.append(f"{name} = empty(({rows}, B), {'bool' if is_bool else 'dtype'})")
+    made += [f"{name} = constant('{value!r}', dtype)" for name, value in code.constants.items() if name in words]
     body = "\n        ".join([*before, *unpacked, *code.lines, *after, "pass"])
     start = "\n    ".join([*made, *once, ""])
     text = (
@@ -67,21 +70,20 @@ def function_of(
 class Plan:
     """What the steps of a cell need to know before they run: the cell's graph, and the code that was generated from it.
 
-    second: whether a step has a second product, which is the one with the projection if `projects`. clips: whether c is
-    limited. negatable: the gates whose sigmoid is computed from -z. other: the
-    numbers of the gates whose input part and recurrent part have different gradients, such as a GRU's candidate.
-    passes_h: whether a part of the gradient of h_prev bypasses the recurrent product. recomputed: the gates whose
-    recurrent product the backward pass computes again. rows: the blocks of Wh that multiply h. whole: whether these are
-    all blocks, in one product.
+    second: whether a step has a second product, which is the one with the projection if `projects`. clips: whether c or
+    a projected h is limited. negatable: the gates whose sigmoid is computed from -z. other: the numbers of the gates
+    whose input part and recurrent part have different gradients, such as a GRU's candidate. passes_h: whether a part of
+    the gradient of h_prev bypasses the recurrent product. recomputed: the gates whose recurrent product the backward
+    pass computes again. rows: the blocks of Wh that multiply h. whole: whether these are all blocks, in one product.
     """
 
     def __init__(self, cell: AnyCell, names: Collection[str], exposes: bool):
         graph = graph_of(cell, names, exposes)
         self.cell, self.graph = cell, graph
         self.rows: list[tuple[int, int]] = rows_of_product(cell) if cell.recurrent else []
-        self.second: bool = graph.operand() is not None
+        self.second: bool = graph.has_product()
         self.projects: bool = "Wp" in names
-        self.clips: bool = "k0" in graph.number
+        self.clips: bool = "k0" in graph.number or "k1" in graph.number
         self.reads_constants: bool = self.second or self.clips or graph.params > 0
         self.whole: bool = cell.recurrent and self.rows == [(0, cell.gates)]
         self.negatable: str = negatable(graph, cell.gate_order) if cell.recurrent else ""
@@ -94,9 +96,9 @@ class Plan:
         self.recomputed: list[int] = graph.recomputed()
         self.built: dict[Any, Build] = {}
 
-    def forward(self, order: str, negated: str, saves: bool, streamed: bool, adds: bool, bhn: bool) -> Build:
+    def forward(self, order: str, negated: str, saves: bool, adds: bool, bhn: bool) -> Build:
         """Return the function that builds a forward step (see `forward_function`)."""
-        key = order, negated, saves, streamed, adds, bhn
+        key = order, negated, saves, adds, bhn
         build = self.built.get(key)
         if build is None:
             build = self.built[key] = forward_function(self, *key)
@@ -149,11 +151,14 @@ def at_places(*rows: tuple[str, int, str, int]) -> dict[str, Place]:
     return {f"{a}{first + k}": place for a, first, array, n in rows for k, place in enumerate(places(array, n))}
 
 
-ALONE = ("s0", "n0", "i0", "d0", "k0", "W0", "W0T", "direct", "di", "m")
+ALONE = ("s0", "n0", "i0", "d0", "k0", "k1", "W0", "W0T", "direct", "di", "m", "dh")
 """The arrays that are one block."""
 
+WIDE = ("n0", "d0", "dh")
+"""The arrays that have the width of a projected h."""
 
-def forward_function(plan: Plan, order: str, negated: str, saves: bool, streamed: bool, adds: bool, bhn: bool) -> Build:
+
+def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bool, bhn: bool) -> Build:
     """Return the function that builds a forward step: step(operand, xs, s0, c_prev, y, c, n0).
 
     The step reads these arrays; z and us are fixed, the same in every call:
@@ -169,16 +174,16 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, streamed
         n0, c          h and the other states after the step
         y              the values that the backward pass needs, if `saves`
 
-    order: the order of the gates in z. negated: the gates whose rows of z are negated. streamed: whether c is the same
-    array as c_prev. adds: whether xs is added to z at once. bhn: whether bhn is added to the candidate's product.
+    order: the order of the gates in z. negated: the gates whose rows of z are negated. adds: whether xs is added to z
+    at once. bhn: whether bhn is added to the candidate's product.
 
     Without `saves` no backward pass follows. Such a step takes less time, because it divides by 1 / sigmoid(z) = 1 +
     exp(-z) where it would otherwise multiply by sigmoid(z).
     """
     graph, letters, carried = plan.graph, plan.cell.gate_order, plan.graph.states - 1
     x = "z" if plan.rows and not graph.apart else "xs"
-    at = at_places(("s", 1, "c" if streamed else "c_prev", carried), ("u", 0, "us", graph.inputs))
-    at |= at_places(("w", 0, "w", graph.params)) | {name: Place(name, 0) for name in ("s0", "k0", "W0T")}
+    at = at_places(("s", 1, "c_prev", carried), ("u", 0, "us", graph.inputs))
+    at |= at_places(("w", 0, "w", graph.params)) | {name: Place(name, 0) for name in ("s0", "k0", "k1", "W0T")}
     for k, letter in enumerate(letters):
         at |= {f"x{k}": Place(x, order.index(letter)), f"p{k}": Place("z", order.index(letter))}
     at["i0"] = Place("operand", 0)
@@ -189,10 +194,11 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, streamed
     sizes |= {"c": carried, "c_prev": carried, "operand": 1} | dict.fromkeys(ALONE, 1)
     nodes = graph.nodes if saves else with_reciprocals(graph.nodes, graph.forward)
     minus = [graph.number[f"x{k}"] for k, letter in enumerate(letters) if letter in negated]
-    code = Writer(nodes, known, targets, sizes, ["z"], ["c", "n0"], minus)
+    wide = WIDE if plan.projects else ()
+    code = Writer(nodes, known, targets, sizes, ["z"], ["c", "n0"], minus, wide=wide)
     before = [f"matmul(weights{n}, operand, product{n})" for n in range(len(plan.rows))]
     before += ["add(z, xs, z)"] * adds + ["add(z_n, bhn, z_n)"] * bhn
-    fixed = ["us", "w", "k0", "W0T", "weights1", "product1", "z_n", "bhn"]
+    fixed = ["us", "w", "k0", "k1", "W0T", "weights1", "product1", "z_n", "bhn"]
     return function_of(code, "z, weights0, product0", fixed, "operand, xs, s0, c_prev, y, c, n0", before)
 
 
@@ -209,7 +215,7 @@ class Step:
         self.apart: bool = plan.graph.apart
         self.products: Any = (
             SeparateProducts(problem, v, mask)
-            if self.apart
+            if self.apart or not cell.recurrent
             else input_products(problem, v, mask, plan.negatable, streamed)
         )
         products, more = self.products, constants_of(plan, cell, v, B) if plan.reads_constants else {}
@@ -229,19 +235,21 @@ class Step:
             more |= {"z_n": z[cell.block("n", H)], "bhn": np.repeat(v["bhn"][:, None], B, axis=1)}
         adds = bool(plan.rows) and not self.apart and not isinstance(products, JoinedProduct)
         saves = problem.training or problem.return_gates
-        build = plan.forward(products.order, products.negated, saves, streamed, adds, "bhn" in v)
+        build = plan.forward(products.order, products.negated, saves, adds, "bhn" in v)
         self.product: Array = product
         self.run: Callable[..., None] = build(H, B, dtype, z, weights, product, more)
 
 
 def constants_of(plan: Plan, cell: AnyCell, v: Views, B: int) -> dict[str, Any]:
     """Return the arrays that a step reads and that are the same at every step: w [V H, B], the parameters repeated over
-    the batch; k0, the limit of c; and the matrix W0 with its transpose."""
+    the batch; k0 and k1, the limits of c and of a projected h; and the matrix W0 with its transpose."""
     found: dict[str, Any] = {}
     if plan.graph.params:
         found["w"] = np.repeat(v[cell.params][:, None], B, axis=1)
-    if plan.clips:
-        found["k0"] = np.array(cell.cell_clip, v["x"].dtype)
+    limits = {"k0": cell.cell_clip, "k1": cell.projection_clip} if plan.clips else {}
+    found |= {name: np.array(limit, v["x"].dtype) for name, limit in limits.items() if limit is not None}
+    if plan.projects:
+        found["P"] = len(v["Wp"])
     if plan.second:
         found["W0T"] = matrix(v["Wp"]) if plan.projects else matrix(v["Wh"])[cell.block("n", v["Wh"].shape[1])]
         found["W0"] = found["W0T"].T
@@ -266,6 +274,7 @@ def backward_function(plan: Plan) -> Build:
         direct       the part of the gradient of the h before the step that bypasses the recurrent product
         di           the part of the gradient of h times the mask that bypasses the product
         m            `columns` of the operand of the step's second product
+        dh           `columns` of the gradient of a projected h before its clip
         du, dw       the gradients of the inputs and of the parameters
     """
     graph, carried, other = plan.graph, plan.graph.states - 1, plan.other
@@ -283,23 +292,24 @@ def backward_function(plan: Plan) -> Build:
     targets += [(n, Place("di", 0)) for n in graph.gradients("i")]
     targets += zip(graph.gradients("u"), places("du", graph.inputs), strict=True)
     targets += zip(graph.gradients("w"), places("dw", graph.params), strict=True)
-    targets += [(n, Place("m", 0)) for n in [graph.operand()] if n is not None]
+    targets += [(graph.operand("W0T"), Place("m", 0))] if plan.second else []
+    targets += [(graph.operand("W0"), Place("dh", 0))] if plan.projects else []
     sizes = {"y": len(graph.saved), "c_prev": carried, "c": carried, "dc": carried, "us": graph.inputs}
     sizes |= {"du": graph.inputs, "w": graph.params, "dw": graph.params, "e": graph.gates, "dz": graph.gates}
     sizes |= {"dx": len(other), "q": len(plan.recomputed)} | dict.fromkeys(ALONE, 1)
     squares = plan.cell.op != "pointwise"
-    code = Writer(graph.nodes, known, targets, sizes, ["dc", "d0"], ["dc", "direct", "di"], squares=squares)
+    wide = WIDE if plan.projects else ()
+    code = Writer(graph.nodes, known, targets, sizes, ["dc", "d0"], ["dc", "direct", "di"], squares=squares, wide=wide)
     words = findall(r"\w+", " ".join([*code.lines, *(array for array, _, _ in code.views)]))
     read = {
         "y": "y = saved_at(t)", "n0": "n0 = h_at(t)", "i0": "i0 = own.h_in[columns].T",
         "s0": "s0 = own.h_prev[t - own.start].T", "us": "copyto(us, own.inputs[t].T)",
-        **{name: f"{name} = all_{name}[:, columns]" for name in ("dz", "dx", "m", "q")},
+        **{name: f"{name} = all_{name}[:, columns]" for name in ("dz", "dx", "m", "q", "dh")},
     }  # fmt: skip
     if words.count("s0") > 1:  # a contiguous copy, because every operation on the view would be slower
         read["s0"] = "copyto(s0, own.h_prev[t - own.start].T)"
     before = [line for name, line in read.items() if name in words]
-    before += ["all_dh[:, columns] = d0"] * plan.projects
-    fixed = ["s0", "us", "du", "w", "dw", "direct", "di", "W0", "all_dx", "all_m", "all_q", "all_dh"]
+    fixed = ["s0", "us", "du", "w", "dw", "direct", "di", "W0", "W0T", "k0", "k1", "all_dx", "all_m", "all_q", "all_dh"]
     if words.count("s0") <= 1:
         fixed.remove("s0")
     after = ["through_Wh(dz, d0)" if plan.rows else "d0.fill(0)"]

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..problem import Problem
 from .arrays import Array, Views
-from .products import bias_of, in_blocks
+from .products import JoinedProduct, bias_of, in_blocks
 from .steps import Step
 
 
@@ -16,24 +16,24 @@ class StreamedLayer:
     """One layer of a stream, with its state: h [P, B] and c [H, B], for H hidden units, B batch items and h of width
     P.
 
-    There are two buffers for h. A step reads h from one buffer, k = 0 or 1, and writes the new h to the other; the
-    next step swaps them. Before a step the caller writes its input to x_rows[k] [I, B]. c is overwritten by each step;
-    it has no rows in a cell without c.
+    There are two buffers for h, and two for c. A step reads the states from one buffer, k = 0 or 1, and writes the new
+    states to the other; the next step swaps them. Before a step the caller writes its input to x_rows[k] [I, B]. c [C
+    H, B] has all states besides h, and no rows in a cell without such a state.
     """
 
     def __init__(self, problem: Problem, v: Views):
         """Prepare a layer whose states are zero. v: the parameters in float32 or float64. Their memory must not change
         later. problem: the description of a single step."""
-        (_, B, H, _), dtype, cell = problem[:4], v["Wh"].dtype, problem.cell
+        (_, B, H, _), dtype, cell = problem[:4], v["Wx"].dtype, problem.cell
         I = v["Wx"].shape[1]
         v = v | {"x": np.empty((1, B, I), dtype)}
         step = Step(problem, v, None, streamed=True)
         self.whole_step, self.step, products = step, step.run, step.products
         self.h: list[Array] = products.h_buffers
         self.operands: list[Array] = products.operands
-        self.c: Array = np.zeros((H if "c" in cell.outputs else 0, B), dtype)
+        self.c: list[Array] = [np.zeros((cell.carried * H, B), dtype) for _ in range(2)]
         self.inputs: Array | None = None
-        if step.apart:  # a GRU's product with h is separate; the bias is one more column of Wx
+        if not isinstance(products, JoinedProduct):  # the product with h is separate; the bias is one more column of Wx
             bias = bias_of(problem, v)
             Wx = v["Wx"] if bias is None else np.concatenate([v["Wx"], bias[:, None]], axis=1)
             self.inputs = np.empty((len(Wx), B), dtype)
@@ -52,7 +52,7 @@ class StreamedLayer:
         if self.inputs is not None:
             np.matmul(self.weights, self.column, out=self.product)
         h, new = self.h[k], self.h[1 - k]
-        self.step(self.operands[k], self.inputs, h, self.c, None, self.c, new)
+        self.step(self.operands[k], self.inputs, h, self.c[k], None, self.c[1 - k], new)
         return new
 
 
@@ -79,20 +79,22 @@ class Stream:
         """Return a view (*batch, F) of an array [F, B]."""
         return rows.T.reshape(*self.batch, -1) if len(rows) else rows
 
-    def __call__(self, x: Array, keep: Array | None) -> Array:
+    def __call__(self, x: Array, keep: Array | None = None, inputs: Array | None = None) -> Array:
         """Run one step, and return the last layer's new h (*batch, P), with P its width. The result is a view of a
         buffer and valid until the next step.
 
         x: (*batch, I). Its memory order does not matter. A complex x raises a TypeError. keep: factors [B] on the
-        states before the step, or None.
+        states before the step, or None. inputs [B, U H]: the U inputs of this step of a user's cell, or None.
         """
         k = self.k
         np.copyto(self.x[k], x)
+        if inputs is not None:
+            np.copyto(self.layers[0].whole_step.us, inputs.T)
         with np.errstate(all="ignore"):  # exp may overflow in a gate that is 0, and x may be infinite
             if keep is not None:
                 for layer in self.layers:
                     layer.h[k] *= keep
-                    layer.c[...] *= keep
+                    layer.c[k] *= keep
             first, *others = self.layers
             h = first.run(k)
             for layer in others:
@@ -104,8 +106,8 @@ class Stream:
     def states(self) -> dict[str, list[Array]]:
         """Return views of the current states of all layers by name: h (*batch, P) and, for an LSTM, c (*batch, H)."""
         states = {"h": [self.outward(layer.h[self.k]) for layer in self.layers]}
-        if len(self.layers[0].c):
-            states["c"] = [self.outward(layer.c) for layer in self.layers]
+        if len(self.layers[0].c[self.k]):
+            states["c"] = [self.outward(layer.c[self.k]) for layer in self.layers]
         return states
 
     def set_states(self, states: dict[str, list[Array]]) -> None:

@@ -27,6 +27,7 @@ from .arrays import (
 from .passes import BackwardSweep, sweep_forward
 from .products import WeightGradients, factored_names
 from .ragged import backward_in_segments, forward_in_segments, segments
+from .threads import threads_for
 from .weights import with_float_weights
 
 Saved = dict[str, mx.array | Array | list[Array] | None]
@@ -74,7 +75,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         out |= {name: last[f"{name}T"].memory[None] for name in widths}
     else:
         out |= {name: array.memory for name, array in last.items()}
-    with np.errstate(all="ignore"):  # no warnings; `each_direction` says why
+    with np.errstate(all="ignore"), threads_for(problem, v):  # no warnings; `each_direction` says why
         for d, one in each_direction(problem):
             own, own_out = of_direction(d, v), of_direction(d, out)
             if parts:
@@ -116,7 +117,7 @@ def backward(
     projects = "Wx" in v  # read from v: among the gradients Wx is missing if it is quantized
     written: set[int] = set()
     factors: Arrays = {}
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), threads_for(problem, v):
         for d, one in each_direction(problem):
             own, own_saved, own_dv, own_out = (of_direction(d, values, projects) for values in (v, outputs, dv, out))
             products = WeightGradients(own_out, written, factored)

@@ -8,7 +8,7 @@ import mlx.core as mx
 from ..cell_tracer import values_of
 from ..cells import PointwiseCell
 from ..problem import Array, Arrays, Problem
-from ..tracing import custom_function
+from ..tracing import custom_function, vjp
 
 
 def blocks(array: Array | None, count: int) -> list[Array]:
@@ -93,5 +93,5 @@ def gradients_by_mlx(
         outputs = forward(problem, dict(zip(names, values, strict=True)) | lengths)
         return [outputs[name] for name in cotangents]
 
-    gradients = mx.vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]
+    gradients = vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]
     return dict(zip(names, gradients, strict=True))

@@ -13,11 +13,13 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from .. import definitions
+from ..cell_graph import CellGraph
 from ..cell_tracer import graph_of, values_of
 from ..cells import AnyCell, PointwiseCell
 from ..definitions import constant
 from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
+from ..tracing import distinct
 from .packed import dequantized, times_input
 from .pointwise import gradients_by_mlx, pointwise_step
 
@@ -58,6 +60,8 @@ def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
 
     first = initial_states(problem, arrays)
     outputs, (hT, cT) = over_time(step_at, first, problem.steps(), lambda t: live_items(arrays, t))
+    if isinstance(problem.cell, PointwiseCell):  # it may return one array as two states, or an input unchanged
+        hT, cT = distinct([hT, cT])
     outputs |= {"hT": hT, "cT": cT}
     return {name: outputs[name] for name in problem.cell.outputs}
 
@@ -136,6 +140,8 @@ def step(
         v["Wp"] = arrays["Wp"]
     if cell.cell_clip is not None:
         v["limit"] = constant(cell.cell_clip, c)
+    if cell.projection_clip is not None:
+        v["projection limit"] = constant(cell.projection_clip, h)
     states, gates = definitions.step(cell, a, v)
     of_gates = [gates[gate] for gate in cell.gate_order]
     every = of_gates[0] if len(of_gates) == 1 else mx.concatenate(of_gates, axis=-1)
@@ -188,6 +194,8 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
         dgates = cotangents["gates"][t, ...] if "gates" in cotangents else None
         before = {name: states[t, ...] for name, states in starts.items()}
         after = {name: saved[name][t, ...] for name in ("h", "c", "gates") if name in saved}
+        if problem.cell.stops_h:
+            dh_t = through_projection_clip(problem.cell, arrays["Wp"], after, dh_t)
         back = step_backward(problem, arrays, t, before, after, dh_t, dc_t, dgates)
         live, dz = live_items(arrays, t), back.dz
         if live is not None:
@@ -232,7 +240,8 @@ def step_backward(
     """Return the gradients of step t of the problem's cell, computed from the graph of its derivative.
 
     before: the states h and c before the step. For a GRU with reset "after" also q, the candidate's product h Wh_n^T +
-    bhn. after: h, c and the gates after the step. dh, dc, dgates: the gradients of h, c and gates in `after`.
+    bhn. after: h, c and the gates after the step. dh, dc, dgates: the gradients of h (of a projected h before its
+    clip), c and gates in `after`.
     """
     cell, H, Wh = problem.cell, problem.H, arrays["Wh"]
     graph = graph_of(cell, arrays, dgates is not None)
@@ -243,10 +252,12 @@ def step_backward(
     given |= {f"p{k}": before["q"] for k in graph.recomputed()}
     for letter, array in (("w", arrays.get("peephole")), ("e", dgates)):
         given |= {f"{letter}{k}": part for k, part in enumerate([] if array is None else by_gate(cell, array).values())}
+    if cell.stops_c and cell.cell_clip is not None:
+        given["k0"] = constant(cell.cell_clip, after["c"])
     known = {n: given[name] for name, n in graph.number.items() if given.get(name) is not None}
-    known |= {n: after["hc"[k]] for n, k in graph.known_after().items()}
-    if graph.saved and "gates" in after:
-        known |= zip(graph.saved, by_gate(cell, after["gates"]).values(), strict=True)
+    known |= known_after(graph, cell, after)
+    if "Wp" in arrays:
+        known[graph.operand("W0")] = dh
     gradients = {name: n for name, n in zip(graph.names, graph.back, strict=True) if name[0] != "w"}
     values = values_of(graph.nodes, gradients.values(), known, dh)
     of = {name: values[n] for name, n in gradients.items()}
@@ -259,6 +270,33 @@ def step_backward(
     else:
         dh_in = (mx.concatenate([d for d in dp if d is not None], axis=-1) if cell.apart else dz) @ Wh
     return StepGradients(dz, dh_in, of.get("s1"), of["s0"] if cell.apart else None)
+
+
+def known_after(graph: CellGraph, cell: AnyCell, after: Arrays) -> dict[int, Array]:
+    """Return the values of a graph's nodes that are known after a step. after: h, c and the gates after the step, or
+    some of them."""
+    known = {n: after["hc"[k]] for n, k in graph.known_after().items()}
+    if graph.saved and "gates" in after:
+        known |= zip(graph.saved, by_gate(cell, after["gates"]).values(), strict=True)
+    return known
+
+
+def through_projection_clip(cell: AnyCell, Wp: Array, after: Arrays, dh: Array) -> Array:
+    """Return the gradient of a projected h before the clip `projection_clip`: dh [.., P], or 0 where the clip changed
+    h. after: h, c and the gates after the step or, with an axis of time, after all steps."""
+    graph = graph_of(cell, ["Wp"], exposes=False)
+    given = {"d0": dh, "W0T": Wp.T, "k1": constant(cell.projection_clip or 0.0, after["h"])}
+    known = known_after(graph, cell, after) | {graph.number[name]: array for name, array in given.items()}
+    known[graph.operand("W0T")] = projected_vector(cell, after).astype(Wp.dtype)
+    n = graph.operand("W0")
+    return values_of(graph.nodes, [n], known, dh)[n]
+
+
+def projected_vector(cell: AnyCell, after: Arrays) -> Array:
+    """Return m = o * output(c) [.., H], the vector that the projection multiplies. after: h, c and the gates."""
+    graph = graph_of(cell, ["Wp"], exposes=False)
+    n = graph.operand("W0T")
+    return values_of(graph.nodes, [n], known_after(graph, cell, after), after["c"])[n]
 
 
 def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
@@ -321,8 +359,7 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
         if "keep" in arrays:
             gradients["keep"] = keep_gradient(before, without_padding(lengths, dh_in), sweep.get("carry"))
     if "Wp" in arrays:
-        output = definitions.activate(cell.activations[-1], saved["c"])
-        m = (saved["gates"][..., cell.block("o", problem.H)] * output).astype(h.dtype)
+        m = projected_vector(cell, saved).astype(h.dtype)
         gradients["Wp"] = flat(sweep["dh"]).T @ flat(m)
     return gradients
 

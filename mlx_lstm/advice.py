@@ -1,0 +1,112 @@
+"""Advice in the error texts of layers: what to write in place of a name that other frameworks have.
+
+`Advised` is the base class of the layers. `advised` decorates their constructors and their `__call__`.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import mlx.nn as nn
+
+from .checks import fail
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+SIZES: dict[str, str] = dict.fromkeys(
+    ("units", "num_units", "hidden_dim", "hidden_dims", "n_hidden"), "it is called hidden_size here"
+)
+SIZES |= dict.fromkeys(("input_dims", "input_dim", "n_input"), "it is called input_size here")
+
+OF_CONSTRUCTORS: dict[str, str] = SIZES | {
+    "device": "layers have no device; mx.set_default_device(mx.cpu) or `with mx.stream(mx.cpu)` chooses it",
+    "dtype": "layer.set_dtype(mx.float16) changes it",
+    "use_bias": "it is called bias here",
+    "return_sequences": "a call returns all steps; output[:, -1] is the last one of a batch-first result",
+    "return_state": "see what a call returns",
+    "stateful": "pass the last states to the next call",
+    "go_backwards": "mlx_lstm.lstm, gru and rnn have it, as reverse=True",
+    "activation": "mlx_lstm.lstm and gru have activations=, mlx_lstm.rnn has activation=",
+    "recurrent_activation": "mlx_lstm.lstm and gru have activations=",
+    "recurrent_dropout": "mlx_lstm.lstm, gru and rnn have mask=, a factor on h",
+    "layer_norm": "mlx_lstm.recurrent runs a cell of your own",
+}
+"""Options of constructors of other frameworks, and what to use here."""
+
+OF_CALLS: dict[str, str] = {
+    "mask": "lengths= takes the number of steps of each padded sequence, hold= the steps to skip",
+    "training": "layer.train() and layer.eval() choose it",
+    "return_sequences": "a call returns all steps",
+}
+OF_CALLS |= dict.fromkeys(
+    ("sequence_lengths", "seq_lengths", "seq_lens", "sequence_length"), "it is called lengths here"
+)
+STATES = ("initial_state", "state", "states", "h0", "h_0", "c0", "c_0", "carry")
+"""Names of the first states in other frameworks."""
+
+OTHER_DTYPE = "layer.set_dtype(mx.float16) changes the dtype"
+NO_DEVICE = "arrays of MLX have no device; mx.set_default_device(mx.cpu) or `with mx.stream(mx.cpu)` chooses it"
+ATTRIBUTES: dict[str, str] = dict.fromkeys(("to", "cuda", "cpu", "mps"), NO_DEVICE)
+ATTRIBUTES |= dict.fromkeys(("float", "half", "double", "bfloat16", "type"), OTHER_DTYPE)
+ATTRIBUTES |= {
+    "load_state_dict": "layer.load_weights(list(arrays.items())) takes MLX arrays by name; mlx_lstm.convert.from_torch "
+    "reads a state_dict",
+    "state_dict": "layer.parameters() returns the arrays; mlx_lstm.convert.to_torch returns a state_dict",
+    "named_parameters": "mlx.utils.tree_flatten(layer.parameters()) returns pairs of name and array",
+    "flatten_parameters": "there is nothing to flatten, so leave the call out",
+    "requires_grad_": "layer.freeze() and layer.unfreeze() choose what is trained",
+    "zero_grad": "mx.grad and nn.value_and_grad return new gradients, so leave the call out",
+    "register_buffer": "assign the array, and call layer.freeze(keys=...)",
+    "set_weights": "layer.load_weights takes a file or pairs; mlx_lstm.convert.from_keras reads Keras' weights",
+    "get_weights": "layer.parameters() returns the arrays",
+    "predict": "call the layer itself",
+    "forward": "call the layer itself",
+}
+"""Methods of other frameworks' layers, and what to use here."""
+
+
+class Advised(nn.Module):
+    """Base class of layers. A method that only other frameworks have raises an AttributeError that names ours."""
+
+    op: str  # the layer's name in errors
+
+    def __getattr__(self, key: str) -> Any:
+        if key not in ATTRIBUTES or key in self:
+            return super().__getattr__(key)
+        raise AttributeError(f"[{self.op}] there is no method {key}: {ATTRIBUTES[key]}.", name=key, obj=self)
+
+
+def advised(function: Function) -> Function:
+    """Return a constructor or `__call__` of a layer that refuses keywords of other frameworks with advice. Python
+    itself refuses other unknown keywords."""
+    code = function.__code__
+    known = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    is_call = function.__name__ == "__call__"
+
+    @wraps(function)
+    def checked(self: Any, *arguments: Any, **options: Any) -> Any:
+        if not known.issuperset(options):
+            for name in options.keys() - known:
+                refuse(self.op, name, options[name], is_call)
+        return function(self, *arguments, **options)
+
+    return cast(Function, checked)
+
+
+def refuse(op: str, name: str, value: object, is_call: bool) -> None:
+    """Raise ValueError if another framework has an option of this name. The text says what to use here."""
+    kind, _, layer = op.partition(".")
+    advice: dict[str, str] = OF_CALLS if is_call else OF_CONSTRUCTORS
+    if is_call:
+        states = "the first states are called hx here" if kind == "torch" else "the first state is called hidden here"
+        states += ", and that of c cell" if op.endswith("nn.LSTM") else ""
+        own = ("hidden", "cell") if kind == "torch" else ("hx",)
+        advice = dict.fromkeys((*STATES, *own), states) | advice
+    elif kind == "nn":
+        other = f"mlx_lstm.torch.{layer} has it, and mlx_lstm.nn.stack runs several layers and directions"
+        names = ("num_layers", "bidirectional", "batch_first", "dropout", "proj_size")
+        advice = dict.fromkeys(names, other) | advice
+    if name in advice:
+        shown = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+        what = "argument of a call" if is_call else "option of this layer"
+        fail(op, f"{name} is no {what}: {advice[name]},", f"{name}={shown}")

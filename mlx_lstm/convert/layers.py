@@ -1,0 +1,147 @@
+"""Read what a layer is: its class, its arrays, and the attributes that change its formula. Every function that reads
+the parameters of a layer calls `describe`, and refuses what `describe` does not know."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..checks import fail
+from ..engines.cells import GRUCell, LSTMCell
+
+NONLINEARITIES: dict[Callable[..., Any], str] = {
+    nn.tanh: "tanh",
+    mx.tanh: "tanh",
+    nn.relu: "relu",
+    nn.sigmoid: "sigmoid",
+    mx.sigmoid: "sigmoid",
+}
+"""The functions that `nn.RNN` can run, and their names in `mlx_lstm.rnn`."""
+
+OF_MLX = (nn.LSTM, nn.GRU, nn.RNN)
+
+SCALARS = {bool, int, float, str, type(None)}
+"""Types of most attributes that hold no array. They are skipped first, to save time in every call of `stack`."""
+
+HARMLESS = {"op", "stepper", "into_quantized", "train", "eval", "_extra_repr"}
+"""The names that a subclass of a layer may redefine without changing what the layer computes."""
+
+DEFAULTS: dict[str, list[Any]] = {
+    name: [getattr(cell, name) for cell in (LSTMCell(), GRUCell()) if name in cell._fields]
+    for name in (*LSTMCell._fields, *GRUCell._fields)
+} | {"reverse": [False], "go_backwards": [False], "activation": ["tanh"]}
+"""Attributes that change the formula of a layer, by name, with the values that change nothing. An object of an unknown
+class must have no other value: its arrays alone would give wrong numbers."""
+
+
+class Description(NamedTuple):
+    """What a layer is.
+
+    known: its class in `mlx.nn` or `mlx_lstm`, or None for any other object. arrays: its arrays of MLX and NumPy by
+    attribute name, without those whose name begins with an underscore. others: the attributes that hold arrays in
+    another way, and how: "module", "list", "dict" and so on. nonlinearity: the name of the activation of a plain RNN,
+    or None if the layer has no such attribute. training: whether the layer is in training mode. drops: whether it
+    applies dropout between its layers now.
+    """
+
+    known: type | None
+    arrays: dict[str, Any]
+    others: dict[str, str]
+    nonlinearity: str | None
+    training: bool
+    drops: bool
+
+    @property
+    def shapes(self) -> dict[str, Any]:
+        """Return the shape of each array, and a word for every other attribute that holds arrays, for error texts."""
+        return {name: list(array.shape) for name, array in self.arrays.items()} | self.others
+
+
+def describe(op: str, name: str, layer: Any) -> Description:
+    """Return what a layer is: a module of any package, another object with arrays as attributes, or a dict of arrays.
+
+    Raise ValueError for a subclass that changes how its layer computes, and for an attribute that changes the formula,
+    such as `forget_bias`. op, name: the public function, and what its error texts call the layer.
+    """
+    known = class_of(op, name, layer)
+    attributes: dict[str, Any] = getattr(layer, "__dict__", {}) | (layer if isinstance(layer, dict) else {})
+    arrays: dict[str, Any] = {}
+    others: dict[str, str] = {}
+    for key, value in attributes.items():
+        if type(value) in SCALARS or hidden(key):
+            continue
+        if isinstance(value, (mx.array, np.ndarray)):
+            arrays[key] = value
+        elif isinstance(value, (dict, list, tuple, set)) and holds_arrays(value):
+            others[key] = "module" if isinstance(value, nn.Module) else type(value).__name__
+    for key in DEFAULTS.keys() & attributes.keys() if known is None else ():
+        check_default(op, f"{name}.{key}", key, attributes[key])
+    nonlinearity = attributes["nonlinearity"] if "nonlinearity" in attributes else getattr(layer, "nonlinearity", None)
+    act = activation_of(nonlinearity, op) if callable(nonlinearity) else nonlinearity
+    dropout, layers = attributes.get("dropout"), attributes.get("num_layers", 2)
+    training = getattr(layer, "training", True)
+    drops = training and isinstance(dropout, (int, float)) and dropout > 0 and layers != 1
+    return Description(known, arrays, others, act, training, drops)
+
+
+def hidden(key: object) -> bool:
+    """Return whether an attribute is no parameter, because its name begins with an underscore, as in MLX."""
+    return isinstance(key, str) and key[:1] == "_"
+
+
+def class_of(op: str, name: str, layer: object) -> type | None:
+    """Return the class of `mlx.nn` or `mlx_lstm` that a recurrent layer has or derives from, or None for any other
+    object. Raise ValueError for a subclass that redefines a method such as `__call__` or `step`: its parameters do not
+    say what it computes."""
+    kind = type(layer)
+    known = next((base for base in kind.__mro__ if is_known(base)), None)
+    if known is None or known is kind:
+        return known
+    # The methods that compute: those of the layer's class and its bases below mlx.nn.Module.
+    methods = {word for base in known.__mro__ if base not in nn.Module.__mro__ for word in vars(base)}
+    for base in kind.__mro__[: kind.__mro__.index(known)]:
+        for word in vars(base):
+            if word in methods - HARMLESS and (word == "__call__" or word[:2] != "__"):
+                of = f"{known.__module__.partition('.')[0]}.nn.{known.__name__}" if known in OF_MLX else known.__name__
+                rule = f"{name} must compute what {of} computes: pass a dict of its parameters if it does,"
+                fail(op, rule, f"{kind.__name__}, which redefines {word}")
+    return known
+
+
+def is_known(kind: type) -> bool:
+    """Return whether a class is a recurrent layer of `mlx.nn`, or one of this package, which has its name in `op`."""
+    return kind in OF_MLX or ("op" in vars(kind) and kind.__module__.partition(".")[0] == "mlx_lstm")
+
+
+def holds_arrays(value: Any, seen: frozenset[int] = frozenset()) -> bool:
+    """Return whether a module, dict, list, tuple or set holds an array or a module at any depth."""
+    if isinstance(value, (mx.array, np.ndarray, nn.Module)):
+        return True
+    if not isinstance(value, (dict, list, tuple, set)) or id(value) in seen:
+        return False
+    each = value.values() if isinstance(value, dict) else value
+    return any(holds_arrays(one, seen | {id(value)}) for one in each)
+
+
+def check_default(op: str, name: str, key: str, value: Any) -> None:
+    """Raise ValueError unless an attribute of an object of an unknown class has a value that changes nothing."""
+    if key == "activation" and callable(value):
+        value = next((word for function, word in NONLINEARITIES.items() if value is function), value)
+    value = tuple(value) if isinstance(value, list) else value
+    allowed = [None, *DEFAULTS[key]]
+    if not any(value is one or (isinstance(value, type(one)) and value == one) for one in allowed):
+        shown = ", ".join(map(repr, DEFAULTS[key]))
+        fail(op, f"{name} must be {shown}, as only the arrays of the object are read,", repr(value))
+
+
+def activation_of(nonlinearity: object, op: str = "nn.RNN") -> str:
+    """Return the name that `mlx_lstm.rnn` uses for a nonlinearity, which is a function of MLX such as `nn.tanh`.
+    Raise ValueError for any other function."""
+    # Compare one by one, since a module such as nn.Tanh() is not hashable.
+    for function, name in NONLINEARITIES.items():
+        if nonlinearity is function:
+            return name
+    rule = "nonlinearity must be MLX's tanh, relu or sigmoid here, because no kernel or stepper has another,"
+    fail(op, rule, repr(nonlinearity))

@@ -1,0 +1,145 @@
+"""Find what a function reads besides its arguments: variables of enclosing functions, global variables, defaults, and
+what these objects hold. A cache of the function's results needs these values in its key."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+DEEPEST, MOST, LARGEST = 8, 2000, 4096
+"""Limits of a search: how deep it follows objects in objects, how many objects it visits, and the size of a NumPy
+array whose numbers it compares."""
+
+LIBRARIES = ("mlx", "numpy", "math", "builtins")
+"""Modules whose functions and constants do not change."""
+
+PLAIN = (type(None), bool, int, str, bytes, complex, slice, range, mx.Dtype)
+
+
+class TooMuch(Exception):
+    """Raised if a function captures more than a search may visit."""
+
+
+class Captured:
+    """What a function captures. key: the numbers, texts and code that it can reach, as a list of values that can be
+    compared. arrays: the MLX arrays. modules: the modules of `mlx.nn`.
+
+    The search follows an attribute of an object or of a Python module only if the code that reads the object contains
+    the attribute's name.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        """Search `function`. Raise `TooMuch` if it captures more than the limits allow."""
+        self.key: list[Any] = []
+        self.arrays: list[mx.array] = []
+        self.modules: list[nn.Module] = []
+        self.seen: dict[tuple[int, tuple[str, ...]], Any] = {}  # holds the objects, so that their ids stay theirs
+        self.visit(function, (), 0)
+
+    def visit(self, value: Any, names: tuple[str, ...], depth: int) -> None:
+        """Search one object. names: the names in the code that reads it."""
+        if isinstance(value, float):
+            self.key.append((type(value), float.hex(value)))  # so -0.0 differs from 0.0, and NaN equals NaN
+        elif isinstance(value, PLAIN):
+            self.key.append((type(value), str(value) if isinstance(value, (slice, complex)) else value))
+        elif isinstance(value, (np.ndarray, np.generic)):
+            if value.nbytes > LARGEST or value.dtype.hasobject:
+                raise TooMuch
+            self.key.append((value.dtype.str, value.shape, value.tobytes()))
+        elif isinstance(value, mx.array):
+            self.key.append(mx.array)
+            self.arrays.append(value)
+        elif (id(value), names) not in self.seen:
+            self.seen[id(value), names] = value
+            if depth > DEEPEST or len(self.seen) > MOST:
+                raise TooMuch
+            self.enter(value, names, depth + 1)
+
+    def enter(self, value: Any, names: tuple[str, ...], depth: int) -> None:
+        """Search the parts of an object that is not a single value."""
+        if isinstance(value, MethodType):
+            self.visit(value.__func__, names, depth)
+            self.visit(value.__self__, names_in(value.__func__.__code__), depth)
+        elif isinstance(value, partial):
+            self.many([value.func, list(value.args), value.keywords], names, depth)
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            self.key.append((type(value), len(value)))
+            self.many(value, names, depth)
+        elif isinstance(value, dict) and not isinstance(value, nn.Module):
+            self.key.append((dict, len(value)))
+            self.many([each for pair in value.items() for each in pair], names, depth)
+        elif isinstance(value, BuiltinFunctionType) or library_of(value) in LIBRARIES:
+            self.modules += [value] if isinstance(value, nn.Module) else []
+        elif isinstance(value, FunctionType):
+            self.key.append(value.__code__)
+            read = names_in(value.__code__)
+            self.many([each for _, each in variables_of(value)], read, depth)
+            self.many([value.__defaults__, value.__kwdefaults__], read, depth)
+        else:
+            self.object(value, names, depth)
+
+    def object(self, value: Any, names: tuple[str, ...], depth: int) -> None:
+        """Search an object with attributes: an instance, a class or a Python module."""
+        if isinstance(value, nn.Module):
+            self.modules.append(value)
+        call = next((vars(each)["__call__"] for each in type(value).__mro__ if "__call__" in vars(each)), None)
+        if isinstance(call, FunctionType):
+            self.visit(call, names, depth)
+            names = tuple(sorted({*names, *names_in(call.__code__)}))
+        self.key.append(type(value))
+        found: list[tuple[str, Any]] = []
+        for name in names:
+            with suppress(Exception):  # a property of the user's may raise anything
+                found.append((name, getattr(value, name)))
+        for name, held in found:
+            self.key.append(name)
+            self.visit(held, names, depth)
+
+    def many(self, values: Any, names: tuple[str, ...], depth: int) -> None:
+        """Search several objects."""
+        for value in values:
+            self.visit(value, names, depth)
+
+    def every_array(self) -> list[mx.array]:
+        """Return all MLX arrays, also those that the modules hold."""
+        held: list[Any] = [each for module in self.modules for _, each in tree_flatten(module)]
+        return [*self.arrays, *(each for each in held if isinstance(each, mx.array))]
+
+
+def library_of(value: Any) -> str:
+    """Return the first part of the name of the module in which an object, or an object's class, is defined."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    name = name if isinstance(name, str) else type(value).__module__
+    return name.partition(".")[0]
+
+
+def variables_of(function: FunctionType) -> list[tuple[str, Any]]:
+    """Return the variables of enclosing functions and the global variables that a function reads, as pairs (name,
+    value)."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    held = [(name, cell.cell_contents) for name, cell in cells if cell_is_full(cell)]
+    names = [name for name in names_in(function.__code__) if name in function.__globals__]
+    return [*held, *((name, function.__globals__[name]) for name in names)]
+
+
+@lru_cache(1024)
+def names_in(code: CodeType) -> tuple[str, ...]:
+    """Return the names of global variables and attributes in the code of a function, including the functions defined
+    inside of it."""
+    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in names_in(each)]
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
+
+
+def cell_is_full(cell: Any) -> bool:
+    """Return whether a variable of an enclosing function, held in a closure's cell, has a value yet."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,89 @@
+"""The number of threads that NumPy's BLAS uses for a call of the engine `numpy`.
+
+OpenBLAS divides each larger product among all cores and waits for the slowest of them. If another process runs on one
+of the cores, the wait lasts until the system runs the other process no more, which is thousands of times as long as a
+product of one time step. Between products the threads spin, and take a core from MLX's own thread. So a call whose
+products are small runs on one thread.
+"""
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import NamedTuple
+
+from ..problem import Problem
+from .arrays import Views
+
+SMALL_WEIGHTS = 2**18
+"""The largest number of elements of Wx and Wh together for which a call runs on one thread. They take 1 MiB in float32,
+which fits into the cache of one core. Larger weights are read faster by several cores."""
+
+SMALL_PRODUCT = 2**23
+"""The largest number of multiplications in the products of one time step for which a call runs on one thread. Measured
+on two cores of an AMD EPYC, a second thread gains nothing at half of this number and 1.4 times at twice of it."""
+
+ALONE = 2**18
+"""OpenBLAS computes a product with at most this many multiplications on the calling thread in any case."""
+
+
+class Threads(NamedTuple):
+    """The two functions of OpenBLAS that return and set the number of threads of all products in this process."""
+
+    get: Callable[[], int]
+    set: Callable[[int], None]
+
+
+@cache
+def openblas() -> Threads | None:
+    """Return the functions of the OpenBLAS that NumPy uses, or None if NumPy uses another BLAS, as on a Mac."""
+    names = ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath")
+    file = next((sys.modules[name].__file__ for name in names if name in sys.modules), None)
+    if file is None or sys.platform == "darwin":
+        return None
+    with suppress(OSError):
+        library = ctypes.CDLL(file)  # it is loaded already; its functions include those of the BLAS that it links
+        for prefix in ("scipy_", ""):  # NumPy's wheels rename all functions of their OpenBLAS
+            for suffix in ("64_", ""):
+                with suppress(AttributeError):
+                    get = getattr(library, f"{prefix}openblas_get_num_threads{suffix}")
+                    return Threads(get, getattr(library, f"{prefix}openblas_set_num_threads{suffix}"))
+    return None
+
+
+lock = threading.Lock()
+running = 0  # calls that run on one thread at this moment, in all threads of Python
+usual = 1  # the number of threads that OpenBLAS used before the first of these calls began
+
+
+@contextmanager
+def threads_for(problem: Problem, v: Views) -> Iterator[None]:
+    """Return a context in which BLAS uses one thread if the products of this call are small. The last of several such
+    calls, which may run in different threads of Python, restores the number of threads."""
+    global running, usual
+    blas = openblas() if is_small(problem, v) else None
+    if blas is None:
+        yield
+        return
+    with lock:
+        if running == 0:
+            usual = blas.get()
+            blas.set(1)
+        running += 1
+    try:
+        yield
+    finally:
+        with lock:
+            running -= 1
+            if running == 0:
+                blas.set(usual)
+
+
+def is_small(problem: Problem, v: Views) -> bool:
+    """Return whether the products of a call are so small that one thread computes them as fast as several. Return
+    False if they are so small that OpenBLAS uses one thread in any case."""
+    weights = sum(v[name].size for name in ("Wx", "Wh") if name in v) // problem.directions
+    step = weights * problem.B
+    return weights <= SMALL_WEIGHTS and step <= SMALL_PRODUCT and step * problem.T > ALONE

@@ -1,0 +1,257 @@
+"""Tests that the judges of this package refuse lies. A judge decides whether the results of an engine are right: in the
+trial of a kernel, in `check` and `bench`, in `compare`, and in the tests. Each judge is a function in JUDGES. Each lie
+in LIES spoils one result, and each lie in LISTS spoils the list of results. Every judge must refuse every lie."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from mlx_lstm.compare import measure
+from mlx_lstm.compare.contenders import Outcome, run_engine
+from mlx_lstm.compare.grid import grid
+from mlx_lstm.compare.judge import exact_and_limits
+from mlx_lstm.engines.cells import GRUCell, LSTMCell
+from mlx_lstm.engines.problem import Problem
+from mlx_lstm.oracle.closeness import assert_close, assert_within, exact_and_bounds
+from mlx_lstm.recurrence import _judge
+from mlx_lstm.recurrence._draw import draw, output_shapes, rounded
+from mlx_lstm.recurrence._trial import Trial
+from mlx_lstm.testing.judge import make_judge
+
+# --- Lies ---
+
+
+def one(value):
+    """Return a lie that replaces the last element of a result."""
+
+    def lie(array):
+        array = array.copy()
+        array.flat[-1] = value
+        return array
+
+    return lie
+
+
+def only_the_first_item(array):
+    """Return a result whose first element is right and whose others have the wrong sign."""
+    array = -array
+    array.flat[0] *= -1
+    return array
+
+
+# {lie: function that returns a wrong array in place of a right one}
+LIES = {
+    "NaN": lambda array: np.full_like(array, np.nan),
+    "one NaN": one(np.nan),
+    "infinite": one(np.inf),
+    "negative infinite": one(-np.inf),
+    "zeros": np.zeros_like,
+    "a shifted row": lambda array: np.roll(array, 1, axis=0 if len(array) > 1 else -1),
+    "the first item right": only_the_first_item,
+    "1 % too large": lambda array: array * np.asarray(1.01, array.dtype),
+    "one element wrong": lambda array: one(array.flat[-1] + 2 * np.abs(array).max() + 1)(array),
+    "another number of elements": lambda array: array.reshape(-1)[:-1],
+    "another shape": lambda array: array[None, None],
+    "a row too many": lambda array: np.concatenate([array, array[-1:]]),
+}
+
+# {lie: function that returns a wrong dict of results in place of a right one; name: one of the results}
+LISTS = {
+    "an output missing": lambda results, name: {key: array for key, array in results.items() if key != name},
+    "an output too many": lambda results, name: results | {f"{name}_more": results[name]},
+    "nothing": lambda results, name: {},
+}
+
+# --- Judges ---
+
+PROBLEM = Problem(3, 2, 9, 9, LSTMCell(), names=("Wh", "Wx", "b", "c0", "h0", "x"))
+
+
+@cache
+def drawn_trial(problem):
+    """Return the random numbers of a trial, its cotangents and the results of the engine `ops`."""
+    rng = np.random.default_rng(0)
+    drawn = draw(problem, rng)
+    shapes = output_shapes(problem)
+    cotangents = {n: rounded(rng.normal(size=shapes[n]), problem.dtype) for n in _judge.cotangents_of(problem)}
+    return drawn, cotangents, _judge.results(problem, drawn, cotangents, "ops")
+
+
+def values_of(problem):
+    """Return a function that computes the right results of a problem in an `Arithmetic`."""
+    drawn, cotangents, _ = drawn_trial(problem)
+
+    def values(fl):
+        outputs, gradients = drawn.evaluate(cotangents, fl)
+        found = outputs | {f"d{name}": gradient for name, gradient in gradients.items()}
+        return {name: found[name] for name in drawn_trial(problem)[2]}
+
+    return values
+
+
+@cache
+def exact_of(problem):
+    return exact_and_bounds(values_of(problem), "float32")
+
+
+def in_a_trial(problem):
+    """Return (results, judge) of the trial of a kernel. A judge returns why it refuses results, or ""."""
+    drawn, cotangents, results = drawn_trial(problem)
+
+    def judge(given):
+        # The references are the same for all lies, so they are computed once.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_judge, "exact_and_bounds", lambda *_: exact_of(problem))
+            patch.setattr(_judge, "results", lambda *_: {name: array.copy() for name, array in results.items()})
+            return _judge.wrong(problem, drawn, cotangents, given)
+
+    return results, judge
+
+
+def in_a_command(problem):
+    """Return (results, judge) of the commands `check` and `bench`."""
+    results = drawn_trial(problem)[2]
+    judge = make_judge(values_of(problem), "float32", 60)
+    return results, lambda given: judge.judge(given, results).refusal
+
+
+@cache
+def compared():
+    case = next(case for case in grid(lambda case: True) if case.op == "gru")
+    return case, {name: np.array(array) for name, array in run_engine("ops", case).results.items()}
+
+
+def in_compare(_):
+    """Return (results, judge) of the command `compare`, for a case of its own."""
+    case, results = compared()
+    exact = exact_and_limits(case)
+
+    def judge(given):
+        # The references are the same for all lies, so they are computed once.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(measure.judge, "exact_and_limits", lambda *_: exact)
+            rows = [row for row in measure.rows_of(case, {"ops": Outcome(given)}) if row.failed]
+        return ", ".join(f"{row.tensor}: {row.verdict}" for row in rows)
+
+    return results, judge
+
+
+def by_assertions(check):
+    """Return a function that returns (results, judge) of an assertion on one result."""
+
+    def judge_of(problem):
+        results, (exact, bounds) = drawn_trial(problem)[2], exact_of(problem)
+        results = {name: array.astype(np.float32) for name, array in results.items()}
+
+        def judge(given):
+            try:
+                for name, right in results.items():
+                    check(name, given[name], right, exact[name], bounds[name])
+                assert given.keys() == results.keys()
+            except (AssertionError, KeyError) as error:
+                return str(error) or "a list of other results"
+            return ""
+
+        return results, judge
+
+    return judge_of
+
+
+def within(name, got, right, exact, bound):
+    assert_within(name, got, exact, bound)
+
+
+def close(name, got, right, exact, bound):
+    assert_close(name, got, right, exact)
+
+
+# {judge: function from a problem to (right results, function that returns why it refuses results, or "")}
+JUDGES = {
+    "the trial": in_a_trial,
+    "check and bench": in_a_command,
+    "compare": in_compare,
+    "assert_within": by_assertions(within),
+    "assert_close": by_assertions(close),
+}
+
+# --- Tests ---
+
+
+GRU = PROBLEM._replace(cell=GRUCell(), names=("Wh", "bhn", "x"))
+
+
+@pytest.mark.parametrize(
+    ("judge", "problem"),
+    [pytest.param(judge, PROBLEM, id=judge) for judge in JUDGES]
+    + [pytest.param(judge, GRU, id=f"{judge}, gru") for judge in JUDGES if judge != "compare"],
+)
+def test_a_judge_refuses_every_lie(judge, problem):
+    """A judge accepts the right results. It refuses them if any one of them is replaced by a lie."""
+    results, refusal = JUDGES[judge](problem)
+    assert refusal(results) == "" and len(results) > 2
+    accepted = [
+        (lie, name)
+        for name, array in results.items()
+        for lie in LIES
+        if not (lie == "another shape" and judge == "compare")  # it allows leading axes of 1, and notes them
+        and refusal(results | {name: LIES[lie](array)}) == ""
+    ]
+    accepted += [(lie, name) for name in results for lie in LISTS if refusal(LISTS[lie](results, name)) == ""]
+    assert not accepted
+
+
+def test_a_reference_does_not_judge_itself():
+    """A result that is the reference array itself, or a part of its memory, shows nothing."""
+    exact = exact_of(PROBLEM)[0]
+    judge = make_judge(values_of(PROBLEM), "float32", 60)
+    assert "the reference itself" in judge.judge(judge.exact, judge.exact).refusal
+    assert judge.judge({name: array.copy() for name, array in judge.exact.items()}, judge.exact).refusal == ""
+    assert _judge.distance(exact["h"], exact["h"]) == np.inf and _judge.distance(exact["h"].copy(), exact["h"]) == 0
+    array = exact["h"]
+    row = measure.compare(compared()[0], "h", "a - b", array, array, 1.0, array.dtype)
+    assert row.verdict == "is the reference itself"
+
+
+@pytest.mark.parametrize("lie", ["NaN", "zeros", "infinite"])
+def test_two_engines_that_lie_alike(lie, monkeypatch):
+    """A trial accepts twice the error of the engine `ops`, because MLX's products may be imprecise. It refuses results
+    if `ops` is as wrong as they are: a GPU may return zeros for everything."""
+    drawn, cotangents, results = drawn_trial(PROBLEM)
+    monkeypatch.setattr(_judge, "exact_and_bounds", lambda *_: exact_of(PROBLEM))
+    for name, array in results.items():
+        lies = results | {name: LIES[lie](array)}
+        monkeypatch.setattr(_judge, "results", lambda *_, lies=lies: lies)
+        assert _judge.wrong(PROBLEM, drawn, cotangents, {key: each.copy() for key, each in lies.items()})
+
+
+def test_gradients_without_bounds_are_finite_and_complete():
+    """Next to a kink a gradient has no error bound. It must still be finite and have its shape."""
+    drawn, cotangents, results = drawn_trial(PROBLEM)
+    rough = drawn._replace(smooth=False)
+    assert _judge.wrong(PROBLEM, rough, cotangents, results) == ""
+    for lie in ("NaN", "one NaN", "infinite", "negative infinite", "another shape", "a row too many"):
+        assert _judge.wrong(PROBLEM, rough, cotangents, results | {"dWh": LIES[lie](results["dWh"])}), lie
+
+
+def test_what_a_child_process_skips(monkeypatch):
+    """The child process skips a trial only if it has found all its kernels right. A trial whose kernels could not be
+    recorded runs each time, and so does one that has failed."""
+    judge, ran, texts = _judge.Judge(), [], {1: {"a"}, 2: {"a", "b"}, 3: set(), 4: {"b"}}
+    reasons = {1: "", 2: "wrong", 3: "", 4: ""}
+    monkeypatch.setattr(judge.recorder, "texts_of", lambda trial: texts[trial])
+    monkeypatch.setattr(_judge, "verdict", lambda trial: (ran.append(trial), reasons[trial])[1])
+    answers = [judge.judge(trial)["reason"] for trial in (3, 3, 2, 1, 1, 2, 4, 2)]
+    assert answers == ["", "", "wrong", "", "", "wrong", "", ""]
+    assert ran == [3, 3, 2, 1, 2, 4]
+    assert judge.count(1, 2) == {"kernels": 0} and judge.count(3) == {"kernels": 0}
+
+
+def test_a_trial_that_cannot_be_recorded_runs(monkeypatch):
+    """If the recording of a trial's kernels fails, the trial itself runs and reports the error."""
+    judge = _judge.Judge()
+    monkeypatch.setattr(_judge, "graph", lambda *given: 1 / 0)
+    trial = Trial("ops", PROBLEM)
+    assert judge.recorder.texts_of(trial) == set()
+    for _ in range(2):
+        assert "ZeroDivisionError" in judge.judge(trial)["reason"]

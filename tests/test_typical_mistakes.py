@@ -1,0 +1,206 @@
+"""Tests of the texts that newcomers see: what people type who come from PyTorch, Keras or MLX, and what to use
+instead."""
+
+import inspect
+import io
+import subprocess
+import sys
+import time
+import warnings
+
+import mlx.core as mx
+import numpy as np  # noqa: F401 (the mistakes are evaluated)
+import pytest
+import torch as real
+
+import mlx_lstm.__main__ as command
+from mlx_lstm import cells, checks, convert, keras, lstm, nn, torch  # noqa: F401
+from mlx_lstm.convert.__main__ import main as convert_main
+from mlx_lstm.testing import progress as progress_module
+from mlx_lstm.testing.progress import Progress
+
+x = mx.ones((2, 5, 3))  # [batch, steps, features]
+state = mx.zeros((2, 4))
+layer_of_torch = real.nn.LSTM(3, 4)
+packed = real.nn.utils.rnn.pack_padded_sequence(real.ones(5, 2, 3), [5, 3])
+state_dict = {"emb.weight": mx.ones((9, 3))}
+state_dict |= {f"enc.{name}": mx.array(value.detach().numpy()) for name, value in layer_of_torch.named_parameters()}
+two_layers = state_dict | {name.replace("enc.", "dec."): value for name, value in state_dict.items()}
+
+
+def cell(a, states):
+    i, f, o = a
+    _, c = states
+    c = mx.sigmoid(f) * c + i
+    return mx.sigmoid(o) * c, c
+
+
+def wrong_Wh():
+    layer = nn.LSTM(3, 4)
+    layer.Wh = mx.ones((12, 4))
+    return layer(x)
+
+
+MISTAKES = {
+    # a constructor with the words of another framework
+    "nn.LSTM(3, units=4)": "units is no option of this layer: it is called hidden_size here, but got units=4.",
+    "nn.LSTM(input_dims=3, hidden_size=4)": "input_dims is no option of this layer: it is called input_size here",
+    "nn.LSTM(3, 4, 2)": r"bias must be True or False \(nn.stack runs several layers\) but got 2",
+    "nn.LSTM(3, 4, num_layers=2)": "mlx_lstm.torch.LSTM has it, and mlx_lstm.nn.stack runs several layers",
+    "nn.GRU(3, 4, batch_first=True)": "batch_first is no option of this layer: mlx_lstm.torch.GRU has it",
+    "nn.LSTM(3, 4, device='mps')": r"\[nn.LSTM\] device is no option .* mx.set_default_device",
+    "nn.LSTM(3, 4, dtype=mx.float16)": r"dtype is no option of this layer: layer.set_dtype\(mx.float16\)",
+    "nn.LSTM(3, 4, return_sequences=True)": "return_sequences is no option of this layer: a call returns all steps",
+    "nn.LSTM(3, 4, activation='relu')": "activation is no option of this layer: mlx_lstm.lstm and gru",
+    "nn.QuantizedLSTM(64, 64, dropout=0.5)": r"\[nn.QuantizedLSTM\] dropout is no option",
+    "nn.RNN(3, 4, nonlinearity='relu6')": "nonlinearity must be a function .* but got 'relu6'",
+    "torch.LSTM(3, units=4)": r"\[torch.LSTM\] units is no option of this layer: it is called hidden_size here",
+    "torch.LSTM(3, 4, device='mps')": "device is no option of this layer",
+    "torch.GRUCell(3, 4, dtype=mx.float16)": "dtype is no option of this layer",
+    # a call with the words of another framework
+    "nn.LSTM(3, 4)(x, mask=state)": "mask is no argument of a call: lengths= takes the number of steps",
+    "nn.LSTM(3, 4)(x, h0=state)": "h0 is no argument of a call: the first state is called hidden here, and",
+    "nn.GRU(3, 4)(x, initial_state=state)": "the first state is called hidden here, but got initial_state=array",
+    "torch.LSTM(3, 4)(x, mask=state)": r"\[torch.LSTM\] mask is no argument of a call: lengths=",
+    "torch.GRU(3, 4)(x, h_0=state)": "h_0 is no argument of a call: the first states are called hx here",
+    "nn.LSTM(3, 4)(x, (state, state))": "pass hidden and cell, not a tuple",
+    # arrays of a wrong shape or kind
+    "nn.LSTM(7, 4)(x)": r"\[nn.LSTM\] x must have shape \[..., L, D = 7\] .* but got shape \[2, 5, 3\]",
+    "nn.LSTM(3, 4)(x, mx.zeros((2, 9)))": r"hidden must have shape \[2, 4\]",
+    "nn.LSTM(3, 4)(x, mx.zeros((1, 2, 4)))": "nn.stack takes the states of several layers",
+    "nn.LSTM(3, 4)(np.ones((2, 5, 3)))": r"make one by mx.array\(...\), but got ndarray",
+    "nn.LSTM(3, 4)(x, lengths=[5, 6])": r"\[nn.LSTM\] lengths must lie in 0..5 but got lengths\[1\] = 6",
+    "nn.LSTM(3, 4)(x, lengths=[5])": r"\[nn.LSTM\] lengths must have shape \[2\]",
+    "wrong_Wh()": r"\[nn.LSTM\] Wh must have shape .* but got shape \[12, 4\]",
+    "nn.Pointwise(cell, 3, 4, gates=2, states=2)(x)": "gates, states, params and inputs must be as many .* got gates=2",
+    "torch.LSTM(3, 4)(x, mx.zeros((1, 5, 4)))": r"hx must be a tuple \(h_0, c_0\)",
+    "torch.LSTM(3, 4, bidirectional=True)(x, (mx.zeros((1, 5, 4)),) * 2)": r"h_0 must have shape \[2, 5, 4\]",
+    "lstm(x, mx.ones((16, 3)), mx.ones((20, 5)))": r"Wx .* as Wh has shape \[20, 5\] .* but got shape \[16, 3\]",
+    "lstm(x, mx.ones((3, 16)), mx.ones((16, 4)))": r"Wx must have shape \[16, 3\], as Wh has shape \[16, 4\]",
+    "lstm(x, mx.ones((16, 3)), mx.ones((16, 4)), engine='gpu')": "engine must be one of fused, stepwise, numpy, ops",
+    # weights
+    "convert.from_torch(state_dict)": "layers found: 'enc.'; pass prefix=",
+    "convert.from_torch(state_dict, prefix='encoder.')": "layers found: 'enc.'; pass prefix=, but got 'encoder.'",
+    "convert.from_torch(two_layers)": "layers found: 'enc.', 'dec.'; pass prefix=",
+    "convert.from_torch({})": "weight_ih_l0 must be there",
+}
+
+METHODS = {
+    "to": "mx.set_default_device",
+    "cuda": "mx.set_default_device",
+    "half": "layer.set_dtype",
+    "load_state_dict": "layer.load_weights",
+    "state_dict": r"layer.parameters\(\)",
+    "flatten_parameters": "leave the call out",
+    "named_parameters": "mlx.utils.tree_flatten",
+    "set_weights": "layer.load_weights",
+}
+
+
+@pytest.mark.parametrize("code", MISTAKES)
+def test_a_mistake_is_answered_with_what_to_use(code):
+    with pytest.raises(ValueError, match=MISTAKES[code]):
+        eval(code)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("layer", [nn.LSTM(3, 4), torch.GRU(3, 4)], ids=["nn", "torch"])
+def test_methods_of_other_frameworks(layer, name):
+    with pytest.raises(AttributeError, match=METHODS[name]):
+        getattr(layer, name)
+    assert not hasattr(layer, name)
+
+
+def test_unknown_names_keep_the_errors_of_python():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        nn.LSTM(3, 4, colour="red")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        torch.GRU(3, 4)(x, colour="red")
+    with pytest.raises(AttributeError, match="has no attribute 'colour'"):
+        nn.LSTM(3, 4).colour  # noqa: B018
+
+
+def test_a_subclass_has_its_own_options():
+    """A subclass of a layer may have options and parameters with the names of another framework."""
+
+    class Deep(nn.LSTM):
+        def __init__(self, units, num_layers):
+            super().__init__(3, units)
+            self.to = num_layers
+
+    assert Deep(4, num_layers=2).to == 2
+
+
+def test_dropout_in_one_layer_warns():
+    checks.forget_warnings()
+    with pytest.warns(UserWarning, match=r"\[torch.LSTM\] dropout=0.5 has no effect on one layer"):
+        torch.LSTM(3, 4, dropout=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.LSTM(3, 4, num_layers=2, dropout=0.5)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN, torch.LSTM, torch.GRU, torch.RNN, torch.LSTMCell])
+def test_signatures_show_the_arguments(layer):
+    assert list(inspect.signature(layer).parameters)[:2] == ["input_size", "hidden_size"]
+    assert next(iter(inspect.signature(layer(3, 4)).parameters)) in ("x", "input")
+
+
+def test_repr_shows_the_engine_and_checkpoints():
+    assert repr(nn.LSTM(3, 4, engine="ops")) == "LSTM(input_dims=3, hidden_size=4, bias=True, engine='ops')"
+    assert repr(torch.GRU(3, 4, checkpoint_every=8)) == "GRU(3, 4, checkpoint_every=8)"
+    layer = nn.Pointwise(cell, 3, 4, gates=3, states=2, engine="numpy", checkpoint_every="auto")
+    assert repr(layer).endswith("bias=True, checkpoint_every='auto', engine='numpy')")
+
+
+def test_dir_lists_public_names_only():
+    assert dir(cells) == sorted(cells.__all__) and dir(keras) == sorted(keras.__all__)
+
+
+def test_version_and_unknown_options(capsys):
+    assert command.main(["--version"]) == 0
+    assert capsys.readouterr().out == "mlx-lstm 0.1.0\n"
+    assert command.main(["--foo"]) == 2
+    assert "There is no option '--foo'" in capsys.readouterr().err
+    for name in command.COMMANDS:
+        with pytest.raises(SystemExit) as end:
+            command.main([name, "--version"])
+        assert end.value.code == 0 and capsys.readouterr().out == "mlx-lstm 0.1.0\n"
+        with pytest.raises(SystemExit) as end:
+            command.main([name, *["a.npz", "b.npz"] * (name == "convert"), "--foo"])
+        assert end.value.code == 2 and "--foo" in capsys.readouterr().err
+
+
+def test_a_core_ml_package_is_written(tmp_path, capsys):
+    convert.write(tmp_path / "a.npz", {"": convert.from_torch(torch.LSTM(3, 4))})
+    given = [str(tmp_path / name) for name in ("a.npz", "a.mlpackage")]
+    assert convert_main(given) == 0 and (tmp_path / "a.mlpackage" / "Manifest.json").is_file()
+    assert "not read again: Core ML packages are only written" in capsys.readouterr().out
+    assert convert_main(given) == 2 and convert_main([*given, "--force"]) == 0
+    assert convert_main([given[1], str(tmp_path / "b.npz")]) == 2
+    assert "Core ML packages can be written, not read" in capsys.readouterr().err
+
+
+def test_progress_in_a_pipe_is_a_line_now_and_then(monkeypatch):
+    monkeypatch.setattr(progress_module, "EVERY", 0.05)
+    with Progress(io.StringIO()) as progress:
+        progress.count(0, 4)
+        progress.say("first part")
+        time.sleep(0.02)
+        progress.count(1, 4)
+        progress.say("second part", left=1000)
+        time.sleep(0.1)
+    lines = progress.out.getvalue().splitlines()
+    assert lines[0] == "0:00  second part, about 0:00 left"
+
+
+@pytest.mark.parametrize("options", [["--contenders", "ours", "--seconds", "60"]])
+def test_ctrl_c_says_what_is_kept(options):
+    """The child sends itself Ctrl-C as soon as it measures. A child of a shell's background job would ignore it."""
+    code = (
+        "import signal, mlx_lstm.bench.__main__ as b\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "b.measure = lambda *a, **k: signal.raise_signal(signal.SIGINT)\n"
+    )
+    code += f"raise SystemExit(b.main({[*options, '--sizes', '2,1,2,3']!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 130 and "interrupted after 0 of 2 tables: nothing is kept" in done.stderr, done.stderr
