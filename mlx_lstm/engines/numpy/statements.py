@@ -75,13 +75,18 @@ def places(array: str, count: int) -> list[Place]:
 
 
 def lowered(
-    nodes: Nodes, outputs: Iterable[int], known: Mapping[int, Place], negated: Iterable[int], squares: bool
+    nodes: Nodes,
+    outputs: Iterable[int],
+    known: Mapping[int, Place],
+    negated: Iterable[int],
+    squares: bool,
+    divided: Mapping[int, int],
 ) -> tuple[Graph, dict[int, int]]:
     """Return the graph in operations that NumPy has, and for each node its number there. Nodes in `known` become
     inputs.
 
     negated: nodes whose places hold the negated value. squares: whether y (1 - y) is computed as y - y^2, which takes
-    one pass over memory less if the squares of several gates are computed together.
+    one pass over memory less if the squares of several gates are computed together. divided: the result of `quotients`.
     """
     graph, number = Graph(), dict[int, int]()
     one = graph.constant(1)
@@ -102,9 +107,12 @@ def lowered(
         args = [] if n in known else [number[k] for k in node.args]
         if n in known:
             number[n] = graph.input(f"n{n}")
-        elif node.op in ("sigmoid", "reciprocal"):  # the reciprocal of a sigmoid is 1 + exp(-x)
+        elif node.op == "sigmoid":
             u = graph.node(Node("add", (graph.node(Node("exp", (negative(args[0]),))), one)))
-            number[n] = u if node.op == "reciprocal" else graph.node(Node("div", (one, u)))
+            number[n] = graph.node(Node("div", (one, u)))
+        elif n in divided:
+            (other,) = (number[k] for k in node.args if k != divided[n])
+            number[n] = graph.node(Node("div", (other, graph.nodes[number[divided[n]]].args[1])))
         elif node.op == "rsqrt":
             number[n] = graph.node(Node("div", (one, graph.node(Node("sqrt", (args[0],))))))
         elif node.op == "add" and graph.nodes[args[1]].op == "neg":
@@ -127,19 +135,17 @@ def before_clip(nodes: Nodes, node: Node, known: Mapping[int, Place]) -> int | N
     return None
 
 
-def with_reciprocals(nodes: Nodes, outputs: Sequence[int]) -> tuple[Node, ...]:
-    """Return the nodes of a graph, changed for the forward pass: if the graph uses a sigmoid only as a factor of
-    products, the node of the sigmoid becomes its reciprocal, and the products become quotients."""
-    changed, order = list(nodes), needed(nodes, outputs)
+def quotients(nodes: Nodes, outputs: Sequence[int]) -> dict[int, int]:
+    """Return {product: sigmoid} for all products that are computed as quotients: x * sigmoid(z) as x / (1 + exp(-z)).
+    The step then need not compute the sigmoid, unless it is saved. A sigmoid is chosen if the graph uses it only as a
+    factor of products."""
+    found, order = dict[int, int](), needed(nodes, outputs)
     for n in order:
-        uses = [k for k in order if n in changed[k].args]
-        factor = all(changed[k].op == "mul" and changed[k].args.count(n) == 1 for k in uses)
-        if changed[n].op == "sigmoid" and factor and n not in outputs:
-            changed[n] = changed[n]._replace(op="reciprocal")
-            for k in uses:
-                (other,) = (a for a in changed[k].args if a != n)
-                changed[k] = changed[k]._replace(op="div", args=(other, n))
-    return tuple(changed)
+        uses = [k for k in order if n in nodes[k].args]
+        factor = all(nodes[k].op == "mul" and nodes[k].args.count(n) == 1 and k not in found for k in uses)
+        if nodes[n].op == "sigmoid" and factor and n not in outputs:
+            found |= dict.fromkeys(uses, n)
+    return found
 
 
 # --- Groups ---
@@ -317,16 +323,17 @@ class Writer:
         negated: Iterable[int] = (),
         squares: bool = False,
         wide: Collection[str] = (),
+        divided: Mapping[int, int] | None = None,
     ):
         """Write the statements.
 
         known: the places that hold a node's value from the beginning. targets: pairs (node, place into which it shall
         be computed). A known place that is also a target is overwritten only after the last statement that reads its
         old value. sizes: the number of blocks of each array. free: the arrays whose values may be overwritten. dense:
-        the contiguous arrays, into which intermediate results may be written. negated, squares: as in `lowered`. wide:
-        the arrays that have the width of a projected h.
+        the contiguous arrays, into which intermediate results may be written. wide: the arrays that have the width of a
+        projected h. negated, squares, divided: as in `lowered`.
         """
-        graph, number = lowered(nodes, [n for n, _ in targets], known, negated, squares)
+        graph, number = lowered(nodes, [n for n, _ in targets], known, negated, squares, divided or {})
         self.nodes: list[Node] = graph.nodes
         self.sizes: dict[str, int] = dict(sizes)
         self.lines: list[str] = []

@@ -17,7 +17,7 @@ from ..cells import AnyCell
 from ..problem import Problem
 from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of
 from .products import JoinedProduct, SeparateProducts, TransposedProduct, WeightGradients, in_blocks, input_products
-from .statements import UFUNCS, Place, Writer, places, with_reciprocals
+from .statements import UFUNCS, Place, Writer, places, quotients
 
 Build = Callable[..., Callable[..., None]]
 
@@ -176,9 +176,6 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
 
     order: the order of the gates in z. negated: the gates whose rows of z are negated. adds: whether xs is added to z
     at once. bhn: whether bhn is added to the candidate's product.
-
-    Without `saves` no backward pass follows. Such a step takes less time, because it divides by 1 / sigmoid(z) = 1 +
-    exp(-z) where it would otherwise multiply by sigmoid(z).
     """
     graph, letters, carried = plan.graph, plan.cell.gate_order, plan.graph.states - 1
     x = "z" if plan.rows and not graph.apart else "xs"
@@ -192,10 +189,10 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
     targets += zip(graph.forward, [Place("n0", 0), *places("c", carried)], strict=True)
     sizes = {"z": graph.gates, "xs": graph.gates, "us": graph.inputs, "w": graph.params, "y": len(graph.saved)}
     sizes |= {"c": carried, "c_prev": carried, "operand": 1} | dict.fromkeys(ALONE, 1)
-    nodes = graph.nodes if saves else with_reciprocals(graph.nodes, graph.forward)
     minus = [graph.number[f"x{k}"] for k, letter in enumerate(letters) if letter in negated]
     wide = WIDE if plan.projects else ()
-    code = Writer(nodes, known, targets, sizes, ["z"], ["c", "n0"], minus, wide=wide)
+    divided = quotients(graph.nodes, graph.forward)
+    code = Writer(graph.nodes, known, targets, sizes, ["z"], ["c", "n0"], minus, wide=wide, divided=divided)
     before = [f"matmul(weights{n}, operand, product{n})" for n in range(len(plan.rows))]
     before += ["add(z, xs, z)"] * adds + ["add(z_n, bhn, z_n)"] * bhn
     fixed = ["us", "w", "k0", "k1", "W0T", "weights1", "product1", "z_n", "bhn"]
