@@ -19,7 +19,7 @@ from ..checks import fail
 from . import definitions
 from .captures import Captured, TooMuch, library_of
 from .cell_graph import CONDITIONS, CellGraph, Graph, Node, cell_graph, names_of, needed
-from .cells import AnyCell, Cell, PointwiseCell
+from .cells import AnyCell, Cell, PointwiseCell, form_of
 from .tracing import distinct, have_values, vjp
 
 OP = "pointwise"
@@ -257,7 +257,7 @@ def graph_of(cell: AnyCell, names: Collection[str], exposes: bool) -> CellGraph:
     caller gets the gates; for a backward pass, whether they have cotangents."""
     if isinstance(cell, PointwiseCell):
         return cell.graph
-    return traced_definition(cell.form, frozenset({"peephole", "Wp"} & set(names)), exposes)
+    return traced_definition(form_of(cell), frozenset({"peephole", "Wp"} & set(names)), exposes)
 
 
 def straight_through(x: mx.array, value: mx.array) -> mx.array:
@@ -293,22 +293,16 @@ TRACED: definitions.Functions = {
 def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellGraph:
     """Return the graph of a built-in cell. The forget bias and bhn are parts of the preactivations, and the limits of c
     and h are inputs, so that calls with other numbers need no other graph."""
-    gates, before = cell.gate_order, cell.op == "gru" and cell.reset == "before"
+    gates, before = cell.gate_order, cell.reset == "before"
     products = [k for k, gate in enumerate(gates) if cell.apart and not (before and gate == "n")]
     peepholes = [f"w{k}" for k in range(cell.gates)] if "peephole" in names else []
     first = [*(f"x{k}" for k in range(cell.gates)), *(f"p{k}" for k in products)]
     first += [*(f"s{k}" for k in range(cell.carried + 1)), *peepholes, *(["i0"] if before else [])]
-    given = [*first, "k0", "k1", "W0"]
+    more = {"k0": cell.cell_clip is not None, "k1": cell.projection_clip is not None, "W0": before or "Wp" in names}
+    given = [*first, *(name for name, is_there in more.items() if is_there)]
 
     def results(*arrays: mx.array) -> list[mx.array]:
-        of = dict(zip(given, arrays, strict=True))
-        a = {gate: (of[f"x{k}"], of.get(f"p{k}")) if cell.apart else of[f"x{k}"] for k, gate in enumerate(gates)}
-        v = {"h": of["s0"], "c": of.get("s1"), "h_in": of.get("i0"), "Wh_n": of["W0"]}
-        v |= {"Wp": of["W0"]} if "Wp" in names else {}
-        v |= {"peephole": dict(zip(gates, [of[name] for name in peepholes], strict=True))} if peepholes else {}
-        v |= {"limit": of["k0"]} if cell.cell_clip is not None else {}
-        v |= {"projection limit": of["k1"]} if cell.projection_clip is not None else {}
-        states, found = definitions.step(cell, a, v, TRACED)
+        states, found = definitions.step(cell, dict(zip(given, arrays, strict=True)), TRACED)
         return distinct([*states, *(found[gate] for gate in gates)])
 
     def derivatives(*arrays: mx.array) -> list[mx.array]:

@@ -1,7 +1,7 @@
 """The options of the recurrent cells: gate order, activations and others. The classes hold no arrays."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .cell_graph import CellGraph
 
@@ -63,18 +63,11 @@ class LSTMCell(NamedTuple):
     carried = 1
     kept = 4
     apart = False
-    recurrent = True
-    reads_kept = True
+    recurrent = reads_kept = True
     params = "peephole"
     reset = ""
     outputs = LSTM_OUTPUTS
     block = gate_block
-
-    @property
-    def form(self) -> "LSTMCell":
-        """The cell without the numbers that generated code gets as arguments."""
-        limits = {name: 1.0 for name in ("cell_clip", "projection_clip") if getattr(self, name) is not None}
-        return self._replace(forget_bias=0.0, **limits) if limits or self.forget_bias else self
 
     def activation(self, gate: str) -> str:
         """Return the name of the activation of gate "i", "f", "g" or "o", or of the "output"."""
@@ -109,22 +102,14 @@ class GRUCell(NamedTuple):
     gates = 3
     carried = 0
     kept = 3
-    apart = True
-    recurrent = True
-    reads_kept = True
-    params = ""
+    apart = recurrent = reads_kept = True
+    params = output_peephole = ""
     forget_bias = 0.0
     cell_clip = projection_clip = None
     clip_gradient = "through"
     stops_c = stops_h = False
-    output_peephole = ""
     outputs = OUTPUTS
     block = gate_block
-
-    @property
-    def form(self) -> "GRUCell":
-        """The cell itself: generated code depends on all its options."""
-        return self
 
     def activation(self, gate: str) -> str:
         """Return the name of the activation of gate "r", "z" or "n"."""
@@ -140,16 +125,12 @@ class RNNCell(NamedTuple):
     gates = 1
     carried = 0
     kept = 1
-    apart = False
     recurrent = True
-    reads_kept = False
-    params = ""
+    apart = reads_kept = stops_c = stops_h = False
+    params = reset = output_peephole = ""
     forget_bias = 0.0
     cell_clip = projection_clip = None
     clip_gradient = "through"
-    stops_c = stops_h = False
-    reset = ""
-    output_peephole = ""
     gate_order = "h"
     outputs = OUTPUTS
     block = gate_block
@@ -158,11 +139,6 @@ class RNNCell(NamedTuple):
     def activations(self) -> tuple[str, ...]:
         """The activation, as a tuple like that of the other cells."""
         return (self.act,)
-
-    @property
-    def form(self) -> "RNNCell":
-        """The cell itself: generated code depends on its option."""
-        return self
 
 
 class PointwiseCell(NamedTuple):
@@ -177,8 +153,7 @@ class PointwiseCell(NamedTuple):
     op = "pointwise"
     reads_kept = True
     params = "params"
-    reset = ""
-    output_peephole = ""
+    reset = output_peephole = ""
     forget_bias = 0.0
     cell_clip = projection_clip = None
     clip_gradient = "through"
@@ -189,11 +164,6 @@ class PointwiseCell(NamedTuple):
     def activations(self) -> tuple[str, ...]:
         """A user's function has no activations with names."""
         return ()
-
-    @property
-    def form(self) -> "PointwiseCell":
-        """The cell itself: generated code depends on its graph."""
-        return self
 
     @property
     def apart(self) -> bool:
@@ -229,3 +199,10 @@ class PointwiseCell(NamedTuple):
 
 Cell = LSTMCell | GRUCell | RNNCell
 AnyCell = Cell | PointwiseCell
+
+
+def form_of(cell: AnyCell) -> Any:
+    """Return the cell without the numbers that generated code gets as arguments."""
+    limits = {name: 1.0 for name in ("cell_clip", "projection_clip") if getattr(cell, name) is not None}
+    whole: Any = cell
+    return whole._replace(forget_bias=0.0, **limits) if limits or cell.forget_bias else cell

@@ -88,19 +88,19 @@ def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functi
       o = s_o(a_o + p_o c), or s_o(a_o + p_o c_prev) if `output_peephole` is "previous"
       h = o s_output(c), or its product with Wp, clipped if there is a limit
     """
-    p, c_prev = v.get("peephole"), v["c"]
+    p, c_prev = v["peephole"], v["c"]
 
     def gate(name: str, seen: Array) -> Array:
         return known("ops", s, cell.activation(name))(a[name] + p[name] * seen if p else a[name])
 
     i, f, g = (gate(name, c_prev) for name in "ifg")
     c = f * c_prev + i * g
-    if "limit" in v:
+    if v["limit"] is not None:
         c = s["clip"](c, v["limit"], cell.clip_gradient)
     o = gate("o", c if cell.output_peephole == "current" else c_prev)
     h = o * known("ops", s, cell.activation("output"))(c)
-    h = h @ v["Wp"].T if "Wp" in v else h
-    if "projection limit" in v:
+    h = h if v["W"] is None else h @ v["W"].T
+    if v["projection limit"] is not None:
         h = s["clip"](h, v["projection limit"], cell.clip_gradient)
     return [h, c], {"i": i, "f": f, "g": g, "o": o}
 
@@ -117,7 +117,7 @@ def gru(cell: GRUCell, a: Mapping[str, Any], v: Mapping[str, Any], s: Functions)
       h_new = z h + (1 - z) n,  or with flip_z  (1 - z) h + z n
     """
     r, z = (known("ops", s, cell.activation(gate))(a[gate][0] + a[gate][1]) for gate in "rz")
-    inner = r * a["n"][1] if cell.reset == "after" else (r * v["h_in"]) @ v["Wh_n"].T
+    inner = r * a["n"][1] if cell.reset == "after" else (r * v["h_in"]) @ v["W"].T
     n = known("ops", s, cell.activation("n"))(a["n"][0] + inner)
     old, new = (n, v["h"]) if cell.flip_z else (v["h"], n)
     h = new + z * (old - new)
@@ -134,6 +134,11 @@ def rnn(cell: RNNCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Function
 DEFINITIONS: dict[str, Callable[..., Step]] = {"lstm": lstm, "gru": gru, "rnn": rnn}
 
 
-def step(cell: Any, a: Mapping[str, Any], v: Mapping[str, Any], s: Functions = FUNCTIONS) -> Step:
-    """Run one step of a built-in cell, as its definition says."""
+def step(cell: Any, of: Mapping[str, Any], s: Functions = FUNCTIONS) -> Step:
+    """Run one step of a built-in cell, as its definition says. of: the inputs by the names that `CellGraph` lists. An
+    input that the call lacks is None or missing."""
+    a = {g: (of[f"x{k}"], of.get(f"p{k}")) if cell.apart else of[f"x{k}"] for k, g in enumerate(cell.gate_order)}
+    names = {"h": "s0", "c": "s1", "h_in": "i0", "W": "W0", "limit": "k0", "projection limit": "k1"}
+    v: dict[str, Any] = {name: of.get(key) for name, key in names.items()}
+    v["peephole"] = {g: of[f"w{k}"] for k, g in enumerate(cell.gate_order)} if "w0" in of else None
     return DEFINITIONS[cell.op](cell, a, v, s)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..cell_graph import CellGraph, needed
 from ..cell_tracer import graph_of
-from ..cells import AnyCell
+from ..cells import AnyCell, form_of
 from ..problem import Problem
 from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of
 from .products import JoinedProduct, SeparateProducts, TransposedProduct, WeightGradients, in_blocks, input_products
@@ -118,7 +118,7 @@ def plan_of(cell: AnyCell, v: Views, exposes: bool) -> Plan:
     """Return the plan of a cell for a call with the arrays v. exposes: for a forward pass, whether the caller gets the
     gates; for a backward pass, whether they have cotangents."""
     names = tuple([name for name in ("peephole", "Wp") if name in v])
-    return plan_for(cell.form, names, exposes)
+    return plan_for(form_of(cell), names, exposes)
 
 
 def negatable(graph: CellGraph, letters: str) -> str:
@@ -139,7 +139,7 @@ def negatable(graph: CellGraph, letters: str) -> str:
 def rows_of_product(cell: AnyCell) -> list[tuple[int, int]]:
     """Return the blocks of Wh that multiply h, as (first, last + 1): all, or those of the gates r and z if the reset
     comes before the candidate's product."""
-    if cell.op != "gru" or cell.reset == "after":
+    if cell.reset != "before":
         return [(0, cell.gates)]
     first, second = sorted(cell.gate_order.index(gate) for gate in "rz")
     return [(first, second + 1)] if second == first + 1 else [(first, first + 1), (second, second + 1)]

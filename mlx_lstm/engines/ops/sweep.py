@@ -120,32 +120,38 @@ def step(
         inputs = arrays["inputs"][t, ...] if "inputs" in arrays else None
         live = live_items(arrays, t)
         return pointwise_step(problem.cell, z, product, h, c, inputs, arrays.get("params"), live)
-    cell, Wh = problem.cell, arrays["Wh"]
-    v: dict[str, Any] = {"h": h, "c": c, "h_in": h_in}
+    cell, H, Wh = problem.cell, problem.H, arrays["Wh"]
+    of: dict[str, Any] = {"s0": h, "s1": c, "i0": h_in, "W0": arrays.get("Wp")} | limits_of(cell, c, h)
+    of |= named("w", cell, arrays.get("peephole"))
     # mx.addmm is not used here and in the definitions: MLX 0.32.4 refuses it under vmap over x alone.
-    if not cell.apart:
-        a: dict[str, Any] = by_gate(cell, z + h_in @ Wh.T)
-        if cell.forget_bias:
-            a["f"] = a["f"] + constant(cell.forget_bias, z)
-    elif cell.reset == "after":  # one product with all three blocks of Wh
-        p, x = by_gate(cell, h_in @ Wh.T), by_gate(cell, z)
-        a = {gate: (x[gate], p[gate] + arrays["bhn"] if gate == "n" and "bhn" in arrays else p[gate]) for gate in x}
-    else:
-        v["Wh_n"] = Wh[cell.block("n", problem.H)]
-        p = {gate: h_in @ Wh[cell.block(gate, problem.H)].T for gate in "rz"}
-        a = {gate: (x, p.get(gate)) for gate, x in by_gate(cell, z).items()}
-    if "peephole" in arrays:
-        v["peephole"] = by_gate(cell, arrays["peephole"])
-    if "Wp" in arrays:
-        v["Wp"] = arrays["Wp"]
-    if cell.cell_clip is not None:
-        v["limit"] = constant(cell.cell_clip, c)
-    if cell.projection_clip is not None:
-        v["projection limit"] = constant(cell.projection_clip, h)
-    states, gates = definitions.step(cell, a, v)
+    of |= named("x", cell, z if cell.apart else z + h_in @ Wh.T)
+    if cell.forget_bias:
+        f = f"x{cell.gate_order.index('f')}"
+        of[f] = of[f] + constant(cell.forget_bias, z)
+    if cell.reset == "after":  # one product with all three blocks of Wh
+        of |= named("p", cell, h_in @ Wh.T)
+        if "bhn" in arrays:
+            n = f"p{cell.gate_order.index('n')}"
+            of[n] = of[n] + arrays["bhn"]
+    elif cell.reset == "before":
+        of["W0"] = Wh[cell.block("n", H)]
+        of |= {f"p{k}": h_in @ Wh[cell.block(gate, H)].T for k, gate in enumerate(cell.gate_order) if gate != "n"}
+    states, gates = definitions.step(cell, of)
     of_gates = [gates[gate] for gate in cell.gate_order]
     every = of_gates[0] if len(of_gates) == 1 else mx.concatenate(of_gates, axis=-1)
     return every, states[1] if len(states) > 1 else c, states[0]
+
+
+def limits_of(cell: AnyCell, c: Array | None, h: Array) -> Arrays:
+    """Return the limits of c and of a projected h as inputs of a step, in the dtypes of c and h."""
+    limits = {"k0": (cell.cell_clip, c), "k1": (cell.projection_clip, h)}
+    return {name: constant(limit, a) for name, (limit, a) in limits.items() if limit is not None and a is not None}
+
+
+def named(letter: str, cell: AnyCell, array: Array | None) -> Arrays:
+    """Return the parts of an array [.., GH] as inputs of a step: one for each gate, with this letter and the number of
+    the gate. Return an empty dict if there is no array."""
+    return {} if array is None else {f"{letter}{k}": part for k, part in enumerate(by_gate(cell, array).values())}
 
 
 def by_gate(cell: AnyCell, array: Array) -> dict[str, Array]:
@@ -250,10 +256,7 @@ def step_backward(
     if "i0" in graph.number:
         given["i0"] = times_mask(arrays, before["h"], t)
     given |= {f"p{k}": before["q"] for k in graph.recomputed()}
-    for letter, array in (("w", arrays.get("peephole")), ("e", dgates)):
-        given |= {f"{letter}{k}": part for k, part in enumerate([] if array is None else by_gate(cell, array).values())}
-    if cell.stops_c and cell.cell_clip is not None:
-        given["k0"] = constant(cell.cell_clip, after["c"])
+    given |= named("w", cell, arrays.get("peephole")) | named("e", cell, dgates) | limits_of(cell, after.get("c"), dh)
     known = {n: given[name] for name, n in graph.number.items() if given.get(name) is not None}
     known |= known_after(graph, cell, after)
     if "Wp" in arrays:
@@ -285,7 +288,7 @@ def through_projection_clip(cell: AnyCell, Wp: Array, after: Arrays, dh: Array) 
     """Return the gradient of a projected h before the clip `projection_clip`: dh [.., P], or 0 where the clip changed
     h. after: h, c and the gates after the step or, with an axis of time, after all steps."""
     graph = graph_of(cell, ["Wp"], exposes=False)
-    given = {"d0": dh, "W0T": Wp.T, "k1": constant(cell.projection_clip or 0.0, after["h"])}
+    given = {"d0": dh, "W0T": Wp.T} | limits_of(cell, None, after["h"])
     known = known_after(graph, cell, after) | {graph.number[name]: array for name, array in given.items()}
     known[graph.operand("W0T")] = projected_vector(cell, after).astype(Wp.dtype)
     n = graph.operand("W0")
