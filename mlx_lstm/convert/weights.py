@@ -180,7 +180,7 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
     name of an array for error texts."""
     G, D = weights.cell.gates, weights.directions
     first = weights.layers[0][0]
-    if isinstance(weights.cell, LSTMCell) and weights.cell.projection_clip is not None and "Wp" not in first:
+    if weights.cell.projection_clip is not None and "Wp" not in first:
         fail(op, "projection_clip must be None without a projection", weights.cell.projection_clip)
     for word in ("Wx", "Wh", *(["Wp"] if "Wp" in first else [])):
         if word not in first:

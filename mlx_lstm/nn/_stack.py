@@ -245,7 +245,7 @@ def state_names(cell: Cell | OwnCell) -> list[str]:
     """Return the names of the states of a layer: h, and c of an LSTM, or s1, s2, ... of a cell of the user's own."""
     if isinstance(cell, OwnCell):
         return ["h", *(f"s{n}" for n in range(1, cell.states))]
-    return ["h", "c"] if isinstance(cell, LSTMCell) else ["h"]
+    return ["h", "c"][: 1 + cell.carried]
 
 
 def run_group(group: "Depth", arrays: Arrays, steps: Arrays, options: dict[str, Any]) -> dict[str, Any]:

@@ -293,9 +293,8 @@ def cell_number(cell: AnyCell, peephole: bool = False) -> int:
 def numbers_of(cell: AnyCell) -> mx.array | None:
     """Return the array of three numbers that an LSTM's kernels read: the forget bias, the limit of the cell state and
     the limit of a projected h. A limit that the cell does not have is 0. Return None for other cells."""
-    if not isinstance(cell, LSTMCell):
-        return None
-    return constant((cell.forget_bias, cell.cell_clip or 0.0, cell.projection_clip or 0.0), mx.float32)
+    numbers = cell.forget_bias, cell.cell_clip or 0.0, cell.projection_clip or 0.0
+    return constant(numbers, mx.float32) if cell.op == "lstm" else None
 
 
 def layout_number(cell: AnyCell) -> int:

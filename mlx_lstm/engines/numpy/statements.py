@@ -449,7 +449,7 @@ class Writer:
         if len(unit) == 1:
             self.write_one(t, unit[0], unit)
             return
-        columns = [*zip(*[self.aligned(n, unit[0]) for n in unit], strict=True)]
+        columns = [*zip(*[self.nodes[n].args for n in unit], strict=True)]
         out = self.destination(t, unit) if all(self.is_neighbourly(column) for column in columns) else None
         if out is None:
             for n in unit:
@@ -458,18 +458,6 @@ class Writer:
         self.lines.append(call(self.nodes[unit[0]].op, [*map(self.operand, columns)], self.text(out)))
         self.settle(unit, out)
 
-    def aligned(self, n: int, first: int) -> tuple[int, ...]:
-        """Return the operands of node n in the order of the first node of its group."""
-        args, wanted = self.nodes[n].args, self.nodes[first].args
-        if n == first or self.nodes[n].op not in COMMUTES or len(args) < 2:
-            return args
-        kinds = [self.array_of(k) for k in args]
-        return args if kinds == [self.array_of(k) for k in wanted] else args[::-1]
-
-    def array_of(self, n: int) -> Any:
-        """Return the array in which a node lies, or the node itself if it is a constant."""
-        return n if self.nodes[n].op == "const" else self.place[n].array
-
     def destination(self, t: int, unit: tuple[int, ...]) -> list[Place] | None:
         """Return neighbouring blocks for the results of a group, or None if there are none."""
         if unit[0] in self.into:
@@ -477,7 +465,7 @@ class Writer:
             fits = self.are_neighbours(found) and all(map(lambda n, p: self.can_write(t, unit, n, p), unit, found))
             return found if fits else None
         candidates = [[self.block[n] for n in unit]] if all(n in self.block for n in unit) else []
-        args = [self.aligned(n, unit[0]) for n in unit]
+        args = [self.nodes[n].args for n in unit]
         for column in zip(*args, strict=True):
             if self.nodes[column[0]].op != "const" and self.overwritable(self.place[column[0]]):
                 candidates.append([self.place[n] for n in column])

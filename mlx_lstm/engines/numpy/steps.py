@@ -70,11 +70,11 @@ def function_of(
 class Plan:
     """What the steps of a cell need to know before they run: the cell's graph, and the code that was generated from it.
 
-    second: whether a step has a second product, which is the one with the projection if `projects`. clips: whether c or
-    a projected h is limited. negatable: the gates whose sigmoid is computed from -z. other: the numbers of the gates
-    whose input part and recurrent part have different gradients, such as a GRU's candidate. passes_h: whether a part of
-    the gradient of h_prev bypasses the recurrent product. recomputed: the gates whose recurrent product the backward
-    pass computes again. rows: the blocks of Wh that multiply h. whole: whether these are all blocks, in one product.
+    second: whether a step has a second product, which is the one with the projection if `projects`. negatable: the
+    gates whose sigmoid is computed from -z. other: the numbers of the gates whose input part and recurrent part have
+    different gradients, such as a GRU's candidate. passes_h: whether a part of the gradient of h_prev bypasses the
+    recurrent product. recomputed: the gates whose recurrent product the backward pass computes again. rows: the blocks
+    of Wh that multiply h. whole: whether these are all blocks, in one product.
     """
 
     def __init__(self, cell: AnyCell, names: Collection[str], exposes: bool):
@@ -83,8 +83,6 @@ class Plan:
         self.rows: list[tuple[int, int]] = rows_of_product(cell) if cell.recurrent else []
         self.second: bool = graph.has_product()
         self.projects: bool = "Wp" in names
-        self.clips: bool = "k0" in graph.number or "k1" in graph.number
-        self.reads_constants: bool = self.second or self.clips or graph.params > 0
         self.whole: bool = cell.recurrent and self.rows == [(0, cell.gates)]
         self.negatable: str = negatable(graph, cell.gate_order) if cell.recurrent else ""
         self.other: tuple[int, ...] = tuple(
@@ -94,21 +92,6 @@ class Plan:
         self.passes_h: bool = direct.op != "const" or direct.value != 0
         self.reads_h: bool = graph.reads_after(0)
         self.recomputed: list[int] = graph.recomputed()
-        self.built: dict[Any, Build] = {}
-
-    def forward(self, order: str, negated: str, saves: bool, adds: bool, bhn: bool) -> Build:
-        """Return the function that builds a forward step (see `forward_function`)."""
-        key = order, negated, saves, adds, bhn
-        build = self.built.get(key)
-        if build is None:
-            build = self.built[key] = forward_function(self, *key)
-        return build
-
-    def backward(self) -> Build:
-        """Return the function that builds a backward step (see `backward_function`)."""
-        if None not in self.built:
-            self.built[None] = backward_function(self)
-        return self.built[None]
 
 
 plan_for = lru_cache(128)(Plan)
@@ -158,6 +141,7 @@ WIDE = ("n0", "d0", "dh")
 """The arrays that have the width of a projected h."""
 
 
+@lru_cache(256)
 def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bool, bhn: bool) -> Build:
     """Return the function that builds a forward step: step(operand, xs, s0, c_prev, y, c, n0).
 
@@ -215,7 +199,7 @@ class Step:
             if self.apart or not cell.recurrent
             else input_products(problem, v, mask, plan.negatable, streamed)
         )
-        products, more = self.products, constants_of(plan, cell, v, B) if plan.reads_constants else {}
+        products, more = self.products, constants_of(plan, cell, v, B)
         z = np.empty((cell.gates * H, B), dtype)
         weights, product = None, z
         if plan.whole:
@@ -232,7 +216,7 @@ class Step:
             more |= {"z_n": z[cell.block("n", H)], "bhn": np.repeat(v["bhn"][:, None], B, axis=1)}
         adds = bool(plan.rows) and not self.apart and not isinstance(products, JoinedProduct)
         saves = problem.training or problem.return_gates
-        build = plan.forward(products.order, products.negated, saves, adds, "bhn" in v)
+        build = forward_function(plan, products.order, products.negated, saves, adds, "bhn" in v)
         self.product: Array = product
         self.run: Callable[..., None] = build(H, B, dtype, z, weights, product, more)
 
@@ -243,7 +227,7 @@ def constants_of(plan: Plan, cell: AnyCell, v: Views, B: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if plan.graph.params:
         found["w"] = np.repeat(v[cell.params][:, None], B, axis=1)
-    limits = {"k0": cell.cell_clip, "k1": cell.projection_clip} if plan.clips else {}
+    limits = {"k0": cell.cell_clip, "k1": cell.projection_clip}
     found |= {name: np.array(limit, v["x"].dtype) for name, limit in limits.items() if limit is not None}
     if plan.projects:
         found["P"] = len(v["Wp"])
@@ -253,6 +237,7 @@ def constants_of(plan: Plan, cell: AnyCell, v: Views, B: int) -> dict[str, Any]:
     return found
 
 
+@lru_cache(128)
 def backward_function(plan: Plan) -> Build:
     """Return the function that builds a backward step: step(t, columns, c_prev, c, d0, dc, e).
 
@@ -373,7 +358,9 @@ class StepBackward:
             through = self.through_rows
         saved_at = steps_of(saved["gates"]) if "gates" in saved and graph.saved else None
         h_at = steps_of(saved["h"]) if plan.reads_h else None
-        self.run: Callable[..., None] = plan.backward()(H, B, dtype, self, saved_at, h_at, self.dz, through, more)
+        self.run: Callable[..., None] = backward_function(plan)(
+            H, B, dtype, self, saved_at, h_at, self.dz, through, more
+        )
 
     def through_rows(self, dz: Array, dh: Array) -> None:
         """Write to dh [H, B] the gradient of the h that the rows of some gates multiply, and that enters the second
