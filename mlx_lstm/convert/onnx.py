@@ -164,13 +164,11 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
 
 def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
     """Return the attributes of an ONNX node that name the cell's activations; none if they are the defaults."""
-    words = [cell.activations[0], *cell.activations[2::2]]  # f, or f, g, or f, g, h in ONNX' words
-    if (
-        len(words) > 1
-        and cell.activations != (words[0], words[0], words[1], words[0], words[-1])[: len(cell.activations)]
-    ):
+    acts = cell.activations
+    words = [acts[0], *acts[2::2]]  # f, or f and g, or f, g and h, in ONNX' words
+    if len(words) > 1 and acts != (words[0], words[0], words[1], words[0], words[-1])[: len(acts)]:
         which = "both" if cell.op == "gru" else "all"
-        fail(op, f"activations must be the same for {which} gates, as ONNX has them,", cell.activations)
+        fail(op, f"activations must be the same for {which} gates, as ONNX has them,", acts)
     theirs = [ACTIVATIONS[word] for word in words] * D
     if tuple(one[0] for one in theirs) == DEFAULTS[cell.op] * D:
         return {}
