@@ -1,7 +1,9 @@
 """Tests that engine `numpy` agrees with engine `ops` up to float64 rounding, for arrays with any strides and any
 number of chunks. Other tests check the memory, the cache and the floating-point warnings of engine `numpy`."""
 
+import gc
 import tracemalloc
+import weakref
 
 import mlx.core as mx
 import numpy as np
@@ -255,6 +257,35 @@ def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training)
     # The list has one entry per array that a step reads or writes: whether it is contiguous. There are 4 steps. Each
     # has 4 arrays. If gates are saved for the gradient, there is a fifth array; a plain RNN saves no gates.
     assert len(contiguous) == 4 * (5 if training and word != "rnn" else 4) and all(contiguous)
+
+
+@pytest.mark.parametrize("options", [("lstm", {}), ("gru", {}), ("gru", {"reset": "before"}), ("rnn", {})])
+def test_arrays_of_a_call_are_freed_at_once(monkeypatch, options):
+    """The arrays of both passes are freed when the call ends, without Python's search for cycles of objects."""
+    word, more = options
+    alive = []
+
+    def watched(kind):
+        class Watched(kind):
+            def __init__(self, *given):
+                super().__init__(*given)
+                alive.append(weakref.ref(self))
+
+        return Watched
+
+    for name in ("Step", "StepBackward"):
+        monkeypatch.setattr(engine_numpy_passes, name, watched(getattr(engine_numpy_passes, name)))
+    _, drawn, given = split(draw(np.random.default_rng(0), op=word, sizes=(3, 2, 2, 5, 5), **more))
+    gc.disable()
+    try:
+        with mx.stream(mx.cpu):
+            arrays = [whole(array) for array in drawn.values()]
+            op = {"lstm": lstm, "gru": gru, "rnn": rnn}[word]
+            loss = lambda *values: op(**dict(zip(drawn, values, strict=True)), **given, engine="numpy").h.sum()  # noqa: E731
+            mx.eval(mx.grad(loss, argnums=range(len(arrays)))(*arrays))
+        assert len(alive) == 2 and not any(step() for step in alive)
+    finally:
+        gc.enable()
 
 
 def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():

@@ -239,7 +239,7 @@ def constants_of(plan: Plan, cell: AnyCell, v: Views, B: int) -> dict[str, Any]:
 
 @lru_cache(128)
 def backward_function(plan: Plan) -> Build:
-    """Return the function that builds a backward step: step(t, columns, c_prev, c, d0, dc, e).
+    """Return the function that builds a backward step: step(own, t, columns, c_prev, c, d0, dc, e).
 
     The step reads
 
@@ -294,9 +294,9 @@ def backward_function(plan: Plan) -> Build:
     fixed = ["s0", "us", "du", "w", "dw", "direct", "di", "W0", "W0T", "k0", "k1", "all_dx", "all_m", "all_q", "all_dh"]
     if words.count("s0") <= 1:
         fixed.remove("s0")
-    after = ["through_Wh(dz, d0)" if plan.rows else "d0.fill(0)"]
+    after = ["through_Wh(dz, d0)" if plan.whole else "own.through_rows(dz, d0)" if plan.rows else "d0.fill(0)"]
     return function_of(
-        code, "own, saved_at, h_at, all_dz, through_Wh", fixed, "t, columns, c_prev, c, d0, dc, e", before, after
+        code, "saved_at, h_at, all_dz, through_Wh", fixed, "own, t, columns, c_prev, c, d0, dc, e", before, after
     )
 
 
@@ -350,17 +350,14 @@ class StepBackward:
             self.dw: Array = np.empty((graph.params * H, B), dtype)
             self.dparams: Array = np.zeros((graph.params * H, B), dtype)  # summed over the batch after the last step
             more |= {"us": us, "du": self.du, "dw": self.dw}
-        through: Any = None
-        if plan.whole:
-            through = TransposedProduct(self.Wh, problem)
-        elif plan.rows:
+        through = TransposedProduct(self.Wh, problem) if plan.whole else None
+        if plan.rows and not plan.whole:
             self.di = more["di"] = np.empty((H, B), dtype)
-            through = self.through_rows
         saved_at = steps_of(saved["gates"]) if "gates" in saved and graph.saved else None
         h_at = steps_of(saved["h"]) if plan.reads_h else None
-        self.run: Callable[..., None] = backward_function(plan)(
-            H, B, dtype, self, saved_at, h_at, self.dz, through, more
-        )
+        # The function gets this object as an argument. If it held the object, both would be a cycle, and the arrays
+        # would be freed much later.
+        self.run: Callable[..., None] = backward_function(plan)(H, B, dtype, saved_at, h_at, self.dz, through, more)
 
     def through_rows(self, dz: Array, dh: Array) -> None:
         """Write to dh [H, B] the gradient of the h that the rows of some gates multiply, and that enters the second
