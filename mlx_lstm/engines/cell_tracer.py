@@ -177,11 +177,22 @@ def values_of(
     known: the values of some nodes, among them all inputs that are needed. like: an array of the shape and dtype of
     the results; constants stay scalars of this dtype. functions: the function of MLX for each operation.
     """
+    return computed(nodes, needed(nodes, outputs, known), known, like, functions)
+
+
+def computed(
+    nodes: tuple[Node, ...],
+    order: Iterable[int],
+    known: Mapping[int, mx.array],
+    like: mx.array,
+    functions: Mapping[str, Callable[..., Any]] = OPERATIONS,
+) -> dict[int, mx.array]:
+    """Return the values of the nodes in `order`, as `values_of` does."""
     values = dict(known)
-    for n in needed(nodes, outputs, known):
-        node = nodes[n]
+    for n in order:
         if n in values:
             continue
+        node = nodes[n]
         if node.op == "const":
             values[n] = mx.array(node.value, like.dtype)
         elif node.op == "float":

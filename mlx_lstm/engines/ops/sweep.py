@@ -13,8 +13,8 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from .. import definitions
-from ..cell_graph import CellGraph
-from ..cell_tracer import graph_of, values_of
+from ..cell_graph import CellGraph, needed
+from ..cell_tracer import computed, graph_of, values_of
 from ..cells import AnyCell, PointwiseCell
 from ..definitions import constant
 from ..directions import half, join, join_gradients, one_direction, part
@@ -121,8 +121,9 @@ def step(
         live = live_items(arrays, t)
         return pointwise_step(problem.cell, z, product, h, c, inputs, arrays.get("params"), live)
     cell, H, Wh = problem.cell, problem.H, arrays["Wh"]
-    of: dict[str, Any] = {"s0": h, "s1": c, "i0": h_in, "W0": arrays.get("Wp")} | limits_of(cell, c, h)
-    of |= named("w", cell, arrays.get("peephole"))
+    of: dict[str, Any] = {"s0": h, "s1": c, "i0": h_in, "W0": arrays.get("Wp"), **limits_of(cell, c, h)}
+    if "peephole" in arrays:
+        of |= named("w", cell, arrays["peephole"])
     # mx.addmm is not used here and in the definitions: MLX 0.32.4 refuses it under vmap over x alone.
     of |= named("x", cell, z if cell.apart else z + h_in @ Wh.T)
     if cell.forget_bias:
@@ -144,14 +145,17 @@ def step(
 
 def limits_of(cell: AnyCell, c: Array | None, h: Array) -> Arrays:
     """Return the limits of c and of a projected h as inputs of a step, in the dtypes of c and h."""
+    if cell.cell_clip is None and cell.projection_clip is None:
+        return {}
     limits = {"k0": (cell.cell_clip, c), "k1": (cell.projection_clip, h)}
     return {name: constant(limit, a) for name, (limit, a) in limits.items() if limit is not None and a is not None}
 
 
-def named(letter: str, cell: AnyCell, array: Array | None) -> Arrays:
+def named(letter: str, cell: AnyCell, array: Array) -> Arrays:
     """Return the parts of an array [.., GH] as inputs of a step: one for each gate, with this letter and the number of
-    the gate. Return an empty dict if there is no array."""
-    return {} if array is None else {f"{letter}{k}": part for k, part in enumerate(by_gate(cell, array).values())}
+    the gate."""
+    parts = [array] if cell.gates == 1 else mx.split(array, cell.gates, axis=-1)
+    return {f"{letter}{k}": part for k, part in enumerate(parts)}
 
 
 def by_gate(cell: AnyCell, array: Array) -> dict[str, Array]:
@@ -191,6 +195,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     starts |= gru_candidates(problem, arrays, starts["h"])
     dh, dc = cotangents.get("hT", mx.zeros_like(h0)), cotangents.get("cT", mx.zeros_like(c0))
     by_step: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}, "carry": {}}
+    step_back = backward_of_steps(problem, arrays, "gates" in cotangents)
     for t in reversed(problem.steps()):
         # The gradient of h after step t is a sum: the gradient that step t + 1 (in reverse step t - 1) returned, plus
         # the cotangent of the output h. The same holds for c. The index is [t, ...], because in MLX the gradient of
@@ -202,7 +207,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
         after = {name: saved[name][t, ...] for name in ("h", "c", "gates") if name in saved}
         if problem.cell.stops_h:
             dh_t = through_projection_clip(problem.cell, arrays["Wp"], after, dh_t)
-        back = step_backward(problem, arrays, t, before, after, dh_t, dc_t, dgates)
+        back = step_back(t, before, after, dh_t, dc_t, dgates)
         live, dz = live_items(arrays, t), back.dz
         if live is not None:
             dz, dh_t = mx.where(live, dz, 0), mx.where(live, dh_t, 0)
@@ -240,39 +245,54 @@ class StepGradients(NamedTuple):
     direct: Array | None = None
 
 
-def step_backward(
-    problem: Problem, arrays: Arrays, t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None
-) -> StepGradients:
-    """Return the gradients of step t of the problem's cell, computed from the graph of its derivative.
+def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callable[..., StepGradients]:
+    """Return the function step(t, before, after, dh, dc, dgates), which returns the gradients of step t, computed from
+    the graph of the cell's derivative. exposes: whether the gates have cotangents.
 
     before: the states h and c before the step. For a GRU with reset "after" also q, the candidate's product h Wh_n^T +
     bhn. after: h, c and the gates after the step. dh, dc, dgates: the gradients of h (of a projected h before its
     clip), c and gates in `after`.
     """
     cell, H, Wh = problem.cell, problem.H, arrays["Wh"]
-    graph = graph_of(cell, arrays, dgates is not None)
-    W = arrays["Wp"] if "Wp" in arrays else Wh[cell.block("n", H)] if "W0" in graph.number else None
-    given = {"s0": before["h"], "s1": before.get("c"), "d0": dh, "d1": dc, "W0": W, "W0T": None if W is None else W.T}
-    if "i0" in graph.number:
-        given["i0"] = times_mask(arrays, before["h"], t)
-    given |= {f"p{k}": before["q"] for k in graph.recomputed()}
-    given |= named("w", cell, arrays.get("peephole")) | named("e", cell, dgates) | limits_of(cell, after.get("c"), dh)
-    known = {n: given[name] for name, n in graph.number.items() if given.get(name) is not None}
-    known |= known_after(graph, cell, after)
-    if "Wp" in arrays:
-        known[graph.operand("W0")] = dh
+    graph = graph_of(cell, arrays, exposes)
+    fixed = named("w", cell, arrays["peephole"]) if "peephole" in arrays else {}
+    if graph.has_product():
+        W = arrays["Wp"] if "Wp" in arrays else Wh[cell.block("n", H)]
+        fixed |= {"W0": W, "W0T": W.T}
     gradients = {name: n for name, n in zip(graph.names, graph.back, strict=True) if name[0] != "w"}
-    values = values_of(graph.nodes, gradients.values(), known, dh)
-    of = {name: values[n] for name, n in gradients.items()}
-    dx = [of[f"x{k}"] for k in range(cell.gates)]
-    dp = [of.get(f"p{k}") for k in range(cell.gates)] if cell.apart else dx
-    dz = dx[0] if len(dx) == 1 else mx.concatenate(dx, axis=-1)
-    if "i0" in of:
-        rows = zip(dp, [cell.block(gate, H) for gate in cell.gate_order], strict=True)
-        dh_in = sum([d @ Wh[block] for d, block in rows if d is not None], of["i0"])
-    else:
-        dh_in = (mx.concatenate([d for d in dp if d is not None], axis=-1) if cell.apart else dz) @ Wh
-    return StepGradients(dz, dh_in, of.get("s1"), of["s0"] if cell.apart else None)
+    recomputed, rows = graph.recomputed(), [cell.block(gate, H) for gate in cell.gate_order]
+    order: list[int] = []  # the nodes to compute, the same at every step
+
+    def step(t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None) -> StepGradients:
+        given = fixed | {"s0": before["h"], "d0": dh, "d1": dc}
+        if "c" in before:
+            given["s1"] = before["c"]
+        if "i0" in graph.number:
+            given["i0"] = times_mask(arrays, before["h"], t)
+        if recomputed:
+            given |= {f"p{k}": before["q"] for k in recomputed}
+        if dgates is not None:
+            given |= named("e", cell, dgates)
+        if cell.stops_c:
+            given |= limits_of(cell, after["c"], dh)
+        known = known_after(graph, cell, after)
+        known |= {graph.number[name]: array for name, array in given.items() if name in graph.number}
+        if "Wp" in arrays:
+            known[graph.operand("W0")] = dh
+        if not order:
+            order.extend(needed(graph.nodes, gradients.values(), known))
+        values = computed(graph.nodes, order, known, dh)
+        of = {name: values[n] for name, n in gradients.items()}
+        dx = [of[f"x{k}"] for k in range(cell.gates)]
+        dp = [of[f"p{k}"] for k in range(cell.gates) if f"p{k}" in of] if cell.apart else dx
+        dz = dx[0] if len(dx) == 1 else mx.concatenate(dx, axis=-1)
+        if "i0" in of:
+            dh_in = sum([of[f"p{k}"] @ Wh[block] for k, block in enumerate(rows) if f"p{k}" in of], of["i0"])
+        else:
+            dh_in = (mx.concatenate(dp, axis=-1) if cell.apart else dz) @ Wh
+        return StepGradients(dz, dh_in, of.get("s1"), of["s0"] if cell.apart else None)
+
+    return step
 
 
 def known_after(graph: CellGraph, cell: AnyCell, after: Arrays) -> dict[int, Array]:
