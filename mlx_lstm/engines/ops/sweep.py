@@ -262,6 +262,7 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
     gradients = {name: n for name, n in zip(graph.names, graph.back, strict=True) if name[0] != "w"}
     recomputed, rows = graph.recomputed(), [cell.block(gate, H) for gate in cell.gate_order]
     order: list[int] = []  # the nodes to compute, the same at every step
+    constants: dict[mx.Dtype, dict[int, Array]] = {}
 
     def step(t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None) -> StepGradients:
         given = fixed | {"s0": before["h"], "d0": dh, "d1": dc}
@@ -281,7 +282,10 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
             known[graph.operand("W0")] = dh
         if not order:
             order.extend(needed(graph.nodes, gradients.values(), known))
-        values = computed(graph.nodes, order, known, dh)
+        if dh.dtype not in constants:
+            numbers = [n for n in order if graph.nodes[n].op == "const"]
+            constants[dh.dtype] = {n: constant(graph.nodes[n].value, dh) for n in numbers}
+        values = computed(graph.nodes, order, known | constants[dh.dtype], dh)
         of = {name: values[n] for name, n in gradients.items()}
         dx = [of[f"x{k}"] for k in range(cell.gates)]
         dp = [of[f"p{k}"] for k in range(cell.gates) if f"p{k}" in of] if cell.apart else dx
