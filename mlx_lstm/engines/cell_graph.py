@@ -5,6 +5,7 @@ precise and finite. `CellGraph` is a recurrent cell with its derivative.
 """
 
 from collections.abc import Callable, Collection, Iterable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -340,6 +341,7 @@ class CellGraph:
         products = [node for node in self.nodes if node.op == "matmul" and self.nodes[node.args[1]].value == matrix]
         return products[0].args[0]
 
+    @cached_property
     def recomputed(self) -> list[int]:
         """Return the gates whose recurrent product the backward pass reads although it was not saved."""
         return [k for k in range(self.gates) if self.reads(f"p{k}")] if self.gates else []

@@ -91,7 +91,7 @@ class Plan:
         direct = graph.nodes[graph.gradients("s")[0]]
         self.passes_h: bool = direct.op != "const" or direct.value != 0
         self.reads_h: bool = graph.reads_after(0)
-        self.recomputed: list[int] = graph.recomputed()
+        self.recomputed: list[int] = graph.recomputed
 
 
 plan_for = lru_cache(128)(Plan)

@@ -7,6 +7,7 @@ MLX arrays; nothing is evaluated.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -260,8 +261,7 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
         W = arrays["Wp"] if "Wp" in arrays else Wh[cell.block("n", H)]
         fixed |= {"W0": W, "W0T": W.T}
     gradients = {name: n for name, n in zip(graph.names, graph.back, strict=True) if name[0] != "w"}
-    recomputed, rows = graph.recomputed(), [cell.block(gate, H) for gate in cell.gate_order]
-    order: list[int] = []  # the nodes to compute, the same at every step
+    rows = [cell.block(gate, H) for gate in cell.gate_order]
     constants: dict[mx.Dtype, dict[int, Array]] = {}
 
     def step(t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None) -> StepGradients:
@@ -270,8 +270,7 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
             given["s1"] = before["c"]
         if "i0" in graph.number:
             given["i0"] = times_mask(arrays, before["h"], t)
-        if recomputed:
-            given |= {f"p{k}": before["q"] for k in recomputed}
+        given |= {f"p{k}": before["q"] for k in graph.recomputed}
         if dgates is not None:
             given |= named("e", cell, dgates)
         if cell.stops_c:
@@ -280,8 +279,7 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
         known |= {graph.number[name]: array for name, array in given.items() if name in graph.number}
         if "Wp" in arrays:
             known[graph.operand("W0")] = dh
-        if not order:
-            order.extend(needed(graph.nodes, gradients.values(), known))
+        order = order_of(graph, tuple(gradients.values()), frozenset(known))
         if dh.dtype not in constants:
             numbers = [n for n in order if graph.nodes[n].op == "const"]
             constants[dh.dtype] = {n: constant(graph.nodes[n].value, dh) for n in numbers}
@@ -297,6 +295,12 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
         return StepGradients(dz, dh_in, of.get("s1"), of["s0"] if cell.apart else None)
 
     return step
+
+
+@lru_cache(128)
+def order_of(graph: CellGraph, outputs: tuple[int, ...], known: frozenset[int]) -> list[int]:
+    """Return the nodes from which the outputs are computed, if the values of the nodes in `known` are given."""
+    return [n for n in needed(graph.nodes, outputs, known) if n not in known]
 
 
 def known_after(graph: CellGraph, cell: AnyCell, after: Arrays) -> dict[int, Array]:
