@@ -177,21 +177,19 @@ def values_of(
     known: the values of some nodes, among them all inputs that are needed. like: an array of the shape and dtype of
     the results; constants stay scalars of this dtype. functions: the function of MLX for each operation.
     """
-    return computed(nodes, needed(nodes, outputs, known), known, like, functions)
+    order = [n for n in needed(nodes, outputs, known) if n not in known]
+    return computed(nodes, order, dict(known), like, functions)
 
 
 def computed(
     nodes: tuple[Node, ...],
     order: Iterable[int],
-    known: Mapping[int, mx.array],
+    values: dict[int, mx.array],
     like: mx.array,
     functions: Mapping[str, Callable[..., Any]] = OPERATIONS,
 ) -> dict[int, mx.array]:
-    """Return the values of the nodes in `order`, as `values_of` does."""
-    values = dict(known)
+    """Add the values of the nodes in `order` to `values`, as `values_of` says. Return `values`."""
     for n in order:
-        if n in values:
-            continue
         node = nodes[n]
         if node.op == "const":
             values[n] = mx.array(node.value, like.dtype)

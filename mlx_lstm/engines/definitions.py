@@ -134,14 +134,11 @@ def rnn(cell: RNNCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Function
 DEFINITIONS: dict[str, Callable[..., Step]] = {"lstm": lstm, "gru": gru, "rnn": rnn}
 
 
-INPUTS = {"h": "s0", "c": "s1", "h_in": "i0", "W": "W0", "limit": "k0", "projection limit": "k1"}
-"""The names of the definitions' other inputs in a graph."""
-
-
 def step(cell: Any, of: Mapping[str, Any], s: Functions = FUNCTIONS) -> Step:
     """Run one step of a built-in cell, as its definition says. of: the inputs by the names that `CellGraph` lists. An
     input that the call lacks is None or missing."""
     a = {g: (of[f"x{k}"], of.get(f"p{k}")) if cell.apart else of[f"x{k}"] for k, g in enumerate(cell.gate_order)}
-    v: dict[str, Any] = {name: of.get(key) for name, key in INPUTS.items()}
+    v: dict[str, Any] = {"h": of["s0"], "c": of.get("s1"), "h_in": of.get("i0"), "W": of.get("W0")}
+    v |= {"limit": of.get("k0"), "projection limit": of.get("k1")}
     v["peephole"] = {g: of[f"w{k}"] for k, g in enumerate(cell.gate_order)} if "w0" in of else None
     return DEFINITIONS[cell.op](cell, a, v, s)

@@ -260,39 +260,43 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
     if graph.has_product():
         W = arrays["Wp"] if "Wp" in arrays else Wh[cell.block("n", H)]
         fixed |= {"W0": W, "W0T": W.T}
-    gradients = {name: n for name, n in zip(graph.names, graph.back, strict=True) if name[0] != "w"}
-    rows = [cell.block(gate, H) for gate in cell.gate_order]
+    number = graph.number
+    fixed_nodes = {number[name]: array for name, array in fixed.items() if name in number}
+    of = {name: n for name, n in zip(graph.names, graph.back, strict=True) if name[0] != "w"}
+    of_x = [of[f"x{k}"] for k in range(cell.gates)]
+    of_p = [(of[f"p{k}"], cell.block(gate, H)) for k, gate in enumerate(cell.gate_order) if f"p{k}" in of]
+    order: list[int] = []  # the nodes to compute, the same at every step
     constants: dict[mx.Dtype, dict[int, Array]] = {}
 
     def step(t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None) -> StepGradients:
-        given = fixed | {"s0": before["h"], "d0": dh, "d1": dc}
+        given = {"s0": before["h"], "d0": dh, "d1": dc}
         if "c" in before:
             given["s1"] = before["c"]
-        if "i0" in graph.number:
+        if "i0" in of:
             given["i0"] = times_mask(arrays, before["h"], t)
         given |= {f"p{k}": before["q"] for k in graph.recomputed}
         if dgates is not None:
             given |= named("e", cell, dgates)
         if cell.stops_c:
             given |= limits_of(cell, after["c"], dh)
-        known = known_after(graph, cell, after)
-        known |= {graph.number[name]: array for name, array in given.items() if name in graph.number}
+        known = fixed_nodes | known_after(graph, cell, after)
+        known |= {number[name]: array for name, array in given.items() if name in number}
         if "Wp" in arrays:
             known[graph.operand("W0")] = dh
-        order = order_of(graph, tuple(gradients.values()), frozenset(known))
         if dh.dtype not in constants:
-            numbers = [n for n in order if graph.nodes[n].op == "const"]
-            constants[dh.dtype] = {n: constant(graph.nodes[n].value, dh) for n in numbers}
+            every = order_of(graph, tuple(of.values()), frozenset(known))
+            numbers = {n: graph.nodes[n].value for n in every if graph.nodes[n].op == "const"}
+            constants[dh.dtype] = {n: constant(value, dh) for n, value in numbers.items()}
+            order[:] = [n for n in every if n not in numbers]
         values = computed(graph.nodes, order, known | constants[dh.dtype], dh)
-        of = {name: values[n] for name, n in gradients.items()}
-        dx = [of[f"x{k}"] for k in range(cell.gates)]
-        dp = [of[f"p{k}"] for k in range(cell.gates) if f"p{k}" in of] if cell.apart else dx
-        dz = dx[0] if len(dx) == 1 else mx.concatenate(dx, axis=-1)
+        dz = values[of_x[0]] if len(of_x) == 1 else mx.concatenate([values[n] for n in of_x], axis=-1)
         if "i0" in of:
-            dh_in = sum([of[f"p{k}"] @ Wh[block] for k, block in enumerate(rows) if f"p{k}" in of], of["i0"])
+            dh_in = sum([values[n] @ Wh[block] for n, block in of_p], values[of["i0"]])
         else:
-            dh_in = (mx.concatenate(dp, axis=-1) if cell.apart else dz) @ Wh
-        return StepGradients(dz, dh_in, of.get("s1"), of["s0"] if cell.apart else None)
+            dh_in = (mx.concatenate([values[n] for n, _ in of_p], axis=-1) if cell.apart else dz) @ Wh
+        return StepGradients(
+            dz, dh_in, values[of["s1"]] if "s1" in of else None, values[of["s0"]] if cell.apart else None
+        )
 
     return step
 
