@@ -50,13 +50,14 @@ DEFAULTS = {
     "output_peephole": "current",
     "forget_bias": 0.0,
     "cell_clip": None,
+    "clip_gradient": "through",
 }
 """The defaults of the options in `Way.options`. The returned line contains only other values."""
 
-ROUNDING = 2e-6
+ROUNDING = {"lstm": 1e-6, "gru": 1e-6, "rnn": 2e-7}
 """The allowed error of a value v, relative to 1 + |v|. In float64 MLX's sigmoid has the absolute error 3e-8 and, for
 the argument z < 0, the relative error 6e-8 |z|, which matters for |z| up to 14 = log(1e6): c has at most the size 1e6,
-so smaller values of a gate disappear beside 1."""
+so smaller values of a gate disappear beside 1. A plain RNN multiplies nothing by a sigmoid."""
 
 SLOPES = 1e-5
 """The allowed error of a gradient, relative to 1 + its largest absolute value. The gradient of each gate has the error
@@ -223,7 +224,8 @@ def recognise(
     weights of x and h, transposed or not, in any gate order, and any number of biases; some gates may have no matrix.
     The cell may be
 
-    - an LSTM, also with a constant forget bias of at most six digits, with peepholes or with `cell_clip`;
+    - an LSTM, also with a constant forget bias of at most six digits, with peepholes or with `cell_clip` and either
+      `clip_gradient`;
     - a GRU that resets before or after its product, whose z is the weight of the old h or of the candidate;
     - a plain RNN with tanh, relu or sigmoid.
 
@@ -527,8 +529,9 @@ def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
     if limit > 0 and np.abs(limits - limit).max() <= error:
         number = decimal(limit, error)
         options["cell_clip"] = written(limit) if number is None else number
-    for word in ("current", "previous"):
-        yield Way("lstm", options | {"output_peephole": word}), text
+    rules = ("through", "zero") if "cell_clip" in options else ("through",)
+    for word, rule in product(("current", "previous"), rules):
+        yield Way("lstm", options | {"output_peephole": word, "clip_gradient": rule}), text
 
 
 def decimal(measured: float, error: float) -> float | None:
@@ -726,8 +729,6 @@ def equals(way: Way, match: Match, trial: Trial, form: Form) -> bool:
             text = f"The nearest, {line}, misses {what} {error} where the numbers have the sizes {where}"
             if match.unknown:
                 text += f"; no gate has the effect of {', '.join(match.unknown)}"
-            if "cell_clip" in way.options and what.startswith("the gradient"):
-                text += "; the values are equal, but the gradient of cell_clip passes through the limit"
             trial.note((2, n, -worst), text)
             return False
     return True
@@ -801,7 +802,7 @@ def compared(
         # A GRU may be written as h + (1 - z) (n - h): then the error of z is multiplied by h.
         size = 1 + np.abs(double(inputs[1])) if way.op == "gru" else 1
         for name, one, other in zip(names, given, want + want[:1] * (len(given) - len(want)), strict=True):
-            yield name, double(one), double(other), ROUNDING * (size + np.abs(double(other)))
+            yield name, double(one), double(other), ROUNDING[way.op] * (size + np.abs(double(other)))
 
     yield from outputs(first, by_hand(arrays, *first))
     if n < WITH_GRADIENTS:

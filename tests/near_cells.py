@@ -343,13 +343,15 @@ def equal(seed):
         if peep := str(random.choice(["", "", "old", "new"])):
             for gate in "ifo":
                 module[f"p_{gate}"] = mx.zeros(H)
+        options["clip_gradient"] = str(random.choice(["through", "zero"]))
 
         def plain(x, h, c):
             z = {gate: part("x", gate, x) + part("h", gate, h) for gate in "ifgo"}
             look = lambda gate, c: module[f"p_{gate}"] * c if peep else 0  # noqa: E731
             new = mx.sigmoid(z["f"] + options["bias"] + look("f", c)) * c
             new = new + mx.sigmoid(z["i"] + look("i", c)) * mx.tanh(z["g"])
-            new = through(new, options["clip"]) if options["clip"] else new
+            clipped = through if options["clip_gradient"] == "through" else limit
+            new = clipped(new, options["clip"]) if options["clip"] else new
             return [mx.sigmoid(z["o"] + look("o", c if peep == "old" else new)) * mx.tanh(new), new]
 
         options["peephole"] = peep

@@ -1,11 +1,14 @@
 """Tests of `mlx_lstm.pointwise`, which runs a cell given as a Python function, on the CPU engines. Results are
 compared with the float64 oracle, plain MLX and independent implementations. Wrong arguments raise an error."""
 
+from contextlib import nullcontext
+
 import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
 from cases import to_mlx, to_numpy
+from on_metal import on_metal
 from pointwise_cases import (
     OPTIONS,
     ZOO,
@@ -278,6 +281,88 @@ def test_padding_does_not_reach_a_singular_derivative(options):
             case[name][length:, b] = np.nan
     for engine in ("numpy", "ops"):
         assert_right(run(form, case, cotangents, by_pointwise(engine)), exact, bounds, engine)
+
+
+def rounded_down(a, state):
+    """A cell whose second state has the derivative 0. The derivative of h by this state is NaN where it is 0."""
+    return mx.arctan2(mx.tanh(state[1]), state[1]), mx.floor(a[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"lengths": [2, 2]}, {"lengths": [2, 1]}, {"lengths": [2, 1], "keep": True}])
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+def test_a_derivative_that_is_nan_stays_where_it_is(engine, options):
+    """A NaN in the gradient of a state does not reach other arrays if the derivative of this state is 0. Batch items
+    that end and a reverse sequence change nothing. The first state has the derivative (y'x - yx') / (x^2 + y^2)."""
+    start = np.array([[1.0, -0.5, 2.0], [0.25, 1.5, -3.0]])
+    given = options | ({"keep": mx.ones((2, 2))} if "keep" in options else {})
+
+    def total(x, c):
+        h, last = pointwise(rounded_down, x, None, None, None, (mx.ones((2, 3)), c), engine=engine, **given)
+        return (h[0] * mx.array([[2.0, -3.0, 5.0]])).sum() + h[1].sum() + last[1].sum()
+
+    x = mx.full((2, 2, 3), 0.5)  # floor is 0 there
+    dx, dc = mx.grad(total, argnums=(0, 1))(x, mx.array(start, mx.float32))
+    y = np.tanh(start)
+    slope = ((1 - y * y) * start - y) / (start**2 + y**2)
+    np.testing.assert_allclose(np.array(dc), slope * [[2.0, -3.0, 5.0]], rtol=1e-5)
+    assert not np.array(dx).any()
+
+
+SINGULAR = {
+    "arctan2(0, 0)": (lambda a: mx.arctan2(a, mx.abs(a)), 0.0, mx.nan),
+    "sqrt(0)": (mx.sqrt, 0.0, mx.inf),
+    "log(0)": (mx.log, 0.0, mx.inf),
+    "1 / 0": (lambda a: 1 / a, 0.0, -mx.inf),
+    "0 / 0": (lambda a: a / mx.abs(a), 0.0, mx.nan),
+    "norm of 0": (lambda a: mx.sqrt(a * a), 0.0, mx.nan),
+    "0 to the 0.5": (lambda a: a**0.5, 0.0, mx.inf),
+    "-0 to the 0.5": (lambda a: a**0.5, -0.0, mx.inf),
+    "-0 to the -0.5": (lambda a: 1 / a**-0.5, -0.0, mx.nan),
+    "arccos(1)": (mx.arccos, 1.0, -mx.inf),
+    "abs(0)": (mx.abs, 0.0, 0.0),
+    "logaddexp of 0 and 0": (lambda a: mx.logaddexp(mx.log(a), mx.log(a)), 0.0, mx.nan),
+}
+"""Functions, a number at which most of them have no derivative, and what MLX gives for the derivative there."""
+
+
+@pytest.mark.parametrize("engine", ["numpy", "ops", "stepwise"])
+def test_engines_agree_where_there_is_no_derivative(engine):
+    """Where a cell has no derivative, or an infinite one, each engine gives the value and the derivative of MLX."""
+
+    def cell(a, state):
+        return tuple(function(part) for part, (function, _, _) in zip(a, SINGULAR.values(), strict=True))
+
+    x = mx.array([[[number for _, number, _ in SINGULAR.values()]]])
+    first = (mx.zeros((1, 1)),) * len(SINGULAR)
+
+    def states(x):
+        return list(pointwise(cell, x, None, None, None, first, engine=engine)[1])
+
+    with on_metal() if engine == "stepwise" else nullcontext():
+        values, (dx,) = mx.vjp(states, [x], [mx.ones((1, 1))] * len(SINGULAR))
+        mx.eval(values, dx)
+    for name, value, slope in zip(SINGULAR, values, dx.reshape(-1).tolist(), strict=True):
+        function, number, wanted = SINGULAR[name]
+        assert np.array_equal(np.array(value[0, 0]), np.array(function(mx.array(number))), equal_nan=True), name
+        assert np.array_equal(slope, wanted, equal_nan=True), (name, slope)
+
+
+def test_ops_can_be_exported_and_mapped_with_lengths(tmp_path):
+    """A call with lengths on `ops` can be exported with its gradient. The gradient of mx.vmap of a call is that of the
+    calls."""
+
+    def total(x):
+        first = (mx.ones((2, 3)), mx.full((2, 3), 3.0))
+        h, last = pointwise(rounded_down, x, None, None, None, first, lengths=[3, 1], engine="ops")
+        return (h * x).sum() + last[0].sum()
+
+    x = mx.arange(36.0).reshape(2, 3, 2, 3) / 7
+    wanted = [mx.grad(total)(part) for part in x]
+    got = mx.grad(lambda x: mx.vmap(total)(x).sum())(x)
+    assert all(mx.allclose(one, other) for one, other in zip(got, wanted, strict=True))
+    mx.export_function(str(tmp_path / "slope.mlxfn"), lambda x: [mx.grad(total)(x)], x[0])
+    (again,) = mx.import_function(str(tmp_path / "slope.mlxfn"))(x[0])
+    assert mx.allclose(again, wanted[0])
 
 
 def test_h_of_the_shape_is_the_callers():

@@ -545,7 +545,6 @@ def test_no_call_equals_another_cell(cell):
 
 # (op, place of the slip, its name in the tables of near_cells, the number in it, a part of the warning)
 SLIPS = [
-    ("lstm", "new c", "clip", 3.0, r"misses the gradient of .* cell_clip=3.0\)|cell_clip=3.0\), misses the gradient"),
     ("lstm", "new c", "one-sided clip", 20.0, r"lstm\(x, Wx, Wh, b=b\), misses c by"),
     ("lstm", "c", "0.9999", 1, r"forget_bias=-0.0002\), misses c by"),
     ("lstm", "Wh", "clip", 9.0, r"lstm\(x, Wx, Wh, b=b\), misses [hc] by"),
@@ -561,6 +560,7 @@ SLIPS = [
     ("lstm", "zf", "added", 0.123456789, "forget_bias, 0.123456. .* no number of at most six digits"),
     ("gru", "h", "clip", 20.0, r"gru\(x, Wx, Wh, b=b\), misses h by"),
     ("rnn relu", "relu", "relu6", 1, r"activation='relu'\), misses h by .* x and h 10"),
+    ("rnn sigmoid", "z", "one-sided clip", 12.6, r"activation=.sigmoid.\), misses h by"),
     ("rnn tanh", "new h", "stopped", 1, "misses the gradient of"),
     ("lstm", "g", "random", 1, "It draws random numbers"),
 ]
@@ -581,6 +581,13 @@ def test_a_cell_one_slip_away_is_refused_and_the_nearest_call_named(slip):
     assert re.search(text, refused(case.module, case.step))
 
 
+def test_a_limit_on_c_whose_gradient_is_0():
+    """A cell that limits c by mx.clip equals a call with the gradient 0 beyond the limit."""
+    case = near_cells.slipped("lstm", "new c", "clip", np.random.default_rng(0), False, 3.0)
+    line = recognise(case.module, case.step, near_cells.D, near_cells.H)
+    assert line == "lstm(x, Wx, Wh, b=b, cell_clip=3.0, clip_gradient='zero')"
+
+
 def judged(case):
     """Return "none", or whether the line that `recognise` returns for a cell is "right" or "wrong". A line is wrong if
     its value differs by more than rounding at any size of the numbers, or if its gradient must differ: the slip
@@ -590,8 +597,9 @@ def judged(case):
         line = recognise(case.module, case.step, near_cells.D, near_cells.H)
     if line is None:
         return "none"
-    through = "cell_clip" in line and "clip_gradient" not in line and ": clip" in case.text
-    return "wrong" if through or ": stopped" in case.text or not near_cells.worst(line, case) < NEAR else "right"
+    is_zero = ": clip" in case.text or "'clip_gradient': 'zero'" in case.text
+    other = "cell_clip" in line and ("clip_gradient='zero'" in line) != is_zero
+    return "wrong" if other or ": stopped" in case.text or not near_cells.worst(line, case) < NEAR else "right"
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(400, marks=pytest.mark.slow)])

@@ -286,6 +286,51 @@ def test_keep_and_hold_are_a_loop_over_the_steps_that_run(whole, lengths, revers
         np.testing.assert_allclose(np.array(left), np.array(right), rtol=1e-13, atol=1e-14)
 
 
+SINGULAR = {
+    "root of x": lambda x, h: mx.sqrt(x) + mx.tanh(h),
+    "log of x": lambda x, h: mx.log(x) * mx.tanh(h),
+    "x over its norm": lambda x, h: x / mx.linalg.norm(x, axis=-1, keepdims=True) + h,
+    "h over its norm": lambda x, h: x + h / mx.linalg.norm(h, axis=-1, keepdims=True),
+    "NaN in a state": lambda x, h: mx.floor(x) + mx.arctan2(h, mx.tanh(h)),
+}
+"""New states whose derivative is infinite or NaN where x or the previous state is 0."""
+
+
+@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.parametrize("name", SINGULAR)
+def test_padding_does_not_reach_a_singular_derivative(name, every):
+    """Gradients are those of a loop over the steps that run, although the derivative of the step is not finite at the
+    zeros that it gets for padding, and at the state of a sequence that is empty."""
+    rng, lengths = np.random.default_rng(3), [4, 2, 0]
+    x = mx.array(rng.uniform(0.5, 0.9, (4, 3, 2)), mx.float64)
+    first = mx.array(rng.uniform(0.5, 2, (3, 2)) * [[1], [1], [0]], mx.float64)
+    weights = [mx.array(rng.normal(size=shape), mx.float64) for shape in ((4, 3, 2), (3, 2))]
+
+    def step(x, h):
+        h = SINGULAR[name](x, h)
+        return h, h
+
+    def loss(x, h):
+        outputs, last = recurrent(step, x, h, lengths=lengths, checkpoint_every=every)
+        return (outputs * weights[0]).sum() + (last * weights[1]).sum()
+
+    def by_hand(x, h):
+        total = mx.array(0.0, mx.float64)
+        for n, length in enumerate(lengths):
+            of_item = h[n]
+            for t in range(length):
+                of_item = SINGULAR[name](x[t, n], of_item)
+                total = total + (of_item * weights[0][t, n]).sum()
+            total = total + (of_item * weights[1][n]).sum()
+        return total
+
+    with mx.stream(mx.cpu):
+        pairs = zip(*(mx.grad(f, argnums=(0, 1))(x, first) for f in (loss, by_hand)), strict=True)
+        for got, wanted in pairs:
+            assert mx.isfinite(wanted).all()
+            np.testing.assert_allclose(np.array(got), np.array(wanted), rtol=1e-6)
+
+
 class State(NamedTuple):
     """A state of three arrays: the sum so far, the number of steps, and the flag of the latest step."""
 

@@ -167,7 +167,9 @@ def small_power(graph: Graph, x: int, exponent: int) -> int | None:
         product = graph.add("mul", x, x)
         return product if power == 2 else graph.add("mul", x, product)
     if power in (0.5, -0.5):
-        return graph.add("sqrt" if power == 0.5 else "rsqrt", x)
+        # A power makes a positive number of each zero, sqrt keeps its sign. So add 0, which no rewrite may remove here.
+        positive = graph.node(Node("add", tuple(sorted((x, graph.constant(0))))))
+        return graph.add("sqrt" if power == 0.5 else "rsqrt", positive)
     return graph.add("div", graph.constant(1), x) if power == -1 else None
 
 

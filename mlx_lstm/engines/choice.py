@@ -53,9 +53,10 @@ ROWS = 1024
 chunk is small compared with its steps. The products of `numpy` take this many rows at a time, so shorter chunks
 would save little memory."""
 
-ONE_STEP = 2**19
+ONE_STEP = 2**22
 """The largest recurrent product, as a number of multiplications, for which `ops` runs instead of `numpy`. This limit is
-for a call of a single step inside a transformation of MLX, such as mx.grad."""
+for a call of a single step inside a transformation of MLX, such as mx.grad. Above it MLX's slow product on Linux takes
+longer than what `is_small_step` describes, in loops of up to about 500 steps."""
 
 NONE: Mapping[str, str] = MappingProxyType({})
 """The default of the argument `refused`: no engine is refused."""
@@ -178,7 +179,8 @@ def is_small_step(cell: AnyCell, T: int, B: int, H: int) -> bool:
     """Return whether a call is a single step that is so small that `ops` computes its gradient faster than `numpy`.
 
     A program that calls a layer for each step builds a long graph. `numpy` must evaluate its arrays at each call, and
-    each evaluation visits all nodes of the graph so far. `ops` evaluates nothing at a call.
+    each evaluation visits all nodes of the graph so far, so the time of a call grows with the number of calls before
+    it. `ops` evaluates nothing at a call.
     """
     return T == 1 and B * cell.gates * H**2 <= ONE_STEP
 

@@ -84,6 +84,10 @@ def pointwise(
     Python numbers; if such a number changes, the code is generated again. An array that it captures from outside is
     refused. The page "Your own cell" lists the operations.
 
+    Where `cell` has no derivative, every engine gives that of MLX: NaN for `arctan2` at (0, 0), where PyTorch gives 0;
+    infinity for `sqrt` and `log` at 0; 0 for `abs` at 0. Where MLX multiplies infinity by 0 for a branch that
+    `maximum` or `minimum` does not take, it gives NaN, but generated code gives 0.
+
     With the equations of an LSTM in `cell`, it equals `lstm`. `recurrent` with a step that computes a and calls `cell`
     gives the same results. `recurrent` accepts any function, but is far slower.
 
@@ -106,8 +110,7 @@ def pointwise(
         keep (array, optional): factor on all states before a step, as in `lstm`.
         hold (array or list, optional): steps at which an item's state is carried unchanged, as in `lstm`.
         lengths (integer array or list, optional): [B], the number of steps of each item, 0..T. After the end of an item
-            its h is 0, its state is carried unchanged and its input is not read. On engine `"ops"` the derivative of
-            `cell` must be finite at zeros in the input.
+            its h is 0, its state is carried unchanged and its input is not read.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`.
         bidirectional (bool): run both directions. The arrays then hold the forward direction first: Wx [2 G H, I], Wh
             [2, G H, H], b [2 G H], states [B, 2H], inputs [T, B, 2H], params [2H]. Default: `False`.

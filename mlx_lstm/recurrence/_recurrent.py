@@ -7,6 +7,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from ..checks import check_every, check_flag, fail, instead_of
+from ..engines.ops.pointwise import only_live
 from ..engines.ops.sweep import by_time, of_live, over_time
 from ..engines.problem import Array
 from ..engines.tracing import distinct
@@ -51,11 +52,11 @@ def recurrent(
             floats. 0 resets an item: pass `keep=~done` if an episode ended before step t. With `reverse` the step
             before t is t+1. An array of the state is multiplied in its own dtype.
         hold (array or list, optional): bool or integers, broadcastable to [T, B]: steps at which an item's state is
-            carried unchanged (`keep` still applies), its outputs are 0 and its input is not read. Steps past an item's
-            end are not held.
+            carried unchanged (`keep` still applies), its outputs are 0 and its input is not read: `step` gets zeros
+            instead, as past an item's end. Steps past an item's end are not held.
         lengths (integer array or list, optional): [B], the number of steps of each item, 0..T. After the end of an item
             its outputs are 0, its state is carried unchanged and its input is not read: `step` gets zeros instead, at
-            which its derivative must be finite. With `reverse` the item starts at its end. Under
+            which its derivative by parameters must be finite. With `reverse` the item starts at its end. Under
             `mx.compile` the range is not checked.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`. For both
             directions call twice and concatenate the outputs.
@@ -116,7 +117,8 @@ def recurrent(
         def at(t: int, state: Any) -> tuple[Any, Any]:
             """Run the user's step and check what it returns."""
             state = state if before_at is None else times(before_at[t], state)
-            results = step(tree_map(lambda _, rows: rows[t], x, x_at), state, *own)
+            given = tree_map(lambda _, rows: rows[t], x, x_at), state
+            results = step(*filled(given, only_live(live_at[t], leaves(given))), *own)
             if not isinstance(results, tuple) or len(results) != 2:
                 fail(OP, "step must return a tuple of two, (output_t, state),", shown(results))
             output, state = results
@@ -128,7 +130,7 @@ def recurrent(
                 fail(OP, f"step must return output of the same form each time, {forms[0]},", f"{forms[-1]} {where}")
             return output, state
 
-        return over_time(at, state, range(steps)[:: -1 if reverse else 1], lambda t: live_at[t])
+        return over_time(at, state, range(steps)[:: -1 if reverse else 1], lambda t: live_at[t], by_mlx=True)
 
     sequences = (x, live, before)
     if every is None:

@@ -8,7 +8,7 @@ import mlx.core as mx
 from ..cell_tracer import values_of
 from ..cells import PointwiseCell
 from ..problem import Array, Arrays, Problem
-from ..tracing import custom_function, vjp
+from ..tracing import vjp
 
 
 def blocks(array: Array | None, count: int) -> list[Array]:
@@ -17,33 +17,29 @@ def blocks(array: Array | None, count: int) -> list[Array]:
     return [] if array is None or count == 0 else list(mx.split(array, count, axis=-1))
 
 
+def chosen(live: Array, one: Array, other: Array) -> Array:
+    """Return `one` [B, ...], but `other` for all batch items whose entry in `live` [B] is false. The derivative of the
+    number that is not chosen is 0.
+
+    `mx.where` has the same values, but MLX multiplies the derivative of the number that is not chosen by 0: an
+    infinite or NaN derivative of the chosen number would make it NaN. A gather does not multiply. Only floats have
+    such a gradient, so for other dtypes this is `mx.where`.
+    """
+    live = live.reshape(1, -1, *[1] * (one.ndim - 1))
+    if not mx.issubdtype(one.dtype, mx.floating):
+        return mx.where(live.squeeze(0), one, other)
+    both = mx.stack(list(mx.broadcast_arrays(other, one)))
+    return mx.take_along_axis(both, mx.stop_gradient(live.astype(mx.uint32)), axis=0).squeeze(0)
+
+
 def only_live(live: Array | None, values: Iterable[Array]) -> list[Array]:
-    """Return the values [B, .] unchanged, but with derivatives that are 0 for all batch items whose entry in `live` [B,
-    1] is false. None: no item has ended.
+    """Return the values [B, ...] unchanged, but with derivatives that are 0 for all batch items whose entry in `live`
+    is false. None: no item has ended.
 
     The results of ended items are not used. MLX still multiplies the cell's derivative by their gradient, which is 0.
     If the derivative is infinite or NaN there, the product is NaN. This function replaces it by 0.
     """
-    if live is None:
-        return list(values)
-    identity = custom_function(lambda live, *values: values)
-
-    # Both rules call `only_live` again through `without_ended`: a derivative of higher order may be NaN as well.
-    def vjp(primals: tuple[Array, ...], cotangents: tuple[Array, ...], outputs: object) -> tuple[Array, ...]:
-        return (mx.zeros_like(primals[0]), *without_ended(primals[0], cotangents))
-
-    def jvp(primals: tuple[Array, ...], tangents: tuple[Array | None, ...]) -> tuple[Array, ...]:
-        pairs = zip(primals[1:], tangents[1:], strict=True)
-        return without_ended(primals[0], [mx.zeros_like(array) if d is None else d for array, d in pairs])
-
-    identity.vjp(vjp)
-    identity.jvp(jvp)
-    return list(identity(live, *values))
-
-
-def without_ended(live: Array, derivatives: Iterable[Array]) -> tuple[Array, ...]:
-    """Return the derivatives [B, .] with 0 for all batch items whose entry in `live` [B, 1] is false."""
-    return tuple([mx.where(live, d, mx.array(0, d.dtype)) for d in only_live(live, derivatives)])
+    return list(values) if live is None else [chosen(live, value, mx.stop_gradient(value)) for value in values]
 
 
 def pointwise_step(
@@ -77,7 +73,6 @@ def pointwise_step(
         known = {graph.number[name]: a for name, a in zip(graph.names, given, strict=True) if name in graph.number}
         values = values_of(graph.nodes, graph.forward, known, h)
         states = [mx.broadcast_to(values[n], h.shape) for n in graph.forward]
-    states = only_live(live, states)
     saved = mx.zeros((h.shape[0], cell.kept * h.shape[1]), h.dtype)
     return saved, mx.concatenate(states[1:], axis=-1) if len(states) > 1 else c, states[0]
 

@@ -22,7 +22,7 @@ from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
 from ..tracing import distinct
 from .packed import dequantized, times_input
-from .pointwise import gradients_by_mlx, pointwise_step
+from .pointwise import chosen, gradients_by_mlx, pointwise_step
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
@@ -60,8 +60,9 @@ def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
         return {"h": h, "c": c, "gates": gates}, (h, c)
 
     first = initial_states(problem, arrays)
-    outputs, (hT, cT) = over_time(step_at, first, problem.steps(), lambda t: live_items(arrays, t))
-    if isinstance(problem.cell, PointwiseCell):  # it may return one array as two states, or an input unchanged
+    by_mlx = isinstance(problem.cell, PointwiseCell)
+    outputs, (hT, cT) = over_time(step_at, first, problem.steps(), lambda t: live_items(arrays, t), by_mlx)
+    if by_mlx:  # the cell may return one array as two states, or an input unchanged
         hT, cT = distinct([hT, cT])
     outputs |= {"hT": hT, "cT": cT}
     return {name: outputs[name] for name in problem.cell.outputs}
@@ -72,27 +73,32 @@ def over_time(
     state: Any,
     steps: Iterable[int],
     live_at: Callable[[int], Array | None],
+    by_mlx: bool = False,
 ) -> tuple[Any, Any]:
     """Run `step_at(t, state) -> (output, state)` for each t of `steps`. Return the outputs, stacked to [T, B, .] in
     the order of time, and the last state. Both are arrays or trees of arrays.
 
     live_at(t): a bool array [B], true for batch items that have not ended at step t, or None if all still run. For
-    an item that has ended the output is 0 and the state stays unchanged.
+    an item that has ended the output is 0 and the state stays unchanged. by_mlx: whether MLX differentiates the steps,
+    which may have infinite derivatives, as those of a user's cell.
     """
     outputs = {}
     for t in steps:
         (output, after), live = step_at(t, state), live_at(t)
         if live is not None:
             zeros = tree_map(lambda array: mx.array(0, array.dtype), output)
-            output, after = choose_items(live, output, zeros), choose_items(live, after, state)
+            output, after = (choose_items(live, *pair, by_mlx) for pair in ((output, zeros), (after, state)))
         outputs[t], state = output, after
     in_time = [outputs[t] for t in range(len(outputs))]
     return tree_map(lambda *of_steps: mx.stack(list(of_steps)), *in_time), state
 
 
-def choose_items(live: Array, tree: Any, other: Any) -> Any:
+def choose_items(live: Array, tree: Any, other: Any, by_mlx: bool) -> Any:
     """Return `tree`, but with the parts of `other` for all batch items whose entry in `live` [B] is false. `tree` is an
-    array [B, .], or a list or dict of such arrays; `other` has the same structure, with arrays or scalars."""
+    array [B, .], or a list or dict of such arrays; `other` has the same structure, with arrays or scalars. by_mlx: as
+    for `over_time`."""
+    if by_mlx:
+        return tree_map(lambda a, b: chosen(live, a, b), tree, other)
     return tree_map(lambda a, b: mx.where(live.reshape(-1, *[1] * (a.ndim - 1)), a, b), tree, other)
 
 
