@@ -134,11 +134,17 @@ def rnn(cell: RNNCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Function
 DEFINITIONS: dict[str, Callable[..., Step]] = {"lstm": lstm, "gru": gru, "rnn": rnn}
 
 
+NAMES = {letter: tuple([f"{letter}{k}" for k in range(4)]) for letter in "xpwe"}
+"""The names of a graph's inputs that exist once per gate."""
+
+
 def step(cell: Any, of: Mapping[str, Any], s: Functions = FUNCTIONS) -> Step:
     """Run one step of a built-in cell, as its definition says. of: the inputs by the names that `CellGraph` lists. An
     input that the call lacks is None or missing."""
-    a = {g: (of[f"x{k}"], of.get(f"p{k}")) if cell.apart else of[f"x{k}"] for k, g in enumerate(cell.gate_order)}
-    v: dict[str, Any] = {"h": of["s0"], "c": of.get("s1"), "h_in": of.get("i0"), "W": of.get("W0")}
-    v |= {"limit": of.get("k0"), "projection limit": of.get("k1")}
-    v["peephole"] = {g: of[f"w{k}"] for k, g in enumerate(cell.gate_order)} if "w0" in of else None
-    return DEFINITIONS[cell.op](cell, a, v, s)
+    gates, get = cell.gate_order, of.get
+    a = {g: of[x] for g, x in zip(gates, NAMES["x"], strict=False)}
+    if cell.apart:
+        a = {g: (a[g], get(p)) for g, p in zip(gates, NAMES["p"], strict=False)}
+    p = {g: of[w] for g, w in zip(gates, NAMES["w"], strict=False)} if "w0" in of else None
+    v = {"h": of["s0"], "c": get("s1"), "h_in": get("i0"), "W": get("W0"), "peephole": p}
+    return DEFINITIONS[cell.op](cell, a, v | {"limit": get("k0"), "projection limit": get("k1")}, s)

@@ -128,7 +128,9 @@ def step(
         live = live_items(arrays, t)
         return pointwise_step(problem.cell, z, product, h, c, inputs, arrays.get("params"), live)
     cell, H, Wh = problem.cell, problem.H, arrays["Wh"]
-    of: dict[str, Any] = {"s0": h, "s1": c, "i0": h_in, "W0": arrays.get("Wp"), **limits_of(cell, c, h)}
+    of: dict[str, Any] = {"s0": h, "s1": c, "i0": h_in, "W0": arrays.get("Wp")}
+    if cell.cell_clip is not None or cell.projection_clip is not None:
+        of |= limits_of(cell, c, h)
     if "peephole" in arrays:
         of |= named("w", cell, arrays["peephole"])
     # mx.addmm is not used here and in the definitions: MLX 0.32.4 refuses it under vmap over x alone.
@@ -152,8 +154,6 @@ def step(
 
 def limits_of(cell: AnyCell, c: Array | None, h: Array) -> Arrays:
     """Return the limits of c and of a projected h as inputs of a step, in the dtypes of c and h."""
-    if cell.cell_clip is None and cell.projection_clip is None:
-        return {}
     limits = {"k0": (cell.cell_clip, c), "k1": (cell.projection_clip, h)}
     return {name: constant(limit, a) for name, (limit, a) in limits.items() if limit is not None and a is not None}
 
@@ -162,7 +162,7 @@ def named(letter: str, cell: AnyCell, array: Array) -> Arrays:
     """Return the parts of an array [.., GH] as inputs of a step: one for each gate, with this letter and the number of
     the gate."""
     parts = [array] if cell.gates == 1 else mx.split(array, cell.gates, axis=-1)
-    return {f"{letter}{k}": part for k, part in enumerate(parts)}
+    return dict(zip(definitions.NAMES[letter], parts, strict=False))
 
 
 def by_gate(cell: AnyCell, array: Array) -> dict[str, Array]:
