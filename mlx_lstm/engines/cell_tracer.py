@@ -171,26 +171,19 @@ def values_of(
     known: Mapping[int, mx.array],
     like: mx.array,
     functions: Mapping[str, Callable[..., Any]] = OPERATIONS,
+    order: Iterable[int] | None = None,
 ) -> dict[int, mx.array]:
     """Return the values of the nodes from which the outputs are computed.
 
     known: the values of some nodes, among them all inputs that are needed. like: an array of the shape and dtype of
-    the results; constants stay scalars of this dtype. functions: the function of MLX for each operation.
+    the results; constants stay scalars of this dtype. functions: the function of MLX for each operation. order: the
+    nodes to compute, if the caller knows them.
     """
-    order = [n for n in needed(nodes, outputs, known) if n not in known]
-    return computed(nodes, order, dict(known), like, functions)
-
-
-def computed(
-    nodes: tuple[Node, ...],
-    order: Iterable[int],
-    values: dict[int, mx.array],
-    like: mx.array,
-    functions: Mapping[str, Callable[..., Any]] = OPERATIONS,
-) -> dict[int, mx.array]:
-    """Add the values of the nodes in `order` to `values`, as `values_of` says. Return `values`."""
-    for n in order:
+    values = dict(known)
+    for n in needed(nodes, outputs, known) if order is None else order:
         node = nodes[n]
+        if n in values:
+            continue
         if node.op == "const":
             values[n] = mx.array(node.value, like.dtype)
         elif node.op == "float":

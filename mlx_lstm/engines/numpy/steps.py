@@ -340,8 +340,7 @@ class StepBackward:
         self.bhn: Array | None = v.get("bhn")
         if plan.passes_h:
             self.direct = more["direct"] = np.empty((H, B), dtype)
-            more["s0"] = np.empty((H, B), dtype)
-        elif graph.reads("s0"):
+        if plan.passes_h or graph.reads("s0"):
             more["s0"] = np.empty((H, B), dtype)
         self.finishes: bool = graph.inputs + graph.params > 0  # whether `finish` has work at every step
         if self.finishes:

@@ -15,7 +15,7 @@ from mlx.utils import tree_map
 
 from .. import definitions
 from ..cell_graph import CellGraph, needed
-from ..cell_tracer import computed, graph_of, values_of
+from ..cell_tracer import graph_of, values_of
 from ..cells import AnyCell, PointwiseCell
 from ..definitions import constant
 from ..directions import half, join, join_gradients, one_direction, part
@@ -294,7 +294,7 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
             numbers = {n: graph.nodes[n].value for n in every if graph.nodes[n].op == "const"}
             constants[dh.dtype] = {n: constant(value, dh) for n, value in numbers.items()}
             order[:] = [n for n in every if n not in numbers]
-        values = computed(graph.nodes, order, known | constants[dh.dtype], dh)
+        values = values_of(graph.nodes, of.values(), known | constants[dh.dtype], dh, order=order)
         dz = values[of_x[0]] if len(of_x) == 1 else mx.concatenate([values[n] for n in of_x], axis=-1)
         if "i0" in of:
             dh_in = sum([values[n] @ Wh[block] for n, block in of_p], values[of["i0"]])
