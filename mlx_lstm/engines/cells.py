@@ -32,6 +32,7 @@ def gate_block(cell: "AnyCell", gate: str, hidden: int) -> slice:
 # These names are defined here with their types. Inside a NamedTuple an annotation would make them fields.
 LSTM_OUTPUTS: tuple[str, ...] = ("h", "c", "gates", "hT", "cT")
 OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
+NO_BIAS: float = 0.0
 
 
 class LSTMCell(NamedTuple):
@@ -104,7 +105,7 @@ class GRUCell(NamedTuple):
     kept = 3
     apart = recurrent = reads_kept = True
     params = output_peephole = ""
-    forget_bias = 0.0
+    forget_bias = NO_BIAS
     cell_clip = projection_clip = None
     clip_gradient = "through"
     stops_c = stops_h = False
@@ -128,7 +129,7 @@ class RNNCell(NamedTuple):
     recurrent = True
     apart = reads_kept = stops_c = stops_h = False
     params = reset = output_peephole = ""
-    forget_bias = 0.0
+    forget_bias = NO_BIAS
     cell_clip = projection_clip = None
     clip_gradient = "through"
     gate_order = "h"
@@ -154,7 +155,7 @@ class PointwiseCell(NamedTuple):
     reads_kept = True
     params = "params"
     reset = output_peephole = ""
-    forget_bias = 0.0
+    forget_bias = NO_BIAS
     cell_clip = projection_clip = None
     clip_gradient = "through"
     stops_c = stops_h = False
