@@ -864,11 +864,7 @@ def from_weights(
     options = {"bias": weights.has_bias, "batch_first": batch_first, "dropout": dropout, "engine": engine}
     options |= {"bidirectional": weights.directions == 2}
     cell = weights.cell
-    if isinstance(cell, cells.LSTMCell):
-        layer = LSTM(**sizes, **options, proj_size=weights.proj_size)
-    elif isinstance(cell, cells.GRUCell):
-        layer = GRU(**sizes, **options)
-    else:
-        layer = RNN(**sizes, **options, nonlinearity=cell.act)
+    own = {"lstm": {"proj_size": weights.proj_size}, "gru": {}, "rnn": {"nonlinearity": cell.activations[0]}}
+    layer = {"lstm": LSTM, "gru": GRU, "rnn": RNN}[cell.op](**sizes, **options, **own[cell.op])
     layer.load_weights(list(arrays.items()))
     return layer

@@ -13,9 +13,8 @@ from mlx_lstm import recurrence
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.choice import has_metal
 from mlx_lstm.engines.numpy import arrays as numpy_arrays
-from mlx_lstm.engines.numpy import gru as numpy_gru
-from mlx_lstm.engines.numpy import lstm as numpy_lstm
 from mlx_lstm.engines.numpy import products as numpy_products
+from mlx_lstm.engines.numpy import steps as numpy_steps
 from mlx_lstm.oracle import OUTPUTS as OUTPUTS_OF
 from mlx_lstm.oracle import evaluate
 from mlx_lstm.oracle.arithmetic import Arithmetic
@@ -182,7 +181,7 @@ def poison_scratch(monkeypatch):
         buffer.fill(np.nan)
         return buffer
 
-    for module in (numpy_lstm, numpy_gru, numpy_products):
+    for module in (numpy_steps, numpy_products):
         monkeypatch.setattr(module, "columns_buffer", poisoned)
 
 

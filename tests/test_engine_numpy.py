@@ -1,7 +1,9 @@
 """Tests that engine `numpy` agrees with engine `ops` up to float64 rounding, for arrays with any strides and any
 number of chunks. Other tests check the memory, the cache and the floating-point warnings of engine `numpy`."""
 
+import gc
 import tracemalloc
+import weakref
 
 import mlx.core as mx
 import numpy as np
@@ -11,12 +13,12 @@ from mlx.nn import value_and_grad
 from mlx.utils import tree_flatten
 
 from mlx_lstm import gru, lstm, nn, rnn
-from mlx_lstm.engines.cells import HARD_SIGMOIDS, GRUCell, LSTMCell, RNNCell
-from mlx_lstm.engines.numpy import activations as engine_numpy_activations
+from mlx_lstm.engines.cells import HARD_SIGMOIDS, LSTMCell
 from mlx_lstm.engines.numpy import arrays as engine_numpy_arrays
 from mlx_lstm.engines.numpy import passes as engine_numpy_passes
 from mlx_lstm.engines.numpy import products as engine_numpy_products
 from mlx_lstm.engines.numpy import ragged as engine_numpy_ragged
+from mlx_lstm.engines.numpy import steps as engine_numpy_steps
 from mlx_lstm.engines.numpy import sweep as engine_numpy_sweep
 from mlx_lstm.engines.numpy import threads as engine_numpy_threads
 from mlx_lstm.engines.problem import Problem
@@ -202,6 +204,7 @@ def test_matrices_of_a_narrow_batch_are_divided(monkeypatch, word, B, strided):
         return multiply(left, right, *args, **kwargs)
 
     monkeypatch.setattr(np, "matmul", watched)
+    monkeypatch.setitem(engine_numpy_steps.NAMES, "matmul", watched)
     _, arrays, options = split(draw(np.random.default_rng(0), op=word, sizes=(T, B, I, H, H)))
     check(word, arrays, options, ["h"], cut if strided else whole)
     blocks = {"lstm": 4, "gru": 3, "rnn": 1}[word]
@@ -230,15 +233,20 @@ def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training)
     """Every array that a step of engine `numpy` reads or writes is contiguous. With strided outputs, activations
     would take up to three times as long."""
     _, drawn, options = split(draw(np.random.default_rng(0), op=word, sizes=(4, 3, 2, 5, 5)))
-    kind, contiguous = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}[word], []
-    step = engine_numpy_passes.STEPS[kind][0]
-    call = step.__call__
+    contiguous = []
 
-    def watched(self, operand, inputs, *arrays):
-        contiguous.extend(array.flags.c_contiguous for array in arrays if array is not None)
-        call(self, operand, inputs, *arrays)
+    class Watched(engine_numpy_steps.Step):
+        def __init__(self, *given):
+            super().__init__(*given)
+            run = self.run
 
-    monkeypatch.setattr(step, "__call__", watched)
+            def watched(operand, inputs, *arrays):
+                contiguous.extend(array.flags.c_contiguous for array in arrays if array is not None)
+                run(operand, inputs, *arrays)
+
+            self.run = watched
+
+    monkeypatch.setattr(engine_numpy_passes, "Step", Watched)
     with mx.stream(mx.cpu):
         arrays = [whole(array) for array in drawn.values()]
 
@@ -251,16 +259,45 @@ def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training)
     assert len(contiguous) == 4 * (5 if training and word != "rnn" else 4) and all(contiguous)
 
 
+@pytest.mark.parametrize("options", [("lstm", {}), ("gru", {}), ("gru", {"reset": "before"}), ("rnn", {})])
+def test_arrays_of_a_call_are_freed_at_once(monkeypatch, options):
+    """The arrays of both passes are freed when the call ends, without Python's search for cycles of objects."""
+    word, more = options
+    alive = []
+
+    def watched(kind):
+        class Watched(kind):
+            def __init__(self, *given):
+                super().__init__(*given)
+                alive.append(weakref.ref(self))
+
+        return Watched
+
+    for name in ("Step", "StepBackward"):
+        monkeypatch.setattr(engine_numpy_passes, name, watched(getattr(engine_numpy_passes, name)))
+    _, drawn, given = split(draw(np.random.default_rng(0), op=word, sizes=(3, 2, 2, 5, 5), **more))
+    gc.disable()
+    try:
+        with mx.stream(mx.cpu):
+            arrays = [whole(array) for array in drawn.values()]
+            op = {"lstm": lstm, "gru": gru, "rnn": rnn}[word]
+            loss = lambda *values: op(**dict(zip(drawn, values, strict=True)), **given, engine="numpy").h.sum()  # noqa: E731
+            mx.eval(mx.grad(loss, argnums=range(len(arrays)))(*arrays))
+        assert len(alive) == 2 and not any(step() for step in alive)
+    finally:
+        gc.enable()
+
+
 def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():
     """Calls with a new `cell_clip` or `forget_bias` each time do not fill the engine's cache, because the cache key
-    is only the gate order and the activations."""
+    has no number of the cell."""
     _, drawn, _ = split(draw(np.random.default_rng(0), sizes=(2, 1, 2, 2, 2)))
     arrays = {name: whole(array) for name, array in drawn.items()}
     sizes = set()
     for n in range(4):
         with mx.stream(mx.cpu):
             mx.eval(lstm(**arrays, cell_clip=1.0 + n, forget_bias=0.5 * n, engine="numpy").h)
-        sizes.add(engine_numpy_activations.runs.cache_info().currsize)
+        sizes.add(engine_numpy_steps.plan_for.cache_info().currsize)
     assert len(sizes) == 1
 
 
@@ -282,10 +319,15 @@ def test_no_sequence_is_copied(monkeypatch, word, batch_major):
         out = op(**arrays, **options, return_gates=True)
         saved = {name: lay(getattr(out, name)) for name in SAVED[word]}
         mx.eval(arrays, saved)
-        tracemalloc.start()
-        try:
+
+        def compute():
             mx.eval(op(**arrays, **options, training=False, engine="numpy").h)
             mx.eval(gradients_of(**arrays, **saved, **options, dh=saved["h"], engine="numpy"))
+
+        compute()  # the first call generates the code of the steps
+        tracemalloc.start()
+        try:
+            compute()
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

@@ -9,12 +9,10 @@ import pytest
 from on_metal import on_metal
 
 from mlx_lstm import lstm, recurrence
-from mlx_lstm.engines import ENGINES, METAL_ENGINES, choose
+from mlx_lstm.engines import ENGINES, METAL_ENGINES, choose, definitions
 from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import kernel
 from mlx_lstm.engines.metal.fused import LayerSize, rows_for, step_cycles
-from mlx_lstm.engines.numpy import activations
-from mlx_lstm.engines.ops import cells as ops
 from mlx_lstm.engines.predicted import predict
 from mlx_lstm.engines.problem import limited
 from mlx_lstm.recurrence import _arguments
@@ -185,5 +183,5 @@ def test_an_activation_that_an_engine_does_not_know_is_an_error(monkeypatch, eng
 def test_every_engine_knows_every_activation():
     enum = re.search(r"enum Activation \{(.*)\}", (kernel.shader_folder() / "cell.metal").read_text())
     assert enum and enum[1].lower().replace(" ", "").split(",") == list(ACTIVATIONS)
-    assert set(ops.ACTIVATIONS) == set(activations.ACTIVATIONS) == set(kernel.ACTIVATIONS) == set(ACTIVATIONS)
+    assert set(definitions.ACTIVATIONS) == set(kernel.ACTIVATIONS) == set(ACTIVATIONS)
     assert list(kernel.ACTIVATIONS.values()) == list(range(len(ACTIVATIONS)))

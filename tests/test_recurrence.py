@@ -33,8 +33,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mlx_lstm import lstm, recurrence
+from mlx_lstm.engines.definitions import activate
 from mlx_lstm.engines.numpy import arrays as engine_numpy_arrays
-from mlx_lstm.engines.ops.cells import activate
 from mlx_lstm.oracle import ARRAYS, backward, forward
 from mlx_lstm.oracle.closeness import SAFETY, assert_close, assert_within, bounds, float_of, keeps_off_kinks
 

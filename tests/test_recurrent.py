@@ -11,7 +11,7 @@ from cases import draw_away_from_kinks, split, to_mlx
 
 import mlx_lstm
 from mlx_lstm import recurrent
-from mlx_lstm.engines.ops.cells import sigmoid  # MLX's own sigmoid has only float32 accuracy in float64
+from mlx_lstm.engines.definitions import sigmoid  # MLX's own sigmoid has only float32 accuracy in float64
 from mlx_lstm.oracle import evaluate
 from mlx_lstm.oracle.arithmetic import Arithmetic
 from mlx_lstm.oracle.closeness import assert_within, bounds

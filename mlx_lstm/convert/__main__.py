@@ -10,7 +10,6 @@ import mlx.core as mx
 
 from ..budget import shown
 from ..checks import fail
-from ..engines.cells import RNNCell
 from ..machine import VERSION, run_command
 from ._files import Model, ending_of, read, replace, write, write_to
 from ._keys import STYLES, WAYS
@@ -99,7 +98,7 @@ def model_of(options: argparse.Namespace) -> Model:
     model = read(source, **words, nonlinearity=options.nonlinearity, external_data=options.external_data)
     if not model.layers:
         raise ValueError(f"{source} holds no LSTM, GRU or RNN layer; its arrays: {some(list(model.rest))}")
-    plain = any(isinstance(weights.cell, RNNCell) for weights in model.layers.values())
+    plain = any(weights.cell.op == "rnn" for weights in model.layers.values())
     if options.nonlinearity and not plain:
         rule = f"--nonlinearity must be left out for {source.name}, which has no plain RNN,"
         fail("convert", rule, repr(options.nonlinearity))

@@ -11,7 +11,6 @@ import numpy as np
 
 from ..budget import shown
 from ..checks import fail
-from ..engines.cells import LSTMCell
 from ..engines.problem import Arrays
 from .weights import OURS, Weights, held, one_bias, reorder
 
@@ -132,7 +131,7 @@ def mil_arrays(weights: Weights) -> list[Arrays]:
     """Return for each layer a dict of float32 arrays with the names and the gate order of Core ML's operation lstm.
     Raise ValueError for options that this operation lacks."""
     op = "convert"
-    if not isinstance(weights.cell, LSTMCell):
+    if weights.cell.op != "lstm":
         why = "as Core ML's gru has no bias inside of its reset gate" if weights.cell.op == "gru" else "for Core ML"
         fail(op, f"layers of a {ENDING} file must be LSTMs, {why},", weights.cell.op)
     clips = weights.cell.cell_clip is not None

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..budget import Budget, shown
-from ..engines.cells import GRUCell, RNNCell
 from ..files import Foreign, members_of
 from . import _hdf5
 from .keras import ACTIVATIONS, KINDS, NAMES, from_arrays, to_keras
@@ -305,13 +304,13 @@ def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
     """Return the arguments of a Keras layer's constructor for these weights."""
     words = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     cell = weights.cell
-    names = [cell.act] if isinstance(cell, RNNCell) else [cell.activations[2], cell.activations[0]]
+    names = [*cell.activations] if cell.op == "rnn" else [cell.activations[2], cell.activations[0]]
     for name in names:
         if name not in words:
             raise ValueError(f"[convert] activations must be those of Keras 3, {', '.join(words)}, but got {name!r}.")
     config = {"units": weights.hidden_size, "activation": words[names[0]], "use_bias": use_bias, "dtype": dtype}
     config |= {"recurrent_activation": words[names[1]]} if len(names) > 1 else {}
-    config |= {"reset_after": cell.reset == "after"} if isinstance(cell, GRUCell) else {}
+    config |= {"reset_after": cell.reset == "after"} if cell.reset else {}
     return config | {"return_sequences": True, "go_backwards": weights.reverse}
 
 

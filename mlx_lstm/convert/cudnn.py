@@ -181,7 +181,7 @@ def to_cudnn(weights: Weights) -> tuple[mx.array, dict[str, Any]]:
     """
     weights = held("to_cudnn", weights, nonlinearity=("tanh", "relu"), projection=True)
     cell, D, H, P = weights.cell, weights.directions, weights.hidden_size, weights.proj_size
-    mode = f"rnn_{cell.act}" if isinstance(cell, RNNCell) else cell.op
+    mode = f"rnn_{cell.activations[0]}" if cell.op == "rnn" else cell.op
     where = Layout(mode, len(weights.layers), D, weights.input_size, H, P, False)
     layers = []
     for layer in weights.layers:

@@ -96,7 +96,7 @@ def to_flashrnn(heads: Sequence[Weights]) -> Arrays:
         W, R = (arrays[name].reshape(G, D, -1) for name in ("Wx", "Wh"))
         biases = one_bias(cell, arrays)
         b = biases.get("b", two_biases(arrays)[0]).reshape(G, D)
-        if isinstance(cell, GRUCell):
+        if cell.op == "gru":
             R = mx.stack([R[2], R[0], R[1]])
             b = mx.concatenate([biases.get("bhn", mx.zeros_like(b[0]))[None], b])
         whole.append((W, R, b))

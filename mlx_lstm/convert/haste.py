@@ -63,7 +63,7 @@ def from_haste(layer: Any, *, prefix: str = "") -> Weights:
         fail(op, "layer must be an LSTM or a GRU; from_haste_indrnn reads an IndRNN,", "recurrent_scale")
     cell = GRUCell() if "recurrent_bias" in arrays else LSTMCell()
     order, ours = HASTE[cell.op], OURS[cell.op]
-    check_names(op, arrays, "GRU" if isinstance(cell, GRUCell) else "LSTM")
+    check_names(op, arrays, cell.op.upper())
     found = direction(op, cell.op, arrays["kernel"], arrays["recurrent_kernel"], biases=[], order=order)
     for theirs, word in (("bias", "bx"), ("recurrent_bias", "bh")):
         if theirs in arrays:
@@ -88,13 +88,13 @@ def to_haste(weights: Weights, *, prefix: str = "") -> Arrays:
     """
     op = "to_haste"
     cell = check_weights(op, weights).cell
-    if not isinstance(cell, (LSTMCell, GRUCell)) or len(weights.layers) != 1 or weights.directions != 1:
+    if cell.op == "rnn" or len(weights.layers) != 1 or weights.directions != 1:
         fail(op, "weights must be those of one LSTM or GRU layer in one direction", describe(weights))
     weights = held(op, weights)
     arrays, order, ours = weights.layers[0][0], HASTE[cell.op], OURS[cell.op]
     found = {"kernel": arrays["Wx"].T, "recurrent_kernel": arrays["Wh"].T}
     bx, bh = two_biases(arrays)
-    if isinstance(cell, GRUCell):
+    if cell.op == "gru":
         found |= {"bias": bx, "recurrent_bias": bh}
     else:
         found["bias"] = one_bias(weights.cell, arrays).get("b", bx)

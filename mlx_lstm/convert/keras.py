@@ -210,13 +210,13 @@ def to_keras(weights: Weights) -> list[list[np.ndarray]]:
 def check_cell(op: str, weights: Weights) -> None:
     """Raise ValueError if the cell has an option that no layer of Keras has."""
     cell = weights.cell
-    if isinstance(cell, LSTMCell):
+    if cell.op == "lstm":
         r, a = cell.activations[0], cell.activations[2]
         if cell.cell_clip or any("peephole" in way for layer in weights.layers for way in layer):
             fail(op, "cell_clip and peephole must be the default, as Keras has no place for them,", "others")
         if cell.activations != (r, r, a, r, a):
             fail(op, "activations must be r, r, a, r, a, as Keras has them,", cell.activations)
-    if isinstance(cell, GRUCell) and cell.activations[0] != cell.activations[1]:
+    if cell.op == "gru" and cell.activations[0] != cell.activations[1]:
         fail(op, "activations must be r, r, a, as Keras has them,", cell.activations)
 
 
@@ -226,7 +226,7 @@ def arrays_of(cell: Any, arrays: Arrays, use_bias: bool) -> list[np.ndarray]:
     matrices = [to_numpy(reorder(arrays[name].T, ours, theirs, axis=-1)) for name in ("Wx", "Wh")]
     if not use_bias:
         return matrices
-    if isinstance(cell, GRUCell) and cell.reset == "after":
+    if cell.reset == "after":
         bias = mx.stack([reorder(b, ours, theirs) for b in two_biases(arrays)])
     else:
         bias = reorder(one_bias(cell, arrays).get("b", two_biases(arrays)[0]), ours, theirs)

@@ -87,7 +87,7 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str | None = Non
             matrices = {key: words[key] for key in ("Wx", "Wh")}
             weights[-1].append(matrices | from_one_bias(words.get("b"), words.get("bhn")))
     assert cell is not None
-    if isinstance(cell, RNNCell):
+    if cell.op == "rnn":
         if len(given := {*acts, nonlinearity or acts[0]}) > 1:
             fail(op, "nonlinearity must be the same for all layers", ", ".join(map(repr, sorted(given))))
         cell = RNNCell(acts[0])

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..checks import check_option, fail
-from ..engines.cells import GRUCell, LSTMCell, RNNCell
+from ..engines.cells import GRUCell, LSTMCell
 from ..engines.problem import Arrays
 from .mlx import from_ops, to_ops
 from .weights import MPSGRAPH, OURS, Weights, held, reorder
@@ -116,7 +116,7 @@ def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
     every = tuple(ACTIVATIONS.values())
     weights = held(op, weights, options=True, nonlinearity=every, reset=("after", "before"), reverse=True)
     cell = weights.cell
-    if isinstance(cell, LSTMCell) and cell.cell_clip:
+    if cell.cell_clip:
         fail(op, "cell_clip must be the default, as the op has no place for another,", cell.cell_clip)
     names = {ours: theirs for theirs, ours in WORDS.items()}
     order = MPSGRAPH[cell.op][0]
@@ -133,10 +133,10 @@ def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
             arguments[names[name]] = array
         layers.append(arguments)
     default = {"lstm": LSTMCell().activations, "gru": GRUCell().activations, "rnn": ("relu",)}[cell.op]
-    activations = (cell.act,) if isinstance(cell, RNNCell) else cell.activations
+    activations = cell.activations
     apple = {ours: theirs for theirs, ours in ACTIVATIONS.items()} | {"hard_sigmoid_sixth": "hard_sigmoid"}
     pairs = zip(PROPERTIES[cell.op], activations, default, strict=True)
     properties: dict[str, Any] = {name: apple[word] for name, word, usual in pairs if word != usual}
     properties |= {"bidirectional": True} if weights.directions == 2 else {}
     properties |= {"reverse": True} if weights.reverse else {}
-    return layers, properties | ({"reset_after": True} if isinstance(cell, GRUCell) and cell.reset == "after" else {})
+    return layers, properties | ({"reset_after": True} if cell.reset == "after" else {})

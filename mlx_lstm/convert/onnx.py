@@ -149,10 +149,10 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
     cell = weights.cell
     attributes: dict[str, Any] = {"hidden_size": weights.hidden_size}
     attributes["direction"] = DIRECTIONS[2 if weights.directions == 2 else int(weights.reverse)]
-    if isinstance(cell, GRUCell):
+    if cell.reset:
         attributes["linear_before_reset"] = int(cell.reset == "after")
     attributes |= activation_attributes(op, cell, weights.directions)
-    if isinstance(cell, LSTMCell) and (cell.cell_clip or cell.output_peephole != "current"):
+    if cell.cell_clip or cell.output_peephole == "previous":
         fail(op, "cell_clip and output_peephole must be the default, as ONNX has no place for others,", cell)
     op_type = next(name for name, kind in OPS.items() if kind == cell.op)
     nodes = []
@@ -164,17 +164,11 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
 
 def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
     """Return the attributes of an ONNX node that name the cell's activations; none if they are the defaults."""
-    if isinstance(cell, RNNCell):
-        words = [cell.act]
-    elif isinstance(cell, GRUCell):
-        words = [cell.activations[0], cell.activations[2]]
-        if cell.activations[1] != words[0]:
-            fail(op, "activations must be the same for both gates, as ONNX has them,", cell.activations)
-    else:
-        f, g, h = cell.activations[0], cell.activations[2], cell.activations[4]
-        words = [f, g, h]
-        if cell.activations != (f, f, g, f, h):
-            fail(op, "activations must be the same for all gates, as ONNX has them,", cell.activations)
+    acts = cell.activations
+    words = [acts[0], *acts[2::2]]  # f, or f and g, or f, g and h, in ONNX' words
+    if len(words) > 1 and acts != (words[0], words[0], words[1], words[0], words[-1])[: len(acts)]:
+        which = "both" if cell.op == "gru" else "all"
+        fail(op, f"activations must be the same for {which} gates, as ONNX has them,", acts)
     theirs = [ACTIVATIONS[word] for word in words] * D
     if tuple(one[0] for one in theirs) == DEFAULTS[cell.op] * D:
         return {}

@@ -74,7 +74,7 @@ def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
     op = "to_tf"
     check_option(op, "order", order, tuple(TF))
     cell = check_weights(op, weights).cell
-    if not isinstance(cell, LSTMCell) or len(weights.layers) != 1 or weights.directions != 1:
+    if cell.op != "lstm" or len(weights.layers) != 1 or weights.directions != 1:
         fail(op, "weights must be those of one LSTM layer in one direction", f"{len(weights.layers)} x {cell.op}")
     if cell.activations != LSTMCell().activations or weights.proj_size or weights.reverse:
         fail(op, "weights must have the usual activations, no projection and no reverse", describe(weights))
@@ -118,7 +118,7 @@ def to_tf_gru(weights: Weights) -> dict[str, mx.array]:
     """Return a dict of TensorFlow's arrays, the arguments of `from_tf_gru`: `w_ru`, `w_c`, `b_ru`, `b_c`."""
     op = "to_tf_gru"
     cell = check_weights(op, weights).cell
-    if not isinstance(cell, GRUCell) or len(weights.layers) != 1 or weights.directions != 1:
+    if cell.op != "gru" or len(weights.layers) != 1 or weights.directions != 1:
         fail(op, "weights must be those of one GRU layer in one direction", f"{len(weights.layers)} x {cell.op}")
     arrays = held(op, weights, reset=("before",)).layers[0][0]
     H2 = weights.hidden_size * 2

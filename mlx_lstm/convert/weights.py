@@ -180,7 +180,7 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
     name of an array for error texts."""
     G, D = weights.cell.gates, weights.directions
     first = weights.layers[0][0]
-    if isinstance(weights.cell, LSTMCell) and weights.cell.projection_clip is not None and "Wp" not in first:
+    if weights.cell.projection_clip is not None and "Wp" not in first:
         fail(op, "projection_clip must be None without a projection", weights.cell.projection_clip)
     for word in ("Wx", "Wh", *(["Wp"] if "Wp" in first else [])):
         if word not in first:
@@ -235,12 +235,13 @@ def held(
     a layer runs in reverse.
     """
     cell, refused = check_weights(op, weights).cell, {}
-    if isinstance(cell, RNNCell):
-        refused["activation"] = cell.act not in nonlinearity and cell.act
+    if cell.op == "rnn":
+        act = cell.activations[0]
+        refused["activation"] = act not in nonlinearity and act
     else:
         usual = cell.activations == type(cell)().activations
         refused["activations"] = not options and not usual and cell.activations
-    if isinstance(cell, GRUCell):
+    if cell.reset:
         refused["reset"] = cell.reset not in reset and cell.reset
     if isinstance(cell, LSTMCell):
         refused |= {name: not options and getattr(cell, name) for name in LIMITS}
@@ -276,7 +277,7 @@ def one_bias(cell: Cell, arrays: Arrays) -> Arrays:
     if "bx" not in arrays and "bh" not in arrays:
         return {}
     bx, bh = two_biases(arrays)
-    after = isinstance(cell, GRUCell) and cell.reset == "after"
+    after = cell.reset == "after"
     # A 0 in bh is added as -0.0, so that the sum equals bx bit for bit: -0.0 + -0.0 is -0.0, but -0.0 + 0.0 is 0.0.
     b = join_biases(bx, mx.where(bh == 0, mx.array(-0.0, bh.dtype), bh), gru=after)["b"]
     return {"b": b} | ({"bhn": bh[bh.shape[0] // 3 * 2 :]} if after else {})

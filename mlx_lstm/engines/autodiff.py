@@ -23,13 +23,13 @@ from typing import Any, NoReturn
 import mlx.core as mx
 import numpy as np
 
-from .cells import PointwiseCell, RNNCell
+from .cells import PointwiseCell
 from .chunks import HALVES, SEQUENCES, Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
+from .definitions import UNBOUNDED
 from .metal import fused, pointwise, pointwise_stepwise, stepwise
 from .numpy import sweep as numpy
 from .numpy.sweep import Saved
 from .ops import sweep as ops
-from .ops.cells import UNBOUNDED
 from .ops.packed import dequantized
 from .packing import packed_names
 from .problem import Arrays, Problem
@@ -240,9 +240,8 @@ def has_plain_gradient(problem: Problem) -> bool:
     cell = problem.cell
     if isinstance(cell, PointwiseCell):
         return True
-    activations = (cell.act,) if isinstance(cell, RNNCell) else cell.activations
     whole = problem.packing is None and "lengths" not in problem.names
-    return problem.T == 1 and whole and not set(activations) & set(UNBOUNDED)
+    return problem.T == 1 and whole and not set(cell.activations) & set(UNBOUNDED)
 
 
 def is_plain_step(problem: Problem) -> bool:
@@ -261,7 +260,7 @@ def is_rnn_step(problem: Problem) -> bool:
     use. `numpy` would evaluate all arrays during the transformation, while MLX keeps them. A plain RNN saves so few
     arrays for its gradient that these would be most of the memory. With more batch items `numpy` is much faster.
     """
-    return problem.T == 1 and problem.B < problem.H and isinstance(problem.cell, RNNCell)
+    return problem.T == 1 and problem.B < problem.H and problem.cell.op == "rnn"
 
 
 def tapped(

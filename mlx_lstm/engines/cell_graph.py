@@ -5,6 +5,7 @@ precise and finite. `CellGraph` is a recurrent cell with its derivative.
 """
 
 from collections.abc import Callable, Collection, Iterable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +30,9 @@ class Graph:
     """A graph under construction. Equal nodes are stored once, and `add` rewrites nodes as the table `REWRITES`
     says."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_built_in: bool = False) -> None:
+        """Create an empty graph. is_built_in: whether it is that of a built-in cell, to which more rewrites apply."""
+        self.is_built_in = is_built_in
         self.nodes: list[Node] = []
         self.numbers: dict[str, int] = {}
         self.derives = False  # whether the operations of the derivative are being added, after those of the cell
@@ -83,6 +86,15 @@ def add_zero(graph: Graph, a: int, b: int) -> int | None:
     if not graph.derives:
         return None
     return b if graph.value(a) == 0 else a if graph.value(b) == 0 else None
+
+
+def add_difference(graph: Graph, a: int, b: int) -> int | None:
+    """Rewrite x + (y - x) as y in a built-in cell, where mx.stop_gradient around the difference gives it the value of y
+    and the gradient of x. In a cell of the user's own the sum is rounded, and NaN if x and y are infinite."""
+    for x, other in ((a, b), (b, a)):
+        if graph.is_built_in and graph.nodes[other].op == "sub" and graph.nodes[other].args[1] == x:
+            return graph.nodes[other].args[0]
+    return None
 
 
 def add_branches(graph: Graph, a: int, b: int) -> int | None:
@@ -166,6 +178,24 @@ def same_branches(graph: Graph, condition: int, x: int, y: int) -> int | None:
     return x if x == y else None
 
 
+def after_clip(op: str) -> Callable[..., int | None]:
+    """Return the rewrite of x > c as max(x, c) > c, or as min(x, k) > c with k > c, if this maximum or minimum is in
+    the graph; the same for x < c. The slope of a clip is then known from its result, which the forward pass saves."""
+    first, second = ("max", "min") if op == "gt" else ("min", "max")
+
+    def rewrite(graph: Graph, x: int, c: int) -> int | None:
+        bound = graph.value(c)
+        for n, node in enumerate(graph.nodes):
+            if bound is None or not graph.is_built_in or x not in node.args or node.op not in (first, second):
+                continue
+            k = graph.value(node.args[1] if node.args[0] == x else node.args[0])
+            if k is not None and (k == bound if node.op == first else (k > bound if op == "gt" else k < bound)):
+                return graph.add(op, n, c)
+        return None
+
+    return rewrite
+
+
 def folded(op: str) -> Callable[..., int | None]:
     """Return the rewrite that replaces the operation `op` on constants by its result, another constant."""
     compute: Callable[..., Any] = FOLDS[op]
@@ -182,13 +212,15 @@ def folded(op: str) -> Callable[..., int | None]:
 FOLDS = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative}
 
 REWRITES: dict[str, tuple[Callable[..., int | None], ...]] = {
-    "add": (folded("add"), add_zero, add_branches),
+    "add": (folded("add"), add_zero, add_difference, add_branches),
     "sub": (folded("sub"), subtract_zero),
     "mul": (folded("mul"), multiply_by_one, multiply_by_condition),
     "div": (folded("div"), divide_by_one, divide_by_cosh),
     "neg": (folded("neg"), negate_twice),
     "pow": (small_power,),
     "select": (same_branches,),
+    "gt": (after_clip("gt"),),
+    "lt": (after_clip("lt"),),
 }
 """The rewrites of each operation, in the order in which they are tried."""
 
@@ -221,9 +253,17 @@ class CellGraph:
     - w: a parameter, one number per unit
     - d: the gradient of a new state
 
+    The graph of a built-in cell has more inputs, which are not differentiated except i0:
+
+    - e: the gradient of a gate
+    - i: i0 is h times the mask, which enters the recurrent product
+    - k: k0 is the limit of c, and k1 that of a projected h
+    - W: a matrix. W0 is the weight of a second product in the step, and W0T its transpose
+
     apart: whether the function reads the input's part and the recurrent part of the preactivations separately. forward:
-    the nodes of the new states. back: the nodes of the gradients of x*, p*, s*, u*, w*, in this order. saved: the nodes
-    of the forward pass that the backward pass reads, besides the states and its own inputs.
+    the nodes of the new states. names: the inputs that are differentiated, x*, p*, s*, u*, w* in this order. back: the
+    nodes of their gradients. saved: the nodes of the forward pass that the backward pass reads, besides the states and
+    its own inputs.
     """
 
     nodes: tuple[Node, ...]
@@ -244,11 +284,14 @@ class CellGraph:
         forward: tuple[int, ...],
         back: tuple[int, ...],
         saved: tuple[int, ...],
+        names: tuple[str, ...] | None = None,
     ):
-        """Create the graph from its parts. counts: the numbers of gates, states, inputs of each step and parameters."""
+        """Create the graph from its parts. counts: the numbers of gates, states, inputs of each step and parameters.
+        names: the inputs that are differentiated, if they are others than those of a user's cell."""
         self.nodes, self.apart, self.forward, self.back, self.saved = nodes, apart, forward, back, saved
         self.gates, self.states, self.inputs, self.params = counts
         self.number: dict[str, int] = {node.value: n for n, node in enumerate(nodes) if node.op == "input"}
+        self.names: tuple[str, ...] = names or names_of(counts, apart)
         self.function: Callable[..., list[Any]] | None = None  # the user's function; None in a test run of kernels
         # A graph is part of the key of every cache, so its hash is computed once.
         self.content: tuple[Any, ...] = (repr(nodes), counts, apart, forward, back, saved)
@@ -263,21 +306,16 @@ class CellGraph:
     def __repr__(self) -> str:
         return f"CellGraph({self.gates} gates, {self.states} states, {len(self.nodes)} nodes)"
 
-    def names(self) -> list[str]:
-        """Return the names of the cell's inputs: x0, x1, ... (preactivations), p0, ... (their recurrent parts, if they
-        are separate), s0, ... (states), u0, ... (inputs of each step) and w0, ... (parameters). The attribute `back`
-        lists the nodes of their gradients in the same order."""
-        parts = [("x", self.gates), ("p", self.gates if self.apart else 0), ("s", self.states)]
-        return [f"{letter}{k}" for letter, n in [*parts, ("u", self.inputs), ("w", self.params)] for k in range(n)]
-
     def gradients(self, letter: str) -> list[int]:
         """Return the nodes of the gradients of all inputs whose names begin with `letter`: x or p (preactivations), s
         (states), u (inputs of each step) or w (parameters)."""
-        return [n for name, n in zip(self.names(), self.back, strict=True) if name[0] == letter]
+        return [n for name, n in zip(self.names, self.back, strict=True) if name[0] == letter]
 
     def of_product(self) -> list[int]:
-        """Return one node per preactivation: the gradient of its recurrent part, h Wh^T."""
-        return self.gradients("p") if self.apart else self.gradients("x")
+        """Return one node per preactivation: the gradient of its recurrent part, h Wh^T, or of the whole if the graph
+        has no such part."""
+        gradients = dict(zip(self.names, self.back, strict=True))
+        return [gradients.get(f"p{k}", gradients[f"x{k}"]) for k in range(self.gates)]
 
     def known_after(self) -> dict[int, int]:
         """Return the new states that the backward pass can read from the outputs: {node: number of the state}."""
@@ -295,6 +333,21 @@ class CellGraph:
         leaves = {*self.saved, *self.known_after()}
         return self.forward[k] in self.known_after() and self.forward[k] in needed(self.nodes, self.back, leaves)
 
+    def has_product(self) -> bool:
+        """Return whether a step has a second product, besides that with Wh."""
+        return "W0T" in self.number
+
+    def operand(self, matrix: str) -> int:
+        """Return the node that a step with a second product multiplies by "W0T" (in the forward pass) or "W0" (in the
+        backward pass)."""
+        products = [node for node in self.nodes if node.op == "matmul" and self.nodes[node.args[1]].value == matrix]
+        return products[0].args[0]
+
+    @cached_property
+    def recomputed(self) -> list[int]:
+        """Return the gates whose recurrent product the backward pass reads although it was not saved."""
+        return [k for k in range(self.gates) if self.reads(f"p{k}")] if self.gates else []
+
     def to_json(self) -> list[Any]:
         """Return the graph as lists and numbers, from which `from_json` makes it again."""
         counts = self.gates, self.states, self.inputs, self.params
@@ -310,15 +363,32 @@ def from_json(content: list[Any]) -> CellGraph:
     return CellGraph(made, (gates, states, inputs, params), apart, forward, back, saved)
 
 
+def names_of(counts: tuple[int, int, int, int], apart: bool) -> tuple[str, ...]:
+    """Return the names of the inputs of a user's cell that are differentiated: x0, x1, ... (preactivations), p0, ...
+    (their recurrent parts, if they are separate), s0, ... (states), u0, ... (inputs of each step) and w0, ...
+    (parameters)."""
+    gates, states, inputs, params = counts
+    parts = {"x": gates, "p": gates * apart, "s": states, "u": inputs, "w": params}
+    return tuple([f"{letter}{k}" for letter, n in parts.items() for k in range(n)])
+
+
 def cell_graph(
-    graph: Graph, counts: tuple[int, int, int, int], apart: bool, forward: list[int], back: list[int]
+    graph: Graph,
+    counts: tuple[int, int, int, int],
+    apart: bool,
+    forward: list[int],
+    back: list[int],
+    saved: list[int] | None = None,
+    names: tuple[str, ...] | None = None,
 ) -> CellGraph:
     """Return the graph of a cell. Nodes that neither its results nor its gradients need are removed, and the nodes that
-    the forward pass saves for the backward pass are chosen."""
-    whole = needed(graph.nodes, [*forward, *back])
+    the forward pass saves for the backward pass are chosen, unless they are given."""
+    whole = needed(graph.nodes, [*forward, *back, *(saved or [])])
     number = {n: k for k, n in enumerate(whole)}
     nodes = tuple(graph.nodes[n]._replace(args=tuple(number[k] for k in graph.nodes[n].args)) for n in whole)
     results = tuple(number[n] for n in forward), tuple(number[n] for n in back)
+    if saved is not None:
+        return CellGraph(nodes, counts, apart, *results, tuple(number[n] for n in saved), names)
     bare = CellGraph(nodes, counts, apart, *results, ())
     return CellGraph(nodes, counts, apart, *results, tuple(to_save(bare)))
 
@@ -334,7 +404,7 @@ def to_save(cell: CellGraph) -> list[int]:
     free, saved = set(cell.known_after()), []
     order = needed(cell.nodes, cell.back, free)
     gradients = entered_by_gradients(cell.nodes)
-    for name in cell.names():
+    for name in cell.names:
         if name[0] not in "xp" or cell.number.get(name) not in order:
             continue
         last = cell.number[name]
@@ -355,7 +425,7 @@ def entered_by_gradients(nodes: tuple[Node, ...]) -> set[int]:
     """Return the nodes that depend on a gradient of the new states."""
     found: set[int] = set()
     for n, node in enumerate(nodes):
-        if (node.op == "input" and node.value[0] == "d") or not found.isdisjoint(node.args):
+        if (node.op == "input" and node.value[0] in "de") or not found.isdisjoint(node.args):
             found.add(n)
     return found
 

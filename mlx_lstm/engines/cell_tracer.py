@@ -4,7 +4,7 @@ Refuse a cell that is not pointwise, with an error that names the operation and 
 import linecache
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
@@ -16,9 +16,10 @@ import mlx.core as mx
 import numpy as np
 
 from ..checks import fail
+from . import definitions
 from .captures import Captured, TooMuch, library_of
-from .cell_graph import CONDITIONS, CellGraph, Graph, cell_graph
-from .ops.pointwise import FUNCTIONS, values_of
+from .cell_graph import CONDITIONS, CellGraph, Graph, Node, cell_graph, names_of, needed
+from .cells import AnyCell, Cell, PointwiseCell, form_of
 from .tracing import distinct, have_values, vjp
 
 OP = "pointwise"
@@ -136,7 +137,7 @@ def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[in
         d_states = [mx.zeros(shape, dtype)] * counts.states
         graph = Graph()
         try:
-            names = names_of(counts, apart)
+            names = [*names_of(counts, apart)]
             # MLX's export forgets an output that equals another one but for an mx.stop_gradient, so each is distinct.
             forward = absorb(graph, lambda *arrays: distinct(step(*arrays)), given, names)
             graph.derives, gradient = True, partial(derivative, step, len(given))
@@ -149,7 +150,50 @@ def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[in
         return cell_of
 
 
-AS_MLX = FUNCTIONS | {"sigmoid": mx.sigmoid}
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b,
+    "neg": lambda a: -a, "max": mx.maximum, "min": mx.minimum, "pow": mx.power, "rem": mx.remainder,
+    "logaddexp": mx.logaddexp, "atan2": mx.arctan2, "exp": mx.exp, "expm1": mx.expm1, "log": mx.log, "log2": mx.log2,
+    "log10": mx.log10, "log1p": mx.log1p, "sqrt": mx.sqrt, "rsqrt": mx.rsqrt, "tanh": mx.tanh, "erf": mx.erf,
+    "sigmoid": definitions.sigmoid, "abs": mx.abs, "sign": mx.sign, "floor": mx.floor, "ceil": mx.ceil,
+    "round": mx.round, "sin": mx.sin, "cos": mx.cos, "tan": mx.tan, "sinh": mx.sinh, "cosh": mx.cosh,
+    "asin": mx.arcsin, "acos": mx.arccos, "atan": mx.arctan, "asinh": mx.arcsinh, "acosh": mx.arccosh,
+    "atanh": mx.arctanh, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b, "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b, "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "and": mx.logical_and,
+    "or": mx.logical_or, "not": mx.logical_not, "select": mx.where, "matmul": lambda a, b: a @ b,
+}  # fmt: skip
+"""The function of MLX for each operation of a graph. "float" is missing, because the conversion needs a dtype."""
+
+
+def values_of(
+    nodes: tuple[Node, ...],
+    outputs: Iterable[int],
+    known: Mapping[int, mx.array],
+    like: mx.array,
+    functions: Mapping[str, Callable[..., Any]] = OPERATIONS,
+    order: Iterable[int] | None = None,
+) -> dict[int, mx.array]:
+    """Return the values of the nodes from which the outputs are computed.
+
+    known: the values of some nodes, among them all inputs that are needed. like: an array of the shape and dtype of
+    the results; constants stay scalars of this dtype. functions: the function of MLX for each operation. order: the
+    nodes to compute, if the caller knows them.
+    """
+    values = dict(known)
+    for n in needed(nodes, outputs, known) if order is None else order:
+        node = nodes[n]
+        if n in values:
+            continue
+        if node.op == "const":
+            values[n] = mx.array(node.value, like.dtype)
+        elif node.op == "float":
+            values[n] = values[node.args[0]].astype(like.dtype)
+        else:
+            values[n] = functions[node.op](*[values[k] for k in node.args])
+    return values
+
+
+AS_MLX = OPERATIONS | {"sigmoid": mx.sigmoid}
 """The functions of MLX that a cell calls. With these, a graph rounds as its cell does, so that both decide alike at a
 comparison of two numbers that differ by rounding only."""
 
@@ -165,7 +209,7 @@ def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int], d
     Raises:
         RuntimeError: they differ, which is a defect of this package.
     """
-    rng, names = np.random.default_rng(0), graph.names()
+    rng, names = np.random.default_rng(0), graph.names
     kinds = [rng.integers(3, size=shape)] if shape[0] * shape[1] >= 64 else [np.full(shape, kind) for kind in range(3)]
     for kind in kinds:
         numbers = [(rng.normal(size=shape), rng.uniform(0.1, 0.9, shape), rng.uniform(1.1, 3, shape)) for _ in names]
@@ -207,10 +251,80 @@ def near(wanted: mx.array, got: mx.array) -> bool:
     return bool((np.abs(a - b)[finite] <= 1e-3 * (1 + np.abs(a[finite]).max(initial=0))).all())
 
 
-def names_of(counts: Counts, apart: bool) -> list[str]:
-    """Return the names of the inputs of a cell's graph: x0, x1, ..., in the same order as `CellGraph.names`."""
-    parts = [("x", counts.gates), ("p", counts.gates if apart else 0), ("s", counts.states)]
-    return [f"{letter}{k}" for letter, n in [*parts, ("u", counts.inputs), ("w", counts.params)] for k in range(n)]
+# --- The built-in cells ---
+
+
+def graph_of(cell: AnyCell, names: Collection[str], exposes: bool) -> CellGraph:
+    """Return the graph of a cell. names: the names of the call's arrays. exposes: for a forward pass, whether the
+    caller gets the gates; for a backward pass, whether they have cotangents."""
+    if isinstance(cell, PointwiseCell):
+        return cell.graph
+    return traced_definition(form_of(cell), frozenset({"peephole", "Wp"} & set(names)), exposes)
+
+
+def straight_through(x: mx.array, value: mx.array) -> mx.array:
+    """Return `value`, with the gradient of x. `cell_graph.add_difference` makes it `value` alone in a graph."""
+    return x + mx.stop_gradient(value - x)
+
+
+def traced_clip(x: mx.array, limit: mx.array, gradient: str) -> mx.array:
+    """Return clip(x, -limit, limit). Its gradient passes to x unchanged if `gradient` is "through". If it is "zero", it
+    is 0 where the clip changed x.
+
+    A backward pass computes x again, maybe rounded differently. So it looks at the clipped value, too: this tells
+    exactly which numbers are below the limit, and x finds those that were equal to the limit before the clip, which the
+    clip did not change.
+    """
+    value = mx.clip(x, -limit, limit)
+    if gradient == "zero":
+        before, after = mx.stop_gradient(x), mx.stop_gradient(value)
+        x = mx.where((mx.abs(after) < limit) | (mx.abs(before) == limit), x, before)
+    return straight_through(x, value)
+
+
+TRACED: definitions.Functions = {
+    **definitions.FUNCTIONS,
+    "sigmoid": mx.sigmoid,
+    "clip": traced_clip,
+    "where": lambda condition, value, x: straight_through(x, mx.where(condition, value, x)),
+}
+"""The functions from which a traced definition is built."""
+
+
+@lru_cache(256)
+def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellGraph:
+    """Return the graph of a built-in cell. The forget bias and bhn are parts of the preactivations, and the limits of c
+    and h are inputs, so that calls with other numbers need no other graph."""
+    gates, before = cell.gate_order, cell.reset == "before"
+    products = [k for k, gate in enumerate(gates) if cell.apart and not (before and gate == "n")]
+    peepholes = [f"w{k}" for k in range(cell.gates)] if "peephole" in names else []
+    first = [*(f"x{k}" for k in range(cell.gates)), *(f"p{k}" for k in products)]
+    first += [*(f"s{k}" for k in range(cell.carried + 1)), *peepholes, *(["i0"] if before else [])]
+    more = {"k0": cell.cell_clip is not None, "k1": cell.projection_clip is not None, "W0": before or "Wp" in names}
+    given = [*first, *(name for name, is_there in more.items() if is_there)]
+
+    def results(*arrays: mx.array) -> list[mx.array]:
+        states, found = definitions.step(cell, dict(zip(given, arrays, strict=True)), TRACED)
+        return distinct([*states, *(found[gate] for gate in gates)])
+
+    def derivatives(*arrays: mx.array) -> list[mx.array]:
+        rest = arrays[len(first) : len(given)]
+        return vjp(lambda *x: results(*x, *rest)[:n], arrays[: len(first)], arrays[len(given) :])[1]
+
+    states = cell.carried + 1
+    n = states + cell.gates * exposes  # the number of results that have cotangents
+    with mx.stream(mx.cpu):
+        graph, zero = Graph(is_built_in=True), mx.zeros((3, 3), mx.float64)
+        forward = absorb(graph, results, [zero] * len(given), given)
+        graph.derives = True
+        cotangents = [*(f"d{k}" for k in range(states)), *(f"e{k}" for k in range(n - states))]
+        back = absorb(graph, derivatives, [zero] * (len(given) + n), [*given, *cotangents])
+    saved = forward[states:]
+    if not exposes:  # the backward pass of a plain RNN reads only h
+        read = needed(graph.nodes, back, {*forward})
+        saved = [k for k in saved if k in read]
+    counts = cell.gates, states, 0, len(peepholes)
+    return cell_graph(graph, counts, cell.apart, forward[:states], back, saved, tuple(first))
 
 
 def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.array) -> list[mx.array]:
@@ -273,7 +387,7 @@ def absorb(graph: Graph, function: Callable[..., Any], given: list[mx.array], na
     # RandomBits. The error shall name RandomBits, so this check comes before the other operations are read. The same
     # holds for products.
     for item in content:
-        if item.get("name") in ("RandomBits", *PRODUCTS):
+        if item.get("name") in ("RandomBits", *PRODUCTS) and not graph.is_built_in:
             raise NotPointwise(item["name"])
     # Find the arrays that the function captures from outside: trace it again while the first trace `content` is alive.
     # A constant that the function creates then has another address, and a captured array has the same.
@@ -341,13 +455,18 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
     name, arguments = item["name"], item["arguments"]
     keys = [key for key, *_ in item["inputs"]]
     supported = {*UNARY, *BINARY, *VIEWS, "AsType", "Square", "Sqrt", "Log", "BitwiseBinary", "Select", "FloorDivide"}
-    if name not in supported:
+    if name not in supported and not (graph.is_built_in and name in ("Transpose", "Matmul", "StopGradient")):
         raise NotPointwise("a captured array" if captured.intersection(keys) else name)
     if any(found[key] is None for key in keys):
         raise NotPointwise("a captured array" if captured.intersection(keys) else "a constant array")
     args = [n for n in (found[key] for key in keys) if n is not None]
     conditions = [graph.nodes[n].op in CONDITIONS for n in args]
-    if name in VIEWS:
+    if name == "Transpose":
+        matrix = str(graph.nodes[args[0]].value)
+        return graph.input(matrix[:-1] if matrix[-1] == "T" else matrix + "T")
+    if name == "Matmul":
+        return graph.add("matmul", *args)
+    if name in (*VIEWS, "StopGradient"):
         return args[0]
     if name == "AsType":
         return cast(graph, args[0], conditions[0], item["inputs"][0][2], item["outputs"][0][2])

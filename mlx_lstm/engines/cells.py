@@ -1,7 +1,7 @@
 """The options of the recurrent cells: gate order, activations and others. The classes hold no arrays."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .cell_graph import CellGraph
 
@@ -32,10 +32,11 @@ def gate_block(cell: "AnyCell", gate: str, hidden: int) -> slice:
 # These names are defined here with their types. Inside a NamedTuple an annotation would make them fields.
 LSTM_OUTPUTS: tuple[str, ...] = ("h", "c", "gates", "hT", "cT")
 OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
+NO_BIAS: float = 0.0
 
 
 class LSTMCell(NamedTuple):
-    """The options of an LSTM cell. `engines.ops.cells.lstm_step` has the equations.
+    """The options of an LSTM cell. `engines.definitions.lstm` has the equations.
 
     gate_order: the order of the gates' blocks of H numbers on every axis of size 4H.
     activations: the activations of i, f, g, o and the output, in this order for every gate_order.
@@ -55,11 +56,17 @@ class LSTMCell(NamedTuple):
 
     # Every cell has these attributes. op: the name of the function for users. gates: the number of gates. carried: how
     # many blocks of H numbers the state c has. kept: how many blocks of H numbers the output `gates` has, which the
-    # backward pass reads. outputs: the names of an engine's outputs.
+    # backward pass reads; a plain RNN's backward pass does not read its own. outputs: the names of an engine's outputs.
+    # apart: whether a step reads the input's part and the recurrent part of the preactivations separately. recurrent:
+    # whether h is multiplied by Wh. params: the name of the array with the numbers per unit that a step reads.
     op = "lstm"
     gates = 4
     carried = 1
     kept = 4
+    apart = False
+    recurrent = reads_kept = True
+    params = "peephole"
+    reset = ""
     outputs = LSTM_OUTPUTS
     block = gate_block
 
@@ -79,7 +86,7 @@ class LSTMCell(NamedTuple):
 
 
 class GRUCell(NamedTuple):
-    """The options of a GRU cell. `engines.ops.cells.gru_step` has the equations.
+    """The options of a GRU cell. `engines.definitions.gru` has the equations.
 
     gate_order: the order of the blocks of reset r, update z and candidate n on every axis of size 3H.
     activations: the activations of r, z, n, in this order for every gate_order.
@@ -96,6 +103,12 @@ class GRUCell(NamedTuple):
     gates = 3
     carried = 0
     kept = 3
+    apart = recurrent = reads_kept = True
+    params = output_peephole = ""
+    forget_bias = NO_BIAS
+    cell_clip = projection_clip = None
+    clip_gradient = "through"
+    stops_c = stops_h = False
     outputs = OUTPUTS
     block = gate_block
 
@@ -113,9 +126,20 @@ class RNNCell(NamedTuple):
     gates = 1
     carried = 0
     kept = 1
+    recurrent = True
+    apart = reads_kept = stops_c = stops_h = False
+    params = reset = output_peephole = ""
+    forget_bias = NO_BIAS
+    cell_clip = projection_clip = None
+    clip_gradient = "through"
     gate_order = "h"
     outputs = OUTPUTS
     block = gate_block
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """The activation, as a tuple like that of the other cells."""
+        return (self.act,)
 
 
 class PointwiseCell(NamedTuple):
@@ -128,7 +152,24 @@ class PointwiseCell(NamedTuple):
     recurrent: bool = True
 
     op = "pointwise"
+    reads_kept = True
+    params = "params"
+    reset = output_peephole = ""
+    forget_bias = NO_BIAS
+    cell_clip = projection_clip = None
+    clip_gradient = "through"
+    stops_c = stops_h = False
     block = gate_block
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """A user's function has no activations with names."""
+        return ()
+
+    @property
+    def apart(self) -> bool:
+        """Whether the function reads both parts of the preactivations separately."""
+        return self.graph.apart
 
     @property
     def gates(self) -> int:
@@ -159,3 +200,10 @@ class PointwiseCell(NamedTuple):
 
 Cell = LSTMCell | GRUCell | RNNCell
 AnyCell = Cell | PointwiseCell
+
+
+def form_of(cell: AnyCell) -> Any:
+    """Return the cell without the numbers that generated code gets as arguments."""
+    limits = {name: 1.0 for name in ("cell_clip", "projection_clip") if getattr(cell, name) is not None}
+    whole: Any = cell
+    return whole._replace(forget_bias=0.0, **limits) if limits or cell.forget_bias else cell

@@ -9,7 +9,6 @@ import mlx.nn as nn
 
 from ..checks import check_array, check_every, fail
 from ..convert import Weights, to_ops
-from ..engines.cells import LSTMCell
 from ..engines.choice import Engine, check_engine
 from ..recurrence import (
     Call,
@@ -85,7 +84,7 @@ class Recurrence(nn.Module):
         B, T, _ = x.shape
         if not B or not T:
             fail(OP, "x must have at least one item and one step", f"shape {list(x.shape)}")
-        widths = {"h": P or H, "c": H} if isinstance(cell, LSTMCell) else {"h": P or H}
+        widths = {"h": P or H, "c": H} if cell.carried else {"h": P or H}
         if state is None or len(widths) == 1:
             state = [state] * len(widths)
         elif not isinstance(state, (tuple, list)) or len(state) != 2:

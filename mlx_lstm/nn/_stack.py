@@ -245,7 +245,7 @@ def state_names(cell: Cell | OwnCell) -> list[str]:
     """Return the names of the states of a layer: h, and c of an LSTM, or s1, s2, ... of a cell of the user's own."""
     if isinstance(cell, OwnCell):
         return ["h", *(f"s{n}" for n in range(1, cell.states))]
-    return ["h", "c"] if isinstance(cell, LSTMCell) else ["h"]
+    return ["h", "c"][: 1 + cell.carried]
 
 
 def run_group(group: "Depth", arrays: Arrays, steps: Arrays, options: dict[str, Any]) -> dict[str, Any]:
@@ -471,7 +471,7 @@ def of_call(cell: Cell, arrays: Arrays) -> Arrays:
     if not biases:
         return others
     bx, bh = (biases.get(name, mx.zeros_like(next(iter(biases.values())))) for name in ("bx", "bh"))
-    return others | join_biases(bx, bh, gru=isinstance(cell, GRUCell) and cell.reset == "after")
+    return others | join_biases(bx, bh, gru=cell.reset == "after")
 
 
 def packings(layer: Depth) -> dict[str, tuple[int | str, ...]]:

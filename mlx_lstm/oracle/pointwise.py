@@ -164,7 +164,7 @@ class Run:
             self.compute(values, graph.back)
             back = [np.where(on, np.broadcast_to(values[n], (self.B, H)), 0) for n in graph.back]
             by_letter = {
-                letter: [g for name, g in zip(graph.names(), back, strict=True) if name[0] == letter]
+                letter: [g for name, g in zip(graph.names, back, strict=True) if name[0] == letter]
                 for letter in "xpsuw"
             }
             row = {letter: np.concatenate(each, -1) if each else zeros[:, :0] for letter, each in by_letter.items()}

@@ -10,10 +10,10 @@ import mlx.core as mx
 from ..checks import check_every, check_lengths, warn_once
 from ..engines import METAL_ENGINES, Choice, choice, tuning
 from ..engines.autodiff import run, run_backward
-from ..engines.cells import AnyCell, LSTMCell, RNNCell
+from ..engines.cells import AnyCell, LSTMCell
 from ..engines.choice import NOWHERE, Stream, on
 from ..engines.chunks import HALVES
-from ..engines.ops.cells import activate
+from ..engines.definitions import activate
 from ..engines.packing import Packing, packed_names
 from ..engines.problem import Arrays, Problem, limits_in_effect, masks_differ
 from ..engines.tracing import custom_function, have_values, is_transforming, vjp
@@ -271,9 +271,8 @@ def h_of(problem: Problem, saved: Arrays) -> mx.array:
     """Compute the output h [T, B, D H] for a caller who did not pass it (D: directions). For an LSTM without
     projection it is computed from the gates and c in `saved`, for a plain RNN from the preactivations."""
     cell, D, H, gates = problem.cell, problem.directions, problem.H, saved["gates"]
-    if isinstance(cell, RNNCell):
-        return activate(cell.act, gates)
-    assert isinstance(cell, LSTMCell)
+    if cell.op == "rnn":
+        return activate(cell.activations[-1], gates)
     c = saved["c"]
     blocks = gates.reshape(*gates.shape[:2], D, 4 * H)[..., cell.block("o", H)]
-    return (blocks.reshape(c.shape) * activate(cell.activation("output"), c)).astype(gates.dtype)
+    return (blocks.reshape(c.shape) * activate(cell.activations[-1], c)).astype(gates.dtype)

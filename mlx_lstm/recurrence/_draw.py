@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..engines.cells import AnyCell, LSTMCell, PointwiseCell, RNNCell
+from ..engines.cells import PointwiseCell
 from ..engines.ops.packed import judged
 from ..engines.packing import Packing, Quantized, is_packed
 from ..engines.problem import Problem
@@ -61,7 +61,7 @@ def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
     if isinstance(problem.cell, PointwiseCell):
         return draw_pointwise(problem, problem.cell, rng, margin)
     parts = draw_parts(problem, rng)
-    has_kinks = not KINKS.keys().isdisjoint(activations_of(problem.cell)) or stops(problem.cell)
+    has_kinks = not KINKS.keys().isdisjoint(problem.cell.activations) or problem.cell.clip_gradient == "zero"
     drawn = assembled(problem, parts, 1.0)
     for n in range(HALVINGS):
         if n:
@@ -72,17 +72,6 @@ def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
         if distance > margin and all(largest(array) < LARGEST for array in outputs.values()):
             return Drawn(*drawn, True, outputs)
     return Drawn(*drawn, False, outputs)
-
-
-def stops(cell: AnyCell) -> bool:
-    """Return whether the cell has a clip that stops gradients where it changes a value."""
-    return isinstance(cell, LSTMCell) and cell.clip_gradient == "zero"
-
-
-def activations_of(cell: AnyCell) -> tuple[str, ...]:
-    """Return the names of the activations of a cell."""
-    assert not isinstance(cell, PointwiseCell)
-    return (cell.act,) if isinstance(cell, RNNCell) else cell.activations
 
 
 def draw_pointwise(problem: Problem, cell: PointwiseCell, rng: np.random.Generator, margin: float) -> Drawn:
@@ -131,15 +120,15 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
     steer = rng.uniform(0.5, 0.7, (D, G * H))
     assert not isinstance(cell, PointwiseCell)
     candidate = {"lstm": "g", "gru": "n", "rnn": "h"}[cell.op]
-    act = cell.act if isinstance(cell, RNNCell) else cell.activation(candidate)
+    act = cell.activations[0 if cell.op == "rnn" else 2]
     signs = np.sign(rng.normal(size=(D, H)))
-    odd, output = ("identity", "tanh"), cell.activation("output") if isinstance(cell, LSTMCell) else ""
-    if cell.op == "lstm" and (act not in odd or (stops(cell) and output not in odd)):
+    odd = ("identity", "tanh")
+    if cell.op == "lstm" and (act not in odd or (cell.clip_gradient == "zero" and cell.activations[-1] not in odd)):
         signs = np.ones_like(signs)
     steer[:, cell.block(candidate, H)] *= signs
     if "c0" in parts:
         parts["c0"] = rng.uniform(0.5, 0.7, (B, D * H)) * signs.reshape(-1)
-    if stops(cell):
+    if cell.clip_gradient == "zero":
         parts, steer = away_from_limits(problem, parts, np.sign(steer), rng)
     return parts | {"steer": steer.reshape(-1)}
 
@@ -236,8 +225,8 @@ def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[dict[str,
         arrays = quantized(problem, arrays)
         case |= {name: judged(problem.packing, arrays, name) for name in case if is_packed(name, arrays)}
     options = problem.cell._asdict()
-    if isinstance(problem.cell, RNNCell):
-        options = {"activation": problem.cell.act}
+    if problem.cell.op == "rnn":
+        options = {"activation": problem.cell.activations[-1]}
     if "lengths" in problem.names:
         case["lengths"] = [problem.T - n % (problem.T + 1) for n in range(problem.B)]
     flags = {"op": problem.cell.op, "reverse": problem.reverse, "bidirectional": problem.bidirectional}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..cells import AnyCell, GRUCell, LSTMCell
+from ..cells import AnyCell
 from ..directions import half
 from ..ops.packed import matrix, scales_of
 from ..ops.sweep import gradients_after_sweep
@@ -235,7 +235,7 @@ def backward_sweep(
     few, product, bare = is_plain(problem, names), takes_product(cell), readable(problem)
     there = {"states": True, "arranged": True, "sizes": True, "lengths": "lengths" in names, "q": product}
     there |= {"mask": "mask" in names or "keep" in names, "gates": cell.op != "rnn"}
-    there["numbers"] = isinstance(cell, LSTMCell) and cell.stops_c
+    there["numbers"] = cell.stops_c
     there |= {"states0": ("c0" if has_c else "h0") in names} | {f"d{name}": True for name in cotangents}
     present = {name for name in there if there[name]} | {*options_of(problem, names)}
     later = present | ({"dhT", "dcT"} if has_c else {"dhT"})
@@ -641,7 +641,7 @@ def layer_size(problem: Problem, itemsize: int) -> LayerSize:
 def two_products(cell: AnyCell) -> bool:
     """Return whether a step has two products, one after the other, as in a GRU whose reset comes before the
     candidate's product."""
-    return isinstance(cell, GRUCell) and cell.reset == "before"
+    return cell.reset == "before"
 
 
 def registers_of(threads: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import mlx.core as mx
 
 from ...machine import shader_folder
-from ..cells import AnyCell, GRUCell, LSTMCell, RNNCell, known
+from ..cells import AnyCell, GRUCell, known
 from ..packing import is_packed
 from ..problem import Arrays, Problem
 
@@ -280,27 +280,22 @@ STRUCTS = {"lstm": "LSTMCell<OPTIONS>", "gru": "GRUCell<OPTIONS>", "rnn": "RNNCe
 @cache
 def cell_number(cell: AnyCell, peephole: bool = False) -> int:
     """Return the options of a cell as one integer, the template argument OPTIONS. metal/cell.metal lists its bits."""
-    if isinstance(cell, LSTMCell):
-        order, gates, activations = cell.gate_order, "ifgo", cell.activations
+    order, gates, own = cell.gate_order, {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}[cell.op], 0
+    if isinstance(cell, GRUCell):
+        own = (cell.reset == "before") + (cell.flip_z << 1)
+    elif cell.op == "lstm":
         sees = (1 if cell.output_peephole == "current" else 2) if peephole else 0
         own = sees + ((cell.cell_clip is not None) << 2) + (cell.stops_c << 3)
-    elif isinstance(cell, GRUCell):
-        order, gates, activations = cell.gate_order, "rzn", cell.activations
-        own = (cell.reset == "before") + (cell.flip_z << 1)
-    else:
-        assert isinstance(cell, RNNCell)
-        order, gates, activations, own = "h", "h", (cell.act,), 0
     number = sum(order.index(gate) << 2 * k for k, gate in enumerate(gates))
-    number += sum(known("metal", ACTIVATIONS, name) << 8 + 3 * k for k, name in enumerate(activations))
+    number += sum(known("metal", ACTIVATIONS, name) << 8 + 3 * k for k, name in enumerate(cell.activations))
     return number + (own << 23)
 
 
 def numbers_of(cell: AnyCell) -> mx.array | None:
     """Return the array of three numbers that an LSTM's kernels read: the forget bias, the limit of the cell state and
     the limit of a projected h. A limit that the cell does not have is 0. Return None for other cells."""
-    if not isinstance(cell, LSTMCell):
-        return None
-    return constant((cell.forget_bias, cell.cell_clip or 0.0, cell.projection_clip or 0.0), mx.float32)
+    numbers = cell.forget_bias, cell.cell_clip or 0.0, cell.projection_clip or 0.0
+    return constant(numbers, mx.float32) if cell.op == "lstm" else None
 
 
 def layout_number(cell: AnyCell) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import mlx.core as mx
 
-from ..cells import AnyCell, GRUCell
+from ..cells import AnyCell
 from ..ops import sweep as ops
 from ..packing import is_packed
 from ..problem import Arrays, Problem
@@ -37,13 +37,13 @@ def is_plain(problem: Problem, names: Collection[str]) -> bool:
     """Return whether `gradients_in_few_launches` can compute the gradients of all arrays with these names. It does
     not support a mask, `keep`, a peephole, or a GRU whose reset comes before the candidate's product."""
     rare = "mask" in names or "keep" in names or "peephole" in names
-    return not rare and not (isinstance(problem.cell, GRUCell) and problem.cell.reset == "before")
+    return not rare and problem.cell.reset != "before"
 
 
 def takes_product(cell: AnyCell) -> bool:
     """Return whether the backward steps read the recurrent product of a GRU's candidate. They do if the reset comes
     after this product, because r then multiplies it."""
-    return isinstance(cell, GRUCell) and cell.reset == "after"
+    return cell.reset == "after"
 
 
 def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.array | None) -> Arrays:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..cells import GRUCell, LSTMCell, PointwiseCell
+from ..cells import PointwiseCell
 from ..directions import half, part
 from ..ops.packed import scales_of
 from ..ops.sweep import gradients_after_sweep, through_projection_clip
@@ -135,7 +135,7 @@ def sweep_backward(
     inputs["states0"] = inputs.get(f"{state}0")
     inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, H, K)}
     of_dh = inputs | {"sizes": sizes(problem, mask, P, K)}
-    if isinstance(cell, LSTMCell) and cell.stops_c:
+    if cell.stops_c:
         inputs["numbers"] = numbers_of(cell)
     rows, dh_rows = rows_of(problem, projects)
     if before:
@@ -170,13 +170,13 @@ def unclipped(problem: Problem, arrays: Arrays, saved: Arrays) -> mx.array | Non
     """Return an array [T, B, D P] with 1 where a projected h was not changed by its clip, else 0. Return None if the
     clip does not stop gradients."""
     cell = problem.cell
-    if not isinstance(cell, LSTMCell) or not cell.stops_h:
+    if not cell.stops_h:
         return None
     ones = mx.ones_like(saved["h"])
     if not problem.bidirectional:
-        return contiguous(through_projection_clip(problem, cell, arrays["Wp"], saved, ones))
+        return contiguous(through_projection_clip(cell, arrays["Wp"], saved, ones))
     after = {name: saved[name] for name in ("h", "c", "gates")}
-    each = [through_projection_clip(problem, cell, arrays["Wp"][d], part(after, d), half(ones, d)) for d in range(2)]
+    each = [through_projection_clip(cell, arrays["Wp"][d], part(after, d), half(ones, d)) for d in range(2)]
     return mx.concatenate(each, axis=-1)
 
 
@@ -356,7 +356,7 @@ def row_length(problem: Problem, width: int, arrays: int, carries: int, dtype: m
 def resets_before(problem: Problem) -> bool:
     """Return whether a step needs two launches. Only a GRU whose reset comes before the candidate's product needs
     two."""
-    return isinstance(problem.cell, GRUCell) and problem.cell.reset == "before"
+    return problem.cell.reset == "before"
 
 
 # --- The launches of a step ---
@@ -631,7 +631,7 @@ def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
     """Return the kernel that computes the projection of a step, h = m Wp^T with P numbers per item. It writes one
     array per step with h [B, D P] of all D directions. The shader is in metal/stepwise_forward.metal."""
     tile = tile_of(problem, problem.P)
-    clips = isinstance(problem.cell, LSTMCell) and problem.cell.projection_clip is not None
+    clips = problem.cell.projection_clip is not None
     present = present if clips else tuple(name for name in present if name != "numbers")
     return StepKernel(
         *(problem, dtype, present),

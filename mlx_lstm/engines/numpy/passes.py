@@ -8,24 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ..cells import GRUCell, LSTMCell, PointwiseCell, RNNCell
 from ..problem import Problem
 from .arrays import FEATURE_MAJOR, Array, Views, chunk_steps, first_state, matrix, steps_of
-from .gru import GRUStep, GRUStepBackward
-from .lstm import LSTMStep, LSTMStepBackward
-from .pointwise import PointwiseStep, PointwiseStepBackward
 from .products import WeightGradients
-from .rnn import RNNStep, RNNStepBackward
+from .steps import Step, StepBackward
 
 SEQUENCES = ("h", "c", "gates")
-
-STEPS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    LSTMCell: (LSTMStep, LSTMStepBackward),
-    GRUCell: (GRUStep, GRUStepBackward),
-    RNNCell: (RNNStep, RNNStepBackward),
-    PointwiseCell: (PointwiseStep, PointwiseStepBackward),
-}
-"""For each cell the class of a forward step and the class of a backward step."""
 
 
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
@@ -37,8 +25,8 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     by 0.
     """
     dtype, (T, B, H, _), keep, mask = v["x"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
-    step = STEPS[type(problem.cell)][0](problem, problem.cell, v, mask)
-    products, ends = step.products, Ends(problem, v)
+    step = Step(problem, v, mask)
+    run, products, ends = step.run, step.products, Ends(problem, v)
     buffers, block = products.h_buffers, products.block
     h, gates = out["h"], out["gates"].transpose(FEATURE_MAJOR) if "gates" in out else None
     if "c" in out:
@@ -67,9 +55,9 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
             c_prev = np.multiply(c_prev, keep[t].T, out=c_kept)
         if mask is not None:
             np.multiply(h_prev, mask[t].T, out=products.h_rows[t % len(products.h_rows)])
-        if "inputs" in v and isinstance(step, PointwiseStep):
+        if "inputs" in v:
             np.copyto(step.us, v["inputs"][t].T)
-        step(products.operands[t % len(products.operands)], inputs_t, h_prev, c_prev, gates_t, c_t, h_new)
+        run(products.operands[t % len(products.operands)], inputs_t, h_prev, c_prev, gates_t, c_t, h_new)
         np.copyto(h[t], h_new.T)
         h_prev, c_prev = h_new, c_t
     last = {"h": h_prev, "c": c_prev}
@@ -120,7 +108,7 @@ class BackwardSweep:
         self.problem, self.v, self.dv, self.h = problem, v, dv, saved["h"]
         self.ends: Ends = Ends(problem, v)
         self.mask: Any = step_mask(v, problem)
-        self.step: Any = STEPS[type(problem.cell)][1](problem, problem.cell, v, saved)
+        self.step: StepBackward = StepBackward(problem, v, saved, "gates" in dv)
         self.products: WeightGradients = products
         self.out: Views = products.out
         has_c = "c" in saved
@@ -137,7 +125,7 @@ class BackwardSweep:
             self.dh[:, idle] = self.dc[:, idle] = 0
 
     def run(self) -> None:
-        """Run all steps, then write the gradients of the first states, of the peephole weights and of the parameters of
+        """Run all steps, then write the gradients of the first states, and of the peephole weights or the parameters of
         a user's cell."""
         T, chunk, out = self.problem.T, chunk_steps(self.problem), self.out
         bounds = [(start, min(start + chunk, T)) for start in range(0, T, chunk)]
@@ -149,10 +137,8 @@ class BackwardSweep:
         for name, d_state in (("h0", self.dh), ("c0", self.dc)):
             if name in out:
                 out[name][...] = d_state.T
-        if "peephole" in out and isinstance(self.step, LSTMStepBackward):
-            self.products.add("peephole", self.step.dpeephole.sum(axis=1))
-        if "params" in out and isinstance(self.step, PointwiseStepBackward):
-            self.products.add("params", self.step.dparams.sum(axis=1))
+        if (params := self.problem.cell.params) in out:
+            self.products.add(params, self.step.dparams.sum(axis=1))
 
     def run_chunk(self, start: int, stop: int) -> None:
         """Run the steps from `start` to `stop` backward, then add their weight gradients."""
@@ -163,8 +149,7 @@ class BackwardSweep:
         h_before = self.h_before(start, stop)  # [steps, B, P]
         h_prev = h_before if keep is None else h_before * keep
         h_in = (h_prev if mask is None else h_prev * mask).reshape(-1, problem.P)
-        if isinstance(step, (GRUStepBackward, PointwiseStepBackward)):
-            step.begin_chunk(start, h_prev, h_in)
+        step.begin_chunk(start, h_prev, h_in)
         times = range(start, stop)
         for t in times if problem.reverse else reversed(times):
             k, columns = t - start, slice((t - start) * problem.B, (t - start + 1) * problem.B)
@@ -183,13 +168,13 @@ class BackwardSweep:
             dgates = dv["gates"][k].T if "gates" in dv else None
             c_before: Any = None if self.c0 is None else self.c_before(t)
             c_prev = c_before if c_before is None or keep is None else c_before * keep[k].T
-            step(t, columns, c_prev, self.c_at(t), dh, dc, dgates)
-            if isinstance(step, PointwiseStepBackward):
-                ended = np.flatnonzero(self.ends.lengths <= t) if t >= self.ends.shortest else None
+            step.run(step, t, columns, c_prev, self.c_at(t), dh, dc, dgates)
+            ended = np.flatnonzero(self.ends.lengths <= t) if t >= self.ends.shortest else None
+            if step.finishes or ended is not None:
                 step.finish(t, columns, ended, self.out)
-                if ended is not None:  # the user's formula may give NaN where its inputs are 0
-                    for array in (dh, dc) if step.direct is None else (dh, dc, step.direct):
-                        array[:, ended] = 0
+            if ended is not None:  # a user's formula may give NaN where its inputs are 0
+                for array in (dh, dc) if step.direct is None else (dh, dc, step.direct):
+                    array[:, ended] = 0
             if mask is not None:
                 self.through_mask(t, mask[k], h_prev[k])
             if step.direct is not None:
@@ -280,11 +265,12 @@ class Ends:
     ended; at step `longest` all items have ended."""
 
     def __init__(self, problem: Problem, v: Views):
-        self.lengths: Array = v["lengths"] if "lengths" in v else np.full(problem.B, problem.T)
-        self.shortest: int = int(self.lengths.min())
-        self.longest: int = int(self.lengths.max())
+        T, given = problem.T, v.get("lengths")
+        self.lengths: Array = np.full(problem.B, T) if given is None else given
+        self.shortest: int = T if given is None else int(given.min())
+        self.longest: int = T if given is None else int(given.max())
         self.by_length: dict[int, list[int]] = {}
-        for b, length in enumerate(self.lengths.tolist() if self.shortest < problem.T else []):
+        for b, length in enumerate(self.lengths.tolist() if self.shortest < T else []):
             self.by_length.setdefault(length, []).append(b)
 
     def at(self, length: int) -> list[int] | None:

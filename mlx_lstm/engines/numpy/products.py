@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from ..cells import LSTMCell
 from ..problem import Problem
 from .arrays import WIDE_BATCH, Array, Views, chunk_steps, columns_buffer, matrix, transposed
 
@@ -220,7 +219,7 @@ class JoinedProduct:
 def bias_of(problem: Problem, v: Views) -> Array | None:
     """Return the bias [GH] with an LSTM's forget bias added. Return None if the call has neither."""
     cell, H = problem.cell, problem.H
-    forget_bias = cell.forget_bias if isinstance(cell, LSTMCell) else 0
+    forget_bias = cell.forget_bias
     if not forget_bias:
         return v.get("b")
     bias = np.array(v["b"]) if "b" in v else np.zeros(cell.gates * H, v["Wh"].dtype)

@@ -6,21 +6,19 @@ Within a step every array is feature-major, as in `engines.numpy.sweep`.
 
 import numpy as np
 
-from ..cells import GRUCell, PointwiseCell
 from ..problem import Problem
 from .arrays import Array, Views
-from .passes import STEPS
 from .products import JoinedProduct, bias_of, in_blocks
+from .steps import Step
 
 
 class StreamedLayer:
     """One layer of a stream, with its state: h [P, B] and c [H, B], for H hidden units, B batch items and h of width
     P.
 
-    There are two buffers for h. A step reads h from one buffer, k = 0 or 1, and writes the new h to the other; the
-    next step swaps them. Before a step the caller writes its input to x_rows[k] [I, B]. c [C H, B] has all states
-    besides h, and no rows in a cell without such a state; c[k] and c[1 - k] are the same array in a built-in cell,
-    whose step overwrites it.
+    There are two buffers for h, and two for c. A step reads the states from one buffer, k = 0 or 1, and writes the new
+    states to the other; the next step swaps them. Before a step the caller writes its input to x_rows[k] [I, B]. c [C
+    H, B] has all states besides h, and no rows in a cell without such a state.
     """
 
     def __init__(self, problem: Problem, v: Views):
@@ -29,18 +27,13 @@ class StreamedLayer:
         (_, B, H, _), dtype, cell = problem[:4], v["Wx"].dtype, problem.cell
         I = v["Wx"].shape[1]
         v = v | {"x": np.empty((1, B, I), dtype)}
-        self.step = STEPS[type(cell)][0](problem, cell, v, None, streamed=True)
-        products = self.step.products
+        step = Step(problem, v, None, streamed=True)
+        self.whole_step, self.step, products = step, step.run, step.products
         self.h: list[Array] = products.h_buffers
         self.operands: list[Array] = products.operands
-        # A user's cell gets two arrays for c, too, since it may read an old state after it has written a new one.
-        own = isinstance(cell, PointwiseCell)
-        shape = (cell.carried * H if "c" in cell.outputs else 0, B)
-        self.c: list[Array] = [np.zeros(shape, dtype) for _ in range(2)] if own else 2 * [np.zeros(shape, dtype)]
+        self.c: list[Array] = [np.zeros((cell.carried * H, B), dtype) for _ in range(2)]
         self.inputs: Array | None = None
-        if isinstance(cell, GRUCell) or (
-            own and not isinstance(products, JoinedProduct)
-        ):  # the product with h is separate; the bias is one more column of Wx
+        if not isinstance(products, JoinedProduct):  # the product with h is separate; the bias is one more column of Wx
             bias = bias_of(problem, v)
             Wx = v["Wx"] if bias is None else np.concatenate([v["Wx"], bias[:, None]], axis=1)
             self.inputs = np.empty((len(Wx), B), dtype)
@@ -96,12 +89,12 @@ class Stream:
         k = self.k
         np.copyto(self.x[k], x)
         if inputs is not None:
-            np.copyto(self.layers[0].step.us, inputs.T)
+            np.copyto(self.layers[0].whole_step.us, inputs.T)
         with np.errstate(all="ignore"):  # exp may overflow in a gate that is 0, and x may be infinite
             if keep is not None:
                 for layer in self.layers:
                     layer.h[k] *= keep
-                    layer.c[k][...] *= keep
+                    layer.c[k] *= keep
             first, *others = self.layers
             h = first.run(k)
             for layer in others:

@@ -1,6 +1,6 @@
 """Engine `numpy`: run the recurrence on the CPU with NumPy's BLAS, writing directly into the memory of MLX arrays.
 
-The equations are those of `engines.ops.cells`, written into preallocated buffers. Within a step every array is
+The equations are those of `engines.definitions`, written into preallocated buffers. Within a step every array is
 feature-major, [GH, B] or [H, B]. The large matrix is then the left factor of the recurrent product, which runs up to
 twice as fast in BLAS, and every gate is one contiguous block. Therefore gates and c are allocated as [T, D G H, B]
 and [T, D H, B], and callers get transposed views of them; h has the memory order of x. Each direction writes its own
@@ -10,7 +10,6 @@ rows and columns of the arrays that both share. Only float32 and float64 are sup
 import mlx.core as mx
 import numpy as np
 
-from ..cells import RNNCell
 from ..directions import one_direction, part
 from ..packing import is_packed
 from ..problem import Arrays, Problem
@@ -64,7 +63,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
     hidden: list[Array] = []
     if problem.return_gates:
         sequences["gates"] = NewSequence(dtype, (T, B, rows), FEATURE_MAJOR, batch_first)
-    elif problem.training and not isinstance(cell, RNNCell):
+    elif problem.training and cell.reads_kept:
         # MLX initializes the memory of its arrays, which costs an additional write. Gates that MLX need not see are
         # therefore allocated by NumPy.
         sizes = [segment.sizes(B) for segment in parts] or [(T, B)]
@@ -100,7 +99,7 @@ def backward(
     saved: what `forward` returned. cotangents: the cotangents of some outputs. as_factors: return some weight
     gradients as two factors, which `multiplied` then multiplies. left_out: () or ("x",).
     """
-    if saved.get("gates") is None and not isinstance(problem.cell, RNNCell):
+    if saved.get("gates") is None and problem.cell.reads_kept:
         saved = forward(problem._replace(training=True), arrays)
     packing = problem.packing
     v, dv = views(arrays if packing is None else with_float_weights(packing, arrays)), views(cotangents)

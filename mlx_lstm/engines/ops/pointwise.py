@@ -1,57 +1,14 @@
 """Run a cell that the user wrote in plain MLX operations, by calling the user's function. In a test run of kernels
 there is only the cell's graph and no function; there the graph's nodes are computed one by one."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 
-from ..cell_graph import Node, needed
+from ..cell_tracer import values_of
 from ..cells import PointwiseCell
 from ..problem import Array, Arrays, Problem
 from ..tracing import vjp
-from .cells import sigmoid
-
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b,
-    "neg": lambda a: -a, "max": mx.maximum, "min": mx.minimum, "pow": mx.power, "rem": mx.remainder,
-    "logaddexp": mx.logaddexp, "atan2": mx.arctan2, "exp": mx.exp, "expm1": mx.expm1, "log": mx.log, "log2": mx.log2,
-    "log10": mx.log10,
-    "log1p": mx.log1p, "sqrt": mx.sqrt, "rsqrt": mx.rsqrt, "tanh": mx.tanh, "sigmoid": sigmoid, "erf": mx.erf,
-    "abs": mx.abs, "sign": mx.sign, "floor": mx.floor, "ceil": mx.ceil, "round": mx.round, "sin": mx.sin,
-    "cos": mx.cos, "tan": mx.tan, "sinh": mx.sinh, "cosh": mx.cosh, "asin": mx.arcsin, "acos": mx.arccos,
-    "atan": mx.arctan, "asinh": mx.arcsinh, "acosh": mx.arccosh, "atanh": mx.arctanh, "select": mx.where,
-    "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
-    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "and": mx.logical_and, "or": mx.logical_or,
-    "not": mx.logical_not,
-}  # fmt: skip
-"""The function of MLX for each operation of a graph. "float" is missing, because the conversion needs a dtype."""
-
-
-def values_of(
-    nodes: tuple[Node, ...],
-    outputs: Iterable[int],
-    known: Mapping[int, Array],
-    like: Array,
-    functions: Mapping[str, Callable[..., Any]] = FUNCTIONS,
-) -> dict[int, Array]:
-    """Return the values of the nodes from which the outputs are computed.
-
-    known: the values of some nodes, among them all inputs that are needed. like: an array of the shape and dtype of
-    the results; constants stay scalars of this dtype. functions: the function of MLX for each operation.
-    """
-    values = dict(known)
-    for n in needed(nodes, outputs, known):
-        node = nodes[n]
-        if n in values:
-            continue
-        if node.op == "const":
-            values[n] = mx.array(node.value, like.dtype)
-        elif node.op == "float":
-            values[n] = values[node.args[0]].astype(like.dtype)
-        else:
-            values[n] = functions[node.op](*[values[k] for k in node.args])
-    return values
 
 
 def blocks(array: Array | None, count: int) -> list[Array]:
@@ -113,7 +70,7 @@ def pointwise_step(
     if graph.function is not None:
         states = graph.function(*given)
     else:
-        known = {graph.number[name]: a for name, a in zip(graph.names(), given, strict=True) if name in graph.number}
+        known = {graph.number[name]: a for name, a in zip(graph.names, given, strict=True) if name in graph.number}
         values = values_of(graph.nodes, graph.forward, known, h)
         states = [mx.broadcast_to(values[n], h.shape) for n in graph.forward]
     saved = mx.zeros((h.shape[0], cell.kept * h.shape[1]), h.dtype)

@@ -7,16 +7,20 @@ MLX arrays; nothing is evaluated.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from ..cells import GRUCell, LSTMCell, PointwiseCell, RNNCell
+from .. import definitions
+from ..cell_graph import CellGraph, needed
+from ..cell_tracer import graph_of, values_of
+from ..cells import AnyCell, PointwiseCell
+from ..definitions import constant
 from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
 from ..tracing import distinct
-from . import cells
 from .packed import dequantized, times_input
 from .pointwise import chosen, gradients_by_mlx, pointwise_step
 
@@ -123,19 +127,48 @@ def step(
         inputs = arrays["inputs"][t, ...] if "inputs" in arrays else None
         live = live_items(arrays, t)
         return pointwise_step(problem.cell, z, product, h, c, inputs, arrays.get("params"), live)
-    cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
-    if isinstance(cell, LSTMCell):
-        # mx.addmm is not used here and in the cells: MLX 0.32.4 refuses it under vmap over x alone.
-        gates, c, m = cells.lstm_step(cell, z + h_in @ Wh.T, c, arrays.get("peephole"))
-        h = m if Wp is None else m @ Wp.T
-        if cell.projection_clip is not None:
-            h = cells.clipped(h, cell.projection_clip, cell.clip_gradient)
-        return gates, c, h
-    if isinstance(cell, GRUCell):
-        gates, h = cells.gru_step(cell, z, h_in, h, Wh, arrays.get("bhn"))
-    else:
-        gates, h = cells.rnn_step(cell, z, h_in, Wh)
-    return gates, c, h
+    cell, H, Wh = problem.cell, problem.H, arrays["Wh"]
+    of: dict[str, Any] = {"s0": h, "s1": c, "i0": h_in, "W0": arrays.get("Wp")}
+    if cell.cell_clip is not None or cell.projection_clip is not None:
+        of |= limits_of(cell, c, h)
+    if "peephole" in arrays:
+        of |= named("w", cell, arrays["peephole"])
+    # mx.addmm is not used here and in the definitions: MLX 0.32.4 refuses it under vmap over x alone.
+    of |= named("x", cell, z if cell.apart else z + h_in @ Wh.T)
+    if cell.forget_bias:
+        f = f"x{cell.gate_order.index('f')}"
+        of[f] = of[f] + constant(cell.forget_bias, z)
+    if cell.reset == "after":  # one product with all three blocks of Wh
+        of |= named("p", cell, h_in @ Wh.T)
+        if "bhn" in arrays:
+            n = f"p{cell.gate_order.index('n')}"
+            of[n] = of[n] + arrays["bhn"]
+    elif cell.reset == "before":
+        of["W0"] = Wh[cell.block("n", H)]
+        of |= {f"p{k}": h_in @ Wh[cell.block(gate, H)].T for k, gate in enumerate(cell.gate_order) if gate != "n"}
+    states, gates = definitions.step(cell, of)
+    of_gates = [gates[gate] for gate in cell.gate_order]
+    every = of_gates[0] if len(of_gates) == 1 else mx.concatenate(of_gates, axis=-1)
+    return every, states[1] if len(states) > 1 else c, states[0]
+
+
+def limits_of(cell: AnyCell, c: Array | None, h: Array) -> Arrays:
+    """Return the limits of c and of a projected h as inputs of a step, in the dtypes of c and h."""
+    limits = {"k0": (cell.cell_clip, c), "k1": (cell.projection_clip, h)}
+    return {name: constant(limit, a) for name, (limit, a) in limits.items() if limit is not None and a is not None}
+
+
+def named(letter: str, cell: AnyCell, array: Array) -> Arrays:
+    """Return the parts of an array [.., GH] as inputs of a step: one for each gate, with this letter and the number of
+    the gate."""
+    parts = [array] if cell.gates == 1 else mx.split(array, cell.gates, axis=-1)
+    return dict(zip(definitions.NAMES[letter], parts, strict=False))
+
+
+def by_gate(cell: AnyCell, array: Array) -> dict[str, Array]:
+    """Return a dict from each gate to its part of an array [.., GH] with all gates."""
+    parts = [array] if cell.gates == 1 else mx.split(array, cell.gates, axis=-1)
+    return dict(zip(cell.gate_order, parts, strict=True))
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
@@ -169,6 +202,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     starts |= gru_candidates(problem, arrays, starts["h"])
     dh, dc = cotangents.get("hT", mx.zeros_like(h0)), cotangents.get("cT", mx.zeros_like(c0))
     by_step: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}, "carry": {}}
+    step_back = backward_of_steps(problem, arrays, "gates" in cotangents)
     for t in reversed(problem.steps()):
         # The gradient of h after step t is a sum: the gradient that step t + 1 (in reverse step t - 1) returned, plus
         # the cotangent of the output h. The same holds for c. The index is [t, ...], because in MLX the gradient of
@@ -178,9 +212,9 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
         dgates = cotangents["gates"][t, ...] if "gates" in cotangents else None
         before = {name: states[t, ...] for name, states in starts.items()}
         after = {name: saved[name][t, ...] for name in ("h", "c", "gates") if name in saved}
-        if isinstance(problem.cell, LSTMCell) and problem.cell.stops_h:
-            dh_t = through_projection_clip(problem, problem.cell, arrays["Wp"], after, dh_t)
-        back = step_backward(problem, arrays, t, before, after, dh_t, dc_t, dgates)
+        if problem.cell.stops_h:
+            dh_t = through_projection_clip(problem.cell, arrays["Wp"], after, dh_t)
+        back = step_back(t, before, after, dh_t, dc_t, dgates)
         live, dz = live_items(arrays, t), back.dz
         if live is not None:
             dz, dh_t = mx.where(live, dz, 0), mx.where(live, dh_t, 0)
@@ -197,43 +231,113 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
             dh_new, dc_new = times_keep(arrays, dh_new, t), times_keep(arrays, dc_new, t)
         dh, dc = (dh_new, dc_new) if live is None else (mx.where(live, dh_new, dh), mx.where(live, dc_new, dc))
     sweep = {name: mx.stack([steps[t] for t in range(len(steps))]) for name, steps in by_step.items() if steps}
-    if isinstance(problem.cell, LSTMCell):
+    if problem.cell.carried:
         return sweep | {"dh0": dh, "dc0": dc}
     del sweep["dh"]
     return sweep | {"dh0": dh}
 
 
-def step_backward(
-    problem: Problem, arrays: Arrays, t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None
-) -> cells.StepGradients:
-    """Return the gradients of step t of the problem's cell.
+class StepGradients(NamedTuple):
+    """The gradients that the backward pass of one step computes, for B batch items, H hidden units, G gates and h of
+    width P.
+
+    dz [B, GH]: the gradient of the input's part of the preactivations. dh [B, P]: the gradient of mask * h_prev, which
+    enters the recurrent product. dc [B, H]: the gradient of c_prev, for an LSTM only. direct [B, H]: for a GRU only,
+    the part of the gradient of h_prev that bypasses the product.
+    """
+
+    dz: Array
+    dh: Array
+    dc: Array | None = None
+    direct: Array | None = None
+
+
+def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callable[..., StepGradients]:
+    """Return the function step(t, before, after, dh, dc, dgates), which returns the gradients of step t, computed from
+    the graph of the cell's derivative. exposes: whether the gates have cotangents.
 
     before: the states h and c before the step. For a GRU with reset "after" also q, the candidate's product h Wh_n^T +
-    bhn. after: h, c and the gates after the step. dh, dc, dgates: the gradients of h, c and gates in `after`.
+    bhn. after: h, c and the gates after the step. dh, dc, dgates: the gradients of h (of a projected h before its
+    clip), c and gates in `after`.
     """
-    cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
-    if isinstance(cell, LSTMCell):
-        dm = dh if Wp is None else dh @ Wp
-        peephole = arrays.get("peephole")
-        dz, dc = cells.lstm_step_backward(cell, after["gates"], before["c"], after["c"], peephole, dm, dc, dgates)
-        return cells.StepGradients(dz, dz @ Wh, dc)
-    if isinstance(cell, GRUCell):
-        h_in = times_mask(arrays, before["h"], t)
-        return cells.gru_step_backward(cell, after["gates"], h_in, before["h"], Wh, before.get("q"), dh, dgates)
-    assert isinstance(cell, RNNCell)
-    return cells.rnn_step_backward(cell, after["h"], Wh, dh, dgates)
+    cell, H, Wh = problem.cell, problem.H, arrays["Wh"]
+    graph = graph_of(cell, arrays, exposes)
+    fixed = named("w", cell, arrays["peephole"]) if "peephole" in arrays else {}
+    if graph.has_product():
+        W = arrays["Wp"] if "Wp" in arrays else Wh[cell.block("n", H)]
+        fixed |= {"W0": W, "W0T": W.T}
+    number = graph.number
+    fixed_nodes = {number[name]: array for name, array in fixed.items() if name in number}
+    of = {name: n for name, n in zip(graph.names, graph.back, strict=True) if name[0] != "w"}
+    of_x = [of[f"x{k}"] for k in range(cell.gates)]
+    of_p = [(of[f"p{k}"], cell.block(gate, H)) for k, gate in enumerate(cell.gate_order) if f"p{k}" in of]
+    order: list[int] = []  # the nodes to compute, the same at every step
+    constants: dict[mx.Dtype, dict[int, Array]] = {}
+
+    def step(t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None) -> StepGradients:
+        given = {"s0": before["h"], "d0": dh, "d1": dc}
+        if "c" in before:
+            given["s1"] = before["c"]
+        if "i0" in of:
+            given["i0"] = times_mask(arrays, before["h"], t)
+        given |= {f"p{k}": before["q"] for k in graph.recomputed}
+        if dgates is not None:
+            given |= named("e", cell, dgates)
+        if cell.stops_c:
+            given |= limits_of(cell, after["c"], dh)
+        known = fixed_nodes | known_after(graph, cell, after)
+        known |= {number[name]: array for name, array in given.items() if name in number}
+        if "Wp" in arrays:
+            known[graph.operand("W0")] = dh
+        if dh.dtype not in constants:
+            every = order_of(graph, tuple(of.values()), frozenset(known))
+            numbers = {n: graph.nodes[n].value for n in every if graph.nodes[n].op == "const"}
+            constants[dh.dtype] = {n: constant(value, dh) for n, value in numbers.items()}
+            order[:] = [n for n in every if n not in numbers]
+        values = values_of(graph.nodes, of.values(), known | constants[dh.dtype], dh, order=order)
+        dz = values[of_x[0]] if len(of_x) == 1 else mx.concatenate([values[n] for n in of_x], axis=-1)
+        if "i0" in of:
+            dh_in = sum([values[n] @ Wh[block] for n, block in of_p], values[of["i0"]])
+        else:
+            dh_in = (mx.concatenate([values[n] for n, _ in of_p], axis=-1) if cell.apart else dz) @ Wh
+        return StepGradients(
+            dz, dh_in, values[of["s1"]] if "s1" in of else None, values[of["s0"]] if cell.apart else None
+        )
+
+    return step
 
 
-def through_projection_clip(problem: Problem, cell: LSTMCell, Wp: Array, after: Arrays, dh: Array) -> Array:
+@lru_cache(128)
+def order_of(graph: CellGraph, outputs: tuple[int, ...], known: frozenset[int]) -> list[int]:
+    """Return the nodes from which the outputs are computed, if the values of the nodes in `known` are given."""
+    return [n for n in needed(graph.nodes, outputs, known) if n not in known]
+
+
+def known_after(graph: CellGraph, cell: AnyCell, after: Arrays) -> dict[int, Array]:
+    """Return the values of a graph's nodes that are known after a step. after: h, c and the gates after the step, or
+    some of them."""
+    known = {n: after["hc"[k]] for n, k in graph.known_after().items()}
+    if graph.saved and "gates" in after:
+        known |= zip(graph.saved, by_gate(cell, after["gates"]).values(), strict=True)
+    return known
+
+
+def through_projection_clip(cell: AnyCell, Wp: Array, after: Arrays, dh: Array) -> Array:
     """Return the gradient of a projected h before the clip `projection_clip`: dh [.., P], or 0 where the clip changed
     h. after: h, c and the gates after the step or, with an axis of time, after all steps."""
-    m = projected_vector(problem, cell, after).astype(Wp.dtype)
-    return cells.through_clip(cell.projection_clip or 0.0, m @ Wp.T, after["h"], dh)
+    graph = graph_of(cell, ["Wp"], exposes=False)
+    given = {"d0": dh, "W0T": Wp.T} | limits_of(cell, None, after["h"])
+    known = known_after(graph, cell, after) | {graph.number[name]: array for name, array in given.items()}
+    known[graph.operand("W0T")] = projected_vector(cell, after).astype(Wp.dtype)
+    n = graph.operand("W0")
+    return values_of(graph.nodes, [n], known, dh)[n]
 
 
-def projected_vector(problem: Problem, cell: LSTMCell, after: Arrays) -> Array:
-    """Return m = o * output(c) [.., H], the vector that the projection multiplies. after: c and the gates."""
-    return after["gates"][..., cell.block("o", problem.H)] * cells.activate(cell.activation("output"), after["c"])
+def projected_vector(cell: AnyCell, after: Arrays) -> Array:
+    """Return m = o * output(c) [.., H], the vector that the projection multiplies. after: h, c and the gates."""
+    graph = graph_of(cell, ["Wp"], exposes=False)
+    n = graph.operand("W0T")
+    return values_of(graph.nodes, [n], known_after(graph, cell, after), after["c"])[n]
 
 
 def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
@@ -280,11 +384,11 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
     h_prev = times_keep(arrays, before["h"])
     h_in = without_padding(lengths, h_prev if mask is None else h_prev * mask)
     dh_in = None
-    if isinstance(cell, GRUCell):
+    if cell.apart:
         gradients, dh_in = gru_recurrent_gradients(cell, arrays, saved["gates"], h_in, dz)
     else:
         gradients = {"Wh": flat(dz).T @ flat(h_in)}
-    if isinstance(cell, LSTMCell) and "peephole" in arrays:
+    if "peephole" in arrays:
         gradients["peephole"] = peephole_gradient(cell, dz, times_keep(arrays, before["c"]), saved["c"])
     if {"mask", "keep"} & arrays.keys():
         # dh_in is the gradient of mask * keep * h. A GRU has computed it already; for other cells it is None and
@@ -295,8 +399,8 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
             gradients["mask"], dh_in = sum_to_shape(dh_in * h_prev, mask.shape), dh_in * mask
         if "keep" in arrays:
             gradients["keep"] = keep_gradient(before, without_padding(lengths, dh_in), sweep.get("carry"))
-    if isinstance(cell, LSTMCell) and "Wp" in arrays:
-        m = projected_vector(problem, cell, saved).astype(h.dtype)
+    if "Wp" in arrays:
+        m = projected_vector(cell, saved).astype(h.dtype)
         gradients["Wp"] = flat(sweep["dh"]).T @ flat(m)
     return gradients
 
@@ -315,11 +419,11 @@ def keep_gradient(before: Arrays, dh: Array, carry: Array | None) -> Array:
 
 
 def gru_recurrent_gradients(
-    cell: GRUCell, arrays: Arrays, gates: Array, h_in: Array, dz: Array
+    cell: AnyCell, arrays: Arrays, gates: Array, h_in: Array, dz: Array
 ) -> tuple[Arrays, Array | None]:
     """Return the gradients of Wh and bhn of a GRU, and the gradient of h_in [T, B, H]. The gradient of h_in is None
     if the call has neither a mask nor `keep`, because only their gradients need it."""
-    d, r = cells.by_gate(cell, dz), cells.by_gate(cell, gates)["r"]
+    d, r = by_gate(cell, dz), by_gate(cell, gates)["r"]
     # The gradient of each gate's rows of Wh is a product of the gate's gradient d and the array that these rows
     # multiply, `seen`. For the candidate n both depend on where the reset gate r enters: after the product or before.
     seen = dict.fromkeys("rz", h_in) | {"n": h_in if cell.reset == "after" else r * h_in}
@@ -339,7 +443,7 @@ def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array) -> Arrays:
     """Return {"q": the recurrent product of the candidate at every step, [T, B, H]}, computed as one product over
     all T * B rows. Return an empty dict unless the cell is a GRU whose reset comes after this product."""
     cell = problem.cell
-    if not isinstance(cell, GRUCell) or cell.reset != "after":
+    if cell.reset != "after":
         return {}
     h_in = h_prev * arrays["mask"] if "mask" in arrays else h_prev
     Wh_n = arrays["Wh"][cell.block("n", problem.H)]
@@ -347,11 +451,11 @@ def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array) -> Arrays:
     return {"q": (q + arrays["bhn"] if "bhn" in arrays else q).reshape(h_prev.shape)}
 
 
-def peephole_gradient(cell: LSTMCell, dz: Array, c_prev: Array, c: Array) -> Array:
+def peephole_gradient(cell: AnyCell, dz: Array, c_prev: Array, c: Array) -> Array:
     """Return the gradient of the peephole weights [4H], in gate order. It sums over steps and batch the products of
     dz and the cell state that each gate's peephole reads."""
     seen = {gate: c if gate == "o" and cell.output_peephole == "current" else c_prev for gate in "ifgo"}
-    return mx.concatenate([total(block * seen[gate], axis=(0, 1)) for gate, block in cells.by_gate(cell, dz).items()])
+    return mx.concatenate([total(block * seen[gate], axis=(0, 1)) for gate, block in by_gate(cell, dz).items()])
 
 
 def project(problem: Problem, arrays: Arrays) -> Array:

@@ -1,0 +1,150 @@
+"""The equations of the built-in cells, each written once, in MLX. Engine `ops` calls these functions. The functions
+`graph_of` in `engines.cell_tracer` traces them, and engine `numpy` generates its code from the graphs.
+
+The float64 reference (`oracle`) and the Metal shaders have their own equations.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from .cells import HARD_SIGMOIDS, GRUCell, LSTMCell, RNNCell, known
+from .problem import Array
+
+UNBOUNDED = ("identity", "relu")
+"""The names of the activations whose output may be infinite."""
+
+
+def sigmoid(x: Array) -> Array:
+    """Return 1 / (1 + exp(-x)), precise to the dtype of x."""
+    return double_sigmoid(x) if x.dtype == mx.float64 else mx.sigmoid(x)
+
+
+def double_sigmoid(x: Array) -> Array:
+    """Return the sigmoid of a float64 array, computed with cosh and sinh, because MLX 0.32.4 computes mx.sigmoid and
+    mx.exp of float64 only to the precision of float32."""
+    negative = x < 0
+    # mx.abs has the derivative 0 at x = 0. The derivative of the sigmoid would then be 0 there, but it is 1/4. The
+    # limit is 709: for larger x cosh overflows, and exp(-x) is too small for a normal number.
+    size = mx.minimum(mx.where(negative, -x, x), 709)
+    small = mx.where(size >= 709, 0, 1 / (1 + mx.cosh(size) + mx.sinh(size)))  # NaN stays NaN
+    return mx.where(negative, small, 1 - small)
+
+
+def hard_sigmoid(rise: float, x: Array) -> Array:
+    """Return clip(rise x + 0.5, 0, 1)."""
+    return mx.clip(constant(rise, x) * x + 0.5, 0, 1)
+
+
+def constant(value: float, like: Array) -> Array:
+    """Return a scalar array in the dtype of `like`. MLX 0.32.0 would round a Python float to float32, even next to a
+    float64 array."""
+    return mx.array(value, like.dtype)
+
+
+def clipped(x: Array, limit: Array, gradient: str) -> Array:
+    """Return clip(x, -limit, limit). The gradient ignores the clip if `gradient` is "through", as in TensorFlow's block
+    ops: it passes to x unchanged, except that it is 0 where x is infinite. If `gradient` is "zero", it is 0 where the
+    clip changed x, as in torch.clamp."""
+    inside = mx.stop_gradient(mx.clip(x, -limit, limit))
+    if gradient == "zero":
+        return mx.where(mx.abs(x) <= limit, x, inside)
+    return inside + mx.where(mx.isinf(x), 0, x - mx.stop_gradient(x))  # adds 0, but with the gradient of x
+
+
+Functions = Mapping[str, Callable[..., Array]]
+
+ACTIVATIONS: Functions = {
+    "identity": lambda x: x,
+    "relu": lambda x: mx.maximum(x, 0),
+    "tanh": mx.tanh,
+    "sigmoid": sigmoid,
+    **{name: partial(hard_sigmoid, rise) for name, rise in HARD_SIGMOIDS.items()},
+}
+
+FUNCTIONS: Functions = {**ACTIVATIONS, "clip": clipped, "where": mx.where}
+"""The functions from which the definitions are built. `engines.cell_tracer` replaces three of them for its graphs."""
+
+
+def activate(name: str, x: Array) -> Array:
+    """Return the activation `name`, applied to x."""
+    return known("ops", ACTIVATIONS, name)(x)
+
+
+Step = tuple[list[Array], dict[str, Array]]
+"""The type of a definition's result: (the new states, h first; the gates by name)."""
+
+
+def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functions) -> Step:
+    """Run one step of an LSTM. Return ([h, c], gates).
+
+    a: the preactivation of each gate, forget bias included. v: c, the state before the step, and where given the
+    peephole weights of each gate, the projection Wp, the limit of c and that of a projected h.
+
+      i = s_i(a_i + p_i c_prev)   f = s_f(a_f + p_f c_prev)   g = s_g(a_g + p_g c_prev)
+      c = f c_prev + i g, clipped if there is a limit; `clipped` defines the gradient of the clip
+      o = s_o(a_o + p_o c), or s_o(a_o + p_o c_prev) if `output_peephole` is "previous"
+      h = o s_output(c), or its product with Wp, clipped if there is a limit
+    """
+    p, c_prev = v["peephole"], v["c"]
+
+    def gate(name: str, seen: Array) -> Array:
+        return known("ops", s, cell.activation(name))(a[name] + p[name] * seen if p else a[name])
+
+    i, f, g = (gate(name, c_prev) for name in "ifg")
+    c = f * c_prev + i * g
+    if v["limit"] is not None:
+        c = s["clip"](c, v["limit"], cell.clip_gradient)
+    o = gate("o", c if cell.output_peephole == "current" else c_prev)
+    h = o * known("ops", s, cell.activation("output"))(c)
+    h = h if v["W"] is None else h @ v["W"].T
+    if v["projection limit"] is not None:
+        h = s["clip"](h, v["projection limit"], cell.clip_gradient)
+    return [h, c], {"i": i, "f": f, "g": g, "o": o}
+
+
+def gru(cell: GRUCell, a: Mapping[str, Any], v: Mapping[str, Any], s: Functions) -> Step:
+    """Run one step of a GRU. Return ([h], gates).
+
+    a: for each gate the pair (x, p), with x the input's part of the preactivation and p = h_in Wh^T the recurrent part,
+    to which bhn is added for n. With reset "before" n has no p. v: h, the state before the step; with reset "before"
+    also h_in, which is h times the mask, and Wh_n, the candidate's rows of Wh.
+
+      r = s_r(x_r + p_r)   z = s_z(x_z + p_z)
+      n = s_n(x_n + r p_n)  or, with reset "before",  s_n(x_n + (r h_in) Wh_n^T)
+      h_new = z h + (1 - z) n,  or with flip_z  (1 - z) h + z n
+    """
+    r, z = (known("ops", s, cell.activation(gate))(a[gate][0] + a[gate][1]) for gate in "rz")
+    inner = r * a["n"][1] if cell.reset == "after" else (r * v["h_in"]) @ v["W"].T
+    n = known("ops", s, cell.activation("n"))(a["n"][0] + inner)
+    old, new = (n, v["h"]) if cell.flip_z else (v["h"], n)
+    h = new + z * (old - new)
+    if cell.activation("n") in UNBOUNDED:  # for an infinite n the line above gives inf - inf = NaN
+        h = s["where"]((n == mx.inf) | (n == -mx.inf), z * old + (1 - z) * new, h)
+    return [h], {"r": r, "z": z, "n": n}
+
+
+def rnn(cell: RNNCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functions) -> Step:
+    """Run one step of a plain RNN. Return ([h], gates) with h = s(a), where the only gate is the preactivation a."""
+    return [known("ops", s, cell.act)(a["h"])], dict(a)
+
+
+DEFINITIONS: dict[str, Callable[..., Step]] = {"lstm": lstm, "gru": gru, "rnn": rnn}
+
+
+NAMES = {letter: tuple([f"{letter}{k}" for k in range(4)]) for letter in "xpwe"}
+"""The names of a graph's inputs that exist once per gate."""
+
+
+def step(cell: Any, of: Mapping[str, Any], s: Functions = FUNCTIONS) -> Step:
+    """Run one step of a built-in cell, as its definition says. of: the inputs by the names that `CellGraph` lists. An
+    input that the call lacks is None or missing."""
+    gates, get = cell.gate_order, of.get
+    a = {g: of[x] for g, x in zip(gates, NAMES["x"], strict=False)}
+    if cell.apart:
+        a = {g: (a[g], get(p)) for g, p in zip(gates, NAMES["p"], strict=False)}
+    p = {g: of[w] for g, w in zip(gates, NAMES["w"], strict=False)} if "w0" in of else None
+    v = {"h": of["s0"], "c": get("s1"), "h_in": get("i0"), "W": get("W0"), "peephole": p}
+    return DEFINITIONS[cell.op](cell, a, v | {"limit": get("k0"), "projection limit": get("k1")}, s)

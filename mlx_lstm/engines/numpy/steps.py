@@ -1,0 +1,412 @@
+"""The steps of every cell on the engine `numpy`: one step forward and one step backward, generated from the cell's
+graph. The code is generated once for each kind of call, and a call gives it the arrays on which it runs.
+
+Every array of a step is feature-major, [n H, B], so that each gate and each state is one contiguous block.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache, lru_cache
+from re import findall
+from typing import Any
+
+import numpy as np
+
+from ..cell_graph import CellGraph, needed
+from ..cell_tracer import graph_of
+from ..cells import AnyCell, form_of
+from ..problem import Problem
+from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of
+from .products import JoinedProduct, SeparateProducts, TransposedProduct, WeightGradients, in_blocks, input_products
+from .statements import UFUNCS, Place, Writer, places, quotients
+
+Build = Callable[..., Callable[..., None]]
+
+
+@cache
+def constant(text: str, dtype: np.dtype) -> Array:
+    """Return a number as a NumPy array, which nobody may change. With a Python number instead, NumPy would create an
+    array at every call. In a small step this takes half as long as the addition itself. The number is a text, because
+    0.0 and -0.0 would be equal keys of the cache."""
+    return np.array(float(text), dtype)
+
+
+FUNCTIONS = (*UFUNCS.values(), "copyto", "clip", "fmin", "fmod", "remainder", "empty", "matmul")
+NAMES: dict[str, Any] = {"constant": constant} | {name: getattr(np, name) for name in FUNCTIONS}
+"""The names that generated code uses."""
+
+
+def function_of(
+    code: Writer, given: str, fixed: Iterable[str], parameters: str, before: Sequence[str], after: Sequence[str] = ()
+) -> Build:
+    """Return the function build(H, B, dtype, given, more), which returns the function step(parameters). A call of
+    `step` runs the statements `before`, those of `code` and `after` on arrays of this dtype with H hidden units and B
+    batch items.
+
+    given, fixed: the names of further arrays that the statements use, the same arrays in every call of `step`. Those of
+    `fixed` are in the dict `more`.
+    """
+    lines = [*before, *code.lines, *after]
+    words = {*findall(r"\w+", " ".join(lines)), *(array for array, _, _ in code.views)}
+    once, unpacked = list[str](), list[str]()
+    own = {*code.scratch, *fixed, *given.split(", ")}
+    for (array, start, stop), name in code.views.items():
+        (once if array in own else unpacked).append(f"{name} = {array}[{start} * H : {stop} * H]")
+    made = [f"{name} = more['{name}']" for name in fixed if name in words]
+    for name, (n, is_bool, is_wide) in code.scratch.items():
+        rows = "more['P']" if is_wide else f"{n} * H"
+        made.append(f"{name} = empty(({rows}, B), {'bool' if is_bool else 'dtype'})")
+    made += [f"{name} = constant('{value!r}', dtype)" for name, value in code.constants.items() if name in words]
+    body = "\n        ".join([*before, *unpacked, *code.lines, *after, "pass"])
+    start = "\n    ".join([*made, *once, ""])
+    text = (
+        f"def build(H, B, dtype, {given}, more):\n    {start}def step({parameters}):\n        {body}\n    return step\n"
+    )
+    made_here: dict[str, Any] = {}
+    # The statements were generated from a graph of numbered nodes, so they contain no text that the caller wrote.
+    exec(compile(text, "<a cell>", "exec"), NAMES, made_here)  # nosec B102
+    return made_here["build"]
+
+
+class Plan:
+    """What the steps of a cell need to know before they run: the cell's graph, and the code that was generated from it.
+
+    second: whether a step has a second product, which is the one with the projection if `projects`. negatable: the
+    gates whose sigmoid is computed from -z. other: the numbers of the gates whose input part and recurrent part have
+    different gradients, such as a GRU's candidate. passes_h: whether a part of the gradient of h_prev bypasses the
+    recurrent product. recomputed: the gates whose recurrent product the backward pass computes again. rows: the blocks
+    of Wh that multiply h. whole: whether these are all blocks, in one product.
+    """
+
+    def __init__(self, cell: AnyCell, names: Collection[str], exposes: bool):
+        graph = graph_of(cell, names, exposes)
+        self.cell, self.graph = cell, graph
+        self.rows: list[tuple[int, int]] = rows_of_product(cell) if cell.recurrent else []
+        self.second: bool = graph.has_product()
+        self.projects: bool = "Wp" in names
+        self.whole: bool = cell.recurrent and self.rows == [(0, cell.gates)]
+        self.negatable: str = negatable(graph, cell.gate_order) if cell.recurrent else ""
+        self.other: tuple[int, ...] = tuple(
+            [k for k, (x, p) in enumerate(zip(graph.gradients("x"), graph.of_product(), strict=True)) if x != p]
+        )
+        direct = graph.nodes[graph.gradients("s")[0]]
+        self.passes_h: bool = direct.op != "const" or direct.value != 0
+        self.reads_h: bool = graph.reads_after(0)
+        self.recomputed: list[int] = graph.recomputed
+
+
+plan_for = lru_cache(128)(Plan)
+
+
+def plan_of(cell: AnyCell, v: Views, exposes: bool) -> Plan:
+    """Return the plan of a cell for a call with the arrays v. exposes: for a forward pass, whether the caller gets the
+    gates; for a backward pass, whether they have cotangents."""
+    names = tuple([name for name in ("peephole", "Wp") if name in v])
+    return plan_for(form_of(cell), names, exposes)
+
+
+def negatable(graph: CellGraph, letters: str) -> str:
+    """Return the letters of the gates whose preactivation z is read only by one sigmoid, before or after something is
+    added to it. `JoinedProduct` can compute -z instead of z for these gates. The sigmoid 1 / (1 + exp(-z)) then need
+    not negate z, which saves a pass over memory."""
+    order, found = needed(graph.nodes, [*graph.forward, *graph.saved]), ""
+    for k in range(0 if graph.apart else graph.gates):
+        n, ops = graph.number.get(f"x{k}"), []
+        while n not in (*graph.saved, *graph.forward) and ops[-1:] != ["sigmoid"] and len(ops) < 2:
+            uses = [m for m in order if n in graph.nodes[m].args]
+            n = uses[0] if len(uses) == 1 else graph.forward[0]
+            ops.append(graph.nodes[n].op if len(uses) == 1 else "")
+        found += letters[k] if ops in (["sigmoid"], ["add", "sigmoid"]) else ""
+    return found
+
+
+def rows_of_product(cell: AnyCell) -> list[tuple[int, int]]:
+    """Return the blocks of Wh that multiply h, as (first, last + 1): all, or those of the gates r and z if the reset
+    comes before the candidate's product."""
+    if cell.reset != "before":
+        return [(0, cell.gates)]
+    first, second = sorted(cell.gate_order.index(gate) for gate in "rz")
+    return [(first, second + 1)] if second == first + 1 else [(first, first + 1), (second, second + 1)]
+
+
+def at_places(*rows: tuple[str, int, str, int]) -> dict[str, Place]:
+    """Return the places of inputs of a graph by name. A row (letter, first, array, count) stands for `count` inputs
+    with this letter and the numbers from `first` on."""
+    return {f"{a}{first + k}": place for a, first, array, n in rows for k, place in enumerate(places(array, n))}
+
+
+ALONE = ("s0", "n0", "i0", "d0", "k0", "k1", "W0", "W0T", "direct", "di", "m", "dh")
+"""The arrays that are one block."""
+
+WIDE = ("n0", "d0", "dh")
+"""The arrays that have the width of a projected h."""
+
+
+@lru_cache(256)
+def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bool, bhn: bool) -> Build:
+    """Return the function that builds a forward step: step(operand, xs, s0, c_prev, y, c, n0).
+
+    The step reads these arrays; z and us are fixed, the same in every call:
+
+        operand        the array that the recurrent weights multiply
+        z [G H, B]     scratch memory for the preactivations, or only for their recurrent part if `graph.apart`
+        us [U H, B]    the inputs of the step
+        xs [G H, B]    the input's part of the preactivations, unless the product with `operand` includes it
+        s0, c_prev     h and the other states before the step
+
+    and writes
+
+        n0, c          h and the other states after the step
+        y              the values that the backward pass needs, if `saves`
+
+    order: the order of the gates in z. negated: the gates whose rows of z are negated. adds: whether xs is added to z
+    at once. bhn: whether bhn is added to the candidate's product.
+    """
+    graph, letters, carried = plan.graph, plan.cell.gate_order, plan.graph.states - 1
+    x = "z" if plan.rows and not graph.apart else "xs"
+    at = at_places(("s", 1, "c_prev", carried), ("u", 0, "us", graph.inputs))
+    at |= at_places(("w", 0, "w", graph.params)) | {name: Place(name, 0) for name in ("s0", "k0", "k1", "W0T")}
+    for k, letter in enumerate(letters):
+        at |= {f"x{k}": Place(x, order.index(letter)), f"p{k}": Place("z", order.index(letter))}
+    at["i0"] = Place("operand", 0)
+    known = {n: at[name] for name, n in graph.number.items() if name in at}
+    targets = [*zip(graph.saved, places("y", len(graph.saved)), strict=True)] if saves else []
+    targets += zip(graph.forward, [Place("n0", 0), *places("c", carried)], strict=True)
+    sizes = {"z": graph.gates, "xs": graph.gates, "us": graph.inputs, "w": graph.params, "y": len(graph.saved)}
+    sizes |= {"c": carried, "c_prev": carried, "operand": 1} | dict.fromkeys(ALONE, 1)
+    minus = [graph.number[f"x{k}"] for k, letter in enumerate(letters) if letter in negated]
+    wide = WIDE if plan.projects else ()
+    divided = quotients(graph.nodes, graph.forward)
+    code = Writer(graph.nodes, known, targets, sizes, ["z"], ["c", "n0"], minus, wide=wide, divided=divided)
+    before = [f"matmul(weights{n}, operand, product{n})" for n in range(len(plan.rows))]
+    before += ["add(z, xs, z)"] * adds + ["add(z_n, bhn, z_n)"] * bhn
+    fixed = ["us", "w", "k0", "k1", "W0T", "weights1", "product1", "z_n", "bhn"]
+    return function_of(code, "z, weights0, product0", fixed, "operand, xs, s0, c_prev, y, c, n0", before)
+
+
+class Step:
+    """One forward step of a cell. `run` is the generated function (see `forward_function`). Before each step of a
+    user's cell the caller writes the step's inputs to `us` [U H, B]: U inputs for each of H hidden units and B batch
+    items."""
+
+    def __init__(self, problem: Problem, v: Views, mask: Array | None, streamed: bool = False):
+        """Allocate the arrays that every step overwrites. streamed: the steps arrive one at a time
+        (`engines.numpy.stream`)."""
+        (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
+        plan = plan_of(cell, v, problem.return_gates)
+        self.apart: bool = plan.graph.apart
+        self.products: Any = (
+            SeparateProducts(problem, v, mask)
+            if self.apart or not cell.recurrent
+            else input_products(problem, v, mask, plan.negatable, streamed)
+        )
+        products, more = self.products, constants_of(plan, cell, v, B)
+        z = np.empty((cell.gates * H, B), dtype)
+        weights, product = None, z
+        if plan.whole:
+            weights = in_blocks(products.weights, B, streamed)
+            product = z.reshape(*weights.shape[:-1], -1)  # z, divided like the weights
+        elif plan.rows:
+            rows = [slice(start * H, stop * H) for start, stop in plan.rows]
+            (weights, product), *others = [(products.weights[of], z[of]) for of in rows]
+            more |= {"weights1": others[0][0], "product1": others[0][1]} if others else {}
+        if plan.graph.inputs:
+            self.us: Array = np.empty((plan.graph.inputs * H, B), dtype)
+            more["us"] = self.us
+        if "bhn" in v:
+            more |= {"z_n": z[cell.block("n", H)], "bhn": np.repeat(v["bhn"][:, None], B, axis=1)}
+        adds = bool(plan.rows) and not self.apart and not isinstance(products, JoinedProduct)
+        saves = problem.training or problem.return_gates
+        build = forward_function(plan, products.order, products.negated, saves, adds, "bhn" in v)
+        self.product: Array = product
+        self.run: Callable[..., None] = build(H, B, dtype, z, weights, product, more)
+
+
+def constants_of(plan: Plan, cell: AnyCell, v: Views, B: int) -> dict[str, Any]:
+    """Return the arrays that a step reads and that are the same at every step: w [V H, B], the parameters repeated over
+    the batch; k0 and k1, the limits of c and of a projected h; and the matrix W0 with its transpose."""
+    found: dict[str, Any] = {}
+    if plan.graph.params:
+        found["w"] = np.repeat(v[cell.params][:, None], B, axis=1)
+    limits = {"k0": cell.cell_clip, "k1": cell.projection_clip}
+    found |= {name: np.array(limit, v["x"].dtype) for name, limit in limits.items() if limit is not None}
+    if plan.projects:
+        found["P"] = len(v["Wp"])
+    if plan.second:
+        found["W0T"] = matrix(v["Wp"]) if plan.projects else matrix(v["Wh"])[cell.block("n", v["Wh"].shape[1])]
+        found["W0"] = found["W0T"].T
+    return found
+
+
+@lru_cache(128)
+def backward_function(plan: Plan) -> Build:
+    """Return the function that builds a backward step: step(own, t, columns, c_prev, c, d0, dc, e).
+
+    The step reads
+
+        c_prev, c    the states other than h before and after step t
+        d0, dc       the gradients of h and of the other states after the step
+        e            the gradients of the gates
+        own          the object of class `StepBackward` with the other arrays
+
+    and writes
+
+        d0, dc       the gradients of the h in the recurrent product, and of the other states before the step
+        dz, dx       the gradients of the recurrent parts of all gates, and of the input parts of the gates in
+                     `plan.other`: `columns` of the arrays in `own`
+        direct       the part of the gradient of the h before the step that bypasses the recurrent product
+        di           the part of the gradient of h times the mask that bypasses the product
+        m            `columns` of the operand of the step's second product
+        dh           `columns` of the gradient of a projected h before its clip
+        du, dw       the gradients of the inputs and of the parameters
+    """
+    graph, carried, other = plan.graph, plan.graph.states - 1, plan.other
+    at = at_places(("s", 1, "c_prev", carried), ("d", 1, "dc", carried), ("u", 0, "us", graph.inputs))
+    at |= at_places(("w", 0, "w", graph.params), ("e", 0, "e", graph.gates)) | {name: Place(name, 0) for name in ALONE}
+    at |= {f"p{k}": Place("q", row) for row, k in enumerate(plan.recomputed)}
+    known = {n: Place("c", k - 1) if k else Place("n0", 0) for n, k in graph.known_after().items()}
+    known |= dict(zip(graph.saved, places("y", len(graph.saved)), strict=True))
+    known |= {n: at[name] for name, n in graph.number.items() if name in at}
+    x, (s0, *others) = graph.gradients("x"), graph.gradients("s")
+    targets = [*zip(graph.of_product(), places("dz", graph.gates), strict=True)]
+    targets += [(x[k], Place("dx", row)) for row, k in enumerate(other)]
+    targets += zip(others, places("dc", carried), strict=True)
+    targets += [(s0, Place("direct", 0))] if plan.passes_h else []
+    targets += [(n, Place("di", 0)) for n in graph.gradients("i")]
+    targets += zip(graph.gradients("u"), places("du", graph.inputs), strict=True)
+    targets += zip(graph.gradients("w"), places("dw", graph.params), strict=True)
+    targets += [(graph.operand("W0T"), Place("m", 0))] if plan.second else []
+    targets += [(graph.operand("W0"), Place("dh", 0))] if plan.projects else []
+    sizes = {"y": len(graph.saved), "c_prev": carried, "c": carried, "dc": carried, "us": graph.inputs}
+    sizes |= {"du": graph.inputs, "w": graph.params, "dw": graph.params, "e": graph.gates, "dz": graph.gates}
+    sizes |= {"dx": len(other), "q": len(plan.recomputed)} | dict.fromkeys(ALONE, 1)
+    squares = plan.cell.op != "pointwise"
+    wide = WIDE if plan.projects else ()
+    code = Writer(graph.nodes, known, targets, sizes, ["dc", "d0"], ["dc", "direct", "di"], squares=squares, wide=wide)
+    words = findall(r"\w+", " ".join([*code.lines, *(array for array, _, _ in code.views)]))
+    read = {
+        "y": "y = saved_at(t)", "n0": "n0 = h_at(t)", "i0": "i0 = own.h_in[columns].T",
+        "s0": "s0 = own.h_prev[t - own.start].T", "us": "copyto(us, own.inputs[t].T)",
+        **{name: f"{name} = all_{name}[:, columns]" for name in ("dz", "dx", "m", "q", "dh")},
+    }  # fmt: skip
+    if words.count("s0") > 1:  # a contiguous copy, because every operation on the view would be slower
+        read["s0"] = "copyto(s0, own.h_prev[t - own.start].T)"
+    before = [line for name, line in read.items() if name in words]
+    fixed = ["s0", "us", "du", "w", "dw", "direct", "di", "W0", "W0T", "k0", "k1", "all_dx", "all_m", "all_q", "all_dh"]
+    if words.count("s0") <= 1:
+        fixed.remove("s0")
+    after = ["through_Wh(dz, d0)" if plan.whole else "own.through_rows(dz, d0)" if plan.rows else "d0.fill(0)"]
+    return function_of(
+        code, "saved_at, h_at, all_dz, through_Wh", fixed, "own, t, columns, c_prev, c, d0, dc, e", before, after
+    )
+
+
+class StepBackward:
+    """One backward step of a cell. It also collects what the weight gradients need. `run` is the generated function
+    (see `backward_function`).
+
+    A preactivation is the sum of a recurrent part (Wh h) and an input part (Wx x). `dz` [G H, n] collects the gradients
+    of the recurrent parts of G gates with H units each. It has n columns, one for each step and batch item of a chunk.
+    For some gates, such as a GRU's candidate, the gradient of the input part is a different one, and `dx` collects it.
+    First `end_chunk` computes the gradient of Wh from `dz`. Then it copies `dx` to these gates' rows of `dz`, from
+    which the gradients of Wx and x are computed.
+
+    A projection, or the candidate's product of a GRU with reset "before", is a second product in the step. `m` [H, n]
+    collects what its weight multiplies, and `dh` [P, n] the gradient of the projected h.
+    """
+
+    direct: Array | None = None
+    """The part of the gradient of h_prev that bypasses the recurrent product, if there is one."""
+    q: Array | None = None
+    """The candidate's product of each step, if the backward pass reads it."""
+
+    def __init__(self, problem: Problem, v: Views, saved: Views, exposes: bool):
+        """Allocate the arrays that every backward step overwrites. saved: the outputs h, c and gates [T, B, K H] of the
+        forward pass. exposes: whether the gates have cotangents."""
+        (_, B, H, P, cell), dtype = problem[:5], v["x"].dtype
+        plan = self.plan = plan_of(cell, v, exposes)
+        graph, n, more = plan.graph, chunk_steps(problem) * B, constants_of(plan, cell, v, B)
+        self.cell, self.H = cell, H
+        self.dz: Array = columns_buffer(cell.gates * H, n, B, dtype)
+        self.by_column: list[Array] = [self.dz]
+        widths = {"dx": len(plan.other) * H, "m": H * plan.second, "dh": P * plan.projects}
+        for name, width in widths.items():
+            if width:
+                more[f"all_{name}"] = columns_buffer(width, n, B, dtype)
+                self.by_column.append(more[f"all_{name}"])
+        self.dx, self.m, self.dh = (more.get(f"all_{name}") for name in widths)
+        self.Wh: Any = matrix(v["Wh"]) if plan.rows else None
+        if plan.recomputed:
+            self.q = more["all_q"] = columns_buffer(len(plan.recomputed) * H, n, B, dtype)
+        self.bhn: Array | None = v.get("bhn")
+        if plan.passes_h:
+            self.direct = more["direct"] = np.empty((H, B), dtype)
+        if plan.passes_h or graph.reads("s0"):
+            more["s0"] = np.empty((H, B), dtype)
+        self.finishes: bool = graph.inputs + graph.params > 0  # whether `finish` has work at every step
+        if self.finishes:
+            self.inputs: Any = v.get("inputs")
+            us, self.du = (np.empty((graph.inputs * H, B), dtype) for _ in range(2))
+            self.dw: Array = np.empty((graph.params * H, B), dtype)
+            self.dparams: Array = np.zeros((graph.params * H, B), dtype)  # summed over the batch after the last step
+            more |= {"us": us, "du": self.du, "dw": self.dw}
+        through = TransposedProduct(self.Wh, problem) if plan.whole else None
+        if plan.rows and not plan.whole:
+            self.di = more["di"] = np.empty((H, B), dtype)
+        saved_at = steps_of(saved["gates"]) if "gates" in saved and graph.saved else None
+        h_at = steps_of(saved["h"]) if plan.reads_h else None
+        # The function gets this object as an argument. If it held the object, both would be a cycle, and the arrays
+        # would be freed much later.
+        self.run: Callable[..., None] = backward_function(plan)(H, B, dtype, saved_at, h_at, self.dz, through, more)
+
+    def through_rows(self, dz: Array, dh: Array) -> None:
+        """Write to dh [H, B] the gradient of the h that the rows of some gates multiply, and that enters the second
+        product."""
+        np.copyto(dh, self.di)
+        for start, stop in self.plan.rows:
+            rows = slice(start * self.H, stop * self.H)
+            dh += np.matmul(self.Wh[rows].T, dz[rows])
+
+    def begin_chunk(self, start: int, h_prev: Array, h_in: Array) -> None:
+        """Begin a chunk of steps, the first of which is step `start`. h_prev [steps, B, H]: h before each step. h_in
+        [steps * B, H]: h_prev times the mask. If the backward pass reads the candidate's product q = Wh_n h_in + bhn,
+        compute it for all steps of the chunk."""
+        self.start, self.h_prev, self.h_in = start, h_prev, h_in
+        if self.q is not None:
+            for row, k in enumerate(self.plan.recomputed):
+                out = self.q[row * self.H : (row + 1) * self.H, : len(h_in)]
+                np.matmul(self.Wh[k * self.H : (k + 1) * self.H], matrix(h_in).T, out=out)
+                if self.bhn is not None:
+                    out += self.bhn[:, None]
+
+    def finish(self, t: int, columns: slice, ended: Array | None, out: Views) -> None:
+        """Write the gradient of the inputs of step t, and add the step's term to the gradient of the parameters. ended:
+        the indices of the batch items that have ended, or None. Their gradients become 0, because the computed values
+        may be NaN."""
+        if ended is not None:
+            for array in self.by_column:
+                array[:, columns][:, ended] = 0
+        if not self.finishes:
+            return
+        if ended is not None:
+            self.du[:, ended] = self.dw[:, ended] = 0
+        if "inputs" in out:
+            np.copyto(out["inputs"][t], self.du.T)
+        self.dparams += self.dw
+
+    def end_chunk(self, products: WeightGradients, h_in: Array) -> None:
+        """Add the terms of one chunk of time steps to the weight gradients in `products`. h_in [n, P]: the h that
+        entered the recurrent product at each step of the chunk."""
+        n, H, cell, h_in = len(h_in), self.H, self.cell, matrix(h_in)
+        for start, stop in self.plan.rows:
+            rows = slice(None) if (start, stop) == (0, cell.gates) else slice(start * H, stop * H)
+            products.accumulate("Wh", self.dz[rows, :n], h_in, rows)
+        if self.m is not None and self.dh is not None:
+            products.accumulate("Wp", self.dh[:, :n], self.m[:, :n].T)
+        elif self.m is not None:
+            rows = cell.block("n", H)
+            products.accumulate("Wh", self.dz[rows, :n], self.m[:, :n].T, rows)
+        if self.bhn is not None:
+            products.accumulate("bhn", self.dz[cell.block("n", H), :n], np.ones(n, self.dz.dtype))
+        if self.dx is not None:
+            for place, k in enumerate(self.plan.other):
+                self.dz[k * H : (k + 1) * H, :n] = self.dx[place * H : (place + 1) * H, :n]
