@@ -325,7 +325,7 @@ def keras_words(group: Group, given: Arrays, order: str | None) -> Arrays:
     of = f" of {group.own}" if group.own else ""
     biases = [[2, 3], [3]] if kind == "gru" else [[{"lstm": 4, "rnn": 1}[kind]]]
     order = None if order is None else gate_order("convert", order, OURS[kind])
-    return direction("convert", kind, *arrays, biases=biases, of=of, order=order)
+    return direction("convert", kind, arrays, biases=biases, of=of, order=order)
 
 
 def one_layer(

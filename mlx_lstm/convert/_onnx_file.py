@@ -66,18 +66,7 @@ def read(file: Foreign, external_data: bool) -> Found:
             continue
         name = file.budget.name(node.name or f"{node.op_type}_{n}").strip("/").replace("/", ".")
         names = {word: node.input[k] for word, k in INPUTS.items() if k < len(node.input) and node.input[k]}
-        arrays = {}
-        for word in ("W", "R", "B", "P"):
-            if word in names:
-                if names[word] not in constants:
-                    rule = f"{word} of {name} must be an initializer or a constant: fold constants first,"
-                    fail("convert", rule, repr(names[word]))
-                arrays[word] = array_of(onnx, constants[names[word]], names[word], file.budget)
-                if arrays[word] is None:
-                    fail("convert", f"{word} of {name} must hold numbers", shown(names[word]))
-        for word in ("W", "R"):
-            if word not in arrays:
-                fail("convert", f"{word} of {name} must be there", "no such input")
+        arrays = weights_of(onnx, name, names, constants, file.budget)
         attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
         layers[name] = from_node(
             "convert", node.op_type, arrays, attributes, lambda word, names=names: names.get(word, word)
@@ -95,6 +84,26 @@ def read(file: Foreign, external_data: bool) -> Found:
     if others := [key for key, array in rest.items() if array is None]:
         notes.append(f"{len(others)} tensors without numbers are left out")
     return layers, {key: array for key, array in rest.items() if array is not None}, keys, notes
+
+
+def weights_of(
+    onnx: Any, name: str, names: Mapping[str, str], constants: Mapping[str, Any], budget: Budget
+) -> dict[str, np.ndarray]:
+    """Return the arrays W, R, B and P of a node. names: the name of the tensor of each input. constants: the tensors
+    of the file."""
+    arrays = {}
+    for word in ("W", "R", "B", "P"):
+        if word not in names:
+            if word in "WR":
+                fail("convert", f"{word} of {name} must be there", "no such input")
+            continue
+        if names[word] not in constants:
+            rule = f"{word} of {name} must be an initializer or a constant: fold constants first,"
+            fail("convert", rule, repr(names[word]))
+        arrays[word] = array_of(onnx, constants[names[word]], names[word], budget)
+        if arrays[word] is None:
+            fail("convert", f"{word} of {name} must hold numbers", shown(names[word]))
+    return arrays
 
 
 def check_count(data: bytes, kind: Any, budget: Budget) -> None:

@@ -64,7 +64,7 @@ def from_haste(layer: Any, *, prefix: str = "") -> Weights:
     cell = GRUCell() if "recurrent_bias" in arrays else LSTMCell()
     order, ours = HASTE[cell.op], OURS[cell.op]
     check_names(op, arrays, cell.op.upper())
-    found = direction(op, cell.op, arrays["kernel"], arrays["recurrent_kernel"], biases=[], order=order)
+    found = direction(op, cell.op, [arrays["kernel"], arrays["recurrent_kernel"]], biases=[], order=order)
     for theirs, word in (("bias", "bx"), ("recurrent_bias", "bh")):
         if theirs in arrays:
             check_array(op, theirs, arrays[theirs], [found["Wx"].shape[0]])

@@ -91,7 +91,7 @@ def from_arrays(
         "rnn": [[1]],
     }[cell.op]
     of = f" of {name}" if name else ""
-    layer = [direction(op, cell.op, *way, biases=biases, of=of) for way in ways]
+    layer = [direction(op, cell.op, way, biases=biases, of=of) for way in ways]
     titles = {"Wx": "kernel", "Wh": "recurrent_kernel"}
     reverse = config is not None and len(ways) == 1 and bool(config["config"].get("go_backwards"))
     return checked(op, Weights(cell, [layer], reverse), lambda k, d, word: titles.get(word, "bias") + of)
@@ -153,18 +153,17 @@ def cell_of_config(op: str, config: Mapping[str, Any], name: str, slope: str) ->
 def direction(
     op: str,
     kind: str,
-    kernel: Any,
-    recurrent_kernel: Any,
-    bias: Any = None,
+    arrays: Sequence[Any],
     *,
     biases: Sequence[Sequence[int]],
     of: str = "",
     order: str | None = None,
 ) -> Arrays:
-    """Return one direction's arrays for `Weights`, from Keras' kernel [I, GH], recurrent_kernel [H, GH] and maybe
+    """Return one direction's arrays for `Weights`. arrays: Keras' kernel [I, GH], recurrent_kernel [H, GH] and maybe
     bias. biases: the allowed shapes of the bias, with the last axis counted in H; for a GRU [3] means shape [3H], [2,
     3] means [2, 3H]. order: the gate order if it is not Keras'."""
     G = {"lstm": 4, "gru": 3, "rnn": 1}[kind]
+    kernel, recurrent_kernel, bias = [*arrays, None][:3]
     shapes = [np.shape(array) for array in (kernel, recurrent_kernel, bias)]
     H = shapes[1][0] if len(shapes[1]) == 2 else 0
     if len(shapes[0]) != 2 or shapes[0][1] != G * H or shapes[1] != (H, G * H):

@@ -111,8 +111,9 @@ class Stack(NamedTuple):
             saved = unpack(self.op, self.original, shapes, reserve_space, x.dtype)
             saved[-1]["h"] = self.sequence(outputs[0])
             dh, last = self.sequence(cotangents[0]), self.by_layer(where, dhT=cotangents[1], dcT=cotangents[2])
+            d = last | {"dh": dh}
             options = {"lengths": lengths, "engine": self.engine}
-            gradients = run_layers_backward(where, params, x, first, saved, dh, last, options)
+            gradients = run_layers_backward(where, params, x, first, saved, d, options)
             dx = gradients[0]["x"]
             if where.skip:  # each gate and direction of layer 0 read its own copy of x: sum the copies' gradients
                 dx = dx.reshape(*x.shape[:2], -1, where.H).sum(axis=2)
@@ -221,21 +222,21 @@ def run_layers_backward(
     x: mx.array,
     first: Arrays,
     saved: list[Arrays],
-    dh: mx.array,
-    last: Arrays,
+    cotangents: dict[str, Any],
     options: dict[str, Any],
 ) -> list[Arrays]:
     """Return each layer's gradients, computed from the arrays that forward saved for the layer.
 
-    dh is the cotangent of the last layer's h; `last` holds the cotangents of all layers' last states.
+    cotangents: that of the last layer's h, "dh", and those of the last states, which are lists of one array per layer.
     """
-    weights, gradients = layer_arrays(where, params), []
+    weights, gradients, last = layer_arrays(where, params), [], dict(cotangents)
+    dh = last.pop("dh")
     factors = [None, *(layer.pop("factors", None) for layer in saved)]
     for layer in reversed(range(where.L)):
         below = scaled(saved[layer - 1]["h"], factors[layer]) if layer else x
         arrays = layer_arguments(where, layer, weights[layer], below, first)
-        cotangents = {name: states[layer] for name, states in last.items()} | {"dh": dh}
-        gradients.insert(0, GRADIENTS[where.mode](**arrays, **saved[layer], **cotangents, **options))
+        d = {name: states[layer] for name, states in last.items()} | {"dh": dh}
+        gradients.insert(0, GRADIENTS[where.mode](**arrays, **saved[layer], **d, **options))
         dh = scaled(gradients[0]["x"], factors[layer])
     return gradients
 

@@ -125,11 +125,11 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
     """
     arrays, saved, cotangents = (for_engine(engine, values) for values in (arrays, saved, cotangents))
     if engine != "numpy":
-        gradients = backward(problem, arrays, engine, None, cotangents, saved, {})
+        gradients = backward(problem, arrays, engine, None, cotangents, (dict(saved), {}))
     elif problem.plain:  # nobody can ask for a derivative of the gradients
         gradients = numpy.backward(problem, arrays, dict(saved), cotangents)
     else:
-        gradients = with_graphs_kept(lambda: backward(problem, arrays, engine, None, cotangents, saved, {}))
+        gradients = with_graphs_kept(lambda: backward(problem, arrays, engine, None, cotangents, (dict(saved), {})))
     return {name: gradients[name].astype(problem.dtype) for name in with_gradient(problem, arrays)}
 
 
@@ -185,7 +185,7 @@ def differentiable(
         else:
             # MLX calls this rule later, when another stream may be the default. `numpy` needs a stream of the CPU.
             with mx.stream(mx.cpu) if engine == "numpy" else nullcontext():
-                gradients = backward(problem, given, engine, chunked, cotangents, shown, saved, left_out)
+                gradients = backward(problem, given, engine, chunked, cotangents, (shown, saved), left_out)
         if chunked is None:  # release the gates; if MLX asks for the gradient again, the engine recomputes them
             saved.clear()
         # MLX needs one result for each argument. Arguments without a gradient, such as lengths, get zeros.
@@ -339,16 +339,16 @@ def backward(
     engine: str,
     chunked: Chunked | None,
     cotangents: Arrays,
-    outputs: Arrays,
-    hidden: Saved,
+    forward: tuple[Arrays, Saved],
     left_out: tuple[str, ...] = (),
 ) -> Arrays:
     """Return the gradients of all arrays except lengths and quantized weights. MLX can differentiate these gradients
     again as far as the engine supports it.
 
-    outputs: the outputs of the forward pass that MLX sees. hidden: the arrays that were saved where MLX does not see
-    them. left_out: names of gradients that nobody asks for, which the engine `numpy` need not compute.
+    forward: the outputs of the forward pass that MLX sees, and the arrays that it saved where MLX does not see them.
+    left_out: names of gradients that nobody asks for, which the engine `numpy` need not compute.
     """
+    outputs, hidden = forward
     if engine == "ops" or (engine == "numpy" and chunked is None and is_rnn_step(problem)):
         floats = dequantized(problem.packing, arrays)
         if chunked is None:

@@ -127,7 +127,16 @@ def choose(
     names = ("Wp",) if projection else ()
     options = {"packing": packing, "plain": True, "limits": LIMITS._replace(cores=cores)}
     problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, **options)
-    return decide(problem, table, op, requested, device, metal, traced, refused=refused)
+    return decide(problem, table, op, requested, Place(device, metal, traced), refused=refused)
+
+
+class Place(NamedTuple):
+    """Where a call runs. device: the device of its stream. metal: whether MLX can run Metal kernels here. traced:
+    whether arrays have no values yet."""
+
+    device: str
+    metal: bool
+    traced: bool
 
 
 def decide(
@@ -135,9 +144,7 @@ def decide(
     table: Table,
     op: str,
     requested: str | None,
-    device: str,
-    metal: bool,
-    traced: bool,
+    place: Place,
     *,
     refused: Mapping[str, str] = NONE,
 ) -> Choice:
@@ -145,13 +152,12 @@ def decide(
     already been checked.
 
     requested: the engine that the caller forces. If it cannot run, an error is raised. If it is None, the fastest
-    engine that can run is returned. traced: whether arrays have no values yet. refused: engines that failed a test run,
-    with reasons.
+    engine that can run is returned. refused: engines that failed a test run, with reasons.
     """
     check_engine(op, requested)
     B, H, dtype, packing, cell = problem.B, problem.H, problem.dtype, problem.packing, problem.cell
-    check_device(op, dtype, device)
-    reasons = {**refused, **obstacles(cell, H, device, metal, traced, "Wp" in problem.names)}
+    check_device(op, dtype, place.device)
+    reasons = {**refused, **obstacles(cell, H, place, "Wp" in problem.names)}
     if requested is not None:
         if requested in reasons:
             raise ValueError(f"[{op}] engine={requested!r} cannot run: {reasons[requested]}.")
@@ -170,7 +176,7 @@ def decide(
     if engine not in reasons:
         return Choice(engine, reason)
     if "stepwise" in reasons:
-        return Choice("ops", reasons["numpy" if device == "cpu" else "stepwise"])
+        return Choice("ops", reasons["numpy" if place.device == "cpu" else "stepwise"])
     # `fused` is preferred but cannot run. If a measurement has discarded `stepwise`, too, `ops` runs.
     return Choice("stepwise" if table.trusts("stepwise", dtype, B) else "ops", reasons[engine])
 
@@ -198,16 +204,9 @@ def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
         raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
 
 
-def obstacles(
-    cell: AnyCell,
-    H: int,
-    device: str,
-    metal: bool,
-    traced: bool,
-    projection: bool,
-) -> dict[str, str]:
+def obstacles(cell: AnyCell, H: int, place: Place, projection: bool) -> dict[str, str]:
     """Return a dict from each engine that cannot run here to the reason."""
-    reasons = {}
+    (device, metal, traced), reasons = place, {}
     if traced:
         reasons["numpy"] = "inside mx.compile, mx.vmap or an export the arrays have no values yet"
     elif device != "cpu":

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from numbers import Integral
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
@@ -248,19 +248,26 @@ def once(check: Check) -> Check:
     return cast(Check, checked)
 
 
+class Clips(NamedTuple):
+    """The options of an LSTM's clips, and whether the layer has a projection, which `projection_clip` needs."""
+
+    cell_clip: float | None
+    projection_clip: float | None = None
+    clip_gradient: str = "through"
+    has_projection: bool = False
+
+
 @once
 def check_lstm(
     gate_order: str,
     activations: Sequence[str],
     output_peephole: str,
-    cell_clip: float | None,
     forget_bias: float,
-    projection_clip: float | None = None,
-    clip_gradient: str = "through",
-    has_projection: bool = False,
+    clips: Clips,
     op: str = "lstm",
 ) -> LSTMCell:
     """Check the options of an LSTM. Return the cell that they describe."""
+    cell_clip, projection_clip, clip_gradient, has_projection = clips
     check_gate_order(op, gate_order, "ifgo")
     check_activations(op, activations, "five names: those of i, f, g, o and of the output", 5)
     check_option(op, "output_peephole", output_peephole, ("current", "previous"))

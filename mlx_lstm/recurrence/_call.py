@@ -30,6 +30,16 @@ takes over, a graph of every step: several times slower. mx.disable_compile() le
 engine='ops' says that the graph is wanted."""
 
 
+class Wanted(NamedTuple):
+    """What a caller wants: the gates, gradients, the last states. cotangents: the names of the outputs that have a
+    cotangent in a gradient op, or None in a forward pass."""
+
+    return_gates: bool
+    training: bool
+    wants_last: bool
+    cotangents: tuple[str, ...] | None = None
+
+
 class Call(NamedTuple):
     """The options of one call as the caller passed them: the cell and the flags, not yet checked against the arrays.
     An engine gets a `Problem` instead, which is checked and also describes the arrays.
@@ -76,14 +86,14 @@ class Call(NamedTuple):
         with NOWHERE if self.stream is None else on(self.stream, op):
             if self.hold is None and "keep" not in arrays:
                 arrays = self.with_lengths(arrays, sizes, op)
-                problem, choice = self.plan(arrays, [], sizes, packing, return_gates, training, wants_last)
+                problem, choice = self.plan(arrays, [], sizes, packing, Wanted(return_gates, training, wants_last))
                 return self.run(problem, arrays, choice), choice
             steps, call = self.steps(arrays, sizes, op)
             inner = call.with_lengths(steps.to_engine(arrays), sizes, op)
             # With `hold` the engine does not run the held steps. So `steps.outputs` reads the last states of the call
             # from the sequences h and c, not from the engine.
             inner_last = wants_last and self.hold is None
-            problem, choice = call.plan(inner, [], sizes, packing, return_gates, training, inner_last)
+            problem, choice = call.plan(inner, [], sizes, packing, Wanted(return_gates, training, inner_last))
             return steps.outputs(call.run(problem, inner, choice), arrays, wants_last), choice
 
     def run(self, problem: Problem, arrays: Arrays, choice: Choice) -> dict[str, Any]:
@@ -111,7 +121,8 @@ class Call(NamedTuple):
         is an array `keep` (a factor on the state), it already has the shape [T, B, D] that engines take."""
         arrays = self.with_lengths(arrays, sizes, f"{self.cell.op}_gradients")
         names, others = tuple(cotangents), [*saved.values(), *cotangents.values()]
-        problem, choice = self.plan(arrays, others, sizes, packing, "gates" in names, True, True, names)
+        wanted = Wanted("gates" in names, training=True, wants_last=True, cotangents=names)
+        problem, choice = self.plan(arrays, others, sizes, packing, wanted)
         if "h" not in saved:
             saved = saved | {"h": h_of(problem, saved)}
         return run_backward(problem, arrays, saved, cotangents, choice.engine)
@@ -177,16 +188,14 @@ class Call(NamedTuple):
         others: list[mx.array],
         sizes: Sizes,
         packing: Packing | None,
-        return_gates: bool,
-        training: bool,
-        wants_last: bool,
-        cotangents: tuple[str, ...] | None = None,
+        wanted: Wanted,
     ) -> tuple[Problem, Choice]:
         """Return the problem that describes this call, and the choice of its engine.
 
         Arrays are evaluated only where the engine `numpy` or inference may need their values. `others`: further
         arrays whose values the engine `numpy` would read.
         """
+        return_gates, training, wants_last, cotangents = wanted
         dtype, device = arrays["x"].dtype, choice.current_device()
         # `free`: MLX transforms nothing now (no grad, compile or vmap), so nobody can ask for a gradient. `traced`: MLX
         # traces the arrays, so they have no values. Only inference and the engine `numpy` use these flags, so for all
@@ -218,9 +227,10 @@ class Call(NamedTuple):
             limits=tuning.on_this_gpu(limits_in_effect.get()),
         )
         metal = choice.has_metal()
+        place = choice.Place(device, metal, traced)
         op = self.title if cotangents is None else f"{self.cell.op}_gradients"
         table = tuning.current() if metal else tuning.PREDICTED
-        best = partial(choice.decide, problem, table, op, self.engine, device, metal, traced)
+        best = partial(choice.decide, problem, table, op, self.engine, place)
         chosen = best()
         every = None if problem.plain else self.checkpoint_every
         divided = partial(choice.divide, every=every)

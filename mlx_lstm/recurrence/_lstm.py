@@ -8,7 +8,7 @@ import mlx.core as mx
 from ..engines.choice import Engine, Stream
 from ..engines.packing import Weight
 from ..engines.problem import Arrays
-from ._arguments import check_lstm
+from ._arguments import Clips, check_lstm
 from ._call import Call, Hold, Lengths, given
 
 
@@ -153,8 +153,8 @@ def lstm(
         (16, 4)
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, keep=keep, Wp=Wp)
-    clips = (projection_clip, clip_gradient, Wp is not None)
-    cell = check_lstm(gate_order, activations, output_peephole, cell_clip, forget_bias, *clips)
+    clips = Clips(cell_clip, projection_clip, clip_gradient, Wp is not None)
+    cell = check_lstm(gate_order, activations, output_peephole, forget_bias, clips)
     options = {"reverse": reverse, "bidirectional": bidirectional, "lengths": lengths, "hold": hold}
     call = Call(cell, **options, engine=engine, stream=stream, checkpoint_every=checkpoint_every)
     outputs, _ = call.forward(arrays, return_gates=return_gates, training=training)
@@ -222,8 +222,8 @@ def lstm_gradients(
         (16, 4)
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, keep=keep, Wp=Wp)
-    clips = (projection_clip, clip_gradient, Wp is not None)
-    cell = check_lstm(gate_order, activations, output_peephole, cell_clip, 0.0, *clips, op="lstm_gradients")
+    clips = Clips(cell_clip, projection_clip, clip_gradient, Wp is not None)
+    cell = check_lstm(gate_order, activations, output_peephole, 0.0, clips, op="lstm_gradients")
     call = Call(
         cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, hold=hold, engine=engine, stream=stream
     )

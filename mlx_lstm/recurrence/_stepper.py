@@ -23,7 +23,7 @@ from ..engines.problem import Arrays, Problem
 from ..engines.stream import Launch, MLXStream, launch_of
 from ..engines.tracing import is_transforming
 from ._arguments import check_call, common_dtype, in_dtype
-from ._call import Call
+from ._call import Call, Wanted
 from ._pointwise import OwnCell
 from ._steps import broadcasts
 
@@ -364,8 +364,9 @@ def plan(op: str, cell: Cell | OwnCell, parameters: dict[str, Any], engine: str 
     arrays, packing, sizes = check_call(op, arrays, traced, False, {}, one_step=True)
     call = Call(traced, engine=engine, one_step=True)
     names = arrays | {"keep": mx.ones((1, B, 1), dtype)}
-    problem, chosen = call.plan(arrays, [], sizes, packing, False, False, True)
-    with_keep, _ = call.plan(names, [], sizes, packing, False, False, True)
+    wanted = Wanted(return_gates=False, training=False, wants_last=True)
+    problem, chosen = call.plan(arrays, [], sizes, packing, wanted)
+    with_keep, _ = call.plan(names, [], sizes, packing, wanted)
     return Plan(problem, with_keep, chosen, {name: arrays[name] for name in arrays if name not in ("h0", "c0")})
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from mlx_lstm.bench.tasks import Size
-from mlx_lstm.engines.choice import LSTM, METAL_ENGINES, choose, obstacles
+from mlx_lstm.engines.choice import LSTM, METAL_ENGINES, Place, choose, obstacles
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.problem import Problem
 from mlx_lstm.testing.cases import DTYPES
@@ -139,7 +139,7 @@ def sums(layer: str, asked: Asked, graph: Graph, problem: Problem) -> tuple[Pred
 def engines_at(size: Size, asked: list[str] | None) -> list[str]:
     """Return the Metal engines that can run a layer of this size. If `asked` is not empty, return only engines in
     it."""
-    refused = obstacles(LSTM, size.H, "gpu", True, False, False)
+    refused = obstacles(LSTM, size.H, Place("gpu", metal=True, traced=False), False)
     return [engine for engine in METAL_ENGINES if engine not in refused and (not asked or engine in asked)]
 
 

@@ -154,8 +154,7 @@ class BackwardSweep:
         for t in times if problem.reverse else reversed(times):
             k, columns = t - start, slice((t - start) * problem.B, (t - start + 1) * problem.B)
             if t >= self.ends.longest:
-                for array in step.by_column:
-                    array[:, columns] = 0
+                step.skip(columns)
                 continue
             last = self.ends.at(t + 1)  # the items whose last step is t
             if last is not None and not problem.reverse:
@@ -184,12 +183,17 @@ class BackwardSweep:
             if last is not None and problem.reverse:
                 for running, waiting in self.waiting:
                     waiting[:, last], running[:, last] = running[:, last], 0
-        step.end_chunk(self.products, h_in)
-        n = (stop - start) * problem.B
-        dz = step.dz[:, :n]  # [GH, n]
-        self.products.write_input(start, stop, dz, v.get("Wx"))
+        self.add_products(start, stop, h_in)
+
+    def add_products(self, start: int, stop: int, h_in: Array) -> None:
+        """Compute the gradient of x for the steps from `start` to `stop`, and add these steps' terms to the gradients
+        of the weights. h_in: what the recurrent product of these steps read, [steps * B, P]."""
+        n = (stop - start) * self.problem.B
+        dz = self.step.dz[:, :n]  # [GH, n]
+        self.step.end_chunk(self.products, h_in)
+        self.products.write_input(start, stop, dz, self.v.get("Wx"))
         if "Wx" in self.out or "Wx" in self.products.factors:
-            x = self.without_padding(v["x"], start, stop).reshape(n, -1)
+            x = self.without_padding(self.v["x"], start, stop).reshape(n, -1)
             self.products.accumulate("Wx", dz, matrix(x))
         self.products.accumulate("b", dz, np.ones(n, dz.dtype))
 

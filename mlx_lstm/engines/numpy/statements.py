@@ -8,6 +8,7 @@ one statement computes all of them (a group).
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from math import inf
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..cell_graph import COMMUTES, CONDITIONS, Graph, Node, needed
@@ -74,20 +75,36 @@ def places(array: str, count: int) -> list[Place]:
 # --- The graph in NumPy's operations ---
 
 
+class Rewrites(NamedTuple):
+    """How `lowered` rewrites a graph. negated: nodes whose places hold the negated value. squares: whether y (1 - y) is
+    computed as y - y^2, which takes one pass over memory less if the squares of several gates are computed together.
+    divided: the result of `quotients`."""
+
+    negated: Collection[int] = ()
+    squares: bool = False
+    divided: Mapping[int, int] = MappingProxyType({})
+
+
+class Store(NamedTuple):
+    """The arrays of a step. sizes: the number of blocks of each array. free: the arrays whose values may be
+    overwritten. dense: the contiguous arrays, into which intermediate results may be written. wide: the arrays that
+    have the width of a projected h."""
+
+    sizes: Mapping[str, int]
+    free: Iterable[str] = ()
+    dense: Iterable[str] = ()
+    wide: Collection[str] = ()
+
+
 def lowered(
     nodes: Nodes,
     outputs: Iterable[int],
     known: Mapping[int, Place],
-    negated: Iterable[int],
-    squares: bool,
-    divided: Mapping[int, int],
+    rewrites: Rewrites,
 ) -> tuple[Graph, dict[int, int]]:
     """Return the graph in operations that NumPy has, and for each node its number there. Nodes in `known` become
-    inputs.
-
-    negated: nodes whose places hold the negated value. squares: whether y (1 - y) is computed as y - y^2, which takes
-    one pass over memory less if the squares of several gates are computed together. divided: the result of `quotients`.
-    """
+    inputs."""
+    negated, squares, divided = rewrites
     graph, number = Graph(), dict[int, int]()
     one = graph.constant(1)
 
@@ -317,23 +334,17 @@ class Writer:
         nodes: Nodes,
         known: Mapping[int, Place],
         targets: Sequence[tuple[int, Place]],
-        sizes: Mapping[str, int],
-        free: Iterable[str] = (),
-        dense: Iterable[str] = (),
-        negated: Iterable[int] = (),
-        squares: bool = False,
-        wide: Collection[str] = (),
-        divided: Mapping[int, int] | None = None,
+        store: Store,
+        rewrites: Rewrites,
     ):
         """Write the statements.
 
         known: the places that hold a node's value from the beginning. targets: pairs (node, place into which it shall
         be computed). A known place that is also a target is overwritten only after the last statement that reads its
-        old value. sizes: the number of blocks of each array. free: the arrays whose values may be overwritten. dense:
-        the contiguous arrays, into which intermediate results may be written. wide: the arrays that have the width of a
-        projected h. negated, squares, divided: as in `lowered`.
+        old value.
         """
-        graph, number = lowered(nodes, [n for n, _ in targets], known, negated, squares, divided or {})
+        (sizes, free, dense, wide), negated = store, rewrites.negated
+        graph, number = lowered(nodes, [n for n, _ in targets], known, rewrites)
         self.nodes: list[Node] = graph.nodes
         self.sizes: dict[str, int] = dict(sizes)
         self.lines: list[str] = []

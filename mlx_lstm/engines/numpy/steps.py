@@ -17,7 +17,7 @@ from ..cells import AnyCell, form_of
 from ..problem import Problem
 from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of
 from .products import JoinedProduct, SeparateProducts, TransposedProduct, WeightGradients, in_blocks, input_products
-from .statements import UFUNCS, Place, Writer, places, quotients
+from .statements import UFUNCS, Place, Rewrites, Store, Writer, places, quotients
 
 Build = Callable[..., Callable[..., None]]
 
@@ -175,8 +175,8 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
     sizes |= {"c": carried, "c_prev": carried, "operand": 1} | dict.fromkeys(ALONE, 1)
     minus = [graph.number[f"x{k}"] for k, letter in enumerate(letters) if letter in negated]
     wide = WIDE if plan.projects else ()
-    divided = quotients(graph.nodes, graph.forward)
-    code = Writer(graph.nodes, known, targets, sizes, ["z"], ["c", "n0"], minus, wide=wide, divided=divided)
+    store, divided = Store(sizes, ["z"], ["c", "n0"], wide), quotients(graph.nodes, graph.forward)
+    code = Writer(graph.nodes, known, targets, store, Rewrites(minus, divided=divided))
     before = [f"matmul(weights{n}, operand, product{n})" for n in range(len(plan.rows))]
     before += ["add(z, xs, z)"] * adds + ["add(z_n, bhn, z_n)"] * bhn
     fixed = ["us", "w", "k0", "k1", "W0T", "weights1", "product1", "z_n", "bhn"]
@@ -281,7 +281,8 @@ def backward_function(plan: Plan) -> Build:
     sizes |= {"dx": len(other), "q": len(plan.recomputed)} | dict.fromkeys(ALONE, 1)
     squares = plan.cell.op != "pointwise"
     wide = WIDE if plan.projects else ()
-    code = Writer(graph.nodes, known, targets, sizes, ["dc", "d0"], ["dc", "direct", "di"], squares=squares, wide=wide)
+    store = Store(sizes, ["dc", "d0"], ["dc", "direct", "di"], wide)
+    code = Writer(graph.nodes, known, targets, store, Rewrites(squares=squares))
     words = findall(r"\w+", " ".join([*code.lines, *(array for array, _, _ in code.views)]))
     read = {
         "y": "y = saved_at(t)", "n0": "n0 = h_at(t)", "i0": "i0 = own.h_in[columns].T",
@@ -377,6 +378,11 @@ class StepBackward:
                 np.matmul(self.Wh[k * self.H : (k + 1) * self.H], matrix(h_in).T, out=out)
                 if self.bhn is not None:
                     out += self.bhn[:, None]
+
+    def skip(self, columns: slice) -> None:
+        """Set the results of a step to 0, because all batch items have ended."""
+        for array in self.by_column:
+            array[:, columns] = 0
 
     def finish(self, t: int, columns: slice, ended: Array | None, out: Views) -> None:
         """Write the gradient of the inputs of step t, and add the step's term to the gradient of the parameters. ended:

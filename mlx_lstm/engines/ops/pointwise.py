@@ -46,8 +46,7 @@ def pointwise_step(
     cell: PointwiseCell,
     z: Array,
     product: Array | None,
-    h: Array,
-    c: Array,
+    states: tuple[Array, Array],
     inputs: Array | None,
     params: Array | None,
     live: Array | None,
@@ -56,11 +55,12 @@ def pointwise_step(
     `saved`, which other engines fill with K values per unit for the backward pass, is all zeros: here MLX derives the
     gradient.
 
-    z, product [B, G H]: the input's and the recurrent part of the G preactivations; product is None without Wh. h [B,
-    H], c [B, C H]: the states before the step; c is not read if there is only h. inputs [B, U H]: the step's U inputs
-    per unit. params [V H]: the V parameters per unit. live [B, 1]: false for batch items that have ended, or None.
+    z, product [B, G H]: the input's and the recurrent part of the G preactivations; product is None without Wh.
+    states: h [B, H] and c [B, C H] before the step; c is not read if there is only h. inputs [B, U H]: the step's U
+    inputs per unit. params [V H]: the V parameters per unit. live [B, 1]: false for batch items that have ended, or
+    None.
     """
-    graph = cell.graph
+    graph, (h, c) = cell.graph, states
     x, p = blocks(z, graph.gates), blocks(product, graph.gates)
     if not graph.apart and product is not None:
         x, p = [a + b for a, b in zip(x, p, strict=True)], []
@@ -68,13 +68,13 @@ def pointwise_step(
     every = [*x, *p, h, *blocks(c, graph.states - 1), *blocks(inputs, graph.inputs), *per_unit]
     given = only_live(live, every)
     if graph.function is not None:
-        states = graph.function(*given)
+        after = list(graph.function(*given))
     else:
         known = {graph.number[name]: a for name, a in zip(graph.names, given, strict=True) if name in graph.number}
         values = values_of(graph.nodes, graph.forward, known, h)
-        states = [mx.broadcast_to(values[n], h.shape) for n in graph.forward]
+        after = [mx.broadcast_to(values[n], h.shape) for n in graph.forward]
     saved = mx.zeros((h.shape[0], cell.kept * h.shape[1]), h.dtype)
-    return saved, mx.concatenate(states[1:], axis=-1) if len(states) > 1 else c, states[0]
+    return saved, mx.concatenate(after[1:], axis=-1) if len(after) > 1 else c, after[0]
 
 
 def gradients_by_mlx(

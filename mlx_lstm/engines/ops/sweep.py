@@ -126,7 +126,7 @@ def step(
         product = h_in @ arrays["Wh"].T if problem.cell.recurrent else None
         inputs = arrays["inputs"][t, ...] if "inputs" in arrays else None
         live = live_items(arrays, t)
-        return pointwise_step(problem.cell, z, product, h, c, inputs, arrays.get("params"), live)
+        return pointwise_step(problem.cell, z, product, (h, c), inputs, arrays.get("params"), live)
     cell, H, Wh = problem.cell, problem.H, arrays["Wh"]
     of: dict[str, Any] = {"s0": h, "s1": c, "i0": h_in, "W0": arrays.get("Wp")}
     if cell.cell_clip is not None or cell.projection_clip is not None:
