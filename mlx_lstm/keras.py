@@ -209,7 +209,7 @@ def bidirectional_to_keras(convert: Callable[..., list[np.ndarray]], arrays: Arr
 def one_direction(op: str, kind: str, weights: Sequence[Any], *biases: list[int]) -> Arrays:
     """Return Keras' weights of one direction as arguments of `mlx_lstm.lstm`, `gru` or `rnn`. `biases`: the allowed
     shapes of the bias, with the last axis counted in H; for a GRU [3] means shape [3H], [2, 3] means [2, 3H]."""
-    arrays = direction(op, kind, *weights, biases=biases)
+    arrays = direction(op, kind, weights, biases=biases)
     cell = GRUCell(reset="after" if "bh" in arrays else "before") if kind == "gru" else CELLS[kind]()
     return {name: arrays[name] for name in ("Wx", "Wh")} | one_bias(cell, arrays)
 

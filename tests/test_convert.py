@@ -397,6 +397,39 @@ def test_models_of_onnx(name, tmp_path):
     assert_outputs(weights, x, found)
 
 
+@pytest.mark.parametrize("layers, both", [(1, False), (2, True), (3, False)])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_a_model_of_onnx_takes_and_returns_states(kind, layers, both, tmp_path):
+    """A written ONNX model begins from the states that it gets and returns the last ones, in the shapes of torch. So
+    a sequence in two parts gives the same as a whole one. Without states it begins from 0."""
+    torch, reference = pytest.importorskip("torch"), pytest.importorskip("onnx.reference")
+    layer = getattr(torch.nn, kind)(I, H, num_layers=layers, bidirectional=both)
+    convert.write(path := tmp_path / "m.onnx", {"": convert.from_torch(layer)})
+    assert not convert.read(path).rest
+    words = "hc" if kind == "LSTM" else "h"
+    x, names = torch.randn(T, B, I), ["h", *(f"{word}T" for word in words)]
+    model = reference.ReferenceEvaluator(str(path))
+
+    def ours(x, *states):
+        given = {"x": x.numpy()} | {f"{word}0": state for word, state in zip(words, states, strict=False)}
+        return model.run(names, given)
+
+    def theirs(x, *states):
+        with torch.no_grad():
+            h, last = layer(x, *([tuple(states) if words == "hc" else states[0]] if states else []))
+        return [array.numpy() for array in (h, *(last if words == "hc" else (last,)))]
+
+    states = [torch.randn(layers * (1 + both), B, H) for _ in words]
+    for given in ([], states):
+        for found, right in zip(ours(x, *[s.numpy() for s in given]), theirs(x, *given), strict=True):
+            np.testing.assert_allclose(found, right, rtol=0, atol=1e-5)
+    if not both:
+        h, *middle = ours(x[:2])
+        rest, *last = ours(x[2:], *middle)
+        for found, right in zip((np.concatenate([h, rest]), *last), ours(x), strict=True):
+            np.testing.assert_allclose(found, right, rtol=0, atol=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore")  # torch warns about this older ONNX exporter
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_what_torch_exports(kind, tmp_path):

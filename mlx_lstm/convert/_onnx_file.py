@@ -80,6 +80,9 @@ def read(file: Foreign, external_data: bool) -> Found:
         used |= set(keys[name])
         if runtime := [word for word in ("sequence_lens", "initial_h", "initial_c") if word in names]:
             notes.append(f"{name}: {', '.join(runtime)} are no weights: pass lengths and states to the call")
+    # A file that `write` wrote holds zeros for first states that are not passed. They are no weights.
+    inputs = {each.name for each in model.graph.input}
+    used |= {node.input[0] for node in model.graph.node if node.op_type == "Expand" and node.input} & inputs
     rest = {key: array_of(onnx, tensor, key, file.budget) for key, tensor in held if key not in used}
     if others := [key for key, array in rest.items() if array is None]:
         notes.append(f"{len(others)} tensors without numbers are left out")
@@ -185,41 +188,99 @@ def array_of(onnx: Any, tensor: Any, name: str, budget: Budget) -> Any:
     return array if array.dtype in NUMBERS else None
 
 
+class Graph:
+    """The parts of a written model. Each method adds nodes and returns the name of their result."""
+
+    def __init__(self, onnx: Any):
+        self.onnx: Any = onnx
+        self.nodes: list[Any] = []
+        self.tensors: list[Any] = []
+        self.inputs: list[Any] = []
+        self.outputs: list[Any] = []
+        for name, numbers in (("side by side", [0, 0, -1]), ("one", [1])):
+            self.constant(name, numbers)
+
+    def node(self, op_type: str, inputs: list[str], output: str, **attributes: Any) -> str:
+        """Add a node with one output."""
+        self.nodes.append(self.onnx.helper.make_node(op_type, inputs, [output], **attributes))
+        return output
+
+    def constant(self, name: str, numbers: list[int]) -> str:
+        """Add a constant array of integers."""
+        value = self.onnx.numpy_helper.from_array(np.array(numbers, np.int64), name)
+        return self.node("Constant", [], name, value=value)
+
+    def initializer(self, name: str, array: np.ndarray) -> str:
+        """Add an array that the file holds."""
+        self.tensors.append(self.onnx.numpy_helper.from_array(array, name))
+        return name
+
+    def states(self, dot: str, word: str, kind: int, sizes: tuple[int, int, int]) -> list[str]:
+        """Add the input of first states [L D, N, H], and return the part [D, N, H] of each layer. If a program does not
+        pass the input, it is 0. sizes: L layers, D directions, H hidden units."""
+        L, D, H = sizes
+        name = self.initializer(
+            f"{dot}{word}0", np.zeros((L * D, 1, H), self.onnx.helper.tensor_dtype_to_np_dtype(kind))
+        )
+        self.inputs.append(self.onnx.helper.make_tensor_value_info(name, kind, [L * D, f"{dot}N", H]))
+        # The default has one batch item, so that it suits any batch. `Expand` repeats it.
+        whole = self.node("Expand", [name, f"{dot}items"], f"{dot}{word}0.whole")
+        if L == 1:
+            return [whole]
+        parts, counts = [f"{dot}{n}.{word}0" for n in range(L)], self.constant(f"{dot}{word}0.parts", [D] * L)
+        self.nodes.append(self.onnx.helper.make_node("Split", [whole, counts], parts, axis=0))
+        return parts
+
+
 def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
-    """Write a model that has, for each stack of layers, an input [T, N, I], a chain of nodes and an output [T, N, D
-    H]."""
+    """Write a model that has, for each stack of layers, a chain of nodes with these inputs and outputs, in torch's
+    shapes: x [T, N, I], the first states h0 and c0 [L D, N, H], the output h [T, N, D H], the last states hT and cT.
+    A model that does not get first states begins from 0."""
     onnx = load()
-    make, nodes, tensors, inputs, outputs = onnx.helper.make_node, [], [], [], []
-    shape = onnx.numpy_helper.from_array(np.array([0, 0, -1], np.int64), "shape")
-    nodes.append(make("Constant", [], ["side by side"], value=shape))
+    graph = Graph(onnx)
     for name, weights in layers.items():
-        each, dot = to_onnx(weights), f"{name}." if name else ""
-        dtype = {"float64": onnx.TensorProto.DOUBLE, "float16": onnx.TensorProto.FLOAT16}
-        kind = dtype.get(str(each[0][1]["W"].dtype).rpartition(".")[2], onnx.TensorProto.FLOAT)
-        sizes = weights.input_size, weights.directions * weights.hidden_size
-        inputs.append(onnx.helper.make_tensor_value_info(f"{dot}x", kind, [f"{dot}T", f"{dot}N", sizes[0]]))
-        outputs.append(onnx.helper.make_tensor_value_info(f"{dot}h", kind, [f"{dot}T", f"{dot}N", sizes[1]]))
-        x = f"{dot}x"
-        for n, (op_type, arrays, attributes) in enumerate(each):
-            title = name or op_type
-            title += f".{n}" if len(each) > 1 else ""
-            h = f"{dot}h" if n == len(each) - 1 else f"{title}.h"
-            for word, array in arrays.items():
-                values = array.astype(mx.float32) if array.dtype == mx.bfloat16 else array
-                tensors.append(onnx.numpy_helper.from_array(np.array(values), f"{title}.{word}"))
-            names = [""] * (INPUTS["P"] + 1)
-            for word in arrays:
-                names[INPUTS[word]] = f"{title}.{word}"
-            names[0] = x
-            while not names[-1]:  # a node omits trailing empty inputs
-                names.pop()
-            nodes.append(make(op_type, names, [f"{title}.Y"], title, **attributes))
-            nodes.append(make("Transpose", [f"{title}.Y"], [f"{title}.turned"], perm=[0, 2, 1, 3]))
-            nodes.append(make("Reshape", [f"{title}.turned", "side by side"], [h]))
-            x = h
-    graph = onnx.helper.make_graph(nodes, "mlx_lstm", inputs, outputs, tensors)
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
-    if (size := sum(len(tensor.raw_data) for tensor in tensors)) > MOST:
+        write_stack(graph, name, weights)
+    made = onnx.helper.make_graph(graph.nodes, "mlx_lstm", graph.inputs, graph.outputs, graph.tensors)
+    model = onnx.helper.make_model(made, opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    if (size := sum(len(tensor.raw_data) for tensor in graph.tensors)) > MOST:
         fail("convert", f"an .onnx file must have less than {MOST} bytes of arrays, protobuf's most,", size)
     onnx.checker.check_model(model)
     path.write_bytes(model.SerializeToString())
+
+
+def write_stack(graph: Graph, name: str, weights: Weights) -> None:
+    """Add a stack of layers to the graph."""
+    onnx, each, dot = graph.onnx, to_onnx(weights), f"{name}." if name else ""
+    dtype = {"float64": onnx.TensorProto.DOUBLE, "float16": onnx.TensorProto.FLOAT16}
+    kind = dtype.get(str(each[0][1]["W"].dtype).rpartition(".")[2], onnx.TensorProto.FLOAT)
+    L, D, H = len(each), weights.directions, weights.hidden_size
+    info, batch = onnx.helper.make_tensor_value_info, f"{dot}N"
+    graph.inputs.append(info(f"{dot}x", kind, [f"{dot}T", batch, weights.input_size]))
+    graph.outputs.append(info(f"{dot}h", kind, [f"{dot}T", batch, D * H]))
+    count = graph.node("Gather", [graph.node("Shape", [f"{dot}x"], f"{dot}sizes"), "one"], f"{dot}count")
+    graph.node("Concat", ["one", count, "one"], f"{dot}items", axis=0)
+    words = ["h", "c"] if weights.cell.op == "lstm" else ["h"]
+    first = {word: graph.states(dot, word, kind, (L, D, H)) for word in words}
+    last: dict[str, list[str]] = {word: [] for word in words}
+    x = f"{dot}x"
+    for n, (op_type, arrays, attributes) in enumerate(each):
+        title = (name or op_type) + (f".{n}" if L > 1 else "")
+        h = f"{dot}h" if n == L - 1 else f"{title}.h"
+        names = [""] * (INPUTS["P"] + 1)
+        for word, array in arrays.items():
+            values = array.astype(mx.float32) if array.dtype == mx.bfloat16 else array
+            names[INPUTS[word]] = graph.initializer(f"{title}.{word}", np.array(values))
+        names[0] = x
+        for word in words:
+            names[INPUTS[f"initial_{word}"]] = first[word][n]
+            last[word].append(f"{title}.{word}T" if L > 1 else f"{dot}{word}T")
+        while not names[-1]:  # a node omits trailing empty inputs
+            names.pop()
+        outputs = [f"{title}.Y", *(last[word][n] for word in words)]
+        graph.nodes.append(onnx.helper.make_node(op_type, names, outputs, title, **attributes))
+        graph.node("Transpose", [f"{title}.Y"], f"{title}.turned", perm=[0, 2, 1, 3])
+        x = graph.node("Reshape", [f"{title}.turned", "side by side"], h)
+    for word in words:
+        if L > 1:
+            graph.node("Concat", last[word], f"{dot}{word}T", axis=0)
+        graph.outputs.append(info(f"{dot}{word}T", kind, [L * D, batch, H]))
