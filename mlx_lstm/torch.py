@@ -1,8 +1,8 @@
 """PyTorch's LSTM, GRU and RNN as MLX layers, with several layers and both directions; LSTMCell, GRUCell and RNNCell.
 
-Constructors, parameters and their names, initialisation, shapes and results are as in `torch.nn`. The argument
-`lengths` of a call takes the place of torch's `PackedSequence`. Sizes: L time, N batch, D directions, K layers, H
-hidden, S the width of h (H, or `proj_size`).
+Constructors, parameters and their names, initialisation, shapes and results are as in `torch.nn`. Sequences of
+different lengths come as a `PackedSequence`, or padded with the argument `lengths`, which takes less time. Sizes: L
+time, N batch, D directions, K layers, H hidden, S the width of h (H, or `proj_size`).
 
 A `state_dict` loads as it is. To load it from a file call `layer.load_weights("torch_layer.safetensors")`. To copy it
 from a torch layer in the same process, and back:
@@ -47,20 +47,26 @@ from .recurrence import (
     Call,
     Hold,
     Lengths,
+    PackedSequence,
     QuantizedLayer,
     Stepper,
+    check_packed,
     common_dtype,
     engine_used,
     in_dtype,
     join_biases,
     join_states,
+    pack_padded_sequence,
+    pad_packed_sequence,
     split_states,
     whole_lengths,
     whole_steps,
 )
 
 __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "QuantizedGRU", "QuantizedLSTM", "QuantizedRNN", "RNNCell"]
-__all__ += ["from_weights"]
+__all__ += ["PackedSequence", "from_weights", "pack_padded_sequence", "pad_packed_sequence"]
+
+Input = TypeVar("Input", mx.array, PackedSequence)
 
 
 Self = TypeVar("Self", bound="Layers")
@@ -163,6 +169,31 @@ class Layers(Advised):
         sizes += [f"num_layers={self.num_layers}"] * (self.num_layers != 1) + ["bias=False"] * (not self.bias)
         sizes += ["batch_first=True"] * self.batch_first + [f"dropout={self.dropout}"] * bool(self.dropout)
         return ", ".join(sizes + ["bidirectional=True"] * self.bidirectional) + chosen_options(self)
+
+    def run_packed(
+        self,
+        cell: cells.Cell,
+        input: Input,
+        states: dict[str, Any],
+        lengths: Lengths,
+        key: mx.array | None,
+        keep: mx.array | None,
+        hold: Hold,
+    ) -> tuple[Input, Arrays]:
+        """Run all layers, as `run` does, on an array or on a packed sequence. The output is packed like the input."""
+        if not isinstance(input, PackedSequence):
+            return self.run(cell, input, states, lengths, key, keep, hold)
+        for name, value in {"lengths": lengths, "keep": keep, "hold": hold}.items():
+            if value is not None:
+                fail(self.op, f"{name} must be None for a PackedSequence: pad it by pad_packed_sequence,", "one")
+        order, counts = check_packed(self.op, input)
+        check_array(self.op, "the data of input", input.data, ["P", self.input_size])
+        padded, _ = pad_packed_sequence(input, self.batch_first)
+        output, last = self.run(cell, padded, states, counts.tolist(), key, None, None)
+        # The layers ran on the batch in its own order, so the states need no sorting.
+        by_length = output[mx.array(order)] if self.batch_first else output[:, mx.array(order)]
+        packed = pack_padded_sequence(by_length, counts[order].tolist(), self.batch_first)
+        return input._replace(data=packed.data), last
 
     def run(
         self,
@@ -416,19 +447,20 @@ class LSTM(Layers):
     @advised
     def __call__(
         self,
-        input: mx.array,
+        input: Input,
         hx: tuple[mx.array, mx.array] | None = None,
         *,
         lengths: Lengths = None,
         key: mx.array | None = None,
         keep: mx.array | None = None,
         hold: Hold = None,
-    ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
+    ) -> tuple[Input, tuple[mx.array, mx.array]]:
         """Return the last layer's h at every step, and the last states of all layers. Sizes: L steps, N batch, K
         layers, D directions, H units, S the width of h (H or `proj_size`).
 
         Args:
-            input (array): [L, N, I]; [N, L, I] with `batch_first`; or [L, I].
+            input (array or PackedSequence): [L, N, I]; [N, L, I] with `batch_first`; or [L, I]. A packed sequence has
+                the data [P, I]; the output is then packed like it, and `lengths`, `keep` and `hold` are not allowed.
             hx (tuple, optional): (h_0 [K D, N, S], c_0 [K D, N, H]), without the axis N if `input` is [L, I]. Layers
                 come in order, and in each layer the forward direction comes first. Default: zeros.
             lengths (integer array or list, optional): [N], the number of steps of each sequence, in 0..L, in place of
@@ -450,7 +482,7 @@ class LSTM(Layers):
             which input, states and parameters promote.
         """
         h, c = pair(self.op, hx)
-        output, last = self.run(cells.LSTMCell(), input, {"h": h, "c": c}, lengths, key, keep, hold)
+        output, last = self.run_packed(cells.LSTMCell(), input, {"h": h, "c": c}, lengths, key, keep, hold)
         return output, (last["h"], last["c"])
 
 
@@ -509,18 +541,19 @@ class GRU(Layers):
     @advised
     def __call__(
         self,
-        input: mx.array,
+        input: Input,
         hx: mx.array | None = None,
         *,
         lengths: Lengths = None,
         key: mx.array | None = None,
         keep: mx.array | None = None,
         hold: Hold = None,
-    ) -> tuple[mx.array, mx.array]:
+    ) -> tuple[Input, mx.array]:
         """Return the last layer's h at every step, and the last h of all layers.
 
         Args:
-            input (array): [L, N, I]; [N, L, I] with `batch_first`; or [L, I].
+            input (array or PackedSequence): [L, N, I]; [N, L, I] with `batch_first`; or [L, I]. A packed sequence has
+                the data [P, I]; the output is then packed like it, and `lengths`, `keep` and `hold` are not allowed.
             hx (array, optional): h_0 [K D, N, H], or [K D, H] for an input [L, I], with K layers and D directions.
                 Default: zeros.
             lengths (integer array or list, optional): [N], the number of steps of each sequence, as in `LSTM`.
@@ -531,7 +564,7 @@ class GRU(Layers):
         Returns:
             tuple: output [L, N, D H] (or [N, L, D H], or [L, D H]) and h_n, shaped as `hx`.
         """
-        output, last = self.run(cells.GRUCell(), input, {"h": hx}, lengths, key, keep, hold)
+        output, last = self.run_packed(cells.GRUCell(), input, {"h": hx}, lengths, key, keep, hold)
         return output, last["h"]
 
 
@@ -591,23 +624,23 @@ class RNN(Layers):
     @advised
     def __call__(
         self,
-        input: mx.array,
+        input: Input,
         hx: mx.array | None = None,
         *,
         lengths: Lengths = None,
         key: mx.array | None = None,
         keep: mx.array | None = None,
         hold: Hold = None,
-    ) -> tuple[mx.array, mx.array]:
+    ) -> tuple[Input, mx.array]:
         """Return (output, h_n): the last layer's h at every step [L, N, D H], and the last h of all layers [K D, N, H].
         Sizes: L steps, N batch, K layers, D directions, H units.
 
-        `input` is [L, N, I]. The other arguments are optional. `hx` [K D, N, H]: the first h. `lengths` [N]: the number
-        of steps of each sequence. `key`: the random key of dropout. `keep` [L, N]: factors on the states before each
-        step. `hold` [L, N]: true at steps that leave the states as they are. `LSTM` explains them further, and the
-        shapes with `batch_first`.
+        `input` is [L, N, I] or a `PackedSequence`; the output is then packed like it. The other arguments are optional.
+        `hx` [K D, N, H]: the first h. `lengths` [N]: the number of steps of each sequence. `key`: the random key of
+        dropout. `keep` [L, N]: factors on the states before each step. `hold` [L, N]: true at steps that leave the
+        states as they are. `LSTM` explains them further, and the shapes with `batch_first`.
         """
-        output, last = self.run(cells.RNNCell(self.nonlinearity), input, {"h": hx}, lengths, key, keep, hold)
+        output, last = self.run_packed(cells.RNNCell(self.nonlinearity), input, {"h": hx}, lengths, key, keep, hold)
         return output, last["h"]
 
 

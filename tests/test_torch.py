@@ -378,6 +378,91 @@ def test_an_empty_batch(kind, form):
     assert layer(mx.zeros(shape))[0].dtype == mx.float32
 
 
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("sorts", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences(kind, sorts, batch_first):
+    """Packing, two layers of both directions with first states, and unpacking give the values and gradients of torch.
+    The lengths rise and fall, some are equal."""
+    is_lstm = kind.startswith("LSTM")
+    theirs, layer = layers(kind, num_layers=2, bidirectional=True, batch_first=batch_first)
+    lengths, rng = ([5, 4, 4, 1] if sorts else [4, 1, 5, 4]), np.random.default_rng(11)
+    x, states = inputs(theirs, (4, 5, I) if batch_first else (5, 4, I), True, rng)
+    options = {"batch_first": batch_first, "enforce_sorted": sorts}
+    x, *states = (array.astype(np.float32) for array in (x, *states))
+    whole = torch.nn.utils.rnn.pack_padded_sequence(torch.tensor(x), lengths, **options)
+
+    tensors = [torch.tensor(array, requires_grad=True) for array in (x, *states)]
+    packed = torch.nn.utils.rnn.pack_padded_sequence(tensors[0], lengths, **options)
+    output, last = theirs(packed, tuple(tensors[1:]) if is_lstm else tensors[1])
+    padded, counts = torch.nn.utils.rnn.pad_packed_sequence(output, batch_first, -3.0, 7)
+    last, cotangent = list(last) if is_lstm else [last], rng.standard_normal(padded.shape).astype(np.float32)
+    (sum((state**2).sum() for state in last) + (padded * torch.tensor(cotangent)).sum()).backward()
+
+    def run(x, *states):
+        packed = ours.pack_padded_sequence(x, lengths, **options)
+        np.testing.assert_array_equal(packed.data, whole.data)
+        output, last = layer(packed, tuple(states) if is_lstm else states[0])
+        assert isinstance(output, ours.PackedSequence) and list(output.batch_sizes) == whole.batch_sizes.tolist()
+        for name in ("sorted_indices", "unsorted_indices"):
+            one, other = getattr(output, name), getattr(whole, name)
+            assert (one is None) == (other is None) and (one is None or one.tolist() == other.tolist())
+        return *ours.pad_packed_sequence(output, batch_first, -3.0, 7), *(last if is_lstm else [last])
+
+    def loss(*arrays):
+        padded, _, *last = run(*arrays)
+        return sum(mx.square(state).sum() for state in last) + (padded * cotangent).sum()
+
+    arrays = [mx.array(array) for array in (x, *states)]
+    got = run(*arrays)
+    assert got[1].tolist() == counts.tolist()
+    for one, other in zip((got[0], *got[2:]), (padded, *last), strict=True):
+        np.testing.assert_allclose(one, other.detach(), rtol=0, atol=1e-5)
+    gradients = mx.grad(loss, argnums=tuple(range(len(arrays))))(*arrays)
+    for one, other in zip(gradients, tensors, strict=True):
+        np.testing.assert_allclose(one, other.grad, rtol=0, atol=2e-5)
+
+
+def test_packed_sequences_of_other_shapes():
+    """Random batches of scalars and matrices per step are packed and unpacked as by torch."""
+    rng = np.random.default_rng(12)
+    for _ in range(50):
+        L, N, more = rng.integers(1, 6), rng.integers(1, 6), [(), (2,), (2, 3)][rng.integers(3)]
+        lengths, batch_first = rng.integers(1, L + 1, N).tolist(), bool(rng.integers(2))
+        x = rng.standard_normal((N, L, *more) if batch_first else (L, N, *more)).astype(np.float32)
+        theirs = torch.nn.utils.rnn.pack_padded_sequence(torch.tensor(x), lengths, batch_first, enforce_sorted=False)
+        packed = ours.pack_padded_sequence(mx.array(x), lengths, batch_first, enforce_sorted=False)
+        np.testing.assert_array_equal(packed.data, theirs.data)
+        assert packed.batch_sizes == tuple(theirs.batch_sizes.tolist())
+        for first in (False, True):
+            padded, counts = ours.pad_packed_sequence(packed, first)
+            right, _ = torch.nn.utils.rnn.pad_packed_sequence(theirs, first)
+            np.testing.assert_array_equal(padded, right)
+            assert counts.tolist() == lengths
+
+
+PACKED = ours.PackedSequence(mx.zeros((3, I)), (2, 1))
+BAD_PACKED = {
+    "must fall, the longest first": lambda: ours.pack_padded_sequence(mx.zeros((3, 2, I)), [1, 2]),
+    r"lengths must lie in 1..3": lambda: ours.pack_padded_sequence(mx.zeros((3, 2, I)), [3, 0]),
+    r"lengths must have shape \[2\]": lambda: ours.pack_padded_sequence(mx.zeros((3, 2, I)), [3]),
+    r"input must be an mlx.core.array \[L, N": lambda: ours.pack_padded_sequence(np.zeros((3, 2)), [3, 1]),
+    "batch_sizes must be integers": lambda: ours.pad_packed_sequence(PACKED._replace(batch_sizes=(1, 2))),
+    "data must have 4 steps": lambda: ours.pad_packed_sequence(PACKED._replace(batch_sizes=(2, 2))),
+    "sorted_indices must hold": lambda: ours.pad_packed_sequence(PACKED._replace(sorted_indices=mx.array([1, 1]))),
+    "sequence must be": lambda: ours.pad_packed_sequence(mx.zeros((2, 2))),
+    "total_length must": lambda: ours.pad_packed_sequence(PACKED, total_length=1),
+    "lengths must be None for a PackedSequence": lambda: ours.GRU(I, H)(PACKED, lengths=[2, 1]),
+    r"the data of input must have shape \[P, 4\]": lambda: ours.GRU(4, H)(PACKED),
+}
+
+
+@pytest.mark.parametrize("text", BAD_PACKED)
+def test_bad_packed_sequences(text):
+    with pytest.raises(ValueError, match=rf"^\[torch\.\w+\] .*{text}"):
+        BAD_PACKED[text]()
+
+
 def test_a_subclass_with_parameters_of_its_own():
     class WithHead(ours.LSTM):
         def __init__(self, *sizes, **options):

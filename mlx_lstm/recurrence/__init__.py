@@ -28,6 +28,7 @@ from ._gru import gru, gru_gradients
 from ._guard import unguarded
 from ._lstm import LSTMOutput as LSTMOutput
 from ._lstm import lstm, lstm_gradients
+from ._packed import PackedSequence, check_packed, pack_padded_sequence, pad_packed_sequence
 from ._pointwise import OwnCell, apart_again, pointwise, side_by_side
 from ._quantized import QuantizedLayer
 from ._recurrent import recurrent
@@ -37,7 +38,20 @@ from ._stack import by_layer, join_biases, join_directions, join_states, of_laye
 from ._stepper import Stepper
 from ._steps import whole_steps
 
-__all__ = ["Call", "Hold", "Lengths", "Quantized", "QuantizedLayer", "Stepper", "by_layer", "common_dtype"]
+__all__ = [
+    "Call",
+    "Hold",
+    "Lengths",
+    "PackedSequence",
+    "Quantized",
+    "QuantizedLayer",
+    "Stepper",
+    "by_layer",
+    "check_packed",
+    "common_dtype",
+    "pack_padded_sequence",
+    "pad_packed_sequence",
+]
 __all__ += ["engine_used", "gru", "gru_gradients", "in_dtype", "join_biases", "join_directions", "join_states", "lstm"]
 __all__ += ["lstm_gradients", "of_layers", "pointwise", "recurrent", "rnn", "rnn_gradients", "split_states"]
 __all__ += ["unguarded"]
