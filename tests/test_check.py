@@ -239,6 +239,27 @@ def test_every_problem_shows_something(full):
         assert not finding.failure, finding
 
 
+def test_a_case_that_shows_nothing_is_drawn_again(monkeypatch):
+    case = next(case for case in grid(full=True) if case.name == "option relu_gates, 1 items")
+    assert not compare(prepare(case), "ops").failure
+    monkeypatch.setattr(comparison, "SEEDS", (1,))
+    assert "would accept zeros" in compare(prepare(case), "ops").failure
+
+
+def test_the_pages_have_the_numbers_of_comparisons_and_kernels():
+    mac, linux = {"device": "gpu", "metal": True}, {"device": "cpu", "metal": False}
+    counts = [
+        sum(not case.hindrance(engine, **machine) for case in grid(full) for engine in ENGINES)
+        for machine in (mac, linux)
+        for full in (False, True)
+    ]
+    few, all_ = len(kernel_texts(grid())), len({*kernel_texts(grid(full=True)), *generated_texts()})
+    page, costs = ((ROOT / "docs" / name).read_text() for name in ("check.md", "engines.md"))
+    assert f"| a Mac | {counts[0]} | {counts[1]:,} | {few} | {all_:,} |" in page
+    assert f"| Linux | {counts[2]} | {counts[3]} | none | none |" in page
+    assert f"`python -m mlx_lstm.check` | {few} |" in costs and f"check --full` | {all_:,} |" in costs
+
+
 def test_every_file_of_the_shaders_is_compiled():
     """The check command's default cases, together with the cells of `mlx_lstm.cells`, compile code from every Metal
     shader file. Only the cases of --full compile kernels with 64-bit indices."""

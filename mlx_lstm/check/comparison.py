@@ -26,6 +26,10 @@ LOSSES = 3
 """An engine that has crashed this number of child processes is not run again. One that has blocked a child process is
 not run again either, because each wait takes minutes."""
 
+SEEDS = (1, 2, 3, 4, 5)
+"""The seeds with which a case is drawn, one after the other, until every comparison shows something. A result of few
+elements may be all zeros, for example behind a relu, or smaller than the rounding errors of 16 bits."""
+
 Work = list[tuple[int, str]]
 """The comparisons to make, each as (number of a case in the grid, engine)."""
 
@@ -63,8 +67,17 @@ class Prepared(NamedTuple):
 
 
 def prepare(grid_case: GridCase) -> Prepared:
-    """Draw the random arrays of a case and compute the exact results."""
-    case, cotangents = grid_case.draw()
+    """Draw the random arrays of a case and compute the exact results. They depend on the case alone."""
+    for seed in SEEDS:
+        prepared = drawn(grid_case, seed)
+        if all(map(prepared.judge.shows, {*trained(prepared), *inferred(prepared)})):
+            break
+    return prepared
+
+
+def drawn(grid_case: GridCase, seed: int) -> Prepared:
+    """Draw the random arrays of a case with this seed and compute the exact results."""
+    case, cotangents = grid_case.draw(seed)
     case, weights = grid_case.quantized(case)
 
     def values(fl: Arithmetic) -> Tensors:
@@ -73,6 +86,17 @@ def prepare(grid_case: GridCase) -> Prepared:
 
     elements = max(array.size for array in split(case)[1].values())
     return Prepared(grid_case, case, cotangents, make_judge(values, grid_case.dtype, elements), weights)
+
+
+def trained(prepared: Prepared) -> list[str]:
+    """Return the names of the results of training that are compared: outputs with a cotangent, and gradients."""
+    names = split(prepared.case)[1]
+    return [*prepared.cotangents, *(f"d{name}" for name in names if name not in prepared.weights)]
+
+
+def inferred(prepared: Prepared) -> list[str]:
+    """Return the names of the results without training, all of which are compared."""
+    return [name for name in OUTPUTS[prepared.grid_case.op] if name != "gates"]
 
 
 def compare(prepared: Prepared, engine: str) -> Finding:
@@ -86,13 +110,12 @@ def compare(prepared: Prepared, engine: str) -> Finding:
             outputs, gradients = run(case, engine, dtype, cotangents, weights)
             results = as_numpy(outputs | {f"d{name}": gradient for name, gradient in gradients.items()})
             seconds = time.perf_counter() - start
-            inferred = as_numpy(infer(case, engine, dtype, weights))
+            without_training = as_numpy(infer(case, engine, dtype, weights))
     # Catch everything: the user wants to see any error of a compiler or a driver.
     except Exception as error:
         return finding._replace(failure=shortened(f"{type(error).__name__}: {error}"))
-    without_training = [name for name in OUTPUTS[grid_case.op] if name != "gates"]
-    verdict = judge.judge(results, [*cotangents, *(f"d{name}" for name in split(case)[1] if name not in weights)])
-    if not verdict.refusal and (refused := judge.judge(inferred, without_training)).refusal:
+    verdict = judge.judge(results, trained(prepared))
+    if not verdict.refusal and (refused := judge.judge(without_training, inferred(prepared))).refusal:
         verdict = refused._replace(refusal=f"without training, {refused.refusal}")
     return finding._replace(
         seconds=seconds, tensor=verdict.tensor, error=verdict.error, bound=verdict.bound, failure=verdict.refusal

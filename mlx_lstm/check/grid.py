@@ -90,11 +90,11 @@ class GridCase(NamedTuple):
         """Return the op's name: `lstm`, `gru` or `rnn`."""
         return self.options.get("op", "lstm")
 
-    def draw(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return (case, cotangents) with random arrays, which are the same at every call."""
+    def draw(self, seed: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return (case, cotangents) with random arrays, which are the same at every call with the same seed."""
         margin = ROUNDING_MARGIN if self.dtype == "float32" else KINK_MARGIN
         recurrent = 0.7 / self.options["sizes"][3] ** 0.5  # small weights: with large ones, rounding errors would grow
-        case, cotangents = draw_away_from_kinks(1, margin, **self.options, recurrent=recurrent, dtype=self.dtype)
+        case, cotangents = draw_away_from_kinks(seed, margin, **self.options, recurrent=recurrent, dtype=self.dtype)
         return case, {name: cotangents[name] for name in self.with_cotangent or cotangents}
 
     def quantized(self, case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Quantized]]:

@@ -54,9 +54,13 @@ class Judge(NamedTuple):
         error = float(error) if np.isfinite(error) else np.inf
         if not error <= bound:
             return Verdict(name, error, bound, f"{name}: error {error:.3g} > bound {bound:.3g}")
-        if not bound < largest(exact):
+        if not self.shows(name):
             return Verdict(name, error, bound, f"{name}: bound {bound:.3g} would accept zeros, so nothing is shown")
         return Verdict(name, error, bound)
+
+    def shows(self, name: str) -> bool:
+        """Return whether the bound of a result refuses zeros. If not, a comparison with it shows nothing."""
+        return bool(self.bounds[name] < largest(self.exact[name]))
 
 
 def make_judge(values: Values, dtype: DTypeLike, elements: int) -> Judge:
