@@ -4,7 +4,7 @@ BIN = .venv/bin
 # The tests start hundreds of processes. Without .pyc files each of them would compile our modules again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: train test test-all bench machine-code lint docs wheel clean
+.PHONY: train test test-all mutate bench machine-code lint docs wheel clean
 
 train: .venv/examples  ## train a character LSTM on Python's documentation
 	$(BIN)/python examples/char_lm.py
@@ -16,6 +16,9 @@ test-all: .venv/test lint  ## the tests, the heavier sweeps, and on Linux the te
 	$(BIN)/python -m pytest -n auto --dist worksteal --no-skips --shader-coverage -q -m ""
 	test "$$(uname)" = Darwin || \
 		PYTHONPATH=tests $(BIN)/python -m pytest -p simulated_mac -n auto --dist worksteal --no-skips -q
+
+mutate: .venv/test  ## plant N small errors in the lines changed since a commit, print those that no test notices
+	PYTHONPATH=tests $(BIN)/python -m mutation --since $(or $(SINCE),HEAD~1) --number $(or $(N),20) --seed $(or $(SEED),0)
 
 bench: .venv/test  ## ours against mlx.nn.LSTM and torch
 	$(BIN)/python -m mlx_lstm.bench

@@ -1,0 +1,51 @@
+"""Choose the test files that use a file of the library, those that import it most directly first."""
+
+import ast
+import re
+from pathlib import Path
+
+TABLES = ("tests/machine_code/", "tests/mutation/", "tests/test_kernel_mutations.py")
+"""Tests that compare the text of the sources with a table. They fail for any change, right or wrong."""
+
+
+def module_path(root: Path, name: str) -> str:
+    """Return the path of the file of a module's name, or "" if it is not in the repository."""
+    parts = name.split(".")
+    for folder in (root, root / "tests"):
+        for path in (folder.joinpath(*parts).with_suffix(".py"), folder.joinpath(*parts, "__init__.py")):
+            if path.exists():
+                return str(path.relative_to(root))
+    return ""
+
+
+def imports(root: Path, path: str) -> set[str]:
+    """Return the paths of the files of the repository that a file imports, or whose shader it names."""
+    text = (root / path).read_text()
+    package, found = Path(path).with_suffix("").parts[:-1], set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    shaders = set()
+    if path.startswith("mlx_lstm/engines/metal/"):
+        shaders = {f"metal/{stem}.metal" for stem in re.findall(r'"([a-z_]+)"', text)}
+    return {module_path(root, name) for name in found} - {"", path} | shaders
+
+
+def tests_of(root: Path, path: str) -> list[str]:
+    """Return the test files for a file of the library. First come its own doctests, then the files that reach it by
+    the fewest imports; among equals, the file that shares its name, then the smallest."""
+    every = [str(file.relative_to(root)) for folder in ("tests", "mlx_lstm") for file in (root / folder).rglob("*.py")]
+    used = {file: imports(root, file) for file in every}
+    distance, front = {path: 0}, {path}
+    while front:
+        front = {file for file in every if file not in distance and used[file] & front}
+        distance |= dict.fromkeys(front, max(distance.values()) + 1)
+    tests = [file for file in every if Path(file).name.startswith("test_") and file in distance]
+    tests = [file for file in tests if not file.startswith(TABLES)]
+    stem = Path(path).stem.strip("_")
+    tests.sort(key=lambda file: (distance[file], stem not in file, (root / file).stat().st_size))
+    return [path] * (path.endswith(".py") and ">>>" in (root / path).read_text()) + tests
