@@ -3,8 +3,8 @@ noticed slip from one that survives."""
 
 from pathlib import Path
 
-from mutation.__main__ import notice
 from mutation import choice
+from mutation.__main__ import notice
 from mutation.slips import python_slips, slips
 
 ROOT = Path(__file__).parents[1]
