@@ -142,22 +142,26 @@ def test_packages_are_replaced_by_force_only(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["folder.mlpackage", "m.mlpackage"]
 
 
-def test_a_package_comes_back_if_a_rename_fails(tmp_path, monkeypatch):
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_package_comes_back_if_a_rename_fails(comes_back, tmp_path, monkeypatch):
+    """If the new package cannot be renamed, the old one comes back. If it cannot come back either, it is kept under
+    another name."""
     path, rename, renames = tmp_path / "m.mlpackage", os.replace, []
     convert.write(path, {"": convert.from_torch(mlx_lstm.torch.LSTM(I, H))})
     old = {each.relative_to(path): each.read_bytes() for each in path.rglob("*") if each.is_file()}
 
     def second_fails(source, target):
         renames.append(target)
-        if len(renames) == 2:
+        if len(renames) == 2 or (len(renames) == 3 and not comes_back):
             raise OSError("input/output error")
         rename(source, target)
 
     monkeypatch.setattr(os, "replace", second_fails)
     with pytest.raises(OSError, match="input/output"):
         convert.write(path, {"": convert.from_torch(mlx_lstm.torch.LSTM(I, 7))}, force=True)
-    assert {each.relative_to(path): each.read_bytes() for each in path.rglob("*") if each.is_file()} == old
-    assert [each.name for each in tmp_path.iterdir()] == ["m.mlpackage"]
+    (kept,) = [path] if comes_back else tmp_path.rglob("old.mlpackage")
+    assert {each.relative_to(kept): each.read_bytes() for each in kept.rglob("*") if each.is_file()} == old
+    assert not comes_back or [each.name for each in tmp_path.iterdir()] == ["m.mlpackage"]
 
 
 def test_names_that_core_ml_makes_equal_are_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Write Core ML packages (.mlpackage) that contain LSTM layers. This needs the package coremltools."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,12 +54,16 @@ def write(path: Path, layers: Mapping[str, Weights], force: bool) -> None:
         if path.exists():
             if not force:
                 raise FileExistsError(f"{path} exists")
-            os.replace(path, old := Path(folder) / f"old{ENDING}")
+            # The old package has a folder of its own, so that it is still there if it cannot be renamed back either.
+            aside = Path(tempfile.mkdtemp(dir=path.parent, prefix="."))
+            os.replace(path, old := aside / f"old{ENDING}")
             try:
                 os.replace(new, path)
             except BaseException:
                 os.replace(old, path)
+                aside.rmdir()
                 raise
+            shutil.rmtree(aside)
         else:
             os.replace(new, path)
 
