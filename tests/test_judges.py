@@ -1,16 +1,20 @@
-"""Tests that the judges of this package refuse lies. A judge decides whether the results of an engine are right: in the
-trial of a kernel, in `check` and `bench`, in `compare`, and in the tests. Each judge is a function in JUDGES. Each lie
-in LIES spoils one result, and each lie in LISTS spoils the list of results. Every judge must refuse every lie."""
+"""Tests that the judges of this package refuse lies. A judge decides whether results are right: in the trial of a
+kernel, in `check` and `bench`, in `compare`, in `recognise`, after a conversion, and in the tests. Each judge is a
+function in JUDGES. Each lie in LIES spoils one result, and each lie in LISTS spoils the list of results. Every judge
+must refuse every lie."""
 
 from functools import cache
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_lstm import recognition
 from mlx_lstm.compare import measure
 from mlx_lstm.compare.contenders import Outcome, run_engine
 from mlx_lstm.compare.grid import grid
 from mlx_lstm.compare.judge import exact_and_limits
+from mlx_lstm.convert.weights import Weights, differences
 from mlx_lstm.engines.cells import GRUCell, LSTMCell
 from mlx_lstm.engines.problem import Problem
 from mlx_lstm.oracle.closeness import assert_close, assert_within, exact_and_bounds
@@ -166,6 +170,31 @@ def close(name, got, right, exact, bound):
     assert_close(name, got, right, exact)
 
 
+def not_missed(name, got, right, exact, bound):
+    right = np.asarray(right, np.float64)
+    allowed = np.full_like(right, 1e-6 * np.abs(right).max())
+    assert recognition.miss(np.asarray(got, np.float64), right, allowed) <= 1, name
+
+
+def in_conversions(problem):
+    """Return (results, judge) of `convert.differences`, which compares the weights before and after a conversion."""
+    names = {"lstm": ("Wx", "Wh", "bx"), "gru": ("Wx", "Wh", "bx", "bh")}[problem.cell.op]
+    rng, rows = np.random.default_rng(0), problem.cell.gates * problem.H
+    shapes = {"Wx": (rows, 4), "Wh": (rows, problem.H), "bx": (rows,), "bh": (rows,)}
+    results = {name: rng.normal(size=shapes[name]).astype(np.float32) for name in names}
+
+    def weights(arrays):
+        return Weights(problem.cell, [[{name: mx.array(array) for name, array in arrays.items()}]], False)
+
+    def judge(given):
+        try:
+            return ", ".join(differences(weights(results), weights(given)))
+        except (ValueError, KeyError) as error:  # what is no layer at all
+            return str(error)
+
+    return results, judge
+
+
 # {judge: function from a problem to (right results, function that returns why it refuses results, or "")}
 JUDGES = {
     "the trial": in_a_trial,
@@ -173,6 +202,8 @@ JUDGES = {
     "compare": in_compare,
     "assert_within": by_assertions(within),
     "assert_close": by_assertions(close),
+    "recognise": by_assertions(not_missed),
+    "convert.differences": in_conversions,
 }
 
 # --- Tests ---
