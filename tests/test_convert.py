@@ -750,9 +750,10 @@ def test_a_file_of_keras_2(tmp_path):
     weights = weights_of(LSTMCell(), 1, 2, biases="x")
     arrays = iter(convert.to_keras(weights)[0])
     config = {"name": "lstm", "units": H, "activation": "tanh", "recurrent_activation": "hard_sigmoid"}
-    both = {"name": "bidirectional_1", "layer": {"class_name": "LSTM", "config": config}, "merge_mode": "concat"}
+    both = {"name": "bidirectional_1", "layer": {"class_name": "LSTM", "config": config}, "merge_mode": "sum"}
+    dense = {"class_name": "Dense", "config": {"name": "head"}}
     with h5py.File(tmp_path / "old.h5", "w") as file:
-        layers = [{"class_name": "Bidirectional", "config": both}]
+        layers = [{"class_name": "Bidirectional", "config": both}, *[dense] * 30]
         file.attrs["model_config"] = json.dumps({"class_name": "Sequential", "config": {"name": "s", "layers": layers}})
         file.attrs["keras_version"] = b"2.4.0"
         root = file.create_group("model_weights")
@@ -763,7 +764,13 @@ def test_a_file_of_keras_2(tmp_path):
         for name in names:
             group[name] = next(arrays)
         group.attrs["weight_names"] = [name.encode() for name in names]
-    found = convert.read(tmp_path / "old.h5").layers["bidirectional_1"]
+    model = convert.read(tmp_path / "old.h5")
+    assert model.notes[0].startswith(
+        "bidirectional_1: merge_mode is sum. A call returns both halves: mlx_lstm.nn.stack"
+    )
+    assert model.notes[1] == "head: Dense is mlx.nn.Linear, whose weight is the transposed kernel"
+    assert len(model.notes) == 21 and model.notes[-1] == "and 11 notes more on other layers"
+    found = model.layers["bidirectional_1"]
     assert found.options["activations"] == ("hard_sigmoid", "hard_sigmoid", "tanh", "hard_sigmoid", "tanh")
     assert_same(weights, found._replace(cell=LSTMCell()))
 

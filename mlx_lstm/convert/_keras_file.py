@@ -75,7 +75,34 @@ def read(file: Foreign) -> Found:
             raise ValueError("it must hold a model of Keras, or its weights, but got no arrays")
         found = gathered(held.arrays, names_in_new(held, budget), {each.place: each for each in known}, "x/6")
     layers, rest, keys, notes = found
-    return layers, rest, keys, [*held.notes, *notes]
+    return layers, rest, keys, [*held.notes, *notes, *notes_on(known)]
+
+
+COUNTERPARTS = {
+    "Dense": "mlx.nn.Linear, whose weight is the transposed kernel",
+    "Embedding": "mlx.nn.Embedding, whose weight is embeddings",
+    "LayerNormalization": "mlx.nn.LayerNorm(eps=1e-3), whose weight is gamma and whose bias is beta",
+    "Conv1D": "mlx.nn.Conv1d, whose weight is kernel.transpose(2, 0, 1)",
+}
+"""The layers of Keras that models with a recurrent layer often have, and what takes their arrays."""
+
+MOST_NOTES = 20
+"""The most notes on layers that are printed."""
+
+
+def notes_on(known: list[Known]) -> list[str]:
+    """Return what the arrays of a model do not say: how the halves of a Bidirectional are merged, and which layers of
+    `mlx.nn` take the arrays of other layers."""
+    notes = []
+    for each in known:
+        kind, mode = each.config["class_name"], each.config["config"].get("merge_mode", "concat")
+        if kind == "Bidirectional" and mode != "concat":
+            advice = "mlx_lstm.nn.stack(..., merge='sum') adds them" if mode == "sum" else "merge them in your model"
+            notes.append(f"{shown(each.name)}: merge_mode is {shown(mode)}. A call returns both halves: {advice}")
+        if isinstance(kind, str) and kind in COUNTERPARTS:
+            notes.append(f"{shown(each.name)}: {kind} is {COUNTERPARTS[kind]}")
+    more = len(notes) - MOST_NOTES
+    return notes if more <= 0 else [*notes[:MOST_NOTES], f"and {more} notes more on other layers"]
 
 
 def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, Any]:
