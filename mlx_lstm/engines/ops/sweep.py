@@ -134,22 +134,22 @@ def step(
     if "peephole" in arrays:
         of |= named("w", cell, arrays["peephole"])
     # mx.addmm is not used here and in the definitions: MLX 0.32.4 refuses it under vmap over x alone.
-    if cell.reset == "before":  # the candidate's product comes later
-        product = None
+    if cell.reset == "before":
+        of |= named("x", cell, z)
     else:  # one product with all blocks of Wh
         z, product = preactivations(cell, arrays, z, h_in)
-    of |= named("x", cell, z if cell.apart or product is None else z + product)
+        of |= named("x", cell, z if cell.apart or product is None else z + product)
+        if cell.apart and product is not None:
+            of |= named("p", cell, product)
     if cell.forget_bias:
         f = f"x{cell.gate_order.index('f')}"
         of[f] = of[f] + constant(cell.forget_bias, z)
     if cell.norm is not None and cell.norm.c is not None:
         of["N0"] = norm_of_c(cell, arrays)
-    if cell.reset == "after":
-        of |= named("p", cell, product)
-        if "bhn" in arrays:
-            n = f"p{cell.gate_order.index('n')}"
-            of[n] = of[n] + arrays["bhn"]
-    elif cell.reset == "before":
+    if "bhn" in arrays:
+        n = f"p{cell.gate_order.index('n')}"
+        of[n] = of[n] + arrays["bhn"]
+    if cell.reset == "before":
         of["W0"] = Wh[cell.block("n", H)]
         of |= {f"p{k}": h_in @ Wh[cell.block(gate, H)].T for k, gate in enumerate(cell.gate_order) if gate != "n"}
     states, gates = definitions.step(cell, of)
@@ -326,6 +326,7 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
         known = fixed_nodes | known_after(graph, cell, after)
         known |= {number[name]: array for name, array in given.items() if name in number}
         of_norms: Arrays = {}
+        raw = dh
         if graph.has_norm():
             raw = values_of(graph.nodes, [graph.norm_operand("norm")], known, dh)[graph.norm_operand("norm")]
             known[graph.norm_operand("norm")] = raw
@@ -338,7 +339,7 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
             order[:] = [n for n in every if n not in numbers]
         values = values_of(graph.nodes, of.values(), known | constants[dh.dtype], dh, order=order)
         if graph.has_norm():
-            of_norms = {"dn": values[graph.norm_operand("unnorm")], "yc": normalised(raw, 1, cell.norm.eps)[0]}
+            of_norms = {"dn": values[graph.norm_operand("unnorm")], "yc": normalised(raw, 1, fixed["N0"].eps)[0]}
         dz = values[of_x[0]] if len(of_x) == 1 else mx.concatenate([values[n] for n in of_x], axis=-1)
         if "i0" in of:
             dh_in = sum([values[n] @ Wh[block] for n, block in of_p], values[of["i0"]])
