@@ -1,8 +1,8 @@
 """Layer normalisation in the steps of the engine `numpy`, forward and backward.
 
-Every array of a step is feature-major, [n, B]: n = G H or H numbers for each of B batch items. Each of its blocks of n /
-blocks rows is normalised by itself: y = (a - mean) r with r = 1 / sqrt(variance + eps). The result is y times a scale
-plus a shift.
+Every array of a step is feature-major, [n, B]: n = G H or H numbers for each of B batch items. It is divided into
+blocks of rows, and each is normalised by itself: y = (a - mean) r with r = 1 / sqrt(variance + eps). The result is y
+times a scale plus a shift.
 """
 
 import numpy as np
@@ -162,8 +162,8 @@ class NormBackward:
         return dp
 
     def end_chunk(self, products: WeightGradients, dz: Array) -> None:
-        """Add the terms of a chunk to the gradients of scale and shift. dz [G H, n]: the gradient of the norm's result at
-        all steps of the chunk."""
+        """Add the terms of a chunk to the gradients of scale and shift. dz [G H, n]: the gradient of the norm's result
+        at all steps of the chunk."""
         n = dz.shape[1]
         if "norm_scale" in products.out:
             products.add("norm_scale", np.einsum("ij,ij->i", dz, self.y[:, :n]))

@@ -259,8 +259,8 @@ class JoinedProduct:
 
 
 def bias_of(problem: Problem, v: Views) -> Array | None:
-    """Return the bias [GH] with an LSTM's forget bias added. Return None if the call has neither. If the sum of x Wx^T +
-    b and the recurrent product is normalised, the forget bias comes after that."""
+    """Return the bias [GH] with an LSTM's forget bias added. Return None if the call has neither. If the sum of the
+    input's part and the recurrent product is normalised, the forget bias comes after that, and is not added here."""
     cell, H = problem.cell, problem.H
     forget_bias = cell.forget_bias
     if not forget_bias or (cell.norm is not None and cell.norm.of == "sum"):

@@ -203,7 +203,9 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
     code = Writer(graph.nodes, known, targets, store, Rewrites(minus, divided=divided))
     before = [f"matmul(weights{n}, operand, product{n})" for n in range(len(plan.rows))]
     norm = plan.cell.norm.of if plan.cell.norm is not None and plan.rows else None
-    before += ["normalise(z, z)"] * (norm == "product") + ["add(z, xs, z)"] * adds + ["normalise(z, z)"] * (norm == "sum")
+    before += (
+        ["normalise(z, z)"] * (norm == "product") + ["add(z, xs, z)"] * adds + ["normalise(z, z)"] * (norm == "sum")
+    )
     before += ["add(z_n, bhn, z_n)"] * bhn
     fixed = ["us", "w", "k0", "k1", "W0T", "N0", "weights1", "product1", "z_n", "bhn", "normalise"]
     return function_of(code, "z, weights0, product0", fixed, "operand, xs, s0, c_prev, y, c, n0", before)
@@ -221,7 +223,11 @@ class Step:
         plan = plan_of(cell, graph_arrays(v), problem.return_gates)
         self.apart: bool = plan.graph.apart
         norm = norm_of_preactivations(problem, v)
-        apart = self.apart or not cell.recurrent or (norm is not None and cell.norm is not None and cell.norm.of == "product")
+        apart = (
+            self.apart
+            or not cell.recurrent
+            or (norm is not None and cell.norm is not None and cell.norm.of == "product")
+        )
         negatable = plan.negatable if norm is None else ""
         self.products: Any = (
             SeparateProducts(problem, v, mask) if apart else input_products(problem, v, mask, negatable, streamed)
@@ -342,7 +348,15 @@ def backward_function(plan: Plan) -> Build:
     if words.count("s0") <= 1:
         fixed.remove("s0")
     norms = plan.cell.norm is not None and plan.cell.norm.of is not None
-    after = ["through_Wh(through_norm(dz, columns), d0)" if norms else "through_Wh(dz, d0)" if plan.whole else "own.through_rows(dz, d0)" if plan.rows else "d0.fill(0)"]
+    after = [
+        "through_Wh(through_norm(dz, columns), d0)"
+        if norms
+        else "through_Wh(dz, d0)"
+        if plan.whole
+        else "own.through_rows(dz, d0)"
+        if plan.rows
+        else "d0.fill(0)"
+    ]
     return function_of(
         code, "saved_at, h_at, all_dz, through_Wh", fixed, "own, t, columns, c_prev, c, d0, dc, e", before, after
     )
