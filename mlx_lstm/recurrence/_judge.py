@@ -207,7 +207,7 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> 
     others = results(problem, drawn, cotangents, "ops")
     for name, error, *_ in beyond:
         size = largest(judge.exact[name])
-        allowed = 2 * judged(name, others.get(name), judge.exact[name]).error
+        allowed = 2 * judged(name, others.get(name), judge.exact[name], judge.bounds[name]).error
         allowed += 4 * float_of(dtype_word(problem)).eps * size
         # If `ops` is so wrong that zeros would be allowed, it says nothing about the precision of MLX's products.
         if not (error <= allowed and allowed < size):
