@@ -19,7 +19,7 @@ SIZES: dict[str, str] = dict.fromkeys(
 SIZES |= dict.fromkeys(("input_dims", "input_dim", "n_input"), "it is called input_size here")
 
 OF_CONSTRUCTORS: dict[str, str] = SIZES | {
-    "device": "layers have no device; mx.set_default_device(mx.cpu) or `with mx.stream(mx.cpu)` chooses it",
+    "device": "MLX uses a Mac's GPU by itself; mx.set_default_device(mx.cpu) selects the CPU",
     "dtype": "layer.set_dtype(mx.float16) changes it",
     "use_bias": "it is called bias here",
     "return_sequences": "a call returns all steps; output[:, -1] is the last one of a batch-first result",
@@ -44,7 +44,10 @@ OF_CALLS |= dict.fromkeys(
 STATES = ("initial_state", "state", "states", "h0", "h_0", "c0", "c_0", "carry")
 """Names of the first states in other frameworks."""
 
-NO_DEVICE = "arrays of MLX have no device; mx.set_default_device(mx.cpu) or `with mx.stream(mx.cpu)` chooses it"
+NO_DEVICE = (
+    "arrays of MLX have no device. MLX uses a Mac's GPU by itself; mx.set_default_device(mx.cpu) or "
+    "`with mx.stream(mx.cpu)` selects the CPU"
+)
 ATTRIBUTES: dict[str, str] = dict.fromkeys(("to", "cuda", "cpu", "mps"), NO_DEVICE)
 DTYPES = {"float": "float32", "double": "float64", "half": "float16", "bfloat16": "bfloat16", "type": "float16"}
 ATTRIBUTES |= {name: f"layer.set_dtype(mx.{dtype}) changes the dtype" for name, dtype in DTYPES.items()}
