@@ -1,16 +1,17 @@
 """Layer normalisation inside the step: the argument `norm` of the functions, its checks, and the part of it that is
 computed before the steps run."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
-from ..checks import check_number, check_option, fail
 from ..engines.cells import AnyCell, GRUCell, LSTMCell, NormOptions, PointwiseCell, norm_blocks
 from ..engines.definitions import normalised
 from ..engines.ops.packed import times_input
 from ..engines.packing import Packing, is_packed
 from ..engines.problem import Arrays
+from ..ground.checks import check_number, check_option, fail
 
 SomeCell = TypeVar("SomeCell", bound=AnyCell)
 
@@ -112,11 +113,40 @@ def options_of(op: str, cell: AnyCell, norm: Any) -> NormOptions:
     if isinstance(cell, GRUCell) and (norm.of == "sum" or cell.reset == "before"):
         rule = "norm.of must be 'products' or 'recurrent' and reset 'after', as the candidate's parts are apart,"
         fail(op, rule, f"{norm.of!r} and {cell.reset!r}")
-    if isinstance(cell, PointwiseCell) and not cell.recurrent:
+    if not cell.recurrent:
         fail(op, "norm must be None where Wh is None", "a Norm")
     if norm.of == "sum" and cell.apart:
         fail(op, "norm.of must be 'products' or 'recurrent' with apart=True", "'sum'")
     return NormOptions(OF[norm.of], norm.gates, norm.c, eps)
+
+
+def layer_norm_of(op: str, cell: AnyCell, layer_norm: Any) -> NormOptions | None:
+    """Check the option `layer_norm` of a layer: a bool, or a `Norm` without arrays. Return the options of the cell."""
+    if layer_norm is False:
+        return None
+    if layer_norm is True:
+        layer_norm = Norm(c="output" if isinstance(cell, LSTMCell) else None)
+    if not isinstance(layer_norm, Norm):
+        fail(op, "layer_norm must be True, False or a mlx_lstm.Norm", repr(layer_norm))
+    if any(getattr(layer_norm, name) is not None for name in NAMES):
+        fail(op, "layer_norm must be a Norm without arrays, which are parameters of the layer", "an array")
+    return options_of(op, cell, layer_norm)
+
+
+def layer_norm_arrays(norm: NormOptions, gates: int, H: int) -> dict[str, int]:
+    """Return the names of the parameters of a layer with layer normalisation, and their widths. A shift of a product
+    would do the same as the bias, so there is none."""
+    found = {"norm_scale": gates * H} if norm.of is not None else {}
+    found |= {"norm_input_scale": gates * H} if norm.of == "products" else {}
+    found |= {"norm_shift": gates * H} if norm.of == "sum" else {}
+    return found | ({"norm_c_scale": H, "norm_c_shift": H} if norm.c is not None else {})
+
+
+def norm_given(norm: NormOptions, arrays: Mapping[str, Any]) -> Norm:
+    """Return the `Norm` of these options, with those of its arrays that are in `arrays`."""
+    of = next(word for word, own in OF.items() if own == norm.of)
+    given = {name: arrays[argument] for name, argument in NAMES.items() if argument in arrays}
+    return Norm(of, c=norm.c, gates=norm.gates, eps=norm.eps, **given)
 
 
 def before_steps(
