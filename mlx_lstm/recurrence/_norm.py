@@ -1,21 +1,15 @@
-"""Layer normalisation inside the step: the argument `norm` of the functions, its checks, and the part of it that is
-computed before the steps run."""
+"""Layer normalisation inside the step: the argument `norm` of the functions and the option `layer_norm` of layers, with
+their checks. `engines.input_norm` computes the part of it that comes before the steps."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
-from ..engines.cells import AnyCell, GRUCell, LSTMCell, NormOptions, PointwiseCell, norm_blocks
-from ..engines.definitions import normalised
-from ..engines.ops.packed import times_input
-from ..engines.packing import Packing, is_packed
-from ..engines.problem import Arrays
+from ..engines.cells import AnyCell, GRUCell, LSTMCell, NormOptions
 from ..ground.checks import check_number, check_option, fail
 
 SomeCell = TypeVar("SomeCell", bound=AnyCell)
-
-HALVES = (mx.float16, mx.bfloat16)
 
 
 class Norm(NamedTuple):
@@ -67,6 +61,10 @@ class Norm(NamedTuple):
     c_shift: mx.array | None = None
     gates: str = "together"
     eps: float = 1e-5
+
+    def __repr__(self) -> str:
+        changed = [name for name, usual in self._field_defaults.items() if getattr(self, name) is not usual]
+        return f"Norm({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
 
 NAMES = {
@@ -147,59 +145,3 @@ def norm_given(norm: NormOptions, arrays: Mapping[str, Any]) -> Norm:
     of = next(word for word, own in OF.items() if own == norm.of)
     given = {name: arrays[argument] for name, argument in NAMES.items() if argument in arrays}
     return Norm(of, c=norm.c, gates=norm.gates, eps=norm.eps, **given)
-
-
-def before_steps(
-    cell: SomeCell, arrays: Arrays, packing: Packing | None, directions: int, batch_first: bool
-) -> tuple[SomeCell, Arrays, Packing | None]:
-    """Return (cell, arrays, packing) of a call with layer normalisation as an engine takes them.
-
-    If the input's product is normalised, it is computed here, for all steps: x becomes the normalised product, without
-    Wx. The shift of the recurrent product becomes a part of the biases, where the cell has them.
-    """
-    norm = cell.norm
-    if norm is None or norm.of not in ("product", "products"):
-        return cell, arrays, packing
-    if norm.of == "products":
-        x = normalised_input(cell, arrays, packing, directions, batch_first)
-        arrays = {name: a for name, a in arrays.items() if name[:2] != "Wx" and name[:10] != "norm_input"} | {"x": x}
-        cell = cell._replace(norm=norm._replace(of="product"))
-        packing = packing if is_packed("Wh", arrays) or is_packed("Wp", arrays) else None
-    if "norm_shift" in arrays and not (isinstance(cell, PointwiseCell) and cell.apart):
-        arrays = with_shift_in_bias(cell, arrays, directions)
-    return cell, arrays, packing
-
-
-def normalised_input(
-    cell: AnyCell, arrays: Arrays, packing: Packing | None, directions: int, batch_first: bool
-) -> mx.array:
-    """Return the normalised product x Wx^T of all steps. x must be 0 where a batch item has ended: a NaN there would
-    spoil the gradient of Wx."""
-    x, lengths = arrays["x"], arrays.get("lengths")
-    assert cell.norm is not None
-    if lengths is not None:
-        times, ends = mx.arange(x.shape[1 if batch_first else 0]), lengths
-        live = times < ends[:, None] if batch_first else times[:, None] < ends
-        x = mx.where(live[..., None], x, mx.array(0, x.dtype))
-    z = times_input(packing, arrays, x) if "Wx" in arrays else x
-    wide = z.astype(mx.float32) if z.dtype in HALVES else z
-    y, _ = normalised(wide, directions * norm_blocks(cell), cell.norm.eps)
-    if "norm_input_scale" in arrays:
-        y = y * arrays["norm_input_scale"].reshape(-1)
-    if "norm_input_shift" in arrays:
-        y = y + arrays["norm_input_shift"].reshape(-1)
-    return y.astype(x.dtype)
-
-
-def with_shift_in_bias(cell: AnyCell, arrays: Arrays, directions: int) -> Arrays:
-    """Return the arrays with `norm_shift` added to b, or to bhn for the candidate of a GRU."""
-    shift = arrays["norm_shift"].reshape(directions, cell.gates, -1)
-    found: dict[str, mx.array] = {"b": shift.reshape(-1)}
-    if isinstance(cell, GRUCell):
-        n = cell.gate_order.index("n")
-        parts = mx.split(shift, 3, axis=1)
-        found["bhn"] = parts[n].reshape(-1)
-        parts[n] = mx.zeros_like(parts[n])
-        found["b"] = mx.concatenate(parts, axis=1).reshape(-1)
-    arrays = {name: array for name, array in arrays.items() if name != "norm_shift"}
-    return arrays | {name: array + arrays[name] if name in arrays else array for name, array in found.items()}
