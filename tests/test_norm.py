@@ -8,9 +8,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from cases import combination, draw, draw_cotangents, is_in_range, poison_scratch
 
 from mlx_lstm import Norm, convert, gru, lstm, pointwise, rnn
+from mlx_lstm.engines.cells import NormOptions
 from mlx_lstm.nn import GRU, LSTM, RNN, Pointwise, QuantizedLSTM, replace, stack
+from mlx_lstm.oracle import evaluate
+from mlx_lstm.oracle.arithmetic import Arithmetic
+from mlx_lstm.oracle.case import ARRAYS
+from mlx_lstm.oracle.closeness import assert_within, keeps_off_kinks
+from mlx_lstm.oracle.judge import Case
+from mlx_lstm.testing import cases
 
 T, B, I, H = 5, 3, 4, 6
 ENGINES = ("ops", "numpy")
@@ -221,6 +229,84 @@ def multiplied(a, state):
     """A cell that reads the input's part and the recurrent part of its gate separately."""
     ((x, p),) = a
     return (mx.tanh(x * (1 + p)),)
+
+
+# --- Crossings with every older option ---
+
+
+def random_norm(rng, op, options):
+    """Return a random layer normalisation that a call with these options may have."""
+    pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
+    of = pick("product", "sum", None) if op == "lstm" else "product" if op == "gru" else pick("product", "sum")
+    c = pick("output", "state", *([None] if of else [])) if op == "lstm" else None
+    return NormOptions(of, pick("together", "each"), c, pick(1e-5, 1e-3))
+
+
+def drawn(seed, op, dtype):
+    """Return a random case with layer normalisation and its cotangents, away from the kinks of its activations."""
+    rng = np.random.default_rng([seed, len(op)])
+    while True:
+        sizes = (int(rng.integers(1, 6)), int(rng.integers(1, 4)), 3, int(rng.integers(1, 5)), 3)
+        options = combination(rng, sizes, op, bidirectional=bool(rng.integers(2)))
+        options |= {"reset": "after"} if op == "gru" else {}
+        case = draw(rng, sizes=sizes, dtype=dtype, norm=random_norm(rng, op, options), **options)
+        call = {
+            name: value if value is None or name not in ARRAYS else np.asarray(value, np.float64)
+            for name, value in case.items()
+        }
+        outputs, _ = evaluate(call, None, Arithmetic(np.float64))
+        if is_in_range(outputs) and keeps_off_kinks(call, dtype):
+            return case, draw_cotangents(rng, outputs, dtype)
+
+
+@pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_random_call_is_right_on_each_engine(seed, engine, op, monkeypatch):
+    """Values and gradients of random calls with random older options are within the oracle's bounds."""
+    poison_scratch(monkeypatch)
+    dtype = ("float32", "float32", "float16", "bfloat16")[seed % 4]
+    judge_case(*drawn(seed, op, dtype), dtype, engine)
+
+
+def judge_case(case, cotangents, dtype, engine, checkpoint_every=None, training=True):
+    """Check the results of a case on an engine against the float64 oracle and its bounds."""
+    options = {"checkpoint_every": checkpoint_every} if checkpoint_every else {}
+    judge = Case(case, cotangents, dtype)
+    exact, bounds = judge.judge()
+    with mx.stream(mx.cpu):
+        found = cases.run(Case(case | options, cotangents, dtype), engine, training)
+        mx.eval(found)
+    for name, array in found.items():
+        assert_within(name, np.array(array.astype(mx.float32)), exact[name], bounds[name])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
+def test_chunks_and_inference_and_many_lengths(engine, op):
+    """Gradient checkpointing, inference, and a batch whose lengths make the engine `numpy` run it in segments."""
+    rng = np.random.default_rng(5)
+    norm = NormOptions("product", "together", "state" if op == "lstm" else None)
+    options = {"op": op, "sizes": (12, 18, 3, 5, 3), "dtype": "float32", "norm": norm}
+    case = draw(rng, lengths=rng.integers(0, 13, 18), mask=(12, 18, "P"), keep=True, **options)
+    cotangents = draw_cotangents(rng, evaluate(case, None, Arithmetic(np.float64))[0], "float32")
+    judge_case(case, cotangents, "float32", engine)
+    judge_case(case, cotangents, "float32", engine, checkpoint_every=4)
+    judge_case(case, cotangents, "float32", engine, training=False)
+
+
+def test_a_large_mean_does_not_cost_digits():
+    """The variance of numbers with a large mean: E[x^2] - E[x]^2 would lose all digits."""
+    x = mx.array(np.random.default_rng(0).normal(1e4, 1, (3, 2, 16)), mx.float32)
+    Wh = mx.zeros((16, 4))
+    with mx.stream(mx.cpu):
+        for engine in ENGINES:
+            out = lstm(x, None, Wh, norm=Norm("sum", gates="each"), engine=engine, return_gates=True)
+            wide = np.array(x).astype(np.float64).reshape(3, 2, 4, 4)
+            want = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
+            got = np.array(out.gates).reshape(3, 2, 4, 4)[:, :, 2]
+            # x has 24 bits, of which its mean takes 14: a number near 1 is known to 2^-10.
+            np.testing.assert_allclose(got, np.tanh(want[:, :, 2]), rtol=0, atol=2e-3)
 
 
 # --- Layers ---

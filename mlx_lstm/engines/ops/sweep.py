@@ -321,7 +321,7 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
         given |= {f"p{k}": before["q"] for k in graph.recomputed}
         if dgates is not None:
             given |= named("e", cell, dgates)
-        if cell.stops_c:
+        if cell.stops_c or graph.has_norm():  # a norm computes the clipped c again
             given |= limits_of(cell, after["c"], dh)
         known = fixed_nodes | known_after(graph, cell, after)
         known |= {number[name]: array for name, array in given.items() if name in number}
