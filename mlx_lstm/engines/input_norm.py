@@ -64,9 +64,8 @@ def with_shift_in_bias(cell: AnyCell, arrays: Arrays, directions: int) -> Arrays
     found: dict[str, mx.array] = {"b": shift.reshape(-1)}
     if isinstance(cell, GRUCell):
         n = cell.gate_order.index("n")
-        parts = mx.split(shift, 3, axis=1)
-        found["bhn"] = parts[n].reshape(-1)
-        parts[n] = mx.zeros_like(parts[n])
-        found["b"] = mx.concatenate(parts, axis=1).reshape(-1)
+        found["bhn"] = shift[:, n].reshape(-1)
+        others = mx.arange(3)[None, :, None] != n
+        found["b"] = mx.where(others, shift, mx.array(0, shift.dtype)).reshape(-1)
     arrays = {name: array for name, array in arrays.items() if name != "norm_shift"}
     return arrays | {name: array + arrays[name] if name in arrays else array for name, array in found.items()}

@@ -94,8 +94,9 @@ def with_norm(op: str, cell: SomeCell, norm: Any, arrays: dict[str, Any]) -> tup
     return cell._replace(norm=options), arrays | given
 
 
-def options_of(op: str, cell: AnyCell, norm: Any) -> NormOptions:
-    """Check the options of a `Norm` for this cell. Return them as engines take them."""
+def options_of(op: str, cell: Any, norm: Any) -> NormOptions:
+    """Check the options of a `Norm` for this cell, or a user's cell before it is traced. Return them as engines take
+    them."""
     if not isinstance(norm, Norm):
         fail(op, "norm must be a mlx_lstm.Norm", type(norm).__name__)
     check_option(op, "norm.of", norm.of, tuple(OF))
@@ -118,7 +119,7 @@ def options_of(op: str, cell: AnyCell, norm: Any) -> NormOptions:
     return NormOptions(OF[norm.of], norm.gates, norm.c, eps)
 
 
-def layer_norm_of(op: str, cell: AnyCell, layer_norm: Any) -> NormOptions | None:
+def layer_norm_of(op: str, cell: Any, layer_norm: Any) -> NormOptions | None:
     """Check the option `layer_norm` of a layer: a bool, or a `Norm` without arrays. Return the options of the cell."""
     if layer_norm is False:
         return None
