@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
     """A parser of command-line options whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -248,7 +248,7 @@ def complete(options: argparse.Namespace) -> None:
     for name in options.contenders:
         contender = find_contender(name, options.case)
         if not is_installed(contender):
-            raise ValueError(f"{name} needs {contender.needs}, which is not installed")
+            raise ValueError(f"{name} needs the package {contender.needs}, which is not installed")
     if options.plot and not set(case.references) & set(options.contenders):
         raise ValueError(f"--plot draws ratios: add one of {', '.join(case.references)} to --contenders")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
