@@ -224,8 +224,11 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(monkeypatch):
         progress.count(1, 4)
         progress.say("second part", left=1000)
         time.sleep(0.1)
+        progress.count(0, 4)
+        progress.say("third part", left=-1)
+        time.sleep(0.1)
     lines = progress.out.getvalue().splitlines()
-    assert lines[0] == "0:00  second part, about 0:00 left"
+    assert lines[0] == "0:00  second part, about 0:00 left" and lines[-1] == "0:00  third part, longer than expected"
 
 
 @pytest.mark.parametrize("options", [["--contenders", "ours", "--seconds", "60"]])

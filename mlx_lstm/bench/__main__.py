@@ -292,7 +292,7 @@ def run(options: argparse.Namespace, progress: Progress, card: dict[str, str], g
     case, printed = CASES[options.case], set[str]()
     for size in options.sizes:
         progress.title = f"{len(groups) + 1} of {len(options.sizes) * len(options.passes)}: {size}"
-        progress.say("float64 results to judge by")
+        progress.say("computing the float64 reference")
         judge = case.judge(case.draw(size, options.dtype), options.dtype, backward="backward" in options.passes)
         for which in options.passes:
             everies: list[int | str | None] = [None]
