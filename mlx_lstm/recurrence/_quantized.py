@@ -1,5 +1,6 @@
 """Base class of the quantized layers of `mlx_lstm.nn` and `mlx_lstm.torch`."""
 
+from inspect import Signature, signature
 from typing import Any, TypeVar, cast
 
 import mlx.core as mx
@@ -22,6 +23,15 @@ class QuantizedLayer(nn.Module):
     op: str  # the layer's name in errors
     of: type[nn.Module]  # the float layer's class
     kinds: tuple[type[nn.Module], ...]  # classes that `from_layer` takes
+    __signature__: Signature | None = None  # what help() shows; None: that of the constructor
+
+    def __init_subclass__(cls, **options: Any):
+        """Give a class of this package the signature of its float layer, followed by the arguments of `mx.quantize`."""
+        super().__init_subclass__(**options)
+        cls.__signature__ = None
+        if "of" in vars(cls):
+            packing = [p for p in signature(QuantizedLayer.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
+            cls.__signature__ = Signature([*signature(cls.of).parameters.values(), *packing])
 
     def __init__(
         self, *sizes: Any, group_size: int | None = None, bits: int | None = None, mode: str = "affine", **options: Any
