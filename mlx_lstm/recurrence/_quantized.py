@@ -23,15 +23,22 @@ class QuantizedLayer(nn.Module):
     op: str  # the layer's name in errors
     of: type[nn.Module]  # the float layer's class
     kinds: tuple[type[nn.Module], ...]  # classes that `from_layer` takes
-    __signature__: Signature | None = None  # what help() shows; None: that of the constructor
 
     def __init_subclass__(cls, **options: Any):
-        """Give a class of this package the signature of its float layer, followed by the arguments of `mx.quantize`."""
+        """Give the constructor of a class of this package the signature of its float layer's, followed by the arguments
+        of `mx.quantize`, for help()."""
         super().__init_subclass__(**options)
-        cls.__signature__ = None
-        if "of" in vars(cls):
-            packing = [p for p in signature(QuantizedLayer.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
-            cls.__signature__ = Signature([*signature(cls.of).parameters.values(), *packing])
+        if "of" not in vars(cls):
+            return
+
+        def constructor(self: QuantizedLayer, *sizes: Any, **options: Any) -> None:
+            QuantizedLayer.__init__(self, *sizes, **options)
+
+        packing = [p for p in signature(QuantizedLayer.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        arguments = [*signature(cls.of.__init__).parameters.values(), *packing]
+        constructor.__name__, constructor.__qualname__ = "__init__", f"{cls.__qualname__}.__init__"
+        setattr(constructor, "__signature__", Signature(arguments))  # noqa: B010 (a function's type does not declare it)
+        setattr(cls, "__init__", constructor)  # noqa: B010
 
     def __init__(
         self, *sizes: Any, group_size: int | None = None, bits: int | None = None, mode: str = "affine", **options: Any
