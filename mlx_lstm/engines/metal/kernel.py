@@ -61,8 +61,11 @@ def constant(numbers: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
 
 def contiguous(array: mx.array | None) -> mx.array | None:
     """Return the array with its elements in row-major order in memory. Each launch that reads an array in another order
-    would copy it; here it is copied only once. (`mx.contiguous` cannot be exported.)"""
-    return None if array is None else array.reshape(-1).reshape(array.shape)
+    would copy it; here it is copied only once."""
+    if array is None:
+        return None
+    # `mx.contiguous` cannot be exported, so only arrays with too many elements for one axis of MLX use it.
+    return mx.contiguous(array) if array.size >= 2**31 else array.reshape(-1).reshape(array.shape)
 
 
 def whole_mask(problem: Problem, arrays: Arrays) -> mx.array | None:
