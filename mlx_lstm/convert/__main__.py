@@ -8,9 +8,9 @@ from typing import NoReturn
 
 import mlx.core as mx
 
-from ..budget import shown
-from ..checks import fail
-from ..machine import VERSION, run_command
+from ..ground.budget import shown
+from ..ground.checks import fail
+from ..ground.machine import VERSION, run_command
 from ._files import Model, ending_of, read, replace, write, write_to
 from ._keys import STYLES, WAYS
 from .weights import describe, differences, stacked
@@ -47,7 +47,7 @@ def convert(options: argparse.Namespace) -> list[str]:
     lines say how the layers in the new file differ from those of the source."""
     source, target = options.source, options.target
     is_package = target.suffix == ".mlpackage"
-    ending = target.suffix if is_package else ending_of(target)
+    ending = target.suffix if is_package else ending_of(target, writes=True)
     if target.exists() and not options.force:
         raise FileExistsError(f"{target} exists; --force replaces it")
     if target.is_dir() and not is_package:
