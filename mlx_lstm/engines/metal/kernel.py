@@ -8,7 +8,7 @@ writes and hashes the whole source. This takes 2 to 3 us, and hardly more for 20
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache, lru_cache
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import mlx.core as mx
 
@@ -59,6 +59,10 @@ def constant(numbers: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
     return mx.array(numbers, dtype)
 
 
+@overload
+def contiguous(array: mx.array) -> mx.array: ...
+@overload
+def contiguous(array: None) -> None: ...
 def contiguous(array: mx.array | None) -> mx.array | None:
     """Return the array with its elements in row-major order in memory. Each launch that reads an array in another order
     would copy it; here it is copied only once."""
