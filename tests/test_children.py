@@ -36,7 +36,7 @@ assert child.close() == "" and child.process.returncode == 0
 """,
     "compare": """
 from mlx_lstm.compare import contenders
-from mlx_lstm.compare.grid import grid
+from mlx_lstm.lab.mpsgraph.grid import grid
 case = next(iter(grid(lambda case: True)))
 mpsgraph = contenders.all_contenders()["mpsgraph"]
 problem = mpsgraph.run(case).problem
@@ -45,7 +45,7 @@ assert "Metal" in problem or not problem, problem  # without PyObjC the error of
 """,
     "bench": """
 import json
-from mlx_lstm.bench.tasks import Size, Task
+from mlx_lstm.lab.timing.tasks import Size, Task
 from mlx_lstm.child import Child, ChildError
 from mlx_lstm.machine import module_command
 task = Task("ours", "ops", Size(1, 1, 1, 1), "forward")

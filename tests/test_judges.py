@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from mlx_lstm import recognition
-from mlx_lstm.compare import measure
-from mlx_lstm.compare.contenders import Outcome, run_engine
-from mlx_lstm.compare.grid import grid
-from mlx_lstm.compare.judge import exact_and_limits
 from mlx_lstm.convert.weights import Weights, differences
 from mlx_lstm.engines.cells import GRUCell, LSTMCell
 from mlx_lstm.engines.problem import Problem
+from mlx_lstm.lab.mpsgraph import measure
+from mlx_lstm.lab.mpsgraph.contenders import Outcome, run_engine
+from mlx_lstm.lab.mpsgraph.grid import grid
+from mlx_lstm.lab.mpsgraph.judge import exact_and_limits
 from mlx_lstm.oracle.closeness import assert_close, assert_within
 from mlx_lstm.oracle.judge import Case
 from mlx_lstm.recurrence import _judge

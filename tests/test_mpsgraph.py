@@ -7,18 +7,11 @@ import pytest
 from on_metal import on_metal
 
 from mlx_lstm import mpsgraph
-from mlx_lstm.compare import judge, ours
-from mlx_lstm.compare.cases import (
-    ACTIVATION_PROPERTIES,
-    COTANGENTS,
-    GATES,
-    RESULTS,
-    CompareCase,
-    draw,
-)
-from mlx_lstm.compare.grid import draw_until
 from mlx_lstm.engines import METAL_ENGINES, choose
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.lab.mpsgraph import judge, ours
+from mlx_lstm.lab.mpsgraph.cases import ACTIVATION_PROPERTIES, COTANGENTS, GATES, RESULTS, CompareCase, draw
+from mlx_lstm.lab.mpsgraph.grid import draw_until
 from mlx_lstm.mpsgraph.layouts import ACTIVATIONS, LEADING_ONE, layouts, title
 from mlx_lstm.oracle.closeness import assert_within, bounds_of
 

@@ -9,19 +9,19 @@ from typing import NoReturn
 
 from ..engines import ENGINES, choice, choose
 from ..engines.choice import has_metal
+from ..lab.cases import DTYPES
+from ..lab.progress import Progress
+from ..lab.report import machine_card, one_line
+from ..lab.timing.cases import CASES, find_contender, is_installed
+from ..lab.timing.files import plot, write_csv, write_records
+from ..lab.timing.report import LEGEND, card_text, group_text, references
+from ..lab.timing.rounds import Measurement, label, measure
+from ..lab.timing.tasks import MEMORY_SIZE, PASSES, SIZES, Size, Task, size_option
+from ..lab.timing.worker import serve_task, task_from_json
 from ..machine import VERSION, check_files, in_all_digits, run_command
-from ..testing.cases import DTYPES
-from ..testing.progress import Progress
-from ..testing.report import machine_card, one_line
-from .cases import CASES, find_contender, is_installed
-from .files import plot, write_csv, write_records
 from .host import HOST_SIZE, host_text, measure_host
 from .host import LEGEND as HOST_LEGEND
-from .report import LEGEND, card_text, group_text, references
-from .rounds import Measurement, label, measure
-from .tasks import MEMORY_SIZE, PASSES, SIZES, Size, Task, parse_size
 from .tune import tune
-from .worker import serve_task, task_from_json
 
 QUICK = {"seconds": 1.0, "rounds": 3}
 FULL = {"seconds": 10.0, "rounds": 5}
@@ -180,15 +180,6 @@ def add_how(add: Callable[..., object]) -> None:
     add("--patience", type=float, metavar="S", help=patience)
     add("--csv", metavar="FILE", help="also write the figures and the machine's description to FILE")
     add("--plot", metavar="FILE", help="also draw the ratios into FILE; needs matplotlib")
-
-
-def size_option(text: str) -> Size:
-    """Parse an option's value of the form T,B,I,H and return the `Size`. For a wrong value raise argparse's own
-    error, since argparse prints the text of this error only."""
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def every_option(text: str) -> int | str:

@@ -18,11 +18,11 @@ from ..engines.choice import FUSED_LIMIT, METAL_ENGINES, has_metal
 from ..engines.metal.fused import LayerSize, rows_for
 from ..engines.problem import Cut
 from ..files import write_whole
+from ..lab.cases import DTYPES
+from ..lab.timing.cases.lstm import draw, prepare_ours
+from ..lab.timing.judge import judge_layer
+from ..lab.timing.tasks import PASSES, Size, Task, Work
 from ..recurrence import unguarded
-from ..testing.cases import DTYPES
-from .cases.lstm import draw, prepare_ours
-from .judge import judge_layer
-from .tasks import PASSES, Size, Task, Work
 
 
 class Grid(NamedTuple):

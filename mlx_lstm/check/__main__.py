@@ -6,15 +6,15 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-from ..bench import short
-from ..bench.__main__ import size_option
 from ..engines import ENGINES, METAL_ENGINES, choice
+from ..lab.engines.comparison import Work, findings, serve_comparisons
+from ..lab.engines.grid import GridCase, grid
+from ..lab.engines.report import CannotWriteError, Report, card_line, engine_lines
+from ..lab.progress import Progress
+from ..lab.timing import short
+from ..lab.timing.tasks import size_option
 from ..machine import VERSION, check_files, in_all_digits, on_one_thread, run_command
-from ..testing.progress import Progress
 from . import further
-from .comparison import Work, findings, serve_comparisons
-from .grid import GridCase, grid
-from .report import CannotWriteError, Report, card_line, engine_lines
 
 
 def main(arguments: list[str] | None = None) -> int:

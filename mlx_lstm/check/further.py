@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..compare.contenders import no_pyobjc
 from ..engines import tuning
+from ..lab.mpsgraph.contenders import no_pyobjc
 from ..machine import child_environment, module_command
 
 LIMIT = 3600  # seconds that a command may take

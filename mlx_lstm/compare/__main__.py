@@ -7,19 +7,14 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn, TextIO
 
-from ..machine import VERSION, check_files, in_all_digits, run_command
-from ..recurrence import unguarded
-from ..testing.progress import Progress
-from . import judge
-from .cases import GATES, CompareCase
-from .contenders import HOW_TO_GET, Contender, Outcome, all_contenders, serve_cases
-from .dump import Dump, load_dump
-from .experiments import experiments
-from .files import Golden, load_golden, save_golden
-from .grid import grid
-from .measure import ComparisonRow, rows_of
-from .readings import Reading, base_case, search
-from .report import (
+from ..lab.mpsgraph import judge
+from ..lab.mpsgraph.cases import GATES, CompareCase
+from ..lab.mpsgraph.contenders import HOW_TO_GET, Contender, Outcome, all_contenders, serve_cases
+from ..lab.mpsgraph.dump import Dump, load_dump
+from ..lab.mpsgraph.files import Golden, load_golden, save_golden
+from ..lab.mpsgraph.grid import grid
+from ..lab.mpsgraph.measure import ComparisonRow, rows_of
+from ..lab.mpsgraph.report import (
     LEGEND,
     LEGEND_OF_TWO,
     card_text,
@@ -28,11 +23,15 @@ from .report import (
     pairs_text,
     plot,
     rows_text,
-    settle_text,
     summary_text,
     write_json,
 )
-from .settle import settle
+from ..lab.progress import Progress
+from ..machine import VERSION, check_files, in_all_digits, run_command
+from ..recurrence import unguarded
+from .experiments import experiments
+from .readings import Reading, base_case, search
+from .settle import settle, settle_text
 
 KINK_MARGIN = 1e-3
 """The least distance of arguments of relu and hard_sigmoid from a kink, where the slope jumps."""

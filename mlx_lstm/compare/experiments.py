@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from ..lab.mpsgraph.cases import CompareCase, draw
+from ..lab.mpsgraph.judge import call_of, evaluated
 from ..oracle import evaluate
 from ..oracle.arithmetic import Arithmetic
 from ..oracle.case import complete, sides
 from ..oracle.recurrence import unroll
-from .cases import CompareCase, draw
-from .judge import call_of, evaluated
 from .settle import Distance, Experiment, count, result, shape, value
 
 SIZES = (3, 2, 3, 4)  # T, N, I, H

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..lab.mpsgraph.cases import ACTIVATION_PROPERTIES, COTANGENTS, RESULTS, Arrays, CompareCase
+from ..lab.mpsgraph.dump import Dump, possible_layouts
+from ..lab.mpsgraph.judge import HARD_SIGMOIDS, evaluated, options
+from ..lab.progress import Progress
 from ..mpsgraph.layouts import ACTIVATIONS
 from ..oracle.arithmetic import ACTIVATIONS as FUNCTIONS
 from ..oracle.arithmetic import Arithmetic
 from ..oracle.closeness import exact_and_element_bounds, largest
-from ..testing.progress import Progress
-from .cases import ACTIVATION_PROPERTIES, COTANGENTS, RESULTS, Arrays, CompareCase
-from .dump import Dump, possible_layouts
 from .experiments import preactivations, with_product
-from .judge import HARD_SIGMOIDS, evaluated, options
 
 NEAREST = 3  # number of readings (interpretations) that are compared within error bounds
 FEW = 2  # sequences of the batch that the search compares; the forward op computes each independently

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..child import LIMIT, Child, ChildError, serve, shortened
-from ..engines.choice import on
-from ..machine import module_command
-from ..oracle.arithmetic import Tensors
-from ..oracle.judge import Case
-from ..oracle.verdict import Judge
-from ..recurrence import unguarded
-from ..testing.cases import run
+from ...child import LIMIT, Child, ChildError, serve, shortened
+from ...engines.choice import on
+from ...machine import module_command
+from ...oracle.arithmetic import Tensors
+from ...oracle.judge import Case
+from ...oracle.verdict import Judge
+from ...recurrence import unguarded
+from ..cases import run
 from .grid import GridCase, grid
 
 LOSSES = 3

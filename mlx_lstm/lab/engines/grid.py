@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
-from ..engines.ops.packed import judged
-from ..engines.packing import WEIGHTS, WIDTHS, Packing, Quantized
-from ..engines.problem import limited
-from ..oracle.judge import Case
-from ..testing.cases import (
+from ...engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ...engines.ops.packed import judged
+from ...engines.packing import WEIGHTS, WIDTHS, Packing, Quantized
+from ...engines.problem import limited
+from ...oracle.judge import Case
+from ..cases import (
     DTYPES,
     EVERY_OPTION,
     KINK_MARGIN,

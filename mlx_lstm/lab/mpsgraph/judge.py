@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..oracle import kink_distance as distance
-from ..oracle.arithmetic import Arithmetic
-from ..oracle.closeness import TRIALS, bounds_of, exact_and_element_bounds
-from ..oracle.judge import Case
+from ...oracle import kink_distance as distance
+from ...oracle.arithmetic import Arithmetic
+from ...oracle.closeness import TRIALS, bounds_of, exact_and_element_bounds
+from ...oracle.judge import Case
 from .cases import Arrays, CompareCase, through_layers
 
 WORDS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..child import Child, ChildError, serve
-from ..engines import METAL_ENGINES, choice
-from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
-from ..machine import module_command
-from ..recurrence import unguarded
-from ..testing.cases import DTYPES, hindrance
+from ...child import Child, ChildError, serve
+from ...engines import METAL_ENGINES, choice
+from ...engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ...machine import module_command
+from ...recurrence import unguarded
+from ..cases import DTYPES, hindrance
 from . import apple, ours, torch_layer
 from .cases import RESULTS, Arrays, CompareCase
 from .files import load_case, save_arrays, save_case

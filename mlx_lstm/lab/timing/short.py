@@ -4,10 +4,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..engines.cells import LSTMCell
-from ..testing.cases import DTYPES, hindrance
-from ..testing.progress import Progress
-from ..testing.report import one_line
+from ...engines.cells import LSTMCell
+from ..cases import DTYPES, hindrance
+from ..progress import Progress
+from ..report import one_line
 from .cases.lstm import draw
 from .files import csv_record
 from .judge import judge_layer

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..oracle.verdict import judged
+from ...oracle.verdict import judged
 from . import judge
 from .cases import Arrays, CompareCase
 from .contenders import Outcome

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..child import LIMIT, Child, ChildError
-from ..machine import module_command
-from ..oracle.verdict import Judge, Verdict
-from ..testing.progress import Progress
+from ...child import LIMIT, Child, ChildError
+from ...machine import module_command
+from ...oracle.verdict import Judge, Verdict
+from ..progress import Progress
 from .cases import CASES, find_contender
 from .tasks import Size, Task
 
