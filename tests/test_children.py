@@ -35,7 +35,7 @@ child = Child(module_command("mlx_lstm.check", "--worker", "default"))
 assert child.close() == "" and child.process.returncode == 0
 """,
     "compare": """
-from mlx_lstm.compare import contenders
+from mlx_lstm.lab.mpsgraph import contenders
 from mlx_lstm.lab.mpsgraph.grid import grid
 case = next(iter(grid(lambda case: True)))
 mpsgraph = contenders.all_contenders()["mpsgraph"]
