@@ -31,7 +31,7 @@ except ChildError as error:
     "check": """
 from mlx_lstm.child import Child
 from mlx_lstm.machine import module_command
-child = Child(module_command("mlx_lstm.check", "--worker", "default"))
+child = Child(module_command("mlx_lstm.lab", "engines", "default"))
 assert child.close() == "" and child.process.returncode == 0
 """,
     "compare": """
@@ -49,7 +49,7 @@ from mlx_lstm.lab.timing.tasks import Size, Task
 from mlx_lstm.child import Child, ChildError
 from mlx_lstm.machine import module_command
 task = Task("ours", "ops", Size(1, 1, 1, 1), "forward")
-child = Child(module_command("mlx_lstm.bench", "--worker", json.dumps(task)))
+child = Child(module_command("mlx_lstm.lab", "timing", json.dumps(task)))
 try:
     child.ask(do="nothing")
 except ChildError as error:

@@ -17,7 +17,6 @@ from ..lab.timing.files import plot, write_csv, write_records
 from ..lab.timing.report import LEGEND, card_text, group_text, references
 from ..lab.timing.rounds import Measurement, label, measure
 from ..lab.timing.tasks import MEMORY_SIZE, PASSES, SIZES, Size, Task, size_option
-from ..lab.timing.worker import serve_task, task_from_json
 from ..machine import VERSION, check_files, in_all_digits, run_command
 from .host import HOST_SIZE, host_text, measure_host
 from .host import LEGEND as HOST_LEGEND
@@ -53,9 +52,6 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
     options = parser.parse_args(arguments)
-    if options.worker is not None:
-        serve_task(task_from_json(options.worker))
-        return 0
     try:
         check_together(options)
         complete(options)
@@ -141,7 +137,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tune", action="store_true", help=tune)
     where = "where --tune saves it; default: the file in your cache folder that the library reads"
     add("--tune-file", metavar="FILE", help=where)
-    add("--worker", metavar="TASK", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")
     return parser
 

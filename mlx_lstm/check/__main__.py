@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from ..engines import ENGINES, METAL_ENGINES, choice
-from ..lab.engines.comparison import Work, findings, serve_comparisons
+from ..lab.engines.comparison import Work, findings
 from ..lab.engines.grid import GridCase, grid
 from ..lab.engines.report import CannotWriteError, Report, card_line, engine_lines
 from ..lab.progress import Progress
@@ -23,9 +23,6 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
     options = parser.parse_args(arguments)
-    if options.worker is not None:
-        serve_comparisons(options.worker)
-        return 0
     try:
         check_files(options, "file")
         selection = Selection(options)
@@ -175,7 +172,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--sizes", nargs="*", type=size_option, metavar="T,B,I,H", help=sizes)
     file = Path("mlx-lstm-check.json")
     add("--file", metavar="FILE", type=Path, default=file, help=f"write the report to FILE; default: {file}")
-    add("--worker", metavar="WORK", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")
     return parser
 

@@ -9,7 +9,7 @@ from typing import NoReturn, TextIO
 
 from ..lab.mpsgraph import judge
 from ..lab.mpsgraph.cases import GATES, CompareCase
-from ..lab.mpsgraph.contenders import HOW_TO_GET, Contender, Outcome, all_contenders, serve_cases
+from ..lab.mpsgraph.contenders import HOW_TO_GET, Contender, Outcome, all_contenders
 from ..lab.mpsgraph.dump import Dump, load_dump
 from ..lab.mpsgraph.files import Golden, load_golden, save_golden
 from ..lab.mpsgraph.grid import grid
@@ -55,9 +55,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command. Return the exit code: 0 if all results agree, 1 if something differs or failed, 2 if the
     arguments are wrong or this machine cannot run what they ask for."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["--worker"]:
-        serve_cases(*arguments[1:])
-        return 0
     parser = make_parser()
     options = parser.parse_args(arguments)
     try:

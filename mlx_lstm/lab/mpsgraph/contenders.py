@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ...child import Child, ChildError, serve
+from ...child import ChildError
 from ...engines import METAL_ENGINES, choice
 from ...engines.cells import Cell, GRUCell, LSTMCell, RNNCell
-from ...machine import module_command
-from ...recurrence import unguarded
 from ..cases import DTYPES, hindrance
+from ..child import Runner
 from . import apple, ours, torch_layer
 from .cases import RESULTS, Arrays, CompareCase
 from .files import load_case, save_arrays, save_case
@@ -120,22 +119,17 @@ def in_a_child(
 ) -> Contender:
     """Return a contender (an implementation) that runs its cases in a child process. After a crash a new child is
     started."""
-    children: list[Child] = []
-    hangs: list[str] = []
+    runner, hangs = Runner("mpsgraph", name), list[str]()
 
     def run(case: CompareCase) -> Outcome:
         if len(hangs) >= HANGS:
             return Outcome({}, f"not run, as {name} hung {HANGS} times before")
-        if not (children and children[0].serves()):
-            children[:] = [Child(module_command("mlx_lstm.compare", "--worker", name))]
         with tempfile.TemporaryDirectory() as folder:
             given, results = str(Path(folder, "case.npz")), str(Path(folder, "results.npz"))
             save_case(given, case)
             try:
-                children[0].ask(case=given, results=results)
+                runner.ask(case=given, results=results)
             except ChildError as error:
-                if error.lost:
-                    children.clear()
                 hangs.extend([str(error)] if error.hung else [])
                 return Outcome({}, str(error))
             with np.load(results) as data:
@@ -145,11 +139,7 @@ def in_a_child(
         lists = tuple([arrays[key] for key in numbered(arrays, kind)] for kind in ("forward", "backward"))
         return name_lists(case, *lists)
 
-    def close() -> None:
-        while children:
-            children.pop().close()
-
-    return Contender(name, missing, hindrance, run, close)
+    return Contender(name, missing, hindrance, run, runner.close)
 
 
 def numbered(arrays: Arrays, kind: str) -> list[str]:
@@ -170,10 +160,9 @@ def name_lists(case: CompareCase, forward: list[np.ndarray], backward: list[np.n
     return Outcome(dict(both), "", (forward, backward))
 
 
-def serve_cases(name: str) -> None:
-    """Serve requests in the child process. Each request names a file with a case to run and a file to write the
-    results to. Our kernels run without the usual small test before their first use, because all results are compared
-    anyway."""
+def answers(name: str) -> Callable[..., dict[str, Any]]:
+    """Return the function that answers a request to a contender in the child process. A request names a file with a
+    case to run, and a file to write the results to."""
 
     def answer(case: str, results: str) -> dict[str, Any]:
         loaded = load_case(case)
@@ -187,5 +176,4 @@ def serve_cases(name: str) -> None:
         save_arrays(results, arrays)
         return {}
 
-    with unguarded():
-        serve(answer)
+    return answer
