@@ -257,6 +257,8 @@ def test_the_pages_have_the_numbers_of_comparisons_and_kernels():
     page, costs = ((ROOT / "docs" / name).read_text() for name in ("check.md", "engines.md"))
     assert f"| a Mac | {counts[0]} | {counts[1]:,} | {few} | {all_:,} |" in page
     assert f"| Linux | {counts[2]} | {counts[3]} | none | none |" in page
+    start = f"{counts[2]} comparisons on Linux, {counts[0]} on a Mac; with `--full` {counts[3]} and {counts[1]:,} |"
+    assert start in (ROOT / "README.md").read_text()
     assert f"`python -m mlx_lstm.check` | {few} |" in costs and f"check --full` | {all_:,} |" in costs
 
 
