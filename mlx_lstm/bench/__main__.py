@@ -97,14 +97,9 @@ def failures_text(rows: Iterable[Measurement]) -> str:
     )
 
 
-def first_line(row: Measurement) -> str:
-    """Return the first line of a measurement's status. A status may contain many lines of a compiler's errors."""
-    return row.status.partition("\n")[0]
-
-
 def shortened(row: Measurement, printed: Collection[str]) -> Measurement:
     """Return a measurement for printing. If the text of its status was printed before, keep only the first line."""
-    return row._replace(status=f"{first_line(row)} (as above)") if row.status in printed else row
+    return row._replace(status=f"{row.status.splitlines()[0]} (as above)") if row.status in printed else row
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from ..lab.engines.grid import GridCase, grid
 from ..lab.engines.report import CannotWriteError, Report, card_line, engine_lines
 from ..lab.progress import Progress
 from ..lab.timing import short
-from ..lab.timing.tasks import size_option
+from ..lab.timing.tasks import SIZES, size_option
 from ..machine import VERSION, check_files, in_all_digits, on_one_thread, run_command
 from . import further
 
@@ -108,7 +108,9 @@ def check(selection: Selection, report: Report, options: argparse.Namespace) -> 
 def time_engines(selection: Selection, report: Report, options: argparse.Namespace, progress: Progress) -> None:
     """Time a training step at each size. Skip engines whose process ended or hung during the comparisons with
     float64. With --full also make the measurements that correct the model of times in tests/machine_code."""
-    sizes = short.default_sizes(selection.device, options.full) if options.sizes is None else options.sizes
+    # On a CPU only every second size, since `mlx.nn.LSTM` takes minutes there.
+    default = SIZES if options.full or selection.device == "gpu" else SIZES[::2]
+    sizes = default if options.sizes is None else options.sizes
     lost = {finding.engine for finding in report.findings if finding.lost}
     on_gpu = choice.has_metal() and selection.device == "gpu"
     ours = METAL_ENGINES if on_gpu else ("numpy" if selection.device == "cpu" else "ops",)

@@ -59,7 +59,7 @@ class Contender(NamedTuple):
 def all_contenders() -> dict[str, Contender]:
     """Return all contenders (implementations to compare) by name, in the order of the report."""
     others = [
-        in_a_child("mpsgraph", no_pyobjc, no_stack),
+        in_a_child("mpsgraph", no_pyobjc, lambda case: "an op is one layer" if len(case.layers) > 1 else None),
         in_a_child("torch-mps", no_torch_mps, torch_layer.hindrance),
         Contender("torch", no_torch, torch_layer.hindrance, lambda case: Outcome(torch_layer.run(case, "cpu"))),
     ]
@@ -70,11 +70,6 @@ def no_pyobjc() -> str | None:
     """Return which modules of PyObjC are missing, as text for the user, or None if all are installed."""
     absent = [name for name in PYOBJC if importlib.util.find_spec(name) is None]
     return f"no {', '.join(absent)}" if absent else None
-
-
-def no_stack(case: CompareCase) -> str | None:
-    """Return why MPSGraph's ops cannot run a case (they run one layer only), or None if they can."""
-    return "an op is one layer" if len(case.layers) > 1 else None
 
 
 def no_torch() -> str | None:
