@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_lstm import recognition
 from mlx_lstm.convert.weights import Weights, differences
 from mlx_lstm.engines.cells import GRUCell, LSTMCell
 from mlx_lstm.engines.problem import Problem
@@ -20,6 +19,7 @@ from mlx_lstm.lab.mpsgraph.judge import evaluated
 from mlx_lstm.oracle.closeness import assert_close, assert_within, exact_and_element_bounds
 from mlx_lstm.oracle.judge import Case
 from mlx_lstm.recurrence import _judge
+from mlx_lstm.recurrence import _recognise as recognition
 from mlx_lstm.recurrence._draw import draw, output_shapes, rounded
 from mlx_lstm.recurrence._trial import Trial
 

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from ..engines import ENGINES, choice, choose
 from ..engines.choice import has_metal
+from ..ground.machine import VERSION, check_files, in_all_digits, run_command
 from ..lab.cases import DTYPES
 from ..lab.progress import Progress
 from ..lab.report import machine_card, one_line
@@ -17,7 +18,6 @@ from ..lab.timing.files import plot, write_csv, write_records
 from ..lab.timing.report import LEGEND, card_text, group_text, references
 from ..lab.timing.rounds import Measurement, label, measure
 from ..lab.timing.tasks import MEMORY_SIZE, PASSES, SIZES, Size, Task, size_option
-from ..machine import VERSION, check_files, in_all_digits, run_command
 from .host import HOST_SIZE, host_text, measure_host
 from .host import LEGEND as HOST_LEGEND
 from .tune import tune

@@ -7,13 +7,13 @@ from itertools import chain
 from pathlib import Path
 
 from ..engines import ENGINES, METAL_ENGINES, choice
+from ..ground.machine import VERSION, check_files, in_all_digits, on_one_thread, run_command
 from ..lab.engines.comparison import Work, findings
 from ..lab.engines.grid import GridCase, grid
 from ..lab.engines.report import CannotWriteError, Report, card_line, engine_lines
 from ..lab.progress import Progress
 from ..lab.timing import short
 from ..lab.timing.tasks import SIZES, size_option
-from ..machine import VERSION, check_files, in_all_digits, on_one_thread, run_command
 from . import further
 
 

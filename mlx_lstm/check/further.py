@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..engines import tuning
+from ..ground.machine import child_environment, module_command
 from ..lab.mpsgraph.contenders import no_pyobjc
-from ..machine import child_environment, module_command
 
 LIMIT = 3600  # seconds that a command may take
 

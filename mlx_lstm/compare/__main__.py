@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn, TextIO
 
+from ..ground.machine import VERSION, check_files, in_all_digits, run_command
 from ..lab.mpsgraph import judge
 from ..lab.mpsgraph.cases import GATES, CompareCase
 from ..lab.mpsgraph.contenders import HOW_TO_GET, Contender, Outcome, all_contenders
@@ -27,7 +28,6 @@ from ..lab.mpsgraph.report import (
     write_json,
 )
 from ..lab.progress import Progress
-from ..machine import VERSION, check_files, in_all_digits, run_command
 from ..recurrence import unguarded
 from .experiments import experiments
 from .readings import Reading, base_case, search

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ...child import LIMIT, ChildError, shortened
 from ...engines.choice import on
+from ...ground.child import LIMIT, ChildError, shortened
 from ...oracle.arithmetic import Tensors
 from ...oracle.judge import Case
 from ...oracle.verdict import Judge

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...engines import tuning
-from ...files import write_whole
+from ...ground.files import write_whole
 from ..report import json_text, machine_card, one_line, without_names
 from ..timing import short
 from ..timing.rounds import Measurement

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ...child import ChildError
 from ...engines import METAL_ENGINES, choice
 from ...engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ...ground.child import ChildError
 from ..cases import DTYPES, hindrance
 from ..child import Runner
 from . import apple, ours, torch_layer

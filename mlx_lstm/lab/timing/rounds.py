@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...child import LIMIT, Child, ChildError
+from ...ground.child import LIMIT, Child, ChildError
 from ...oracle.verdict import Judge, Verdict
 from ..child import start
 from ..progress import Progress
