@@ -4,8 +4,8 @@ room."""
 import sys
 from importlib import import_module
 
-from ..child import serve
-from ..machine import run_command
+from ..ground.child import serve
+from ..ground.machine import run_command
 from ..recurrence import unguarded
 
 MODULES = {"engines": "comparison", "timing": "worker", "mpsgraph": "contenders"}

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ..child import LIMIT, Child
-from ..machine import module_command
+from ..ground.child import LIMIT, Child
+from ..ground.machine import module_command
 
 
 def start(kind: str, argument: str) -> Child:
