@@ -13,7 +13,8 @@ from ..lab.mpsgraph.measure import without_leading_ones
 from ..lab.mpsgraph.report import brief, figure
 from ..lab.report import table
 from ..oracle.arithmetic import Arithmetic
-from ..oracle.closeness import bounds_of, largest
+from ..oracle.closeness import bounds_of
+from ..oracle.verdict import judged
 
 Distance = Callable[[Outcome], float]
 """A function that returns the distance of an outcome from the prediction of a reading (an interpretation of the
@@ -72,8 +73,7 @@ def value(case: CompareCase, tensor: str, reading: Callable[[Arithmetic], np.nda
         exact = reading(Arithmetic(np.float64))
         bound = bounds_of(lambda fl: {"": reading(fl)}, case.arrays["source"].dtype)[""]
         got, _ = without_leading_ones(outcome.results[tensor], exact.shape)
-        error = largest(got.astype(np.float64) - exact) if got.shape == exact.shape else np.inf
-        return error / bound if np.isfinite(error) else np.inf
+        return judged(tensor, got, exact, bound).ratio
 
     return distance
 
