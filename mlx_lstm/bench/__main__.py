@@ -5,12 +5,12 @@ import importlib.util
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable
-from typing import NoReturn
 
 from ..engines import ENGINES, choice, choose
 from ..engines.choice import has_metal
 from ..ground.machine import VERSION, check_files, in_all_digits, run_command
 from ..lab.cases import DTYPES
+from ..lab.command import Parser
 from ..lab.progress import Progress
 from ..lab.report import machine_card, one_line
 from ..lab.timing.cases import CASES, find_contender, is_installed
@@ -37,13 +37,6 @@ APPLY = {
 }
 """The options that may be used in each kind of run. The key is the option that starts the kind of run, or "" for a
 normal measurement of times."""
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser of command-line options whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -229,7 +222,7 @@ def complete(options: argparse.Namespace) -> None:
     for name in options.contenders:
         contender = find_contender(name, options.case)
         if not is_installed(contender):
-            raise ValueError(f"{name} needs {contender.needs}, which is not installed")
+            raise ValueError(f"{name} needs the package {contender.needs}, which is not installed")
     if options.plot and not set(case.references) & set(options.contenders):
         raise ValueError(f"--plot draws ratios: add one of {', '.join(case.references)} to --contenders")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
@@ -273,7 +266,7 @@ def run(options: argparse.Namespace, progress: Progress, card: dict[str, str], g
     case, printed = CASES[options.case], set[str]()
     for size in options.sizes:
         progress.title = f"{len(groups) + 1} of {len(options.sizes) * len(options.passes)}: {size}"
-        progress.say("float64 results to judge by")
+        progress.say("computing the float64 reference")
         judge = case.judge(case.draw(size, options.dtype), options.dtype, backward="backward" in options.passes)
         for which in options.passes:
             everies: list[int | str | None] = [None]

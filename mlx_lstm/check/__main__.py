@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..engines import ENGINES, METAL_ENGINES, choice
 from ..ground.machine import VERSION, check_files, in_all_digits, on_one_thread, run_command
+from ..lab.command import Parser
 from ..lab.engines.comparison import Work, findings
 from ..lab.engines.grid import GridCase, grid
 from ..lab.engines.report import CannotWriteError, Report, card_line, engine_lines
@@ -138,7 +139,7 @@ def conclude(report: Report) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line's options."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m mlx_lstm.check",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Check that mlx-lstm computes correct results on this machine.\n\n"

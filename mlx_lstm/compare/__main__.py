@@ -5,9 +5,10 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Iterable
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 from ..ground.machine import VERSION, check_files, in_all_digits, run_command
+from ..lab.command import Parser
 from ..lab.mpsgraph import judge
 from ..lab.mpsgraph.cases import GATES, CompareCase
 from ..lab.mpsgraph.contenders import HOW_TO_GET, Contender, Outcome, all_contenders
@@ -42,13 +43,6 @@ APPLY = {
     "golden": ("contenders", "cases", "all", "json", "plot", "record"),
 }
 """For each of the options --arrays, --settle and --golden, the names of the options that may be combined with it."""
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser of command-line options whose errors are one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:

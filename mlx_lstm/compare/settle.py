@@ -102,9 +102,9 @@ def settle_text(findings: Sequence[Finding], measured: bool) -> str:
     """Return as text the points that Apple's documentation leaves open, with MPSGraph's answers. If nothing was
     measured, return the questions only."""
     if not measured:
-        return table([["E:", "question", "ours"], *([one.name, one.question, one.default] for one in findings)])
+        return table([["experiment", "question", "ours"], *([one.name, one.question, one.default] for one in findings)])
     confirmed = sum(one.confirmed for one in findings)
-    lines = [["E:", "question", "verdict", "ours", "error/bound of each reading"]]
+    lines = [["experiment", "question", "verdict", "ours", "error/bound of each reading"]]
     for one in findings:
         readings = "; ".join(f"{name}: {figure(value)}" for name, value in one.distances.items())
         verdict = brief(one.verdict).splitlines()[0].strip()

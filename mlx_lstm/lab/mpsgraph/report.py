@@ -16,7 +16,7 @@ from ..report import json_text, table
 from .measure import SEQUENCES, ComparisonRow
 
 LEGEND = """\
-error/bound: the largest error as a part of what rounding in this dtype explains at that element; up to 1 is right.
+error/bound: the largest error of an element divided by its allowed error; up to 1 is right.
 oracle: float64."""
 LEGEND_OF_TWO = "The bound between two contenders is twice that against the oracle, as the errors of both count."
 
