@@ -9,14 +9,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_lstm.compare import measure
-from mlx_lstm.compare.contenders import Outcome, run_engine
-from mlx_lstm.compare.grid import grid
-from mlx_lstm.compare.judge import exact_and_limits
 from mlx_lstm.convert.weights import Weights, differences
 from mlx_lstm.engines.cells import GRUCell, LSTMCell
 from mlx_lstm.engines.problem import Problem
-from mlx_lstm.oracle.closeness import assert_close, assert_within
+from mlx_lstm.lab.mpsgraph import measure
+from mlx_lstm.lab.mpsgraph.contenders import Outcome, run_engine
+from mlx_lstm.lab.mpsgraph.grid import grid
+from mlx_lstm.lab.mpsgraph.judge import evaluated
+from mlx_lstm.oracle.closeness import assert_close, assert_within, exact_and_element_bounds
 from mlx_lstm.oracle.judge import Case
 from mlx_lstm.recurrence import _judge
 from mlx_lstm.recurrence import _recognise as recognition
@@ -118,12 +118,12 @@ def compared():
 def in_compare(_):
     """Return (results, judge) of the command `compare`, for a case of its own."""
     case, results = compared()
-    exact = exact_and_limits(case)
+    exact = exact_and_element_bounds(lambda fl: evaluated(case, fl), "float32")
 
     def judge(given):
         # The references are the same for all lies, so they are computed once.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(measure.judge, "exact_and_limits", lambda *_: exact)
+            patch.setattr(measure, "exact_and_element_bounds", lambda *_: exact)
             rows = [row for row in measure.rows_of(case, {"ops": Outcome(given)}) if row.failed]
         return ", ".join(f"{row.tensor}: {row.verdict}" for row in rows)
 

@@ -50,9 +50,10 @@ def judged(
         return Verdict(name, refusal="is the reference itself, so nothing is shown")
     if not got.size:
         return Verdict(name, 0.0)
-    error, allowed = np.abs(got.astype(np.float64) - exact), np.broadcast_to(bound, got.shape)
-    error = np.where(np.isfinite(error), error, np.inf)
+    allowed = np.broadcast_to(bound, got.shape)
     with np.errstate(all="ignore"):
+        error = np.abs(got.astype(np.float64) - exact)
+        error = np.where(np.isfinite(error), error, np.inf)
         ratios = np.where(np.isfinite(error), error / np.maximum(allowed, np.finfo(np.float64).tiny), np.inf)
     at = tuple(int(n) for n in np.unravel_index(np.argmax(ratios), ratios.shape))
     beyond = np.argwhere(~((error <= allowed) & np.isfinite(error)))  # negated, so that a bound of NaN refuses
