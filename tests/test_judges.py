@@ -18,6 +18,7 @@ from mlx_lstm.lab.mpsgraph.grid import grid
 from mlx_lstm.lab.mpsgraph.judge import evaluated
 from mlx_lstm.oracle.closeness import assert_close, assert_within, exact_and_element_bounds
 from mlx_lstm.oracle.judge import Case
+from mlx_lstm.oracle.verdict import judged
 from mlx_lstm.recurrence import _judge
 from mlx_lstm.recurrence import _recognise as recognition
 from mlx_lstm.recurrence._draw import draw, output_shapes, rounded
@@ -219,6 +220,19 @@ def test_a_judge_refuses_every_lie(judge, problem):
     ]
     accepted += [(lie, name) for name in results for lie in LISTS if refusal(LISTS[lie](results, name)) == ""]
     assert not accepted
+
+
+def test_bounds_at_the_limits():
+    """A bound of 0 accepts equal numbers only. Infinity accepts every finite number of the right shape. NaN accepts
+    nothing."""
+    exact = np.array([1.0, -2.0])
+    for bound, right in ((0.0, True), (np.inf, True), (np.nan, False), (np.array([1.0, np.nan]), False)):
+        verdict = judged("h", exact.copy(), exact, bound)
+        assert (not verdict.refusal, verdict.ratio <= 1) == (right, right), bound
+    assert judged("h", exact * 2, exact, np.inf).ratio == 0 and judged("h", exact * 2, exact, 0.0).refusal
+    assert judged("h", np.array([1.0, np.nan]), exact, np.inf).refusal == "NaN"
+    assert judged("h", np.zeros(0), np.zeros(0), 1.0).refusal == ""
+    assert judged("h", exact.astype(np.float32), exact, 1.0, np.float16).refusal == "dtype float32, expected float16"
 
 
 def test_a_reference_does_not_judge_itself():
