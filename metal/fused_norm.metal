@@ -54,12 +54,15 @@ struct NormMemory {
 template <class Cell, int H, int ROWS>
 int norm_size(thread const NormLane&) { return NormMemory<Cell, H, ROWS>::END; }
 
+// Two sums of one simdgroup.
+using Pair = float2;
+
 // Write this simdgroup's pairs to memory. After a barrier read the pairs of other simdgroups, as Peers says.
 template <class P, int EVERY, int ROWS>
 void share(
-    thread const float2 (&own)[ROWS], uint index, threadgroup float4* memory, thread float2 (&all)[P::TURNS][ROWS]) {
+    thread const Pair (&own)[ROWS], uint index, threadgroup float4* memory, thread Pair (&all)[P::TURNS][ROWS]) {
   const int simdgroup = int(index) / 32, lane = int(index) % 32, place = lane / EVERY;
-  threadgroup float2* pairs = (threadgroup float2*)memory + lane % EVERY * int(P::PLACES) * ROWS;
+  threadgroup Pair* pairs = (threadgroup Pair*)memory + lane % EVERY * int(P::PLACES) * ROWS;
   if (place == 0)
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) pairs[simdgroup * ROWS + r] = own[r];
@@ -77,7 +80,7 @@ void standardise(
     thread float (&x)[ROWS], bool counts, float eps, uint index, threadgroup float4* memory) {
   using P = Peers<H, LANES, EVERY>;
   const float part = 1.0f / (EACH * P::units_of(int(index) / 32));
-  float2 own[ROWS], all[P::TURNS][ROWS];
+  Pair own[ROWS], all[P::TURNS][ROWS];
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const float mean = sum_of_every<EVERY>(counts ? x[r] : 0.0f) * part, distance = counts ? x[r] - mean : 0.0f;
@@ -108,7 +111,7 @@ void standardise_backward(
     thread float (&d)[ROWS], thread const float (&y)[ROWS], thread const float (&factor)[ROWS], bool counts, uint index,
     threadgroup float4* memory) {
   using P = Peers<H, LANES, EVERY>;
-  float2 own[ROWS], all[P::TURNS][ROWS];
+  Pair own[ROWS], all[P::TURNS][ROWS];
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     d[r] = counts ? d[r] : 0.0f;
@@ -117,7 +120,7 @@ void standardise_backward(
   share<P, EVERY>(own, index, memory, all);
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
-    float2 sum = all[0][r];
+    Pair sum = all[0][r];
 #pragma clang loop unroll(full)
     for (int turn = 1; turn < P::TURNS; ++turn) sum += all[turn][r];
     d[r] -= (sum_of_every<EVERY>(sum[0]) + y[r] * sum_of_every<EVERY>(sum[1])) * (1.0f / N);
