@@ -85,8 +85,8 @@ void fused_backward(
   const int row = Unit::operand_block(lane), block = Unit::gate_block(lane) == -1 ? row : Unit::gate_block(lane);
   const bool real = H % (32 / LANES) == 0 || unit < H, has_gate = real && (GATES == LANES || lane != LANES - 1);
   const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
-  const auto norm = norm_of_lane<Cell>(
-      a.norm_eps, a, sweep.direction, block, H, real ? unit : 0, real && row >= 0, index, vectors + SIZE);
+  const auto norm = norm_of_lane<Cell, H>(
+      a.norm_eps, a, sweep.direction, block, real ? unit : 0, real && row >= 0, index, vectors + SIZE);
   Place<Index> next;
   between_steps<true>(sweep, GATES, H, next);
   const device vec<S, 4>* streamed =
@@ -128,7 +128,7 @@ void fused_backward(
       if (has_gate && (!TWO || lane != 0)) a.dz[items[r].at.gate] = result;
       if (real && (TWO ? lane == LANES - 1 : row >= 0)) {
         store(a.d_out, items[r].at.gate, float(result));
-        number_at(current, r * ROW, (TWO ? 0 : row * H) + unit) = float(result);
+        write_operand<Cell>(norm, number_at(current, r * ROW, (TWO ? 0 : row * H) + unit), float(result));
       }
     }
     if constexpr (TWO) {

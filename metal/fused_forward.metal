@@ -78,8 +78,8 @@ void fused_forward(
   const bool real = H % (32 / LANES) == 0 || unit < H, writes = real && lane == Unit::WRITER;
   const bool has_gate = real && (GATES == LANES || block >= 0);
   const Index earlier = Index(first_time(sweep) * time_step(sweep, GATES, H));
-  const auto norm = norm_of_lane<Cell>(
-      a.norm_eps, a, sweep.direction, max(block, 0), H, real ? unit : 0, has_gate, index, vectors + 2 * HALF);
+  const auto norm = norm_of_lane<Cell, H>(
+      a.norm_eps, a, sweep.direction, max(block, 0), real ? unit : 0, has_gate, index, vectors + 2 * HALF);
   Place<Index> next;
   between_steps<false>(sweep, GATES, H, next);
   const device V* streamed = vectors_of_lane<Share::COUNT, V>(a.arranged, sweep.direction, index, threads);

@@ -137,8 +137,8 @@ float sum_over_lanes(float value) {
 // The kernels call these functions. For a cell without a norm they do nothing; norm.metal and fused_norm.metal have the
 // overloads for the other cells.
 
-template <class Cell, class Arrays>
-Absent norm_of_lane(Absent, thread const Arrays&, int, int, int, int, bool, uint, threadgroup float4*) { return absent; }
+template <class Cell, int H, class Arrays>
+Absent norm_of_lane(Absent, thread const Arrays&, int, int, int, bool, uint, threadgroup float4*) { return absent; }
 
 template <class Cell, int H, int ROWS> int norm_size(Absent) { return 0; }
 template <int ROWS> Absent norm_numbers(Absent) { return absent; }
@@ -166,6 +166,8 @@ void unit_backward(
   Lanes<Cell>::backward(
       lane, item.y, p, numbers.keep * item.before, numbers.dc_or_q, after, limit, item.past, dc, item.d);
 }
+
+template <class Cell> void write_operand(Absent, threadgroup float& operand, float value) { operand = value; }
 
 template <class Cell, int H, int ROW, class S, int ROWS, class Index, class Arrays>
 void products_backward(

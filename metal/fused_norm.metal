@@ -12,33 +12,39 @@
 // barrier separates these reads from the writes of the next step. Each norm has its own part of the memory, because no
 // barrier separates the reads of one from the writes of the other.
 
-// What a lane needs for the norms. scale, shift: of the lane's gate. c_scale, c_shift: of its unit. counts: whether the
-// lane has a number of the product. memory: the threadgroup memory for the sums, zeros at first.
-struct NormLane {
-  float scale, shift, c_scale, c_shift, eps;
-  bool counts;
-  uint index;
-  threadgroup float4* memory;
-};
-
-template <class Cell, class E, class Arrays>
-NormLane norm_of_lane(
-    E eps, thread const Arrays& a, int direction, int block, int H, int unit, bool counts, uint index,
-    threadgroup float4* memory) {
-  const long at = (long(Cell::GATES) * direction + block) * H + unit, c_at = long(direction) * H + unit;
-  return {value_at(a.norm_scale, at, 1.0f), value_at(a.norm_shift, at, 0.0f), value_at(a.norm_c_scale, c_at, 1.0f),
-      value_at(a.norm_c_shift, c_at, 0.0f), float(eps[0]), counts, index, memory};
-}
-
-// How the sums of all simdgroups lie in memory, for numbers that the lanes of one simdgroup have with a distance of
-// EVERY: [EVERY][PLACES][ROWS] pairs of floats. Lane n reads those of the simdgroups n / EVERY + PEERS turn.
+// How the lanes of a simdgroup whose numbers are normalised together, every EVERY-th lane, read the sums of all
+// simdgroups: each of these PEERS lanes reads those of TURNS simdgroups, PEERS apart. The sums lie in memory as [EVERY]
+// [PLACES][ROWS] pairs. If the number of simdgroups divides PEERS, the lanes read each of them several times.
 template <int H, int LANES, int EVERY>
 struct Peers {
   enum { UNITS = 32 / LANES, SIMDGROUPS = (H + UNITS - 1) / UNITS, PEERS = 32 / EVERY };
   enum { TURNS = (SIMDGROUPS + PEERS - 1) / PEERS, PLACES = PEERS * TURNS };
+  enum { IS_WHOLE = H % UNITS == 0, REPEATS = IS_WHOLE && PEERS % SIMDGROUPS == 0 };
+  enum { IS_EVEN = REPEATS || (IS_WHOLE && SIMDGROUPS == PLACES) };
 
-  // Return how many units a simdgroup has; 0 past the last one.
-  static float units_of(int simdgroup) { return float(clamp(H - UNITS * simdgroup, 0, int(UNITS))); }
+  // Return the number of the simdgroup whose sums the lane with this number reads first.
+  static uint first(uint lane) { return REPEATS ? lane / EVERY % SIMDGROUPS : lane / EVERY; }
+
+  // Return which part of all units one simdgroup has; 0 past the last one. own: this part for simdgroup number first().
+  static float part(uint simdgroup, float own, int turn) {
+    if (IS_EVEN) return 1.0f / PLACES;
+    return TURNS == 1 ? own : part_of(int(simdgroup) + PEERS * turn);
+  }
+  static float part_of(int simdgroup) { return float(clamp(H - UNITS * simdgroup, 0, int(UNITS))) * (1.0f / H); }
+
+  // Return 1 / (the number of units of a simdgroup).
+  static float share(uint simdgroup) {
+    return IS_WHOLE ? 1.0f / UNITS : 1.0f / float(clamp(H - UNITS * int(simdgroup), 1, int(UNITS)));
+  }
+};
+
+// What a lane needs for the norms. scale, shift: of the lane's gate. c_scale, c_shift: of its unit. counts: 1 if the
+// lane has a number of the product, else 0. index: its number in the threadgroup. memory: the threadgroup memory for the
+// sums, zeros at first. part, part_of_c: of the units, for the norm of the product and that of c; see Peers::part.
+struct NormLane {
+  float scale, shift, c_scale, c_shift, eps, counts, part, part_of_c;
+  uint index;
+  threadgroup float4* memory;
 };
 
 // Where the sums of the two norms lie, in vectors of 4 floats. EVERY: the distance of the lanes whose numbers are
@@ -54,6 +60,20 @@ struct NormMemory {
 template <class Cell, int H, int ROWS>
 int norm_size(thread const NormLane&) { return NormMemory<Cell, H, ROWS>::END; }
 
+template <class Cell, int H, class E, class Arrays>
+NormLane norm_of_lane(
+    E eps, thread const Arrays& a, int direction, int block, int unit, bool counts, uint index,
+    threadgroup float4* memory) {
+  using M = NormMemory<Cell, H, 1>;
+  using P = Peers<H, M::LANES, M::EVERY>;
+  using OfC = Peers<H, M::LANES, 1>;
+  const long at = (long(Cell::GATES) * direction + block) * H + unit, c_at = long(direction) * H + unit;
+  const uint lane = index % 32;
+  return {value_at(a.norm_scale, at, 1.0f), value_at(a.norm_shift, at, 0.0f), value_at(a.norm_c_scale, c_at, 1.0f),
+      value_at(a.norm_c_shift, c_at, 0.0f), float(eps[0]), counts ? 1.0f : 0.0f, P::part_of(int(P::first(lane))),
+      OfC::part_of(int(OfC::first(lane))), index, memory};
+}
+
 // Two sums of one simdgroup.
 using Pair = float2;
 
@@ -61,69 +81,80 @@ using Pair = float2;
 template <class P, int EVERY, int ROWS>
 void share(
     thread const Pair (&own)[ROWS], uint index, threadgroup float4* memory, thread Pair (&all)[P::TURNS][ROWS]) {
-  const int simdgroup = int(index) / 32, lane = int(index) % 32, place = lane / EVERY;
-  threadgroup Pair* pairs = (threadgroup Pair*)memory + lane % EVERY * int(P::PLACES) * ROWS;
-  if (place == 0)
+  const uint lane = index % 32, peer = lane % EVERY * uint(P::PLACES);
+  if constexpr (ROWS % 2 == 0) {  // two pairs are one vector
+    threadgroup float4* pairs = memory + peer * (ROWS / 2);
+    if (lane < EVERY)
 #pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) pairs[simdgroup * ROWS + r] = own[r];
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the sums of all simdgroups from their reads
+      for (int r = 0; r < ROWS; r += 2)
+        pairs[index / 32 * (ROWS / 2) + r / 2] = float4(own[r][0], own[r][1], own[r + 1][0], own[r + 1][1]);
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the sums of all simdgroups from their reads
 #pragma clang loop unroll(full)
-  for (int n = 0; n < P::TURNS * ROWS; ++n)
-    all[n / ROWS][n % ROWS] = pairs[(place + P::PEERS * (n / ROWS)) * ROWS + n % ROWS];
+    for (int n = 0; n < P::TURNS * ROWS; n += 2) {
+      const float4 two = pairs[(P::first(lane) + P::PEERS * (n / ROWS)) * (ROWS / 2) + n % ROWS / 2];
+      all[n / ROWS][n % ROWS] = float2(two[0], two[1]), all[n / ROWS][n % ROWS + 1] = float2(two[2], two[3]);
+    }
+  } else {
+    threadgroup Pair* pairs = (threadgroup Pair*)memory + peer * ROWS;
+    if (lane < EVERY)
+#pragma clang loop unroll(full)
+      for (int r = 0; r < ROWS; ++r) pairs[index / 32 * ROWS + r] = own[r];
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the sums of all simdgroups from their reads
+#pragma clang loop unroll(full)
+    for (int n = 0; n < P::TURNS * ROWS; ++n)
+      all[n / ROWS][n % ROWS] = pairs[(P::first(lane) + P::PEERS * (n / ROWS)) * ROWS + n % ROWS];
+  }
 }
 
-// Replace x[r] by (x[r] - mean) / sqrt(variance + eps), for ROWS batch items. counts: whether the lane's number belongs
-// to the norm. EVERY: the distance of the lanes whose numbers are normalised together. EACH: how many of these numbers
-// a unit has.
+// Replace x[r] by (x[r] - mean) / sqrt(variance + eps), for ROWS batch items. counts: 1 if the lane's number belongs to
+// the norm; otherwise 0, and x[r] must be 0. EVERY: the distance of the lanes whose numbers are normalised together.
+// EACH: how many of these numbers a unit has. part: see NormLane.
 template <int H, int LANES, int EVERY, int EACH, int ROWS>
 void standardise(
-    thread float (&x)[ROWS], bool counts, float eps, uint index, threadgroup float4* memory) {
+    thread float (&x)[ROWS], float counts, float part, float eps, uint index, threadgroup float4* memory) {
   using P = Peers<H, LANES, EVERY>;
-  const float part = 1.0f / (EACH * P::units_of(int(index) / 32));
   Pair own[ROWS], all[P::TURNS][ROWS];
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
-    const float mean = sum_of_every<EVERY>(counts ? x[r] : 0.0f) * part, distance = counts ? x[r] - mean : 0.0f;
-    own[r] = float2(mean, sum_of_every<EVERY>(distance * distance));
+    const float mean = sum_of_every<EVERY>(x[r]) * (P::share(index / 32) * (1.0f / EACH)), away = x[r] - mean * counts;
+    own[r] = float2(mean, sum_of_every<EVERY>(away * away) * (1.0f / (EACH * H)));
   }
   share<P, EVERY>(own, index, memory, all);
+  const uint first = P::first(index % 32);
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
-    float mean = 0.0f, squares = 0.0f;
+    float mean = 0.0f, variance = 0.0f;
 #pragma clang loop unroll(full)
-    for (int turn = 0; turn < P::TURNS; ++turn)
-      mean += P::units_of(int(index) % 32 / EVERY + P::PEERS * turn) * all[turn][r][0];
-    mean = sum_of_every<EVERY>(mean) * (1.0f / H);
+    for (int turn = 0; turn < P::TURNS; ++turn) mean += all[turn][r][0] * P::part(first, part, turn);
+    mean = sum_of_every<EVERY>(mean);
 #pragma clang loop unroll(full)
     for (int turn = 0; turn < P::TURNS; ++turn) {
-      const float numbers = EACH * P::units_of(int(index) % 32 / EVERY + P::PEERS * turn);
-      squares += all[turn][r][1] + numbers * (all[turn][r][0] - mean) * (all[turn][r][0] - mean);
+      const float away = all[turn][r][0] - mean;
+      variance += away * away * P::part(first, part, turn) + all[turn][r][1] * (P::REPEATS ? float(P::SIMDGROUPS) / P::PEERS : 1.0f);
     }
-    x[r] = (x[r] - mean) * rsqrt(sum_of_every<EVERY>(squares) * (1.0f / (EACH * H)) + eps);
+    x[r] = (x[r] - mean) * rsqrt(sum_of_every<EVERY>(variance) + eps);
   }
 }
 
-// Replace d[r], the gradient of y[r] = (x - mean) / sqrt(variance + eps), by the gradient of x. factor[r]: 1 /
-// sqrt(variance + eps). N: how many numbers are normalised together, counting the copies that several lanes have of
-// one.
+// Replace d[r], the gradient of y[r] = (x - mean) / sqrt(variance + eps), by the gradient of x. d[r] must be 0 if the
+// lane's number does not belong to the norm. factor[r]: 1 / sqrt(variance + eps). N: how many numbers are normalised
+// together, counting the copies that several lanes have of one.
 template <int H, int LANES, int EVERY, int N, int ROWS>
 void standardise_backward(
-    thread float (&d)[ROWS], thread const float (&y)[ROWS], thread const float (&factor)[ROWS], bool counts, uint index,
+    thread float (&d)[ROWS], thread const float (&y)[ROWS], thread const float (&factor)[ROWS], uint index,
     threadgroup float4* memory) {
   using P = Peers<H, LANES, EVERY>;
+  constexpr float COPIES = P::REPEATS ? float(P::PEERS) / P::SIMDGROUPS : 1.0f;
   Pair own[ROWS], all[P::TURNS][ROWS];
 #pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
-    d[r] = counts ? d[r] : 0.0f;
-    own[r] = float2(sum_of_every<EVERY>(d[r]), sum_of_every<EVERY>(d[r] * y[r]));
-  }
+  for (int r = 0; r < ROWS; ++r) own[r] = float2(sum_of_every<EVERY>(d[r]), sum_of_every<EVERY>(d[r] * y[r]));
   share<P, EVERY>(own, index, memory, all);
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     Pair sum = all[0][r];
 #pragma clang loop unroll(full)
     for (int turn = 1; turn < P::TURNS; ++turn) sum += all[turn][r];
-    d[r] -= (sum_of_every<EVERY>(sum[0]) + y[r] * sum_of_every<EVERY>(sum[1])) * (1.0f / N);
+    d[r] -= (sum_of_every<EVERY>(sum[0]) + y[r] * sum_of_every<EVERY>(sum[1])) * (1.0f / (N * COPIES));
     d[r] *= factor[r];
   }
 }
@@ -138,11 +169,15 @@ void normalise(
   using M = NormMemory<Cell, H, ROWS>;
   if constexpr (N::OF != NOTHING) {
     constexpr int GATES = Cell::GATES, LAST = GATES - 1;
-    const bool last = GATES < M::LANES && lane == LAST;
+    const bool last = GATES < M::LANES && lane == LAST, always = GATES == M::LANES && H % (32 / M::LANES) == 0;
     float x[ROWS];
 #pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) x[r] = (last ? sums[r][LAST] : sums[r][0]) + (N::IS_SUM ? y[r] : 0.0f);
-    standardise<H, M::LANES, M::EVERY, N::IS_EACH ? 1 : GATES>(x, norm.counts, norm.eps, norm.index, norm.memory);
+    for (int r = 0; r < ROWS; ++r) {
+      x[r] = (last ? sums[r][LAST] : sums[r][0]) + (N::IS_SUM ? y[r] : 0.0f);
+      x[r] = always ? x[r] : norm.counts == 0.0f ? 0.0f : x[r];
+    }
+    standardise<H, M::LANES, M::EVERY, N::IS_EACH ? 1 : GATES>(
+        x, always ? 1.0f : norm.counts, norm.part, norm.eps, norm.index, norm.memory);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       sums[r][0] = sums[r][LAST] = x[r] * norm.scale + norm.shift;
@@ -162,9 +197,10 @@ void normalise_states(
   if constexpr (N::HAS_C != 0) {
     float x[ROWS];
 #pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) x[r] = state[r];
+    for (int r = 0; r < ROWS; ++r) x[r] = writes ? state[r] : 0.0f;
     threadgroup float4* memory = norm.memory + NormMemory<Cell, H, ROWS>::C;
-    standardise<H, Lanes<Cell>::LANES, 1, 1>(x, writes, norm.eps, norm.index, memory);
+    standardise<H, Lanes<Cell>::LANES, 1, 1>(
+        x, writes ? 1.0f : 0.0f, norm.part_of_c, norm.eps, norm.index, memory);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const float seen = x[r] * norm.c_scale + norm.c_shift;
@@ -221,7 +257,7 @@ void states_backward(
   using N = Norm<Cell>;
   if constexpr (N::HAS_C != 0) {
     constexpr int LANES = Lanes<Cell>::LANES, O = Cell::GATE_O;
-    const int lane = int(norm.index) % LANES, unit = int(norm.index) / LANES;
+    const int lane = int(norm.index % LANES), unit = int(norm.index / LANES);
     const bool real = H % (32 / LANES) == 0 || unit < H;
     float d[ROWS];
 #pragma clang loop unroll(full)
@@ -238,10 +274,10 @@ void states_backward(
       }
       d[r] = is_live(a.lengths, t, items[r].length) ? d[r] : 0.0f;
       if (real && lane == 0) a.d_norm_c[items[r].at.state] = d[r];
-      d[r] *= norm.c_scale;
+      d[r] = real ? d[r] * norm.c_scale : 0.0f;
     }
     threadgroup float4* memory = norm.memory + NormMemory<Cell, H, ROWS>::C;
-    standardise_backward<H, LANES, 1, LANES * H>(d, saved.c_y, saved.c_r, real, norm.index, memory);
+    standardise_backward<H, LANES, 1, LANES * H>(d, saved.c_y, saved.c_r, norm.index, memory);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       dc[r] = N::IN_STATE ? d[r] : dc[r] + d[r];
@@ -271,6 +307,12 @@ void unit_backward(
   }
 }
 
+// Write an operand of the product with Wh. If the products are normalised, products_backward writes it instead.
+template <class Cell>
+void write_operand(thread const NormLane&, threadgroup float& operand, float value) {
+  if (Norm<Cell>::OF == NOTHING) operand = value;
+}
+
 // Compute the gradients of the recurrent products from those of their normalised values, items[r].d. Write them to
 // d_product, and to `operands` [ROWS][ROW], where the product with Wh reads them. block: the lane's part of an operand,
 // or -1.
@@ -281,14 +323,16 @@ void products_backward(
   using N = Norm<Cell>;
   using M = NormMemory<Cell, H, ROWS>;
   if constexpr (N::OF != NOTHING) {
+    const bool counts = (Cell::GATES == M::LANES && H % (32 / M::LANES) == 0) || norm.counts != 0.0f;
     float d[ROWS];
 #pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) d[r] = is_live(a.lengths, t, items[r].length) ? items[r].d * norm.scale : 0.0f;
+    for (int r = 0; r < ROWS; ++r)
+      d[r] = counts && is_live(a.lengths, t, items[r].length) ? items[r].d * norm.scale : 0.0f;
     standardise_backward<H, M::LANES, M::EVERY, N::IS_EACH ? H : int(Cell::GATES) * H>(
-        d, saved.y, saved.r, norm.counts, norm.index, norm.memory);
+        d, saved.y, saved.r, norm.index, norm.memory);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
-      if (!norm.counts) continue;
+      if (!counts) continue;
       const S result = S(d[r]);
       a.d_product[items[r].at.gate] = result;
       number_at(operands, r * ROW, block * H + unit) = float(result);

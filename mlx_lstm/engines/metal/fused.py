@@ -457,7 +457,7 @@ PACKED_REGISTERS = {1: 12, 2: 20, 4: 40}
 """The number of additional registers of a thread if weights are quantized, by batch items of a threadgroup. They
 hold loaded values and sums of x. The numbers come from the same source as WORKING_REGISTERS."""
 
-OPTION_REGISTERS = {"mask": 4, "keep": 4, "lengths": 8, "peephole": 4, "bhn": 4, "norm_eps": 12, "norm_c_r": 8}
+OPTION_REGISTERS = {"mask": 4, "keep": 4, "lengths": 8, "peephole": 4, "bhn": 4, "norm_eps": 8, "norm_c_r": 8}
 """The number of additional registers of a thread for each optional input. The numbers come from the same source as
 WORKING_REGISTERS."""
 
