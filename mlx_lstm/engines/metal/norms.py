@@ -117,20 +117,42 @@ def before_norm_of_c(problem: Problem, arrays: Arrays, saved: Arrays) -> mx.arra
     return c if cell.cell_clip is None else mx.clip(c, -cell.cell_clip, cell.cell_clip)
 
 
-def for_gradients(problem: Problem, results: Arrays, numbers: Arrays) -> Arrays:
+def joined(problem: Problem, numbers: Arrays) -> Arrays:
+    """Return norm_y, norm_c_y, and norm_r with norm_c_r behind the numbers of each direction as one array norm_r. The
+    kernels of `stepwise` read them so, because Metal binds at most 31 arrays to one launch."""
+    D = problem.directions
+    parts = [numbers[name] for name in ("norm_r", "norm_c_r") if name in numbers]
+    parts = [part.reshape(*part.shape[:2], D, -1) for part in parts]
+    found = {name: numbers[name] for name in ("norm_y", "norm_c_y") if name in numbers}
+    return found | {"norm_r": mx.concatenate(parts, axis=-1)}
+
+
+def for_gradients(problem: Problem, results: Arrays, numbers: Arrays, gates: mx.array | None = None) -> Arrays:
     """Return what the backward steps wrote, and what they read (`numbers`), under the names that
-    `gradients_after_sweep` takes."""
+    `gradients_after_sweep` takes. gates: those of a GRU, if the steps did not write d_out, the gradient of the result
+    of the norm of its products."""
     cell = problem.cell
     if cell.norm is None:
         return results
     found = results.copy()
     if of_product(cell):
-        found |= {"da": results.get("d_out", results["dz"]), "dp": results["d_product"], "y": numbers["norm_y"]}
+        da = results.get("d_out", results["dz"])
+        if cell.op == "gru" and gates is not None:
+            da = times_reset(problem, da, gates)
+        found |= {"da": da, "dp": results["d_product"], "y": numbers["norm_y"]}
         if cell.norm.of == "sum":
             found["dz"] = found["dp"]
     if of_state(cell):
         found |= {"dn": results["d_norm_c"], "yc": numbers["norm_c_y"]}
     return found
+
+
+def times_reset(problem: Problem, dz: mx.array, gates: mx.array) -> mx.array:
+    """Return dz [T, B, D 3H] of a GRU with the candidate's block times the gate r."""
+    cell, (T, B), D, H = problem.cell, dz.shape[:2], problem.directions, problem.H
+    r = gates.reshape(T, B, D, 3 * H)[..., cell.block("r", H)]
+    factors = [r if gate == "n" else mx.ones_like(r) for gate in cell.gate_order]
+    return dz * mx.concatenate(factors, axis=-1).reshape(dz.shape)
 
 
 def memory_of(cell: AnyCell, H: int, lanes: int, rows: int) -> int:
