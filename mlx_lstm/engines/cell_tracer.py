@@ -19,7 +19,7 @@ from ..checks import fail
 from . import definitions
 from .captures import Captured, TooMuch, library_of
 from .cell_graph import CONDITIONS, CellGraph, Graph, Node, cell_graph, names_of, needed
-from .cells import AnyCell, Cell, PointwiseCell, form_of
+from .cells import AnyCell, Cell, NormOptions, PointwiseCell, form_of
 from .tracing import distinct, have_values, vjp
 
 OP = "pointwise"
@@ -161,6 +161,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "atanh": mx.arctanh, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b, "lt": lambda a, b: a < b,
     "le": lambda a, b: a <= b, "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "and": mx.logical_and,
     "or": mx.logical_or, "not": mx.logical_not, "select": mx.where, "matmul": lambda a, b: a @ b,
+    "norm": lambda c, norm: norm(c), "unnorm": lambda d, c, norm: norm.back(d, c),
 }  # fmt: skip
 """The function of MLX for each operation of a graph. "float" is missing, because the conversion needs a dtype."""
 
@@ -259,7 +260,10 @@ def graph_of(cell: AnyCell, names: Collection[str], exposes: bool) -> CellGraph:
     caller gets the gates; for a backward pass, whether they have cotangents."""
     if isinstance(cell, PointwiseCell):
         return cell.graph
-    return traced_definition(form_of(cell), frozenset({"peephole", "Wp"} & set(names)), exposes)
+    form = form_of(cell)
+    if form.norm is not None:  # only the norm of c is in the graph: the others change the preactivations before it
+        form = form._replace(norm=NormOptions(None, c=form.norm.c) if form.norm.c else None)
+    return traced_definition(form, frozenset({"peephole", "Wp"} & set(names)), exposes)
 
 
 def straight_through(x: mx.array, value: mx.array) -> mx.array:
@@ -287,6 +291,7 @@ TRACED: definitions.Functions = {
     "sigmoid": mx.sigmoid,
     "clip": traced_clip,
     "where": lambda condition, value, x: straight_through(x, mx.where(condition, value, x)),
+    "norm": lambda c, N: c @ N,  # see `Graph.normalise`
 }
 """The functions from which a traced definition is built."""
 
@@ -301,6 +306,7 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
     first = [*(f"x{k}" for k in range(cell.gates)), *(f"p{k}" for k in products)]
     first += [*(f"s{k}" for k in range(cell.carried + 1)), *peepholes, *(["i0"] if before else [])]
     more = {"k0": cell.cell_clip is not None, "k1": cell.projection_clip is not None, "W0": before or "Wp" in names}
+    more["N0"] = cell.norm is not None
     given = [*first, *(name for name, is_there in more.items() if is_there)]
 
     def results(*arrays: mx.array) -> list[mx.array]:
@@ -465,7 +471,7 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
         matrix = str(graph.nodes[args[0]].value)
         return graph.input(matrix[:-1] if matrix[-1] == "T" else matrix + "T")
     if name == "Matmul":
-        return graph.add("matmul", *args)
+        return graph.normalise(*args) if graph.nodes[args[1]].value in ("N0", "N0T") else graph.add("matmul", *args)
     if name in (*VIEWS, "StopGradient"):
         return args[0]
     if name == "AsType":

@@ -35,9 +35,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "forget_bias": 0.0,
         "projection_clip": None,
         "clip_gradient": "through",
+        "norm": None,
     },
-    "gru": {"gate_order": "rzn", "activations": ("sigmoid", "sigmoid", "tanh"), "reset": "after", "flip_z": False},
-    "rnn": {"activation": "tanh"},
+    "gru": {
+        "gate_order": "rzn",
+        "activations": ("sigmoid", "sigmoid", "tanh"),
+        "reset": "after",
+        "flip_z": False,
+        "norm": None,
+    },
+    "rnn": {"activation": "tanh", "norm": None},
 }
 COMMON = {
     "reverse": False,

@@ -11,7 +11,7 @@ from ..engines.ops.packed import judged
 from ..engines.packing import Packing, Quantized, is_packed
 from ..engines.problem import Problem
 from ..oracle import evaluate, kink_distance
-from ..oracle.arithmetic import Arithmetic, Array, Tensors
+from ..oracle.arithmetic import ACTIVATIONS, Arithmetic, Array, Tensors
 from ..oracle.closeness import float_of, largest
 from ..oracle.pointwise import comparison_distance, evaluate_graph
 from ..oracle.recurrence import KINKS
@@ -122,8 +122,8 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
     candidate = {"lstm": "g", "gru": "n", "rnn": "h"}[cell.op]
     act = cell.activations[0 if cell.op == "rnn" else 2]
     signs = np.sign(rng.normal(size=(D, H)))
-    odd = ("identity", "tanh")
-    if cell.op == "lstm" and (act not in odd or (cell.clip_gradient == "zero" and cell.activations[-1] not in odd)):
+    clipped = cell.clip_gradient == "zero" and is_never_negative(cell.activations[-1])
+    if cell.op == "lstm" and (is_never_negative(act) or clipped):
         signs = np.ones_like(signs)
     steer[:, cell.block(candidate, H)] *= signs
     if "c0" in parts:
@@ -131,6 +131,11 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
     if cell.clip_gradient == "zero":
         parts, steer = away_from_limits(problem, parts, np.sign(steer), rng)
     return parts | {"steer": steer.reshape(-1)}
+
+
+def is_never_negative(activation: str) -> bool:
+    """Return whether an activation, which never falls, has no negative values."""
+    return float(ACTIVATIONS[activation](np.array(-100.0), Arithmetic(np.float64))) >= 0
 
 
 def away_from_limits(problem: Problem, parts: Tensors, signs: Array, rng: np.random.Generator) -> tuple[Tensors, Array]:
