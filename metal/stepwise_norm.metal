@@ -31,24 +31,27 @@ inline void include(thread Moments& of, float x) {
   of.squares += distance * (x - of.mean);
 }
 
-// Return the moments of the numbers of all lanes of a simdgroup.
-inline Moments over_simdgroup(thread const Moments& own) {
-  const float count = simd_sum(own.count), mean = simd_sum(own.count * own.mean) / max(count, 1.0f);
-  return {count, mean, simd_sum(own.squares + own.count * (own.mean - mean) * (own.mean - mean))};
+// Replace the moments of a lane's numbers by those of all numbers of its simdgroup.
+inline void over_simdgroup(thread Moments& of) {
+  const float count = simd_sum(of.count), mean = simd_sum(of.count * of.mean) / max(count, 1.0f);
+  of.squares = simd_sum(of.squares + of.count * (of.mean - mean) * (of.mean - mean));
+  of.count = count, of.mean = mean;
 }
 
 // Replace the moments of a thread's numbers, for N norms, by those of all numbers of the threadgroup.
 template <int N>
 void over_threadgroup(thread Moments (&of)[N], int simdgroup, int lane, threadgroup float* memory) {
   for (int n = 0; n < N; ++n) {
-    of[n] = over_simdgroup(of[n]);
+    over_simdgroup(of[n]);
     threadgroup float* own = memory + 3 * (ITEM_SIMDGROUPS * n + simdgroup);
     if (lane == 0) own[0] = of[n].count, own[1] = of[n].mean, own[2] = of[n].squares;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the sums of all simdgroups from their reads
   for (int n = 0; n < N; ++n) {
     threadgroup const float* read = memory + 3 * (ITEM_SIMDGROUPS * n + min(lane, ITEM_SIMDGROUPS - 1));
-    of[n] = over_simdgroup({lane < ITEM_SIMDGROUPS ? read[0] : 0.0f, read[1], lane < ITEM_SIMDGROUPS ? read[2] : 0.0f});
+    const bool reads = lane < ITEM_SIMDGROUPS;
+    of[n].count = reads ? read[0] : 0.0f, of[n].mean = read[1], of[n].squares = reads ? read[2] : 0.0f;
+    over_simdgroup(of[n]);
   }
 }
 
@@ -103,7 +106,7 @@ float normed_unit(
     y[gate] = Norm<Cell>::IS_SUM ? 0.0f : float(a.z[place(s, s.t, b, GATES * s.H) + block]);
     q[gate] = before_norm<Cell>(s, a, b, gate, j);
     if (Norm<Cell>::OF == NOTHING) continue;
-    const Moments m = of[Norm<Cell>::IS_EACH ? gate : 0];
+    thread const Moments& m = of[Norm<Cell>::IS_EACH ? gate : 0];
     q[gate] = (q[gate] - m.mean) * rsqrt(m.squares / m.count + float(a.norm_eps[0]));
     q[gate] = q[gate] * value_at(a.norm_scale, at, 1.0f) + value_at(a.norm_shift, at, 0.0f);
   }
@@ -188,6 +191,7 @@ void stepwise_norm_forward(
 template <class Cell, bool PASSES>
 struct OfProducts {
   enum { GATES = Cell::GATES, SEGMENTS = 1, HAS_C = Cell::HAS_C || Cell::PASSES_H, PASSES_H = PASSES };
+  static constexpr int block(int gate) { return Cell::block(gate); }
 };
 
 // Compute the part of dh_t, the gradient of h, that comes from the products of the next step and from the cotangents.
@@ -212,8 +216,8 @@ void stepwise_norm_dm(
   const Step s = step_of(a.step, a.sizes, group.z);
   const int b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
   const Block own = {b0, j0, simdgroup, lane, sums};
-  Product::template product<OneBlock, 0, COLUMNS, 1>(
-      items_of(s, (const device S*)a.dh_now, s.K), a.weights + Index(s.d) * s.H * s.K, s.B, s.H, s.K, own);
+  const Items<S> x = items_of(s, (const device S*)a.dh_now, s.K);
+  Product::template product<OneBlock, 0, COLUMNS, 1>(x, a.weights + Index(s.d) * s.H * s.K, s.B, s.H, s.K, own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
     const int b = b0 + int(cell / COLUMNS), j = j0 + int(cell % COLUMNS);
     if (b < s.B && j < s.H) ((device S*)a.after)[place(s, 0, b, s.H) + j] = S(sums[cell]);
@@ -246,20 +250,20 @@ void norm_of_c_backward(
 // Compute the gradients of unit j. in_c: the sums over all units of g and g y, where y is the normalised c, and g the
 // gradient of y. Without them (`has_sums` is false) only of_c is computed.
 template <class Cell, class S, class Arrays>
-UnitGradients<Cell::GATES> unit_gradients(
+void unit_gradients(
     thread const Step& s, thread const Arrays& a, int b, int j, bool starts, bool has_sums,
-    thread const float (&in_c)[2]) {
+    thread const float (&in_c)[2], thread UnitGradients<Cell::GATES>& d) {
   constexpr int GATES = Cell::GATES;
   constexpr bool CARRIES = Cell::HAS_C || Cell::PASSES_H;
   const int H = s.H;
   const Index at = place(s, 0, b, H) + j, now = place(s, s.t, b, H) + j;
   const Index previous = place(s, s.reverse ? s.t + 1 : s.t - 1, b, H) + j;
   float y[GATES], p[Cell::CONSTANTS];
-  UnitGradients<GATES> d = {};
   for (int gate = 0; gate < GATES; ++gate) {
     const Index gate_now = place(s, s.t, b, GATES * H) + j + Cell::block(gate) * H;
     y[gate] = value_at(a.gates, gate_now, 0.0f), d.dz[gate] = value_at(a.dgates, gate_now, 0.0f);
   }
+  d.carry = d.of_c = 0.0f;
   if (CARRIES) d.carry = s.n + 1 == s.T ? value_at(a.dcT, at, 0.0f) : carry_at(a.before, at);
   d.carry += value_at(a.dc, now, 0.0f);
   const float before = (starts ? value_at(a.states0, at, 0.0f) : float(a.states[previous])) *
@@ -273,7 +277,7 @@ UnitGradients<Cell::GATES> unit_gradients(
     const float seen = Norm<Cell>::IN_STATE ? after : normed * scale + value_at(a.norm_c_shift, scale_at, 0.0f);
     float output;
     norm_of_c_backward<Cell>(y, p, seen, dh, output, d);
-    if (!has_sums) return d;
+    if (!has_sums) return;
     constexpr int NORMS = Norm<Cell>::OF == NOTHING ? 1 : Norm<Cell>::GROUPS + 1;
     const float factor = a.norm_r[place(s, s.t, b, NORMS) + NORMS - 1];
     d.carry += (d.of_c * scale - (in_c[0] + normed * in_c[1]) / H) * factor;
@@ -287,7 +291,6 @@ UnitGradients<Cell::GATES> unit_gradients(
     Cell::backward(y, p, before, after, q, limit, dh, d.carry, d.dz);
     if (Cell::PASSES_H) d.carry = dh;
   }
-  return d;
 }
 
 template <class Cell, class Product, class S, class Arrays>
@@ -303,8 +306,9 @@ void stepwise_norm_backward(
   float in_c[2] = {}, of[2 * N::GROUPS] = {};
   if constexpr (N::HAS_C != 0) {
     for (int j = first; live && j < H; j += ITEM_THREADS) {
-      const float d = unit_gradients<Cell, S>(s, a, b, j, starts, false, in_c).of_c;
-      const float scaled = d * value_at(a.norm_c_scale, Index(s.d) * H + j, 1.0f);
+      UnitGradients<GATES> d = {};
+      unit_gradients<Cell, S>(s, a, b, j, starts, false, in_c, d);
+      const float scaled = d.of_c * value_at(a.norm_c_scale, Index(s.d) * H + j, 1.0f);
       of[0] += scaled, of[1] += scaled * float(a.norm_c_y[place(s, s.t, b, H) + j]);
     }
     in_c[0] = of[0], in_c[1] = of[1], of[0] = of[1] = 0.0f;
@@ -313,7 +317,8 @@ void stepwise_norm_backward(
   if constexpr (OF_PRODUCTS) {
     for (int j = first; live && j < H; j += ITEM_THREADS) {
       float y[GATES];
-      const UnitGradients<GATES> d = unit_gradients<Cell, S>(s, a, b, j, starts, true, in_c);
+      UnitGradients<GATES> d = {};
+      unit_gradients<Cell, S>(s, a, b, j, starts, true, in_c, d);
       for (int gate = 0; gate < GATES; ++gate)
         y[gate] = value_at(a.gates, place(s, s.t, b, GATES * H) + Cell::block(gate) * H + j, 0.0f);
       for (int gate = 0; gate < GATES; ++gate) {
@@ -333,7 +338,7 @@ void stepwise_norm_backward(
     const Index at = place(s, 0, b, H) + j, gates_at = place(s, 0, b, GATES * H) + j;
     UnitGradients<GATES> d = {};
     float y[GATES], carry = 0.0f;
-    if (live) d = unit_gradients<Cell, S>(s, a, b, j, starts, true, in_c), carry = d.carry * factor;
+    if (live) unit_gradients<Cell, S>(s, a, b, j, starts, true, in_c, d), carry = d.carry * factor;
     else if (CARRIES) carry = begins ? value_at(a.dcT, at, 0.0f) : carry_at(a.before, at);
     for (int gate = 0; gate < GATES; ++gate)
       y[gate] = live ? value_at(a.gates, place(s, s.t, b, GATES * H) + Cell::block(gate) * H + j, 0.0f) : 0.0f;

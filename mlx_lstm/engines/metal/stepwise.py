@@ -820,10 +820,10 @@ def norm_dh0_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
 
 def of_dh(name: str, problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], written: mx.Dtype) -> StepKernel:
     """Return a kernel that computes a gradient of h [B, D P] from the gradients of the products."""
-    tile = tile_of(problem, problem.P)
+    tile, present = tile_of(problem, problem.P), tuple(field for field in present if field != "gates")
     return StepKernel(
         *(problem, dtype, present),
-        StepShader(name, "step before weights mask lengths dh dhT unclipped sizes"),
+        StepShader(name, "step before weights gates mask lengths dh dhT unclipped sizes"),
         tile=tile,
         units=(problem.P, tile[1]),
         output=(row_length(problem, problem.P, 1, False, dtype), written),
@@ -860,48 +860,6 @@ def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
         units=(1, 1),
         output=(row_length(problem, problem.H, blocks, cell.op != "rnn", dtype), row_type(dtype)),
     )
-
-
-@cached
-def norm_gradients_launch(
-    problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
-) -> "Sequences":
-    """Return the launch that copies the results of a backward pass with a norm from its rows into sequences. It
-    writes, under the names of the kernels of `fused`, d_product and dz, or only dz if the products are not normalised;
-    with a norm of c also d_norm_c; with a projection dh. If `names` contains them, it writes dc0 and carry."""
-    (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
-    products, states, G, keep = norms.of_product(cell), norms.of_state(cell), cell.gates, "carry" in names
-    wide, all_gates = ((T, B, D * H), dtype), ((T, B, D * G * H), dtype)
-    outputs: Outputs = {
-        "dz": all_gates,
-        "d_product": all_gates if products else None,
-        "d_norm_c": wide if states else None,
-        "dh": ((T, B, D * P), dtype) if projects else None,
-        "dc0": ((B, D * H), dtype) if "dc0" in names else None,
-        "carry": wide if keep else None,
-    }
-    inputs = {name: name in present for name in ("lengths", "sizes")}
-    written = [name for name, output in outputs.items() if output is not None]
-    read = [name for name in inputs if inputs[name]]
-    fields = fields_of((*inputs, "starts", "kinds", *outputs), {*read, *written, "starts", "kinds"})
-    fields |= dict.fromkeys(("gates", "d_out"), "absent")
-    first, carries = ("d_product" if products else "dz"), str(cell.op != "rnn").lower()
-    # The first block of a row has the place of dz in the row of a cell without a norm, so the same shader copies it.
-    body = struct_of(fields | {"dz": first})
-    end = "thread_position_in_grid);\n"
-    body += f"stepwise_gradients<{G}, 0, 0, {carries}, S>(rows, kinds, a, {end}"
-    if products:
-        body += f"stepwise_norm_gradients<{G}, {G + keep}, {carries}, S>(rows, kinds, a, dz, {end}"
-    if states:
-        body += f"stepwise_norm_gradients<1, {G * (1 + products) + keep}, {carries}, S>(rows, kinds, a, d_norm_c, {end}"
-    if projects:
-        only_dh = fields | dict.fromkeys(("dc0", "carry"), "absent") | {"dz": "dh"}
-        body += struct_of(only_dh, "Projected", "projected")
-        body += f"stepwise_gradients<1, 0, 0, false, S>(rows, kinds + 3, projected, {end}"
-    template: Template = {"OPTIONS": number_of_norm(cell)}
-    files = ("norm", "stepwise_forward", "stepwise_backward", "stepwise_norm")
-    source = Source(f"{cell.op}_stepwise_norm_gradients", files, body)
-    return prepare_sequences(problem, dtype, layout, source, template, inputs, outputs)
 
 
 # --- The launch after all steps ---
@@ -1058,4 +1016,46 @@ def gradients_launch(
         template |= {"OPTIONS": cell_number(cell)}
         body += f"stepwise_projected<{STRUCTS[cell.op]}, S>(a, {end}"
     source = Source(f"{cell.op}_stepwise_gradients", (), body)
+    return prepare_sequences(problem, dtype, layout, source, template, inputs, outputs)
+
+
+@cached
+def norm_gradients_launch(
+    problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
+) -> Sequences:
+    """Return the launch that copies the results of a backward pass with a norm from its rows into sequences. It
+    writes, under the names of the kernels of `fused`, d_product and dz, or only dz if the products are not normalised;
+    with a norm of c also d_norm_c; with a projection dh. If `names` contains them, it writes dc0 and carry."""
+    (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
+    products, states, G, keep = norms.of_product(cell), norms.of_state(cell), cell.gates, "carry" in names
+    wide, all_gates = ((T, B, D * H), dtype), ((T, B, D * G * H), dtype)
+    outputs: Outputs = {
+        "dz": all_gates,
+        "d_product": all_gates if products else None,
+        "d_norm_c": wide if states else None,
+        "dh": ((T, B, D * P), dtype) if projects else None,
+        "dc0": ((B, D * H), dtype) if "dc0" in names else None,
+        "carry": wide if keep else None,
+    }
+    inputs = {name: name in present for name in ("lengths", "sizes")}
+    written = [name for name, output in outputs.items() if output is not None]
+    read = [name for name in inputs if inputs[name]]
+    fields = fields_of((*inputs, "starts", "kinds", *outputs), {*read, *written, "starts", "kinds"})
+    fields |= dict.fromkeys(("gates", "d_out"), "absent")
+    first, carries = ("d_product" if products else "dz"), str(cell.op != "rnn").lower()
+    # The first block of a row has the place of dz in the row of a cell without a norm, so the same shader copies it.
+    body = struct_of(fields | {"dz": first})
+    end = "thread_position_in_grid);\n"
+    body += f"stepwise_gradients<{G}, 0, 0, {carries}, S>(rows, kinds, a, {end}"
+    if products:
+        body += f"stepwise_norm_gradients<{G}, {G + keep}, {carries}, S>(rows, kinds, a, dz, {end}"
+    if states:
+        body += f"stepwise_norm_gradients<1, {G * (1 + products) + keep}, {carries}, S>(rows, kinds, a, d_norm_c, {end}"
+    if projects:
+        only_dh = fields | dict.fromkeys(("dc0", "carry"), "absent") | {"dz": "dh"}
+        body += struct_of(only_dh, "Projected", "projected")
+        body += f"stepwise_gradients<1, 0, 0, false, S>(rows, kinds + 3, projected, {end}"
+    template: Template = {"OPTIONS": number_of_norm(cell)}
+    files = ("norm", "stepwise_forward", "stepwise_backward", "stepwise_norm")
+    source = Source(f"{cell.op}_stepwise_norm_gradients", files, body)
     return prepare_sequences(problem, dtype, layout, source, template, inputs, outputs)
