@@ -12,7 +12,6 @@ import pytest
 from mlx_lstm import recurrence
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.choice import has_metal
-from mlx_lstm.engines.numpy import arrays as numpy_arrays
 from mlx_lstm.engines.numpy import products as numpy_products
 from mlx_lstm.engines.numpy import steps as numpy_steps
 from mlx_lstm.oracle import OUTPUTS as OUTPUTS_OF
@@ -176,8 +175,10 @@ def poison_scratch(monkeypatch):
     """Fill every scratch buffer of engine `numpy` with NaN, so that an element which is read before it is written
     makes the result NaN."""
 
+    allocate = numpy_products.columns_buffer
+
     def poisoned(*arguments):
-        buffer = numpy_arrays.columns_buffer(*arguments)
+        buffer = allocate(*arguments)
         buffer.fill(np.nan)
         return buffer
 

@@ -125,7 +125,7 @@ class Layer(Advised):
         that are `None`."""
         arrays = {}
         for name, argument in self._names.items():
-            if argument in ("Wx", "Wh") or getattr(self, name) is not None:
+            if name in self or argument in ("Wx", "Wh") or getattr(self, name) is not None:
                 arrays[argument] = self._parameter(name)
         return arrays
 

@@ -16,8 +16,8 @@ from ..checks import check_integer, fail, instead_of
 from ..engines import Choice
 from ..engines.cells import Cell, LSTMCell
 from ..engines.chunks import HALVES, for_engine
-from ..engines.numpy.arrays import Views, views
 from ..engines.numpy.stream import Stream
+from ..engines.numpy.sweep import Views, views
 from ..engines.ops.packed import dequantized
 from ..engines.problem import Arrays, Problem
 from ..engines.stream import Launch, MLXStream, launch_of
