@@ -11,6 +11,7 @@
 // Arrays besides those of stepwise_forward.metal, stepwise_backward.metal and norm.metal:
 //   product   [B, D G H] float, a row: the recurrent products of this step, from the first launch
 //   norm_y    [T, B, D G H], norm_c_y [T, B, D H] float: the normalised numbers, without scale and shift
+//   norm_c    [2, D, H]: the scale and the shift of the norm of c, in the backward pass
 //   norm_r    [T, B, D R] float: 1 / sqrt(variance + eps) of the norms, that of c last; R is their number
 //   after     forward as in stepwise_forward.metal. Backward: the carry; the gradients of the products [B, D G H]; with
 //             `keep` the third array of stepwise_backward.metal; if the products are normalised, the gradients dz of the
@@ -273,8 +274,8 @@ void unit_gradients(
   Cell::template constants<Index>(a, s.d, H, j, p);
   if constexpr (Norm<Cell>::HAS_C != 0) {
     const Index scale_at = Index(s.d) * H + j;
-    const float normed = a.norm_c_y[now], scale = value_at(a.norm_c_scale, scale_at, 1.0f);
-    const float seen = Norm<Cell>::IN_STATE ? after : normed * scale + value_at(a.norm_c_shift, scale_at, 0.0f);
+    const float normed = a.norm_c_y[now], scale = float(a.norm_c[scale_at]);
+    const float seen = Norm<Cell>::IN_STATE ? after : normed * scale + float(a.norm_c[Index(s.D) * H + scale_at]);
     float output;
     norm_of_c_backward<Cell>(y, p, seen, dh, output, d);
     if (!has_sums) return;
@@ -308,7 +309,7 @@ void stepwise_norm_backward(
     for (int j = first; live && j < H; j += ITEM_THREADS) {
       UnitGradients<GATES> d = {};
       unit_gradients<Cell, S>(s, a, b, j, starts, false, in_c, d);
-      const float scaled = d.of_c * value_at(a.norm_c_scale, Index(s.d) * H + j, 1.0f);
+      const float scaled = d.of_c * float(a.norm_c[Index(s.d) * H + j]);
       of[0] += scaled, of[1] += scaled * float(a.norm_c_y[place(s, s.t, b, H) + j]);
     }
     in_c[0] = of[0], in_c[1] = of[1], of[0] = of[1] = 0.0f;

@@ -117,13 +117,18 @@ def before_norm_of_c(problem: Problem, arrays: Arrays, saved: Arrays) -> mx.arra
     return c if cell.cell_clip is None else mx.clip(c, -cell.cell_clip, cell.cell_clip)
 
 
-def joined(problem: Problem, numbers: Arrays) -> Arrays:
-    """Return norm_y, norm_c_y, and norm_r with norm_c_r behind the numbers of each direction as one array norm_r. The
-    kernels of `stepwise` read them so, because Metal binds at most 31 arrays to one launch."""
-    D = problem.directions
+def joined(problem: Problem, arrays: Arrays, numbers: Arrays) -> Arrays:
+    """Return norm_y, norm_c_y and two joined arrays: norm_r with norm_c_r behind the numbers of each direction, and
+    norm_c [2, D, H], the scale and the shift of the norm of c. The kernels of `stepwise` read them so, because Metal
+    binds at most 31 arrays to one launch."""
+    D, shape = problem.directions, (problem.directions, problem.H)
     parts = [numbers[name] for name in ("norm_r", "norm_c_r") if name in numbers]
     parts = [part.reshape(*part.shape[:2], D, -1) for part in parts]
     found = {name: numbers[name] for name in ("norm_y", "norm_c_y") if name in numbers}
+    if of_state(problem.cell):
+        dtype = arrays["Wh"].dtype
+        scale, shift = arrays.get("norm_c_scale", mx.ones(shape, dtype)), arrays.get("norm_c_shift", mx.zeros(shape, dtype))
+        found["norm_c"] = mx.stack([scale.reshape(shape), shift.reshape(shape)])
     return found | {"norm_r": mx.concatenate(parts, axis=-1)}
 
 

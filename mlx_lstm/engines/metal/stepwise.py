@@ -213,7 +213,7 @@ def normed_backward(
     inputs |= {f"d{name}": contiguous(cotangents[name]) for name in cotangents}
     inputs["gates"] = contiguous(saved["gates"]) if cell.op != "rnn" else None
     inputs["states0"] = inputs.get(f"{state}0")
-    inputs |= {name: contiguous(array) for name, array in norms.joined(problem, numbers).items()}
+    inputs |= {name: contiguous(array) for name, array in norms.joined(problem, arrays, numbers).items()}
     inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, P, K)}
     of_cell = inputs | {"sizes": sizes(problem, mask, H, K), "dh_now": row}
     if cell.stops_c:
@@ -854,7 +854,7 @@ def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
         StepShader(
             "stepwise_norm_backward",
             "step before dh_now gates states states0 q peephole bhn keep lengths dc dgates dcT sizes numbers "
-            "norm_scale norm_c_scale norm_c_shift norm_y norm_r norm_c_y",
+            "norm_scale norm_c norm_y norm_r norm_c_y",
         ),
         tile=ITEM,
         units=(1, 1),
