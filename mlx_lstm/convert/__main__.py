@@ -47,7 +47,7 @@ def convert(options: argparse.Namespace) -> list[str]:
     lines say how the layers in the new file differ from those of the source."""
     source, target = options.source, options.target
     is_package = target.suffix == ".mlpackage"
-    ending = target.suffix if is_package else ending_of(target)
+    ending = target.suffix if is_package else ending_of(target, writes=True)
     if target.exists() and not options.force:
         raise FileExistsError(f"{target} exists; --force replaces it")
     if target.is_dir() and not is_package:

@@ -44,8 +44,9 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
     """
     op = "from_torch"
     nonlinearity = getattr(arrays, "nonlinearity", nonlinearity)
-    whole = parameters_of(op, "arrays must be a layer or a dict of arrays", arrays)
-    arrays = parameters_of(op, "arrays must be a layer or a dict of arrays", arrays, prefix)
+    rule = "arrays must be a layer or a dict of arrays (of a file: mx.load(file), or convert.read(file).layers)"
+    whole = parameters_of(op, rule, arrays)
+    arrays = parameters_of(op, rule, arrays, prefix)
     check_prefix(op, whole, arrays, prefix)
     parts: dict[tuple[int, int], dict[str, mx.array]] = {}
     is_cell = f"{prefix}weight_hh" in arrays

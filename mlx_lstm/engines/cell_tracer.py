@@ -71,7 +71,7 @@ ADVICE = {
     "arrays from around the cell would be constants without a gradient: pass it in params": ("a captured array",),
     "MLX cannot write out functions with derivatives of their own": ("a custom function",),
     "a cell computes in float32": ("AsType",),
-    "use mx.where": ("a decision on values",),
+    "use mx.where instead of if, and functions of MLX only": ("a decision on values",),
     "compute it before, as a number, or use mlx_lstm.recurrent": ("a compiled function of constants",),
 }
 """For each piece of advice in an error message, the operations for which it is given. A cell must not use them."""
@@ -340,7 +340,15 @@ def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.ar
     a: Sequence[Any] = x
     if apart:
         a, rest = tuple(zip(x, rest[: counts.gates], strict=True)), rest[counts.gates :]
-    states = cell(a, rest[: counts.states], *rest[counts.states :])
+    try:
+        states = cell(a, rest[: counts.states], *rest[counts.states :])
+    except (TypeError, ValueError) as error:
+        # Python's own errors for a wrong number of values, and MLX's for a tuple of arrays in place of an array
+        if not any(text in str(error) for text in (" to unpack", "positional argument", "Invalid type tuple")):
+            raise
+        given = f"gates={counts.gates}, states={counts.states}, params={counts.params}, inputs={counts.inputs}"
+        rule = "gates, states, params and inputs must be as many as the cell takes, cell(a, state, *inputs, *params),"
+        raise ValueError(f"[{OP}] {rule} but got {given}: {str(error).rstrip('.')}.") from error
     shape = rest[0].shape
     if isinstance(states, mx.array) and counts.states == 1:
         states = (states,)
@@ -601,7 +609,8 @@ def line_of(step: Callable[..., Any], given: list[mx.array]) -> str:
 
 def place(file: str, line: int) -> str:
     """Return text for an error message: a file's name, the number of a line, and the source of this line."""
-    return f", {Path(file).name} line {line}: {linecache.getline(file, line).strip()}"
+    source = linecache.getline(file, line).strip()
+    return f", {Path(file).name} line {line}" + (f": {source}" if source else "")
 
 
 def is_users(file: str) -> bool:

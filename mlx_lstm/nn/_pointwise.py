@@ -171,24 +171,16 @@ class Pointwise(nn.Module):
         options |= {name: mx.swapaxes(array, 0, 1) for name, array in by_step.items()}
         by_time = [mx.swapaxes(array, 0, 1) if array.ndim == 3 else array for array in inputs]
         own = self._own_cell
-        try:
-            h, last = pointwise(
-                *(own.function, mx.swapaxes(x, 0, 1), Wx, Wh, b, others[: len(state)]),
-                **options,
-                inputs=by_time,
-                params=others[len(state) :],
-                apart=own.apart,
-                reverse=self.reverse,
-                bidirectional=self._directions == 2,
-                checkpoint_every=self.checkpoint_every,
-            )
-        except (TypeError, ValueError) as error:
-            # Python's own errors for a wrong number of values, raised by the user's cell
-            if not any(text in str(error) for text in (" to unpack", "positional argument")):
-                raise
-            counts = f"gates={own.gates}, states={own.states}, params={own.params}, inputs={len(by_time)}"
-            rule = "gates, states, params and inputs must be as many as the cell takes"
-            raise ValueError(f"[{OP}] {rule} but got {counts}: {error}.") from error
+        h, last = pointwise(
+            *(own.function, mx.swapaxes(x, 0, 1), Wx, Wh, b, others[: len(state)]),
+            **options,
+            inputs=by_time,
+            params=others[len(state) :],
+            apart=own.apart,
+            reverse=self.reverse,
+            bidirectional=self._directions == 2,
+            checkpoint_every=self.checkpoint_every,
+        )
         return mx.swapaxes(h, 0, 1), last
 
     def step(
