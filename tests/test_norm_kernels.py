@@ -35,7 +35,7 @@ MANY = LIMITS._replace(launch_steps=2, rows_left=4, index=1)
 """Limits with which a call has several launches or joins rows, and counts elements with 64 bits."""
 
 # (engine, cell, sizes B, I, H, P, options of the call). P is 0 without a projection. The sizes make threadgroups of 1, 2
-# and 4 batch items, of one and several simdgroups, whole ones and others, and products in lanes and in tiles.
+# or 4 batch items and of one or several simdgroups, with and without lanes that have no unit.
 ROWS = [
     ("fused", "product", (3, 3, 5, 0), {"peephole": True, **ALL}),
     ("fused", "sum", (3, 2, 12, 0), {"limits": MANY, "bidirectional": True, "cut": Cut(2), "peephole": True, **ALL}),
@@ -56,12 +56,19 @@ ROWS = [
     ("stepwise", "rnn", (3, 3, 300, 0), BARE),
     ("stepwise", "rnn sum", (3, 3, 5, 0), {"reverse": True, **ALL}),
 ]
-PARAMS = [pytest.param(*row, id="-".join(row[:2])) for row in ROWS]
+QUICK = {("fused", "state"), ("fused", "gru each"), ("fused", "rnn"), ("stepwise", "state"), ("stepwise", "gru each")}
+"""The rows that are not slow tests. Together they have every norm, and both kinds of sums over lanes."""
+PARAMS = [pytest.param(*row, id="-".join(row[:2]), marks=[] if row[:2] in QUICK else pytest.mark.slow) for row in ROWS]
 
 
 def drawn(cell, sizes, options, dtype, seed=0):
     """Return random arrays of a call, as MLX arrays. options: names of arrays that the call has or lacks."""
-    (B, width, H, P), D, G, rng = sizes, 2 if options.get("bidirectional") else 1, cell.gates, np.random.default_rng(seed)
+    (B, width, H, P), D, G, rng = (
+        sizes,
+        2 if options.get("bidirectional") else 1,
+        cell.gates,
+        np.random.default_rng(seed),
+    )
     own = (D,) if D > 1 else ()
     shapes = {"x": (T, B, width), "Wx": (D * G * H, width), "Wh": (*own, G * H, P or H), "b": (D * G * H,)}
     shapes |= {"h0": (B, D * (P or H))} | ({"c0": (B, D * H)} if cell.op == "lstm" else {})
@@ -94,8 +101,7 @@ def check(engine, cell, sizes, options, dtype=mx.float32, seed=0):
     with on_metal() as log, mx.stream(METAL):
         saved = module.forward(problem, arrays)
         cotangents = {
-            name: mx.array(rng.normal(size=saved[name].shape).astype(np.float32)).astype(dtype)
-            for name in cell.outputs
+            name: mx.array(rng.normal(size=saved[name].shape).astype(np.float32)).astype(dtype) for name in cell.outputs
         }
         gradients = module.backward(problem, arrays, dict(saved), cotangents)
         found = {name: saved[name] for name in cell.outputs} | {f"d{name}": d for name, d in gradients.items()}

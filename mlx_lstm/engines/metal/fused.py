@@ -19,6 +19,7 @@ from ..ops.packed import matrix, scales_of
 from ..ops.sweep import gradients_after_sweep
 from ..packing import Packing, field_of, is_packed
 from ..problem import CORES, Arrays, Cut, Problem
+from . import norms
 from .kernel import (
     STRUCTS,
     Inputs,
@@ -37,7 +38,6 @@ from .kernel import (
     struct_of,
     whole_mask,
 )
-from . import norms
 from .products import candidates, gradients_in_few_launches, is_plain, project, recurrent_input, takes_product
 
 SWEEPS = ("forward", "backward")

@@ -107,9 +107,7 @@ def before_norm_of_c(problem: Problem, arrays: Arrays, saved: Arrays) -> mx.arra
     if cell.norm.c == "output":
         return saved["c"].astype(mx.float32)
     if problem.bidirectional:
-        each = [
-            before_norm_of_c(one_direction(problem, d), part(arrays, d), part(saved, d)) for d in range(2)
-        ]
+        each = [before_norm_of_c(one_direction(problem, d), part(arrays, d), part(saved, d)) for d in range(2)]
         return mx.concatenate(each, axis=-1)
     gates = {gate: y.astype(mx.float32) for gate, y in by_gate(cell, saved["gates"]).items()}
     before = times_keep(arrays, states_before(problem, arrays, saved)["c"]).astype(mx.float32)
@@ -127,7 +125,10 @@ def joined(problem: Problem, arrays: Arrays, numbers: Arrays) -> Arrays:
     found = {name: numbers[name] for name in ("norm_y", "norm_c_y") if name in numbers}
     if of_state(problem.cell):
         dtype = arrays["Wh"].dtype
-        scale, shift = arrays.get("norm_c_scale", mx.ones(shape, dtype)), arrays.get("norm_c_shift", mx.zeros(shape, dtype))
+        scale, shift = (
+            arrays.get("norm_c_scale", mx.ones(shape, dtype)),
+            arrays.get("norm_c_shift", mx.zeros(shape, dtype)),
+        )
         found["norm_c"] = mx.stack([scale.reshape(shape), shift.reshape(shape)])
     return found | {"norm_r": mx.concatenate(parts, axis=-1)}
 

@@ -18,6 +18,7 @@ from ..ops.packed import scales_of
 from ..ops.sweep import gradients_after_sweep, through_projection_clip
 from ..packing import is_packed
 from ..problem import Arrays, Cut, Problem
+from . import norms
 from .kernel import (
     STRUCTS,
     Inputs,
@@ -36,7 +37,6 @@ from .kernel import (
     struct_of,
     whole_mask,
 )
-from . import norms
 from .pointwise import name_of, struct_text
 from .products import candidates, gradients_in_few_launches, is_plain, project, recurrent_input, takes_product
 from .rows import LEFT, Join, Rows, joined_beside, starts_of
