@@ -34,8 +34,8 @@ CELLS = LSTMS | OTHERS
 MANY = LIMITS._replace(launch_steps=2, rows_left=4, index=1)
 """Limits with which a call has several launches or joins rows, and counts elements with 64 bits."""
 
-# (engine, cell, sizes B, I, H, P, options of the call). P is 0 without a projection. The sizes make threadgroups of 1, 2
-# or 4 batch items and of one or several simdgroups, with and without lanes that have no unit.
+# (engine, cell, sizes B, I, H, P, options of the call). P is 0 without a projection. The sizes make threadgroups of
+# 1, 2 or 4 batch items and of one or several simdgroups, with and without lanes that have no unit.
 ROWS = [
     ("fused", "product", (3, 3, 5, 0), {"peephole": True, **ALL}),
     ("fused", "sum", (3, 2, 12, 0), {"limits": MANY, "bidirectional": True, "cut": Cut(2), "peephole": True, **ALL}),

@@ -42,7 +42,7 @@ def inputs_of(problem: Problem, arrays: Arrays) -> Inputs:
 
 
 def present(problem: Problem, names: tuple[str, ...], sweep: str) -> set[str]:
-    """Return the names of the inputs in `READ` that the kernels of a pass get, if the call has arrays of these names."""
+    """Return the names of the inputs in `READ` that the kernels of a pass get. names: the arrays of the call."""
     cell = problem.cell
     if cell.norm is None:
         return set()
