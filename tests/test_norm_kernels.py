@@ -9,8 +9,11 @@ from on_metal import on_metal
 
 from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, NormOptions, RNNCell
+from mlx_lstm.engines.metal import kernel, norms
 from mlx_lstm.engines.problem import LIMITS, Cut, Problem
 from mlx_lstm.oracle.closeness import assert_within
+from mlx_lstm.recurrence import _judge
+from mlx_lstm.recurrence._trial import trial_from, trial_of
 
 T = 5
 ALL = {"mask": True, "keep": True, "lengths": True}
@@ -118,3 +121,25 @@ def check(engine, cell, sizes, options, dtype=mx.float32, seed=0):
 @pytest.mark.parametrize("engine, name, sizes, options", PARAMS)
 def test_values_and_gradients(engine, name, sizes, options):
     check(engine, CELLS[name], sizes, options)
+
+
+TRIALS = [("fused", "state", 0), ("fused", "gru each", 0), ("stepwise", "all", 3), ("stepwise", "rnn sum", 0)]
+
+
+@pytest.mark.parametrize("engine, name, P", TRIALS)
+def test_trials_accept_the_kernels(engine, name, P):
+    """The trial of kernels, before their first use, accepts those of a cell with a norm."""
+    cell, H = CELLS[name], 9
+    arrays = drawn(cell, (20, 3, H, P), {"keep": True}, mx.float32)
+    problem = Problem(T, 20, H, P or H, cell, mx.float32, tuple(arrays))
+    trial = trial_of(engine, problem)
+    assert trial_from(trial.text()) == trial
+    with on_metal(), mx.stream(METAL):
+        assert _judge.verdict(trial) == ""
+
+
+def test_a_trial_refuses_a_norm_with_the_wrong_eps(monkeypatch):
+    trial = trial_of("fused", Problem(T, 3, 5, 5, CELLS["rnn"], mx.float32, ("x", "Wx", "Wh", "h0")))
+    monkeypatch.setattr(norms, "constant", lambda numbers, dtype: kernel.constant((0.1,), dtype))
+    with on_metal(), mx.stream(METAL):
+        assert "error" in _judge.verdict(trial)
