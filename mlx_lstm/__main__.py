@@ -4,7 +4,7 @@ import importlib
 import sys
 from typing import NoReturn
 
-from .machine import VERSION, run_command
+from .ground.machine import VERSION, run_command
 
 COMMANDS = {
     "check": "Are all results right on this machine? Start here.",

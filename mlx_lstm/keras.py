@@ -9,12 +9,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .checks import check_array, check_flag, fail
 from .convert.keras import arrays_of, direction, times
 from .convert.weights import CELLS, from_one_bias, one_bias
 from .engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from .engines.directions import join, part
 from .engines.problem import Arrays
+from .ground.checks import check_array, check_flag, fail
 
 __all__ = ["bidirectional_from_keras", "bidirectional_to_keras", "gru_from_keras", "gru_to_keras", "lstm_from_keras"]
 __all__ += ["lstm_to_keras", "rnn_from_keras", "rnn_to_keras"]

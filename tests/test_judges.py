@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_lstm import recognition
 from mlx_lstm.compare import measure
 from mlx_lstm.compare.contenders import Outcome, run_engine
 from mlx_lstm.compare.grid import grid
@@ -20,6 +19,7 @@ from mlx_lstm.engines.problem import Problem
 from mlx_lstm.oracle.closeness import assert_close, assert_within
 from mlx_lstm.oracle.judge import Case
 from mlx_lstm.recurrence import _judge
+from mlx_lstm.recurrence import _recognise as recognition
 from mlx_lstm.recurrence._draw import draw, output_shapes, rounded
 from mlx_lstm.recurrence._trial import Trial
 

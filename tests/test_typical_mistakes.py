@@ -14,8 +14,9 @@ import pytest
 import torch as real
 
 import mlx_lstm.__main__ as command
-from mlx_lstm import cells, checks, convert, keras, lstm, nn, pointwise, torch  # noqa: F401
+from mlx_lstm import cells, convert, keras, lstm, nn, pointwise, torch  # noqa: F401
 from mlx_lstm.convert.__main__ import main as convert_main
+from mlx_lstm.ground import checks
 from mlx_lstm.testing import progress as progress_module
 from mlx_lstm.testing.progress import Progress
 

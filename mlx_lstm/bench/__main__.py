@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from ..engines import ENGINES, choice, choose
 from ..engines.choice import has_metal
-from ..machine import VERSION, check_files, in_all_digits, run_command
+from ..ground.machine import VERSION, check_files, in_all_digits, run_command
 from ..testing.cases import DTYPES
 from ..testing.progress import Progress
 from ..testing.report import machine_card, one_line

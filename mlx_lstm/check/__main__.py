@@ -9,7 +9,7 @@ from pathlib import Path
 from ..bench import short
 from ..bench.__main__ import size_option
 from ..engines import ENGINES, METAL_ENGINES, choice
-from ..machine import VERSION, check_files, in_all_digits, on_one_thread, run_command
+from ..ground.machine import VERSION, check_files, in_all_digits, on_one_thread, run_command
 from ..testing.progress import Progress
 from . import further
 from .comparison import Work, findings, serve_comparisons

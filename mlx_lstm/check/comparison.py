@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..child import LIMIT, Child, ChildError, serve, shortened
 from ..engines.choice import on
-from ..machine import module_command
+from ..ground.child import LIMIT, Child, ChildError, serve, shortened
+from ..ground.machine import module_command
 from ..oracle.arithmetic import Tensors
 from ..oracle.judge import Case
 from ..oracle.verdict import Judge

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn, TextIO
 
-from ..machine import VERSION, check_files, in_all_digits, run_command
+from ..ground.machine import VERSION, check_files, in_all_digits, run_command
 from ..recurrence import unguarded
 from ..testing.progress import Progress
 from . import judge

@@ -8,9 +8,9 @@ from typing import NoReturn
 
 import mlx.core as mx
 
-from ..budget import shown
-from ..checks import fail
-from ..machine import VERSION, run_command
+from ..ground.budget import shown
+from ..ground.checks import fail
+from ..ground.machine import VERSION, run_command
 from ._files import Model, ending_of, read, replace, write, write_to
 from ._keys import STYLES, WAYS
 from .weights import describe, differences, stacked

@@ -10,10 +10,18 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..budget import Budget, shown
-from ..checks import check_flag, check_option, fail
 from ..engines.cells import ACTIVATIONS
-from ..files import DTYPES, broken, foreign, read_npz, read_safetensors, size_of, write_whole
+from ..ground.budget import Budget, shown
+from ..ground.checks import check_flag, check_option, fail
+from ..ground.files import (
+    DTYPES,
+    broken,
+    foreign,
+    read_npz,
+    read_safetensors,
+    size_of,
+    write_whole,
+)
 from . import _coreml_file, _keras_file, _keys, _onnx_file
 from .weights import Weights, check_weights
 

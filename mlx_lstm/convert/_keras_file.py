@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..budget import Budget, shown
-from ..files import Foreign, members_of
+from ..ground.budget import Budget, shown
+from ..ground.files import Foreign, members_of
 from . import _hdf5
 from .keras import ACTIVATIONS, KINDS, NAMES, from_arrays, to_keras
 from .weights import Weights

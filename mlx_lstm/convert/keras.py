@@ -6,9 +6,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..checks import check_array, fail
 from ..engines.cells import GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
+from ..ground.checks import check_array, fail
 from .weights import (
     CELLS,
     KERAS,

@@ -6,9 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..checks import fail
 from ..engines.problem import Arrays
-from ..files import shown
+from ..ground.checks import fail
+from ..ground.files import shown
 from .weights import OF_GATES, Title, Weights, cell_of, checked, held, parameters_of, to_mlx, two_biases
 
 NAMES = {"weight_ih": "Wx", "weight_hh": "Wh", "bias_ih": "bx", "bias_hh": "bh", "weight_hr": "Wp"}

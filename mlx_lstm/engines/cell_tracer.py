@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..checks import fail
+from ..ground.checks import fail
 from . import definitions
 from .captures import Captured, TooMuch, library_of
 from .cell_graph import CONDITIONS, CellGraph, Graph, Node, cell_graph, names_of, needed

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
 
-from ..checks import FLOATS, check_option, fail
+from ..ground.checks import FLOATS, check_option, fail
 from . import tuning
 from .cells import AnyCell, Cell, LSTMCell, PointwiseCell
 from .packing import Packing

@@ -7,9 +7,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checks import NO_UNITS, check_array, check_every, check_flag, check_integer, chosen_options, fail
 from ..convert.layers import class_of
 from ..engines.choice import Engine, check_engine
+from ..ground.checks import (
+    NO_UNITS,
+    check_array,
+    check_every,
+    check_flag,
+    check_integer,
+    chosen_options,
+    fail,
+)
 from ..recurrence import (
     Hold,
     Lengths,

@@ -8,10 +8,19 @@ from typing import Any, NamedTuple, TypeVar, cast
 import mlx.core as mx
 import numpy as np
 
-from ..checks import ArraySpec, check_array, check_flag, check_limit, check_number, check_option, check_sizes, fail
 from ..engines.cells import ACTIVATIONS, AnyCell, Cell, GRUCell, LSTMCell, PointwiseCell, RNNCell
 from ..engines.packing import WEIGHTS, WIDTHS, Packing, Quantized, is_packed
 from ..engines.problem import Arrays, Problem
+from ..ground.checks import (
+    ArraySpec,
+    check_array,
+    check_flag,
+    check_limit,
+    check_number,
+    check_option,
+    check_sizes,
+    fail,
+)
 from ._steps import check_keep
 
 Check = TypeVar("Check", bound=Callable[..., Cell])

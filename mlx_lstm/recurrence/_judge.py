@@ -11,10 +11,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..child import serve
 from ..engines.autodiff import run, shown_of
 from ..engines.packing import packed_names
 from ..engines.problem import Problem
+from ..ground.child import serve
 from ..oracle.arithmetic import Tensors
 from ..oracle.closeness import TRIALS, float_of
 from ..oracle.verdict import judged, largest
