@@ -29,6 +29,7 @@ from ._gru import gru, gru_gradients
 from ._guard import unguarded
 from ._lstm import LSTMOutput as LSTMOutput
 from ._lstm import lstm, lstm_gradients
+from ._norm import Norm
 from ._packed import PackedSequence, check_packed, pack_padded_sequence, pad_packed_sequence
 from ._pointwise import OwnCell, apart_again, pointwise, side_by_side
 from ._quantized import QuantizedLayer
@@ -44,6 +45,7 @@ __all__ = [
     "Call",
     "Hold",
     "Lengths",
+    "Norm",
     "PackedSequence",
     "Quantized",
     "QuantizedLayer",

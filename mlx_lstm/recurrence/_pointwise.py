@@ -13,6 +13,7 @@ from ..engines.choice import Engine, Stream
 from ..engines.problem import Array
 from ..ground.checks import check_array, check_flag, fail, instead_of
 from ._call import Call, Hold, Lengths
+from ._norm import Norm, with_norm
 
 OP = "pointwise"
 
@@ -66,6 +67,7 @@ def pointwise(
     lengths: Lengths = None,
     reverse: bool = False,
     bidirectional: bool = False,
+    norm: Norm | None = None,
     training: bool = True,
     checkpoint_every: int | str | None = None,
     engine: Engine | None = None,
@@ -114,6 +116,8 @@ def pointwise(
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`.
         bidirectional (bool): run both directions. The arrays then hold the forward direction first: Wx [2 G H, I], Wh
             [2, G H, H], b [2 G H], states [B, 2H], inputs [T, B, 2H], params [2H]. Default: `False`.
+        norm (Norm, optional): layer normalisation of the preactivations before `cell` gets them, as in `lstm`; needs
+            Wh, and with `apart` not `"sum"`. Default: `None`.
         training (bool): `False` for inference: the forward pass saves nothing for a gradient. Default: `True`.
         checkpoint_every (int or str, optional): save only the states of every K-th step, as in `lstm`.
         engine (str, optional): `"fused"`, `"stepwise"` (Metal), `"numpy"` or `"ops"` to force an engine. Default: the
@@ -159,7 +163,8 @@ def pointwise(
     arrays["inputs"] = side_by_side(each, D)
     arrays["params"] = side_by_side(numbers, D)
     options = {"reverse": reverse, "bidirectional": bidirectional, "lengths": lengths, "hold": hold}
-    call = Call(PointwiseCell(graph, Wh is not None), **options, engine=engine, stream=stream)
+    made, arrays = with_norm(OP, PointwiseCell(graph, Wh is not None), norm, arrays)
+    call = Call(made, **options, engine=engine, stream=stream)
     call = call._replace(checkpoint_every=checkpoint_every)
     given = {name: array for name, array in arrays.items() if array is not None}
     outputs, _ = call.forward(given, return_gates=False, training=training)
