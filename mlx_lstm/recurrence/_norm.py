@@ -5,12 +5,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
-from ..checks import check_number, check_option, fail
 from ..engines.cells import AnyCell, GRUCell, LSTMCell, NormOptions, PointwiseCell, norm_blocks
 from ..engines.definitions import normalised
 from ..engines.ops.packed import times_input
 from ..engines.packing import Packing, is_packed
 from ..engines.problem import Arrays
+from ..ground.checks import check_number, check_option, fail
 
 SomeCell = TypeVar("SomeCell", bound=AnyCell)
 
