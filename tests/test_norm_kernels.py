@@ -6,6 +6,7 @@ import pytest
 from cases import METAL
 from norm_cases import CELLS, ROWS, T, check, drawn
 from on_metal import on_metal
+from quantized_cases import matrix_of
 
 from mlx_lstm import Norm, Quantized, gru, lstm, rnn
 from mlx_lstm.engines.metal import kernel, norms
@@ -49,7 +50,7 @@ def test_a_trial_refuses_a_norm_with_the_wrong_eps(monkeypatch):
 # Calls of the public functions, with options that the engines do not see: (function, norm, options).
 CALLS = {
     "checkpoints": (lstm, Norm(c="state"), {"checkpoint_every": 2}),
-    "batch first": (lstm, Norm("sum", gates="each", c="output"), {"batch_first": True}),
+    "lengths": (lstm, Norm("sum", gates="each", c="output"), {"lengths": mx.array([6, 0, 3, 1]), "reverse": True}),
     "hold": (lstm, Norm("recurrent"), {"hold": np.arange(24).reshape(6, 4) % 3 == 0}),
     "quantized": (lstm, Norm(c="output"), {"quantized": True}),
     "evaluation": (gru, Norm(gates="each"), {"training": False}),
@@ -60,14 +61,13 @@ CALLS = {
 @pytest.mark.parametrize("engine", ["fused", "stepwise"])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_users(engine, name):
-    """A call of a public function gives what engine `ops` gives in float64. The errors are at most twice those of `ops`
-    in float32, as a share of the largest number of each array."""
+    """A call of a public function gives what engine `ops` gives in float64. The errors are at most four times those of
+    `ops` in float32, as a share of the largest number of each array: a kernel's tanh may be 4 units wrong."""
     function, norm, options = CALLS[name]
     gates, H = {lstm: 4, gru: 3, rnn: 1}[function], 16
     rng, options = np.random.default_rng(3), dict(options)
     quantized, steps = options.pop("quantized", False), options.pop("steps", 6)
-    first = (4, steps, 3) if options.get("batch_first") else (steps, 4, 3)
-    arrays = {"x": first, "Wx": (gates * H, 3), "Wh": (gates * H, H), "h0": (4, H), "scale": (gates * H,)}
+    arrays = {"x": (steps, 4, 3), "Wx": (gates * H, 3), "Wh": (gates * H, H), "h0": (4, H), "scale": (gates * H,)}
     arrays |= {"c_scale": (H,), "c_shift": (H,)} if norm.c else {}
     values = {
         n: (rng.normal(size=shape) * (0.5 if n[0] == "W" else 1)).astype(np.float32) for n, shape in arrays.items()
@@ -75,7 +75,7 @@ def test_calls_of_users(engine, name):
     with mx.stream(mx.cpu):
         packed = Quantized(*mx.quantize(mx.array(values["Wh"]), 16, 4, "nvfp4"), group_size=16, bits=4, mode="nvfp4")
         if quantized:
-            values["Wh"] = np.array(mx.dequantize(packed.packed, packed.scales, None, 16, 4, "nvfp4"), np.float32)
+            values["Wh"] = np.array(matrix_of(packed))
     names = [n for n in values if not (quantized and n == "Wh")]
 
     def run(engine, dtype, device):
@@ -101,4 +101,4 @@ def test_calls_of_users(engine, name):
     sizes = [np.abs(of_exact).max() for of_exact in exact]
     share = max(np.abs(a - b).max() / size for a, b, size in zip(same, exact, sizes, strict=True))
     for n, got, of_exact, size in zip(["h", *names], found, exact, sizes, strict=False):
-        assert_within(f"{engine} {n}", got, of_exact, 2 * share * size)
+        assert_within(f"{engine} {n}", got, of_exact, 4 * share * size)
