@@ -8,8 +8,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from cases import combination, draw, draw_cotangents, is_in_range, poison_scratch
 
-from mlx_lstm import Norm, gru, lstm, pointwise, rnn
+from mlx_lstm import Norm, convert, gru, lstm, pointwise, rnn
+from mlx_lstm.engines.cells import NormOptions
+from mlx_lstm.nn import GRU, LSTM, RNN, Pointwise, QuantizedLSTM, replace, stack
+from mlx_lstm.oracle import evaluate
+from mlx_lstm.oracle.arithmetic import Arithmetic
+from mlx_lstm.oracle.case import ARRAYS
+from mlx_lstm.oracle.closeness import assert_within, keeps_off_kinks
+from mlx_lstm.oracle.judge import Case
+from mlx_lstm.testing import cases
 
 T, B, I, H = 5, 3, 4, 6
 ENGINES = ("ops", "numpy")
@@ -220,3 +229,192 @@ def multiplied(a, state):
     """A cell that reads the input's part and the recurrent part of its gate separately."""
     ((x, p),) = a
     return (mx.tanh(x * (1 + p)),)
+
+
+# --- Crossings with every older option ---
+
+
+def random_norm(rng, op, options):
+    """Return a random layer normalisation that a call with these options may have."""
+    pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
+    of = pick("product", "sum", None) if op == "lstm" else "product" if op == "gru" else pick("product", "sum")
+    c = pick("output", "state", *([None] if of else [])) if op == "lstm" else None
+    return NormOptions(of, pick("together", "each"), c, pick(1e-5, 1e-3))
+
+
+def drawn(seed, op, dtype):
+    """Return a random case with layer normalisation and its cotangents, away from the kinks of its activations."""
+    rng = np.random.default_rng([seed, len(op)])
+    while True:
+        sizes = (int(rng.integers(1, 6)), int(rng.integers(1, 4)), 3, int(rng.integers(1, 5)), 3)
+        options = combination(rng, sizes, op, bidirectional=bool(rng.integers(2)))
+        options |= {"reset": "after"} if op == "gru" else {}
+        case = draw(rng, sizes=sizes, dtype=dtype, norm=random_norm(rng, op, options), **options)
+        call = {
+            name: value if value is None or name not in ARRAYS else np.asarray(value, np.float64)
+            for name, value in case.items()
+        }
+        outputs, _ = evaluate(call, None, Arithmetic(np.float64))
+        if is_in_range(outputs) and keeps_off_kinks(call, dtype):
+            return case, draw_cotangents(rng, outputs, dtype)
+
+
+@pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("seed", [0, 2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 12))])
+def test_a_random_call_is_right_on_each_engine(seed, engine, op, monkeypatch):
+    """Values and gradients of random calls with random older options are within the oracle's bounds."""
+    poison_scratch(monkeypatch)
+    dtype = ("float32", "float32", "float16", "bfloat16")[seed % 4]
+    judge_case(*drawn(seed, op, dtype), dtype, engine)
+
+
+def judge_case(case, cotangents, dtype, engine, checkpoint_every=None, training=True):
+    """Check the results of a case on an engine against the float64 oracle and its bounds."""
+    options = {"checkpoint_every": checkpoint_every} if checkpoint_every else {}
+    judge = Case(case, cotangents, dtype)
+    exact, bounds = judge.judge()
+    with mx.stream(mx.cpu):
+        found = cases.run(Case(case | options, cotangents, dtype), engine, training)
+        mx.eval(found)
+    for name, array in found.items():
+        assert_within(name, np.array(array.astype(mx.float32)), exact[name], bounds[name])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
+def test_chunks_and_inference_and_many_lengths(engine, op):
+    """Gradient checkpointing, inference, and a batch whose lengths make the engine `numpy` run it in segments."""
+    rng = np.random.default_rng(5)
+    norm = NormOptions("product", "together", "state" if op == "lstm" else None)
+    options = {"op": op, "sizes": (12, 18, 3, 5, 3), "dtype": "float32", "norm": norm}
+    case = draw(rng, lengths=rng.integers(0, 13, 18), mask=(12, 18, "P"), keep=True, **options)
+    cotangents = draw_cotangents(rng, evaluate(case, None, Arithmetic(np.float64))[0], "float32")
+    judge_case(case, cotangents, "float32", engine)
+    judge_case(case, cotangents, "float32", engine, checkpoint_every=4)
+    judge_case(case, cotangents, "float32", engine, training=False)
+
+
+def test_a_large_mean_does_not_cost_digits():
+    """The variance of numbers with a large mean: E[x^2] - E[x]^2 would lose all digits."""
+    x = mx.array(np.random.default_rng(0).normal(1e4, 1, (3, 2, 16)), mx.float32)
+    Wh = mx.zeros((16, 4))
+    with mx.stream(mx.cpu):
+        for engine in ENGINES:
+            out = lstm(x, None, Wh, norm=Norm("sum", gates="each"), engine=engine, return_gates=True)
+            wide = np.array(x).astype(np.float64).reshape(3, 2, 4, 4)
+            want = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
+            got = np.array(out.gates).reshape(3, 2, 4, 4)[:, :, 2]
+            # x has 24 bits, of which its mean takes 14: a number near 1 is known to 2^-10.
+            np.testing.assert_allclose(got, np.tanh(want[:, :, 2]), rtol=0, atol=2e-3)
+
+
+# --- Layers ---
+
+NORMS = {
+    "ba": True,
+    "benchmark": Norm(c="state"),
+    "tf1": Norm("sum", c="state", gates="each"),
+    "c": Norm(None, c="output"),
+    "recurrent": Norm("recurrent", gates="each"),
+    "sum": Norm("sum"),
+}
+
+
+def layers_with_norms():
+    """Yield layers of each kind with each layer normalisation, with random parameters of it."""
+    for name, norm in NORMS.items():
+        kinds = [lambda n: LSTM(3, 32, layer_norm=n)]
+        if norm is True or norm.c is None:
+            kinds += [lambda n: RNN(3, 32, layer_norm=n), lambda n: Pointwise(light, 3, 32, gates=2, layer_norm=n)]
+            kinds += [lambda n: GRU(3, 32, layer_norm=n)] if norm is True or norm.of != "sum" else []
+        for make in kinds:
+            layer = make(norm)
+            rng = np.random.default_rng(len(name))
+            for key, array in layer.parameters().items():
+                if key.startswith("norm"):
+                    layer[key] = array + mx.array(rng.normal(0, 0.3, array.shape), mx.float32)
+            yield layer
+
+
+def light(a, state):
+    """A minimal gated cell."""
+    (z, n), (h,) = a, state
+    z = 0.5 + 0.5 * mx.tanh(0.5 * z)
+    return (h + z * (mx.tanh(n) - h),)
+
+
+def first(results):
+    """Return the h of a layer's results."""
+    return results[0] if isinstance(results, tuple) else results
+
+
+def near(one, other):
+    """Compare two results of the same formula in float32: each may be off by rounding, which a norm of a product near 0
+    amplifies by at most 1 / sqrt(eps) = 316 units of the last place, 2e-5."""
+    np.testing.assert_allclose(np.array(one), np.array(other), rtol=0, atol=4e-5)
+
+
+@pytest.mark.parametrize("layer", list(layers_with_norms()), ids=lambda layer: repr(layer).partition("layer_norm=")[2])
+def test_a_layer_equals_the_function_step_stepper_stack_and_ops(layer):
+    """A call of the layer, its steps, a stepper, a stack and the engine `ops` give the same."""
+    x = mx.array(np.random.default_rng(0).normal(size=(2, 5, 3)), mx.float32)
+    with mx.stream(mx.cpu):
+        h = first(layer(x))
+        stepper, state, layer.engine = layer.stepper(2), None, None
+        for t in range(5):
+            args = (state,) if isinstance(layer, Pointwise) or not isinstance(state, tuple) else state
+            state = layer.step(x[:, t], *args)
+            near(first(state), h[:, t])
+            near(stepper(x[:, t]), h[:, t])
+        near(stack([layer], x)[0], h)
+        layer.engine = "ops"
+        near(first(layer(x)), h)
+        on_ops = layer.stepper(2)
+        for t in range(5):
+            near(on_ops(x[:, t]), h[:, t])
+        layer.engine = None
+        padded = mx.where(mx.arange(5)[None, :, None] < mx.array([5, 2])[:, None, None], x, mx.nan)
+        gradient = lambda x: mx.grad(lambda x: first(layer(x, lengths=mx.array([5, 2]))).sum())(x)  # noqa: E731
+        near(first(layer(padded, lengths=[5, 2]))[1, :2], h[1, :2])
+        assert not mx.isnan(gradient(padded)).any()
+
+
+def test_layers_are_quantized_replaced_and_refused_with_their_norm():
+    layer = LSTM(32, 32, layer_norm=True)
+    x = mx.random.normal((2, 5, 32))
+    with mx.stream(mx.cpu):
+        packed = QuantizedLSTM.from_layer(layer, bits=8, group_size=32)
+        assert "norm_scale" in packed.parameters()
+        near(first(packed(x)), first(packed.dequantize()(x)))
+    with pytest.warns(UserWarning, match="with layer_norm"):
+        replace(layer, back=True)
+    assert type(layer) is LSTM
+    with pytest.raises(ValueError, match="must hold"):
+        convert.from_mlx(layer)
+    with pytest.raises(ValueError, match=r"nn\.LSTM\(layer_norm=\)"):
+        convert.from_ops("lstm", [{"Wx": mx.ones((4, 1)), "Wh": mx.ones((4, 1))}], norm=Norm())
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda a: lstm(**a, norm=True), "norm must be a mlx_lstm.Norm but got bool"),
+        (lambda a: lstm(**a, norm=Norm("product")), "norm.of must be"),
+        (lambda a: lstm(**a, norm=Norm(None)), "norm must normalise something"),
+        (lambda a: lstm(**a, norm=Norm(eps=0.0)), "norm.eps must be above 0"),
+        (lambda a: lstm(**a, norm=Norm(gates="all")), "norm.gates must be"),
+        (lambda a: lstm(**a, norm=Norm(scale=mx.ones(4))), r"norm_scale must .*\[8\]"),
+        (lambda a: lstm(**a, norm=Norm("sum", input_scale=mx.ones(8))), "norm.input_scale must be None"),
+        (lambda a: lstm(**a, norm=Norm(c_scale=mx.ones(2))), "norm.c_scale must be None"),
+        (lambda a: rnn(a["x"], a["Wx"][:2], a["Wh"][:2], norm=Norm(c="state")), "norm.c must be None"),
+        (lambda a: gru(a["x"], a["Wx"][:6], a["Wh"][:6], norm=Norm("sum")), "the candidate's parts are apart"),
+        (lambda a: gru(a["x"], a["Wx"][:6], a["Wh"][:6], reset="before", norm=Norm()), "the candidate's parts are"),
+        (lambda a: LSTM(3, 4, layer_norm=Norm(scale=mx.ones(16))), "a Norm without arrays"),
+        (lambda a: LSTM(3, 4, layer_norm="pre"), "layer_norm must be True, False or"),
+    ],
+)
+def test_a_wrong_norm_is_refused(call, text):
+    arrays = {"x": mx.ones((3, 2, 3)), "Wx": mx.ones((8, 3)), "Wh": mx.ones((8, 2))}
+    with pytest.raises(ValueError, match=text):
+        call(arrays)

@@ -1,20 +1,15 @@
-"""Layer normalisation inside the step: the argument `norm` of the functions, its checks, and the part of it that is
-computed before the steps run."""
+"""Layer normalisation inside the step: the argument `norm` of the functions and the option `layer_norm` of layers, with
+their checks. `engines.input_norm` computes the part of it that comes before the steps."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
-from ..engines.cells import AnyCell, GRUCell, LSTMCell, NormOptions, PointwiseCell, norm_blocks
-from ..engines.definitions import normalised
-from ..engines.ops.packed import times_input
-from ..engines.packing import Packing, is_packed
-from ..engines.problem import Arrays
+from ..engines.cells import AnyCell, GRUCell, LSTMCell, NormOptions
 from ..ground.checks import check_number, check_option, fail
 
 SomeCell = TypeVar("SomeCell", bound=AnyCell)
-
-HALVES = (mx.float16, mx.bfloat16)
 
 
 class Norm(NamedTuple):
@@ -67,6 +62,10 @@ class Norm(NamedTuple):
     gates: str = "together"
     eps: float = 1e-5
 
+    def __repr__(self) -> str:
+        changed = [name for name, usual in self._field_defaults.items() if getattr(self, name) is not usual]
+        return f"Norm({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
+
 
 NAMES = {
     "scale": "norm_scale",
@@ -95,8 +94,9 @@ def with_norm(op: str, cell: SomeCell, norm: Any, arrays: dict[str, Any]) -> tup
     return cell._replace(norm=options), arrays | given
 
 
-def options_of(op: str, cell: AnyCell, norm: Any) -> NormOptions:
-    """Check the options of a `Norm` for this cell. Return them as engines take them."""
+def options_of(op: str, cell: Any, norm: Any) -> NormOptions:
+    """Check the options of a `Norm` for this cell, or a user's cell before it is traced. Return them as engines take
+    them."""
     if not isinstance(norm, Norm):
         fail(op, "norm must be a mlx_lstm.Norm", type(norm).__name__)
     check_option(op, "norm.of", norm.of, tuple(OF))
@@ -112,64 +112,37 @@ def options_of(op: str, cell: AnyCell, norm: Any) -> NormOptions:
     if isinstance(cell, GRUCell) and (norm.of == "sum" or cell.reset == "before"):
         rule = "norm.of must be 'products' or 'recurrent' and reset 'after', as the candidate's parts are apart,"
         fail(op, rule, f"{norm.of!r} and {cell.reset!r}")
-    if isinstance(cell, PointwiseCell) and not cell.recurrent:
+    if not cell.recurrent:
         fail(op, "norm must be None where Wh is None", "a Norm")
     if norm.of == "sum" and cell.apart:
         fail(op, "norm.of must be 'products' or 'recurrent' with apart=True", "'sum'")
     return NormOptions(OF[norm.of], norm.gates, norm.c, eps)
 
 
-def before_steps(
-    cell: SomeCell, arrays: Arrays, packing: Packing | None, directions: int, batch_first: bool
-) -> tuple[SomeCell, Arrays, Packing | None]:
-    """Return (cell, arrays, packing) of a call with layer normalisation as an engine takes them.
-
-    If the input's product is normalised, it is computed here, for all steps: x becomes the normalised product, without
-    Wx. The shift of the recurrent product becomes a part of the biases, where the cell has them.
-    """
-    norm = cell.norm
-    if norm is None or norm.of not in ("product", "products"):
-        return cell, arrays, packing
-    if norm.of == "products":
-        x = normalised_input(cell, arrays, packing, directions, batch_first)
-        arrays = {name: a for name, a in arrays.items() if name[:2] != "Wx" and name[:10] != "norm_input"} | {"x": x}
-        cell = cell._replace(norm=norm._replace(of="product"))
-        packing = packing if is_packed("Wh", arrays) or is_packed("Wp", arrays) else None
-    if "norm_shift" in arrays and not (isinstance(cell, PointwiseCell) and cell.apart):
-        arrays = with_shift_in_bias(cell, arrays, directions)
-    return cell, arrays, packing
+def layer_norm_of(op: str, cell: Any, layer_norm: Any) -> NormOptions | None:
+    """Check the option `layer_norm` of a layer: a bool, or a `Norm` without arrays. Return the options of the cell."""
+    if layer_norm is False:
+        return None
+    if layer_norm is True:
+        layer_norm = Norm(c="output" if isinstance(cell, LSTMCell) else None)
+    if not isinstance(layer_norm, Norm):
+        fail(op, "layer_norm must be True, False or a mlx_lstm.Norm", repr(layer_norm))
+    if any(getattr(layer_norm, name) is not None for name in NAMES):
+        fail(op, "layer_norm must be a Norm without arrays, which are parameters of the layer", "an array")
+    return options_of(op, cell, layer_norm)
 
 
-def normalised_input(
-    cell: AnyCell, arrays: Arrays, packing: Packing | None, directions: int, batch_first: bool
-) -> mx.array:
-    """Return the normalised product x Wx^T of all steps. x must be 0 where a batch item has ended: a NaN there would
-    spoil the gradient of Wx."""
-    x, lengths = arrays["x"], arrays.get("lengths")
-    assert cell.norm is not None
-    if lengths is not None:
-        times, ends = mx.arange(x.shape[1 if batch_first else 0]), lengths
-        live = times < ends[:, None] if batch_first else times[:, None] < ends
-        x = mx.where(live[..., None], x, mx.array(0, x.dtype))
-    z = times_input(packing, arrays, x) if "Wx" in arrays else x
-    wide = z.astype(mx.float32) if z.dtype in HALVES else z
-    y, _ = normalised(wide, directions * norm_blocks(cell), cell.norm.eps)
-    if "norm_input_scale" in arrays:
-        y = y * arrays["norm_input_scale"].reshape(-1)
-    if "norm_input_shift" in arrays:
-        y = y + arrays["norm_input_shift"].reshape(-1)
-    return y.astype(x.dtype)
+def layer_norm_arrays(norm: NormOptions, gates: int, H: int) -> dict[str, int]:
+    """Return the names of the parameters of a layer with layer normalisation, and their widths. A shift of a product
+    would do the same as the bias, so there is none."""
+    found = {"norm_scale": gates * H} if norm.of is not None else {}
+    found |= {"norm_input_scale": gates * H} if norm.of == "products" else {}
+    found |= {"norm_shift": gates * H} if norm.of == "sum" else {}
+    return found | ({"norm_c_scale": H, "norm_c_shift": H} if norm.c is not None else {})
 
 
-def with_shift_in_bias(cell: AnyCell, arrays: Arrays, directions: int) -> Arrays:
-    """Return the arrays with `norm_shift` added to b, or to bhn for the candidate of a GRU."""
-    shift = arrays["norm_shift"].reshape(directions, cell.gates, -1)
-    found: dict[str, mx.array] = {"b": shift.reshape(-1)}
-    if isinstance(cell, GRUCell):
-        n = cell.gate_order.index("n")
-        parts = mx.split(shift, 3, axis=1)
-        found["bhn"] = parts[n].reshape(-1)
-        parts[n] = mx.zeros_like(parts[n])
-        found["b"] = mx.concatenate(parts, axis=1).reshape(-1)
-    arrays = {name: array for name, array in arrays.items() if name != "norm_shift"}
-    return arrays | {name: array + arrays[name] if name in arrays else array for name, array in found.items()}
+def norm_given(norm: NormOptions, arrays: Mapping[str, Any]) -> Norm:
+    """Return the `Norm` of these options, with those of its arrays that are in `arrays`."""
+    of = next(word for word, own in OF.items() if own == norm.of)
+    given = {name: arrays[argument] for name, argument in NAMES.items() if argument in arrays}
+    return Norm(of, c=norm.c, gates=norm.gates, eps=norm.eps, **given)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..engines.cell_tracer import Counts, traced
-from ..engines.cells import PointwiseCell
+from ..engines.cells import NormOptions, PointwiseCell
 from ..engines.choice import Engine, Stream
 from ..engines.problem import Array
 from ..ground.checks import check_array, check_flag, fail, instead_of
@@ -31,6 +31,7 @@ class OwnCell(NamedTuple):
     params: int
     apart: bool
     recurrent: bool
+    norm: NormOptions | None = None
 
     op = OP
 
@@ -47,7 +48,7 @@ class OwnCell(NamedTuple):
             pass
         counts, wide = Counts(self.gates, self.states, inputs, self.params), dtype == mx.float64
         graph = traced(self.function, counts, self.apart, (B, H), mx.float64 if wide else mx.float32)
-        return PointwiseCell(graph, self.recurrent)
+        return PointwiseCell(graph, self.recurrent, self.norm)
 
 
 def pointwise(

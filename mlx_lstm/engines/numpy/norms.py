@@ -108,6 +108,16 @@ def norm_of_preactivations(problem: Problem, v: Views) -> Normalisation | None:
     return Normalisation((norm_blocks(cell), n, B), cell.norm.eps, dtype, v.get("norm_scale"), shift)
 
 
+def norm_of_input(problem: Problem, v: Views, bias: Array | None) -> Normalisation:
+    """Return the layer normalisation of the input's product, with the bias [G H], or None, as a part of its shift."""
+    (_, B, H, _, cell), dtype = problem[:5], v["Wx"].dtype
+    assert cell.norm is not None
+    shift = v.get("norm_input_shift")
+    shift = bias if shift is None else shift if bias is None else shift + bias
+    sizes = (norm_blocks(cell), cell.gates * H, B)
+    return Normalisation(sizes, cell.norm.eps, dtype, v.get("norm_input_scale"), shift)
+
+
 class NormBackward:
     """The layer normalisation of the recurrent product or of the sum in the backward pass of one direction.
 

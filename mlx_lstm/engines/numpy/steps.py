@@ -202,10 +202,9 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
     store, divided = Store(sizes, ["z"], ["c", "n0"], wide), quotients(graph.nodes, graph.forward)
     code = Writer(graph.nodes, known, targets, store, Rewrites(minus, divided=divided))
     before = [f"matmul(weights{n}, operand, product{n})" for n in range(len(plan.rows))]
-    norm = plan.cell.norm.of if plan.cell.norm is not None and plan.rows else None
-    before += (
-        ["normalise(z, z)"] * (norm == "product") + ["add(z, xs, z)"] * adds + ["normalise(z, z)"] * (norm == "sum")
-    )
+    of = plan.cell.norm.of if plan.cell.norm is not None else None
+    normalise = ["normalise(z, z)"] * (of is not None)
+    before += ["add(z, xs, z)"] * adds + normalise if of == "sum" else normalise + ["add(z, xs, z)"] * adds
     before += ["add(z_n, bhn, z_n)"] * bhn
     fixed = ["us", "w", "k0", "k1", "W0T", "N0", "weights1", "product1", "z_n", "bhn", "normalise"]
     return function_of(code, "z, weights0, product0", fixed, "operand, xs, s0, c_prev, y, c, n0", before)
@@ -223,11 +222,7 @@ class Step:
         plan = plan_of(cell, graph_arrays(v), problem.return_gates)
         self.apart: bool = plan.graph.apart
         norm = norm_of_preactivations(problem, v)
-        apart = (
-            self.apart
-            or not cell.recurrent
-            or (norm is not None and cell.norm is not None and cell.norm.of == "product")
-        )
+        apart = self.apart or not cell.recurrent or (cell.norm is not None and cell.norm.of in ("product", "products"))
         negatable = plan.negatable if norm is None else ""
         self.products: Any = (
             SeparateProducts(problem, v, mask) if apart else input_products(problem, v, mask, negatable, streamed)
