@@ -62,7 +62,7 @@ def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
         inputs |= quantized_parts(arrays, z.dtype)
     rows, projected = rows_of(problem, Wp is not None)
     if cell.norm is not None:
-        normed_steps(problem, arrays, inputs, rows, projected)
+        normed_steps(problem, arrays, inputs, row, rows, projected)
     elif resets_before(problem):
         reset = each_step(gru_reset_kernel, problem, inputs)
         candidate = each_step(gru_candidate_kernel, problem, inputs, rows)
@@ -86,11 +86,11 @@ def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
     return results | {ROWS: rows.pieces} if keeps else results
 
 
-def normed_steps(problem: Problem, arrays: Arrays, inputs: Inputs, rows: Rows, projected: Rows) -> None:
+def normed_steps(problem: Problem, arrays: Arrays, inputs: Inputs, row: mx.array, rows: Rows, projected: Rows) -> None:
     """Launch the forward steps of a cell with a norm. Each has two launches: one computes the products of all units,
-    the next one their norm and the cell. With a projection a third one follows."""
-    T, H, P, mask = problem.T, problem.H, problem.P, inputs["mask"]
-    row = h = inputs["before"]
+    the next one their norm and the cell. With a projection a third one follows. row: the input of the first step in
+    place of a row."""
+    T, H, P, mask, h = problem.T, problem.H, problem.P, inputs["mask"], row
     inputs = inputs | norms.inputs_of(problem, arrays)
     before = {"before": row} if "Wp" not in arrays else {"before": row, "h_before": row}
     product = each_step(norm_product_kernel, problem, inputs | before)
