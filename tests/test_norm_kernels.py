@@ -15,8 +15,8 @@ from mlx_lstm.oracle.closeness import assert_within
 from mlx_lstm.recurrence import _judge
 from mlx_lstm.recurrence._trial import trial_from, trial_of
 
-QUICK = {("fused", "state"), ("fused", "gru each"), ("fused", "rnn"), ("stepwise", "state"), ("stepwise", "gru each")}
-"""The rows that are not slow tests. Together they have every norm, and both kinds of sums over lanes."""
+QUICK = {("fused", "state"), ("fused", "gru each"), ("stepwise", "all")}
+"""The rows that are not slow tests. The paths of test_kernel_paths.py have norms, too."""
 PARAMS = [pytest.param(*row, id="-".join(row[:2]), marks=[] if row[:2] in QUICK else pytest.mark.slow) for row in ROWS]
 
 
@@ -58,7 +58,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("engine", ["fused", "stepwise"])
+@pytest.mark.parametrize("engine", ["fused", pytest.param("stepwise", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_users(engine, name):
     """A call of a public function gives what engine `ops` gives in float64. The errors are at most four times those of
