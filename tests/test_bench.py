@@ -21,7 +21,7 @@ from mlx_lstm.bench.cases.lstm import CONTENDERS, draw
 from mlx_lstm.bench.cases.stack import from_buffer, to_buffer
 from mlx_lstm.bench.files import plot
 from mlx_lstm.bench.judge import evaluate_lstm, judge_layer
-from mlx_lstm.bench.report import THREADS_HINT, group_text
+from mlx_lstm.bench.report import PAUSE_HINT, THREADS_HINT, group_text
 from mlx_lstm.bench.rounds import Measurement, Plan, needed_bytes, peak_ratio, plan, ratio, take_turn
 from mlx_lstm.bench.tasks import PASSES, Size, Task, parse_size
 from mlx_lstm.bench.worker import PeakMemory
@@ -353,7 +353,7 @@ def test_group_text():
     assert "x torch.nn.LSTM" in lines[1] and "x mlx.nn.LSTM" in lines[1]
     assert lines[2].split()[:10] == ["mlx_lstm.lstm", "ops", "3", "2", "2.4", "3.6", "2", "3", "(2-4)", "0.167"]
     assert f"mlx_lstm.lstm (ops) used 50% of a core while others were timed: {THREADS_HINT}" in lines
-    assert f"torch.nn.LSTM (-) was disturbed by other processes in 1 of 2 rounds: {THREADS_HINT}" in lines
+    assert f"torch.nn.LSTM (-) was disturbed by other processes in 1 of 2 rounds: {PAUSE_HINT}" in lines
     assert lines[-1] == "mlx_lstm.lstm (numpy) not timed: refused: db: error 1 > bound 0.1"
 
 

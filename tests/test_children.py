@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mlx_lstm.ground import child
+
 ROOT = Path(__file__).parents[1]
 
 TRAPS = ("numpy", "mlx_lstm", "mlx", "json", "runpy", "h5py", "argparse", "sitecustomize", "usercustomize")
@@ -123,3 +125,16 @@ run(child_command({code!r}), env=child_environment())
     for flag, flags in expected.items():
         done = subprocess.run([sys.executable, flag, "-c", parent], capture_output=True, text=True, cwd=tmp_path)
         assert (done.stdout.strip(), done.stderr) == (flags, "")
+
+
+def test_a_forked_process_does_not_use_the_child_of_its_parent(monkeypatch):
+    """After a fork two processes hold the pipes of one child, and would take the answers to each other's requests."""
+    held = child.Child([sys.executable, "-c", "input()"])
+    try:
+        assert held.serves()
+        monkeypatch.setattr(child.os, "getpid", lambda: held.owner + 1)  # as in a process after os.fork()
+        assert not held.serves()
+    finally:
+        monkeypatch.undo()
+        held.end()
+    assert not held.serves()

@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
     """A parser of command-line options whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -248,7 +248,7 @@ def complete(options: argparse.Namespace) -> None:
     for name in options.contenders:
         contender = find_contender(name, options.case)
         if not is_installed(contender):
-            raise ValueError(f"{name} needs {contender.needs}, which is not installed")
+            raise ValueError(f"{name} needs the package {contender.needs}, which is not installed")
     if options.plot and not set(case.references) & set(options.contenders):
         raise ValueError(f"--plot draws ratios: add one of {', '.join(case.references)} to --contenders")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
@@ -292,7 +292,7 @@ def run(options: argparse.Namespace, progress: Progress, card: dict[str, str], g
     case, printed = CASES[options.case], set[str]()
     for size in options.sizes:
         progress.title = f"{len(groups) + 1} of {len(options.sizes) * len(options.passes)}: {size}"
-        progress.say("float64 results to judge by")
+        progress.say("computing the float64 reference")
         judge = case.judge(case.draw(size, options.dtype), options.dtype, backward="backward" in options.passes)
         for which in options.passes:
             everies: list[int | str | None] = [None]

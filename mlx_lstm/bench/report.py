@@ -12,6 +12,7 @@ from .rounds import Measurement, Ratio, label, peak_ratio, ratio
 MIB = 2**20
 IDLE_LIMIT = 0.05  # fraction of a core; the report mentions a waiting process that uses more
 THREADS_HINT = "OPENBLAS_NUM_THREADS=1 lets NumPy's BLAS use one thread, which disturbs less"
+PAUSE_HINT = "--patience 60 waits longer until they pause"
 
 
 def card_text(card: dict[str, str]) -> str:
@@ -122,15 +123,18 @@ def notes(rows: Iterable[Measurement]) -> list[str]:
             lines.append(f"{name} used {row.idle_cpu:.0%} of a core while others were timed: {THREADS_HINT}")
         if row.disturbed:
             rounds = f"{row.disturbed} of {len(row.rounds)} rounds"
-            lines.append(f"{name} was disturbed by other processes in {rounds}: {THREADS_HINT}")
+            lines.append(f"{name} was disturbed by other processes in {rounds}: {PAUSE_HINT}")
     return lines
 
 
 LEGEND = """\
-backward includes its forward pass. build, eval: the two parts of a run of MLX, building the graph and computing it; the
-engine numpy computes while it builds. x NAME: times NAME's time, the median over rounds (lowest-highest round).
-peak: memory of the first run above its inputs; mlx: MLX's own count of it, including what is allocated but not in use.
-x needed: peak and x, over what a pass cannot do without: x, gates, h, c and, backward, dx, dWx, dWh, db.
-every K: the state of every K-th step is saved for the gradient, which computes the others again.
-error/bound: the largest error of all results against float64, in parts of what rounding explains. Above 128 steps that
-follows from the first 128: for h and dx as much, for the gradients of weights (T / 128)^1.5 times as much."""
+backward includes its forward pass. build: the time in which Python builds MLX's graph; eval: the time in which MLX
+computes it. The engine numpy computes while the graph is built.
+x NAME: the time of a row divided by the time of NAME, the median over the rounds (lowest round-highest round).
+peak: the memory that the first run needed besides its inputs; mlx: the same as MLX counts it, with memory that is
+allocated but not in use.
+x needed: peak divided by the memory of the arrays that a pass has to hold: x, gates, h, c; backward also dx, dWx, dWh,
+db.
+every K: only the states of every K-th step are saved; the gradient computes the others again.
+error/bound: the largest error, by float64, divided by the allowed error; up to 1 is right. For more than 128 steps the
+allowed error is that of the first 128 steps, and for the gradients of weights (T / 128)^1.5 times that."""

@@ -131,7 +131,7 @@ def measure(
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         children: dict[Task, Child] = {}
         for task in tasks:
-            progress.say(f"{name_of(task)}: checked")
+            progress.say(f"comparing {name_of(task)} with float64")
             children[task] = Child(module_command("mlx_lstm.bench", "--worker", json.dumps(task)))
             stack.callback(close, task, children[task], rows, progress)
             wait_until_quiet(patience)  # the check measures how long a run takes, which decides the number of turns
@@ -143,7 +143,7 @@ def measure(
             due = [task for task in plans if number < plans[task].turns and not rows[task].failed]
             for task in due if number % 2 == 0 else reversed(due):
                 left = sum(turn_seconds[one] * (plans[one].turns - len(rows[one].rounds)) for one in plans)
-                progress.say(f"{name_of(task)}: timed, round {number + 1} of {rounds}", left)
+                progress.say(f"timing {name_of(task)}, round {number + 1} of {rounds}", left)
                 rows[task] = take_turn(rows[task], children[task], plans[task], patience)
     return [rows[task] for task in tasks]
 

@@ -54,7 +54,7 @@ def measure_sizes(
     for n, size in enumerate(sizes):
         progress.count(n, len(sizes))
         progress.title = f"timing, size {n + 1} of {len(sizes)}: {size}"
-        progress.say("float64 results to judge by")
+        progress.say("computing the float64 reference")
         judge = judge_layer(draw(size, "float32"), "float32", backward=True)
         able = [word for word in engines if not hindrance(word, size, DTYPES["float32"], LSTMCell(), device=device)]
         for which in PASSES:

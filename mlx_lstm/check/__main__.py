@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from ..bench import short
-from ..bench.__main__ import size_option
+from ..bench.__main__ import Parser, size_option
 from ..engines import ENGINES, METAL_ENGINES, choice
 from ..ground.machine import VERSION, check_files, in_all_digits, on_one_thread, run_command
 from ..testing.progress import Progress
@@ -139,7 +139,7 @@ def conclude(report: Report) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line's options."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m mlx_lstm.check",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Check that mlx-lstm computes correct results on this machine.\n\n"

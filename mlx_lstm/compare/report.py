@@ -17,7 +17,7 @@ from .measure import SEQUENCES, ComparisonRow
 from .settle import Finding
 
 LEGEND = """\
-error/bound: the largest error as a part of what rounding in this dtype explains at that element; up to 1 is right.
+error/bound: the largest error of an element divided by its allowed error; up to 1 is right.
 oracle: float64."""
 LEGEND_OF_TWO = "The bound between two contenders is twice that against the oracle, as the errors of both count."
 
@@ -132,9 +132,9 @@ def settle_text(findings: Sequence[Finding], measured: bool) -> str:
     """Return as text the points that Apple's documentation leaves open, with MPSGraph's answers. If nothing was
     measured, return the questions only."""
     if not measured:
-        return table([["E:", "question", "ours"], *([one.name, one.question, one.default] for one in findings)])
+        return table([["experiment", "question", "ours"], *([one.name, one.question, one.default] for one in findings)])
     confirmed = sum(one.confirmed for one in findings)
-    lines = [["E:", "question", "verdict", "ours", "error/bound of each reading"]]
+    lines = [["experiment", "question", "verdict", "ours", "error/bound of each reading"]]
     for one in findings:
         readings = "; ".join(f"{name}: {figure(value)}" for name, value in one.distances.items())
         verdict = brief(one.verdict).splitlines()[0].strip()

@@ -97,7 +97,9 @@ class Progress:
         now = time.monotonic()
         line = "  ".join(filter(None, [clock(now - self.start), self.title, self.text]))
         end = self.end if self.parts is None or math.isinf(self.parts[1]) else self.parts[1]
-        return line if end is None else f"{line}, about {clock(max(end - now, 0))} left"
+        if end is None:
+            return line
+        return f"{line}, about {clock(end - now)} left" if end > now else f"{line}, longer than expected"
 
 
 def clock(seconds: float) -> str:

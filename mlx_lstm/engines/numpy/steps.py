@@ -398,7 +398,7 @@ class StepBackward:
             self.q = more["all_q"] = columns_buffer(len(plan.recomputed) * H, n, B, dtype)
         self.bhn: Array | None = v.get("bhn")
         norm = norm_of_preactivations(problem, v)
-        self.norm: NormBackward | None = None if norm is None else NormBackward(problem, v, norm, n)
+        self.norm: NormBackward | None = None if norm is None else NormBackward(problem, v, norm, self.chunk)
         if self.norm is not None:
             more["through_norm"] = self.norm.through
             self.by_column.append(self.norm.dp)
