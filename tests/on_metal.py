@@ -17,8 +17,8 @@ from mlx_lstm.engines import choice, choose
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.metal import kernel as kernels
+from mlx_lstm.lab.cases import ACTIVATIONS, EVERY_OPTION, at_batch
 from mlx_lstm.recurrence import _guard
-from mlx_lstm.testing.cases import ACTIVATIONS, EVERY_OPTION, at_batch
 
 WEIGHTS = ("Wh", "weights", "arranged", "peephole", "bhn")
 

@@ -33,12 +33,12 @@ except ChildError as error:
     "check": """
 from mlx_lstm.ground.child import Child
 from mlx_lstm.ground.machine import module_command
-child = Child(module_command("mlx_lstm.check", "--worker", "default"))
+child = Child(module_command("mlx_lstm.lab", "engines", "default"))
 assert child.close() == "" and child.process.returncode == 0
 """,
     "compare": """
-from mlx_lstm.compare import contenders
-from mlx_lstm.compare.grid import grid
+from mlx_lstm.lab.mpsgraph import contenders
+from mlx_lstm.lab.mpsgraph.grid import grid
 case = next(iter(grid(lambda case: True)))
 mpsgraph = contenders.all_contenders()["mpsgraph"]
 problem = mpsgraph.run(case).problem
@@ -47,11 +47,11 @@ assert "Metal" in problem or not problem, problem  # without PyObjC the error of
 """,
     "bench": """
 import json
-from mlx_lstm.bench.tasks import Size, Task
+from mlx_lstm.lab.timing.tasks import Size, Task
 from mlx_lstm.ground.child import Child, ChildError
 from mlx_lstm.ground.machine import module_command
 task = Task("ours", "ops", Size(1, 1, 1, 1), "forward")
-child = Child(module_command("mlx_lstm.bench", "--worker", json.dumps(task)))
+child = Child(module_command("mlx_lstm.lab", "timing", json.dumps(task)))
 try:
     child.ask(do="nothing")
 except ChildError as error:

@@ -15,13 +15,13 @@ from on_metal import CROSSED, CROSSED_BATCHES, on_metal, options_at, over_engine
 from mlx_lstm import cudnn, gru, lstm, mpsgraph, rnn, tf
 from mlx_lstm import nn as ours
 from mlx_lstm import torch as theirs
-from mlx_lstm.bench.worker import PeakMemory, release_memory
 from mlx_lstm.engines import METAL_ENGINES, choice, chunks
 from mlx_lstm.engines.cells import RNNCell
 from mlx_lstm.engines.problem import Problem, limited
+from mlx_lstm.lab.cases import at_batch
+from mlx_lstm.lab.timing.worker import PeakMemory, release_memory
 from mlx_lstm.oracle import ARRAYS, backward, forward
 from mlx_lstm.oracle.closeness import assert_close, assert_within, bounds
-from mlx_lstm.testing.cases import at_batch
 
 EVERY_OPTION = OPTIONS | CELLS | BOTH
 ENGINES = ["numpy", "ops", "stepwise", "fused"]

@@ -46,9 +46,9 @@ from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import fused as kernels_fused
 from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.engines.problem import Problem, limited
+from mlx_lstm.lab.cases import at_batch
 from mlx_lstm.oracle import ARRAYS, backward, forward
 from mlx_lstm.oracle.closeness import assert_within, bounds, keeps_off_kinks
-from mlx_lstm.testing.cases import at_batch
 
 ENGINES = METAL_ENGINES
 WAYS = [{"reverse": False}, {"reverse": True}, {"bidirectional": True}]

@@ -18,8 +18,8 @@ import mlx_lstm.__main__ as command
 from mlx_lstm import cells, convert, cudnn, engines, keras, lstm, mpsgraph, nn, pointwise, tf, torch  # noqa: F401
 from mlx_lstm.convert.__main__ import main as convert_main
 from mlx_lstm.ground import checks
-from mlx_lstm.testing import progress as progress_module
-from mlx_lstm.testing.progress import Progress
+from mlx_lstm.lab import progress as progress_module
+from mlx_lstm.lab.progress import Progress
 
 x = mx.ones((2, 5, 3))  # [batch, steps, features]
 state = mx.zeros((2, 4))

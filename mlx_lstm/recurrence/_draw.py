@@ -8,7 +8,7 @@ import numpy as np
 
 from ..engines.cells import PointwiseCell
 from ..engines.ops.packed import judged
-from ..engines.packing import Quantized, is_packed
+from ..engines.packing import is_packed
 from ..engines.problem import Problem
 from ..oracle import kink_distance
 from ..oracle.arithmetic import ACTIVATIONS, Arithmetic, Array, Tensors
@@ -204,9 +204,7 @@ def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.arr
     packed integers, scales and biases."""
     if problem.packing is not None:
         for name in [name for name in arrays if is_packed(name, problem.names)]:
-            packing = problem.packing
-            quantized = Quantized(*mx.quantize(arrays[name], *packing), **packing._asdict())
-            arrays = arrays | quantized.arrays(name)
+            arrays = arrays | problem.packing.quantize(arrays[name]).arrays(name)
     return arrays
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..mpsgraph.layouts import ACTIVATIONS
+from ...mpsgraph.layouts import ACTIVATIONS
 from .cases import ACTIVATION_PROPERTIES, GATES, CompareCase, draw, draw_stack
 
 DIRECTIONS = {"uni": {}, "reverse": {"reverse": True}, "bi": {"bidirectional": True}}

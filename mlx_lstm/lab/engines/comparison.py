@@ -6,20 +6,19 @@ The comparisons run in a child process, because a driver may end the process and
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from ..engines.choice import on
-from ..ground.child import LIMIT, Child, ChildError, serve, shortened
-from ..ground.machine import module_command
-from ..oracle.arithmetic import Tensors
-from ..oracle.judge import Case
-from ..oracle.verdict import Judge
-from ..recurrence import unguarded
-from ..testing.cases import run
+from ...engines.choice import on
+from ...ground.child import LIMIT, ChildError, shortened
+from ...oracle.arithmetic import Tensors
+from ...oracle.judge import Case
+from ...oracle.verdict import Judge
+from ..cases import run
+from ..child import Runner
 from .grid import GridCase, grid
 
 LOSSES = 3
@@ -103,7 +102,7 @@ def as_numpy(arrays: Mapping[str, mx.array]) -> Tensors:
 def findings(work: Work, cases: list[GridCase], full: bool, limit: float = LIMIT) -> Iterator[Finding]:
     """Yield the finding of each comparison in `work`. After a crash or a hang, the next comparison runs in a new
     child process."""
-    child, lost = None, Counter[str]()
+    runner, lost = Runner("engines", "full" if full else "default"), Counter[str]()
     try:
         for n, engine in work:
             finding = Finding(cases[n].name, cases[n].dtype, engine)
@@ -111,23 +110,18 @@ def findings(work: Work, cases: list[GridCase], full: bool, limit: float = LIMIT
                 why = f"not run, as {engine} ended {LOSSES} processes or blocked one before"
                 yield finding._replace(failure=why, lost=True)
                 continue
-            child = child or Child(module_command("mlx_lstm.check", "--worker", "full" if full else "default"))
             try:
-                answer = child.ask(limit, n=n, engine=engine)
+                yield Finding(**runner.ask(limit, n=n, engine=engine))
             except ChildError as error:
                 lost[engine] += LOSSES if error.hung else error.lost
-                child = None if error.lost else child
                 yield finding._replace(failure=str(error), lost=error.lost)
-            else:
-                yield Finding(**answer)
     finally:
-        if child:
-            child.close()
+        runner.close()
 
 
-def serve_comparisons(which: str) -> None:
-    """Serve requests in the child process: each asks to compare an engine with the float64 oracle in a case. Kernels
-    run without the usual small test before their first use, because all results are compared anyway."""
+def answers(which: str) -> Callable[..., dict[str, Any]]:
+    """Return the function that answers a request in the child process: compare an engine with float64 in a case of the
+    grid `which`, "full" or "default"."""
     cases, prepared = grid(full=which == "full"), dict[int, Prepared]()
 
     def answer(n: int, engine: str) -> dict[str, Any]:
@@ -136,5 +130,4 @@ def serve_comparisons(which: str) -> None:
             prepared[n] = prepare(cases[n])
         return compare(prepared[n], engine)._asdict()
 
-    with unguarded():
-        serve(answer)
+    return answer

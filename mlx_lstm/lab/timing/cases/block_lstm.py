@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...oracle.arithmetic import Tensors
-from ...oracle.verdict import Judge
-from ...testing.cases import DTYPES
+from ....oracle.arithmetic import Tensors
+from ....oracle.verdict import Judge
+from ...cases import DTYPES
 from ..judge import judge_layer
 from ..tasks import Contender, Size, Task, Work
 

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..bench import short
-from ..bench.rounds import Measurement
-from ..engines import tuning
-from ..ground.files import write_whole
-from ..testing.report import json_text, machine_card, one_line, without_names
+from ...engines import tuning
+from ...ground.files import write_whole
+from ..report import json_text, machine_card, one_line, without_names
+from ..timing import short
+from ..timing.rounds import Measurement
 from .comparison import Finding
 
 SHOWN = 8  # the largest number of failures printed per engine; the file has all failures

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..mpsgraph.layouts import layouts, size_of
+from ...mpsgraph.layouts import layouts, size_of
 
 Arrays = dict[str, np.ndarray]
 

@@ -1,10 +1,11 @@
 """Types for the benchmark: sizes, passes, tasks and contenders (implementations to measure). Also the sizes of the
 case `lstm`."""
 
+import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..oracle.arithmetic import Tensors
+from ...oracle.arithmetic import Tensors
 
 PASSES = {"forward": ("h",), "backward": ("h", "dx", "dWx", "dWh", "db")}
 """The names of the tensors that each pass computes. The pass `backward` includes the forward pass."""
@@ -31,6 +32,15 @@ def parse_size(text: str) -> Size:
     if min(size) < 1:
         raise ValueError(f"the numbers of a size must be at least 1 but got {text!r}")
     return size
+
+
+def size_option(text: str) -> Size:
+    """Parse an option's value of the form T,B,I,H and return the `Size`. For a wrong value raise argparse's own
+    error, since argparse prints the text of this error only."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 SIZES = (Size(64, 32, 128, 128), Size(128, 32, 256, 256), Size(100, 1, 512, 512), Size(64, 64, 512, 512))

@@ -6,8 +6,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...oracle.arithmetic import Tensors
-from ...testing.cases import DTYPES, as_represented
+from ....oracle.arithmetic import Tensors
+from ...cases import DTYPES, as_represented
 from ..tasks import PASSES, Contender, Size, Task, Work
 
 

@@ -3,12 +3,10 @@
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
-from ..oracle import kink_distance as distance
-from ..oracle.arithmetic import Arithmetic
-from ..oracle.closeness import TRIALS, bounds_of, exact_and_element_bounds
-from ..oracle.judge import Case
+from ...oracle import kink_distance as distance
+from ...oracle.arithmetic import Arithmetic
+from ...oracle.judge import Case
 from .cases import Arrays, CompareCase, through_layers
 
 WORDS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}
@@ -24,20 +22,6 @@ def expected(case: CompareCase, **readings: str) -> Arrays:
     """Return all results of a case (a call of an op) in float64 by name, in MPSGraph's layouts. `readings`: how to
     interpret the points that Apple's documentation leaves open, for example `hard_sigmoid="x/6"`."""
     return evaluated(case, Arithmetic(np.float64), **readings)
-
-
-def limits(case: CompareCase, dtype: DTypeLike = np.float32, trials: int = TRIALS, **readings: str) -> dict[str, float]:
-    """Return for each result how far rounding in `dtype` may move its values, as one number. `trials`: the number of
-    evaluations with random errors that find this number; with fewer it may be smaller."""
-    return bounds_of(lambda fl: evaluated(case, fl, **readings), dtype, trials)
-
-
-def exact_and_limits(
-    case: CompareCase, dtype: DTypeLike = np.float32, trials: int = TRIALS, **readings: str
-) -> tuple[Arrays, Arrays]:
-    """Return (exact, limits): all results in float64, and for each element how far rounding in `dtype` may move it.
-    `trials`: the number of evaluations with random errors; with fewer the limits may be narrower."""
-    return exact_and_element_bounds(lambda fl: evaluated(case, fl, **readings), dtype, trials)
 
 
 def evaluated(case: CompareCase, fl: Arithmetic, **readings: str) -> Arrays:

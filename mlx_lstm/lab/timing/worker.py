@@ -16,13 +16,12 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..ground.child import serve
-from ..recurrence import unguarded
 from .cases import CASES, find_contender
 from .tasks import Size, Task, Work
 
@@ -30,18 +29,17 @@ SETTLE = 0.25  # seconds to wait until threads sleep; NumPy's OpenBLAS lets them
 SHORT = 3.0  # seconds; a first run that takes less is mostly set-up, so a second run is timed instead
 
 
-def serve_task(task: Task) -> None:
-    """Answer requests about a task until the parent closes the pipe. Kernels run without the usual small test before
-    their first use, because the results are compared with float64 anyway."""
-    workers: list[Worker] = []
+def answers(text: str) -> Callable[..., dict[str, Any]]:
+    """Return the function that answers a request about a task, which `json.dumps(task)` has converted to `text`."""
+    contender, engine, size, *rest = json.loads(text)
+    task, workers = Task(contender, engine, Size(*size), *rest), list[Worker]()
 
     def answer(do: str, **request: Any) -> dict[str, Any]:
         if not workers:
             workers.append(Worker(task))
         return {"check": workers[0].check, "time": workers[0].time}[do](**request)
 
-    with unguarded():
-        serve(answer)
+    return answer
 
 
 class Worker:
@@ -166,9 +164,3 @@ def linux_memory(field: str) -> int:
     """Return a field of /proc/self/status in bytes."""
     with open("/proc/self/status") as file:
         return next(1024 * int(line.split()[1]) for line in file if line.startswith(f"{field}:"))
-
-
-def task_from_json(text: str) -> Task:
-    """Return the task that `json.dumps(task)` has converted to `text`."""
-    contender, engine, size, *rest = json.loads(text)
-    return Task(contender, engine, Size(*size), *rest)

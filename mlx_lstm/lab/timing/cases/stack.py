@@ -6,9 +6,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...engines.cells import Cell, GRUCell, LSTMCell
-from ...oracle.arithmetic import Tensors
-from ...testing.cases import DTYPES, as_represented
+from ....engines.cells import Cell, GRUCell, LSTMCell
+from ....oracle.arithmetic import Tensors
+from ...cases import DTYPES, as_represented
 from ..tasks import Contender, Size, Task, Work
 from .stack_judge import SUFFIXES
 

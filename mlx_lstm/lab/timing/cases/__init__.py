@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from ...engines.cells import Cell, LSTMCell
-from ...oracle.arithmetic import Tensors
-from ...oracle.verdict import Judge
+from ....engines.cells import Cell, LSTMCell
+from ....oracle.arithmetic import Tensors
+from ....oracle.verdict import Judge
 from ..judge import judge_layer
 from ..tasks import PASSES, SIZES, Contender, Size
 from . import block_lstm, lstm, stack, stack_judge, streaming

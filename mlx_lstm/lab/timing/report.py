@@ -5,7 +5,7 @@ from statistics import median
 
 import numpy as np
 
-from ..testing.report import table
+from ..report import table
 from .cases import CASES
 from .rounds import Measurement, Ratio, label, peak_ratio, ratio
 

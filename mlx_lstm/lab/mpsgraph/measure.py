@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..oracle.verdict import judged
+from ...oracle.closeness import exact_and_element_bounds
+from ...oracle.verdict import judged
 from . import judge
 from .cases import Arrays, CompareCase
 from .contenders import Outcome
@@ -58,7 +59,7 @@ def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[Compari
     ran = {name: outcome.results for name, outcome in outcomes.items() if outcome.results or not outcome.problem}
     if not ran:
         return
-    exact, bounds = judge.exact_and_limits(case, dtype)
+    exact, bounds = exact_and_element_bounds(lambda fl: judge.evaluated(case, fl), dtype)
     for name, results in ran.items():
         pair = f"{name} - oracle"
         # torch has no gradients of some arrays, and a recording may hold any results; our engines return all of them.

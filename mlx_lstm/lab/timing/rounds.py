@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..ground.child import LIMIT, Child, ChildError
-from ..ground.machine import module_command
-from ..oracle.verdict import Judge, Verdict
-from ..testing.progress import Progress
+from ...ground.child import LIMIT, Child, ChildError
+from ...oracle.verdict import Judge, Verdict
+from ..child import start
+from ..progress import Progress
 from .cases import CASES, find_contender
 from .tasks import Size, Task
 
@@ -132,7 +132,7 @@ def measure(
         children: dict[Task, Child] = {}
         for task in tasks:
             progress.say(f"comparing {name_of(task)} with float64")
-            children[task] = Child(module_command("mlx_lstm.bench", "--worker", json.dumps(task)))
+            children[task] = start("timing", json.dumps(task))
             stack.callback(close, task, children[task], rows, progress)
             wait_until_quiet(patience)  # the check measures how long a run takes, which decides the number of turns
             rows[task], once = check(task, children[task], judge, str(Path(folder, "results.npz")))

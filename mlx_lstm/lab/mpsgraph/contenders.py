@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..engines import METAL_ENGINES, choice
-from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
-from ..ground.child import Child, ChildError, serve
-from ..ground.machine import module_command
-from ..recurrence import unguarded
-from ..testing.cases import DTYPES, hindrance
+from ...engines import METAL_ENGINES, choice
+from ...engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ...ground.child import ChildError
+from ..cases import DTYPES, hindrance
+from ..child import Runner
 from . import apple, ours, torch_layer
 from .cases import RESULTS, Arrays, CompareCase
 from .files import load_case, save_arrays, save_case
@@ -60,7 +59,7 @@ class Contender(NamedTuple):
 def all_contenders() -> dict[str, Contender]:
     """Return all contenders (implementations to compare) by name, in the order of the report."""
     others = [
-        in_a_child("mpsgraph", no_pyobjc, no_stack),
+        in_a_child("mpsgraph", no_pyobjc, lambda case: "an op is one layer" if len(case.layers) > 1 else None),
         in_a_child("torch-mps", no_torch_mps, torch_layer.hindrance),
         Contender("torch", no_torch, torch_layer.hindrance, lambda case: Outcome(torch_layer.run(case, "cpu"))),
     ]
@@ -71,11 +70,6 @@ def no_pyobjc() -> str | None:
     """Return which modules of PyObjC are missing, as text for the user, or None if all are installed."""
     absent = [name for name in PYOBJC if importlib.util.find_spec(name) is None]
     return f"no {', '.join(absent)}" if absent else None
-
-
-def no_stack(case: CompareCase) -> str | None:
-    """Return why MPSGraph's ops cannot run a case (they run one layer only), or None if they can."""
-    return "an op is one layer" if len(case.layers) > 1 else None
 
 
 def no_torch() -> str | None:
@@ -120,22 +114,17 @@ def in_a_child(
 ) -> Contender:
     """Return a contender (an implementation) that runs its cases in a child process. After a crash a new child is
     started."""
-    children: list[Child] = []
-    hangs: list[str] = []
+    runner, hangs = Runner("mpsgraph", name), list[str]()
 
     def run(case: CompareCase) -> Outcome:
         if len(hangs) >= HANGS:
             return Outcome({}, f"not run, as {name} hung {HANGS} times before")
-        if not (children and children[0].serves()):
-            children[:] = [Child(module_command("mlx_lstm.compare", "--worker", name))]
         with tempfile.TemporaryDirectory() as folder:
             given, results = str(Path(folder, "case.npz")), str(Path(folder, "results.npz"))
             save_case(given, case)
             try:
-                children[0].ask(case=given, results=results)
+                runner.ask(case=given, results=results)
             except ChildError as error:
-                if error.lost:
-                    children.clear()
                 hangs.extend([str(error)] if error.hung else [])
                 return Outcome({}, str(error))
             with np.load(results) as data:
@@ -145,11 +134,7 @@ def in_a_child(
         lists = tuple([arrays[key] for key in numbered(arrays, kind)] for kind in ("forward", "backward"))
         return name_lists(case, *lists)
 
-    def close() -> None:
-        while children:
-            children.pop().close()
-
-    return Contender(name, missing, hindrance, run, close)
+    return Contender(name, missing, hindrance, run, runner.close)
 
 
 def numbered(arrays: Arrays, kind: str) -> list[str]:
@@ -170,10 +155,9 @@ def name_lists(case: CompareCase, forward: list[np.ndarray], backward: list[np.n
     return Outcome(dict(both), "", (forward, backward))
 
 
-def serve_cases(name: str) -> None:
-    """Serve requests in the child process. Each request names a file with a case to run and a file to write the
-    results to. Our kernels run without the usual small test before their first use, because all results are compared
-    anyway."""
+def answers(name: str) -> Callable[..., dict[str, Any]]:
+    """Return the function that answers a request to a contender in the child process. A request names a file with a
+    case to run, and a file to write the results to."""
 
     def answer(case: str, results: str) -> dict[str, Any]:
         loaded = load_case(case)
@@ -187,5 +171,4 @@ def serve_cases(name: str) -> None:
         save_arrays(results, arrays)
         return {}
 
-    with unguarded():
-        serve(answer)
+    return answer

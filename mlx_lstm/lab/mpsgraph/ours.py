@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .. import mpsgraph
+from ... import mpsgraph
 from .cases import COTANGENTS, RESULTS, Arrays, CompareCase, through_layers
 
 DESCRIPTORS = {

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
-from ..engines.choice import has_metal
-from ..ground.machine import chip, installed_version, system
-from ..testing.report import json_text, table
+from ... import __version__
+from ...engines.choice import has_metal
+from ...ground.machine import chip, installed_version, system
+from ..report import json_text, table
 from .measure import SEQUENCES, ComparisonRow
-from .settle import Finding
 
 LEGEND = """\
 error/bound: the largest error of an element divided by its allowed error; up to 1 is right.
@@ -126,20 +125,6 @@ def rows_text(rows: Sequence[ComparisonRow]) -> str:
 def figure(value: float) -> str:
     """Format a number with two digits; "-" for NaN."""
     return "-" if math.isnan(value) else f"{value:.2g}"
-
-
-def settle_text(findings: Sequence[Finding], measured: bool) -> str:
-    """Return as text the points that Apple's documentation leaves open, with MPSGraph's answers. If nothing was
-    measured, return the questions only."""
-    if not measured:
-        return table([["experiment", "question", "ours"], *([one.name, one.question, one.default] for one in findings)])
-    confirmed = sum(one.confirmed for one in findings)
-    lines = [["experiment", "question", "verdict", "ours", "error/bound of each reading"]]
-    for one in findings:
-        readings = "; ".join(f"{name}: {figure(value)}" for name, value in one.distances.items())
-        verdict = brief(one.verdict).splitlines()[0].strip()
-        lines.append([one.name, one.question, verdict, "the same" if one.confirmed else one.default, readings])
-    return f"{len(findings)} open points, {confirmed} as ours reads them\n{table(lines)}"
 
 
 def write_json(file: str, content: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...oracle.arithmetic import Tensors
-from ...testing.cases import DTYPES
+from ....oracle.arithmetic import Tensors
+from ...cases import DTYPES
 from ..tasks import Contender, Size, Task, Work
 
 SIZES = tuple(Size(100, 1, H, H) for H in (64, 128, 256, 640))

@@ -20,10 +20,10 @@ from functools import partial
 
 import numpy as np
 
-from ..oracle.arithmetic import Arithmetic, Tensors
-from ..oracle.closeness import SAFETY, exact_and_bounds, float_of, trials_for
-from ..oracle.judge import Case
-from ..oracle.verdict import Judge, largest
+from ...oracle.arithmetic import Arithmetic, Tensors
+from ...oracle.closeness import SAFETY, exact_and_bounds, float_of, trials_for
+from ...oracle.judge import Case
+from ...oracle.verdict import Judge, largest
 
 PART = 128
 

@@ -5,14 +5,12 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any, NamedTuple
 
-import mlx.core as mx
-
-from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
-from ..engines.ops.packed import judged
-from ..engines.packing import WEIGHTS, WIDTHS, Packing, Quantized
-from ..engines.problem import limited
-from ..oracle.judge import Case
-from ..testing.cases import (
+from ...engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ...engines.ops.packed import judged
+from ...engines.packing import WEIGHTS, WIDTHS, Packing
+from ...engines.problem import limited
+from ...oracle.judge import Case
+from ..cases import (
     DTYPES,
     EVERY_OPTION,
     KINK_MARGIN,
@@ -73,7 +71,7 @@ class GridCase(NamedTuple):
 
     name: used in reports.
     dtype: the name of the dtype.
-    options: the arguments of `testing.cases.draw`.
+    options: the arguments of `lab.cases.draw`.
     with_cotangent: the outputs that have a cotangent; () for all.
     long: whether kernels use indices of 64 bits, as they do for arrays that are too large for a test.
     packing: how the weights are quantized; None if they are not.
@@ -101,11 +99,8 @@ class GridCase(NamedTuple):
         case = Case(call, cotangents, self.dtype)
         if self.packing is None:
             return case
-        weights = {name: to_mlx(case.arrays[name], DTYPES[self.dtype]) for name in WEIGHTS if name in case.arrays}
-        weights = {
-            name: Quantized(*mx.quantize(array, *self.packing), **self.packing._asdict())
-            for name, array in weights.items()
-        }
+        given = {name: to_mlx(case.arrays[name], DTYPES[self.dtype]) for name in WEIGHTS if name in case.arrays}
+        weights = {name: self.packing.quantize(array) for name, array in given.items()}
         rounded = {name: judged(self.packing, weight.arrays(name), name) for name, weight in weights.items()}
         return case._replace(call={**call, **rounded}, weights=weights)
 

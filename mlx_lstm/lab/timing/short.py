@@ -4,16 +4,16 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..engines.cells import LSTMCell
-from ..testing.cases import DTYPES, hindrance
-from ..testing.progress import Progress
-from ..testing.report import one_line
+from ...engines.cells import LSTMCell
+from ..cases import DTYPES, hindrance
+from ..progress import Progress
+from ..report import one_line
 from .cases.lstm import draw
 from .files import csv_record
 from .judge import judge_layer
 from .report import milliseconds, references, spread
 from .rounds import Measurement, label, measure, ratio
-from .tasks import PASSES, SIZES, Size, Task
+from .tasks import PASSES, Size, Task
 
 SETTLING = (
     # The model assumes that the GPU waits while the host builds the graph. To check this, the time to build the graph
@@ -37,12 +37,6 @@ NAMES = {"forward": "forward", "backward": "forward and gradient"}
 
 SECONDS, ROUNDS, QUIET = 1.0, 3, 2.0
 """Seconds to time each contender, its number of turns, and the seconds a turn waits for other processes to pause."""
-
-
-def default_sizes(device: str, full: bool) -> tuple[Size, ...]:
-    """Return the sizes to measure: the sizes of the full benchmark. On a CPU return only every second size, since
-    `mlx.nn.LSTM` takes minutes there."""
-    return SIZES if full or device == "gpu" else SIZES[::2]
 
 
 def measure_sizes(
