@@ -88,14 +88,6 @@ struct LSTMCell {
     dz[GATE_O] = gate_backward(dz[GATE_O], dm, s, slope(activation(GATE_O), y[GATE_O]));
     dc = state_backward(dc, dm, y[GATE_O], s);
     if (PEEPHOLE == O_SEES_CURRENT) dc += dz[GATE_O] * p[GATE_O];
-    gates_backward(y, p, c_prev, c, limit, dc, dz);
-    dm = 0.0f;
-  }
-
-  // The rest of `backward`, after dc has become the whole gradient of c and dz[GATE_O] that of o's preactivation.
-  static void gates_backward(
-      thread const float (&y)[4], thread const float (&p)[4], float c_prev, float c, float limit, thread float& dc,
-      thread float (&dz)[4]) {
     if (STOPS) dc = clip_backward(dc, y[GATE_I], y[GATE_F], y[GATE_G], c_prev, c, limit);
     dz[GATE_I] = gate_backward(dz[GATE_I], dc, y[GATE_G], slope(activation(GATE_I), y[GATE_I]));
     dz[GATE_F] = gate_backward(dz[GATE_F], dc, c_prev, slope(activation(GATE_F), y[GATE_F]));
@@ -103,6 +95,7 @@ struct LSTMCell {
     dc *= y[GATE_F];
     if (PEEPHOLE != NO_PEEPHOLE) dc += dz[GATE_I] * p[GATE_I] + dz[GATE_F] * p[GATE_F] + dz[GATE_G] * p[GATE_G];
     if (PEEPHOLE == O_SEES_PREVIOUS) dc += dz[GATE_O] * p[GATE_O];
+    dm = 0.0f;
   }
 
   static float product_gradient(int gate, thread const float (&)[4], thread const float (&dz)[4]) { return dz[gate]; }

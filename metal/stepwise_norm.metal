@@ -285,7 +285,12 @@ void unit_gradients(
     // The clip comes before the norm. If the state is normalised, c before the norm is computed again.
     const float clipped =
         Norm<Cell>::IN_STATE ? y[Cell::GATE_F] * before + y[Cell::GATE_I] * y[Cell::GATE_G] : after;
-    Cell::gates_backward(y, p, before, clipped, limit, d.carry, d.dz);
+    // The gradient of m has been used already. So it is 0 here, and that of o's preactivation is kept.
+    const float of_o = d.dz[Cell::GATE_O];
+    d.dz[Cell::GATE_O] = dh = 0.0f;
+    Cell::backward(y, p, before, clipped, 0.0f, limit, dh, d.carry, d.dz);
+    d.dz[Cell::GATE_O] = of_o;
+    if (Cell::PEEPHOLE == Cell::O_SEES_PREVIOUS) d.carry += of_o * p[Cell::GATE_O];
   } else {
     if (Cell::PASSES_H) dh += d.carry;
     const float q = value_at(a.q, place_by_direction(s, b, H) + j, 0.0f);
