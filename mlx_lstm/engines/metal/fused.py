@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..cells import AnyCell
+from ..cells import AnyCell, norm_blocks
 from ..directions import half
 from ..ops.packed import matrix, scales_of
 from ..ops.sweep import gradients_after_sweep
@@ -461,6 +461,9 @@ OPTION_REGISTERS = {"mask": 4, "keep": 4, "lengths": 8, "peephole": 4, "bhn": 4,
 """The number of additional registers of a thread for each optional input. The numbers come from the same source as
 WORKING_REGISTERS."""
 
+EACH_REGISTERS = 4
+"""The number of additional registers of a thread if each gate is normalised by itself. From the same source."""
+
 WIDEST_MATRICES = {4: 192, 2: 224}
 """The largest H for which 8 x 8 matrices are multiplied by default, by bytes per element. For larger H the registers
 of a thread do not suffice, and the kernel would spill some of them to memory."""
@@ -641,6 +644,7 @@ def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[s
     """Return how a pass of this problem is divided among threads. names: the names of a launch's inputs. Optional
     inputs need additional registers, so the division depends on them."""
     more = sum(count for name, count in OPTION_REGISTERS.items() if name in names)
+    more += EACH_REGISTERS if norm_blocks(problem.cell) > 1 else 0
     packing = problem.packing if sweep == "forward" else None
     layer = layer_size(problem, dtype.size)._replace(packing=packing)
     return fused_tiling(layer, backward=sweep == "backward", more=more, cut=problem.cut)
