@@ -12,13 +12,13 @@ from cases import combination, draw, draw_cotangents, is_in_range, poison_scratc
 
 from mlx_lstm import Norm, convert, gru, lstm, pointwise, rnn
 from mlx_lstm.engines.cells import NormOptions
+from mlx_lstm.lab import cases
 from mlx_lstm.nn import GRU, LSTM, RNN, Pointwise, QuantizedLSTM, replace, stack
 from mlx_lstm.oracle import evaluate
 from mlx_lstm.oracle.arithmetic import Arithmetic
 from mlx_lstm.oracle.case import ARRAYS
 from mlx_lstm.oracle.closeness import assert_within, keeps_off_kinks
 from mlx_lstm.oracle.judge import Case
-from mlx_lstm.testing import cases
 
 T, B, I, H = 5, 3, 4, 6
 ENGINES = ("ops", "numpy")

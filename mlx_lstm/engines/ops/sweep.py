@@ -350,8 +350,8 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
                 of_norms |= {"da": da, "dp": dp}
                 dz = dp if sums else dz
             dh_in = dp @ Wh
-        dc, direct = values[of["s1"]] if "s1" in of else None, values[of["s0"]] if cell.apart else None
-        return StepGradients(dz, dh_in, dc, direct, of_norms)
+        dc_prev, direct = values[of["s1"]] if "s1" in of else None, values[of["s0"]] if cell.apart else None
+        return StepGradients(dz, dh_in, dc_prev, direct, of_norms)
 
     return step
 
