@@ -98,7 +98,7 @@ def options_of(op: str, cell: Any, norm: Any) -> NormOptions:
     """Check the options of a `Norm` for this cell, or a user's cell before it is traced. Return them as engines take
     them."""
     if not isinstance(norm, Norm):
-        fail(op, "norm must be a mlx_lstm.Norm", type(norm).__name__)
+        fail(op, 'norm must be a mlx_lstm.Norm, such as Norm() or Norm("sum", scale)', type(norm).__name__)
     check_option(op, "norm.of", norm.of, tuple(OF))
     check_option(op, "norm.c", norm.c, (None, "output", "state"))
     check_option(op, "norm.gates", norm.gates, ("together", "each"))
