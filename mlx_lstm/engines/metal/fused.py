@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..cells import AnyCell
+from ..cells import AnyCell, norm_blocks
 from ..directions import half
 from ..ops.packed import matrix, scales_of
 from ..ops.sweep import gradients_after_sweep
 from ..packing import Packing, field_of, is_packed
 from ..problem import CORES, Arrays, Cut, Problem
+from . import norms
 from .kernel import (
     STRUCTS,
     Inputs,
@@ -50,7 +51,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     the caller asks for them."""
     dtype, mask = arrays["x"].dtype, whole_mask(problem, arrays)
     sweep = forward_sweep(problem, dtype, tuple(arrays), mask is not None and mask.shape[0] > 1)
-    inputs: Inputs = {"mask": mask, "numbers": sweep.numbers}
+    inputs: Inputs = {"mask": mask, "numbers": sweep.numbers} | norms.inputs_of(problem, arrays)
     for name in sweep.options:
         inputs[name] = contiguous(arrays[name])
     for name in ("h0", "c0", "lengths"):
@@ -89,7 +90,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     mask = whole_mask(problem, arrays)
     differ = mask is not None and mask.shape[0] > 1
     sweep = backward_sweep(problem, arrays["Wh"].dtype, tuple(arrays), differ, tuple(cotangents))
-    inputs: Inputs = {"mask": mask, "states": saved["c" if has_c else "h"]}
+    inputs: Inputs = {"mask": mask, "states": saved["c" if has_c else "h"]} | norms.inputs_of(problem, arrays)
     if cell.op != "rnn":
         inputs["gates"] = saved["gates"]
     for name in sweep.options:
@@ -102,19 +103,21 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     if sweep.numbers is not None:
         inputs["numbers"] = sweep.numbers
     operand: Arrays = {}
-    if sweep.few or sweep.takes_product:
+    if sweep.few or sweep.takes_product or norms.of_product(cell):
         operand = recurrent_input(problem, arrays, saved["h"], mask)
-    if sweep.takes_product:
+    of_norms = norms.numbers_before_sweep(problem, arrays, saved, operand.get("h_in"))
+    inputs |= of_norms
+    if sweep.takes_product and "q" not in inputs:
         inputs["q"] = candidates(problem, arrays, operand["h_in"])
     if len(sweep.parts) > 1:
-        for name in ("gates", "states", "states0", "dh", "dc", "q", "dgates"):
+        for name in ("gates", "states", "states0", "dh", "dc", "q", "dgates", *of_norms):
             if name in inputs:
                 inputs[name] = contiguous(inputs[name])
     inputs["arranged"] = sweep.arrange(inputs=[arrays["Wh"]])[0]
     results = run(problem, sweep.parts, inputs, {"dh0": "dhT", "dc0": "dcT"})
     if sweep.few:
         return gradients_in_few_launches(problem, arrays, results | operand)
-    return gradients_after_sweep(problem, arrays, saved, results)
+    return gradients_after_sweep(problem, arrays, saved, norms.for_gradients(problem, results, of_norms))
 
 
 class Part(NamedTuple):
@@ -193,6 +196,9 @@ LANE_FILES, QUANTIZED_FILES = ("fused_lanes",), ("quantized", "fused_quantized")
 """The shader files of the product in lanes (each lane multiplies a part of the weights), and the additional files for
 quantized weights."""
 
+NORM_FILES = ("norm", "fused_norm")
+"""The additional shader files of a cell with layer normalisation."""
+
 ARRANGE_FILES = ("fused_matrix", "fused_arrange")
 """The shader files of the launches that copy weights into the order in which lanes read them. They serve the product
 in lanes and the product of 8 x 8 matrices."""
@@ -215,6 +221,7 @@ def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], mas
     there = {name: name in names for name in ("h0", "c0", "lengths")} | {"z": True, "arranged": True, "sizes": True}
     there |= {"mask": "mask" in names or "keep" in names, "numbers": has_c}
     present = {name for name in there if there[name]} | {*options_of(problem, names)}
+    present |= norms.present(problem, names, "forward")
     later = present | ({"h0", "c0"} if has_c else {"h0"})
     parts = tuple(
         prepared_part("forward", bare, dtype, later if n else present, steps, sizes)
@@ -233,14 +240,16 @@ def backward_sweep(
     step has its own mask."""
     cell, has_c = problem.cell, problem.cell.op == "lstm"
     few, product, bare = is_plain(problem, names), takes_product(cell), readable(problem)
+    saves_d = product and (few or norms.of_product(cell))
     there = {"states": True, "arranged": True, "sizes": True, "lengths": "lengths" in names, "q": product}
     there |= {"mask": "mask" in names or "keep" in names, "gates": cell.op != "rnn"}
     there["numbers"] = cell.stops_c
     there |= {"states0": ("c0" if has_c else "h0") in names} | {f"d{name}": True for name in cotangents}
     present = {name for name in there if there[name]} | {*options_of(problem, names)}
+    present |= norms.present(problem, names, "backward")
     later = present | ({"dhT", "dcT"} if has_c else {"dhT"})
     parts = tuple(
-        prepared_part("backward", bare, dtype, later if n else present, steps, sizes, saves_d=few and product)
+        prepared_part("backward", bare, dtype, later if n else present, steps, sizes, saves_d=saves_d)
         for n, (steps, sizes) in enumerate(reversed(division(bare, masks_differ)))
     )
     arrange = arrange_launch("backward", bare, dtype)
@@ -321,6 +330,9 @@ def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, keep: bool, steps:
     if sweep == "backward":
         carry = (wide, mx.float32) if keep else None
         outputs = {"dz": all_gates, "d_out": all_gates if saves_d else None, "carry": carry}
+        if cell.norm is not None:
+            outputs["d_product"] = all_gates if norms.of_product(cell) else None
+            outputs["d_norm_c"] = (wide, mx.float32) if norms.of_state(cell) else None
         return outputs | {"dh0": h, "dc0": c if has_c else None}
     outputs = {"h": (wide, dtype), "c": (wide, mx.float32) if has_c else None}
     outputs["gates"] = all_gates if problem.training or problem.return_gates else None
@@ -339,7 +351,8 @@ def prepared_part(
 ) -> Part:
     """Return one launch that runs `steps` steps of a forward or backward pass. present: the names of the inputs that
     this call has."""
-    inputs = {name: name in present for name in INPUTS[sweep]}
+    has_norm = problem.cell.norm is not None
+    inputs = {name: name in present for name in (*INPUTS[sweep], *(norms.READ[sweep] if has_norm else ()))}
     outputs = outputs_of(sweep, problem, dtype, "keep" in present, steps, saves_d)
     op, D, back = problem.cell.op, problem.directions, sweep == "backward"
     tiling, quantized = tiling_of(sweep, problem, dtype, present), problem.packing is not None and not back
@@ -349,7 +362,8 @@ def prepared_part(
         template |= {"RESIDENT": tiling.resident} | ({"VECTORS": tiling.vectors} if back else {})
     else:
         shader, element = f"fused_{sweep}", "vec<float, 4>"
-        files = (*LANE_FILES, *(QUANTIZED_FILES if quantized else ()), f"fused_{op}", shader)
+        files = (*LANE_FILES, *(QUANTIZED_FILES if quantized else ()), f"fused_{op}")
+        files += (*(NORM_FILES if has_norm else ()), shader)
         template |= {"UNITS": tiling.units, "ROWS": tiling.rows, "RESIDENT": tiling.resident}
     template |= {"Index": index_of(problem), "S": dtype}
     arguments = [STRUCTS[op], *list(template)[1:]]
@@ -358,7 +372,8 @@ def prepared_part(
     if quantized:
         template |= packing_template(problem)
     written = [name for name, output in outputs.items() if output is not None]
-    body = struct_of(fields_of((*inputs, *outputs), {*present, *written}))
+    fields = fields_of((*inputs, *outputs), {*present, *written})
+    body = struct_of(fields if has_norm or tiling.matrices else fields | {"norm_eps": "absent"})
     body += f"threadgroup {element} vectors[{tiling.bytes // (4 if tiling.matrices else 16)}];\n"
     threads = "thread_position_in_threadgroup.x, threads_per_threadgroup.x"
     threads += ", thread_index_in_simdgroup" if tiling.matrices else ""
@@ -442,9 +457,12 @@ PACKED_REGISTERS = {1: 12, 2: 20, 4: 40}
 """The number of additional registers of a thread if weights are quantized, by batch items of a threadgroup. They
 hold loaded values and sums of x. The numbers come from the same source as WORKING_REGISTERS."""
 
-OPTION_REGISTERS = {"mask": 4, "keep": 4, "lengths": 8, "peephole": 4, "bhn": 4}
+OPTION_REGISTERS = {"mask": 4, "keep": 4, "lengths": 8, "peephole": 4, "bhn": 4, "norm_eps": 8, "norm_c_r": 8}
 """The number of additional registers of a thread for each optional input. The numbers come from the same source as
 WORKING_REGISTERS."""
+
+EACH_REGISTERS = 4
+"""The number of additional registers of a thread if each gate is normalised by itself. From the same source."""
 
 WIDEST_MATRICES = {4: 192, 2: 224}
 """The largest H for which 8 x 8 matrices are multiplied by default, by bytes per element. For larger H the registers
@@ -545,9 +563,8 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
     working = working_registers(cell, sweep, rows, packing is not None) + more
     resident = max(0, min(weights, (registers_of(threads) - working - (cut.spare if cut else 0)) // itemsize))
     used = working + resident * itemsize
-    return FusedTiling(
-        matrices, units, rows, threads, vectors, vectors * one, weights, resident, resident / weights, used
-    )
+    memory = vectors * one + norms.memory_of(cell, H, lanes, rows)
+    return FusedTiling(matrices, units, rows, threads, vectors, memory, weights, resident, resident / weights, used)
 
 
 def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int, int]:
@@ -627,6 +644,7 @@ def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[s
     """Return how a pass of this problem is divided among threads. names: the names of a launch's inputs. Optional
     inputs need additional registers, so the division depends on them."""
     more = sum(count for name, count in OPTION_REGISTERS.items() if name in names)
+    more += EACH_REGISTERS if norm_blocks(problem.cell) > 1 else 0
     packing = problem.packing if sweep == "forward" else None
     layer = layer_size(problem, dtype.size)._replace(packing=packing)
     return fused_tiling(layer, backward=sweep == "backward", more=more, cut=problem.cut)
@@ -652,5 +670,5 @@ def registers_of(threads: int) -> int:
 def fits_matrices(cell: AnyCell, H: int) -> bool:
     """Return whether `fused` can multiply 8 x 8 matrices for this cell and H. A threadgroup has at most 32
     simdgroups with 8 units each. A GRU whose reset comes before the candidate's product is not supported, because it
-    has two products per step."""
-    return H <= 256 and not two_products(cell)
+    has two products per step; nor is a cell with a norm, whose sums over all units are written for lanes only."""
+    return H <= 256 and not two_products(cell) and cell.norm is None
