@@ -1,5 +1,5 @@
-"""The part of layer normalisation that no engine computes, because it comes before the steps: the normalised product of
-the input, and a shift that is a part of the bias."""
+"""The part of layer normalisation that comes before the steps: the normalised product of the input, and a shift that is
+a part of the bias. The engine `numpy` computes this part itself (`numpy.norms.InputNorm`), other engines do not."""
 
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ HALVES = (mx.float16, mx.bfloat16)
 def before_steps(
     cell: SomeCell, arrays: Arrays, packing: Packing | None, directions: int, batch_first: bool
 ) -> tuple[SomeCell, Arrays, Packing | None]:
-    """Return (cell, arrays, packing) of a call with layer normalisation as an engine takes them.
+    """Return (cell, arrays, packing) of a call with layer normalisation as an engine other than `numpy` takes them.
 
     If the input's product is normalised, it is computed here, for all steps: x becomes the normalised product, without
     Wx. The shift of the recurrent product becomes a part of the biases, where the cell has them.

@@ -1,5 +1,5 @@
 """Layer normalisation inside the step: the argument `norm` of the functions and the option `layer_norm` of layers, with
-their checks. `engines.input_norm` computes the part of it that comes before the steps."""
+their checks. `engines.input_norm` computes the part of it that comes before the steps, except for `numpy`."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar

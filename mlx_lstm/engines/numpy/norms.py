@@ -161,6 +161,77 @@ def norm_of_input(problem: Problem, v: Views, bias: Array | None) -> Normalisati
     return normalisation_of(sizes, cell.norm.eps, dtype, v.get("norm_input_scale"), shift)
 
 
+class InputNorm:
+    """The layer normalisation of the input's product at many steps at once, with the bias as a part of its shift.
+
+    Arrays [G H, n] have one column for each of n = steps x batch rows of x, and any memory order.
+    """
+
+    def __init__(self, problem: Problem, v: Views):
+        """Prepare the weights and the shift of one direction."""
+        cell, dtype, n = problem.cell, v["x"].dtype, problem.cell.gates * problem.H
+        assert cell.norm is not None
+        blocks = norm_blocks(cell)
+        self.blocks: int = blocks
+        self.row: Array = np.full((1, n // blocks), blocks / n, dtype)
+        self.eps: Array = np.array(cell.norm.eps, dtype)
+        self.scale: Array | None = v.get("norm_input_scale")
+        shift, bias = v.get("norm_input_shift"), bias_of(problem, v)
+        self.shift: Array | None = bias if shift is None else shift if bias is None else shift + bias
+        self.Wx: Array | None = matrix(v["Wx"]) if "Wx" in v else None
+        # With a mean of 0 over the rows of the weights the product has a mean of 0, too. For few rows of x it takes
+        # less time to subtract the mean from the product.
+        self.centred: bool = self.Wx is not None and self.Wx.shape[1] <= problem.T * problem.B
+        if self.Wx is not None and self.centred:
+            parts = self.Wx.reshape(blocks, n // blocks, -1)
+            self.Wx = (parts - np.matmul(self.row, parts)).reshape(n, -1)
+
+    def normalise(self, x: Array, y: Array) -> Array:
+        """Write to y [G H, n] the normalised product of x [n, I]. Return r [blocks, 1, n]."""
+        if self.Wx is None:
+            y[...] = x.T
+        else:
+            np.matmul(self.Wx, matrix(x).T, out=y)
+        parts = self.divided(y)
+        if not self.centred:
+            parts -= np.matmul(self.row, parts)
+        r = np.einsum("kin,kin->kn", parts, parts)[:, None]
+        r /= self.eps.dtype.type(parts.shape[1])
+        r += self.eps
+        np.sqrt(r, r)
+        np.reciprocal(r, r)
+        parts *= r
+        return r
+
+    def divided(self, a: Array) -> Array:
+        """Return a view of a [G H, n], divided into the blocks that are normalised: [blocks, G H / blocks, n]."""
+        return a.reshape(self.blocks, -1, a.shape[1])
+
+    def __call__(self, x: Array, out: Array) -> None:
+        """Write to `out` [G H, n] the normalised, scaled and shifted product of x [n, I]."""
+        self.normalise(x, out)
+        if self.scale is not None:
+            out *= self.scale[:, None]
+        if self.shift is not None:
+            out += self.shift[:, None]
+
+    def back(self, x: Array, d: Array, products: WeightGradients) -> None:
+        """Turn d [G H, n], the gradient of the result for x [n, I], into that of the product before the norm. Add the
+        terms of these rows to the gradients of scale and shift."""
+        y = np.empty_like(d)
+        r = self.normalise(x, y)
+        if "norm_input_scale" in products.out:
+            products.add("norm_input_scale", np.einsum("rn,rn->r", d, y))
+        products.accumulate("norm_input_shift", d, np.ones(d.shape[1], d.dtype))
+        if self.scale is not None:
+            d *= self.scale[:, None]
+        parts, ys = self.divided(d), self.divided(y)
+        ys *= np.einsum("kin,kin->kn", parts, ys)[:, None] / self.eps.dtype.type(parts.shape[1])
+        parts -= np.matmul(self.row, parts)
+        parts -= ys
+        parts *= r
+
+
 class NormBackward:
     """The layer normalisation of the recurrent product or of the sum in the backward pass of one direction.
 
