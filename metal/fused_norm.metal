@@ -266,7 +266,7 @@ void states_backward(
       const float s = activate(Cell::activation(Cell::OUTPUT), seen);
       dc[r] += numbers[r].dc_or_q;
       d[r] = Cell::state_backward(N::IN_STATE ? dc[r] : 0.0f, dm, of_lane<LANES>(items[r].y, O), s);
-      if (Cell::PEEPHOLE == Cell::O_SEES_CURRENT) {
+      if constexpr (Cell::PEEPHOLE == Cell::O_SEES_CURRENT) {
         const float of_o = of_lane<LANES>(
             p * Cell::gate_backward(items[r].d, dm, s, slope(Cell::activation(O), items[r].y)), O);
         if (N::IN_STATE) d[r] += of_o;

@@ -106,10 +106,11 @@ float normed_unit(
     const Index block = Cell::block(gate) * s.H + j, at = Index(s.d) * GATES * s.H + block;
     y[gate] = Norm<Cell>::IS_SUM ? 0.0f : float(a.z[place(s, s.t, b, GATES * s.H) + block]);
     q[gate] = before_norm<Cell>(s, a, b, gate, j);
-    if (Norm<Cell>::OF == NOTHING) continue;
-    thread const Moments& m = of[Norm<Cell>::IS_EACH ? gate : 0];
-    q[gate] = (q[gate] - m.mean) * rsqrt(m.squares / m.count + float(a.norm_eps[0]));
-    q[gate] = q[gate] * value_at(a.norm_scale, at, 1.0f) + value_at(a.norm_shift, at, 0.0f);
+    if constexpr (Norm<Cell>::OF != NOTHING) {
+      thread const Moments& m = of[Norm<Cell>::IS_EACH ? gate : 0];
+      q[gate] = (q[gate] - m.mean) * rsqrt(m.squares / m.count + float(a.norm_eps[0]));
+      q[gate] = q[gate] * value_at(a.norm_scale, at, 1.0f) + value_at(a.norm_shift, at, 0.0f);
+    }
   }
   o = y[GATES - 1] + q[GATES - 1];
   Cell::template constants<Index>(a, s.d, s.H, j, p);
@@ -138,7 +139,7 @@ float normed_output(
   float seen = (c - of.mean) * rsqrt(of.squares / of.count + float(a.norm_eps[0]));
   seen = seen * value_at(a.norm_c_scale, at, 1.0f) + value_at(a.norm_c_shift, at, 0.0f);
   if (Norm<Cell>::IN_STATE) c = seen;
-  if (Norm<Cell>::IN_STATE && Cell::PEEPHOLE == Cell::O_SEES_CURRENT) {
+  if constexpr (Norm<Cell>::IN_STATE && Cell::PEEPHOLE == Cell::O_SEES_CURRENT) {
     float p[4];
     Cell::template constants<Index>(a, s.d, s.H, j, p);
     y[Cell::GATE_O] = Cell::gate(Cell::GATE_O, o, p[Cell::GATE_O], c, 0.0f);
@@ -192,7 +193,7 @@ void stepwise_norm_forward(
 template <class Cell, bool PASSES>
 struct OfProducts {
   enum { GATES = Cell::GATES, SEGMENTS = 1, HAS_C = Cell::HAS_C || Cell::PASSES_H, PASSES_H = PASSES };
-  static constexpr int block(int gate) { return Cell::block(gate); }
+  static int block(int gate);  // named by code that never runs with one segment
 };
 
 // Compute the part of dh_t, the gradient of h, that comes from the products of the next step and from the cotangents.
