@@ -94,7 +94,7 @@ class Graph:
 
 
 def add_zero(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite x + 0 as x, in a derivative."""
+    """Rewrite x + 0 as x in a derivative. In the cell itself the sum stays: -0 + 0 is 0, not -0."""
     if not graph.derives:
         return None
     return b if graph.value(a) == 0 else a if graph.value(b) == 0 else None
