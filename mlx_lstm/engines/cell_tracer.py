@@ -291,7 +291,7 @@ TRACED: definitions.Functions = {
     "sigmoid": mx.sigmoid,
     "clip": traced_clip,
     "where": lambda condition, value, x: straight_through(x, mx.where(condition, value, x)),
-    "norm": lambda c, N: c @ N,  # see `Graph.normalise`
+    "norm": lambda c, N: c @ N,  # a product that stands for it; `Graph.normalise` replaces it
 }
 """The functions from which a traced definition is built."""
 
