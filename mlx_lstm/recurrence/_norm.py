@@ -82,7 +82,8 @@ OF = {"products": "products", "recurrent": "product", "sum": "sum", None: None}
 
 
 def with_norm(op: str, cell: SomeCell, norm: Any, arrays: dict[str, Any]) -> tuple[SomeCell, dict[str, Any]]:
-    """Check the argument `norm`. Return the cell with its options, and the arrays of the call with its arrays."""
+    """Check the argument `norm`. Return (cell, arrays): the cell has the norm's options, and the arrays of the call
+    include the norm's arrays."""
     if norm is None:
         return cell, arrays
     options = options_of(op, cell, norm)
