@@ -291,8 +291,9 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
     the graph of the cell's derivative. exposes: whether the gates have cotangents.
 
     before: the states h and c before the step. For a GRU with reset "after" also q, the candidate's product h Wh_n^T +
-    bhn. With a norm of the product or the sum also y and r: the numbers before scale and shift, and
-    1 / sqrt(variance + eps). after: h, c and the gates after the step. dh, dc, dgates: the gradients of h (of a projected h before its clip), c and gates in `after`.
+    bhn. With a norm of the product or the sum also y and r: the numbers before scale and shift, and 1 / sqrt(variance +
+    eps). after: h, c and the gates after the step. dh, dc, dgates: the gradients of h (of a projected h before its
+    clip), c and gates in `after`.
     """
     cell, H, Wh = problem.cell, problem.H, arrays["Wh"]
     graph = graph_of(cell, arrays, exposes)
