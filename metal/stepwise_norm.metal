@@ -296,8 +296,7 @@ void unit_gradients(
     // The clip comes before the norm. If the state is normalised, c before the norm is computed again.
     const float clipped =
         Norm<Cell>::IN_STATE ? y[Cell::GATE_F] * before + y[Cell::GATE_I] * y[Cell::GATE_G] : after;
-    // norm_of_c_backward has used the gradient of m already. So it is 0 here, and the gradient of o's preactivation is
-    // kept.
+    // norm_of_c_backward has used the gradient of m: it is 0 here, and that of o's preactivation stays as it is.
     const float of_o = d.dz[Cell::GATE_O];
     d.dz[Cell::GATE_O] = dh = 0.0f;
     Cell::backward(y, p, before, clipped, 0.0f, limit, dh, d.carry, d.dz);
