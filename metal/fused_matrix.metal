@@ -96,7 +96,7 @@ void fused_matrix_forward(
   for (int e = 0; e < 2; ++e) {
     const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
     real[e] = b0 + e < sweep.B && unit < H;
-    // A lane without an item or unit reads the last item or unit 0, so that no read leaves the arrays; it stores nothing.
+    // A lane without an item or unit reads the last item or unit 0: no read leaves the arrays. It stores nothing.
     first_place<false>(sweep, min(b0 + e, sweep.B - 1), GATES, 0, H, unit < H ? unit : 0, at[e]);
     length[e] = b0 + e < sweep.B ? value_at(a.lengths, b0 + e, sweep.T) : 0;
     h_now[e] = real[e] ? value_at(a.h0, item, 0.0f) : 0.0f;
