@@ -58,7 +58,9 @@ void reset_back(
   }
 }
 
-// Read the numbers of step n for ROWS items, and the lane's own gate with its cotangent. earlier, step: see read_step.
+// Read the numbers of step n for ROWS items, and the lane's own gate with its cotangent. earlier: the number of
+// elements that `states`, dh and dc have before the launch's first time index. step: the number from one time index to
+// the next.
 template <class Cell, int ROWS, class Index, class Arrays>
 void read_rows(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread Item<Index> (&items)[ROWS], Index earlier,

@@ -95,7 +95,7 @@ void fused_forward(
   for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
     const long item = place_in(sweep, b, 1, 0, H, unit);
-    // A lane without a gate reads the numbers of block 0, and a lane without a unit those of unit 0.
+    // A lane without a gate or unit reads those of block 0 or unit 0, so that no read leaves the arrays.
     first_place<false>(sweep, b, GATES, max(block, 0), H, real ? unit : 0, at[r]);
     length[r] = value_at(a.lengths, b, sweep.T);
     h_now[r] = writes ? value_at(a.h0, item, 0.0f) : 0.0f;

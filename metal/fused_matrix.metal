@@ -96,7 +96,7 @@ void fused_matrix_forward(
   for (int e = 0; e < 2; ++e) {
     const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
     real[e] = b0 + e < sweep.B && unit < H;
-    // A lane without an item reads the numbers of the last item, and a lane without a unit those of unit 0.
+    // A lane without an item or unit reads the last item or unit 0: no read leaves the arrays. It stores nothing.
     first_place<false>(sweep, min(b0 + e, sweep.B - 1), GATES, 0, H, unit < H ? unit : 0, at[e]);
     length[e] = b0 + e < sweep.B ? value_at(a.lengths, b0 + e, sweep.T) : 0;
     h_now[e] = real[e] ? value_at(a.h0, item, 0.0f) : 0.0f;
@@ -162,7 +162,8 @@ void product_of_columns(
 }
 
 // Read what the lane needs at step n for its two batch items: the gates y, their cotangents d, and in `numbers` a
-// state, cotangents and factors (see read_step, which also describes earlier and step).
+// state, cotangents and factors. earlier: the number of elements that `states`, dh and dc have before the launch's
+// first time index. step: the number from one time index to the next.
 template <class Cell, int H, class Index, class Arrays>
 void read_items(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread const Item<Index> (&items)[2], Index earlier,

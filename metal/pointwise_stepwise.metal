@@ -165,7 +165,7 @@ void take_saved(
 
 // Compute one step of one unit backward, for an item that has not ended. ds: on entry the gradients of the states after
 // the step, on return the gradients of the states before it. unscaled: ds before the multiplication by keep. dw: the
-// gradients of the parameters are added to it. d, du: as in pointwise_backward.metal.
+// gradients of the parameters are added to it. d, du: on return the gradients of the preactivations and of the inputs.
 template <class Cell, class S, class Arrays>
 void live_unit_backward(
     thread const Step& s, thread const Arrays& a, int length, int b, int j, thread float (&ds)[Cell::STATES],

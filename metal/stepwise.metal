@@ -25,7 +25,8 @@ inline Step step_of(int n, const constant int* sizes, uint direction) {
   return {n, t, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], int(direction), sizes[6], reverse};
 }
 
-// Return the position of batch item b at time index t in an array [T, B, D width].
+// Return the position of batch item b at time index t in an array [T, B, D width], which has `width` numbers per
+// direction.
 inline Index place(thread const Step& s, int t, int b, int width) {
   return ((Index(t) * s.B + b) * s.D + s.d) * width;
 }
@@ -40,8 +41,8 @@ inline Index place_by_direction(thread const Step& s, int b, int width) {
 inline bool is_first(thread const Step& s, int length) { return s.n == 0 || (s.reverse && s.t + 1 == length); }
 
 // A threadgroup's part of the output: the batch items from b0 on and the units from j0 on. `sums` is threadgroup memory
-// that gets the result of the product, [Product::ROWS, Product::COLUMNS]. A product of matrices first keeps its operands
-// there.
+// that gets the result of the product, [Product::ROWS, Product::COLUMNS]. A product of matrices first keeps its
+// operands there.
 struct Block {
   int b0, j0, simdgroup, lane;
   threadgroup float* sums;

@@ -75,14 +75,15 @@ NAMES = {
     "c_scale": "norm_c_scale",
     "c_shift": "norm_c_shift",
 }
-"""The arrays of `Norm`, and their names in a call."""
+"""From the name of an array in `Norm` to its name among the arrays of a call."""
 
 OF = {"products": "products", "recurrent": "product", "sum": "sum", None: None}
-"""The values of `Norm.of`, and those of `NormOptions.of`."""
+"""From the value of `Norm.of` that the user writes to the value of `NormOptions.of` that engines read."""
 
 
 def with_norm(op: str, cell: SomeCell, norm: Any, arrays: dict[str, Any]) -> tuple[SomeCell, dict[str, Any]]:
-    """Check the argument `norm`. Return the cell and the arrays of the call with it."""
+    """Check the argument `norm`. Return (cell, arrays): the cell has the norm's options, and the arrays of the call
+    include the norm's arrays."""
     if norm is None:
         return cell, arrays
     options = options_of(op, cell, norm)

@@ -1,8 +1,8 @@
 """Layer normalisation in the steps of the engine `numpy`, forward and backward.
 
-Every array of a step is feature-major, [n, B]: n = G H or H numbers for each of B batch items. It is divided into
-blocks of rows, and each is normalised by itself: y = (a - mean) r with r = 1 / sqrt(variance + eps). The result is y
-times a scale plus a shift.
+An array of a step has one column per batch item, [n, B]: n = G H numbers (G gates, H units), or n = H numbers of c. Its
+rows are one block, or one block per gate. Each block is normalised by itself: y = (a - mean) r with
+r = 1 / sqrt(variance + eps). The result is y times a scale plus a shift.
 """
 
 from math import sqrt
@@ -25,7 +25,7 @@ class Normalisation:
         """Allocate the memory. sizes: (blocks, n, B). scale, shift: [n], or None for 1 and 0."""
         blocks, n, B = sizes
         self.shape: tuple[int, int, int] = (blocks, n // blocks, B)
-        # A mean is a product with this row, because BLAS computes it faster than NumPy a sum.
+        # A mean is a product with this row, because BLAS computes a product faster than NumPy a sum.
         self.row: Array = np.full((1, n // blocks), blocks / n, dtype)
         self.eps: Array = np.array(eps, dtype)
         self.scale: Array | None = None if scale is None else np.repeat(scale[:, None], B, axis=1)
@@ -77,7 +77,7 @@ class Normalisation:
 
 
 class OneColumn(Normalisation):
-    """The layer normalisation of arrays [n, 1] in one block. NumPy's functions of vectors take less time for it."""
+    """The layer normalisation of arrays [n, 1] in one block. Vector operations such as np.dot then take less time."""
 
     def normalise(self, a: Array, y: Array) -> Any:
         """Write to y [n, 1] the array a with mean 0 and variance 1. Return r as a number. y may be a itself."""
@@ -256,8 +256,8 @@ class NormBackward:
         self.bias: Array | None = None if bias is None else bias[:, None]
 
     def begin_chunk(self, h_in: Array, x: Array | None) -> None:
-        """Compute what was normalised at each step of a chunk. h_in [n, P]: the h that enters the recurrent product at
-        each step and item. x [n, I]: the input there, if the sum is normalised."""
+        """Compute again what the forward pass normalised at each step of a chunk. h_in [n, P]: the h that enters the
+        recurrent product, one row for each step and batch item. x: the same rows of the input; None if not needed."""
         operand = matrix(h_in) if x is None or not self.has_Wx else np.concatenate([x, h_in], axis=1)
         steps = len(operand) // self.B
         y = self.y[:steps]

@@ -301,7 +301,7 @@ def first_state(v: Views, name: str, shape: tuple[int, int], dtype: np.dtype) ->
 
 
 def step_mask(v: Views, problem: Problem) -> Array | None:
-    """Return the mask on h_prev as a view [T, B, P], or None if the call has no mask."""
+    """Return the mask on h_prev as a view [T, B, P] (P: the width of h), or None if the call has no mask."""
     return np.broadcast_to(v["mask"], (problem.T, problem.B, problem.P)) if "mask" in v else None
 
 
