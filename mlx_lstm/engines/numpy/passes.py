@@ -198,7 +198,7 @@ class BackwardSweep:
             x = self.inputs(start, stop)
         self.step.end_chunk(self.products, h_in)
         self.products.accumulate("b", dz, np.ones(n, dz.dtype))
-        if self.step.of_input is not None:
+        if self.step.of_input is not None and x is not None:
             self.step.of_input.back(x, dz, self.products)
         self.products.write_input(start, stop, dz, self.v.get("Wx"))
         if x is not None:
