@@ -73,6 +73,32 @@ void read_rows(
   }
 }
 
+// Set dh of each item to the gradient of h before step t: the product `sum` times the mask, and the part that bypasses
+// the product. An item that has ended keeps its dh.
+template <int ROWS, class Index, class Arrays>
+void pass_to_h_before(
+    thread const Arrays& a, int t, thread const float (&sum)[ROWS], thread Item<Index> (&items)[ROWS]) {
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    const float dh = sum[r] * items[r].mask + items[r].past;
+    items[r].dh = is_live(a.lengths, t, items[r].length) ? dh : items[r].dh;
+  }
+}
+
+// Write dh0 and dc0 of a unit, which are complete after the pass over all steps. Lane 0 of the unit's LANES lanes has
+// dh, the last lane has dc. first: the threadgroup's first batch item.
+template <class S, int LANES, int ROWS, class Index, class Arrays>
+void store_first(
+    thread const Sweep& sweep, thread const Arrays& a, int first, int H, int unit, int lane,
+    thread const Item<Index> (&items)[ROWS]) {
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    const long item = place_in(sweep, min(first + r, sweep.B - 1), 1, 0, H, unit);
+    if (lane == 0) a.dh0[item] = S(items[r].dh);
+    if (lane == LANES - 1) store(a.dc0, item, items[r].dc);
+  }
+}
+
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void fused_backward(
     thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
@@ -150,17 +176,8 @@ void fused_backward(
     read_norm<Cell>(a, items, earlier, block, of_norm);
     constexpr int FROM = TWO ? FIRST * UNITS : 0;
     products_of_columns<Cell, UNITS, ROWS, RUNS, FROM, RESIDENT>(sum, resident, streamed, current + s);
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
-      const float dh = sum[r] * items[r].mask + items[r].past;
-      items[r].dh = is_live(a.lengths, t, items[r].length) ? dh : items[r].dh;
-    }
+    pass_to_h_before(a, t, sum, items);
     streamed += opaque_zero(sweep);
   }
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
-    const long item = place_in(sweep, min(int(group.x) * ROWS + r, sweep.B - 1), 1, 0, H, unit);
-    if (real && lane == 0) a.dh0[item] = S(items[r].dh);
-    if (real && lane == LANES - 1) store(a.dc0, item, items[r].dc);
-  }
+  if (real) store_first<S, LANES>(sweep, a, int(group.x) * ROWS, H, unit, lane, items);
 }

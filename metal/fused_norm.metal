@@ -134,7 +134,8 @@ void standardise(
 #pragma clang loop unroll(full)
     for (int turn = 0; turn < P::TURNS; ++turn) {
       const float away = all[turn][r][0] - mean;
-      variance += away * away * P::part(first, part, turn) + all[turn][r][1] * (P::REPEATS ? float(P::SIMDGROUPS) / P::PEERS : 1.0f);
+      constexpr float once = P::REPEATS ? float(P::SIMDGROUPS) / P::PEERS : 1.0f;
+      variance += away * away * P::part(first, part, turn) + all[turn][r][1] * once;
     }
     x[r] = (x[r] - mean) * rsqrt(sum_of_every<EVERY>(variance) + eps);
   }
