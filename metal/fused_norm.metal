@@ -2,7 +2,8 @@
 //
 // The numbers that are normalised together lie in all simdgroups of a threadgroup. So each simdgroup first sums up its
 // own numbers and writes the sums to threadgroup memory. A barrier follows. Then every simdgroup adds up the sums of
-// all simdgroups: each lane reads those of one simdgroup, or of a few if each gate is normalised by itself.
+// all simdgroups. For this each lane reads the sums of one simdgroup. If each gate is normalised by itself, there are
+// fewer lanes for each norm, and a lane reads the sums of a few simdgroups.
 //
 // Mean and variance are computed without E[x^2] - E[x]^2, which loses all digits if the mean is large. A simdgroup
 // computes its own mean and the sum of squares of the distances from it. For n_s numbers with the mean m_s and this sum
@@ -143,7 +144,7 @@ void standardise(
 
 // Replace d[r], the gradient of y[r] = (x - mean) / sqrt(variance + eps), by the gradient of x. d[r] must be 0 if the
 // lane's number does not belong to the norm. factor[r]: 1 / sqrt(variance + eps). N: how many numbers are normalised
-// together, counting the copies that several lanes have of one.
+// together. If several lanes have a copy of one number, each copy counts.
 template <int H, int LANES, int EVERY, int N, int ROWS>
 void standardise_backward(
     thread float (&d)[ROWS], thread const float (&y)[ROWS], thread const float (&factor)[ROWS], uint index,
@@ -226,8 +227,10 @@ void normalise_states(
 //   d_product [., B, D G H], output: the gradient of the product
 //   d_norm_c  [., B, D H] float, output: the gradient of the normalised c; absent without a norm of c
 
-// The numbers of a step that the norms need: norm_y, norm_r, norm_c_y and norm_c_r. They are read one step early,
-// before a product. states_backward, below, replaces c_y by the activation s_output of the normalised c.
+// What the backward step of a lane needs for its norms. y: its normalised product or sum. r: 1 / sqrt(variance + eps)
+// of this norm. c_y, c_r: the same for the norm of c. They are loaded one step early, before a product, so that they
+// arrive while it is computed. The function states_backward replaces c_y by the activation s_output of the normalised
+// c.
 template <int ROWS>
 struct NormNumbers {
   float y[ROWS], r[ROWS], c_y[ROWS], c_r[ROWS];

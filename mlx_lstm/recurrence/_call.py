@@ -190,8 +190,7 @@ class Call(NamedTuple):
         """Return the call and its arrays as the engine takes them, and what `plan` returns for them. The engine `numpy`
         computes all of the layer normalisation, other engines not that of the input's product (`with_norm`)."""
         norm = self.cell.norm
-        may_be_numpy = self.engine in (None, "numpy") and choice.current_device() == "cpu"
-        if norm is None or may_be_numpy:
+        if norm is None or (self.engine in (None, "numpy") and choice.current_device() == "cpu"):
             problem, chosen = self.plan(arrays, [], sizes, packing, wanted)
             if norm is None or chosen.engine == "numpy":
                 return self, arrays, problem, chosen

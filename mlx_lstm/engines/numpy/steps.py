@@ -346,16 +346,12 @@ def backward_function(plan: Plan) -> Build:
     fixed += ["all_dx", "all_m", "all_q", "all_dh", "through_norm"]
     if words.count("s0") <= 1:
         fixed.remove("s0")
-    norms = plan.cell.norm is not None and plan.cell.norm.of is not None
-    after = [
-        "through_Wh(through_norm(dz, columns), d0)"
-        if norms
-        else "through_Wh(dz, d0)"
-        if plan.whole
-        else "own.through_rows(dz, d0)"
-        if plan.rows
-        else "d0.fill(0)"
-    ]
+    if plan.cell.norm is not None and plan.cell.norm.of is not None:
+        after = ["through_Wh(through_norm(dz, columns), d0)"]
+    elif plan.whole:
+        after = ["through_Wh(dz, d0)"]
+    else:
+        after = ["own.through_rows(dz, d0)" if plan.rows else "d0.fill(0)"]
     return function_of(
         code, "saved_at, h_at, all_dz, through_Wh", fixed, "own, t, columns, c_prev, c, d0, dc, e", before, after
     )
