@@ -142,6 +142,11 @@ def layer_norm_arrays(norm: NormOptions, gates: int, H: int) -> dict[str, int]:
     return found | ({"norm_c_scale": H, "norm_c_shift": H} if norm.c is not None else {})
 
 
+def first_value(name: str, shape: list[int]) -> mx.array:
+    """Return the first value of a parameter of layer normalisation: a scale of 1, or a shift of 0."""
+    return mx.ones(shape) if name.endswith("scale") else mx.zeros(shape)
+
+
 def norm_given(norm: NormOptions, arrays: Mapping[str, Any]) -> Norm:
     """Return the `Norm` of these options, with those of its arrays that are in `arrays`."""
     of = next(word for word, own in OF.items() if own == norm.of)
