@@ -412,6 +412,8 @@ def test_layers_are_quantized_replaced_and_refused_with_their_norm():
         (lambda a: gru(a["x"], a["Wx"][:6], a["Wh"][:6], reset="before", norm=Norm()), "the candidate's parts are"),
         (lambda a: LSTM(3, 4, layer_norm=Norm(scale=mx.ones(16))), "a Norm without arrays"),
         (lambda a: LSTM(3, 4, layer_norm="pre"), "layer_norm must be True, False or"),
+        (lambda a: lstm(**a, norm=Norm(), engine=mx.zeros(2)), r"\[lstm\] engine must be one of .* but got array"),
+        (lambda a: lstm(**a, norm=Norm("sum"), engine="metal"), "engine must be one of .* but got 'metal'"),
     ],
 )
 def test_a_wrong_norm_is_refused(call, text):

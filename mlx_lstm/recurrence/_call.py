@@ -188,11 +188,13 @@ class Call(NamedTuple):
         self, arrays: Arrays, sizes: Sizes, packing: Packing | None, wanted: Wanted
     ) -> tuple["Call", Arrays, Problem, Choice]:
         """Return the call and its arrays as the engine takes them, and what `plan` returns for them. The engine `numpy`
-        computes all of the layer normalisation, other engines not that of the input's product (`with_norm`)."""
-        norm = self.cell.norm
-        if norm is None or (self.engine in (None, "numpy") and choice.current_device() == "cpu"):
+        computes all of the layer normalisation. For other engines `with_norm` computes a part of it."""
+        if self.cell.norm is None:
+            return self, arrays, *self.plan(arrays, [], sizes, packing, wanted)
+        choice.check_engine(self.title, self.engine)
+        if self.engine in (None, "numpy") and choice.current_device() == "cpu":
             problem, chosen = self.plan(arrays, [], sizes, packing, wanted)
-            if norm is None or chosen.engine == "numpy":
+            if chosen.engine == "numpy":
                 return self, arrays, problem, chosen
         call, arrays, packing = self.with_norm(arrays, packing)
         return call, arrays, *call.plan(arrays, [], sizes, packing, wanted)
@@ -200,11 +202,8 @@ class Call(NamedTuple):
     def with_norm(self, arrays: Arrays, packing: Packing | None) -> tuple["Call", Arrays, Packing | None]:
         """Return the call, its arrays and their packing after the part of layer normalisation that is computed before
         the steps: that of the input's product."""
-        if self.cell.norm is None:
-            return self, arrays, packing
-        cell, arrays, packing = before_steps(
-            self.cell, arrays, packing, 2 if self.bidirectional else 1, self.batch_first
-        )
+        directions = 2 if self.bidirectional else 1
+        cell, arrays, packing = before_steps(self.cell, arrays, packing, directions, self.batch_first)
         return self._replace(cell=cell), arrays, packing
 
     def plan(
