@@ -79,7 +79,7 @@ WAYS = {"forward": {}, "reverse": {"reverse": True}, "both": {"bidirectional": T
 
 @cache
 def by_keras(word, way):
-    """Return (case, cotangents, h of Keras, error bounds) for a layer of LAYERS in the direction `way`, a key of WAYS."""
+    """Return (case, cotangents, h of Keras, error bounds) for a layer of LAYERS in a direction of WAYS."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
     theirs, options = LAYERS[word]
