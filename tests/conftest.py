@@ -38,10 +38,6 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # Use the CPU on a Mac, too. Tests that need the GPU select it themselves.
     mx.set_default_device(mx.cpu)
-    if config.getoption("--shader-coverage") and sys.platform != "darwin":
-        from metal_emulator import coverage
-
-        coverage.count_lines(True)
 
 
 @pytest.hookimpl(trylast=True)

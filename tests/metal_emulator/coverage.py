@@ -1,4 +1,4 @@
-"""Line coverage of shader files, over all kernels that this process has run in the emulator after `count_lines(True)`.
+"""Line coverage of shader files, over all kernels that this process has run in the emulator.
 
 Executable lines of a file are
   - the lines for which some compiled instantiation has a basic block, and
@@ -28,8 +28,8 @@ class FileCoverage:
 
 
 def collected() -> dict[str, dict[str, list[int]]]:
-    """Return {kernel text: {"executable": lines, "executed": lines}} for all kernels that this process has run and
-    that count their lines."""
+    """Return {kernel text: {"executable": lines, "executed": lines}} for all kernels that this process has run, except
+    those without counters."""
     found: dict[str, dict[str, list[int]]] = {}
     for kernel in (kernel for kernel in compiled_kernels() if kernel.counts):
         entry = {"executable": sorted(kernel.executable_lines()), "executed": sorted(kernel.executed_lines())}
