@@ -6,7 +6,6 @@ r = 1 / sqrt(variance + eps). The result is y times a scale plus a shift.
 """
 
 from math import sqrt
-from typing import Any
 
 import numpy as np
 from numpy import dot
@@ -17,61 +16,81 @@ from .products import Array, Views, WeightGradients, bias_of, columns_buffer, ma
 
 
 class Normalisation:
-    """The layer normalisation of arrays [n, B], with scratch memory for one step."""
+    """The layer normalisation of arrays [n, B], with scratch memory for one step.
+
+    centred: whether the arrays have a mean of 0 in each block already, because the weights of the product have
+    (`with_centred_weights`). Then neither a pass subtracts the mean of an array, nor that of a gradient: the gradient
+    `before` lacks a number per block and column, which the gradient of the weights loses afterwards (`centred`).
+    """
 
     def __init__(
-        self, sizes: tuple[int, int, int], eps: float, dtype: np.dtype, scale: Array | None, shift: Array | None
+        self,
+        sizes: tuple[int, int, int],
+        eps: float,
+        dtype: np.dtype,
+        scale: Array | None,
+        shift: Array | None,
+        centred: bool = False,
     ):
         """Allocate the memory. sizes: (blocks, n, B). scale, shift: [n], or None for 1 and 0."""
         blocks, n, B = sizes
         self.shape: tuple[int, int, int] = (blocks, n // blocks, B)
+        self.centred: bool = centred
         # A mean is a product with this row, because BLAS computes a product faster than NumPy a sum.
         self.row: Array = np.full((1, n // blocks), blocks / n, dtype)
+        # The mean of an array times the scale, likewise.
+        self.scaled_row: Array = self.row if scale is None else (scale.reshape(blocks, 1, -1) * self.row)
         self.eps: Array = np.array(eps, dtype)
         self.scale: Array | None = None if scale is None else np.repeat(scale[:, None], B, axis=1)
         self.shift: Array | None = None if shift is None else np.repeat(shift[:, None], B, axis=1)
         self.mean, self.other_mean, self.spread = (np.empty((blocks, 1, B), dtype) for _ in range(3))
-        self.scratch, self.scaled = (np.empty((n, B), dtype) for _ in range(2))
+        self.scratch, self.scaled, self.dy = (np.empty((n, B), dtype) for _ in range(3))
 
-    def normalise(self, a: Array, y: Array) -> Any:
-        """Write to y [n, B] the array a, with mean 0 and variance 1 in each block. Return r [blocks, 1, B]. y may be a
-        itself."""
+    def normalise(self, a: Array, y: Array, r: Array) -> None:
+        """Write to y [n, B] the array a, with mean 0 and variance 1 in each block, and the factors to r [blocks, 1, B].
+        y may be a itself."""
         parts, out, scratch = a.reshape(self.shape), y.reshape(self.shape), self.scratch.reshape(self.shape)
-        np.matmul(self.row, parts, out=self.mean)
-        np.subtract(parts, self.mean, out)
-        np.multiply(out, out, scratch)
-        r = np.matmul(self.row, scratch, out=self.spread)
+        if not self.centred:
+            np.matmul(self.row, parts, out=self.mean)
+            parts = np.subtract(parts, self.mean, out)
+        np.multiply(parts, parts, scratch)
+        np.matmul(self.row, scratch, out=r)
         np.add(r, self.eps, r)
         np.sqrt(r, r)
         np.reciprocal(r, r)
-        np.multiply(out, r, out)
-        return r
+        np.multiply(parts, r, out)
 
-    def __call__(self, a: Array, out: Array) -> None:
-        """Write the result for a [n, B] to `out`, which may be a itself."""
-        self.normalise(a, out)
+    def __call__(self, a: Array, out: Array, kept: Array | None = None) -> None:
+        """Write the result for a [n, B] to `out`, which may be a itself. kept [n + blocks, B]: memory for y and r, which
+        `before` reads; None if nobody reads them."""
+        y, r = (out, self.spread) if kept is None else self.divided(kept)
+        self.normalise(a, y, r)
         if self.scale is not None:
-            np.multiply(out, self.scale, out)
+            np.multiply(y, self.scale, out)
+        elif kept is not None and self.shift is None:
+            np.copyto(out, y)
         if self.shift is not None:
-            np.add(out, self.shift, out)
+            np.add(y if self.scale is None else out, self.shift, out)
 
-    def before(self, d: Array, y: Array, r: Any, out: Array) -> None:
-        """Write to `out` the gradient of a. d [n, B]: the gradient of the result. y [n, B], r [blocks, 1, B]: what
-        `normalise` made of a. `out` is another array than d and y.
+    def divided(self, kept: Array) -> tuple[Array, Array]:
+        """Return y [n, B] and r [blocks, 1, B] as views of the memory `kept` of a step."""
+        n = len(self.scratch)
+        return kept[:n], kept[n:, None]
+
+    def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
+        """Write to `out` the gradient of a, and to `dy` the product d y. d [n, B]: the gradient of the result. y [n,
+        B], r [blocks, 1, B]: what `normalise` made of a. `out` is another array than d and y.
 
         The gradient is r (d scale - mean(d scale) - y mean(d scale y)), with the means over a block.
         """
-        shape, scaled = self.shape, self.scaled  # contiguous, unlike d: the operations below read it faster
-        if self.scale is None:
-            np.copyto(scaled, d)
-        else:
-            np.multiply(d, self.scale, scaled)
-        np.multiply(scaled, y, self.scratch)
-        ys, scratch = y.reshape(shape), self.scratch.reshape(shape)
-        np.matmul(self.row, scratch, out=self.mean)
-        np.matmul(self.row, scaled.reshape(shape), out=self.other_mean)
-        np.multiply(ys, self.mean, scratch)
-        np.add(scratch, self.other_mean, scratch)
+        shape, dy = self.shape, np.multiply(d, y, self.dy)
+        scratch = self.scratch.reshape(shape)
+        np.matmul(self.scaled_row, dy.reshape(shape), out=self.mean)
+        np.multiply(y.reshape(shape), self.mean, scratch)
+        if not self.centred:
+            np.matmul(self.scaled_row, d.reshape(shape), out=self.other_mean)
+            np.add(scratch, self.other_mean, scratch)
+        scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
         np.subtract(scaled, self.scratch, self.scratch)
         np.multiply(scratch, r, out.reshape(shape))
 
@@ -79,32 +98,39 @@ class Normalisation:
 class OneColumn(Normalisation):
     """The layer normalisation of arrays [n, 1] in one block. Vector operations such as np.dot then take less time."""
 
-    def normalise(self, a: Array, y: Array) -> Any:
-        """Write to y [n, 1] the array a with mean 0 and variance 1. Return r as a number. y may be a itself."""
+    def normalise(self, a: Array, y: Array, r: Array) -> None:
+        """Write to y [n, 1] the array a with mean 0 and variance 1, and the factor to r [1, 1, 1]. y may be a
+        itself."""
         a, y = a[:, 0], y[:, 0]
-        np.subtract(a, dot(self.row[0], a), y)
-        r = 1 / sqrt(dot(y, y) / len(y) + self.eps)
-        np.multiply(y, r, y)
-        return r
+        if not self.centred:
+            a = np.subtract(a, dot(self.row[0], a), y)
+        factor = 1 / sqrt(dot(a, a) / len(a) + self.eps)
+        r[0, 0, 0] = factor
+        np.multiply(a, factor, y)
 
-    def before(self, d: Array, y: Array, r: Any, out: Array) -> None:
-        """Write to `out` the gradient of a, as `Normalisation.before` does. r: a number."""
-        row, scratch = self.row[0], self.scratch[:, 0]
+    def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
+        """Write to `out` the gradient of a, and to `dy` the product d y, as `Normalisation.before` does."""
+        row, scratch, y = self.scaled_row.reshape(-1), self.scratch[:, 0], y[:, 0]
+        np.multiply(d[:, 0], y, self.dy[:, 0])
+        np.multiply(y, dot(row, self.dy[:, 0]), scratch)
+        if not self.centred:
+            np.add(scratch, dot(row, d[:, 0]), scratch)
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
-        d, y = scaled[:, 0], y[:, 0]
-        np.multiply(d, y, scratch)
-        np.multiply(y, dot(row, scratch), scratch)
-        np.add(scratch, dot(row, d), scratch)
-        np.subtract(scaled, self.scratch, out)
-        np.multiply(out, r, out)
+        np.subtract(scaled, self.scratch, self.scratch)
+        np.multiply(self.scratch, r.item(), out)
 
 
 def normalisation_of(
-    sizes: tuple[int, int, int], eps: float, dtype: np.dtype, scale: Array | None, shift: Array | None
+    sizes: tuple[int, int, int],
+    eps: float,
+    dtype: np.dtype,
+    scale: Array | None,
+    shift: Array | None,
+    centred: bool = False,
 ) -> Normalisation:
     """Return a `Normalisation` with these arguments, of the class that takes the least time."""
     kind = OneColumn if sizes[0] == sizes[2] == 1 else Normalisation
-    return kind(sizes, eps, dtype, scale, shift)
+    return kind(sizes, eps, dtype, scale, shift, centred)
 
 
 class NormOfC:
@@ -116,7 +142,7 @@ class NormOfC:
         assert cell.norm is not None
         arrays = v.get("norm_c_scale"), v.get("norm_c_shift")
         self.norm: Normalisation = normalisation_of((1, H, B), cell.norm.eps, dtype, *arrays)
-        self.y, self.scratch = (np.empty((H, B), dtype) for _ in range(2))
+        self.y, self.r = np.empty((H, B), dtype), np.empty((1, 1, B), dtype)
         self.dscale, self.dshift = (np.zeros((H, B), dtype) for _ in range(2))
 
     def __call__(self, c: Array, out: Array) -> None:
@@ -125,17 +151,55 @@ class NormOfC:
 
     def back(self, d: Array, c: Array, out: Array) -> None:
         """Write to `out` the gradient of c [H, B], from the gradient d of the result. Both are other arrays than c."""
-        r = self.norm.normalise(c, self.y)
-        self.norm.before(d, self.y, r, out)
+        self.norm.normalise(c, self.y, self.r)
+        self.norm.before(d, self.y, self.r, out)
         self.dshift += d
-        np.multiply(d, self.y, self.scratch)
-        self.dscale += self.scratch
+        self.dscale += self.norm.dy
 
     def add_gradients(self, products: WeightGradients) -> None:
         """Add the gradients of scale and shift, summed over the batch, to those of the call."""
         for name, d in (("norm_c_scale", self.dscale), ("norm_c_shift", self.dshift)):
             if name in products.out:
                 products.add(name, d.sum(axis=1))
+
+
+def centred(blocks: int, array: Array) -> Array:
+    """Return an array whose rows [n, .] are weights or a bias, minus the mean over the rows of each block."""
+    parts = array.reshape(blocks, len(array) // blocks, -1)
+    return (parts - parts.mean(axis=1, keepdims=True)).reshape(array.shape)
+
+
+CENTRED = {"product": ("Wh",), "products": ("Wh",), "sum": ("Wh", "Wx", "b")}
+"""For each value of `NormOptions.of`: the arrays that enter what is normalised."""
+
+
+def centres(problem: Problem, v: Views) -> bool:
+    """Return whether the weights of a call get a mean of 0 over the rows of each block, so that each product has it. This
+    pays if there are as many rows (steps x batch) as columns in Wh. It is impossible if the sum has another part."""
+    norm = problem.cell.norm
+    return (
+        norm is not None
+        and norm.of is not None
+        and (norm.of != "sum" or "Wx" in v)
+        and v["Wh"].shape[1] <= problem.T * problem.B
+    )
+
+
+def with_centred_weights(problem: Problem, v: Views) -> Views:
+    """Return the arrays with weights as `centres` says, which the forward pass and the backward pass read."""
+    norm = problem.cell.norm
+    if norm is None or norm.of is None or not centres(problem, v):
+        return v
+    return v | {name: centred(norm_blocks(problem.cell), v[name]) for name in CENTRED[norm.of] if name in v}
+
+
+def centre_gradients(problem: Problem, out: Views) -> None:
+    """Subtract from the gradients of weights what those of `with_centred_weights` have too much. Other gradients have a
+    mean of 0 already, so this does not change them."""
+    norm, blocks = problem.cell.norm, norm_blocks(problem.cell)
+    for name in CENTRED[norm.of] if norm is not None and norm.of is not None else ():
+        if name in out:
+            out[name][...] = centred(blocks, out[name])
 
 
 def norm_of_preactivations(problem: Problem, v: Views) -> Normalisation | None:
@@ -148,7 +212,8 @@ def norm_of_preactivations(problem: Problem, v: Views) -> Normalisation | None:
     if cell.norm.of == "sum" and cell.forget_bias:
         shift = np.zeros(n, dtype) if shift is None else shift.copy()
         shift[cell.block("f", H)] += cell.forget_bias
-    return normalisation_of((norm_blocks(cell), n, B), cell.norm.eps, dtype, v.get("norm_scale"), shift)
+    sizes = (norm_blocks(cell), n, B)
+    return normalisation_of(sizes, cell.norm.eps, dtype, v.get("norm_scale"), shift, centres(problem, v))
 
 
 def norm_of_input(problem: Problem, v: Views, bias: Array | None) -> Normalisation:
@@ -235,72 +300,50 @@ class InputNorm:
 class NormBackward:
     """The layer normalisation of the recurrent product or of the sum in the backward pass of one direction.
 
-    The forward pass saves nothing for it: what was normalised is computed again, from one product for all steps of a
-    chunk. `dp` [G H, n] collects the gradients of the recurrent product at the n = steps x batch columns of a chunk.
+    kept [T, G H + blocks, B]: the y and r of each step, which the forward pass saved. `dp` [G H, n] collects the
+    gradients of the recurrent product at the n = steps x batch columns of a chunk. `d` [G H, B] is the gradient of the
+    norm's result at one step; dscale and dshift [G H, B] sum those of scale and shift over the steps.
     """
 
-    def __init__(self, problem: Problem, v: Views, norm: Normalisation, steps: int):
-        """Allocate the memory for a chunk. steps: how many steps the largest chunk has."""
-        (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
-        self.norm, self.B = norm, B
-        self.sums: bool = cell.norm is not None and cell.norm.of == "sum"
-        rows = cell.gates * H
-        self.dp: Array = columns_buffer(rows, steps * B, B, dtype)
-        self.y: Array = np.empty((steps, rows, B), dtype)
-        self.r: Any = np.empty((steps, norm.shape[0], 1, B), dtype)  # or a list of numbers
-        self.weights: Array = matrix(v["Wh"])
-        self.has_Wx: bool = self.sums and "Wx" in v
-        if self.has_Wx:
-            self.weights = np.concatenate([v["Wx"], v["Wh"]], axis=1)
-        bias = bias_of(problem, v) if self.sums else None
-        self.bias: Array | None = None if bias is None else bias[:, None]
+    def __init__(self, problem: Problem, v: Views, norm: Normalisation, kept: Array, dz: Array):
+        """Allocate the memory. dz [G H, n]: memory for the gradients of the input's part. With the sum they are those of
+        the recurrent product; otherwise `dz` gets a copy of each `d`."""
+        (_, B, _, _, cell), dtype = problem[:5], v["x"].dtype
+        self.norm, self.kept, self.dz, rows = norm, kept, dz, len(dz)
+        assert cell.norm is not None
+        self.dp: Array = dz if cell.norm.of == "sum" else columns_buffer(rows, dz.shape[1], B, dtype)
+        self.d: Array = np.zeros((rows, B), dtype)
+        self.dscale, self.dshift = (np.zeros_like(self.d) if f"norm_{a}" in v else None for a in ("scale", "shift"))
 
-    def begin_chunk(self, h_in: Array, x: Array | None) -> None:
-        """Compute again what the forward pass normalised at each step of a chunk. h_in [n, P]: the h that enters the
-        recurrent product, one row for each step and batch item. x: the same rows of the input; None if not needed."""
-        operand = matrix(h_in) if x is None or not self.has_Wx else np.concatenate([x, h_in], axis=1)
-        steps = len(operand) // self.B
-        y = self.y[:steps]
-        if self.B == 1:
-            np.matmul(operand, self.weights.T, out=y[:, :, 0])
-        else:
-            np.matmul(self.weights, operand.reshape(steps, self.B, -1).transpose(0, 2, 1), out=y)
-        if x is not None and not self.has_Wx:
-            y += x.reshape(steps, self.B, -1).transpose(0, 2, 1)
-        if self.bias is not None:
-            y += self.bias
-        if self.B == 1:  # a step is so short that one operation for all steps takes less time than one for each
-            blocks, size, _ = self.norm.shape
-            parts = y.reshape(steps, blocks, size)
-            parts -= np.matmul(parts, self.norm.row.T)
-            r = 1 / np.sqrt(np.einsum("tkn,tkn->tk", parts, parts) / parts.dtype.type(size) + self.norm.eps)
-            parts *= r[..., None]
-            self.r = r.ravel().tolist() if isinstance(self.norm, OneColumn) else r[..., None, None]
-        else:
-            for t in range(steps):
-                self.r[t] = self.norm.normalise(y[t], y[t])
-
-    def product(self, k: int, out: Array) -> None:
-        """Write to `out` [H, n] the normalised, scaled and shifted product of gate k at all steps of the chunk."""
-        norm, rows = self.norm, slice(k * len(out), (k + 1) * len(out))
-        for t in range(out.shape[1] // self.B):
-            result = self.y[t, rows]
+    def product(self, k: int, out: Array, start: int) -> None:
+        """Write to `out` [H, n] the normalised, scaled and shifted product of gate k at the steps from `start` on."""
+        norm, rows, B = self.norm, slice(k * len(out), (k + 1) * len(out)), self.kept.shape[2]
+        for t in range(out.shape[1] // B):
+            result = self.kept[start + t, rows]
             result = result if norm.scale is None else result * norm.scale[rows]
-            out[:, t * self.B : (t + 1) * self.B] = result if norm.shift is None else result + norm.shift[rows]
+            out[:, t * B : (t + 1) * B] = result if norm.shift is None else result + norm.shift[rows]
 
-    def through(self, dz: Array, columns: slice) -> Array:
-        """Return the gradient of the recurrent product of one step, `columns` of `dp`. dz [G H, B]: the gradient of the
-        norm's result."""
-        dp, t = self.dp[:, columns], columns.start // self.B
-        self.norm.before(dz, self.y[t], self.r[t], dp)
+    def through(self, t: int, columns: slice) -> Array:
+        """Return the gradient of the recurrent product of step t, `columns` of `dp`, from the gradient `d` of the norm's
+        result."""
+        dp = self.dp[:, columns]
+        if self.dz is not self.dp:
+            np.copyto(self.dz[:, columns], self.d)
+        self.norm.before(self.d, *self.norm.divided(self.kept[t]), dp)
         return dp
 
-    def end_chunk(self, products: WeightGradients, dz: Array) -> None:
-        """Add the terms of a chunk to the gradients of scale and shift. dz [G H, n]: the gradient of the norm's result
-        at all steps of the chunk."""
-        rows, n = dz.shape
-        if "norm_scale" in products.out:
-            steps = n // self.B
-            y = self.y[:steps].transpose(1, 0, 2)
-            products.add("norm_scale", np.einsum("rtb,rtb->r", dz.reshape(rows, steps, self.B), y))
-        products.accumulate("norm_shift", dz, np.ones(n, dz.dtype))
+    def end_step(self, ended: Array | None) -> None:
+        """Add the terms of a step to the gradients of scale and shift. ended: the indices of the batch items that have
+        ended, or None. Their numbers may be NaN."""
+        if ended is not None:
+            self.norm.dy[:, ended] = self.d[:, ended] = 0
+        if self.dscale is not None:
+            self.dscale += self.norm.dy
+        if self.dshift is not None:
+            self.dshift += self.d
+
+    def add_gradients(self, products: WeightGradients) -> None:
+        """Add the gradients of scale and shift, summed over the batch, to those of the call."""
+        for name, d in (("norm_scale", self.dscale), ("norm_shift", self.dshift)):
+            if d is not None and name in products.out:
+                products.add(name, d.sum(axis=1))

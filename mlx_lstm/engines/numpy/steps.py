@@ -15,7 +15,7 @@ from ..cell_graph import CellGraph, needed
 from ..cell_tracer import graph_of
 from ..cells import AnyCell, form_of, normalises_input
 from ..problem import Problem
-from .norms import InputNorm, NormBackward, NormOfC, norm_of_preactivations
+from .norms import InputNorm, NormBackward, NormOfC, norm_of_preactivations, with_centred_weights
 from .products import (
     FEATURE_MAJOR,
     Array,
@@ -166,7 +166,7 @@ WIDE = ("n0", "d0", "dh")
 
 @lru_cache(256)
 def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bool, bhn: bool) -> Build:
-    """Return the function that builds a forward step: step(operand, xs, s0, c_prev, y, c, n0).
+    """Return the function that builds a forward step: step(operand, xs, s0, c_prev, y, c, n0, kept=None).
 
     The step reads these arrays; z and us are fixed, the same in every call:
 
@@ -180,6 +180,7 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
 
         n0, c          h and the other states after the step
         y              the values that the backward pass needs, if `saves`
+        kept           what the backward pass of layer normalisation needs, unless it is None
 
     order: the order of the gates in z. negated: the gates whose rows of z are negated. adds: whether xs is added to z
     at once. bhn: whether bhn is added to the candidate's product. With layer normalisation the step calls `normalise`
@@ -203,11 +204,11 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
     code = Writer(graph.nodes, known, targets, store, Rewrites(minus, divided=divided))
     before = [f"matmul(weights{n}, operand, product{n})" for n in range(len(plan.rows))]
     of = plan.cell.norm.of if plan.cell.norm is not None else None
-    normalise = ["normalise(z, z)"] * (of is not None)
+    normalise = ["normalise(z, z, kept)"] * (of is not None)
     before += ["add(z, xs, z)"] * adds + normalise if of == "sum" else normalise + ["add(z, xs, z)"] * adds
     before += ["add(z_n, bhn, z_n)"] * bhn
     fixed = ["us", "w", "k0", "k1", "W0T", "N0", "weights1", "product1", "z_n", "bhn", "normalise"]
-    return function_of(code, "z, weights0, product0", fixed, "operand, xs, s0, c_prev, y, c, n0", before)
+    return function_of(code, "z, weights0, product0", fixed, "operand, xs, s0, c_prev, y, c, n0, kept=None", before)
 
 
 class Step:
@@ -221,7 +222,11 @@ class Step:
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         plan = plan_of(cell, graph_arrays(v), problem.return_gates)
         self.apart: bool = plan.graph.apart
-        norm = norm_of_preactivations(problem, v)
+        if cell.norm is not None:
+            many = problem._replace(T=problem.P) if streamed else problem  # a stream uses its weights often
+            v, norm = with_centred_weights(many, v), norm_of_preactivations(many, v)
+        else:
+            norm = None
         apart = self.apart or not cell.recurrent or (cell.norm is not None and cell.norm.of in ("product", "products"))
         negatable = plan.negatable if norm is None else ""
         # In a stream the caller computes the input's part.
@@ -341,13 +346,16 @@ def backward_function(plan: Plan) -> Build:
     }  # fmt: skip
     if words.count("s0") > 1:  # a contiguous copy, because every operation on the view would be slower
         read["s0"] = "copyto(s0, own.h_prev[t - own.start].T)"
+    normalises = plan.cell.norm is not None and plan.cell.norm.of is not None
+    if normalises:
+        read.pop("dz")  # `NormBackward.d`
     before = [line for name, line in read.items() if name in words]
     fixed = ["s0", "us", "du", "w", "dw", "direct", "di", "W0", "W0T", "N0", "k0", "k1"]
-    fixed += ["all_dx", "all_m", "all_q", "all_dh", "through_norm"]
+    fixed += ["all_dx", "all_m", "all_q", "all_dh", "through_norm"] + ["dz"] * normalises
     if words.count("s0") <= 1:
         fixed.remove("s0")
-    if plan.cell.norm is not None and plan.cell.norm.of is not None:
-        after = ["through_Wh(through_norm(dz, columns), d0)"]
+    if normalises:
+        after = ["through_Wh(through_norm(t, columns), d0)"]
     elif plan.whole:
         after = ["through_Wh(dz, d0)"]
     else:
@@ -387,6 +395,11 @@ class StepBackward:
         self.cell, self.H = cell, H
         self.dz: Array = columns_buffer(cell.gates * H, n, B, dtype)
         self.by_column: list[Array] = [self.dz]
+        self.norm: NormBackward | None = None
+        if (norm := norm_of_preactivations(problem, v)) is not None:
+            self.norm = NormBackward(problem, v, norm, saved["norms"].transpose(FEATURE_MAJOR), self.dz)
+            self.by_column.append(self.norm.dp)
+            more |= {"through_norm": self.norm.through, "dz": self.norm.d}
         widths = {"dx": len(plan.other) * H, "m": H * plan.second, "dh": P * plan.projects}
         for name, width in widths.items():
             if width:
@@ -397,11 +410,6 @@ class StepBackward:
         if plan.recomputed:
             self.q = more["all_q"] = columns_buffer(len(plan.recomputed) * H, n, B, dtype)
         self.bhn: Array | None = v.get("bhn")
-        norm = norm_of_preactivations(problem, v)
-        self.norm: NormBackward | None = None if norm is None else NormBackward(problem, v, norm, self.chunk)
-        if self.norm is not None:
-            more["through_norm"] = self.norm.through
-            self.by_column.append(self.norm.dp)
         self.of_input: InputNorm | None = InputNorm(problem, v) if normalises_input(cell) else None
         self.norm_of_c: NormOfC | None = NormOfC(problem, v) if graph.has_norm() else None
         more["N0"] = self.norm_of_c
@@ -409,8 +417,9 @@ class StepBackward:
             self.direct = more["direct"] = np.empty((H, B), dtype)
         if plan.holds_h:
             more["s0"] = np.empty((H, B), dtype)
-        self.finishes: bool = graph.inputs + graph.params > 0  # whether `finish` has work at every step
-        if self.finishes:
+        self.params_or_inputs: bool = graph.inputs + graph.params > 0
+        self.finishes: bool = self.params_or_inputs or self.norm is not None  # whether `finish` has work at every step
+        if self.params_or_inputs:
             self.inputs: Any = v.get("inputs")
             us, self.du = (np.empty((graph.inputs * H, B), dtype) for _ in range(2))
             self.dw: Array = np.empty((graph.params * H, B), dtype)
@@ -433,21 +442,18 @@ class StepBackward:
             rows = slice(start * self.H, stop * self.H)
             dh += np.matmul(self.Wh[rows].T, dz[rows])
 
-    def begin_chunk(self, start: int, h_prev: Array, h_in: Array, x: Array | None) -> None:
+    def begin_chunk(self, start: int, h_prev: Array, h_in: Array) -> None:
         """Begin a chunk of steps, the first of which is step `start`. h_prev [steps, B, H]: h before each step. h_in
         [steps * B, H]: h_prev times the mask. If the backward pass reads the candidate's product q = Wh_n h_in + bhn,
-        compute it for all steps of the chunk. x [steps * B, I]: the input, if its part of the preactivations is
-        normalised."""
+        compute it for all steps of the chunk."""
         self.start, self.h_prev, self.h_in = start, h_prev, h_in
-        if self.norm is not None:
-            self.norm.begin_chunk(h_in, x)
         if self.q is not None:
             for row, k in enumerate(self.plan.recomputed):
                 out = self.q[row * self.H : (row + 1) * self.H, : len(h_in)]
                 if self.norm is None:
                     np.matmul(self.Wh[k * self.H : (k + 1) * self.H], matrix(h_in).T, out=out)
                 else:
-                    self.norm.product(k, out)
+                    self.norm.product(k, out, start)
                 if self.bhn is not None:
                     out += self.bhn[:, None]
 
@@ -463,7 +469,9 @@ class StepBackward:
         if ended is not None:
             for array in self.by_column:
                 array[:, columns][:, ended] = 0
-        if not self.finishes:
+        if self.norm is not None:
+            self.norm.end_step(ended)
+        if not self.params_or_inputs:
             return
         if ended is not None:
             self.du[:, ended] = self.dw[:, ended] = 0
@@ -479,8 +487,6 @@ class StepBackward:
             rows = slice(None) if (start, stop) == (0, cell.gates) else slice(start * H, stop * H)
             dp = self.dz if self.norm is None else self.norm.dp
             products.accumulate("Wh", dp[rows, :n], h_in, rows)
-        if self.norm is not None:
-            self.norm.end_chunk(products, self.dz[:, :n])
         if self.m is not None and self.dh is not None:
             products.accumulate("Wp", self.dh[:, :n], self.m[:, :n].T)
         elif self.m is not None:
@@ -491,5 +497,3 @@ class StepBackward:
         if self.dx is not None:
             for place, k in enumerate(self.plan.other):
                 self.dz[k * H : (k + 1) * H, :n] = self.dx[place * H : (place + 1) * H, :n]
-        elif self.norm is not None and self.norm.sums:
-            self.dz[:, :n] = self.norm.dp[:, :n]
