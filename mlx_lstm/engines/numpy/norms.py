@@ -5,14 +5,15 @@ rows are one block, or one block per gate. Each block is normalised by itself: y
 r = 1 / sqrt(variance + eps). The result is y times a scale plus a shift.
 """
 
+from collections.abc import Sequence
 from math import sqrt
 
 import numpy as np
 from numpy import dot
 
-from ..cells import norm_blocks
+from ..cells import norm_blocks, normalises_input
 from ..problem import Problem
-from .products import Array, Views, WeightGradients, bias_of, columns_buffer, matrix
+from .products import WIDE_BATCH, Array, Views, WeightGradients, bias_of, columns_buffer, matrix
 
 
 class Normalisation:
@@ -142,17 +143,21 @@ class NormOfC:
         assert cell.norm is not None
         arrays = v.get("norm_c_scale"), v.get("norm_c_shift")
         self.norm: Normalisation = normalisation_of((1, H, B), cell.norm.eps, dtype, *arrays)
-        self.y, self.r = np.empty((H, B), dtype), np.empty((1, 1, B), dtype)
+        self.kept: Array = np.empty((H + 1, B), dtype)
+        self.is_kept: bool = False  # whether `kept` belongs to the c of this step; a step sets it to False at first
         self.dscale, self.dshift = (np.zeros((H, B), dtype) for _ in range(2))
 
     def __call__(self, c: Array, out: Array) -> None:
         """Write the normalised, scaled and shifted c [H, B] to `out`."""
-        self.norm(c, out)
+        self.norm(c, out, self.kept)
+        self.is_kept = True
 
     def back(self, d: Array, c: Array, out: Array) -> None:
         """Write to `out` the gradient of c [H, B], from the gradient d of the result. Both are other arrays than c."""
-        self.norm.normalise(c, self.y, self.r)
-        self.norm.before(d, self.y, self.r, out)
+        y, r = self.norm.divided(self.kept)
+        if not self.is_kept:
+            self.norm.normalise(c, y, r)
+        self.norm.before(d, y, r, out)
         self.dshift += d
         self.dscale += self.norm.dy
 
@@ -169,19 +174,19 @@ def centred(blocks: int, array: Array) -> Array:
     return (parts - parts.mean(axis=1, keepdims=True)).reshape(array.shape)
 
 
-CENTRED = {"product": ("Wh",), "products": ("Wh",), "sum": ("Wh", "Wx", "b")}
+CENTRED = {"product": ("Wh",), "products": ("Wh", "Wx"), "sum": ("Wh", "Wx", "b")}
 """For each value of `NormOptions.of`: the arrays that enter what is normalised."""
 
 
 def centres(problem: Problem, v: Views) -> bool:
     """Return whether the weights of a call get a mean of 0 over the rows of each block, so that each product has it. This
-    pays if there are as many rows (steps x batch) as columns in Wh. It is impossible if the sum has another part."""
+    pays if there are as many rows (steps x batch) as columns in the weights. It is impossible if the sum has another part."""
     norm = problem.cell.norm
     return (
         norm is not None
         and norm.of is not None
         and (norm.of != "sum" or "Wx" in v)
-        and v["Wh"].shape[1] <= problem.T * problem.B
+        and max([v[name].shape[1] for name in ("Wh", "Wx") if name in v]) <= problem.T * problem.B
     )
 
 
@@ -217,13 +222,71 @@ def norm_of_preactivations(problem: Problem, v: Views) -> Normalisation | None:
 
 
 def norm_of_input(problem: Problem, v: Views, bias: Array | None) -> Normalisation:
-    """Return the layer normalisation of the input's product, with the bias [G H], or None, as a part of its shift."""
-    (_, B, H, _, cell), dtype = problem[:5], v["Wx"].dtype
+    """Return the layer normalisation of the input's product at one step, with the bias [G H], or None, as a part of its
+    shift. v: the arrays of the call, from `with_centred_weights`."""
+    (_, B, H, _, cell), dtype = problem[:5], v["Wh"].dtype
     assert cell.norm is not None
     shift = v.get("norm_input_shift")
     shift = bias if shift is None else shift if bias is None else shift + bias
     sizes = (norm_blocks(cell), cell.gates * H, B)
-    return normalisation_of(sizes, cell.norm.eps, dtype, v.get("norm_input_scale"), shift)
+    is_centred = "Wx" in v and centres(problem, v)
+    return normalisation_of(sizes, cell.norm.eps, dtype, v.get("norm_input_scale"), shift, is_centred)
+
+
+class InputNormOfSteps:
+    """The layer normalisation of the input's product, one step at a time, with the bias as a part of its shift. It is for
+    a wide batch, whose steps are large enough."""
+
+    def __init__(self, problem: Problem, v: Views):
+        """Allocate the memory for arrays [G H, B]. v: the arrays of the call, from `with_centred_weights`."""
+        self.Wx: Array | None = matrix(v["Wx"]) if "Wx" in v else None
+        self.norm: Normalisation = norm_of_input(problem, v, bias_of(problem, v))
+        rows, dtype = problem.cell.gates * problem.H, v["x"].dtype
+        self.out: Array = np.empty((rows, problem.B), dtype)
+        self.kept: Array = np.empty((rows + self.norm.shape[0], problem.B), dtype)
+        # For the backward pass: the gradient of the result, its sum, and the sum of the gradients of the scale.
+        self.d, self.db, self.dscale = (np.zeros_like(self.out) for _ in range(3))
+
+    def __call__(self, x: Array) -> Array:
+        """Return the normalised, scaled and shifted product of x [B, I]. It is valid until the next call."""
+        self.norm(self.product(x), self.out)
+        return self.out
+
+    def product(self, x: Array) -> Array:
+        """Write to `out` the product of x [B, I], and return it."""
+        if self.Wx is None:
+            np.copyto(self.out, x.T)
+        else:
+            np.matmul(self.Wx, matrix(x).T, out=self.out)
+        return self.out
+
+    def back(self, x: Array, out: Array) -> None:
+        """Write to `out` [G H, B] the gradient of the product of x [B, I], from that of the result, `d`."""
+        y, r = self.norm.divided(self.kept)
+        self.norm.normalise(self.product(x), y, r)
+        self.norm.before(self.d, y, r, out)
+
+    def end_step(self, ended: Array | None) -> None:
+        """Add the terms of a step to the gradients of scale and shift. ended: the indices of the batch items that have
+        ended, or None. Their numbers may be NaN."""
+        if ended is not None:
+            self.norm.dy[:, ended] = self.d[:, ended] = 0
+        self.dscale += self.norm.dy
+        self.db += self.d
+
+    def add_gradients(self, products: WeightGradients) -> None:
+        """Add the gradients of scale, shift and bias, summed over the batch, to those of the call."""
+        for name, d in (("norm_input_scale", self.dscale), ("norm_input_shift", self.db), ("b", self.db)):
+            if name in products.out:
+                products.add(name, d.sum(axis=1))
+
+
+def input_norm_of(problem: Problem, v: Views) -> "InputNormOfSteps | InputNorm | None":
+    """Return the layer normalisation of the input's product, or None if the cell has none. v: the arrays of the call,
+    from `with_centred_weights`."""
+    if not normalises_input(problem.cell):
+        return None
+    return InputNormOfSteps(problem, v) if problem.B >= WIDE_BATCH else InputNorm(problem, v)
 
 
 class InputNorm:
@@ -233,7 +296,7 @@ class InputNorm:
     """
 
     def __init__(self, problem: Problem, v: Views):
-        """Prepare the weights and the shift of one direction."""
+        """Prepare the weights and the shift of one direction. v: the arrays of the call, from `with_centred_weights`."""
         cell, dtype, n = problem.cell, v["x"].dtype, problem.cell.gates * problem.H
         assert cell.norm is not None
         blocks = norm_blocks(cell)
@@ -244,12 +307,7 @@ class InputNorm:
         shift, bias = v.get("norm_input_shift"), bias_of(problem, v)
         self.shift: Array | None = bias if shift is None else shift if bias is None else shift + bias
         self.Wx: Array | None = matrix(v["Wx"]) if "Wx" in v else None
-        # With a mean of 0 over the rows of the weights the product has a mean of 0, too. For few rows of x it takes
-        # less time to subtract the mean from the product.
-        self.centred: bool = self.Wx is not None and self.Wx.shape[1] <= problem.T * problem.B
-        if self.Wx is not None and self.centred:
-            parts = self.Wx.reshape(blocks, n // blocks, -1)
-            self.Wx = (parts - np.matmul(self.row, parts)).reshape(n, -1)
+        self.centred: bool = self.Wx is not None and centres(problem, v)
 
     def normalise(self, x: Array, y: Array) -> Array:
         """Write to y [G H, n] the normalised product of x [n, I]. Return r [blocks, 1, n]."""
@@ -305,15 +363,33 @@ class NormBackward:
     norm's result at one step; dscale and dshift [G H, B] sum those of scale and shift over the steps.
     """
 
-    def __init__(self, problem: Problem, v: Views, norm: Normalisation, kept: Array, dz: Array):
+    def __init__(
+        self,
+        problem: Problem,
+        v: Views,
+        norm: Normalisation,
+        of_input: "InputNormOfSteps | InputNorm | None",
+        other: Sequence[int],
+        kept: Array,
+        dz: Array,
+    ):
         """Allocate the memory. dz [G H, n]: memory for the gradients of the input's part. With the sum they are those of
         the recurrent product; otherwise `dz` gets a copy of each `d`."""
-        (_, B, _, _, cell), dtype = problem[:5], v["x"].dtype
+        (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         self.norm, self.kept, self.dz, rows = norm, kept, dz, len(dz)
         assert cell.norm is not None
         self.dp: Array = dz if cell.norm.of == "sum" else columns_buffer(rows, dz.shape[1], B, dtype)
         self.d: Array = np.zeros((rows, B), dtype)
-        self.dscale, self.dshift = (np.zeros_like(self.d) if f"norm_{a}" in v else None for a in ("scale", "shift"))
+        # The norm of the input's product, if each step computes it. Then `dz` gets the gradients of this product.
+        self.of_input: InputNormOfSteps | None = of_input if isinstance(of_input, InputNormOfSteps) else None
+        self.dscale: Array | None = np.zeros_like(self.d) if "norm_scale" in v else None
+        self.dshift: Array | None = np.zeros_like(self.d) if {"norm_shift", "bhn"} & v.keys() else None
+        self.n: slice = cell.block("n", problem.H) if "bhn" in v else slice(0)
+        # If a step computes the norm of the input's product: the rows of the gates of which the input's part has another
+        # gradient than the recurrent part; this gradient, from the step; and the x of a chunk, [steps * B, I].
+        self.other: list[slice] = [slice(k * H, (k + 1) * H) for k in other]
+        self.dx: Array = np.empty((len(other) * H, B), dtype)
+        self.x: Array | None = None
 
     def product(self, k: int, out: Array, start: int) -> None:
         """Write to `out` [H, n] the normalised, scaled and shifted product of gate k at the steps from `start` on."""
@@ -327,7 +403,14 @@ class NormBackward:
         """Return the gradient of the recurrent product of step t, `columns` of `dp`, from the gradient `d` of the norm's
         result."""
         dp = self.dp[:, columns]
-        if self.dz is not self.dp:
+        if self.of_input is not None:
+            of_input = self.of_input
+            np.copyto(of_input.d, self.d)
+            for rows, dx in zip(self.other, np.split(self.dx, max(len(self.other), 1)), strict=False):
+                of_input.d[rows] = dx
+            assert self.x is not None
+            of_input.back(self.x[columns], self.dz[:, columns])
+        elif self.dz is not self.dp:
             np.copyto(self.dz[:, columns], self.d)
         self.norm.before(self.d, *self.norm.divided(self.kept[t]), dp)
         return dp
@@ -337,6 +420,8 @@ class NormBackward:
         ended, or None. Their numbers may be NaN."""
         if ended is not None:
             self.norm.dy[:, ended] = self.d[:, ended] = 0
+        if self.of_input is not None:
+            self.of_input.end_step(ended)
         if self.dscale is not None:
             self.dscale += self.norm.dy
         if self.dshift is not None:
@@ -347,3 +432,7 @@ class NormBackward:
         for name, d in (("norm_scale", self.dscale), ("norm_shift", self.dshift)):
             if d is not None and name in products.out:
                 products.add(name, d.sum(axis=1))
+        if self.of_input is not None:
+            self.of_input.add_gradients(products)
+            if self.dshift is not None and "bhn" in products.out:
+                products.add("bhn", self.dshift[self.n].sum(axis=1))

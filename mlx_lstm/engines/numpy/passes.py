@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..problem import Problem
-from .norms import with_centred_weights
+from .norms import InputNorm, with_centred_weights
 from .products import FEATURE_MAJOR, Array, Views, WeightGradients, matrix
 from .steps import Step, StepBackward, steps_of
 
@@ -155,7 +155,8 @@ class BackwardSweep:
         h_before = self.h_before(start, stop)  # [steps, B, P]
         h_prev = h_before if keep is None else h_before * keep
         h_in = (h_prev if mask is None else h_prev * mask).reshape(-1, problem.P)
-        step.begin_chunk(start, h_prev, h_in)
+        x = self.inputs(start, stop) if step.input_by_step else None
+        step.begin_chunk(start, h_prev, h_in, x)
         times = range(start, stop)
         for t in times if problem.reverse else reversed(times):
             k, columns = t - start, slice((t - start) * problem.B, (t - start + 1) * problem.B)
@@ -196,11 +197,12 @@ class BackwardSweep:
         of the weights. h_in: what the recurrent product of these steps read, [steps * B, P]."""
         n = (stop - start) * self.problem.B
         dz, x = self.step.dz[:, :n], None  # [GH, n]
-        if "Wx" in self.out or "Wx" in self.products.factors or self.step.of_input is not None:
+        if "Wx" in self.out or "Wx" in self.products.factors or isinstance(self.step.of_input, InputNorm):
             x = self.inputs(start, stop)
         self.step.end_chunk(self.products, h_in)
-        self.products.accumulate("b", dz, np.ones(n, dz.dtype))
-        if self.step.of_input is not None and x is not None:
+        if not self.step.input_by_step:
+            self.products.accumulate("b", dz, np.ones(n, dz.dtype))
+        if isinstance(self.step.of_input, InputNorm) and x is not None:
             self.step.of_input.back(x, dz, self.products)
         self.products.write_input(start, stop, dz, self.v.get("Wx"))
         if x is not None:

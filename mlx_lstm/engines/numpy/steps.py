@@ -13,9 +13,17 @@ import numpy as np
 
 from ..cell_graph import CellGraph, needed
 from ..cell_tracer import graph_of
-from ..cells import AnyCell, form_of, normalises_input
+from ..cells import AnyCell, form_of
 from ..problem import Problem
-from .norms import InputNorm, NormBackward, NormOfC, norm_of_preactivations, with_centred_weights
+from .norms import (
+    InputNorm,
+    InputNormOfSteps,
+    NormBackward,
+    NormOfC,
+    input_norm_of,
+    norm_of_preactivations,
+    with_centred_weights,
+)
 from .products import (
     FEATURE_MAJOR,
     Array,
@@ -230,7 +238,7 @@ class Step:
         apart = self.apart or not cell.recurrent or (cell.norm is not None and cell.norm.of in ("product", "products"))
         negatable = plan.negatable if norm is None else ""
         # In a stream the caller computes the input's part.
-        of_input = None if streamed or not normalises_input(cell) else InputNorm(problem, v)
+        of_input = None if streamed else input_norm_of(problem, v)
         self.products: Any = (
             SeparateProducts(problem, v, mask, of_input)
             if apart
@@ -293,8 +301,9 @@ def steps_of(sequence: Array) -> Callable[[int], Array]:
 
 
 @lru_cache(128)
-def backward_function(plan: Plan) -> Build:
-    """Return the function that builds a backward step: step(own, t, columns, c_prev, c, d0, dc, e).
+def backward_function(plan: Plan, with_input: bool) -> Build:
+    """Return the function that builds a backward step: step(own, t, columns, c_prev, c, d0, dc, e). with_input: whether
+    the step computes the layer normalisation of the input's product.
 
     The step reads
 
@@ -347,11 +356,12 @@ def backward_function(plan: Plan) -> Build:
     if words.count("s0") > 1:  # a contiguous copy, because every operation on the view would be slower
         read["s0"] = "copyto(s0, own.h_prev[t - own.start].T)"
     normalises = plan.cell.norm is not None and plan.cell.norm.of is not None
-    if normalises:
-        read.pop("dz")  # `NormBackward.d`
-    before = [line for name, line in read.items() if name in words]
+    for name in [*["dz"] * normalises, *["dx"] * with_input]:
+        read.pop(name)  # an array of one step, which `NormBackward` has
+    before = [line for name, line in read.items() if name in words] + ["N0.is_kept = False"] * ("N0" in words)
     fixed = ["s0", "us", "du", "w", "dw", "direct", "di", "W0", "W0T", "N0", "k0", "k1"]
-    fixed += ["all_dx", "all_m", "all_q", "all_dh", "through_norm"] + ["dz"] * normalises
+    fixed += ["all_dx", "all_m", "all_q", "all_dh", "through_norm"]
+    fixed += ["dz"] * normalises + ["dx"] * with_input
     if words.count("s0") <= 1:
         fixed.remove("s0")
     if normalises:
@@ -395,12 +405,15 @@ class StepBackward:
         self.cell, self.H = cell, H
         self.dz: Array = columns_buffer(cell.gates * H, n, B, dtype)
         self.by_column: list[Array] = [self.dz]
+        self.of_input: InputNorm | InputNormOfSteps | None = input_norm_of(problem, v)
         self.norm: NormBackward | None = None
         if (norm := norm_of_preactivations(problem, v)) is not None:
-            self.norm = NormBackward(problem, v, norm, saved["norms"].transpose(FEATURE_MAJOR), self.dz)
+            kept = saved["norms"].transpose(FEATURE_MAJOR)
+            self.norm = NormBackward(problem, v, norm, self.of_input, plan.other, kept, self.dz)
             self.by_column.append(self.norm.dp)
-            more |= {"through_norm": self.norm.through, "dz": self.norm.d}
-        widths = {"dx": len(plan.other) * H, "m": H * plan.second, "dh": P * plan.projects}
+            more |= {"through_norm": self.norm.through, "dz": self.norm.d, "dx": self.norm.dx}
+        self.input_by_step: bool = isinstance(self.of_input, InputNormOfSteps)
+        widths = {"dx": 0 if self.input_by_step else len(plan.other) * H, "m": H * plan.second, "dh": P * plan.projects}
         for name, width in widths.items():
             if width:
                 more[f"all_{name}"] = columns_buffer(width, n, B, dtype)
@@ -410,7 +423,6 @@ class StepBackward:
         if plan.recomputed:
             self.q = more["all_q"] = columns_buffer(len(plan.recomputed) * H, n, B, dtype)
         self.bhn: Array | None = v.get("bhn")
-        self.of_input: InputNorm | None = InputNorm(problem, v) if normalises_input(cell) else None
         self.norm_of_c: NormOfC | None = NormOfC(problem, v) if graph.has_norm() else None
         more["N0"] = self.norm_of_c
         if plan.passes_h:
@@ -432,7 +444,9 @@ class StepBackward:
         h_at = steps_of(saved["h"]) if plan.reads_h else None
         # The function gets this object as an argument. If it held the object, both would be a cycle, and the arrays
         # would be freed much later.
-        self.run: Callable[..., None] = backward_function(plan)(H, B, dtype, saved_at, h_at, self.dz, through, more)
+        self.run: Callable[..., None] = backward_function(plan, self.input_by_step)(
+            H, B, dtype, saved_at, h_at, self.dz, through, more
+        )
 
     def through_rows(self, dz: Array, dh: Array) -> None:
         """Write to dh [H, B] the gradient of the h that the rows of some gates multiply, and that enters the second
@@ -442,11 +456,13 @@ class StepBackward:
             rows = slice(start * self.H, stop * self.H)
             dh += np.matmul(self.Wh[rows].T, dz[rows])
 
-    def begin_chunk(self, start: int, h_prev: Array, h_in: Array) -> None:
+    def begin_chunk(self, start: int, h_prev: Array, h_in: Array, x: Array | None) -> None:
         """Begin a chunk of steps, the first of which is step `start`. h_prev [steps, B, H]: h before each step. h_in
         [steps * B, H]: h_prev times the mask. If the backward pass reads the candidate's product q = Wh_n h_in + bhn,
-        compute it for all steps of the chunk."""
+        compute it for all steps of the chunk. x [steps * B, I]: the input, if each step normalises its product."""
         self.start, self.h_prev, self.h_in = start, h_prev, h_in
+        if self.norm is not None:
+            self.norm.x = x
         if self.q is not None:
             for row, k in enumerate(self.plan.recomputed):
                 out = self.q[row * self.H : (row + 1) * self.H, : len(h_in)]
@@ -492,7 +508,7 @@ class StepBackward:
         elif self.m is not None:
             rows = cell.block("n", H)
             products.accumulate("Wh", self.dz[rows, :n], self.m[:, :n].T, rows)
-        if self.bhn is not None:
+        if self.bhn is not None and not self.input_by_step:
             products.accumulate("bhn", self.dz[cell.block("n", H), :n], np.ones(n, self.dz.dtype))
         if self.dx is not None:
             for place, k in enumerate(self.plan.other):
