@@ -13,7 +13,7 @@ from numpy import dot
 
 from ..cells import norm_blocks, normalises_input
 from ..problem import Problem
-from .products import WIDE_BATCH, Array, Views, WeightGradients, bias_of, columns_buffer, matrix
+from .products import AHEAD_ROWS, WIDE_BATCH, Array, Views, WeightGradients, bias_of, columns_buffer, matrix
 
 
 class Normalisation:
@@ -45,7 +45,7 @@ class Normalisation:
         self.scale: Array | None = None if scale is None else np.repeat(scale[:, None], B, axis=1)
         self.shift: Array | None = None if shift is None else np.repeat(shift[:, None], B, axis=1)
         self.mean, self.other_mean, self.spread = (np.empty((blocks, 1, B), dtype) for _ in range(3))
-        self.scratch, self.scaled, self.dy = (np.empty((n, B), dtype) for _ in range(3))
+        self.scratch: Array = np.empty((n, B), dtype)
 
     def normalise(self, a: Array, y: Array, r: Array) -> None:
         """Write to y [n, B] the array a, with mean 0 and variance 1 in each block, and the factors to r [blocks, 1, B].
@@ -62,8 +62,8 @@ class Normalisation:
         np.multiply(parts, r, out)
 
     def __call__(self, a: Array, out: Array, kept: Array | None = None) -> None:
-        """Write the result for a [n, B] to `out`, which may be a itself. kept [n + blocks, B]: memory for y and r, which
-        `before` reads; None if nobody reads them."""
+        """Write the result for a [n, B] to `out`, which may be a itself. kept [n + blocks, B]: memory for y and r,
+        which `before` reads; None if nobody reads them."""
         y, r = (out, self.spread) if kept is None else self.divided(kept)
         self.normalise(a, y, r)
         if self.scale is not None:
@@ -79,14 +79,17 @@ class Normalisation:
         return kept[:n], kept[n:, None]
 
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
-        """Write to `out` the gradient of a, and to `dy` the product d y. d [n, B]: the gradient of the result. y [n,
-        B], r [blocks, 1, B]: what `normalise` made of a. `out` is another array than d and y.
+        """Write to `out` the gradient of a, and add the terms of the gradients of scale and shift. d [n, B]: the
+        gradient of the result. y [n, B], r [blocks, 1, B]: what `normalise` made of a. `out` is another array than d
+        and y.
 
         The gradient is r (d scale - mean(d scale) - y mean(d scale y)), with the means over a block.
         """
-        shape, dy = self.shape, np.multiply(d, y, self.dy)
-        scratch = self.scratch.reshape(shape)
-        np.matmul(self.scaled_row, dy.reshape(shape), out=self.mean)
+        shape, dy, scratch = self.shape, np.multiply(d, y, self.scratch), self.scratch.reshape(self.shape)
+        np.matmul(self.scaled_row, scratch, out=self.mean)
+        for total, terms in ((self.dscale, dy), (self.dshift, d)):
+            if total is not None:
+                np.add(total, np.matmul(terms, self.ones, out=self.column), total)
         np.multiply(y.reshape(shape), self.mean, scratch)
         if not self.centred:
             np.matmul(self.scaled_row, d.reshape(shape), out=self.other_mean)
@@ -94,6 +97,21 @@ class Normalisation:
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
         np.subtract(scaled, self.scratch, self.scratch)
         np.multiply(scratch, r, out.reshape(shape))
+
+    def sum_gradients(self, scaled: Array, scale: bool, shift: bool) -> None:
+        """Prepare `before`. scaled [n, B]: memory that it may overwrite, which may be its d. scale, shift: whether to
+        sum the gradients of the scale and of the shift."""
+        self.scaled = scaled
+        self.ones: Array = np.ones((scaled.shape[1], 1), scaled.dtype)
+        self.column: Array = np.empty((len(scaled), 1), scaled.dtype)
+        self.dscale, self.dshift = (np.zeros_like(self.column) if wanted else None for wanted in (scale, shift))
+
+    def add_gradients(self, products: WeightGradients, scale: str, shift: str) -> None:
+        """Add the gradients of scale and shift, summed over the steps and the batch, to those of the call, which have
+        these names."""
+        for name, d in ((scale, self.dscale), (shift, self.dshift)):
+            if d is not None and name in products.out:
+                products.add(name, d[:, 0])
 
 
 class OneColumn(Normalisation):
@@ -110,10 +128,15 @@ class OneColumn(Normalisation):
         np.multiply(a, factor, y)
 
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
-        """Write to `out` the gradient of a, and to `dy` the product d y, as `Normalisation.before` does."""
+        """Write to `out` the gradient of a, and add the terms of scale and shift, as `Normalisation.before` does."""
         row, scratch, y = self.scaled_row.reshape(-1), self.scratch[:, 0], y[:, 0]
-        np.multiply(d[:, 0], y, self.dy[:, 0])
-        np.multiply(y, dot(row, self.dy[:, 0]), scratch)
+        dy = np.multiply(d[:, 0], y, self.column[:, 0])
+        mean = dot(row, dy)
+        if self.dscale is not None:
+            self.dscale += self.column
+        if self.dshift is not None:
+            self.dshift += d
+        np.multiply(y, mean, scratch)
         if not self.centred:
             np.add(scratch, dot(row, d[:, 0]), scratch)
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
@@ -145,7 +168,7 @@ class NormOfC:
         self.norm: Normalisation = normalisation_of((1, H, B), cell.norm.eps, dtype, *arrays)
         self.kept: Array = np.empty((H + 1, B), dtype)
         self.is_kept: bool = False  # whether `kept` belongs to the c of this step; a step sets it to False at first
-        self.dscale, self.dshift = (np.zeros((H, B), dtype) for _ in range(2))
+        self.norm.sum_gradients(np.empty((H, B), dtype), scale=True, shift=True)
 
     def __call__(self, c: Array, out: Array) -> None:
         """Write the normalised, scaled and shifted c [H, B] to `out`."""
@@ -158,14 +181,10 @@ class NormOfC:
         if not self.is_kept:
             self.norm.normalise(c, y, r)
         self.norm.before(d, y, r, out)
-        self.dshift += d
-        self.dscale += self.norm.dy
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of scale and shift, summed over the batch, to those of the call."""
-        for name, d in (("norm_c_scale", self.dscale), ("norm_c_shift", self.dshift)):
-            if name in products.out:
-                products.add(name, d.sum(axis=1))
+        """Add the gradients of scale and shift to those of the call."""
+        self.norm.add_gradients(products, "norm_c_scale", "norm_c_shift")
 
 
 def centred(blocks: int, array: Array) -> Array:
@@ -179,8 +198,11 @@ CENTRED = {"product": ("Wh",), "products": ("Wh", "Wx"), "sum": ("Wh", "Wx", "b"
 
 
 def centres(problem: Problem, v: Views) -> bool:
-    """Return whether the weights of a call get a mean of 0 over the rows of each block, so that each product has it. This
-    pays if there are as many rows (steps x batch) as columns in the weights. It is impossible if the sum has another part."""
+    """Return whether the weights of a call get a mean of 0 over the rows of each block, so that each product has it.
+
+    This pays if there are as many rows (steps x batch) as columns in the weights. It is impossible if a part of the
+    sum is no product.
+    """
     norm = problem.cell.norm
     return (
         norm is not None
@@ -234,51 +256,56 @@ def norm_of_input(problem: Problem, v: Views, bias: Array | None) -> Normalisati
 
 
 class InputNormOfSteps:
-    """The layer normalisation of the input's product, one step at a time, with the bias as a part of its shift. It is for
-    a wide batch, whose steps are large enough."""
+    """The layer normalisation of the input's product, one step at a time, with the bias as a part of its shift. It is
+    for a wide batch, whose steps are large enough."""
 
     def __init__(self, problem: Problem, v: Views):
         """Allocate the memory for arrays [G H, B]. v: the arrays of the call, from `with_centred_weights`."""
         self.Wx: Array | None = matrix(v["Wx"]) if "Wx" in v else None
         self.norm: Normalisation = norm_of_input(problem, v, bias_of(problem, v))
         rows, dtype = problem.cell.gates * problem.H, v["x"].dtype
-        self.out: Array = np.empty((rows, problem.B), dtype)
-        self.kept: Array = np.empty((rows + self.norm.shape[0], problem.B), dtype)
-        # For the backward pass: the gradient of the result, its sum, and the sum of the gradients of the scale.
-        self.d, self.db, self.dscale = (np.zeros_like(self.out) for _ in range(3))
+        self.y: Array = np.empty((rows, problem.B), dtype)
+        self.r: Array = np.empty((self.norm.shape[0], 1, problem.B), dtype)
+        # The backward pass multiplies some steps at once, so that Wx need not be in the cache at every step.
+        self.ahead: Array = np.empty((min(problem.T, max(1, AHEAD_ROWS // problem.B)), *self.y.shape), dtype)
+        self.d: Array = np.empty((rows, problem.B), dtype)  # for the backward pass: the gradient of the result
+        self.norm.sum_gradients(self.d, "norm_input_scale" in v, bool({"norm_input_shift", "b"} & v.keys()))
 
     def __call__(self, x: Array) -> Array:
         """Return the normalised, scaled and shifted product of x [B, I]. It is valid until the next call."""
-        self.norm(self.product(x), self.out)
-        return self.out
+        self.products(x[None], self.y[None])
+        self.norm(self.y, self.y)
+        return self.y
 
-    def product(self, x: Array) -> Array:
-        """Write to `out` the product of x [B, I], and return it."""
+    def products(self, x: Array, out: Array) -> None:
+        """Write to `out` [steps, G H, B] the products of x [steps, B, I]."""
         if self.Wx is None:
-            np.copyto(self.out, x.T)
+            np.copyto(out, x.transpose(0, 2, 1))
         else:
-            np.matmul(self.Wx, matrix(x).T, out=self.out)
-        return self.out
+            np.matmul(self.Wx, matrix(x).transpose(0, 2, 1), out=out)
 
-    def back(self, x: Array, out: Array) -> None:
-        """Write to `out` [G H, B] the gradient of the product of x [B, I], from that of the result, `d`."""
-        y, r = self.norm.divided(self.kept)
-        self.norm.normalise(self.product(x), y, r)
-        self.norm.before(self.d, y, r, out)
+    def begin_chunk(self, x: Array) -> None:
+        """Begin a chunk of steps of the backward pass. x [steps * B, I]: the input."""
+        self.x: Array = x.reshape(-1, self.y.shape[1], x.shape[1])
+        self.block: int = -1  # which steps are in `ahead`
 
-    def end_step(self, ended: Array | None) -> None:
-        """Add the terms of a step to the gradients of scale and shift. ended: the indices of the batch items that have
-        ended, or None. Their numbers may be NaN."""
-        if ended is not None:
-            self.norm.dy[:, ended] = self.d[:, ended] = 0
-        self.dscale += self.norm.dy
-        self.db += self.d
+    def back(self, k: int, out: Array) -> None:
+        """Write to `out` [G H, B] the gradient of the product at step k of the chunk, from that of the result, `d`."""
+        steps = len(self.ahead)
+        block, n = divmod(k, steps)
+        if block != self.block:
+            x = self.x[block * steps : (block + 1) * steps]
+            self.products(x, self.ahead[: len(x)])
+            self.block = block
+        y = self.ahead[n]
+        self.norm.normalise(y, y, self.r)
+        self.norm.before(self.d, y, self.r, out)
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of scale, shift and bias, summed over the batch, to those of the call."""
-        for name, d in (("norm_input_scale", self.dscale), ("norm_input_shift", self.db), ("b", self.db)):
-            if name in products.out:
-                products.add(name, d.sum(axis=1))
+        """Add the gradients of scale, shift and bias to those of the call."""
+        self.norm.add_gradients(products, "norm_input_scale", "norm_input_shift")
+        if self.norm.dshift is not None and "b" in products.out:
+            products.add("b", self.norm.dshift[:, 0])
 
 
 def input_norm_of(problem: Problem, v: Views) -> "InputNormOfSteps | InputNorm | None":
@@ -296,7 +323,8 @@ class InputNorm:
     """
 
     def __init__(self, problem: Problem, v: Views):
-        """Prepare the weights and the shift of one direction. v: the arrays of the call, from `with_centred_weights`."""
+        """Prepare the weights and the shift of one direction. v: the arrays of the call, from
+        `with_centred_weights`."""
         cell, dtype, n = problem.cell, v["x"].dtype, problem.cell.gates * problem.H
         assert cell.norm is not None
         blocks = norm_blocks(cell)
@@ -360,7 +388,7 @@ class NormBackward:
 
     kept [T, G H + blocks, B]: the y and r of each step, which the forward pass saved. `dp` [G H, n] collects the
     gradients of the recurrent product at the n = steps x batch columns of a chunk. `d` [G H, B] is the gradient of the
-    norm's result at one step; dscale and dshift [G H, B] sum those of scale and shift over the steps.
+    norm's result at one step.
     """
 
     def __init__(
@@ -373,8 +401,9 @@ class NormBackward:
         kept: Array,
         dz: Array,
     ):
-        """Allocate the memory. dz [G H, n]: memory for the gradients of the input's part. With the sum they are those of
-        the recurrent product; otherwise `dz` gets a copy of each `d`."""
+        """Allocate the memory. dz [G H, n]: memory for the gradients of the input's part. With the sum they are those
+        of the recurrent product; otherwise `dz` gets a copy of each `d`. other: the numbers of the gates of which the
+        input's part has another gradient."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         self.norm, self.kept, self.dz, rows = norm, kept, dz, len(dz)
         assert cell.norm is not None
@@ -382,14 +411,17 @@ class NormBackward:
         self.d: Array = np.zeros((rows, B), dtype)
         # The norm of the input's product, if each step computes it. Then `dz` gets the gradients of this product.
         self.of_input: InputNormOfSteps | None = of_input if isinstance(of_input, InputNormOfSteps) else None
-        self.dscale: Array | None = np.zeros_like(self.d) if "norm_scale" in v else None
-        self.dshift: Array | None = np.zeros_like(self.d) if {"norm_shift", "bhn"} & v.keys() else None
+        norm.sum_gradients(self.d, "norm_scale" in v, bool({"norm_shift", "bhn"} & v.keys()))
+        self.ended: Array | None = None  # the indices of the batch items that have ended before the current step
+        if self.of_input is not None:
+            self.of_input.norm.scratch = norm.scratch  # so that fewer arrays are in the cache
         self.n: slice = cell.block("n", problem.H) if "bhn" in v else slice(0)
-        # If a step computes the norm of the input's product: the rows of the gates of which the input's part has another
-        # gradient than the recurrent part; this gradient, from the step; and the x of a chunk, [steps * B, I].
-        self.other: list[slice] = [slice(k * H, (k + 1) * H) for k in other]
+        # For a step that computes the norm of the input's product: the gradients of the input's part of the gates in
+        # `other`, which the step writes; for each of them its place in `d` and its part of `dx`.
         self.dx: Array = np.empty((len(other) * H, B), dtype)
-        self.x: Array | None = None
+        self.other: list[tuple[slice, Array]] = [
+            (slice(k * H, (k + 1) * H), self.dx[row * H : (row + 1) * H]) for row, k in enumerate(other)
+        ]
 
     def product(self, k: int, out: Array, start: int) -> None:
         """Write to `out` [H, n] the normalised, scaled and shifted product of gate k at the steps from `start` on."""
@@ -400,39 +432,26 @@ class NormBackward:
             out[:, t * B : (t + 1) * B] = result if norm.shift is None else result + norm.shift[rows]
 
     def through(self, t: int, columns: slice) -> Array:
-        """Return the gradient of the recurrent product of step t, `columns` of `dp`, from the gradient `d` of the norm's
-        result."""
+        """Return the gradient of the recurrent product of step t, `columns` of `dp`, from the gradient `d` of the
+        norm's result."""
         dp = self.dp[:, columns]
+        if self.ended is not None:  # their numbers may be NaN
+            self.d[:, self.ended] = self.dx[:, self.ended] = 0
         if self.of_input is not None:
             of_input = self.of_input
             np.copyto(of_input.d, self.d)
-            for rows, dx in zip(self.other, np.split(self.dx, max(len(self.other), 1)), strict=False):
+            for rows, dx in self.other:
                 of_input.d[rows] = dx
-            assert self.x is not None
-            of_input.back(self.x[columns], self.dz[:, columns])
+            of_input.back(columns.start // self.d.shape[1], self.dz[:, columns])
         elif self.dz is not self.dp:
             np.copyto(self.dz[:, columns], self.d)
         self.norm.before(self.d, *self.norm.divided(self.kept[t]), dp)
         return dp
 
-    def end_step(self, ended: Array | None) -> None:
-        """Add the terms of a step to the gradients of scale and shift. ended: the indices of the batch items that have
-        ended, or None. Their numbers may be NaN."""
-        if ended is not None:
-            self.norm.dy[:, ended] = self.d[:, ended] = 0
-        if self.of_input is not None:
-            self.of_input.end_step(ended)
-        if self.dscale is not None:
-            self.dscale += self.norm.dy
-        if self.dshift is not None:
-            self.dshift += self.d
-
     def add_gradients(self, products: WeightGradients) -> None:
         """Add the gradients of scale and shift, summed over the batch, to those of the call."""
-        for name, d in (("norm_scale", self.dscale), ("norm_shift", self.dshift)):
-            if d is not None and name in products.out:
-                products.add(name, d.sum(axis=1))
+        self.norm.add_gradients(products, "norm_scale", "norm_shift")
         if self.of_input is not None:
             self.of_input.add_gradients(products)
-            if self.dshift is not None and "bhn" in products.out:
-                products.add("bhn", self.dshift[self.n].sum(axis=1))
+            if self.norm.dshift is not None and "bhn" in products.out:
+                products.add("bhn", self.norm.dshift[self.n, 0])

@@ -174,8 +174,9 @@ class BackwardSweep:
             dgates = dv["gates"][k].T if "gates" in dv else None
             c_before: Any = None if self.c0 is None else self.c_before(t)
             c_prev = c_before if c_before is None or keep is None else c_before * keep[k].T
-            step.run(step, t, columns, c_prev, self.c_at(t), dh, dc, dgates)
             ended = np.flatnonzero(self.ends.lengths <= t) if t >= self.ends.shortest else None
+            step.begin_step(ended)
+            step.run(step, t, columns, c_prev, self.c_at(t), dh, dc, dgates)
             if step.finishes or ended is not None:
                 step.finish(t, columns, ended, self.out)
             if ended is not None:  # a user's formula may give NaN where its inputs are 0

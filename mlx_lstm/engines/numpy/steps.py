@@ -429,9 +429,8 @@ class StepBackward:
             self.direct = more["direct"] = np.empty((H, B), dtype)
         if plan.holds_h:
             more["s0"] = np.empty((H, B), dtype)
-        self.params_or_inputs: bool = graph.inputs + graph.params > 0
-        self.finishes: bool = self.params_or_inputs or self.norm is not None  # whether `finish` has work at every step
-        if self.params_or_inputs:
+        self.finishes: bool = graph.inputs + graph.params > 0  # whether `finish` has work at every step
+        if self.finishes:
             self.inputs: Any = v.get("inputs")
             us, self.du = (np.empty((graph.inputs * H, B), dtype) for _ in range(2))
             self.dw: Array = np.empty((graph.params * H, B), dtype)
@@ -461,8 +460,8 @@ class StepBackward:
         [steps * B, H]: h_prev times the mask. If the backward pass reads the candidate's product q = Wh_n h_in + bhn,
         compute it for all steps of the chunk. x [steps * B, I]: the input, if each step normalises its product."""
         self.start, self.h_prev, self.h_in = start, h_prev, h_in
-        if self.norm is not None:
-            self.norm.x = x
+        if isinstance(self.of_input, InputNormOfSteps) and x is not None:
+            self.of_input.begin_chunk(x)
         if self.q is not None:
             for row, k in enumerate(self.plan.recomputed):
                 out = self.q[row * self.H : (row + 1) * self.H, : len(h_in)]
@@ -472,6 +471,11 @@ class StepBackward:
                     self.norm.product(k, out, start)
                 if self.bhn is not None:
                     out += self.bhn[:, None]
+
+    def begin_step(self, ended: Array | None) -> None:
+        """Begin a step. ended: the indices of the batch items that have ended before it, or None."""
+        if self.norm is not None:
+            self.norm.ended = ended
 
     def skip(self, columns: slice) -> None:
         """Set the results of a step to 0, because all batch items have ended."""
@@ -485,9 +489,7 @@ class StepBackward:
         if ended is not None:
             for array in self.by_column:
                 array[:, columns][:, ended] = 0
-        if self.norm is not None:
-            self.norm.end_step(ended)
-        if not self.params_or_inputs:
+        if not self.finishes:
             return
         if ended is not None:
             self.du[:, ended] = self.dw[:, ended] = 0
