@@ -81,7 +81,7 @@ def defaults() -> frozenset[Case]:
     def shared(layer: LayerSize, *, backward: bool, cut: Cut) -> FusedTiling:
         """Divide layers that differ only in the batch and the cores once. With a cut neither of them is read: a tiling
         that reads the batch raises an error here."""
-        return divided(layer._replace(B=None, cores=None), backward, cut)  # pyright: ignore[reportArgumentType]
+        return divided(layer._replace(B=None, cores=None), backward, cut)
 
     with patch.object(fused, "fused_tiling", shared):
         for cell, dtype, H, B, cores in product(CELLS, DTYPES, range(32, WIDEST + 1, 32), BATCHES, CORES):
