@@ -276,7 +276,7 @@ def test_what_is_refused():
         before = stepper.state()
         name, x = "[nn.LSTM.stepper] ", mx.ones((2, I))
         for call, text in [
-            (lambda: stepper(mx.ones((I,))), "x must have shape [2, 3] but got shape [3]."),
+            (lambda: stepper(mx.ones((I,))), "x must have shape [2, 3] (stepper(batch=()) takes [3]) but got"),
             (
                 lambda: stepper([1.0]),
                 "x must be an mlx.core.array or a NumPy array: make one by mx.array(...), but got",

@@ -1,7 +1,8 @@
 """The class `Weights`: a stack of recurrent layers in one form. All conversions between formats go through it. This
 module also has the gate orders of all formats."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import numpy as np
 
 from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
+from ..ground.budget import shown
 from ..ground.checks import FLOATS, check_array, check_limit, check_number, check_option, fail
 from ..recurrence import join_biases
 from .layers import class_of
@@ -236,6 +238,15 @@ def check_weights(op: str, weights: object) -> Weights:
     return weights
 
 
+@contextmanager
+def of_layer(name: str) -> Iterator[None]:
+    """Add the name of a file's layer to the text of a ValueError from inside the block."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error} The layer is {shown(name)}." if name else str(error)) from None
+
+
 def one_layer(op: str, weights: Weights, kinds: Sequence[str]) -> Weights:
     """Check that the weights are those of one layer of these kinds, such as "lstm", in one direction. Return them."""
     check_weights(op, weights)
@@ -265,16 +276,21 @@ def held(op: str, weights: Weights, form: Format) -> Weights:
         arrays = [arrays for layer in weights.layers for arrays in layer]
         refused["peephole"] = not options and any("peephole" in each for each in arrays) and "an array"
         refused["a projection"] = not projection and weights.proj_size
-        if cell.forget_bias:
-            weights = weights._replace(cell=cell._replace(forget_bias=0.0)).map(
-                lambda arrays: with_forget_bias(arrays, cell.forget_bias)
-            )
     refused["reverse"] = not reverse and weights.reverse
     for name, value in refused.items():
         if value:
             others = "to_ops, --to ops and nn.from_weights have"
             fail(op, f"{name} must be the default, as the format has no other ({others}),", repr(value))
-    return weights
+    return in_bias(weights)
+
+
+def in_bias(weights: Weights) -> Weights:
+    """Return the weights with the forget bias of an LSTM added to the bias, for a format that has only the bias."""
+    cell = weights.cell
+    if not (isinstance(cell, LSTMCell) and cell.forget_bias):
+        return weights
+    whole = weights._replace(cell=cell._replace(forget_bias=0.0))
+    return whole.map(lambda arrays: with_forget_bias(arrays, cell.forget_bias))
 
 
 def with_forget_bias(arrays: Arrays, forget_bias: float) -> Arrays:

@@ -7,7 +7,7 @@ CPU, and in `engines.stream` on all other engines.
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, NoReturn, overload
 
 import mlx.core as mx
 import numpy as np
@@ -120,6 +120,11 @@ class Stepper:
         if is_transforming():
             fail(op, OUTSIDE, "a call inside")
         self._prepare()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copy and pickle, which would not copy the buffers that the engine holds."""
+        rule = "a stepper cannot be copied: make another by layer.stepper, and pass state() to its set_state"
+        raise TypeError(f"[{self._op}] {rule}.")
 
     @overload
     def __call__(
@@ -284,7 +289,10 @@ class Stepper:
         if not isinstance(x, (mx.array, np.ndarray)):
             fail(self._op, f"x must be an mlx.core.array or a NumPy array{instead_of(x, 'x')}", type(x).__name__)
         if x.shape != self._shape:
-            fail(self._op, f"x must have shape {list(self._shape)}", f"shape {list(x.shape)}")
+            is_frame = x.ndim in (1, 2) and x.shape[-1] == self._shape[-1]
+            batch = x.shape[0] if x.ndim == 2 else ()
+            advice = f" (stepper(batch={batch}) takes {list(x.shape)})" if is_frame else ""
+            fail(self._op, f"x must have shape {list(self._shape)}{advice}", f"shape {list(x.shape)}")
         if not is_real(x):
             fail(self._op, "x must be real", x.dtype)
 
