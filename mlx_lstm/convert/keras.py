@@ -60,7 +60,8 @@ def from_keras(*layers: Any) -> Weights:
     for layer in layers:
         kind = type(layer).__name__
         if kind not in (*KINDS, "Bidirectional") or not hasattr(layer, "get_weights"):
-            whole = ": convert.read takes a file with all layers," if hasattr(layer, "layers") else ""
+            is_read = hasattr(layer, "layers") or kind == "RNN"  # an RNN of Keras' cells
+            whole = ": convert.read takes a file with all layers," if is_read else ""
             whole = ": pass the layers one by one," if isinstance(layer, (list, tuple)) else whole
             fail(op, f"layers must be LSTM, GRU, SimpleRNN or Bidirectional of Keras{whole}", kind)
         config = {"class_name": kind, "config": layer.get_config()}
@@ -217,6 +218,8 @@ def check_cell(op: str, weights: Weights) -> None:
     """Raise ValueError if the cell has an option that no layer of Keras has."""
     cell = weights.cell
     if cell.op == "lstm":
+        # The order is i, f, g, o, output. Keras has two activations: its `recurrent_activation` r for i, f and o, and
+        # its `activation` a for g and the output.
         r, a = cell.activations[0], cell.activations[2]
         if cell.cell_clip or any("peephole" in way for layer in weights.layers for way in layer):
             fail(op, "cell_clip and peephole must be the default, as Keras has no place for them,", "others")
