@@ -110,8 +110,9 @@ def from_flashrnn_slstm(W: Any, R: Any, b: Any) -> list[Arrays]:
     differ; only c e^m and n e^m are the same in both. FlashRNN's last states are valid first states here.
 
     Args:
-        W (array, optional): [4, N, D, I], as in `from_flashrnn`. `None` if you compute the preactivations yourself;
-            pass them to `mlx_lstm.pointwise` as x [T, B, 4D], one call per head, with `Wx=None`.
+        W (array, optional): [4, N, D, I], for N heads of D units and I inputs, as in `from_flashrnn`. `None` if you
+            compute the preactivations yourself; pass them to `mlx_lstm.pointwise` as x [T, B, 4D], one call per
+            head, with `Wx=None`.
         R (array): [4, N, D, D], the argument R of `flashrnn`.
         b (array): [4, N, D], the argument b.
 
@@ -142,8 +143,9 @@ def to_flashrnn_slstm(heads: Sequence[Mapping[str, Any]]) -> dict[str, mx.array 
     """Return the arguments of `from_flashrnn_slstm` from the parameters of each head.
 
     Args:
-        heads (list of dict): for each head `Wx` [4D, I], which all heads or none have, `Wh` [4D, D] and `bias` [4D].
-            They are the parameters of a layer `mlx_lstm.nn.Pointwise` with the cell `mlx_lstm.cells.slstm`.
+        heads (list of dict): for each head of D units and I inputs `Wx` [4D, I], which all heads or none have, `Wh`
+            [4D, D] and `bias` [4D]. They are the parameters of a layer `mlx_lstm.nn.Pointwise` with the cell
+            `mlx_lstm.cells.slstm`.
 
     Returns:
         dict: `W`, which is `None` without `Wx`, `R` and `b`.

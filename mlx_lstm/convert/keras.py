@@ -218,6 +218,8 @@ def check_cell(op: str, weights: Weights) -> None:
     """Raise ValueError if the cell has an option that no layer of Keras has."""
     cell = weights.cell
     if cell.op == "lstm":
+        # The order is i, f, g, o, output. Keras has two activations: its `recurrent_activation` r for i, f and o, and
+        # its `activation` a for g and the output.
         r, a = cell.activations[0], cell.activations[2]
         if cell.cell_clip or any("peephole" in way for layer in weights.layers for way in layer):
             fail(op, "cell_clip and peephole must be the default, as Keras has no place for them,", "others")

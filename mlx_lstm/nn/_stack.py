@@ -426,8 +426,8 @@ def read(name: str, layer: Any, now: bool, may_drop: bool) -> Depths:
 
 
 def read_named(name: str, kind: type[Layer], layer: Any, held: dict[str, Any], found: Description) -> Depth | None:
-    """Return the layer whose arrays have the names and shapes of a layer of MLX of this kind, or None if they are
-    others. held: the arrays, in which a quantized weight is a `Quantized`."""
+    """Return the layer whose arrays have the names and shapes of a layer of MLX of this kind, or None if its
+    arrays have other names or shapes. held: the arrays, in which a quantized weight is a `Quantized`."""
     Wx, Wh = (list(held[key].shape) if key in held else [] for key in list(kind._names)[:2])
     norms = layer._norm_arrays() if isinstance(layer, Layer) else {}
     held = {key: array for key, array in held.items() if key not in norms}

@@ -615,8 +615,8 @@ def part_of(
 
 
 def computed(way: Way, trial: Trial, weights: dict[Part, np.ndarray]) -> np.ndarray:
-    """Compute one step of the formula `way`. `weights` holds the weights that are not 0 by (gate, kind). Return the
-    states [1 or 2, B, H]."""
+    """Compute one step of the formula `way`. `weights` holds the weights that are not 0 by (gate, kind), see
+    `Part`. Return the states [1 or 2, B, H]: h, and c if there is one."""
 
     def all_gates(kind: str, *shape: int) -> mx.array:
         """Return the weights of all gates one after the other."""

@@ -91,6 +91,7 @@ class CompareCase(NamedTuple):
         the forward op. For such a case the list is empty."""
         if "source_gradient" not in self.arrays:
             return []
+        # The layers above the first have names that end in _l1, _l2 and so on.
         upper = [name for name in self.arrays if name[-3:-1] == "_l"]
         return [*(name for name in GRADIENTS[self.op] if name in self.arrays), *upper]
 
