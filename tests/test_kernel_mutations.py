@@ -90,11 +90,16 @@ POINTWISE += [("peephole_lstm", (4, 41, 2, 9)), ("minimal_gru_log", (4, 1, 2, 33
 # 2 sequences of the batch, and its last simdgroup has lanes without a unit. In `stepwise` a threadgroup of a product
 # has 4 sequences; 7 fill the first threadgroup.
 NORMS = {
-    "fused": [("all", (3, 2, 37, 0), {"lengths": True}), ("state", (3, 2, 70, 0), {"cut": Cut(2), "peephole": True})],
+    "fused": [
+        ("all", (3, 2, 37, 0), {"lengths": True}),
+        ("state", (3, 2, 70, 0), {"cut": Cut(2), "peephole": True}),
+        ("gru", (3, 2, 9, 0), {"lengths": True, "bhn": True}),
+    ],
     "stepwise": [
         ("all", (7, 2, 9, 0), {"lengths": True}),
         ("state", (7, 2, 9, 5), {}),
         ("state", (3, 2, 300, 5), {"keep": True}),
+        ("gru", (3, 2, 9, 0), {"lengths": True, "bhn": True}),
     ],
 }
 # (function, largest absolute argument). Each function is tested in a cell that applies it to the preactivation. The
