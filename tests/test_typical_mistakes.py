@@ -77,6 +77,9 @@ MISTAKES = {
     "nn.GRU(3, 4)(x, initial_state=state)": "the first state is called hidden here, but got initial_state=array",
     "torch.LSTM(3, 4)(x, mask=state)": r"\[torch.LSTM\] mask is no argument of a call: lengths=",
     "torch.GRU(3, 4)(x, h_0=state)": "h_0 is no argument of a call: the first states are called hx here",
+    "nn.LSTM(3, 4)(x, hx=state)": "the first state is called hidden here, and that of c cell, but got hx=array",
+    "torch.GRU(3, 4)(x, hidden=state)": "the first states are called hx here, but got hidden=array",
+    "torch.LSTM(3, 4)(x, cell=state)": "the first states are called hx here, but got cell=array",
     "nn.LSTM(3, 4)(x, (state, state))": "pass hidden and cell, not a tuple",
     # arrays of a wrong shape or kind
     "nn.LSTM(7, 4)(x)": r"\[nn.LSTM\] x must have shape \[..., L, D = 7\] .* but got shape \[2, 5, 3\]",
