@@ -152,7 +152,7 @@ struct Item {
 };
 
 // Whether a step of the cell in reverse uses the state before the step. The plain RNN uses only the state after it.
-template <class Cell> constant constexpr bool USES_BEFORE = Cell::HAS_C || Cell::PASSES_H;
+template <class Cell> constant constexpr bool USES_BEFORE = Cell::CARRIED || Cell::PASSES_H;
 
 // What a unit reads at a step besides the gates: the state that the step uses, the cotangents dh and dc (or q), and the
 // factors `mask` and `keep`. If the caller does not have the array of a cotangent, the cotangent is 0; without the

@@ -76,7 +76,6 @@ void fused_matrix_forward(
   constexpr bool AHEAD = READS_AHEAD<RESIDENT>;
   Sweep sweep = {};
   read_sizes(a.sizes, group.y, sweep);
-  const float forget_bias = value_at(a.numbers, 0, 0.0f), limit = value_at(a.numbers, 1, 0.0f);
   const int unit = int(index) / 32 * 8 + row_of(int(lane)), column = column_of(int(lane));
   const int b0 = int(group.x) * 8 + column;
   const Index earlier = Index(first_time(sweep) * time_step(sweep, GATES, H));
@@ -88,7 +87,7 @@ void fused_matrix_forward(
   fill_with_zeros(vectors, 2 * HALF, index, threads);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from the units' own h
   int length[2];
-  float p[Cell::CONSTANTS] = {}, h_now[2], c_now[2];
+  float p[SIZE_FOR<Cell::CONSTANTS>] = {}, h_now[2], c_now[2];
   bool real[2];
   Place<Index> at[2];
   if (unit < H) Cell::template constants<long>(a, sweep.direction, H, unit, p);
@@ -119,15 +118,16 @@ void fused_matrix_forward(
     for (int e = 0; e < 2; ++e) {
       if (!real[e]) continue;
       const bool live = is_live(a.lengths, time_of(sweep, n), length[e]);
-      float sums[GATES], state = factor[e] * c_now[e];
+      float sums[GATES], states[2] = {factor[e] * h_now[e], factor[e] * c_now[e]};
 #pragma clang loop unroll(full)
       for (int m = 0; m < GATES; ++m) sums[m] = total[m].thread_elements()[e];
-      const S result = S(Cell::forward(sums, p, forget_bias, limit, factor[e] * h_now[e], state, y[e]));
+      Cell::forward(p, p, sums, states, y[e]);
+      const S result = S(states[0]);
       h_now[e] = live ? float(result) : h_now[e];
-      c_now[e] = live ? state : c_now[e];
+      c_now[e] = live ? states[1] : c_now[e];
 #pragma clang loop unroll(full)
       for (int m = 0; m < GATES; ++m) store(a.gates, at[e].gate + Cell::block(m) * H, live ? y[e][m] : 0.0f);
-      store(a.c, at[e].state, live ? state : 0.0f);
+      store(a.c, at[e].state, live ? states[1] : 0.0f);
       a.h[at[e].state] = live ? result : S(0.0f);
       vectors[(~n & 1) * HALF + 8 * unit + column + e] = h_now[e] * mask[e];
     }
@@ -193,7 +193,6 @@ void fused_matrix_backward(
   read_sizes(a.sizes, group.y, sweep);
   const int unit = int(index) / 32 * 8 + row_of(int(lane)), column = column_of(int(lane));
   const int b0 = int(group.x) * 8 + column;
-  const float limit = value_at(a.numbers, 1, 0.0f);
   const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
   Place<Index> next;
   between_steps<true>(sweep, GATES, H, next);
@@ -201,7 +200,7 @@ void fused_matrix_backward(
   vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
   fill_with_zeros(vectors, VECTORS * HALF, index, threads);
-  float p[Cell::CONSTANTS] = {};
+  float p[SIZE_FOR<Cell::CONSTANTS>] = {};
   bool real[2];
   Item<Index> items[2];
   if (unit < H) Cell::template constants<long>(a, sweep.direction, H, unit, p);
@@ -224,13 +223,14 @@ void fused_matrix_backward(
       const bool live = is_live(a.lengths, time_of(sweep, n), items[e].length);
       const Index at = items[e].at.gate;
       const float after = use_states<Cell>(sweep, a, n, step, numbers[e].state, items[e]), factor = numbers[e].keep;
-      float dc = items[e].dc + (Cell::HAS_C ? numbers[e].dc_or_q : 0.0f);
-      items[e].past = items[e].dh + numbers[e].dh;
+      const float before[2] = {factor * items[e].before, factor * items[e].before}, now[2] = {after, after};
+      const float q[1] = {numbers[e].dc_or_q};
+      float ds[2] = {items[e].dh + numbers[e].dh, items[e].dc + (Cell::CARRIED ? numbers[e].dc_or_q : 0.0f)}, none[1];
       items[e].mask = numbers[e].mask;
-      Cell::backward(y[e], p, factor * items[e].before, after, numbers[e].dc_or_q, limit, items[e].past, dc, d[e]);
-      store(a.carry, items[e].at.state, live ? dc + items[e].past : 0.0f);
-      items[e].dc = live ? factor * dc : items[e].dc;
-      items[e].past *= factor;
+      Cell::backward(p, q, y[e], before, now, ds, d[e], none, none);
+      store(a.carry, items[e].at.state, live ? ds[1] + ds[0] : 0.0f);
+      items[e].dc = live ? factor * ds[1] : items[e].dc;
+      items[e].past = ds[0] * factor;
 #pragma clang loop unroll(full)
       for (int m = 0; m < GATES; ++m) {
         const int block = Cell::block(m) * H;

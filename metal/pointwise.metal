@@ -1,7 +1,8 @@
 // What the forward and the backward whole-sequence kernel of a cell written by the user share.
 //
-// The cell is a struct that mlx_lstm/engines/metal/pointwise.py generates from the user's function. The arrays consist
-// of blocks of H numbers, one number per unit. The letters count blocks: G gates; C = STATES - 1 states besides h; U
+// The cell is a struct that mlx_lstm/engines/metal/pointwise.py generates from the user's function; cell.metal describes
+// most of its members. The arrays consist of blocks of H numbers, one number per unit. The letters count blocks: G
+// gates; C = CARRIED states besides h; U
 // inputs of each step; V parameters; K blocks that the forward pass saves for the backward pass; D blocks of gradients.
 // Shapes, for one direction:
 //   z       [T, B, G H]      h     [T, B, H]         h0, hT  [B, H]        inputs  [T, B, U H]   lengths  [B]
@@ -9,23 +10,19 @@
 //   mask    [T or 1, B, H], which already includes `keep`
 //   arranged, sizes          as in fused.metal, with one direction
 //
-// Members of a cell's struct:
-//   GATES, STATES, INPUTS, PARAMS, KEPT, GRADIENTS   the numbers G, C + 1, U, V, K, D
+// More members of a cell's struct:
 //   LANES      the lanes of a unit: 4, or 1 for a cell without a product
-//   PRODUCTS   the gates that have a recurrent product: GATES or 0
 //   SCATTERS   whether each of the four lanes gets only the recurrent product of one gate (lane k: gate k), in sums[0];
 //              otherwise all lanes get the products of all gates
-//   READS_H    whether the backward pass reads h before or after a step
-//   forward, backward   one step of one unit of one batch item. The lanes of a unit share the work: register j of a
-//              lane holds block LANES j + lane of z, of the saved blocks, and of the gradients d. The unit's states and
+//   forward, backward   with four lanes they have `lane` as an additional first parameter. The lanes of a unit share
+//              the work: register j of a lane holds block 4 j + lane of y and of the gradients d. The unit's states and
 //              their gradients are in every lane.
 // A threadgroup owns ROWS batch items. If fewer are left, it computes the last item several times, with the same
 // results.
 
-// The number of registers that a lane needs if COUNT values of a unit are divided among LANES lanes. It is at least 1,
-// because Metal has no arrays of size 0.
+// The number of registers that a lane needs if COUNT values of a unit are divided among LANES lanes, at least 1.
 template <int COUNT, int LANES>
-constant constexpr int REGISTERS_OF = COUNT == 0 ? 1 : (COUNT + LANES - 1) / LANES;
+constant constexpr int REGISTERS_OF = SIZE_FOR<(COUNT + LANES - 1) / LANES>;
 
 // Overload for a cell without a recurrent product, which has no weights: return a null pointer, which is never read.
 template <int COUNT, class V> const device V* vectors_of_lane(Absent, int, uint, uint) { return (const device V*)0; }
@@ -50,7 +47,7 @@ void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[R
 // Store a lane's part of the COUNT values that an array has for one unit, step and item; the LANES lanes of a unit
 // share these values. values[j] is value number LANES * j + lane.
 template <int COUNT, int LANES, int H, class Index, class A>
-void store_blocks(A array, Index at, int lane, int unit, thread const float (&values)[REGISTERS_OF<COUNT, LANES>]) {
+void store_blocks(A array, Index at, int lane, int unit, thread const float* values) {
 #pragma clang loop unroll(full)
   for (int j = 0; j < REGISTERS_OF<COUNT, LANES>; ++j)
     if (COUNT % LANES == 0 || LANES * j + lane < COUNT)

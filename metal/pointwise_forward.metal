@@ -7,7 +7,7 @@
 // mask are 1 if the call does not have them.
 template <class Cell>
 struct ForwardNumbers {
-  float z[REGISTERS_OF<Cell::GATES, Cell::LANES>], inputs[Cell::INPUTS == 0 ? 1 : Cell::INPUTS], keep, mask;
+  float z[REGISTERS_OF<Cell::GATES, Cell::LANES>], inputs[SIZE_FOR<Cell::INPUTS>], keep, mask;
 };
 
 // Read the numbers of step n for batch item b. now: the step's position in an array [T, B, H]. item: the unit's
@@ -27,9 +27,9 @@ void read_numbers(
 // Store the outputs of one step at position `at`, or zeros if the item has ended. s: the states after the step.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_outputs(
-    thread const Arrays& a, bool live, int lane, int unit, Index at, thread const float (&s)[Cell::STATES],
-    thread float (&y)[REGISTERS_OF<Cell::KEPT, Cell::LANES>]) {
-  constexpr int C = Cell::STATES - 1, LANES = Cell::LANES;
+    thread const Arrays& a, bool live, int lane, int unit, Index at, thread const float (&s)[Cell::CARRIED + 1],
+    thread float (&y)[REGISTERS_OF<VALUES<Cell>, Cell::LANES>]) {
+  constexpr int C = Cell::CARRIED, LANES = Cell::LANES;
 #pragma clang loop unroll(full)
   for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;
   store_blocks<Cell::KEPT, LANES, H>(a.gates, at, lane, unit, y);
@@ -41,7 +41,7 @@ void store_outputs(
 
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
-  constexpr int P = Cell::PRODUCTS, C = Cell::STATES - 1, LANES = Cell::LANES, GROUP = LANES * UNITS;
+  constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Cell::LANES, GROUP = LANES * UNITS;
   constexpr int RUNS = P == 0 ? 0 : RUNS_OF<H, GROUP>, ROW = GROUP * RUNS, HALF = ROWS * ROW;
   Sweep sweep = {};
   read_sizes(a.sizes, 0, sweep);
@@ -56,9 +56,9 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
   if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros from the units' own h
   const Index step = Index(sweep.B) * H, earlier = Index(first_time(sweep)) * step;
   Index item[ROWS];  // the unit's position in an array [B, H]
-  float state[ROWS][C + 1], w[Cell::PARAMS == 0 ? 1 : Cell::PARAMS];
+  float state[ROWS][C + 1], w[SIZE_FOR<Cell::SUMMED>];
   int length[ROWS];
-  load_all<Cell::PARAMS, H>(a.params, Index(unit), unit, w, 0);
+  load_all<Cell::SUMMED, H>(a.params, Index(unit), unit, w, 0);
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1), t = time_of(sweep, sweep.start);
@@ -97,10 +97,13 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, t, length[r]);
-      float y[REGISTERS_OF<Cell::KEPT, LANES>] = {}, next[C + 1];
+      float y[REGISTERS_OF<VALUES<Cell>, LANES>] = {}, next[C + 1];
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) next[k] = numbers[r].keep * state[r][k];
-      Cell::forward(lane, numbers[r].z, sums[r], numbers[r].inputs, w, next, y);
+#pragma clang loop unroll(full)
+      for (int j = 0; j < REGISTERS_OF<Cell::GATES, LANES>; ++j) y[j] = numbers[r].z[j];
+      if constexpr (LANES == 1) Cell::forward(w, numbers[r].inputs, sums[r], next, y);
+      else Cell::forward(lane, w, numbers[r].inputs, sums[r], next, y);
       next[0] = float(S(next[0]));
       // Past an item's end outputs are 0 and the state stays. A selection discards the new state, which may be NaN.
 #pragma clang loop unroll(full)

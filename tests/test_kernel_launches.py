@@ -25,7 +25,6 @@ from mlx_lstm.engines.cells import GRUCell, LSTMCell, PointwiseCell, RNNCell
 from mlx_lstm.engines.choice import STEPWISE_GATES
 from mlx_lstm.engines.metal import fused as kernels_fused
 from mlx_lstm.engines.metal import kernel as kernels
-from mlx_lstm.engines.metal import pointwise_stepwise
 from mlx_lstm.engines.metal import stepwise as kernels_stepwise
 from mlx_lstm.engines.metal.rows import JOINED, LEFT, joined_beside, joins
 from mlx_lstm.engines.problem import LIMITS, Problem
@@ -314,7 +313,7 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
         for B in (*range(1, 70), 1000):
             problem = Problem(1, B, 7, 7, CELLS[op])
             rows = kernels_stepwise.stepwise_rows(B)
-            forward = rows, kernels_stepwise.UNITS[op] * problem.cell.gates
+            forward = kernels_stepwise.forward_tile(problem)[:2]
             for high, columns in (forward, *kernels_stepwise.TILES.get(rows, [(rows, 8)])):
                 shape = {"tile": (high, columns), "units": (7, 7), "output": (8, mx.float32)}
                 kernels_stepwise.StepKernel(
@@ -337,7 +336,7 @@ def test_stepwise_stays_within_the_limits_of_metal_with_a_users_cell(gates):
     cell = PointwiseCell(Form(lambda a, state: (sum(a[1:], a[0]) + state[0],), gates).graph(2, 7))
     with patch.object(kernels_stepwise, "prepare", prepare):
         for B in (1, 3, 9, 33):
-            pointwise_stepwise.forward_kernel(Problem(1, B, 7, 7, cell), mx.float32, (), True)
+            kernels_stepwise.forward_kernel(Problem(1, B, 7, 7, cell), mx.float32, (), True)
     kernels.forget()
     assert len(seen) > 2
     assert all(threads <= 1024 and size <= 32768 for threads, size in seen), seen

@@ -10,9 +10,9 @@ import numpy as np
 from ..engines import cells
 from ..engines.cell_graph import from_json
 from ..engines.cells import AnyCell, LSTMCell, PointwiseCell
-from ..engines.metal import fused, pointwise, pointwise_stepwise
+from ..engines.metal import fused, pointwise
 from ..engines.metal.fused import SWEEPS, index_of
-from ..engines.metal.stepwise import index_bits, stepwise_rows, tile_of
+from ..engines.metal.stepwise import forward_tile, index_bits, stepwise_rows, tile_of
 from ..engines.packing import Packing, is_packed
 from ..engines.problem import Chunks, Cut, Limits, Problem
 from ..oracle.arithmetic import ACTIVATIONS, Arithmetic
@@ -128,10 +128,8 @@ def without_matrices(engine: str, problem: Problem) -> Problem | None:
     """Return the problem such that this engine computes it without 8 x 8 matrices, which some virtual GPUs lack. Return
     None if its kernels multiply none."""
     own = isinstance(problem.cell, PointwiseCell)
-    if engine == "stepwise" and own:
-        found = max(pointwise_stepwise.forward_tile(problem)[0], pointwise_stepwise.backward_tile(problem)[0]) >= 8
-    elif engine == "stepwise":
-        found = stepwise_rows(problem.B, problem.cut) >= 8
+    if engine == "stepwise":
+        found = max(forward_tile(problem)[0], tile_of(problem, problem.H)[0]) >= 8
     else:
         bare = fused.readable(problem, problem.names, problem.dtype)
         found = not own and fused.tiling_of("forward", bare, bare.dtype).matrices

@@ -1,6 +1,6 @@
 """Run a cell written by the user on the engine `fused`. This module generates the cell's Metal struct, which
 metal/pointwise.metal describes, from the graph of the cell's operations. It also builds the launches of the forward
-and the backward pass. The module `pointwise_stepwise` runs such a cell on the engine `stepwise`.
+and the backward pass.
 
 If a call runs both directions, they run one after the other, each on its part of the arrays.
 """
@@ -12,9 +12,8 @@ from hashlib import blake2b
 import mlx.core as mx
 import numpy as np
 
-from ..cell_graph import CellGraph
 from ..cells import PointwiseCell
-from ..directions import join, join_gradients, one_direction, part
+from ..directions import half, join, join_gradients, one_direction, part
 from ..ops import sweep as ops
 from ..problem import Arrays, Problem
 from .fused import SWEEPS, THREADGROUP_BYTES, FusedTiling, Part, index_of, launches_of_pass, registers_of, run
@@ -54,15 +53,6 @@ def scatters(cell: PointwiseCell, lanes: int = 4) -> bool:
     return lanes == 4 and cell.recurrent and cell.gates == 4 and not cell.graph.apart
 
 
-def gradient_nodes(graph: CellGraph) -> list[int]:
-    """Return the nodes of the cell's graph (values of its computation) that the backward pass stores: gradients of
-    preactivations. A preactivation is the sum of a recurrent part (from h) and an input part (from x and b). First
-    come the gradients of the recurrent parts of all gates. Then come those gradients of input parts that differ from
-    them; mostly there are none."""
-    products = graph.of_product()
-    return [*products, *(n for n in dict.fromkeys(graph.gradients("x")) if n not in products)]
-
-
 def grouped(letter: str, nodes: list[int], lanes: int) -> list[tuple[str, list[int]]]:
     """Divide nodes of a cell's graph (values that a unit computes) among registers that hold a different node in
     each lane, so that each lane stores only a part of the values. Return pairs (name of the register, the node of
@@ -74,19 +64,29 @@ def grouped(letter: str, nodes: list[int], lanes: int) -> list[tuple[str, list[i
 
 @lru_cache(512)
 def struct_text(cell: PointwiseCell, lanes: int) -> str:
-    """Return the Metal source of a cell's struct, which has the name `Own`. metal/pointwise.metal lists the members
-    of this struct. lanes: how many lanes share a unit, 4 or 1."""
+    """Return the Metal source of a cell's struct, which has the name `Own`. metal/cell.metal and metal/pointwise.metal
+    list the members of this struct. lanes: how many lanes share a unit, 4 or 1."""
     graph = cell.graph
     numbers = {
-        "GATES": graph.gates, "STATES": graph.states, "INPUTS": graph.inputs, "PARAMS": graph.params,
-        "KEPT": len(graph.saved), "GRADIENTS": len(gradient_nodes(graph)), "LANES": lanes,
-        "PRODUCTS": graph.gates if cell.recurrent else 0, "SCATTERS": int(scatters(cell, lanes)),
-        "READS_H": int(graph.reads("s0") or graph.reads_after(0)),
+        "GATES": cell.gates, "CARRIED": cell.carried, "INPUTS": cell.inputs, "SUMMED": cell.summed,
+        "CONSTANTS": cell.summed, "KEPT": cell.kept, "GRADIENTS": cell.gradients, "SEGMENTS": 1, "LANES": lanes,
+        "PRODUCTS": cell.gates if cell.recurrent else 0, "SCATTERS": int(scatters(cell, lanes)),
+        "PASSES_H": int(cell.passes_h),
     }  # fmt: skip
     enum = ", ".join(f"{name} = {value}" for name, value in numbers.items())
     helpers = "".join(text for op, text in HELPERS.items() if any(node.op == op for node in graph.nodes))
-    functions = forward_text(cell, lanes) + backward_text(cell, lanes)
+    functions = CONSTANTS + forward_text(cell, lanes) + backward_text(cell, lanes)
     return f"struct Own {{\nenum {{ {enum} }};\n{helpers}{functions}}};\n"
+
+
+CONSTANTS = """\
+static constexpr int block(int k) { return k; }
+template <class Index, class Arrays>
+static void constants(thread const Arrays& a, int direction, int H, int unit, thread float* p) {
+for (int k = 0; k < SUMMED; ++k) p[k] = value_at(a.params, (Index(SUMMED) * direction + k) * H + unit, 0.0f);
+}
+"""
+"""The members of a generated struct that say where a unit's numbers are, and load its parameters."""
 
 
 def function_text(head: str, lines: list[str]) -> str:
@@ -109,13 +109,14 @@ def name_of(text: str) -> str:
 
 
 def forward_text(cell: PointwiseCell, lanes: int) -> str:
-    """Return the source of the Metal function that computes one forward step. Its parameter s holds the states: on
-    entry those before the step, on return the new ones."""
+    """Return the source of the Metal function that computes one forward step; metal/cell.metal lists its
+    parameters."""
     graph = cell.graph
     lines: list[str] = []
     number, gates = graph.number, [graph.number.get(f"x{k}", -1) for k in range(graph.gates)]
     uniform = {n: f"{name[0]}_in{name[1:]}" for name, n in number.items() if name[0] in "suw"}
-    lines += [f"const float {name} = {name[0]}[{name[4:]}];" for name in uniform.values()]
+    arrays = {"s": "s", "u": "u", "w": "p"}
+    lines += [f"const float {name} = {arrays[name[0]]}[{name[4:]}];" for name in uniform.values()]
     count = -(-graph.gates // lanes)
     for j in range(count):
         own = [f"sums[{k}]" for k in range(lanes * j, min(lanes * (j + 1), graph.gates))]
@@ -126,7 +127,7 @@ def forward_text(cell: PointwiseCell, lanes: int) -> str:
             if scatters(cell, lanes)
             else f" + ({of_lane(own, lanes)})"
         )
-        lines.append(f"const float a{j} = z[{j}]{product};")
+        lines.append(f"const float a{j} = y[{j}]{product};")
     if graph.apart:
         uniform |= {number[f"p{k}"]: f"sums[{k}]" for k in range(graph.gates) if f"p{k}" in number}
     code = Statements(graph, lanes, uniform, grouped("a", gates, lanes))
@@ -135,46 +136,36 @@ def forward_text(cell: PointwiseCell, lanes: int) -> str:
     saved = code.in_lanes(graph.saved)
     lines += [*code.lines, *(f"y[{j}] = {name};" for j, name in enumerate(saved))]
     lines += [f"s[{k}] = {name};" for k, name in enumerate(new)]
-    head = "forward(int lane, thread const float* z, thread const float* sums, thread const float* u, "
-    return function_text(head + "thread const float* w, thread float* s, thread float* y)", lines)
+    head = "forward(int lane, " if lanes > 1 else "forward("
+    head += "thread const float* p, thread const float* u, thread const float* sums, thread float* s, thread float* y)"
+    return function_text(head, lines)
 
 
 def backward_text(cell: PointwiseCell, lanes: int) -> str:
-    """Return the source of the Metal function that computes one backward step of a unit, whose gates are distributed
-    over several lanes. The function's parameters are:
-
-    - y: this lane's values of what the forward pass saved
-    - before: the states before the step, the same in all lanes
-    - factor: the value of the option `keep`, by which the forward step multiplied the states first
-    - u, w: the inputs of the step, and the parameters
-    - now: on entry the states after the step, on return the states before it
-    - back: on entry the gradients of the states after the step; on return the gradients of keep * (the states before
-      it), without the part that flows through the recurrent product
-    - d: on return this lane's gradients of the preactivations. `gradient_nodes` lists the gradients of all lanes
-    - du, dw: on return the gradients of u and w
-    """
+    """Return the source of the Metal function that computes one backward step; metal/cell.metal lists its
+    parameters."""
     graph = cell.graph
     after, number = graph.known_after(), graph.number
     uniform = {n: f"n_in{k}" for n, k in after.items()}
-    lines = [f"const float n_in{k} = now[{k}];" for k in after.values()]
+    lines = [f"const float n_in{k} = after[{k}];" for k in after.values()]
     uniform |= {n: f"{name[0]}_in{name[1:]}" for name, n in number.items() if name[0] in "uwd"}
-    arrays = {"u": "u", "w": "w", "d": "back"}
+    arrays = {"u": "u", "w": "p", "d": "ds"}
     lines += [f"const float {n[0]}_in{n[1:]} = {arrays[n[0]]}[{n[1:]}];" for n in number if n[0] in "uwd"]
     states = [k for k in range(graph.states) if f"s{k}" in number]
-    lines += [f"const float s_in{k} = factor * before[{k}];" for k in states]
+    lines += [f"const float s_in{k} = before[{k}];" for k in states]
     uniform |= {number[f"s{k}"]: f"s_in{k}" for k in states}
     lines += [f"const float y{j} = y[{j}];" for j in range(-(-len(graph.saved) // lanes))]
     code = Statements(graph, lanes, uniform, grouped("y", list(graph.saved), lanes))
     code.divide_work(graph.back)
-    results = {"d": code.in_lanes(gradient_nodes(graph))}
-    for letter, name in (("s", "back"), ("u", "du"), ("w", "dw")):
+    results = {"d": code.in_lanes(graph.stored_gradients)}
+    for letter, name in (("s", "ds"), ("u", "du"), ("w", "dp")):
         results[name] = [code.as_float(n, code.everywhere(n)) for n in graph.gradients(letter)]
     lines += code.lines
     lines += [f"{name}[{k}] = {value};" for name, values in results.items() for k, value in enumerate(values)]
-    lines += [f"now[{k}] = before[{k}];" for k in range(graph.states) if graph.reads_after(k)]
-    head = "backward(int lane, thread const float* y, thread const float* before, float factor, "
-    head += "thread const float* u, thread const float* w, thread float* now, thread float* back, thread float* d, "
-    return function_text(head + "thread float* du, thread float* dw)", lines)
+    head = "backward(int lane, " if lanes > 1 else "backward("
+    head += "thread const float* p, thread const float* u, thread const float* y, thread const float* before, "
+    head += "thread const float* after, thread float* ds, thread float* d, thread float* du, thread float* dp)"
+    return function_text(head, lines)
 
 
 # --- Tiling ---
@@ -267,9 +258,9 @@ def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, steps: int, names:
         kept = array((steps, B), cell.kept, dtype) if saves else None
         return {"h": ((steps, B, H), dtype), "c": array((steps, B), C, floats), "gates": kept, "hT": h, "cT": c}
     groups = -(-B // tiling_of(sweep, cell, B, H, dtype.size).rows)
-    outputs: Outputs = {"d": array((steps, B), len(gradient_nodes(graph)), dtype)}
+    outputs: Outputs = {"dz": array((steps, B), cell.gradients, dtype)}
     outputs |= {"du": array((steps, B), graph.inputs, dtype), "dw": array((groups,), graph.params, floats)}
-    outputs["carry"] = array((steps, B), graph.states, floats) if "keep" in names else None
+    outputs["carry"] = array((steps, B), C + cell.passes_h, floats) if "keep" in names else None
     return outputs | {"dh0": h, "dc0": c}
 
 
@@ -357,9 +348,9 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     if problem.bidirectional:
         each = [[part(values, d) for values in (arrays, saved, cotangents)] for d in range(2)]
         return join_gradients([backward(one_direction(problem, d), *values) for d, values in enumerate(each)], arrays)
-    mask, cell = whole_mask(problem, arrays), own_cell(problem)
+    mask = whole_mask(problem, arrays)
     inputs = given(problem, arrays, mask)
-    for name in ("h", "c", "gates"):
+    for name in ("h", "c", "gates") if problem.cell.reads_h else ("c", "gates"):
         if name in saved and saved[name].size:
             inputs[name] = contiguous(saved[name])
     for name in cotangents:
@@ -369,14 +360,21 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     names = tuple(name for name, array in inputs.items() if array is not None)
     parts = sweep_of("backward", problem, arrays["x"].dtype, names, mask is not None and mask.shape[0] > 1)
     results = run(problem, parts, inputs, {"dh0": "dhT", "dc0": "dcT"})
-    return gradients_after(problem, cell, arrays, saved, results)
+    return gradients_after(problem, arrays, saved, results)
 
 
-def gradients_after(problem: Problem, cell: PointwiseCell, arrays: Arrays, saved: Arrays, swept: Arrays) -> Arrays:
+def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arrays) -> Arrays:
     """Return the gradients of all arrays. They are computed from the results of the backward kernels (`swept`) with
     products and sums over all steps. saved: the outputs of the forward pass."""
+    if problem.bidirectional:
+        parts = []
+        for d in range(2):
+            of_direction = part(arrays, d), part(saved, d), {name: half(array, d) for name, array in swept.items()}
+            parts.append(gradients_after(one_direction(problem, d), *of_direction))
+        return join_gradients(parts, arrays)
+    cell = own_cell(problem)
     graph, G, H = cell.graph, cell.gates, problem.H
-    d, stored = swept["d"], gradient_nodes(graph)
+    d, stored = swept["dz"], graph.stored_gradients
     x = [stored.index(n) for n in graph.gradients("x")]
     dz = d if x == list(range(len(stored))) else mx.concatenate([d[..., k * H : (k + 1) * H] for k in x], axis=-1)
     gradients = ops.input_gradients(problem, {n: a for n, a in arrays.items() if n != "b"}, dz)
@@ -390,9 +388,12 @@ def gradients_after(problem: Problem, cell: PointwiseCell, arrays: Arrays, saved
         dp = ops.flat(d[..., : G * H])
         gradients |= product_gradients(problem, arrays, before["h"], dp)
     if "keep" in arrays:
-        states = mx.concatenate([before[name].astype(mx.float32) for name in ("h", "c") if name in before], axis=-1)
-        states = ops.without_padding(arrays.get("lengths"), states)
-        total = (swept["carry"] * states).sum(axis=-1, keepdims=True)
+        names = [name for name in ("h", "c") if name in before and (name == "c" or cell.passes_h)]
+        total = mx.zeros((problem.T, problem.B, 1))
+        if names:
+            states = mx.concatenate([before[name].astype(mx.float32) for name in names], axis=-1)
+            states = ops.without_padding(arrays.get("lengths"), states)
+            total = (swept["carry"] * states).sum(axis=-1, keepdims=True)
         gradients["keep"] = total + gradients.pop("keep", 0)
     if "inputs" in arrays:
         gradients["inputs"] = swept["du"]
