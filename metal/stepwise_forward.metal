@@ -87,9 +87,13 @@ void take_states(
   constexpr int C = Cell::CARRIED;
   const Index at = place(s, 0, b, s.H) + j, c_at = place(s, 0, b, C * s.H) + j;
   states[0] = 0.0f;
-  if constexpr (Cell::PASSES_H != 0) states[0] = starts ? value_at(a.h0, at, 0.0f) : float(h[at]);
-  if (starts) take_blocks<C>(a.c0, c_at, s.H, states, 1);
-  else take_carries<C>(a.before, c_at, s.H, states, 1);
+  if (starts) {
+    if (Cell::PASSES_H) states[0] = value_at(a.h0, at, 0.0f);
+    take_blocks<C>(a.c0, c_at, s.H, states, 1);
+  } else {
+    if (Cell::PASSES_H) states[0] = float(h[at]);
+    take_carries<C>(a.before, c_at, s.H, states, 1);
+  }
   const float factor = value_at(a.keep, place(s, s.t, b, 1), 1.0f);
 #pragma clang loop unroll(full)
   for (int k = 0; k <= C; ++k) states[k] *= factor;

@@ -57,7 +57,6 @@ USERS = {
     "pointwise": ({"fused": []}, ()),  # `trials` makes separate cases for cells given as a function
     "pointwise_forward": ({"fused": []}, ()),
     "pointwise_backward": ({"fused": []}, ()),
-    "pointwise_stepwise": ({"stepwise": []}, ()),
     "cell": ({"stepwise": ["projection"]}, (3,)),
     "cell_lstm": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3, 19)),
 }
@@ -86,6 +85,9 @@ POINTWISE += [("peephole_lstm", (4, 41, 2, 9)), ("minimal_gru_log", (4, 1, 2, 33
 FUNCTIONS = [(mx.erf, 6.0), (mx.expm1, 1e-3), (mx.expm1, 2.0), (lambda u: mx.sign(u) + mx.sign(u - u), 1.0)]
 BOTH_FORMS = ("cell_lstm", "fused", "fused_arrange")
 """Shader files used by both kinds of products: by lanes and by 8 x 8 matrices."""
+
+OF_OWN_CELLS = ("stepwise_forward", "stepwise_backward", "stepwise_rows")
+"""Shader files with code that only cells given as a Python function use, besides the files pointwise*.metal."""
 
 BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
 
@@ -149,7 +151,6 @@ HARMLESS = {
     # smaller bound a loop leaves out the last value. The backward pass reads no value after the end, so the gradients
     # are the same.
     "for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;  the bound of < is one less",
-    "for (int k = 0; k <= C; ++k) state[k] = live ? state[k] : 0.0f;  <= becomes <",
     # A lane whose block index LANES * j + lane is too large loads the last block, COUNT - 1. With the bound COUNT - 1
     # the condition changes only for the index COUNT - 1. Both branches of ?: then give block COUNT - 1.
     "const int block = COUNT % LANES == 0 || LANES * j + lane < COUNT ? LANES * j + lane : COUNT - 1;"
@@ -259,7 +260,7 @@ def trials(file, kind):
             op = "rnn" if sizes[3] in (80, 512) else "lstm"
             case, cotangents, weights, ref, limit = quantized_case(packing, sizes=sizes, quantize=("Wh",), op=op)
             yield "fused" if "fused" in file else "stepwise", case, cotangents, ref, limit, weights
-    if "pointwise" in file:
+    if "pointwise" in file or file in OF_OWN_CELLS:
         # In the additional case for `stepwise`, 8 sequences and 8 units fill the only tile of a step. In the other
         # cases a tile extends past the last sequence or unit, so some threads are left out.
         for cell, sizes in [*POINTWISE, *([("cifg", (2, 8, 2, 8))] if "stepwise" in file else [])]:

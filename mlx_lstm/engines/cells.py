@@ -59,8 +59,8 @@ class LSTMCell(NamedTuple):
     # backward pass reads; a plain RNN's backward pass does not read its own. outputs: the names of an engine's outputs.
     # apart: whether a step reads the input's part and the recurrent part of the preactivations separately. recurrent:
     # whether h is multiplied by Wh. params: the name of the array with the numbers per unit that a step reads.
-    # gradients: how many gradients of preactivations a kernel's backward pass stores. inputs, summed: how many blocks of
-    # H numbers a step reads besides the preactivations, and of how many numbers per unit a kernel sums the gradient.
+    # gradients: how many gradients of preactivations a kernel's backward pass stores. inputs: how many blocks of H
+    # numbers a step reads besides the preactivations. summed: of how many numbers per unit a kernel sums the gradient.
     # passes_h: whether a step reads h besides in the product. reads_h: whether its gradient reads h before or after it.
     op = "lstm"
     gates = gradients = 4

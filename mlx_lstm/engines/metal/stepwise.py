@@ -672,7 +672,7 @@ def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
 def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
     """Return the kernel of a backward step. It writes one array (a row) with the gradients of this step.
     metal/stepwise_backward.metal describes its inputs, and what a row contains."""
-    tile, cell = tile_of(problem, problem.H), problem.cell
+    tile = tile_of(problem, problem.H)
     return StepKernel(
         *(problem, dtype, present),
         StepShader(
@@ -860,11 +860,7 @@ def gradients_launch(
     if carries == 0:
         names = names - {"carry"}
     outputs: Outputs = {name: shape if name in names else None for name, shape in shapes.items()}
-    read = (
-        {"lengths", "sizes"}
-        | ({"gates"} if names & {"d_out", "m"} else set())
-        | ({"c"} if "m" in names else set())
-    )
+    read = {"lengths", "sizes"} | ({"gates"} if names & {"d_out", "m"} else set()) | ({"c"} if "m" in names else set())
     inputs = {name: name in read and name in present for name in ("gates", "c", "lengths", "sizes")}
     candidate, reset = (cell.gate_order.index(gate) for gate in "nr") if "d_out" in names else (0, 0)
     template: Template = {"GRADIENTS": cell.gradients, "CANDIDATE": candidate, "RESET": reset, "INPUTS": cell.inputs}
