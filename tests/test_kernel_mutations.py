@@ -209,7 +209,7 @@ HARMLESS = {
     "if constexpr (GROUP > 16) {  > becomes >=",
     # The line computes dh at the time step s.t if this step is before the end of the sequence. With <=, it also
     # computes dh at the first step after the end. Nothing reads this dh, so the gradients are the same.
-    "if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);  < becomes <=",
+    "if (s.n < 0 || s.t < length) sum = dh_sum<Cell>(s, a, sums + cell, length, b, j, P);  < becomes <=",
 }
 
 ENDLESS = {
