@@ -43,14 +43,14 @@ void products_of_columns(
 // after n on this axis move up by one block (`rank`).
 template <class Cell, int H, int ROWS, int ROW, class S, class Index, class Arrays>
 void reset_back(
-    thread Item<Index> (&items)[ROWS], thread const float (&sum)[ROWS], int lane, int unit, bool real, int t,
+    thread Item<Cell, Index> (&items)[ROWS], thread const float (&sum)[ROWS], int lane, int unit, bool real, int t,
     thread const Arrays& a, threadgroup float4* vectors) {
   constexpr int LANES = Lanes<Cell>::LANES;
   const int row = Lanes<Cell>::operand_block(lane), rank = row > Lanes<Cell>::operand_block(LANES - 1) ? row - 1 : row;
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const float reset = of_lane<LANES>(items[r].y, 0), dr = sum[r] * items[r].mask;
-    if (lane == 0) items[r].d = Cell::reset_backward(reset, items[r].d + dr * items[r].before);
+    if (lane == 0) items[r].d = Cell::reset_backward(reset, items[r].d + dr * items[r].states[0]);
     items[r].past += dr * reset;
     const S result = S(is_live(a.lengths, t, items[r].length) ? items[r].d : 0.0f);
     if (real && lane == 0) a.dz[items[r].at.gate] = result;
@@ -59,15 +59,15 @@ void reset_back(
 }
 
 // Read the numbers of step n for ROWS items, and the lane's own gate with its cotangent. earlier, step: see read_step.
-template <class Cell, int ROWS, class Index, class Arrays>
+template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_rows(
-    thread const Sweep& sweep, thread const Arrays& a, int n, thread Item<Index> (&items)[ROWS], Index earlier,
-    Index step, thread StepNumbers (&numbers)[ROWS]) {
+    thread const Sweep& sweep, thread const Arrays& a, int n, thread Item<Cell, Index> (&items)[ROWS], Index earlier,
+    Index step, int unit, thread StepNumbers<Cell> (&numbers)[ROWS]) {
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     items[r].y = value_at(a.gates, items[r].at.gate + Index(Cell::GATES) * earlier, 0.0f);
     items[r].d = value_at(a.dgates, items[r].at.gate + Index(Cell::GATES) * earlier, 0.0f);
-    read_step<Cell>(sweep, a, n, items[r].at, earlier, step, numbers[r]);
+    read_step<Cell, H>(sweep, a, n, items[r].at, earlier, step, unit, numbers[r]);
   }
 }
 
@@ -75,7 +75,7 @@ template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, cla
 void fused_backward(
     thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   using Unit = Lanes<Cell>;
-  constexpr int GATES = Cell::GATES, LANES = Unit::LANES, GROUP = LANES * UNITS;
+  constexpr int GATES = Cell::GATES, C = Cell::CARRIED, LANES = Unit::LANES, GROUP = LANES * UNITS;
   constexpr bool TWO = Unit::TWO_PRODUCTS != 0;
   constexpr int FIRST = RUNS_OF<H, GROUP>, RUNS = RUNS_OF<(TWO ? GATES - 1 : GATES) * H, GROUP>;
   constexpr int ROW = GROUP * (TWO ? FIRST : RUNS), HALF = ROWS * ROW, SIZE = HALF + ROWS * GROUP * RUNS;
@@ -93,15 +93,14 @@ void fused_backward(
   load_resident<RESIDENT>(streamed, resident);
   fill_with_zeros(vectors, SIZE, index, threads);
   const float p = real ? Unit::constant_of(a, sweep.direction, lane, H, unit) : 0, limit = value_at(a.numbers, 1, 0.0f);
-  Item<Index> items[ROWS];
+  Item<Cell, Index> items[ROWS];
 #pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
-    begin_item(sweep, a, min(int(group.x) * ROWS + r, sweep.B - 1), GATES, block, H, unit, real, items[r]);
-    items[r].before = float(a.states[items[r].at.state + earlier]);
-  }
+  for (int r = 0; r < ROWS; ++r)
+    begin_item<Cell, H>(sweep, a, min(int(group.x) * ROWS + r, sweep.B - 1), block, unit, real, earlier, items[r]);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from d of the units
-  StepNumbers numbers[ROWS];
-  read_rows<Cell>(sweep, a, sweep.stop - 1, items, earlier, step, numbers);
+  StepNumbers<Cell> numbers[ROWS];
+  const int read = real ? unit : 0;  // a lane without a unit reads the numbers of unit 0
+  read_rows<Cell, H>(sweep, a, sweep.stop - 1, items, earlier, step, read, numbers);
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     const int t = time_of(sweep, n);
     threadgroup float4* current = vectors + (TWO ? 0 : n & 1) * HALF;
@@ -109,13 +108,14 @@ void fused_backward(
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, t, items[r].length);
-      const float after = use_states<Cell>(sweep, a, n, step, numbers[r].state, items[r]), factor = numbers[r].keep;
-      float dc = items[r].dc;
-      items[r].past = items[r].dh + numbers[r].dh, items[r].mask = numbers[r].mask;
+      float after[C + 1], dc = items[r].ds[C];
+      use_states<Cell, H>(sweep, a, n, step, read, numbers[r].states, items[r], after);
+      const float factor = numbers[r].keep, dc_or_q = C > 0 ? numbers[r].ds[C] : numbers[r].u[0];
+      items[r].past = items[r].ds[0] + numbers[r].ds[0], items[r].mask = numbers[r].mask;
       Unit::backward(
-          lane, items[r].y, p, factor * items[r].before, numbers[r].dc_or_q, after, limit, items[r].past, dc, items[r].d);
-      if (real && lane == 0) store(a.carry, items[r].at.state, live ? dc + items[r].past : 0.0f);
-      items[r].dc = live ? factor * dc : items[r].dc;
+          lane, items[r].y, p, factor * items[r].states[C], dc_or_q, after[C], limit, items[r].past, dc, items[r].d);
+      if (real && lane == 0) store(a.carry, items[r].at.state, live ? (C > 0 ? dc : items[r].past) : 0.0f);
+      if (C > 0) items[r].ds[C] = live ? factor * dc : items[r].ds[C];
       items[r].past *= factor;
       const S result = S(live ? items[r].d : 0.0f);
       if (has_gate && (!TWO || lane != 0)) a.dz[items[r].at.gate] = result;
@@ -136,20 +136,21 @@ void fused_backward(
     distance_to_next(ahead != n, next, distance);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) advance(items[r].at, distance);
-    read_rows<Cell>(sweep, a, ahead, items, earlier, step, numbers);  // the last step reads its own numbers again
+    // The last step reads its own numbers again.
+    read_rows<Cell, H>(sweep, a, ahead, items, earlier, step, read, numbers);
     constexpr int FROM = TWO ? FIRST * UNITS : 0;
     products_of_columns<Cell, UNITS, ROWS, RUNS, FROM, RESIDENT>(sum, resident, streamed, current + s);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const float dh = sum[r] * items[r].mask + items[r].past;
-      items[r].dh = is_live(a.lengths, t, items[r].length) ? dh : items[r].dh;
+      items[r].ds[0] = is_live(a.lengths, t, items[r].length) ? dh : items[r].ds[0];
     }
     streamed += opaque_zero(sweep);
   }
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const long item = place_in(sweep, min(int(group.x) * ROWS + r, sweep.B - 1), 1, 0, H, unit);
-    if (real && lane == 0) a.dh0[item] = S(items[r].dh);
-    if (real && lane == LANES - 1) store(a.dc0, item, items[r].dc);
+    if (real && lane == 0) a.dh0[item] = S(items[r].ds[0]);
+    if (real && lane == LANES - 1) store(a.dc0, item, items[r].ds[C]);
   }
 }

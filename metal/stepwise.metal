@@ -2,8 +2,8 @@
 // the operands of a product. S is the dtype of the call's arrays, D the number of directions.
 //
 // A launch writes one "row": a new array, because in MLX several launches cannot write to the same output. A row begins
-// with the numbers that stay in float (c, or gradients in the backward pass), [B, D H] each, if the cell has any. Behind
-// them are arrays of dtype S, such as h and the gates of this step. The elements of a row have the type X:
+// with the numbers that stay in float (c, or gradients in the backward pass), [B, D H] each, if the cell has any.
+// Behind them are arrays of dtype S, such as h and the gates of this step. The elements of a row have the type X:
 // float, or ushort if S has 16 bits; a float then takes two elements. A row has at least 8 elements, because Metal
 // would bind a shorter array as `constant`.
 //
@@ -40,8 +40,8 @@ inline Index place_by_direction(thread const Step& s, int b, int width) {
 inline bool is_first(thread const Step& s, int length) { return s.n == 0 || (s.reverse && s.t + 1 == length); }
 
 // A threadgroup's part of the output: the batch items from b0 on and the units from j0 on. `sums` is threadgroup memory
-// that gets the result of the product, [Product::ROWS, Product::COLUMNS]. A product of matrices first keeps its operands
-// there.
+// that gets the result of the product, [Product::ROWS, Product::COLUMNS]. A product of matrices first keeps its
+// operands there.
 struct Block {
   int b0, j0, simdgroup, lane;
   threadgroup float* sums;

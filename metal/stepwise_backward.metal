@@ -4,8 +4,8 @@
 //
 // "next" is the step of an item that the forward pass processes after t. At an item's last step there is no next one,
 // and dhT replaces the product. With a projection, the kernel stepwise_dh computes dh_t [B, D P], and the product here
-// is dm = dh_t Wp. A "row" is the array that one launch writes. The "carries" are the gradients of the states before the
-// step that bypass the products: a part of the gradient of h, if the cell reads h besides in the product, and the
+// is dm = dh_t Wp. A "row" is the array that one launch writes. The "carries" are the gradients of the states before
+// the step that bypass the products: a part of the gradient of h, if the cell reads h besides in the product, and the
 // gradients of the other states. Letters count blocks of H numbers: G gates, C states besides h, N carries, K saved
 // numbers; in a cell that a user wrote also U inputs of a step and V parameters.
 //
@@ -61,8 +61,9 @@ inline int next_step(thread const Step& s, int length) {
 }
 
 // Let `row` point to the dz of batch item b in one segment: the product adds up its terms segment by segment. A cell
-// with one segment has all gates in it; behind them are the gradients that no product reads. A GRU has one segment per gate, in the order of memory, so that only the
-// candidate's dz is multiplied by r. If its reset comes before the product, it has segments for r and z only.
+// with one segment has all gates in it; behind them are the gradients that no product reads. A GRU has one segment per
+// gate, in the order of memory, so that only the candidate's dz is multiplied by r. If its reset comes before the
+// product, it has segments for r and z only.
 template <class Cell, class S, class Arrays>
 void find_row(thread const Following<Cell, S, Arrays>& x, int b, int segment, thread FollowingRow<S, Arrays>& row) {
   thread const Step& s = *x.s;
@@ -137,7 +138,8 @@ float gate_in_row(const device X* rows, R row, Index length, Index at) {
   return float(((const device S*)rows)[row * length + at]);
 }
 
-// Load what a unit saved for step s.t: its numbers in `gates`, or, without this array, in the row of the forward launch.
+// Load what a unit saved for step s.t: its numbers in `gates`, or, without this array, in the row of the forward
+// launch.
 template <class Cell, class S, class Arrays>
 void take_saved(thread const Step& s, thread const Arrays& a, int b, int j, thread float (&y)[SIZE_FOR<Cell::KEPT>]) {
   constexpr int KEPT = Cell::KEPT;
@@ -169,9 +171,9 @@ void take_both_states(
   take_blocks<C>(a.c, place(s, s.t, b, C * H) + j, H, after, 1);
 }
 
-// Compute one step of one unit backward, for an item that has not ended. dh: the gradient of h without the carry. ds: on
-// entry the carries, on return those for the previous step; unscaled: the latter before their multiplication by keep. d:
-// on entry the cotangents of the gates. The other parameters are as in cell.metal; dp is added to.
+// Compute one step of one unit backward, for an item that has not ended. dh: the gradient of h without the carry. ds:
+// on entry the carries, on return those for the previous step; unscaled: the latter before their multiplication by
+// keep. d: on entry the cotangents of the gates. The other parameters are as in cell.metal; dp is added to.
 template <class Cell, class S, class Arrays>
 void live_unit_backward(
     thread const Step& s, thread const Arrays& a, int b, int j, float dh, thread float (&ds)[Cell::CARRIED + 1],

@@ -57,8 +57,8 @@ const device X* row_of(thread const Rows<X>& rows, const device int* starts, con
 
 // Copy the outputs of a forward pass from its rows (the arrays that the launches wrote) into sequences. hT and cT are
 // the states after an item's last step, or h0 and c0 if it has no step. An output may be absent; it is then not copied.
-// Template parameters: GATES is the number of saved blocks (gates) in a row, CARRIES the number of float states (c); both
-// are 0 if the rows have none, such as the rows that a projection wrote.
+// Template parameters: GATES is the number of saved blocks (gates) in a row, CARRIES the number of float states (c);
+// both are 0 if the rows have none, such as the rows that a projection wrote.
 template <int GATES, int CARRIES, class S, class X, class Arrays>
 void stepwise_outputs(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {
@@ -85,7 +85,8 @@ void stepwise_outputs(
 }
 
 // Copy the results of a backward pass from its rows, the arrays that its launches wrote. stepwise_backward.metal
-// describes a row; here CARRIED counts the states besides h, and the other template parameters are as in a cell's struct.
+// describes a row; here CARRIED counts the states besides h, and the other template parameters are as in a cell's
+// struct.
 //    dz      [T, B, D M width]: the gradients of the preactivations, M = GRADIENTS; 0 past an item's end
 //    du      [T, B, D U width]: those of the inputs
 //    d_out   the gradient of a GRU's recurrent products: dz, with the candidate's block multiplied by the gate r

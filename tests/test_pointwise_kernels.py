@@ -21,7 +21,7 @@ from mlx_lstm.engines.cell_graph import CellGraph
 from mlx_lstm.engines.cells import PointwiseCell
 from mlx_lstm.engines.directions import join_of
 from mlx_lstm.engines.metal import statements
-from mlx_lstm.engines.metal.pointwise import struct_text
+from mlx_lstm.engines.metal.pointwise import lanes_text, struct_text
 from mlx_lstm.engines.problem import Problem, limited
 from mlx_lstm.recurrence import _draw, _judge
 from mlx_lstm.recurrence._trial import trial_from, trial_of
@@ -199,9 +199,11 @@ def test_a_trial_gets_the_graph(engine, cell):
         assert _judge.verdict(again) == ""
     broken = {**statements.OPERATIONS, "mul": "{} * {} * 1.01f"}
     with on_metal(), patch.object(statements, "OPERATIONS", broken):
-        struct_text.cache_clear()
+        for text in (struct_text, lanes_text):
+            text.cache_clear()
         reason = _judge.verdict(again)
-        struct_text.cache_clear()
+        for text in (struct_text, lanes_text):
+            text.cache_clear()
     assert "wrong numbers" in reason
 
 

@@ -15,7 +15,7 @@ from pointwise_cases import ZOO, Form
 
 from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines import METAL_ENGINES
-from mlx_lstm.engines.autodiff import OWN_MODULES
+from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.cells import PointwiseCell
 from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.problem import Problem
@@ -37,7 +37,7 @@ def layer_of(form: Form, engine: str, B: int, H: int, T: int = 3) -> tuple[Probl
     absent = {name for name, shape in shapes.items() if 0 in shape} | (set() if form.recurrent else {"Wh"})
     given = {name: mx.zeros(shape) for name, shape in shapes.items() if name not in absent}
     cell = PointwiseCell(form.graph(B, H), form.recurrent)
-    problem, module = Problem(T, B, H, H, cell, names=tuple(given)), OWN_MODULES[engine]
+    problem, module = Problem(T, B, H, H, cell, names=tuple(given)), ENGINE_MODULES[engine]
 
     def passes(dh: mx.array, *values: mx.array) -> list[mx.array]:
         arrays = dict(zip(given, values, strict=True))

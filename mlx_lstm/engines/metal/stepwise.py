@@ -431,7 +431,7 @@ class StepKernel:
         shader, fields, saves, cell = step
         rows, columns = tile
         self.problem: Problem = problem
-        own = struct_text(problem.cell, 1) if isinstance(problem.cell, PointwiseCell) else ""
+        own = struct_text(problem.cell) if isinstance(problem.cell, PointwiseCell) else ""
         self.own: str = own
         self.name: str = shader if "gru" in shader else f"{name_of(own) if own else problem.cell.op}_{shader}"
         self.output: tuple[int, mx.Dtype] = output
