@@ -99,10 +99,10 @@ void fused_matrix_forward(
   fill_with_zeros(vectors, 2 * HALF, index, threads);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from the units' own h
   int length[2];
-  float p[SIZE_FOR<Cell::CONSTANTS>] = {}, states[2][C + 1];
+  float p[SIZE_FOR<Cell::CONSTANTS>], states[2][C + 1];
   bool real[2];
   Place<Index> at[2];
-  if (unit < H) Cell::template constants<long>(a, sweep.direction, H, unit, p);
+  Cell::template constants<long>(a, sweep.direction, H, read, p);
 #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
     const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
@@ -271,10 +271,10 @@ void fused_matrix_backward(
   vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
   fill_with_zeros(vectors, VECTORS * HALF, index, threads);
-  float p[SIZE_FOR<Cell::CONSTANTS>] = {}, dp[SIZE_FOR<Cell::SUMMED>] = {};
+  float p[SIZE_FOR<Cell::CONSTANTS>], dp[SIZE_FOR<Cell::SUMMED>] = {};
   bool real[2];
   Item<Cell, Index> items[2];
-  if (unit < H) Cell::template constants<long>(a, sweep.direction, H, unit, p);
+  Cell::template constants<long>(a, sweep.direction, H, read, p);
 #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
     real[e] = b0 + e < sweep.B && unit < H;

@@ -48,7 +48,7 @@ def layer_of(form: Form, engine: str, B: int, H: int, T: int = 3) -> tuple[Probl
     return problem, trace(passes, [mx.zeros((T, B, H)), *given.values()])
 
 
-ENDINGS = tuple(f"_{engine}_{sweep}" for engine in METAL_ENGINES for sweep in fused.SWEEPS)
+ENDINGS = tuple(f"_{form}_{sweep}" for form in (*METAL_ENGINES, "fused_matrix") for sweep in fused.SWEEPS)
 """The endings of the names of the kernels that run the time steps of a pass."""
 
 

@@ -104,6 +104,7 @@ def cases() -> Iterator[Case]:
             yield Case("fused", cell, "float32", at[rows], 128, which="forward", packing=packings[3], rows=rows)
     for cell, engine, (B, H) in product(GENERATED, METAL_ENGINES, cells.SIZES):
         yield Case(engine, cell, "float32", B, H)
+    yield from (Case("fused", cell, "float32", at[8], 128, rows=8) for cell in GENERATED)
     yield Case("stepwise", "lstm", "float16", 1, 256, which="forward", packing=packings[3])
     yield Case("stepwise", "gru", "float32", 1, 256, which="forward", packing=packings[3])
 

@@ -705,10 +705,11 @@ def working_registers(cell: AnyCell, sweep: str, rows: int, packed: bool) -> int
 
 def own_registers(cell: AnyCell, rows: int) -> int:
     """Return how many more registers a thread needs for the states, inputs, gates and parameters of a user's cell. A
-    thread computes all batch items of a threadgroup (`rows`), or 2 of 8 with 8 x 8 matrices."""
+    thread computes all batch items of a threadgroup (`rows`), or 2 of 8 with 8 x 8 matrices; it then also holds the
+    states of the next step."""
     if not isinstance(cell, PointwiseCell):
         return 0
-    each = 2 * max(0, cell.carried - 1) + cell.inputs + 2 * max(0, cell.gates - 4)
+    each = (4 if rows == 8 else 2) * max(0, cell.carried - 1) + cell.inputs + 2 * max(0, cell.gates - 4)
     return (2 if rows == 8 else rows) * each + cell.summed
 
 
