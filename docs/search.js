@@ -1,13 +1,17 @@
-/* How the search ranks pages: as Sphinx does, but guides come before pages that only mention a word. */
+/* How the search ranks pages. Sphinx gives 15 for a word in a heading and 5 for one in the text. Here a guide's section
+   whose heading is about as long as the query comes first, then guides, then pages that only mention a word. */
+const GUIDES = ["index", "nn", "torch", "keras", "tensorflow", "cudnn", "mpsgraph", "convert", "recurrence", "cells"];
+GUIDES.push("five_minutes", "training", "quantize", "engines", "recipes", "distributed");
 const BEHIND = ["changelog", "contributing", "machine_code", "emulator", "shaders", "references", "gallery", "dialects"];
-const AHEAD = ["nn", "torch", "recurrence", "five_minutes", "training", "api/nn", "api/torch", "api/mlx_lstm"];
 
 var Scorer = {
-    score: ([page, title, anchor, description, score]) =>
-        score + (BEHIND.includes(page) ? -2 : 0) + (AHEAD.includes(page) ? 2 : 0),
+    score: ([page, title, anchor, description, score]) => {
+        const isGuide = GUIDES.includes(page), isSection = title.includes(" > ");
+        return score + (isGuide ? (isSection ? 17 : 3) : 0) - (BEHIND.includes(page) ? 2 : 0);
+    },
     objNameMatch: 11,
     objPartialMatch: 6,
-    objPrio: { 0: 15, 1: 5, 2: -5 },
+    objPrio: { 0: 5, 1: 5, 2: -5 },
     objPrioDefault: 0,
     title: 15,
     partialTitle: 7,

@@ -20,9 +20,8 @@ except ImportError as error:
     extra = "." if sys.platform == "darwin" else "'.[cpu]'"
     raise ImportError(f"mlx_lstm needs MLX; in a clone of mlx-lstm: pip install {extra} ({error})") from error
 
-from .machine import VERSION as __version__  # isort: skip
+from .ground.machine import VERSION as __version__  # isort: skip
 from . import cells, convert, cudnn, keras, mpsgraph, nn, tf, torch
-from .recognition import recognise
 from .recurrence import GRUOutput as GRUOutput
 from .recurrence import LSTMOutput as LSTMOutput
 from .recurrence import Quantized as Quantized
@@ -34,6 +33,7 @@ from .recurrence import (
     lstm,
     lstm_gradients,
     pointwise,
+    recognise,
     recurrent,
     rnn,
     rnn_gradients,

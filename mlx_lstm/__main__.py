@@ -4,13 +4,13 @@ import importlib
 import sys
 from typing import NoReturn
 
-from .machine import VERSION, run_command
+from .ground.machine import VERSION, run_command
 
 COMMANDS = {
-    "check": "is every result right on this machine?",
-    "bench": "how fast is it here, beside mlx.nn and others?",
-    "compare": "does it equal Apple's MPSGraph? Needs a Mac, or a dump that was made on one",
-    "convert": "weight files of PyTorch, Keras, ONNX, MLX and others into one another",
+    "check": "Are all results right on this machine? Start here.",
+    "bench": "How fast are our layers here, compared with mlx.nn and PyTorch?",
+    "compare": "Do Apple's MPSGraph and our ops compute the same? Needs a Mac, or arrays saved on one.",
+    "convert": "Convert a weight file: PyTorch, Keras, ONNX, MLX, Core ML and others.",
 }
 
 
@@ -23,9 +23,10 @@ def main(arguments: list[str] | None = None) -> int:
     if command == "--version":
         print(f"mlx-lstm {VERSION}")
         return 0
-    print("Commands, each with --help; `mlx-lstm check` is the same as `python -m mlx_lstm.check`:\n")
-    for name, question in COMMANDS.items():
-        print(f"    python -m mlx_lstm.{name:8} {question}")
+    print("usage: mlx-lstm COMMAND [OPTIONS], the same as python -m mlx_lstm.COMMAND [OPTIONS]\n\ncommands:")
+    for name, text in COMMANDS.items():
+        print(f"  {name:8} {text}")
+    print("\nmlx-lstm COMMAND --help shows the options of a command. mlx-lstm --version prints the version.")
     if command in ("-h", "--help", ""):
         return 0
     what = "option" if command.startswith("-") else "command"

@@ -9,12 +9,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .checks import check_array, check_flag, fail
 from .convert.keras import arrays_of, direction, times
 from .convert.weights import CELLS, from_one_bias, one_bias
 from .engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from .engines.directions import join, part
 from .engines.problem import Arrays
+from .ground.checks import check_array, check_flag, fail
 
 __all__ = ["bidirectional_from_keras", "bidirectional_to_keras", "gru_from_keras", "gru_to_keras", "lstm_from_keras"]
 __all__ += ["lstm_to_keras", "rnn_from_keras", "rnn_to_keras"]
@@ -25,7 +25,16 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
-def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict[str, Any]:
+def __getattr__(name: str) -> Any:
+    """Raise AttributeError; for a layer of Keras the text says which modules have layers."""
+    layers = {"LSTM": "LSTM", "GRU": "GRU", "SimpleRNN": "RNN", "Bidirectional": "LSTM(..., bidirectional=True)"}
+    if name in layers:
+        others = f"mlx_lstm.torch.{layers[name]}" + ("" if "(" in layers[name] else f" and mlx_lstm.nn.{layers[name]}")
+        raise AttributeError(f"mlx_lstm.keras converts weights and has no layers such as {name}: use {others}")
+    raise AttributeError(f"module 'mlx_lstm.keras' has no attribute {name!r}")
+
+
+def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None) -> dict[str, Any]:
     """Return the weights of a `keras.layers.LSTM` as arguments of `mlx_lstm.lstm` and `mlx_lstm.nn.LSTM`.
 
     Keras' gate order i, f, c, o is the default `gate_order` here. The kernels are transposed. The effect of
@@ -64,7 +73,7 @@ def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list
     return into_keras(LSTMCell(), Wx, Wh, b, None)
 
 
-def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict[str, Any]:
+def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None) -> dict[str, Any]:
     """Return the weights of a `keras.layers.GRU` as arguments of `mlx_lstm.gru`, and of `mlx_lstm.nn.GRU`.
 
     A layer with `reset_after=True`, Keras' default, equals `gru` with default options; a layer with `reset_after=False`
@@ -117,7 +126,7 @@ def gru_to_keras(
     return into_keras(GRUCell(reset="after" if reset_after else "before"), Wx, Wh, b, bhn)
 
 
-def rnn_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict[str, Any]:
+def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None) -> dict[str, Any]:
     """Return the weights of a `keras.layers.SimpleRNN` as arguments of `mlx_lstm.rnn`; pass the layer's `activation`.
 
     Args:
@@ -209,6 +218,12 @@ def bidirectional_to_keras(convert: Callable[..., list[np.ndarray]], arrays: Arr
 def one_direction(op: str, kind: str, weights: Sequence[Any], *biases: list[int]) -> Arrays:
     """Return Keras' weights of one direction as arguments of `mlx_lstm.lstm`, `gru` or `rnn`. `biases`: the allowed
     shapes of the bias, with the last axis counted in H; for a GRU [3] means shape [3H], [2, 3] means [2, 3H]."""
+    if weights[1] is None:
+        fail(
+            op,
+            f"the arguments must be the arrays of a layer, as in {op}(*layer.get_weights()),",
+            type(weights[0]).__name__,
+        )
     arrays = direction(op, kind, weights, biases=biases)
     cell = GRUCell(reset="after" if "bh" in arrays else "before") if kind == "gru" else CELLS[kind]()
     return {name: arrays[name] for name in ("Wx", "Wh")} | one_bias(cell, arrays)

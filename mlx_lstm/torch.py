@@ -20,8 +20,17 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from .advice import Advised, advised
-from .checks import (
+from .convert import Weights
+from .convert.layers import class_of
+from .convert.torch import NAMES, WAYS, by_names
+from .engines import cells
+from .engines.at_once import Run, by_mlx, by_numpy, computes_now, derived
+from .engines.choice import Engine, check_engine
+from .engines.directions import join
+from .engines.packing import Weight
+from .engines.problem import Arrays
+from .ground.advice import Advised, advised
+from .ground.checks import (
     NO_UNITS,
     check_array,
     check_every,
@@ -34,15 +43,6 @@ from .checks import (
     fail,
     warn_once,
 )
-from .convert import Weights
-from .convert.layers import class_of
-from .convert.torch import NAMES, WAYS, by_names
-from .engines import cells
-from .engines.at_once import Run, by_mlx, by_numpy, computes_now, derived
-from .engines.choice import Engine, check_engine
-from .engines.directions import join
-from .engines.packing import Weight
-from .engines.problem import Arrays
 from .recurrence import (
     Call,
     Hold,

@@ -12,13 +12,13 @@ import pytest
 from mlx_lstm import recurrence
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.choice import has_metal
-from mlx_lstm.engines.numpy import arrays as numpy_arrays
 from mlx_lstm.engines.numpy import products as numpy_products
 from mlx_lstm.engines.numpy import steps as numpy_steps
 from mlx_lstm.oracle import OUTPUTS as OUTPUTS_OF
 from mlx_lstm.oracle import evaluate
 from mlx_lstm.oracle.arithmetic import Arithmetic
 from mlx_lstm.oracle.closeness import SAFETY, TRIALS, Noise, float_of
+from mlx_lstm.oracle.judge import Case
 from mlx_lstm.testing import cases
 from mlx_lstm.testing.cases import (  # noqa: F401 (other test files import these names from here)
     ACTIVATIONS,
@@ -34,7 +34,6 @@ from mlx_lstm.testing.cases import (  # noqa: F401 (other test files import thes
     draw,
     draw_away_from_kinks,
     draw_cotangents,
-    split,
 )
 
 KINDS = {op: {"op": op} for op in ("lstm", "gru", "rnn")}
@@ -128,6 +127,11 @@ def rnn_choice(rng, pick):
 CHOICES = {"lstm": lstm_choice, "gru": gru_choice, "rnn": rnn_choice}
 
 
+def split(case):
+    """Split a case (a dict of an op's arguments) into (op, arrays, options)."""
+    return Case(case).op, Case(case).arrays, Case(case).options
+
+
 MLX_DTYPE = {np.float32: mx.float32, np.float64: mx.float64, np.float16: mx.float16, ml_dtypes.bfloat16: mx.bfloat16}
 
 
@@ -152,8 +156,10 @@ def run(case, engine, dtype, cotangents=None, weights=MappingProxyType({}), devi
     run instead of the device that the tests usually choose for this engine.
     """
     with mx.stream(device or device_of(engine)):
-        found = cases.run(case, engine, MLX_DTYPE[dtype], cotangents, weights)
-        return tuple({name: to_numpy(array) for name, array in part.items()} for part in found)
+        found = cases.run(Case(case, cotangents or {}, weights=weights), engine, dtype=MLX_DTYPE[dtype])
+        results = {name: to_numpy(array) for name, array in found.items()}
+    gradients = {name[1:]: results.pop(name) for name in [*results] if name not in OUTPUTS}
+    return results, gradients
 
 
 def run_gradients(case, engine, dtype, cotangents, saved=None):
@@ -176,8 +182,10 @@ def poison_scratch(monkeypatch):
     """Fill every scratch buffer of engine `numpy` with NaN, so that an element which is read before it is written
     makes the result NaN."""
 
+    allocate = numpy_products.columns_buffer
+
     def poisoned(*arguments):
-        buffer = numpy_arrays.columns_buffer(*arguments)
+        buffer = allocate(*arguments)
         buffer.fill(np.nan)
         return buffer
 

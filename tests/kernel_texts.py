@@ -28,7 +28,7 @@ from mlx_lstm.check.grid import grid
 from mlx_lstm.engines import METAL_ENGINES, choice
 from mlx_lstm.engines.metal import kernel
 from mlx_lstm.recurrence import unguarded
-from mlx_lstm.testing.cases import DTYPES, infer, run
+from mlx_lstm.testing.cases import run
 from mlx_lstm.testing.report import one_line
 
 
@@ -66,13 +66,12 @@ def kernel_texts(cases):
     """Return the sources of all kernels that these cases launch, in the order of their first launch."""
     with noted() as texts:
         for grid_case in cases:
-            case, cotangents = grid_case.draw()
-            case, weights = grid_case.quantized(case)
+            case = grid_case.draw()
             for engine in METAL_ENGINES:
                 if not grid_case.hindrance(engine, device="gpu", metal=True):
                     with grid_case.limits():
-                        run(case, engine, DTYPES[grid_case.dtype], cotangents, weights)
-                        infer(case, engine, DTYPES[grid_case.dtype], weights)
+                        run(case, engine)
+                        run(case, engine, training=False)
     return list(texts)
 
 

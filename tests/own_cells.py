@@ -280,7 +280,8 @@ def one_step(case, cell, a, t, at, state, shaken):
     shape = state[0].shape
     state = [shaken(s) for s in state]
     z = a["x"][t, at]
-    z = z @ a["Wx"].T + a["b"] if "Wx" in a else z
+    z = z @ a["Wx"].T if "Wx" in a else z
+    z = z + a["b"] if "b" in a else z
     z = mx.split(shaken(z), case.gates, axis=-1)
     if "Wh" in a:
         h = state[0]

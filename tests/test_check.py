@@ -21,7 +21,6 @@ from mlx_lstm.check.further import Command
 from mlx_lstm.check.grid import grid
 from mlx_lstm.check.report import Report, engine_lines
 from mlx_lstm.engines import ENGINES
-from mlx_lstm.testing.cases import infer
 from mlx_lstm.testing.cases import run as run_case
 from mlx_lstm.testing.report import one_line
 
@@ -134,9 +133,9 @@ def prepared_case(name):
 
 @pytest.mark.parametrize("array", ["x", "Wx", "Wh", "b", "h0", "bhn"])
 def test_every_gradient_is_judged(monkeypatch, array):
-    def wrong(*arguments):
-        outputs, gradients = run_case(*arguments)
-        return outputs, gradients | {array: gradients[array] + 1}
+    def wrong(*arguments, training=True):
+        results = run_case(*arguments, training)
+        return results | ({f"d{array}": results[f"d{array}"] + 1} if training else {})
 
     monkeypatch.setattr(comparison, "run", wrong)
     assert compare(prepared_case("gru, 17 items"), "numpy").failure.startswith(f"d{array}: error ")
@@ -144,11 +143,11 @@ def test_every_gradient_is_judged(monkeypatch, array):
 
 @pytest.mark.parametrize("array", ["h", "hT"])
 def test_calls_without_training_are_judged(monkeypatch, array):
-    def wrong(*arguments):
-        outputs = infer(*arguments)
-        return outputs | {array: outputs[array] + 1}
+    def wrong(*arguments, training=True):
+        results = run_case(*arguments, training)
+        return results | ({} if training else {array: results[array] + 1})
 
-    monkeypatch.setattr(comparison, "infer", wrong)
+    monkeypatch.setattr(comparison, "run", wrong)
     assert compare(prepared_case("gru, 17 items"), "numpy").failure.startswith(f"without training, {array}: error ")
 
 
@@ -159,7 +158,7 @@ def test_a_kernel_that_hangs_costs_a_few_processes_only(start, monkeypatch):
     cases = grid()
     numbers = [n for n, case in enumerate(cases) if case.name == "rnn, 17 items"] * 2
     work = [(n, engine) for n in numbers for engine in ("ops", "numpy")]
-    found = list(findings(work, cases, full=False, patience=20))
+    found = list(findings(work, cases, full=False, limit=20))
     assert [(finding.engine, finding.lost) for finding in found if finding.engine == "ops"] == [("ops", True)] * 2
     assert found[0].failure == "no answer after 20 seconds"
     assert [finding.failure for finding in found if finding.engine == "numpy"] == ["", ""]
@@ -257,6 +256,8 @@ def test_the_pages_have_the_numbers_of_comparisons_and_kernels():
     page, costs = ((ROOT / "docs" / name).read_text() for name in ("check.md", "engines.md"))
     assert f"| a Mac | {counts[0]} | {counts[1]:,} | {few} | {all_:,} |" in page
     assert f"| Linux | {counts[2]} | {counts[3]} | none | none |" in page
+    start = f"{counts[2]} comparisons on Linux, {counts[0]} on a Mac; with `--full` {counts[3]} and {counts[1]:,} |"
+    assert start in (ROOT / "README.md").read_text()
     assert f"`python -m mlx_lstm.check` | {few} |" in costs and f"check --full` | {all_:,} |" in costs
 
 

@@ -16,12 +16,12 @@ TRAPS = ("numpy", "mlx_lstm", "mlx", "json", "runpy", "h5py", "argparse", "sitec
 CHILDREN = {
     "any": """
 from subprocess import run
-from mlx_lstm.machine import child_command, child_environment
+from mlx_lstm.ground.machine import child_command, child_environment
 code = "import json, numpy, mlx_lstm, runpy; print('ran')"
 assert run(child_command(code), env=child_environment(), capture_output=True, text=True).stdout == "ran\\n"
 """,
     "trial": """
-from mlx_lstm.child import Child, ChildError
+from mlx_lstm.ground.child import Child, ChildError
 from mlx_lstm.recurrence import _guard
 try:
     Child(_guard.command()).ask(do="nothing", trials=[])
@@ -29,8 +29,8 @@ except ChildError as error:
     assert "KeyError" in str(error), error
 """,
     "check": """
-from mlx_lstm.child import Child
-from mlx_lstm.machine import module_command
+from mlx_lstm.ground.child import Child
+from mlx_lstm.ground.machine import module_command
 child = Child(module_command("mlx_lstm.check", "--worker", "default"))
 assert child.close() == "" and child.process.returncode == 0
 """,
@@ -46,8 +46,8 @@ assert "Metal" in problem or not problem, problem  # without PyObjC the error of
     "bench": """
 import json
 from mlx_lstm.bench.tasks import Size, Task
-from mlx_lstm.child import Child, ChildError
-from mlx_lstm.machine import module_command
+from mlx_lstm.ground.child import Child, ChildError
+from mlx_lstm.ground.machine import module_command
 task = Task("ours", "ops", Size(1, 1, 1, 1), "forward")
 child = Child(module_command("mlx_lstm.bench", "--worker", json.dumps(task)))
 try:
@@ -116,7 +116,7 @@ def test_children_have_the_flags_of_their_parent(tmp_path):
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 from subprocess import run
-from mlx_lstm.machine import child_command, child_environment
+from mlx_lstm.ground.machine import child_command, child_environment
 run(child_command({code!r}), env=child_environment())
 """
     expected = {"-I": "1 1 1", "-E": "0 1 0", "-s": "0 0 1"}

@@ -312,8 +312,8 @@ def test_what_makes_a_row_fail():
         return compare(case, "h", "x - oracle", value, exact, bound, np.dtype(np.float32))
 
     assert row(near).verdict == "ok" and row(near[None]).note == "1 leading axes of 1"
-    assert row(near[:2]).verdict == "shape, expected [3, 2, 4]"
-    assert row(near.astype(np.float16)).verdict == "dtype, expected float32"
+    assert row(near[:2]).verdict == "shape [2, 2, 4], expected [3, 2, 4]"
+    assert row(near.astype(np.float16)).verdict == "dtype float16, expected float32"
     broken = near.copy()
     broken[1, 0, 3] = np.nan
     assert (row(broken).verdict, row(broken).first, row(broken).step) == ("differs", (1, 0, 3), 1)

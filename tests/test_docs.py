@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -186,3 +187,13 @@ def test_every_public_name_has_one_entry():
     inner = {name for name in public if name in PUBLIC}  # public modules, which have a page instead of an entry
     assert public - inner <= set(entries), sorted(public - inner - set(entries))
     assert {name.rpartition(".")[0] for name in entries} == set(PUBLIC)
+
+
+@pytest.mark.parametrize("name", ["speed", "predictions"])
+def test_a_chart_shows_the_numbers_of_its_page(name):
+    """`docs/charts.py` would draw the same picture again, with every number of the page's table."""
+    charts = runpy.run_path(str(ROOT / "docs/charts.py"))["CHARTS"]
+    picture = (ROOT / f"docs/pictures/{name}.svg").read_text()
+    assert picture == charts[name]((ROOT / f"docs/{name}.md").read_text())
+    for number in {"speed": ("1.6-2.2", "1/38"), "predictions": ("0.625 ms", "2,742 launches")}[name]:
+        assert number in picture

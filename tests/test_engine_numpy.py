@@ -14,7 +14,6 @@ from mlx.utils import tree_flatten
 
 from mlx_lstm import gru, lstm, nn, rnn
 from mlx_lstm.engines.cells import HARD_SIGMOIDS, LSTMCell
-from mlx_lstm.engines.numpy import arrays as engine_numpy_arrays
 from mlx_lstm.engines.numpy import passes as engine_numpy_passes
 from mlx_lstm.engines.numpy import products as engine_numpy_products
 from mlx_lstm.engines.numpy import ragged as engine_numpy_ragged
@@ -108,7 +107,7 @@ def test_agrees_with_ops(monkeypatch, word, seed):
     and arrays with any strides."""
     rng = np.random.default_rng(seed)
     T, B, I, H = (int(rng.choice(sizes)) for sizes in ([1, 2, 5, 8], [1, 2, 5, 16, 17], [1, 3], [1, 2, 5]))
-    monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", int(rng.choice([3 * B, 1024])))
+    monkeypatch.setattr(engine_numpy_products, "CHUNK_ROWS", int(rng.choice([3 * B, 1024])))
     # AHEAD_ROWS is the number of rows of x that are multiplied before their steps run. It also decides whether Wx and
     # Wh are copied into one matrix. Random values test both cases.
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", int(rng.choice([2 * B, 256])))
@@ -129,7 +128,7 @@ def test_a_shrinking_batch_agrees_with_ops(monkeypatch, word, seed):
     sequences that have ended. The results of all options agree with engine `ops`."""
     rng = np.random.default_rng(seed)
     T, B = int(rng.choice([5, 6, 8])), int(rng.choice([2, 3, 9, 33]))
-    monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", int(rng.choice([2 * B, 1024])))
+    monkeypatch.setattr(engine_numpy_products, "CHUNK_ROWS", int(rng.choice([2 * B, 1024])))
     poison_scratch(monkeypatch)
     sizes = T, B, 2, 3, 3
     _, arrays, options = split(draw(rng, sizes=sizes, **every_option(rng, word, sizes)))
@@ -180,7 +179,7 @@ def test_wide_batches_agree_with_ops(monkeypatch, word, seed, copied):
     T, B, I, H = 5 + seed % 2, 16 + seed % 3, 3, 5
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", 2 * B)
     monkeypatch.setattr(engine_numpy_products, "COPIED_NUMBERS", copied)
-    monkeypatch.setattr(engine_numpy_arrays, "TRANSPOSED_NUMBERS", copied)
+    monkeypatch.setattr(engine_numpy_products, "TRANSPOSED_NUMBERS", copied)
     poison_scratch(monkeypatch)
     sizes = T, B, I, H, 3
     _, arrays, options = split(draw(rng, sizes=sizes, **every_option(rng, word, sizes)))
@@ -297,7 +296,7 @@ def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():
     for n in range(4):
         with mx.stream(mx.cpu):
             mx.eval(lstm(**arrays, cell_clip=1.0 + n, forget_bias=0.5 * n, engine="numpy").h)
-        sizes.add(engine_numpy_steps.plan_for.cache_info().currsize)
+        sizes.add(engine_numpy_steps.plan_of_form.cache_info().currsize)
     assert len(sizes) == 1
 
 
@@ -306,7 +305,7 @@ def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():
 def test_no_sequence_is_copied(monkeypatch, word, batch_major):
     """In the forward pass and in the gradient, NumPy allocates much less memory than one array of all time steps
     takes, whatever the memory layout of the arguments. Outputs do not count, because they are in MLX's memory."""
-    monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", 32)
+    monkeypatch.setattr(engine_numpy_products, "CHUNK_ROWS", 32)
     T, B, I, H = 256, 16, 8, 8
     op, gradients_of = OPS[word]
     _, drawn, options = split(draw(np.random.default_rng(0), op=word, sizes=(T, B, I, H, H), bidirectional=True))
@@ -509,20 +508,22 @@ def blas(monkeypatch):
     [((64, 32, 128), True), ((128, 32, 256), False), ((64, 512, 128), False), ((1, 1, 32), False)],
 )
 @pytest.mark.parametrize("both", [False, True])
-def test_small_products_run_on_one_thread(sizes, is_small, both, blas):
+def test_small_products_run_on_one_thread(sizes, is_small, both, blas, monkeypatch):
     """The rule reads the weights of one direction. Calls without any product that OpenBLAS would divide leave its
     threads alone."""
     T, B, H = sizes
     problem = Problem(T, B, H, H, LSTMCell(), bidirectional=both)
-    weights = np.empty((4 * H * (1 + both), H), np.float32)
-    with engine_numpy_threads.threads_for(problem, {"Wx": weights, "Wh": weights}):
-        assert blas[-1] == (1 if is_small else 8)
+    D = 1 + both
+    arrays = {"x": mx.ones((T, B, H)), "Wx": mx.ones((D * 4 * H, H)), "Wh": mx.ones((2, 4 * H, H)[1 - both :])}
+    seen = []
+    monkeypatch.setattr(engine_numpy_sweep, "sweep_forward", lambda *_: seen.append(blas[-1]))
+    engine_numpy_sweep.forward(problem, arrays)
+    assert seen == [1 if is_small else 8] * D
     assert blas[-1] == 8
 
 
 def test_calls_in_two_threads_restore_the_threads_of_blas_once(blas):
-    problem, weights = Problem(64, 32, 64, 64, LSTMCell()), np.empty((256, 64), np.float32)
-    first, second = (engine_numpy_threads.threads_for(problem, {"Wh": weights}) for _ in range(2))
+    first, second = (engine_numpy_threads.one_thread() for _ in range(2))
     with pytest.raises(ZeroDivisionError), first:
         second.__enter__()
         raise ZeroDivisionError  # the first call ends, also by an error, while the second still runs

@@ -81,7 +81,7 @@ def command(kind, path, target):
     from mlx_lstm.compare.dump import arrays_of
     from mlx_lstm.compare.files import load_golden
     from mlx_lstm.convert.__main__ import main
-    from mlx_lstm.files import foreign
+    from mlx_lstm.ground.files import foreign
 
     if kind not in (".npy", ".golden.npz"):
         return main([str(path), str(target), "--force"])
@@ -99,8 +99,8 @@ def command(kind, path, target):
 
 def hdf5_in_this_process():
     """Let this process read HDF5 by itself, without a child process, which would take most of the time."""
-    from mlx_lstm.budget import Budget
     from mlx_lstm.convert import _hdf5, _hdf5_child
+    from mlx_lstm.ground.budget import Budget
 
     def here(command, input=None, stdin=None, **_):
         budget, limits = Budget(int(command[-3]), int(command[-2])), resource.getrlimit(resource.RLIMIT_DATA)

@@ -612,7 +612,7 @@ def counted_kernels():
     Yield (goes, tried, used). goes: for each request for trial runs, the number of new kernels. tried: the names,
     sources and argument types of these kernels. used: the names and argument types of the kernels that calls launch.
     """
-    goes, used, judge = [], set(), _judge.Judge()
+    goes, used, judge = [], set(), _judge.Trials()
 
     def metal_kernel(**definition):
         def launch(*, inputs, **call):
@@ -1023,7 +1023,7 @@ def test_a_trial_of_clips_that_stop_gradients(clips):
                 given = (*given, "Wp") if "projection_clip" in clips else given
                 drawn = _draw.draw(problem(B=3, cell=cell, dtype=mx.bfloat16, names=given), np.random.default_rng(0))
                 assert drawn.smooth, cell
-                shifts = clip_shift(**drawn.case)
+                shifts = clip_shift(**drawn.case.call)
                 for name, limit in (("c", cell.cell_clip), ("h", cell.projection_clip)):
                     assert not limit or 0.1 < (shifts[name] != 0).mean() < 0.9, cell
 
@@ -1034,7 +1034,7 @@ def test_the_numbers_of_a_trial_stay_in_range(dtype, T):
     """The results of a kernel's trial run do not overflow. A trial run that overflows would refuse correct kernels."""
     for cell in every_cell():
         drawn = _draw.draw(problem(T=T, B=2, H=4, P=4, cell=cell, dtype=dtype), np.random.default_rng(0))
-        outputs, _ = evaluate(drawn.case, None, Arithmetic(np.float64))
+        outputs, _ = evaluate(drawn.case.call, None, Arithmetic(np.float64))
         assert drawn.smooth and all(np.abs(array).max() < _draw.LARGEST for array in outputs.values()), cell
 
 

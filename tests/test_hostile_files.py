@@ -18,11 +18,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_lstm import convert, files
+from mlx_lstm import convert
 from mlx_lstm.compare.dump import read as read_arrays
 from mlx_lstm.compare.files import Golden, load_golden, save_golden
 from mlx_lstm.convert import _hdf5
 from mlx_lstm.convert.__main__ import main
+from mlx_lstm.ground import files
 
 h5py = pytest.importorskip("h5py")
 onnx = pytest.importorskip("onnx")
@@ -279,7 +280,7 @@ def test_a_signal_in_a_destructor_ends_the_command():
     ignores exceptions. `finally` blocks run."""
     code = """
 import os, signal, time
-from mlx_lstm.machine import run_command
+from mlx_lstm.ground.machine import run_command
 class Killed:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -318,7 +319,7 @@ def kill_during_writes(folder, number, times):
     code = f"""
 import sys
 from mlx_lstm.convert.__main__ import main
-from mlx_lstm.machine import run_command
+from mlx_lstm.ground.machine import run_command
 def forever():
     print("ready", flush=True)
     while main([{str(source)!r}, {str(target)!r}, "--force"]) == 0:
@@ -453,7 +454,7 @@ def test_hdf5_that_does_not_end(tmp_path, capsys, monkeypatch):
     """A child process that hangs or crashes while it reads HDF5 leads to one line of error."""
     path = tmp_path / "m.weights.h5"
     convert.write(path, {"lstm": layer()})
-    monkeypatch.setattr("mlx_lstm.budget.SECONDS", 0.5)
+    monkeypatch.setattr("mlx_lstm.ground.budget.SECONDS", 0.5)
     for code, what in (
         ("import time; time.sleep(60)", "does not come to an end"),
         ("import os; os.abort()", "code -6"),
@@ -474,7 +475,7 @@ def test_an_orphaned_child_ends(tmp_path, monkeypatch):
         "-c",
         f"import sys; {code}",
         str(script),
-        str(ROOT / "mlx_lstm/budget.py"),
+        str(ROOT / "mlx_lstm/ground/budget.py"),
         "1",
         "1",
         "1",
@@ -488,7 +489,7 @@ def test_a_closed_terminal_ends_the_command(ignored):
     """SIGHUP ends a command as SIGTERM does, unless nohup has started it."""
     code = f"""
 import os, signal
-from mlx_lstm.machine import run_command
+from mlx_lstm.ground.machine import run_command
 signal.signal(signal.SIGHUP, signal.SIG_IGN if {ignored} else signal.SIG_DFL)
 def main():
     try:

@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_lstm import recognition
 from mlx_lstm.compare import measure
 from mlx_lstm.compare.contenders import Outcome, run_engine
 from mlx_lstm.compare.grid import grid
@@ -17,11 +16,12 @@ from mlx_lstm.compare.judge import exact_and_limits
 from mlx_lstm.convert.weights import Weights, differences
 from mlx_lstm.engines.cells import GRUCell, LSTMCell
 from mlx_lstm.engines.problem import Problem
-from mlx_lstm.oracle.closeness import assert_close, assert_within, exact_and_bounds
+from mlx_lstm.oracle.closeness import assert_close, assert_within
+from mlx_lstm.oracle.judge import Case
 from mlx_lstm.recurrence import _judge
+from mlx_lstm.recurrence import _recognise as recognition
 from mlx_lstm.recurrence._draw import draw, output_shapes, rounded
 from mlx_lstm.recurrence._trial import Trial
-from mlx_lstm.testing.judge import make_judge
 
 # --- Lies ---
 
@@ -82,21 +82,10 @@ def drawn_trial(problem):
     return drawn, cotangents, _judge.results(problem, drawn, cotangents, "ops")
 
 
-def values_of(problem):
-    """Return a function that computes the right results of a problem in an `Arithmetic`."""
-    drawn, cotangents, _ = drawn_trial(problem)
-
-    def values(fl):
-        outputs, gradients = drawn.evaluate(cotangents, fl)
-        found = outputs | {f"d{name}": gradient for name, gradient in gradients.items()}
-        return {name: found[name] for name in drawn_trial(problem)[2]}
-
-    return values
-
-
 @cache
 def exact_of(problem):
-    return exact_and_bounds(values_of(problem), "float32")
+    drawn, cotangents, _ = drawn_trial(problem)
+    return drawn.case._replace(cotangents=cotangents).judge()
 
 
 def in_a_trial(problem):
@@ -105,8 +94,9 @@ def in_a_trial(problem):
 
     def judge(given):
         # The references are the same for all lies, so they are computed once.
+        exact = exact_of(problem)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_judge, "exact_and_bounds", lambda *_: exact_of(problem))
+            patch.setattr(Case, "judge", lambda *_: exact)
             patch.setattr(_judge, "results", lambda *_: {name: array.copy() for name, array in results.items()})
             return _judge.wrong(problem, drawn, cotangents, given)
 
@@ -116,8 +106,7 @@ def in_a_trial(problem):
 def in_a_command(problem):
     """Return (results, judge) of the commands `check` and `bench`."""
     results = drawn_trial(problem)[2]
-    judge = make_judge(values_of(problem), "float32", 60)
-    return results, lambda given: judge.judge(given, results).refusal
+    return results, lambda given: exact_of(problem).judge(given, results).refusal
 
 
 @cache
@@ -234,14 +223,12 @@ def test_a_judge_refuses_every_lie(judge, problem):
 
 def test_a_reference_does_not_judge_itself():
     """A result that is the reference array itself, or a part of its memory, shows nothing."""
-    exact = exact_of(PROBLEM)[0]
-    judge = make_judge(values_of(PROBLEM), "float32", 60)
+    judge = exact_of(PROBLEM)
     assert "the reference itself" in judge.judge(judge.exact, judge.exact).refusal
     assert judge.judge({name: array.copy() for name, array in judge.exact.items()}, judge.exact).refusal == ""
-    assert _judge.distance(exact["h"], exact["h"]) == np.inf and _judge.distance(exact["h"].copy(), exact["h"]) == 0
-    array = exact["h"]
+    array = judge.exact["h"]
     row = measure.compare(compared()[0], "h", "a - b", array, array, 1.0, array.dtype)
-    assert row.verdict == "is the reference itself"
+    assert row.verdict.startswith("is the reference itself")
 
 
 @pytest.mark.parametrize("lie", ["NaN", "zeros", "infinite"])
@@ -249,7 +236,8 @@ def test_two_engines_that_lie_alike(lie, monkeypatch):
     """A trial accepts twice the error of the engine `ops`, because MLX's products may be imprecise. It refuses results
     if `ops` is as wrong as they are: a GPU may return zeros for everything."""
     drawn, cotangents, results = drawn_trial(PROBLEM)
-    monkeypatch.setattr(_judge, "exact_and_bounds", lambda *_: exact_of(PROBLEM))
+    exact = exact_of(PROBLEM)
+    monkeypatch.setattr(Case, "judge", lambda *_: exact)
     for name, array in results.items():
         lies = results | {name: LIES[lie](array)}
         monkeypatch.setattr(_judge, "results", lambda *_, lies=lies: lies)
@@ -268,7 +256,7 @@ def test_gradients_without_bounds_are_finite_and_complete():
 def test_what_a_child_process_skips(monkeypatch):
     """The child process skips a trial only if it has found all its kernels right. A trial whose kernels could not be
     recorded runs each time, and so does one that has failed."""
-    judge, ran, texts = _judge.Judge(), [], {1: {"a"}, 2: {"a", "b"}, 3: set(), 4: {"b"}}
+    judge, ran, texts = _judge.Trials(), [], {1: {"a"}, 2: {"a", "b"}, 3: set(), 4: {"b"}}
     reasons = {1: "", 2: "wrong", 3: "", 4: ""}
     monkeypatch.setattr(judge.recorder, "texts_of", lambda trial: texts[trial])
     monkeypatch.setattr(_judge, "verdict", lambda trial: (ran.append(trial), reasons[trial])[1])
@@ -280,7 +268,7 @@ def test_what_a_child_process_skips(monkeypatch):
 
 def test_a_trial_that_cannot_be_recorded_runs(monkeypatch):
     """If the recording of a trial's kernels fails, the trial itself runs and reports the error."""
-    judge = _judge.Judge()
+    judge = _judge.Trials()
     monkeypatch.setattr(_judge, "graph", lambda *given: 1 / 0)
     trial = Trial("ops", PROBLEM)
     assert judge.recorder.texts_of(trial) == set()

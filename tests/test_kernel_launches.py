@@ -28,7 +28,7 @@ from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.engines.metal import stepwise as kernels_stepwise
 from mlx_lstm.engines.metal.rows import JOINED, LEFT, joined_beside, joins
 from mlx_lstm.engines.problem import LIMITS, Problem
-from mlx_lstm.machine import shader_folder
+from mlx_lstm.ground.machine import shader_folder
 from mlx_lstm.oracle import forward
 from mlx_lstm.recurrence import unguarded
 

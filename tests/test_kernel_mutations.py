@@ -19,7 +19,7 @@ from quantized_cases import quantized_case
 from mlx_lstm.engines.metal import fused as kernels_fused
 from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.engines.problem import limited
-from mlx_lstm.machine import shader_folder
+from mlx_lstm.ground.machine import shader_folder
 from mlx_lstm.oracle import backward, forward
 from mlx_lstm.oracle.closeness import assert_within, bounds
 

@@ -14,8 +14,8 @@ from test_guard import (  # noqa: F401
     said,
 )
 
-from mlx_lstm.child import shortened
 from mlx_lstm.engines import verdicts
+from mlx_lstm.ground.child import shortened
 from mlx_lstm.recurrence import _guard, _judge
 from mlx_lstm.recurrence._trial import trial_of
 from mlx_lstm.testing.report import one_line, without_names

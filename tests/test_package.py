@@ -95,7 +95,7 @@ def test_first_guesses_are_answered():
     assert not hasattr(mlx_lstm, "LSTM")
     done = subprocess.run([sys.executable, "-m", "mlx_lstm"], capture_output=True, text=True, cwd=ROOT, check=True)
     for command in ("bench", "check", "compare", "convert"):
-        assert f"python -m mlx_lstm.{command}" in done.stdout
+        assert f"\n  {command} " in done.stdout
     done = subprocess.run(
         [sys.executable, "-m", "mlx_lstm", "convert", "--help"], capture_output=True, text=True, cwd=ROOT
     )
@@ -130,7 +130,7 @@ def test_every_page_has_the_version():
 def test_commands_end_quietly_where_nobody_reads_on():
     """A command ends without a message when the reader of its output closes the pipe, as `head` does. Every command
     uses `machine.run_command` for this purpose."""
-    code = "from mlx_lstm.machine import run_command; run_command(lambda: print('a line\\n' * 10**5))"
+    code = "from mlx_lstm.ground.machine import run_command; run_command(lambda: print('a line\\n' * 10**5))"
     words = [sys.executable, "-c", code]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout.readline() == b"a line\n"

@@ -55,9 +55,9 @@ OPENERS = {
     "bench/files.py": {"open"},  # writes
     "bench/rounds.py": {"np.load", "open"},  # the results of our child; /proc
     "bench/worker.py": {"json.loads", "open"},  # the parent's words; /proc
-    "budget.py": {"json.loads"},  # the door
+    "ground/budget.py": {"json.loads"},  # the door
     "check/further.py": {"file.read_text", "json.loads"},  # what our child wrote
-    "child.py": {"json.loads", "os.fdopen"},  # answers of our child
+    "ground/child.py": {"json.loads", "os.fdopen"},  # answers of our child
     "compare/contenders.py": {"np.load"},  # the results of our child
     "compare/files.py": {"json.loads", "np.load", "open"},  # the case of our parent; writes
     "compare/report.py": {"open"},  # writes
@@ -67,8 +67,8 @@ OPENERS = {
     "convert/_onnx_file.py": {"onnx.load_model_from_string"},  # the bytes of the door
     "engines/metal/kernel.py": {"(shader_folder() / f'{name}.metal').read_text"},
     "engines/tuning.py": {"file.read_bytes"},  # our shaders
-    "files.py": {"archive.open", "os.open", "path.open", "zipfile.ZipFile"},  # the door
-    "machine.py": {"open", "os.open"},  # /proc, /dev/null
+    "ground/files.py": {"archive.open", "os.open", "path.open", "zipfile.ZipFile"},  # the door
+    "ground/machine.py": {"open", "os.open"},  # /proc, /dev/null
     "recurrence/_guard.py": {"path.open"},  # a lock
     "recurrence/_trial.py": {"json.loads"},  # our parent's words
 }
@@ -87,7 +87,7 @@ def test_only_the_door_opens_foreign_files():
                 called = ast.unparse(node.func)
                 if OPENING.search(called) or OWN.search(called):
                     openers.setdefault(name, set()).add(called)
-                if called in ("foreign", "read_json") and name != "files.py":
+                if called in ("foreign", "read_json") and name != "ground/files.py":
                     door.add(name)
     assert openers == OPENERS
     assert door == {module for module, _ in READERS.values()}

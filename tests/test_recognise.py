@@ -13,7 +13,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlx_lstm
-from mlx_lstm import recognise, recognition
+from mlx_lstm import recognise
+from mlx_lstm.recurrence import _recognise as recognition
 
 D, H = 3, 5
 

@@ -34,7 +34,7 @@ from hypothesis import strategies as st
 
 from mlx_lstm import lstm, recurrence
 from mlx_lstm.engines.definitions import activate
-from mlx_lstm.engines.numpy import arrays as engine_numpy_arrays
+from mlx_lstm.engines.numpy import products as engine_numpy_products
 from mlx_lstm.oracle import ARRAYS, backward, forward
 from mlx_lstm.oracle.closeness import SAFETY, assert_close, assert_within, bounds, float_of, keeps_off_kinks
 
@@ -237,7 +237,7 @@ def test_gradient_ops_make_h_themselves_where_it_is_not_given(option):
 def test_numpy_engine_in_chunks_of_time(monkeypatch, B, reverse, lengths):
     """Results are right when the engine `numpy` splits its matrix products into several chunks of time steps, the
     last one shorter. Narrow and wide batches are tested, with a mask."""
-    monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", 3 * B)
+    monkeypatch.setattr(engine_numpy_products, "CHUNK_ROWS", 3 * B)
     sizes = (7, B, 2, 3, 2)
     lengths = None if lengths is None else np.arange(B) % 8
     options = {"sizes": sizes, "reverse": reverse, "lengths": lengths, "projection": True, "mask": (7, B, "P")}

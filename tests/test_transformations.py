@@ -12,8 +12,8 @@ from cases import EVERY_ARRAY, KINDS, OPTIONS, OUTPUTS_OF, draw_away_from_kinks,
 
 import mlx_lstm.nn
 from mlx_lstm import lstm, recurrence
-from mlx_lstm.checks import forget_warnings
 from mlx_lstm.engines.tracing import PLACEHOLDER, is_transforming
+from mlx_lstm.ground.checks import forget_warnings
 
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 

@@ -14,7 +14,7 @@ import pytest
 from on_metal import in_turns, on_metal
 
 import mlx_lstm
-from mlx_lstm import gru, lstm, machine, rnn
+from mlx_lstm import gru, lstm, rnn
 from mlx_lstm.bench import tune as tune_module
 from mlx_lstm.bench.__main__ import main
 from mlx_lstm.bench.tasks import Size
@@ -24,6 +24,7 @@ from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.problem import Limits
 from mlx_lstm.engines.tuning import PREDICTED, Table
+from mlx_lstm.ground import machine
 
 TINY = Grid(units=(3,), batches=(1, 9), dtypes=("float32", "float16"), steps=2, checked=2, turns=1, seconds=0.0)
 ENGINES = {"float32": {1: ((4, "stepwise"), (8, "fused")), 16: ((8, "ops"),)}}

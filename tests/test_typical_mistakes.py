@@ -14,13 +14,15 @@ import pytest
 import torch as real
 
 import mlx_lstm.__main__ as command
-from mlx_lstm import cells, checks, convert, keras, lstm, nn, torch  # noqa: F401
+from mlx_lstm import cells, convert, keras, lstm, nn, pointwise, torch  # noqa: F401
 from mlx_lstm.convert.__main__ import main as convert_main
+from mlx_lstm.ground import checks
 from mlx_lstm.testing import progress as progress_module
 from mlx_lstm.testing.progress import Progress
 
 x = mx.ones((2, 5, 3))  # [batch, steps, features]
 state = mx.zeros((2, 4))
+weights = mx.ones((12, 3)), mx.ones((12, 4)), mx.zeros(12)
 layer_of_torch = real.nn.LSTM(3, 4)
 packed = real.nn.utils.rnn.pack_padded_sequence(real.ones(5, 2, 3), [5, 3])
 state_dict = {"emb.weight": mx.ones((9, 3))}
@@ -33,6 +35,12 @@ def cell(a, states):
     _, c = states
     c = mx.sigmoid(f) * c + i
     return mx.sigmoid(o) * c, c
+
+
+class Sequential:
+    """Stands for a model of Keras."""
+
+    layers = ()
 
 
 def wrong_Wh():
@@ -83,12 +91,30 @@ MISTAKES = {
     "convert.from_torch(state_dict, prefix='encoder.')": "layers found: 'enc.'; pass prefix=, but got 'encoder.'",
     "convert.from_torch(two_layers)": "layers found: 'enc.', 'dec.'; pass prefix=",
     "convert.from_torch({})": "weight_ih_l0 must be there",
+    "convert.from_torch('model.pt')": r"a layer or a dict of arrays \(of a file: mx.load\(file\), or convert.read",
+    "convert.from_keras(Sequential())": "convert.read takes a file with all layers, but got Sequential",
+    "keras.lstm_from_keras(Sequential())": r"as in lstm_from_keras\(\*layer.get_weights\(\)\), but got Sequential",
+    "convert.write('a.npz', nn.LSTM(3, 4))": r"a dict of Weights by name: {name: from_torch\(layer\)}, but got LSTM",
+    "convert.write('a.pt', {})": r"must end in .*, .mlpackage: safetensors.torch.load_file reads a .safetensors file",
+    "convert.write('a.mlmodel', {})": "a Core ML package ends in .mlpackage",
+    "torch.GRU(3, 4, proj_size=2)": "proj_size is no option of this layer: only the LSTM has it, as in PyTorch",
+    "pointwise(cell, x, *weights, [state] * 3)": "must be as many as the cell takes, .* but got gates=3, states=3",
+    "pointwise(lambda x, h: x + h, x, *weights, [state])": r"the cell must return a tuple of 1 states",
+    "pointwise(lambda x, h: mx.tanh(x), x, *weights, [state])": r"cell\(a, state, \*inputs, \*params\), .* gates=3",
 }
 
+ATTRIBUTES = {
+    "keras.LSTM": "mlx_lstm.keras converts weights and has no layers such as LSTM: use mlx_lstm.torch.LSTM and",
+    "keras.Bidirectional": r"use mlx_lstm.torch.LSTM\(..., bidirectional=True\)",
+    "nn.Bidirectional": r"mlx_lstm.nn.stack\(layers, x, reverse=others\)",
+}
 METHODS = {
     "to": "mx.set_default_device",
     "cuda": "mx.set_default_device",
-    "half": "layer.set_dtype",
+    "half": r"layer.set_dtype\(mx.float16\)",
+    "float": r"layer.set_dtype\(mx.float32\)",
+    "reset_parameters": "a new layer draws new parameters",
+    "backward": "nn.value_and_grad",
     "load_state_dict": "layer.load_weights",
     "state_dict": r"layer.parameters\(\)",
     "flatten_parameters": "leave the call out",
@@ -101,6 +127,14 @@ METHODS = {
 def test_a_mistake_is_answered_with_what_to_use(code):
     with pytest.raises(ValueError, match=MISTAKES[code]):
         eval(code)
+
+
+@pytest.mark.parametrize("code", ATTRIBUTES)
+def test_a_name_that_a_module_does_not_have_is_answered_with_ours(code):
+    with pytest.raises(AttributeError, match=ATTRIBUTES[code]):
+        eval(code)
+    with pytest.raises(AttributeError, match="has no attribute 'colour'"):
+        eval(f"{code.split('.')[0]}.colour")
 
 
 @pytest.mark.parametrize("name", METHODS)

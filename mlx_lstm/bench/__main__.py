@@ -4,12 +4,12 @@ import argparse
 import importlib.util
 import shlex
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NoReturn
 
 from ..engines import ENGINES, choice, choose
 from ..engines.choice import has_metal
-from ..machine import VERSION, check_files, in_all_digits, run_command
+from ..ground.machine import VERSION, check_files, in_all_digits, run_command
 from ..testing.cases import DTYPES
 from ..testing.progress import Progress
 from ..testing.report import machine_card, one_line
@@ -26,7 +26,9 @@ from .worker import serve_task, task_from_json
 QUICK = {"seconds": 1.0, "rounds": 3}
 FULL = {"seconds": 10.0, "rounds": 5}
 
-PASSES_HELP = "default: the case's; backward includes its forward pass; paced: streaming with a frame every 3 ms"
+PASSES_HELP = (
+    "forward, backward (with its forward pass) or, for streaming, paced (a step every 3 ms); default: those of the case"
+)
 MEASURING = ("case", "sizes", "passes", "contenders", "engine", "device", "dtype", "patience", "csv")
 APPLY = {
     "": (*MEASURING, "checkpoint_every", "rounds", "seconds", "quick", "plot"),
@@ -113,43 +115,71 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line's options."""
     parser = Parser(
         "python -m mlx_lstm.bench",
-        description="Time this package against mlx.nn.LSTM, torch and TensorFlow: the same numbers, results checked "
-        "first, every contender alone in its process, in turns. What disagrees is not timed, and the exit code is 1.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Measure how fast mlx-lstm, mlx.nn.LSTM, torch and TensorFlow are on this machine.\n\n"
+        "All libraries (contenders) get the same numbers. The command compares their\n"
+        "results first, and does not time a library whose results are wrong. Each contender\n"
+        "runs in a process of its own, and the processes take turns. The command prints\n"
+        "milliseconds, and our time divided by the time of each other library.",
+        epilog="examples:\n"
+        "  a quick look:\n"
+        "    python -m mlx_lstm.bench --quick\n"
+        "  training at one size:\n"
+        "    python -m mlx_lstm.bench --sizes 100,32,64,256 --passes backward\n"
+        "  one time step per call:\n"
+        "    python -m mlx_lstm.bench --case streaming\n\n"
+        "The exit code is 0, or 1 if a contender failed or its results are wrong, or 2 if\n"
+        "the command cannot do what you asked for.",
     )
-    add = parser.add_argument
-    add("--case", choices=CASES, help="what is measured; default: lstm, one layer of one direction")
-    sizes = " ".join(map(str, SIZES))
-    add("--sizes", nargs="+", type=size_option, metavar="T,B,I,H", help=f"default: the case's; of lstm {sizes}")
-    add("--passes", nargs="+", choices=(*PASSES, "paced"), help=PASSES_HELP)
-    names = "; ".join(f"{case}: {', '.join(CASES[case].contenders)}" for case in CASES)
-    add("--contenders", nargs="+", help=f"of {names}, or module:attribute of a Contender; default: those installed")
-    add("--engine", nargs="+", choices=ENGINES, help="engines of ours; default: what lstm chooses on the device")
-    add(
-        "--checkpoint-every",
-        nargs="+",
-        type=every_option,
-        metavar="K",
-        help="lstm, backward: ours once more for each K, saving the states of every K-th step only; or auto",
-    )
-    add("--device", choices=("cpu", "gpu"), help="of the MLX contenders; default: MLX's default")
-    add("--dtype", choices=DTYPES, help="default: float32")
-    add("--rounds", type=int, help=f"turns of each contender; default: {FULL['rounds']}")
-    add("--seconds", type=float, help=f"for each contender, size and pass, in all rounds; default: {FULL['seconds']:g}")
-    add(
-        "--patience",
-        type=float,
-        help="seconds to wait before a turn for other processes to pause; default: 2",
-    )
-    add("--quick", action="store_true", help="every other size, three rounds, one second, unless given")
-    add("--memory", action="store_true", help=f"no times: peak memory of a backward pass at {MEMORY_SIZE}")
-    add("--csv", metavar="FILE", help="write the figures and the machine to FILE")
-    add("--plot", metavar="FILE", help="draw the ratios into FILE (needs matplotlib)")
-    add("--host", action="store_true", help="no runs: what building the graph costs the host, ours and mlx.nn.LSTM")
-    add("--tune", action="store_true", help="on a Mac: measure where which Metal engine is the faster, for later runs")
-    add("--tune-file", metavar="FILE", help="where --tune writes; default: in your cache directory, where it counts")
+    add_what(parser.add_argument_group("what is measured").add_argument)
+    add_how(parser.add_argument_group("how long, and where the figures go").add_argument)
+    add = parser.add_argument_group("something else instead of times").add_argument
+    memory = f"measure the peak memory of a backward pass; its size is {MEMORY_SIZE}, unless --sizes says otherwise"
+    add("--memory", action="store_true", help=memory)
+    add("--host", action="store_true", help="measure how long Python takes to prepare a call, ours and mlx.nn.LSTM's")
+    tune = "on a Mac: measure which Metal engine is faster at which size, and save the result for all later runs"
+    add("--tune", action="store_true", help=tune)
+    where = "where --tune saves it; default: the file in your cache folder that the library reads"
+    add("--tune-file", metavar="FILE", help=where)
     add("--worker", metavar="TASK", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")
     return parser
+
+
+def add_what(add: Callable[..., object]) -> None:
+    """Add the options that select what is measured, by the method `add_argument` of a group."""
+    cases = (
+        "lstm (the default): a layer of one direction; block_lstm: TensorFlow's BlockLSTM; streaming: one time step "
+        "per call; cudnn_lstm, cudnn_gru: TensorFlow's CudnnRNN"
+    )
+    add("--case", choices=CASES, metavar="CASE", help=cases)
+    sizes = f"time steps, sequences in a batch, inputs, hidden units; default for lstm: {' '.join(map(str, SIZES))}"
+    add("--sizes", nargs="+", type=size_option, metavar="T,B,I,H", help=sizes)
+    add("--passes", nargs="+", choices=(*PASSES, "paced"), metavar="PASS", help=PASSES_HELP)
+    names = "; ".join(f"{case}: {', '.join(CASES[case].contenders)}" for case in CASES)
+    contenders = f"the libraries to compare. {names}. Or module:attribute of your own Contender; default: all installed"
+    add("--contenders", nargs="+", metavar="NAME", help=contenders)
+    engines = f"our engines (implementations) to time, of {', '.join(ENGINES)}; default: what a layer would use here"
+    add("--engine", nargs="+", choices=ENGINES, metavar="ENGINE", help=engines)
+    every = (
+        "for lstm, backward: also time our layer saving the states of every K-th step only (less memory, more time); "
+        "K may be auto"
+    )
+    add("--checkpoint-every", nargs="+", type=every_option, metavar="K", help=every)
+    add("--device", choices=("cpu", "gpu"), help="where the contenders that use MLX run; default: MLX's default device")
+    add("--dtype", choices=DTYPES, help="default: float32")
+
+
+def add_how(add: Callable[..., object]) -> None:
+    """Add the options that say how long it is measured, and which files are written."""
+    add("--quick", action="store_true", help="fewer sizes, rounds and seconds, where you do not give them")
+    add("--rounds", type=int, metavar="N", help=f"how many turns each contender has; default: {FULL['rounds']}")
+    seconds = f"seconds for each contender, size and pass, all rounds together; default: {FULL['seconds']:g}"
+    add("--seconds", type=float, metavar="S", help=seconds)
+    patience = "how many seconds to wait before a turn until other programs pause; default: 2"
+    add("--patience", type=float, metavar="S", help=patience)
+    add("--csv", metavar="FILE", help="also write the figures and the machine's description to FILE")
+    add("--plot", metavar="FILE", help="also draw the ratios into FILE; needs matplotlib")
 
 
 def size_option(text: str) -> Size:

@@ -20,10 +20,10 @@ from functools import partial
 
 import numpy as np
 
-from ..oracle import evaluate as evaluate_case
 from ..oracle.arithmetic import Arithmetic, Tensors
-from ..oracle.closeness import SAFETY, float_of, largest
-from ..testing.judge import Judge, make_judge
+from ..oracle.closeness import SAFETY, exact_and_bounds, float_of, trials_for
+from ..oracle.judge import Case
+from ..oracle.verdict import Judge, largest
 
 PART = 128
 
@@ -38,7 +38,8 @@ def judge_layer(
     first = numbers
     if evaluate is None and T > PART:
         first = numbers | {name: numbers[name][:PART] for name in ("x", "dh")}
-    judge = make_judge(partial(evaluate or evaluate_lstm, first, backward=backward), dtype, first["dh"].size)
+    values = partial(evaluate or evaluate_lstm, first, backward=backward)
+    judge = exact_and_bounds(values, dtype, trials_for(first["dh"].size))
     exact, bounds = judge.exact, dict(judge.bounds)
     if first is not numbers:
         exact = evaluate_in_parts(numbers, backward=backward)
@@ -51,11 +52,11 @@ def judge_layer(
 def evaluate_lstm(numbers: Tensors, fl: Arithmetic, *, backward: bool) -> Tensors:
     """Return the results of an LSTM by name: h, and with `backward` also dx, dWx, dWh, db. If the inputs contain the
     states h0 and c0, hT and cT are added, and with `backward` dh0 and dc0."""
-    case = {name: numbers[name] for name in ("x", "Wx", "Wh", "b", "h0", "c0") if name in numbers}
-    cotangents = {name: numbers[f"d{name}"] for name in ("h", "hT", "cT") if f"d{name}" in numbers}
-    outputs, gradients = evaluate_case(case, cotangents if backward else None, fl)
-    last = {name: outputs[name] for name in ("hT", "cT") if "h0" in numbers}
-    return {"h": outputs["h"]} | last | {f"d{name}": gradient for name, gradient in gradients.items()}
+    call = {name: numbers[name] for name in ("x", "Wx", "Wh", "b", "h0", "c0") if name in numbers}
+    cotangents = {name: numbers[f"d{name}"] for name in ("h", "hT", "cT") if backward and f"d{name}" in numbers}
+    unwanted = ("c", "gates") if "h0" in numbers else ("c", "gates", "hT", "cT")
+    results = Case(call, cotangents).results(fl)
+    return {name: array for name, array in results.items() if name not in unwanted}
 
 
 def evaluate_in_parts(numbers: Tensors, *, backward: bool) -> Tensors:

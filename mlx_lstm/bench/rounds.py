@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..child import LIMIT, Child, ChildError
-from ..machine import module_command
-from ..testing.judge import Judge, Verdict
+from ..ground.child import LIMIT, Child, ChildError
+from ..ground.machine import module_command
+from ..oracle.verdict import Judge, Verdict
 from ..testing.progress import Progress
 from .cases import CASES, find_contender
 from .tasks import Size, Task

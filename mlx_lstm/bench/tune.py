@@ -17,7 +17,7 @@ from ..engines.cells import LSTMCell
 from ..engines.choice import FUSED_LIMIT, METAL_ENGINES, has_metal
 from ..engines.metal.fused import LayerSize, rows_for
 from ..engines.problem import Cut
-from ..files import write_whole
+from ..ground.files import write_whole
 from ..recurrence import unguarded
 from ..testing.cases import DTYPES
 from .cases.lstm import draw, prepare_ours

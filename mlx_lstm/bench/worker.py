@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..child import serve
+from ..ground.child import serve
 from ..recurrence import unguarded
 from .cases import CASES, find_contender
 from .tasks import Size, Task, Work

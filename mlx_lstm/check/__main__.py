@@ -9,7 +9,7 @@ from pathlib import Path
 from ..bench import short
 from ..bench.__main__ import size_option
 from ..engines import ENGINES, METAL_ENGINES, choice
-from ..machine import VERSION, check_files, in_all_digits, on_one_thread, run_command
+from ..ground.machine import VERSION, check_files, in_all_digits, on_one_thread, run_command
 from ..testing.progress import Progress
 from . import further
 from .comparison import Work, findings, serve_comparisons
@@ -141,19 +141,40 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line's options."""
     parser = argparse.ArgumentParser(
         "python -m mlx_lstm.check",
-        description="Compile every kernel of this package, compare what each engine computes with float64, time it "
-        "against mlx.nn.LSTM, and write a file to attach to an issue. Exit code 1 if something is wrong.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Check that mlx-lstm computes correct results on this machine.\n\n"
+        "The command runs small problems on every engine (implementation) that works\n"
+        "here. It compares all results and gradients with a float64 reference. Then it\n"
+        "measures the time of a training step and that of mlx.nn.LSTM. It writes a\n"
+        "report, which you can attach to an issue.",
+        epilog="examples:\n"
+        "  the usual check, but no times:\n"
+        "    python -m mlx_lstm.check --sizes\n"
+        "  only LSTMs, on one engine:\n"
+        "    python -m mlx_lstm.check --sizes --engines numpy --problems lstm\n\n"
+        "The exit code is 0 if every result is right, 1 if a result is wrong or a\n"
+        "comparison failed, and 2 if the command cannot do what you asked for.",
     )
     add = parser.add_argument
     add(
         "--full",
         action="store_true",
-        help="every option, all sizes and passes; the times that correct our predictions; --tune, compare",
+        help="compare every option of every cell, too, and measure all sizes. On a Mac also measure which engine is "
+        "faster at which size, and compare with MPSGraph",
     )
-    add("--engines", nargs="+", choices=ENGINES, help="those that have to be checked; default: all that run here")
-    add("--problems", nargs="+", metavar="TEXT", help="only problems with one of these texts in their name")
-    add("--sizes", nargs="*", type=size_option, metavar="T,B,I,H", help="what is timed; without one, nothing")
-    add("--file", metavar="FILE", type=Path, default=Path("mlx-lstm-check.json"), help="default: mlx-lstm-check.json")
+    engines = (
+        f"check these engines only, of {', '.join(ENGINES)}; the exit code is 2 if one cannot run on this machine; "
+        "default: all that can"
+    )
+    add("--engines", nargs="+", choices=ENGINES, metavar="ENGINE", help=engines)
+    add("--problems", nargs="+", metavar="TEXT", help="run only the problems whose name contains one of these texts")
+    sizes = (
+        "measure the time at these sizes: time steps, sequences in a batch, inputs, hidden units; "
+        "--sizes without a value measures no time"
+    )
+    add("--sizes", nargs="*", type=size_option, metavar="T,B,I,H", help=sizes)
+    file = Path("mlx-lstm-check.json")
+    add("--file", metavar="FILE", type=Path, default=file, help=f"write the report to FILE; default: {file}")
     add("--worker", metavar="WORK", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")
     return parser

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..child import LIMIT, Child, ChildError, serve, shortened
 from ..engines.choice import on
-from ..machine import module_command
-from ..oracle import OUTPUTS, evaluate
-from ..oracle.arithmetic import Arithmetic, Tensors
-from ..recurrence import Quantized, unguarded
-from ..testing.cases import DTYPES, infer, run, split
-from ..testing.judge import Judge, make_judge
+from ..ground.child import LIMIT, Child, ChildError, serve, shortened
+from ..ground.machine import module_command
+from ..oracle.arithmetic import Tensors
+from ..oracle.judge import Case
+from ..oracle.verdict import Judge
+from ..recurrence import unguarded
+from ..testing.cases import run
 from .grid import GridCase, grid
 
 LOSSES = 3
@@ -56,70 +56,42 @@ class Finding(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A case of the command `check`, ready to run: the description of the case, its random arrays and the
-    cotangents. judge: compares results with the float64 oracle. weights: the quantized weights."""
+    """A case of the command `check`, ready to run: its description, its numbers, and its float64 results."""
 
     grid_case: GridCase
-    case: dict[str, Any]
-    cotangents: Tensors
+    case: Case
     judge: Judge
-    weights: dict[str, Quantized]
 
 
 def prepare(grid_case: GridCase) -> Prepared:
     """Draw the random arrays of a case and compute the exact results. They depend on the case alone."""
     for seed in SEEDS:
-        prepared = drawn(grid_case, seed)
-        if all(map(prepared.judge.shows, {*trained(prepared), *inferred(prepared)})):
+        case = grid_case.draw(seed)
+        judge = case.judge()
+        if all(map(judge.shows, {*case.names(), *case.names(training=False)})):
             break
-    return prepared
-
-
-def drawn(grid_case: GridCase, seed: int) -> Prepared:
-    """Draw the random arrays of a case with this seed and compute the exact results."""
-    case, cotangents = grid_case.draw(seed)
-    case, weights = grid_case.quantized(case)
-
-    def values(fl: Arithmetic) -> Tensors:
-        outputs, gradients = evaluate(case, cotangents, fl)
-        return outputs | {f"d{name}": gradient for name, gradient in gradients.items()}
-
-    elements = max(array.size for array in split(case)[1].values())
-    return Prepared(grid_case, case, cotangents, make_judge(values, grid_case.dtype, elements), weights)
-
-
-def trained(prepared: Prepared) -> list[str]:
-    """Return the names of the results of training that are compared: outputs with a cotangent, and gradients."""
-    names = split(prepared.case)[1]
-    return [*prepared.cotangents, *(f"d{name}" for name in names if name not in prepared.weights)]
-
-
-def inferred(prepared: Prepared) -> list[str]:
-    """Return the names of the results without training, all of which are compared."""
-    return [name for name in OUTPUTS[prepared.grid_case.op] if name != "gates"]
+    return Prepared(grid_case, case, judge)
 
 
 def compare(prepared: Prepared, engine: str) -> Finding:
     """Run a case on an engine and compare the results with float64. An exception of the engine is also returned as a
     `Finding`."""
-    grid_case, case, cotangents, judge, weights = prepared
-    finding, dtype = Finding(grid_case.name, grid_case.dtype, engine), DTYPES[grid_case.dtype]
+    grid_case, case, judge = prepared
+    finding = Finding(grid_case.name, grid_case.dtype, engine)
     start = time.perf_counter()
     try:
         with grid_case.limits(), on(mx.Device(mx.cpu) if engine == "numpy" else None):
-            outputs, gradients = run(case, engine, dtype, cotangents, weights)
-            results = as_numpy(outputs | {f"d{name}": gradient for name, gradient in gradients.items()})
+            results = as_numpy(run(case, engine))
             seconds = time.perf_counter() - start
-            without_training = as_numpy(infer(case, engine, dtype, weights))
+            without_training = as_numpy(run(case, engine, training=False))
     # Catch everything: the user wants to see any error of a compiler or a driver.
     except Exception as error:
         return finding._replace(failure=shortened(f"{type(error).__name__}: {error}"))
-    verdict = judge.judge(results, trained(prepared))
-    if not verdict.refusal and (refused := judge.judge(without_training, inferred(prepared))).refusal:
+    verdict = judge.judge(results, case.names())
+    if not verdict.refusal and (refused := judge.judge(without_training, case.names(training=False))).refusal:
         verdict = refused._replace(refusal=f"without training, {refused.refusal}")
-    return finding._replace(
-        seconds=seconds, tensor=verdict.tensor, error=verdict.error, bound=verdict.bound, failure=verdict.refusal
-    )
+    tensor, error, bound, failure, *_ = verdict
+    return finding._replace(seconds=seconds, tensor=tensor, error=error, bound=bound, failure=failure)
 
 
 def as_numpy(arrays: Mapping[str, mx.array]) -> Tensors:

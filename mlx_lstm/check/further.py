@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..compare.contenders import no_pyobjc
 from ..engines import tuning
-from ..machine import child_environment, module_command
+from ..ground.machine import child_environment, module_command
 
 LIMIT = 3600  # seconds that a command may take
 

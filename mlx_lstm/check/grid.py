@@ -11,6 +11,7 @@ from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.ops.packed import judged
 from ..engines.packing import WEIGHTS, WIDTHS, Packing, Quantized
 from ..engines.problem import limited
+from ..oracle.judge import Case
 from ..testing.cases import (
     DTYPES,
     EVERY_OPTION,
@@ -90,24 +91,23 @@ class GridCase(NamedTuple):
         """Return the op's name: `lstm`, `gru` or `rnn`."""
         return self.options.get("op", "lstm")
 
-    def draw(self, seed: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return (case, cotangents) with random arrays, which are the same at every call with the same seed."""
+    def draw(self, seed: int = 1) -> Case:
+        """Return the case with random arrays, which are the same at every call with the same seed. If it is quantized,
+        it also has the quantized weights, and its own arrays have their values."""
         margin = ROUNDING_MARGIN if self.dtype == "float32" else KINK_MARGIN
         recurrent = 0.7 / self.options["sizes"][3] ** 0.5  # small weights: with large ones, rounding errors would grow
-        case, cotangents = draw_away_from_kinks(seed, margin, **self.options, recurrent=recurrent, dtype=self.dtype)
-        return case, {name: cotangents[name] for name in self.with_cotangent or cotangents}
-
-    def quantized(self, case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Quantized]]:
-        """Return (case, weights). The case has weights that are rounded by quantization; `weights` has the same
-        weights as `Quantized` for the engine. If the case is not quantized, return it unchanged and an empty dict."""
+        call, cotangents = draw_away_from_kinks(seed, margin, **self.options, recurrent=recurrent, dtype=self.dtype)
+        cotangents = {name: cotangents[name] for name in self.with_cotangent or cotangents}
+        case = Case(call, cotangents, self.dtype)
         if self.packing is None:
-            return case, {}
-        weights, rounded, dtype = {}, dict(case), DTYPES[self.dtype]
-        for name in (name for name in WEIGHTS if case.get(name) is not None):
-            packed = mx.quantize(to_mlx(case[name], dtype), *self.packing)
-            weights[name] = Quantized(*packed, **self.packing._asdict())
-            rounded[name] = judged(self.packing, weights[name].arrays(name), name)
-        return rounded, weights
+            return case
+        weights = {name: to_mlx(case.arrays[name], DTYPES[self.dtype]) for name in WEIGHTS if name in case.arrays}
+        weights = {
+            name: Quantized(*mx.quantize(array, *self.packing), **self.packing._asdict())
+            for name, array in weights.items()
+        }
+        rounded = {name: judged(self.packing, weight.arrays(name), name) for name, weight in weights.items()}
+        return case._replace(call={**call, **rounded}, weights=weights)
 
     def hindrance(self, engine: str, **machine: Any) -> str:
         """Return why an engine cannot run this case, or "" if it can. `machine`: what to assume about

@@ -8,7 +8,7 @@ from typing import Any
 from ..bench import short
 from ..bench.rounds import Measurement
 from ..engines import tuning
-from ..files import write_whole
+from ..ground.files import write_whole
 from ..testing.report import json_text, machine_card, one_line, without_names
 from .comparison import Finding
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn, TextIO
 
-from ..machine import VERSION, check_files, in_all_digits, run_command
+from ..ground.machine import VERSION, check_files, in_all_digits, run_command
 from ..recurrence import unguarded
 from ..testing.progress import Progress
 from . import judge
@@ -86,22 +86,44 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line's options."""
     parser = Parser(
         "python -m mlx_lstm.compare",
-        description="Compare this package's MPSGraph ops with Apple's MPSGraph, torch and a float64 oracle: every "
-        "result and gradient, within bounds derived from the case. Exit code 1 if something differs.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Compare mlx_lstm.mpsgraph with Apple's MPSGraph, with torch and with a float64 reference.\n\n"
+        "The command runs every option in many small cases. It prints the largest error of\n"
+        "each result and gradient, divided by the allowed error, which is derived for each\n"
+        "case. MPSGraph runs on a Mac only. On another machine the command compares the\n"
+        "others, or arrays that were saved on a Mac.",
+        epilog="examples:\n"
+        "  only the cases with a mask:\n"
+        "    python -m mlx_lstm.compare --cases mask\n"
+        "  on a Mac, answer the open questions:\n"
+        "    python -m mlx_lstm.compare --settle\n"
+        "  arrays that an app has saved:\n"
+        "    python -m mlx_lstm.compare --arrays dump.npz --op lstm\n\n"
+        "The exit code is 0 if everything agrees, 1 if something differs or failed, and 2\n"
+        "if the command cannot do what you asked for.",
     )
     add = parser.add_argument
     names = ", ".join(all_contenders())
-    add("--contenders", nargs="+", metavar="NAME", help=f"of {names}; default: those that run here")
-    add("--cases", nargs="+", metavar="TEXT", help="only cases with one of these texts in their name")
-    add("--all", action="store_true", help="print every row, not only the worst of each pair")
-    add("--json", metavar="FILE", help="write the report as JSON; - is stdout")
-    add("--plot", metavar="FILE", help="draw error over bound into FILE (needs matplotlib)")
-    add("--settle", action="store_true", help="decide the points that Apple's texts leave open; needs MPSGraph")
-    add("--record", metavar="FILE", help="write cases and results (MPSGraph's, else the oracle's) to a golden, .npz")
-    add("--golden", metavar="FILE", help="compare with the results in a golden, on any machine")
-    add("--arrays", metavar="PATH", help="compare your own: a folder of .npy, an .npz or a .safetensors; needs --op")
-    add("--op", choices=tuple(GATES), help="what computed them")
-    add("--descriptor", metavar="JSON", help="its descriptor's properties that differ from Apple's defaults")
+    help_ = f"run only these implementations, of {names}; default: all that work on this machine"
+    add("--contenders", nargs="+", metavar="NAME", help=help_)
+    add("--cases", nargs="+", metavar="TEXT", help="run only the cases whose name contains one of these texts")
+    add("--all", action="store_true", help="print every result; without it, only the worst of each pair is printed")
+    add("--json", metavar="FILE", help="write the report to FILE as JSON; - prints it instead")
+    add("--plot", metavar="FILE", help="draw each error divided by the allowed error into FILE; needs matplotlib")
+    settle = "answer the questions that Apple's documentation leaves open, by experiments; needs MPSGraph"
+    add("--settle", action="store_true", help=settle)
+    record = "save all cases and MPSGraph's results in FILE, an .npz; without MPSGraph, the results of the reference"
+    add("--record", metavar="FILE", help=record)
+    golden = "compare with the results that --record has saved in FILE; works on any machine"
+    add("--golden", metavar="FILE", help=golden)
+    arrays = "compare with your own arrays: a folder of .npy files, an .npz or a .safetensors file; needs --op"
+    add("--arrays", metavar="PATH", help=arrays)
+    add("--op", choices=tuple(GATES), help="the operation of MPSGraph that computed your arrays")
+    descriptor = (
+        "the properties of your operation's descriptor that differ from Apple's defaults, "
+        """such as '{"bidirectional": true}'"""
+    )
+    add("--descriptor", metavar="JSON", help=descriptor)
     parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")
     return parser
 

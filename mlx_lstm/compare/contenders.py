@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..child import Child, ChildError, serve
 from ..engines import METAL_ENGINES, choice
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
-from ..machine import module_command
+from ..ground.child import Child, ChildError, serve
+from ..ground.machine import module_command
 from ..recurrence import unguarded
 from ..testing.cases import DTYPES, hindrance
 from . import apple, ours, torch_layer

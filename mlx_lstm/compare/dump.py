@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..budget import Budget, shown
-from ..files import Foreign, foreign, read_npy, read_npz, read_safetensors
+from ..ground.budget import Budget, shown
+from ..ground.files import Foreign, foreign, read_npy, read_npz, read_safetensors
 from ..mpsgraph.layouts import check_descriptor, layouts, title
 from .cases import COTANGENTS, GATES, GRADIENTS, RESULTS, Arrays, CompareCase
 from .ours import DESCRIPTORS, SAVED

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..budget import shown
-from ..files import DAMAGE, foreign, named, read_npz
+from ..ground.budget import shown
+from ..ground.files import DAMAGE, foreign, named, read_npz
 from .cases import GATES, Arrays, CompareCase
 from .dump import read_descriptor
 from .judge import expected

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..oracle import evaluate
 from ..oracle import kink_distance as distance
 from ..oracle.arithmetic import Arithmetic
 from ..oracle.closeness import TRIALS, bounds_of, exact_and_element_bounds
+from ..oracle.judge import Case
 from .cases import Arrays, CompareCase, through_layers
 
 WORDS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}
@@ -50,9 +50,9 @@ def of_layer(case: CompareCase, fl: Arithmetic, **readings: str) -> Arrays:
     """Return the results of one layer, computed by the oracle. `fl` is the arithmetic: it rounds each operation to its
     dtype, or adds random errors."""
     cotangents = {COTANGENTS[name]: array for name, array in case.arrays.items() if name in COTANGENTS}
-    outputs, gradients = evaluate(call_of(case, **readings), cotangents, fl)
-    results = {name: outputs[word] for name, word in OUTPUTS.items() if word in outputs}
-    return results | {f"d{name}": gradients[WORDS[name]] for name in case.gradients}
+    found = Case(call_of(case, **readings), cotangents).results(fl)
+    results = {name: found[word] for name, word in OUTPUTS.items() if word in found}
+    return results | {f"d{name}": found[f"d{WORDS[name]}"] for name in case.gradients}
 
 
 def kink_distance(case: CompareCase, **readings: str) -> float:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..oracle.verdict import judged
 from . import judge
 from .cases import Arrays, CompareCase
 from .contenders import Outcome
@@ -62,8 +63,9 @@ def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[Compari
         pair = f"{name} - oracle"
         # torch has no gradients of some arrays, and a recording may hold any results; our engines return all of them.
         missing = [tensor for tensor in exact if tensor not in results and name in OURS]
-        yield from (ComparisonRow(case.name, tensor, pair, "missing") for tensor in missing)
-        yield from (ComparisonRow(case.name, tensor, pair, "not expected") for tensor in results if tensor not in exact)
+        for tensor in (*missing, *(tensor for tensor in results if tensor not in exact)):
+            found = judged(tensor, results.get(tensor), exact.get(tensor))
+            yield ComparisonRow(case.name, tensor, pair, found.refusal)
         for tensor in (tensor for tensor in exact if tensor in results):
             yield compare(case, tensor, pair, results[tensor], exact[tensor], bounds[tensor], dtype)
     for other in (name for name in FROM_OUTSIDE if name in outcomes):
@@ -95,32 +97,23 @@ def compare(
     element."""
     shape = value.shape
     value, note = without_leading_ones(value, reference.shape)
-    row = ComparisonRow(case.name, tensor, pair, "ok", shape, value.dtype.name, note=note)
-    if value.shape != reference.shape:
-        return row._replace(verdict=f"shape, expected {list(reference.shape)}")
-    if value.dtype != dtype:
-        return row._replace(verdict=f"dtype, expected {dtype.name}")
-    if np.may_share_memory(value, reference):
-        return row._replace(verdict="is the reference itself")
-    value, reference = value.astype(np.float64), reference.astype(np.float64)
-    error, bound = np.abs(value - reference), np.broadcast_to(bound, reference.shape)
-    parts = np.where(np.isnan(error), np.inf, error / np.where(bound == 0, np.finfo(np.float64).tiny, bound))
-    worst = np.unravel_index(np.argmax(parts), parts.shape)
-    size = np.abs(reference)
-    gap = np.spacing(size.astype(dtype)).astype(np.float64)
-    row = row._replace(
+    found = judged(tensor, value, reference, bound, dtype)
+    row = ComparisonRow(case.name, tensor, pair, found.refusal or "ok", shape, value.dtype.name, note=note)
+    if found.refusal and found.first is None:
+        return row
+    error, size = np.abs(value.astype(np.float64) - reference), np.abs(reference.astype(np.float64))
+    ratios = np.where(np.isnan(error), np.inf, error / np.maximum(bound, np.finfo(np.float64).tiny))
+    return row._replace(
+        verdict="differs" if found.refusal else "ok",
         max_abs=float(error.max()),
         max_rel=float((error[size > 0] / size[size > 0]).max(initial=0.0)),
-        ulp=float((error / gap).max()),
-        over_bound=float(parts[worst]),
-        bound=float(bound[worst]),
-        by_time=tuple(float(step.max()) for step in parts) if tensor in SEQUENCES else (),
+        ulp=float((error / np.spacing(size.astype(dtype)).astype(np.float64)).max()),
+        over_bound=found.ratio,
+        bound=found.bound,
+        first=found.first,
+        step=found.first[0] if found.first and tensor in SEQUENCES else None,
+        by_time=tuple(float(step.max()) for step in ratios) if tensor in SEQUENCES else (),
     )
-    beyond = np.argwhere(~(error <= bound))  # negated, so that NaN is beyond its bound, too
-    if not len(beyond):
-        return row
-    first = tuple(int(n) for n in beyond[0])
-    return row._replace(verdict="differs", first=first, step=first[0] if tensor in SEQUENCES else None)
 
 
 def without_leading_ones(value: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:

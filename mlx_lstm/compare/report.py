@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import __version__
 from ..engines.choice import has_metal
-from ..machine import chip, installed_version, system
+from ..ground.machine import chip, installed_version, system
 from ..testing.report import json_text, table
 from .measure import SEQUENCES, ComparisonRow
 from .settle import Finding

@@ -2,15 +2,15 @@
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
 import mlx.core as mx
 
-from ..budget import shown
-from ..checks import fail
-from ..machine import VERSION, run_command
+from ..ground.budget import shown
+from ..ground.checks import fail
+from ..ground.machine import VERSION, run_command
 from ._files import Model, ending_of, read, replace, write, write_to
 from ._keys import STYLES, WAYS
 from .weights import describe, differences, stacked
@@ -47,7 +47,7 @@ def convert(options: argparse.Namespace) -> list[str]:
     lines say how the layers in the new file differ from those of the source."""
     source, target = options.source, options.target
     is_package = target.suffix == ".mlpackage"
-    ending = target.suffix if is_package else ending_of(target)
+    ending = target.suffix if is_package else ending_of(target, writes=True)
     if target.exists() and not options.force:
         raise FileExistsError(f"{target} exists; --force replaces it")
     if target.is_dir() and not is_package:
@@ -175,56 +175,70 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "python -m mlx_lstm.convert",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Read the LSTM, GRU and RNN layers of the file SRC, and write them to DST in another format.\n"
-        "The endings of the names select the formats: .safetensors, .npz, .keras, .h5, .weights.h5, .onnx.\n"
-        "DST may also end in .mlpackage (Core ML, LSTMs only). The layers keep their names.\n"
-        "After writing, the command reads DST again and compares all numbers bit for bit.",
+        description="Read the LSTM, GRU and RNN layers of the file SRC, and write them to the file DST.\n\n"
+        "The endings of the file names select the formats: .safetensors, .npz, .keras, .h5,\n"
+        ".weights.h5 and .onnx. DST may also be a Core ML package, .mlpackage, for LSTMs.\n"
+        "The layers keep their names. The command prints what it converted. It also reads\n"
+        "DST again, unless that is a Core ML package, and compares all numbers bit for bit.",
         epilog="examples:\n"
         "  PyTorch's weights for a layer of mlx_lstm.nn:\n"
         "    python -m mlx_lstm.convert state_dict.safetensors mlx.safetensors --to mlx\n"
         "  two layers of a Keras model as one PyTorch layer with num_layers=2:\n"
         "    python -m mlx_lstm.convert model.keras torch.safetensors --stack lstm,lstm_1\n"
         "  a file with keys such as encoder.Wx_fwd:\n"
-        "    python -m mlx_lstm.convert a.safetensors b.onnx --from-keys '{name}.{array}_{way}' --ways fwd bwd\n\n"
-        "The exit code is 0, or 2 if nothing was written; a line then says why.",
+        "    python -m mlx_lstm.convert a.safetensors b.onnx --from-keys '{name}.{array}_{way}' \\\n"
+        "        --ways fwd bwd\n\n"
+        "The exit code is 0, or 2 if nothing was written; then a line says why.",
     )
     add = parser.add_argument
     add("source", metavar="SRC", type=Path, help="the file to read")
     add("target", metavar="DST", type=Path, help="the file to write")
-    names = (
-        "torch: weight_ih_l0; mlx: Wx, Wh, bias; two-biases: Wx, Wh, bias_ih, bias_hh; keras: kernel; ops: Wx, Wh, b"
-    )
-    add("--to", choices=STYLES, help=f"how arrays are named in a .safetensors or .npz file ({names}); default: torch")
-    fields = (
-        "{array} stands for the array, {name} for the layer's name, {layer} for its number, {way} for the direction"
-    )
-    add("--keys", metavar="FORM", help=f"a pattern for the keys in DST: {fields}")
-    add(
-        "--from-keys",
-        metavar="FORM",
-        help="the same for the keys in SRC; default: the usual names are recognised",
-    )
-    add(
-        "--ways", nargs=2, metavar=("A", "B"), help="the words for {way}: forward and reverse direction; with a pattern"
-    )
-    add(
-        "--stack",
-        action="append",
-        metavar="A,B",
-        help="join these layers of SRC, in this order, to one layer of several",
-    )
-    add("--only", nargs="+", metavar="NAME", help="convert only the recurrent layers with these names")
-    change = "rename layers and keys: a beginning OLD becomes NEW; each may be empty, as in model.lstm.=lstm."
-    add("--prefix", action="append", type=prefix, metavar="OLD=NEW", help=change)
-    add("--layers-only", action="store_true", help="do not copy arrays that belong to no recurrent layer")
-    add("--order", help="the order of the gates in SRC, such as icfo, if it is not the usual order of its format")
-    plain = "the activation of plain RNNs in SRC, which weight files do not contain; default: tanh"
-    add("--nonlinearity", choices=("tanh", "relu", "sigmoid"), help=plain)
-    outside = "also read the files beside SRC to which an .onnx file refers; else they are refused"
-    add("--external-data", action="store_true", help=outside)
     add("--force", action="store_true", help="replace DST if it exists")
     parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")
+    add_choice(parser.add_argument_group("which layers").add_argument)
+    add_names(parser.add_argument_group("names of arrays in .safetensors and .npz files").add_argument)
+    add_facts(parser.add_argument_group("what SRC does not say").add_argument)
     return parser
+
+
+def add_choice(add: Callable[..., object]) -> None:
+    """Add the options that select, join and rename layers, by the method `add_argument` of a group."""
+    add("--only", nargs="+", metavar="NAME", help="convert only the layers with these names")
+    add("--layers-only", action="store_true", help="do not copy the arrays of other layers, such as an embedding")
+    stack = "stack these layers of SRC into one, as with num_layers=2 in PyTorch; A reads the input; may be repeated"
+    add("--stack", action="append", metavar="A,B", help=stack)
+    change = (
+        "rename layers and keys that start with OLD: they start with NEW then. Either may be empty: "
+        "model.lstm.=lstm. renames, model.= removes; may be repeated"
+    )
+    add("--prefix", action="append", type=prefix, metavar="OLD=NEW", help=change)
+
+
+def add_names(add: Callable[..., object]) -> None:
+    """Add the options that say how arrays are named in a file."""
+    styles = (
+        "the usual names to write. torch (the default): weight_ih_l0; mlx: Wx, Wh, bias; two-biases: Wx, Wh, bias_ih, "
+        "bias_hh; keras: kernel; ops: Wx, Wh, b"
+    )
+    add("--to", choices=STYLES, help=styles)
+    keys = (
+        "a pattern for the names to write, such as '{name}.{array}': {name} is replaced by the layer's name, {array} "
+        "by the array's, {layer} by the layer's number, {way} by the direction"
+    )
+    add("--keys", metavar="PATTERN", help=keys)
+    from_keys = "a pattern for the names to read; without it the command knows the usual names"
+    add("--from-keys", metavar="PATTERN", help=from_keys)
+    ways = "the words that stand for {way} in a pattern: A for the forward direction, B for the reverse one"
+    add("--ways", nargs=2, metavar=("A", "B"), help=ways)
+
+
+def add_facts(add: Callable[..., object]) -> None:
+    """Add the options for what a weight file does not contain."""
+    add("--order", help="the order of the gates, such as icfo, if it is not the usual order of the format of SRC")
+    plain = "the activation function of plain RNN layers, which weight files do not contain; default: tanh"
+    add("--nonlinearity", choices=("tanh", "relu", "sigmoid"), help=plain)
+    outside = "read the files, too, to which an .onnx file refers; without this option they are refused, for safety"
+    add("--external-data", action="store_true", help=outside)
 
 
 def prefix(text: str) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..budget import shown
-from ..checks import fail
 from ..engines.problem import Arrays
+from ..ground.budget import shown
+from ..ground.checks import fail
 from .weights import OURS, Weights, held, one_bias, reorder
 
 ENDING = ".mlpackage"

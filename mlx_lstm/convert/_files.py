@@ -10,10 +10,18 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..budget import Budget, shown
-from ..checks import check_flag, check_option, fail
 from ..engines.cells import ACTIVATIONS
-from ..files import DTYPES, broken, foreign, read_npz, read_safetensors, size_of, write_whole
+from ..ground.budget import Budget, shown
+from ..ground.checks import check_flag, check_option, fail
+from ..ground.files import (
+    DTYPES,
+    broken,
+    foreign,
+    read_npz,
+    read_safetensors,
+    size_of,
+    write_whole,
+)
 from . import _coreml_file, _keras_file, _keys, _onnx_file
 from .weights import Weights, check_weights
 
@@ -148,11 +156,13 @@ def write(
         {'lstm': ['lstm.Wx', 'lstm.Wh', 'lstm.bias']}
     """
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent} is no folder")
     if path.suffix != _coreml_file.ENDING:
-        ending_of(path)
+        ending_of(path, writes=True)
     if not isinstance(model, Model):
-        if not isinstance(model, Mapping):
-            rule = "model must be what convert.read returns, or a dict of Weights by name,"
+        if not isinstance(model, Mapping) or hasattr(model, "parameters"):  # a layer of MLX is a dict, too
+            rule = "model must be what convert.read returns, or a dict of Weights by name: {name: from_torch(layer)},"
             fail("convert", rule, type(model).__name__)
         model = Model(dict(model), {}, {}, [], {})
     for weights in model.layers.values():
@@ -193,29 +203,33 @@ def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Seque
     write_safetensors(path, arrays, model.metadata | told_by(model.layers))
 
 
+TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 INSTEAD = {
-    ": torch.load(..., weights_only=True), then safetensors.torch.save_file,": (
-        ".pt",
-        ".pth",
-        ".bin",
-        ".ckpt",
-    ),
+    ": torch.load(..., weights_only=True), then safetensors.torch.save_file,": TORCH_ENDINGS,
     ": rename it to .h5,": (".hdf5", ".hdf"),
     ": Core ML packages can be written, not read,": (".mlpackage",),
     ": of a SavedModel save the weights by Keras, as .h5,": (".pb",),
 }
 """Advice that an error text gives for files in formats that are not supported, and the endings of these files."""
 
+INSTEAD_OF_WRITING = {
+    ": safetensors.torch.load_file reads a .safetensors file in PyTorch,": TORCH_ENDINGS,
+    ": a Core ML package ends in .mlpackage,": (".mlmodel",),
+}
+"""The same for files to write."""
 
-def ending_of(path: Path) -> str:
+
+def ending_of(path: Path, *, writes: bool = False) -> str:
     """Return the ending of a file's name, which selects the format; raise ValueError with advice for an unknown
-    ending."""
+    ending. writes: whether the file is one to write."""
     for ending in ENDINGS:
         if path.name.endswith(ending):
             return ending
     found = ".pb" if (path / "saved_model.pb").exists() else path.suffix
-    more = next((way for way, endings in INSTEAD.items() if found in endings), "")
-    fail("convert", f"{path.name} must end in {', '.join(ENDINGS)}{more}", repr(path.suffix))
+    advice = INSTEAD_OF_WRITING if writes else INSTEAD
+    more = next((way for way, endings in advice.items() if found in endings), "")
+    known = (*ENDINGS, _coreml_file.ENDING) if writes else ENDINGS
+    fail("convert", f"{path.name} must end in {', '.join(known)}{more}", repr(path.suffix))
 
 
 def told_by(layers: Mapping[str, Weights]) -> dict[str, str]:

@@ -8,10 +8,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from .. import budget as limits
-from ..budget import Budget
-from ..files import array_in, as_bfloat16, broken
-from ..machine import child_command, child_environment, has_interpreter
+from ..ground import budget as limits
+from ..ground.budget import Budget
+from ..ground.files import array_in, as_bfloat16, broken
+from ..ground.machine import child_command, child_environment, has_interpreter
 
 
 class Contents(NamedTuple):

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..budget import Budget, shown
-from ..files import Foreign, members_of
+from ..ground.budget import Budget, shown
+from ..ground.files import Foreign, members_of
 from . import _hdf5
 from .keras import ACTIVATIONS, KINDS, NAMES, from_arrays, to_keras
 from .weights import Weights
@@ -75,7 +75,7 @@ def read(file: Foreign) -> Found:
             raise ValueError("it must hold a model of Keras, or its weights, but got no arrays")
         found = gathered(held.arrays, names_in_new(held, budget), {each.place: each for each in known}, "x/6")
     layers, rest, keys, notes = found
-    return layers, rest, keys, [*held.notes, *notes, *notes_on(known)]
+    return layers, rest, keys, [*held.notes, *notes, *notes_on(known, rest)]
 
 
 COUNTERPARTS = {
@@ -90,9 +90,9 @@ MOST_NOTES = 20
 """The most notes on layers that are printed."""
 
 
-def notes_on(known: list[Known]) -> list[str]:
+def notes_on(known: list[Known], rest: dict[str, Any]) -> list[str]:
     """Return what the arrays of a model do not say: how the halves of a Bidirectional are merged, and which layers of
-    `mlx.nn` take the arrays of other layers."""
+    `mlx.nn` take the arrays of other layers. rest: these arrays by key."""
     notes = []
     for each in known:
         kind, mode = each.config["class_name"], each.config["config"].get("merge_mode", "concat")
@@ -101,6 +101,8 @@ def notes_on(known: list[Known]) -> list[str]:
             notes.append(f"{shown(each.name)}: merge_mode is {shown(mode)}. A call returns both halves: {advice}")
         if isinstance(kind, str) and kind in COUNTERPARTS:
             notes.append(f"{shown(each.name)}: {kind} is {COUNTERPARTS[kind]}")
+    if notes and any(key.endswith("vars.0") for key in rest):
+        notes.append("vars.0 of a layer is its kernel, embeddings or gamma, and vars.1 its bias or beta")
     more = len(notes) - MOST_NOTES
     return notes if more <= 0 else [*notes[:MOST_NOTES], f"and {more} notes more on other layers"]
 

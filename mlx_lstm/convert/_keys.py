@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..budget import shown
-from ..checks import check_array, check_option, fail
 from ..engines.cells import ACTIVATIONS
 from ..engines.directions import OWN_AXIS, part
 from ..engines.problem import Arrays
+from ..ground.budget import shown
+from ..ground.checks import check_array, check_option, fail
 from . import torch
 from .keras import NAMES as KERAS_NAMES
 from .keras import arrays_of, direction

@@ -7,9 +7,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..budget import Budget, shown
-from ..checks import fail
-from ..files import NUMBERS, Foreign, broken, check_shape, foreign
+from ..ground.budget import Budget, shown
+from ..ground.checks import fail
+from ..ground.files import NUMBERS, Foreign, broken, check_shape, foreign
 from .onnx import OPS, from_node, to_onnx
 from .weights import Weights, to_mlx
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..checks import check_array, check_flag, check_integer, check_option, fail
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ..ground.checks import check_array, check_flag, check_integer, check_option, fail
 from .weights import Weights, checked, held, to_mlx, two_biases
 
 GATES = {"lstm": 4, "gru": 3, "rnn_relu": 1, "rnn_tanh": 1}

@@ -5,9 +5,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..checks import check_array, check_option, check_sizes, fail
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
+from ..ground.checks import check_array, check_option, check_sizes, fail
 from .weights import Weights, check_weights, checked, describe, held, one_bias, to_mlx, two_biases
 
 CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "elman": RNNCell("tanh")}

@@ -4,9 +4,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..checks import check_array, fail
 from ..engines.cells import GRUCell, LSTMCell
 from ..engines.problem import Arrays
+from ..ground.checks import check_array, fail
 from .keras import direction
 from .weights import (
     HASTE,

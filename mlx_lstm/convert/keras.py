@@ -6,9 +6,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..checks import check_array, fail
 from ..engines.cells import GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
+from ..ground.checks import check_array, fail
 from .weights import (
     CELLS,
     KERAS,
@@ -54,7 +54,8 @@ def from_keras(*layers: Any) -> Weights:
     for layer in layers:
         kind = type(layer).__name__
         if kind not in (*KINDS, "Bidirectional") or not hasattr(layer, "get_weights"):
-            fail(op, "layers must be LSTM, GRU, SimpleRNN or Bidirectional of Keras", kind)
+            whole = ": convert.read takes a file with all layers," if hasattr(layer, "layers") else ""
+            fail(op, f"layers must be LSTM, GRU, SimpleRNN or Bidirectional of Keras{whole}", kind)
         config = {"class_name": kind, "config": layer.get_config()}
         arrays, ways = layer.get_weights(), 2 if kind == "Bidirectional" else 1
         n = len(arrays) // ways

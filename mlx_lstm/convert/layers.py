@@ -8,8 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..checks import fail
 from ..engines.cells import GRUCell, LSTMCell
+from ..ground.checks import fail
 
 NONLINEARITIES: dict[Callable[..., Any], str] = {
     nn.tanh: "tanh",

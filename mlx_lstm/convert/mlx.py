@@ -6,9 +6,9 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..checks import check_array, check_flag, check_option, fail
 from ..engines.directions import join, part
 from ..engines.problem import Arrays
+from ..ground.checks import check_array, check_flag, check_option, fail
 from .layers import OF_MLX, describe
 from .torch import gates_of
 from .weights import (

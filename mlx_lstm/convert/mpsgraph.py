@@ -5,9 +5,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..checks import check_option, fail
 from ..engines.cells import GRUCell, LSTMCell
 from ..engines.problem import Arrays
+from ..ground.checks import check_option, fail
 from .mlx import from_ops, to_ops
 from .weights import MPSGRAPH, OURS, Weights, held, reorder
 

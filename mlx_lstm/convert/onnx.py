@@ -5,9 +5,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..checks import check_array, check_option, fail
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
+from ..ground.checks import check_array, check_option, fail
 from .weights import ONNX, OURS, Weights, checked, held, reorder, rows_reordered, to_mlx, two_biases
 
 OPS = {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn"}

@@ -4,8 +4,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..checks import check_array, check_limit, check_number, check_option, fail
 from ..engines.cells import GRUCell, LSTMCell
+from ..ground.checks import check_array, check_limit, check_number, check_option, fail
 from .weights import OURS, TF, Weights, check_weights, checked, describe, held, one_bias, reorder, to_mlx
 
 PEEPHOLES = {"i": "wci", "f": "wcf", "o": "wco"}

@@ -6,9 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..checks import fail
 from ..engines.problem import Arrays
-from ..files import shown
+from ..ground.checks import fail
+from ..ground.files import shown
 from .weights import OF_GATES, Title, Weights, cell_of, checked, held, parameters_of, to_mlx, two_biases
 
 NAMES = {"weight_ih": "Wx", "weight_hh": "Wh", "bias_ih": "bx", "bias_hh": "bh", "weight_hr": "Wp"}
@@ -44,8 +44,9 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
     """
     op = "from_torch"
     nonlinearity = getattr(arrays, "nonlinearity", nonlinearity)
-    whole = parameters_of(op, "arrays must be a layer or a dict of arrays", arrays)
-    arrays = parameters_of(op, "arrays must be a layer or a dict of arrays", arrays, prefix)
+    rule = "arrays must be a layer or a dict of arrays (of a file: mx.load(file), or convert.read(file).layers)"
+    whole = parameters_of(op, rule, arrays)
+    arrays = parameters_of(op, rule, arrays, prefix)
     check_prefix(op, whole, arrays, prefix)
     parts: dict[tuple[int, int], dict[str, mx.array]] = {}
     is_cell = f"{prefix}weight_hh" in arrays

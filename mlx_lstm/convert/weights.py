@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..checks import FLOATS, check_array, check_limit, check_number, check_option, fail
 from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
+from ..ground.checks import FLOATS, check_array, check_limit, check_number, check_option, fail
 from ..recurrence import join_biases
 from .layers import class_of
 

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..checks import check_array, check_integer, check_number, check_option, fail
 from ..convert.cudnn import GATES, Layout
+from ..ground.checks import check_array, check_integer, check_number, check_option, fail
 
 INPUT_MODES = ("linear_input", "skip_input", "auto_select")
 DIRECTIONS = ("unidirectional", "bidirectional")

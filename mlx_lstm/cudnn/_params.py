@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..checks import FLOATS, check_array, check_option, fail
+from ..ground.checks import FLOATS, check_array, check_option, fail
 from ._buffer import Attributes, Layout, check_params, layout
 
 

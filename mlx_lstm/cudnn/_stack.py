@@ -9,12 +9,20 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from .. import recurrence
-from ..checks import check_array, check_every, check_flag, check_lengths, check_option, check_sizes, fail
 from ..convert.cudnn import join_layers, layer_arrays
 from ..engines import choice
 from ..engines.choice import Engine, Stream, check_device, on
 from ..engines.problem import Arrays
 from ..engines.tracing import have_values, is_transforming
+from ..ground.checks import (
+    check_array,
+    check_every,
+    check_flag,
+    check_lengths,
+    check_option,
+    check_sizes,
+    fail,
+)
 from ..recurrence import by_layer, join_biases, of_layers
 from ._buffer import Attributes, Layout, check_params, layout
 

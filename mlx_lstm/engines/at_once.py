@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import choice
-from .numpy.arrays import MLX_ALLOCATES, view
+from .numpy.sweep import MLX_ALLOCATES, view
 from .numpy.weights import cached
 from .tracing import is_transforming
 

@@ -66,6 +66,18 @@ class Graph:
             self.nodes.append(node)
         return self.numbers[key]
 
+    def normalise(self, x: int, matrix: int) -> int:
+        """Return the node of the layer normalisation of x, or of its derivative at the same numbers, applied to x.
+
+        A definition is traced with a product x N0 in the place of the normalisation. MLX's gradient of this product is
+        d N0^T. The normalisation's derivative is a linear function of d, too. It also depends on what was normalised,
+        so that is an operand of the node: "unnorm" (d, c, N0), for the node "norm" (c, N0).
+        """
+        if self.nodes[matrix].value == "N0":
+            return self.add("norm", x, matrix)
+        found = next(node for node in self.nodes if node.op == "norm")
+        return self.add("unnorm", x, *found.args)
+
     def value(self, n: int) -> float | None:
         """Return the value of node n if it is a constant, else None."""
         return self.nodes[n].value if self.nodes[n].op == "const" else None
@@ -259,6 +271,7 @@ class CellGraph:
     - i: i0 is h times the mask, which enters the recurrent product
     - k: k0 is the limit of c, and k1 that of a projected h
     - W: a matrix. W0 is the weight of a second product in the step, and W0T its transpose
+    - N: N0 is the layer normalisation of c
 
     apart: whether the function reads the input's part and the recurrent part of the preactivations separately. forward:
     the nodes of the new states. names: the inputs that are differentiated, x*, p*, s*, u*, w* in this order. back: the
@@ -344,6 +357,15 @@ class CellGraph:
     def has_product(self) -> bool:
         """Return whether a step has a second product, besides that with Wh."""
         return "W0T" in self.number
+
+    def has_norm(self) -> bool:
+        """Return whether c is normalised."""
+        return "N0" in self.number
+
+    def norm_operand(self, op: str) -> int:
+        """Return the node that is normalised ("norm"), or the node of the gradient of its scaled and shifted result
+        ("unnorm")."""
+        return next(node.args[0] for node in self.nodes if node.op == op)
 
     def operand(self, matrix: str) -> int:
         """Return the node that a step with a second product multiplies by "W0T" (in the forward pass) or "W0" (in the

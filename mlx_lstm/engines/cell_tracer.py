@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..checks import fail
+from ..ground.checks import fail
 from . import definitions
 from .captures import Captured, TooMuch, library_of
 from .cell_graph import CONDITIONS, CellGraph, Graph, Node, cell_graph, names_of, needed
-from .cells import AnyCell, Cell, PointwiseCell, form_of
+from .cells import AnyCell, Cell, NormOptions, PointwiseCell, form_of
 from .tracing import distinct, have_values, vjp
 
 OP = "pointwise"
@@ -71,7 +71,7 @@ ADVICE = {
     "arrays from around the cell would be constants without a gradient: pass it in params": ("a captured array",),
     "MLX cannot write out functions with derivatives of their own": ("a custom function",),
     "a cell computes in float32": ("AsType",),
-    "use mx.where": ("a decision on values",),
+    "use mx.where instead of if, and functions of MLX only": ("a decision on values",),
     "compute it before, as a number, or use mlx_lstm.recurrent": ("a compiled function of constants",),
 }
 """For each piece of advice in an error message, the operations for which it is given. A cell must not use them."""
@@ -161,6 +161,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "atanh": mx.arctanh, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b, "lt": lambda a, b: a < b,
     "le": lambda a, b: a <= b, "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "and": mx.logical_and,
     "or": mx.logical_or, "not": mx.logical_not, "select": mx.where, "matmul": lambda a, b: a @ b,
+    "norm": lambda c, norm: norm(c), "unnorm": lambda d, c, norm: norm.back(d, c),
 }  # fmt: skip
 """The function of MLX for each operation of a graph. "float" is missing, because the conversion needs a dtype."""
 
@@ -259,7 +260,10 @@ def graph_of(cell: AnyCell, names: Collection[str], exposes: bool) -> CellGraph:
     caller gets the gates; for a backward pass, whether they have cotangents."""
     if isinstance(cell, PointwiseCell):
         return cell.graph
-    return traced_definition(form_of(cell), frozenset({"peephole", "Wp"} & set(names)), exposes)
+    form = form_of(cell)
+    if form.norm is not None:  # only the norm of c is in the graph: the others change the preactivations before it
+        form = form._replace(norm=NormOptions(None, c=form.norm.c) if form.norm.c else None)
+    return traced_definition(form, frozenset({"peephole", "Wp"} & set(names)), exposes)
 
 
 def straight_through(x: mx.array, value: mx.array) -> mx.array:
@@ -287,6 +291,7 @@ TRACED: definitions.Functions = {
     "sigmoid": mx.sigmoid,
     "clip": traced_clip,
     "where": lambda condition, value, x: straight_through(x, mx.where(condition, value, x)),
+    "norm": lambda c, N: c @ N,  # see `Graph.normalise`
 }
 """The functions from which a traced definition is built."""
 
@@ -301,6 +306,7 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
     first = [*(f"x{k}" for k in range(cell.gates)), *(f"p{k}" for k in products)]
     first += [*(f"s{k}" for k in range(cell.carried + 1)), *peepholes, *(["i0"] if before else [])]
     more = {"k0": cell.cell_clip is not None, "k1": cell.projection_clip is not None, "W0": before or "Wp" in names}
+    more["N0"] = cell.norm is not None
     given = [*first, *(name for name, is_there in more.items() if is_there)]
 
     def results(*arrays: mx.array) -> list[mx.array]:
@@ -334,7 +340,15 @@ def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.ar
     a: Sequence[Any] = x
     if apart:
         a, rest = tuple(zip(x, rest[: counts.gates], strict=True)), rest[counts.gates :]
-    states = cell(a, rest[: counts.states], *rest[counts.states :])
+    try:
+        states = cell(a, rest[: counts.states], *rest[counts.states :])
+    except (TypeError, ValueError) as error:
+        # Python's own errors for a wrong number of values, and MLX's for a tuple of arrays in place of an array
+        if not any(text in str(error) for text in (" to unpack", "positional argument", "Invalid type tuple")):
+            raise
+        given = f"gates={counts.gates}, states={counts.states}, params={counts.params}, inputs={counts.inputs}"
+        rule = "gates, states, params and inputs must be as many as the cell takes, cell(a, state, *inputs, *params),"
+        raise ValueError(f"[{OP}] {rule} but got {given}: {str(error).rstrip('.')}.") from error
     shape = rest[0].shape
     if isinstance(states, mx.array) and counts.states == 1:
         states = (states,)
@@ -465,7 +479,7 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
         matrix = str(graph.nodes[args[0]].value)
         return graph.input(matrix[:-1] if matrix[-1] == "T" else matrix + "T")
     if name == "Matmul":
-        return graph.add("matmul", *args)
+        return graph.normalise(*args) if graph.nodes[args[1]].value in ("N0", "N0T") else graph.add("matmul", *args)
     if name in (*VIEWS, "StopGradient"):
         return args[0]
     if name == "AsType":
@@ -595,7 +609,8 @@ def line_of(step: Callable[..., Any], given: list[mx.array]) -> str:
 
 def place(file: str, line: int) -> str:
     """Return text for an error message: a file's name, the number of a line, and the source of this line."""
-    return f", {Path(file).name} line {line}: {linecache.getline(file, line).strip()}"
+    source = linecache.getline(file, line).strip()
+    return f", {Path(file).name} line {line}" + (f": {source}" if source else "")
 
 
 def is_users(file: str) -> bool:

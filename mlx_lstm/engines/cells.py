@@ -35,6 +35,21 @@ OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
 NO_BIAS: float = 0.0
 
 
+class NormOptions(NamedTuple):
+    """How a cell's step uses layer normalisation. `engines.definitions` has the equations.
+
+    of: "product" normalises the recurrent product h Wh^T, "sum" the sum of this product and the input's part, bias
+    included; None neither. gates: whether it takes its mean over all G H numbers "together", or over the H numbers of
+    "each" gate. c: where an LSTM's c is normalised: only for the "output" h, or also in the "state" that the next step
+    gets; None for not at all. eps: the number that is added to each variance.
+    """
+
+    of: str | None = "product"
+    gates: str = "together"
+    c: str | None = None
+    eps: float = 1e-5
+
+
 class LSTMCell(NamedTuple):
     """The options of an LSTM cell. `engines.definitions.lstm` has the equations.
 
@@ -43,7 +58,7 @@ class LSTMCell(NamedTuple):
     output_peephole: whether the peephole of o reads c[t] ("current") or c[t-1] ("previous").
     cell_clip: the largest |c[t]|, or None for no limit. forget_bias: a number added to the preactivation of f.
     projection_clip: the largest absolute value of a projected h, or None for no limit. clip_gradient: whether gradients
-    pass "through" both clips unchanged, or are "zero" where a clip changed the value.
+    pass "through" both clips unchanged, or are "zero" where a clip changed the value. norm: the layer normalisation.
     """
 
     gate_order: str = "ifgo"
@@ -53,6 +68,7 @@ class LSTMCell(NamedTuple):
     forget_bias: float = 0.0
     projection_clip: float | None = None
     clip_gradient: str = "through"
+    norm: NormOptions | None = None
 
     # Every cell has these attributes. op: the name of the function for users. gates: the number of gates. carried: how
     # many blocks of H numbers the state c has. kept: how many blocks of H numbers the output `gates` has, which the
@@ -96,12 +112,14 @@ class GRUCell(NamedTuple):
     activations: the activations of r, z, n, in this order for every gate_order.
     reset: whether r multiplies the candidate's recurrent product ("after") or the h that enters it ("before").
     flip_z: z is the weight of n in h[t]; otherwise it is the weight of h[t-1].
+    norm: the layer normalisation.
     """
 
     gate_order: str = "rzn"
     activations: tuple[str, str, str] = ("sigmoid", "sigmoid", "tanh")
     reset: str = "after"
     flip_z: bool = False
+    norm: NormOptions | None = None
 
     op = "gru"
     gates = gradients = 3
@@ -122,9 +140,10 @@ class GRUCell(NamedTuple):
 
 
 class RNNCell(NamedTuple):
-    """The option of the plain RNN cell. Its only "gate" is the preactivation: h = act(gate)."""
+    """The options of the plain RNN cell. Its only "gate" is the preactivation: h = act(gate)."""
 
     act: str = "tanh"
+    norm: NormOptions | None = None
 
     op = "rnn"
     gates = gradients = 1
@@ -154,6 +173,7 @@ class PointwiseCell(NamedTuple):
 
     graph: CellGraph
     recurrent: bool = True
+    norm: NormOptions | None = None
 
     op = "pointwise"
     reads_kept = True
@@ -233,8 +253,15 @@ Cell = LSTMCell | GRUCell | RNNCell
 AnyCell = Cell | PointwiseCell
 
 
+def norm_blocks(cell: AnyCell) -> int:
+    """Return how many parts of the product or sum are normalised by themselves: each gate, or all gates as one."""
+    return cell.gates if cell.norm is not None and cell.norm.gates == "each" else 1
+
+
 def form_of(cell: AnyCell) -> Any:
     """Return the cell without the numbers that generated code gets as arguments."""
+    if cell.norm is not None:
+        cell = cell._replace(norm=cell.norm._replace(eps=1.0))
     limits = {name: 1.0 for name in ("cell_clip", "projection_clip") if getattr(cell, name) is not None}
     whole: Any = cell
     return whole._replace(forget_bias=0.0, **limits) if limits or cell.forget_bias else cell

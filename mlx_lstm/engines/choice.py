@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
 
-from ..checks import FLOATS, check_option, fail
+from ..ground.checks import FLOATS, check_option, fail
 from . import tuning
 from .cells import AnyCell, Cell, LSTMCell, PointwiseCell
 from .packing import Packing
@@ -215,6 +215,9 @@ def obstacles(cell: AnyCell, H: int, place: Place, projection: bool) -> dict[str
         reasons["fused"] = reasons["stepwise"] = "Metal shaders run on the GPU and the stream's device is cpu"
     elif not metal:
         reasons["fused"] = reasons["stepwise"] = "MLX has no Metal back end on this machine"
+    if cell.norm is not None:
+        reasons.setdefault("numpy", "it has no layer normalisation yet")
+        reasons |= {name: "it has no layer normalisation yet" for name in METAL_ENGINES if name not in reasons}
     if isinstance(cell, PointwiseCell) and "erf" in [node.op for node in cell.graph.nodes]:
         reasons.setdefault("numpy", "NumPy has no erf")
     if "fused" in reasons:

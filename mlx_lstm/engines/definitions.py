@@ -54,6 +54,48 @@ def clipped(x: Array, limit: Array, gradient: str) -> Array:
     return inside + mx.where(mx.isinf(x), 0, x - mx.stop_gradient(x))  # adds 0, but with the gradient of x
 
 
+def normalised(a: Array, blocks: int, eps: float) -> tuple[Array, Array]:
+    """Return (y, r): y [.., n] is a [.., n] with mean 0 and variance 1 in each of its blocks of n / blocks numbers, and
+    r [.., blocks] is 1 / sqrt(variance + eps), with the variance of all numbers of a block, as in torch."""
+    parts = mx.unflatten(a, -1, (blocks, -1))
+    centred = parts - parts.mean(axis=-1, keepdims=True)
+    # The mean of the squares minus the square of the mean would lose all digits where the mean is large.
+    r = 1 / mx.sqrt((centred * centred).mean(axis=-1, keepdims=True) + constant(eps, a))
+    return (centred * r).flatten(-2), r.squeeze(-1)
+
+
+def before_norm(d: Array, y: Array, r: Array) -> Array:
+    """Return the gradient of a in `normalised(a)`, which returned (y, r). d [.., n]: the gradient of y."""
+    d, y = (mx.unflatten(part, -1, (r.shape[-1], -1)) for part in (d, y))
+    rest = d - d.mean(axis=-1, keepdims=True) - y * (d * y).mean(axis=-1, keepdims=True)
+    return (rest * r[..., None]).flatten(-2)
+
+
+class ScaledNorm:
+    """Layer normalisation of arrays [.., n] in blocks, then a scale and a shift [n]. Without an array the scale is 1,
+    the shift 0."""
+
+    def __init__(self, blocks: int, eps: float, scale: Array | None, shift: Array | None):
+        self.blocks, self.eps, self.scale, self.shift = blocks, eps, scale, shift
+
+    def __call__(self, a: Array) -> Array:
+        """Return the normalised, scaled and shifted array."""
+        return self.scaled(normalised(a, self.blocks, self.eps)[0])
+
+    def scaled(self, y: Array) -> Array:
+        """Return y times the scale plus the shift."""
+        y = y if self.scale is None else y * self.scale
+        return y if self.shift is None else y + self.shift
+
+    def before(self, d: Array, y: Array, r: Array) -> Array:
+        """Return the gradient of a, from the gradient d of `self(a)` and the results (y, r) of `normalised(a)`."""
+        return before_norm(d if self.scale is None else d * self.scale, y, r)
+
+    def back(self, d: Array, a: Array) -> Array:
+        """Return the gradient of a, from the gradient d of `self(a)`."""
+        return self.before(d, *normalised(a, self.blocks, self.eps))
+
+
 Functions = Mapping[str, Callable[..., Array]]
 
 ACTIVATIONS: Functions = {
@@ -64,8 +106,8 @@ ACTIVATIONS: Functions = {
     **{name: partial(hard_sigmoid, rise) for name, rise in HARD_SIGMOIDS.items()},
 }
 
-FUNCTIONS: Functions = {**ACTIVATIONS, "clip": clipped, "where": mx.where}
-"""The functions from which the definitions are built. `engines.cell_tracer` replaces three of them for its graphs."""
+FUNCTIONS: Functions = {**ACTIVATIONS, "clip": clipped, "where": mx.where, "norm": lambda c, norm: norm(c)}
+"""The functions from which the definitions are built. `engines.cell_tracer` replaces four of them for its graphs."""
 
 
 def activate(name: str, x: Array) -> Array:
@@ -81,12 +123,14 @@ def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functi
     """Run one step of an LSTM. Return ([h, c], gates).
 
     a: the preactivation of each gate, forget bias included. v: c, the state before the step, and where given the
-    peephole weights of each gate, the projection Wp, the limit of c and that of a projected h.
+    peephole weights of each gate, the projection Wp, the limit of c and that of a projected h, and the layer
+    normalisation of c with its scale and shift.
 
       i = s_i(a_i + p_i c_prev)   f = s_f(a_f + p_f c_prev)   g = s_g(a_g + p_g c_prev)
       c = f c_prev + i g, clipped if there is a limit; `clipped` defines the gradient of the clip
       o = s_o(a_o + p_o c), or s_o(a_o + p_o c_prev) if `output_peephole` is "previous"
       h = o s_output(c), or its product with Wp, clipped if there is a limit
+      With a norm of c: c = norm(c) after its clip ("state"), or only h = o s_output(norm(c)) ("output")
     """
     p, c_prev = v["peephole"], v["c"]
 
@@ -97,8 +141,11 @@ def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functi
     c = f * c_prev + i * g
     if v["limit"] is not None:
         c = s["clip"](c, v["limit"], cell.clip_gradient)
+    shown = c if v["norm"] is None else s["norm"](c, v["norm"])
+    if cell.norm is not None and cell.norm.c == "state":
+        c = shown
     o = gate("o", c if cell.output_peephole == "current" else c_prev)
-    h = o * known("ops", s, cell.activation("output"))(c)
+    h = o * known("ops", s, cell.activation("output"))(shown)
     h = h if v["W"] is None else h @ v["W"].T
     if v["projection limit"] is not None:
         h = s["clip"](h, v["projection limit"], cell.clip_gradient)
@@ -146,5 +193,5 @@ def step(cell: Any, of: Mapping[str, Any], s: Functions = FUNCTIONS) -> Step:
     if cell.apart:
         a = {g: (a[g], get(p)) for g, p in zip(gates, NAMES["p"], strict=False)}
     p = {g: of[w] for g, w in zip(gates, NAMES["w"], strict=False)} if "w0" in of else None
-    v = {"h": of["s0"], "c": get("s1"), "h_in": get("i0"), "W": get("W0"), "peephole": p}
+    v = {"h": of["s0"], "c": get("s1"), "h_in": get("i0"), "W": get("W0"), "peephole": p, "norm": get("N0")}
     return DEFINITIONS[cell.op](cell, a, v | {"limit": get("k0"), "projection limit": get("k1")}, s)

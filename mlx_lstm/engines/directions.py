@@ -8,8 +8,9 @@ parameters, and several states side by side in c):
                                     x [T, B, D G H] where it is projected already   inputs [T, B, D U H]
     one after the other, axis 0     Wx [D G H, I]   b [D G H]   bhn [D H]   params [D V H]
     on a separate first axis        Wh [D, G H, P]   Wp [D, P, H]   peephole [D, 4H]
+                                    norm_scale, norm_shift [D, G H]   norm_c_scale, norm_c_shift [D, H]
 
-With one direction D is 1, and Wh, Wp and peephole do not have the separate axis. Both directions read the same x
+With one direction D is 1, and these arrays do not have the separate axis. Both directions read the same x
 [T, B, I] and lengths. The scales and biases of a quantized weight are arranged like the weight.
 """
 
@@ -22,7 +23,7 @@ from .packing import Quantized
 from .problem import Arrays, Problem
 
 ROWS = ("Wx", "b", "bhn", "params")
-OWN_AXIS = ("Wh", "Wp", "peephole")
+OWN_AXIS = ("Wh", "Wp", "peephole", "norm")
 Array = TypeVar("Array", mx.array, np.ndarray)
 
 
@@ -78,7 +79,7 @@ def join_of(name: str, parts: list[Any]) -> Any:
 
 
 def base(name: str) -> str:
-    """Return the name of the weight to which an array belongs: "Wh" for "Wh_scales"."""
+    """Return the first part of an array's name: "Wh" for "Wh_scales", "norm" for "norm_scale"."""
     return name.partition("_")[0]
 
 

@@ -4,6 +4,7 @@ The arrays of a call with one direction have these shapes. T: time steps, B: bat
 units, P: the width of h (H, or the width of the projection), G: gates.
 
     x [T, B, I], or [T, B, G H] without Wx   Wx [G H, I]   Wh [G H, P]   b [G H]   bhn [H]   peephole [4H]   Wp [P, H]
+    norm_scale [G H]   norm_shift [G H]   norm_c_scale [H]   norm_c_shift [H]
     h0 [B, P]   c0 [B, H]   mask, broadcastable to [T, B, P]   keep [T, B, 1]   lengths [B] int32
     results: h [T, B, P]   c [T, B, H]   gates [T, B, G H]   hT [B, P]   cT [B, H]; a gradient has its array's shape
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..files import read_json
-from ..machine import VERSION, counted_gpu_cores, installed_version, shader_folder
+from ..ground.files import read_json
+from ..ground.machine import VERSION, counted_gpu_cores, installed_version, shader_folder
 from .problem import CORES, Cut, Limits
 
 Row = tuple[tuple[int, str], ...]

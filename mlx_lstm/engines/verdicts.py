@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ..budget import shown
-from ..files import read_json, write_whole
+from ..ground.budget import shown
+from ..ground.files import read_json, write_whole
 from . import tuning
 
 MACHINES = 8

@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 
 from .. import recurrence
-from ..checks import check_every, check_option
 from ..convert.mpsgraph import activation_names
 from ..engines.choice import Engine
+from ..ground.checks import check_every, check_option
 from .layouts import Given, check_descriptor, check_leading_ones, gradient_list, translated
 
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}

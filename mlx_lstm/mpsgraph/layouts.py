@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 import mlx.core as mx
 import numpy as np
 
-from ..checks import check_array, check_flag, check_option, check_sizes, fail
 from ..convert.mpsgraph import ACTIVATIONS
 from ..engines.problem import Arrays
+from ..ground.checks import check_array, check_flag, check_option, check_sizes, fail
 
 __all__ = ["ACTIVATIONS", "layouts", "size_of", "title"]
 

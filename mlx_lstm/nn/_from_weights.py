@@ -7,9 +7,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checks import check_array, check_every, fail
 from ..convert import Weights, to_ops
 from ..engines.choice import Engine, check_engine
+from ..ground.checks import check_array, check_every, fail
 from ..recurrence import (
     Call,
     Hold,

@@ -13,13 +13,22 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..advice import Advised, advised
-from ..checks import NO_UNITS, check_array, check_every, check_flag, check_integer, chosen_options, fail, instead_of
 from ..convert.layers import NONLINEARITIES, activation_of, class_of
 from ..engines.at_once import by_mlx, by_numpy, computes_now
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.choice import Engine, check_engine
 from ..engines.packing import Quantized, Weight
+from ..ground.advice import Advised, advised
+from ..ground.checks import (
+    NO_UNITS,
+    check_array,
+    check_every,
+    check_flag,
+    check_integer,
+    chosen_options,
+    fail,
+    instead_of,
+)
 from ..recurrence import (
     Call,
     Hold,
@@ -125,7 +134,7 @@ class Layer(Advised):
         that are `None`."""
         arrays = {}
         for name, argument in self._names.items():
-            if argument in ("Wx", "Wh") or getattr(self, name) is not None:
+            if name in self or argument in ("Wx", "Wh") or getattr(self, name) is not None:
                 arrays[argument] = self._parameter(name)
         return arrays
 

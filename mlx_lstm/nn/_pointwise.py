@@ -7,9 +7,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checks import NO_UNITS, check_array, check_every, check_flag, check_integer, chosen_options, fail
 from ..convert.layers import class_of
 from ..engines.choice import Engine, check_engine
+from ..ground.checks import (
+    NO_UNITS,
+    check_array,
+    check_every,
+    check_flag,
+    check_integer,
+    chosen_options,
+    fail,
+)
 from ..recurrence import (
     Hold,
     Lengths,
@@ -171,24 +179,16 @@ class Pointwise(nn.Module):
         options |= {name: mx.swapaxes(array, 0, 1) for name, array in by_step.items()}
         by_time = [mx.swapaxes(array, 0, 1) if array.ndim == 3 else array for array in inputs]
         own = self._own_cell
-        try:
-            h, last = pointwise(
-                *(own.function, mx.swapaxes(x, 0, 1), Wx, Wh, b, others[: len(state)]),
-                **options,
-                inputs=by_time,
-                params=others[len(state) :],
-                apart=own.apart,
-                reverse=self.reverse,
-                bidirectional=self._directions == 2,
-                checkpoint_every=self.checkpoint_every,
-            )
-        except (TypeError, ValueError) as error:
-            # Python's own errors for a wrong number of values, raised by the user's cell
-            if not any(text in str(error) for text in (" to unpack", "positional argument")):
-                raise
-            counts = f"gates={own.gates}, states={own.states}, params={own.params}, inputs={len(by_time)}"
-            rule = "gates, states, params and inputs must be as many as the cell takes"
-            raise ValueError(f"[{OP}] {rule} but got {counts}: {error}.") from error
+        h, last = pointwise(
+            *(own.function, mx.swapaxes(x, 0, 1), Wx, Wh, b, others[: len(state)]),
+            **options,
+            inputs=by_time,
+            params=others[len(state) :],
+            apart=own.apart,
+            reverse=self.reverse,
+            bidirectional=self._directions == 2,
+            checkpoint_every=self.checkpoint_every,
+        )
         return mx.swapaxes(h, 0, 1), last
 
     def step(

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ..checks import fail
+from ..ground.checks import fail
 
 OP = "nn.precision"
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
-from ..checks import fail
+from ..ground.checks import fail
 from ..recurrence import QuantizedLayer
 from ._from_weights import Recurrence
 from ._replace import OURS, THEIRS, kind_of_parameters, look_alike, modules_of, name_of

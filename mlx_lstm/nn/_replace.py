@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import mlx.nn as nn
 
-from ..checks import check_flag, fail
 from ..convert.layers import activation_of
 from ..engines.choice import Engine, check_engine
+from ..ground.checks import check_flag, fail
 from ._from_weights import Recurrence
 from ._layers import GRU, LSTM, RNN, Layer
 from ._pointwise import Pointwise

@@ -9,7 +9,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..checks import ArraySpec, check_array, check_every, check_integer, check_option, fail, instead_of
 from ..convert import Weights, from_names
 from ..convert.layers import Description, describe
 from ..engines.at_once import by_mlx, by_numpy, computes_now, derived
@@ -18,6 +17,15 @@ from ..engines.choice import Engine, check_engine
 from ..engines.directions import half, join, part
 from ..engines.packing import Quantized
 from ..engines.problem import Arrays
+from ..ground.checks import (
+    ArraySpec,
+    check_array,
+    check_every,
+    check_integer,
+    check_option,
+    fail,
+    instead_of,
+)
 from ..recurrence import (
     Call,
     Hold,

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..checks import fail
 from ..engines.at_once import computes_now
 from ..engines.choice import Engine, check_engine
+from ..ground.checks import fail
 from ..recurrence import Stepper
 from ._stack import read_depths, read_sides
 

@@ -2,8 +2,8 @@
 a correct result may have. Tests and commands compare the results of all engines and other libraries with the oracle's
 results."""
 
-from .case import ARRAYS, OUTPUTS, Case
+from .case import ARRAYS, OUTPUTS, Call
 from .recurrence import activation_arguments, backward, clip_shift, evaluate, forward, kink_distance
 
-__all__ = ["ARRAYS", "OUTPUTS", "Case", "activation_arguments", "backward", "clip_shift", "evaluate", "forward"]
+__all__ = ["ARRAYS", "OUTPUTS", "Call", "activation_arguments", "backward", "clip_shift", "evaluate", "forward"]
 __all__ += ["kink_distance"]

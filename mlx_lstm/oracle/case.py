@@ -14,7 +14,7 @@ import numpy as np
 
 from .arithmetic import Arithmetic, Array, Tensors
 
-Case = Mapping[str, Any]
+Call = Mapping[str, Any]
 Cotangents = Mapping[str, Array | None]
 Side = SimpleNamespace  # one direction of a case, with sizes and defaults filled in
 Step = SimpleNamespace  # the inputs and results of one time step
@@ -35,9 +35,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "forget_bias": 0.0,
         "projection_clip": None,
         "clip_gradient": "through",
+        "norm": None,
     },
-    "gru": {"gate_order": "rzn", "activations": ("sigmoid", "sigmoid", "tanh"), "reset": "after", "flip_z": False},
-    "rnn": {"activation": "tanh"},
+    "gru": {
+        "gate_order": "rzn",
+        "activations": ("sigmoid", "sigmoid", "tanh"),
+        "reset": "after",
+        "flip_z": False,
+        "norm": None,
+    },
+    "rnn": {"activation": "tanh", "norm": None},
 }
 COMMON = {
     "reverse": False,
@@ -48,13 +55,13 @@ COMMON = {
 }
 
 
-def sides(case: Case) -> list[Case]:
+def sides(case: Call) -> list[Call]:
     """Split a case (a dict of arrays and options) into one case per direction: two if the case is bidirectional, else
     one."""
     return [side_of(case, d) for d in range(2)] if case.get("bidirectional") else [case]
 
 
-def side_of(case: Case, d: int) -> Case:
+def side_of(case: Call, d: int) -> Call:
     """Return the part of a bidirectional case that belongs to direction d.
 
     - One half of axis 0 belongs to each direction: Wx [2GH,I], b [2GH], bhn [2H].
@@ -78,7 +85,7 @@ def side_of(case: Case, d: int) -> Case:
     return side
 
 
-def is_shared(case: Case, name: str) -> bool:
+def is_shared(case: Call, name: str) -> bool:
     """Return whether both directions use this array as a whole. Such arrays are an x that Wx still has to multiply, a
     mask of width 1, and a keep (factor on the carried states) of shape [T,B]."""
     if name == "keep":
@@ -88,13 +95,13 @@ def is_shared(case: Case, name: str) -> bool:
     return name == "x" and case.get("Wx") is not None
 
 
-def half(case: Case, array: Array, d: int) -> Array:
+def half(case: Call, array: Array, d: int) -> Array:
     """Return the part of an array that belongs to direction d. The array is an output, or has the layout of an
     output. With one direction return the whole array."""
     return np.split(np.asarray(array), 2, axis=-1)[d] if case.get("bidirectional") else array
 
 
-def join_sides(case: Case, results: list[tuple[Tensors, Tensors]], fl: Arithmetic) -> tuple[Tensors, Tensors]:
+def join_sides(case: Call, results: list[tuple[Tensors, Tensors]], fl: Arithmetic) -> tuple[Tensors, Tensors]:
     """Join the (outputs, gradients) of both directions. Outputs are joined along the last axis; each gradient gets
     the layout of its argument. The gradient of an array that both directions share is the sum of both gradients."""
     (outputs, gradients), (outputs_reverse, gradients_reverse) = results
@@ -111,7 +118,7 @@ def join_sides(case: Case, results: list[tuple[Tensors, Tensors]], fl: Arithmeti
     return outputs, joined
 
 
-def complete(case: Case, fl: Arithmetic) -> Side:
+def complete(case: Call, fl: Arithmetic) -> Side:
     """Return the case with sizes and defaults filled in. Defaults: an absent state is 0, an absent mask is 1, absent
     lengths are T. Without `hold`, no step is held (holding a step leaves the states unchanged)."""
     op = case.get("op", "lstm")

@@ -12,13 +12,16 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from .arithmetic import ACTIVATION_UNITS, Arithmetic, Array, Tensors
-from .case import Case, Cotangents
+from .case import Call, Cotangents
 from .recurrence import KINKS, activation_arguments, evaluate
+from .verdict import Judge, judged, largest
 
 Values = Callable[[Arithmetic], Tensors]
 
 TRIALS = 8
 SAFETY = 4
+LARGE, FEW = 100_000, 2
+"""For a tensor with at least LARGE elements, FEW evaluations with random errors are enough to find its error bound."""
 
 
 class Float(NamedTuple):
@@ -53,30 +56,27 @@ def assert_close(name: str, got: ArrayLike, same_dtype: ArrayLike, ref64: Array,
     fails.
     """
     same_dtype = np.asarray(same_dtype)
-    if np.asarray(got).dtype != same_dtype.dtype:
-        raise AssertionError(f"{name}: dtype {np.asarray(got).dtype}, expected {same_dtype.dtype}")
     floor = 4 * float_of(same_dtype.dtype).eps * largest(ref64)
-    assert_within(name, got, ref64, factor * largest(same_dtype.astype(np.float64) - ref64) + floor)
+    bound = factor * largest(same_dtype.astype(np.float64) - ref64) + floor
+    assert_within(name, got, ref64, bound, same_dtype.dtype)
 
 
-def assert_within(name: str, got: ArrayLike, ref64: ArrayLike, bound: Array | float) -> None:
-    """Assert |got - ref64| <= bound, where `bound` is one number or one number per element. A value that is not finite
-    or a wrong shape fails."""
+def assert_within(
+    name: str, got: ArrayLike, ref64: ArrayLike, bound: Array | float, dtype: DTypeLike | None = None
+) -> None:
+    """Assert |got - ref64| <= bound, where `bound` is one number or one number per element. A value that is not finite,
+    a wrong shape or another dtype than `dtype` fails."""
     got, ref64 = np.asarray(got), np.asarray(ref64)
-    if got.shape != ref64.shape:
-        raise AssertionError(f"{name}: shape {got.shape}, expected {ref64.shape}")
     if ref64.dtype != np.float64 or not np.isfinite(ref64).all() or not np.isfinite(bound).all():
         rule = "the reference must be finite float64 and the bound finite"
         raise AssertionError(f"{name}: {rule}, got {ref64.dtype}, {bound}")
-    error = np.abs(got.astype(np.float64) - ref64)
-    if not (error <= bound).all():  # negated, so that NaN fails too
-        worst = tuple(int(n) for n in np.unravel_index(np.argmax(error - bound), error.shape))
-        values = f"got {got[worst]!s}, expected {ref64[worst]:.9g}"
-        allowed = np.broadcast_to(bound, error.shape)[worst]
-        raise AssertionError(f"{name}: error {error[worst]:.3g} > bound {allowed:.3g} at {list(worst)}: {values}")
+    verdict = judged(name, got, ref64, bound, dtype)
+    if verdict.refusal:
+        where = verdict.first is not None and f" at {list(verdict.at)}: got {got[verdict.at]!s}, expected "
+        raise AssertionError(f"{name}: {verdict.refusal}" + (f"{where}{ref64[verdict.at]:.9g}" if where else ""))
 
 
-def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -> dict[str, float]:
+def bounds(case: Call, dtype: DTypeLike, cotangents: Cotangents | None = None) -> dict[str, float]:
     """Return {name: bound}: the largest error of each result that a right implementation in `dtype` may have.
 
     There is a bound for each output, and for each gradient if cotangents are given. The bounds depend only on the case.
@@ -126,27 +126,27 @@ def bounds_of(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> dict[st
     return exact_and_bounds(values, dtype, trials)[1]
 
 
-def largest(array: ArrayLike) -> float:
-    """Return the largest absolute value; 0 for an empty array."""
-    return float(np.max(np.abs(array), initial=0.0))
+def trials_for(elements: int) -> int:
+    """Return how many evaluations with random errors find the bounds of a case whose largest tensor has so many
+    elements."""
+    return TRIALS if elements < LARGE else FEW
 
 
-def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> tuple[Tensors, dict[str, float]]:
-    """Return (exact, bounds), two dicts by name: the results that `values` computes in float64, and for each result
-    the largest error that it may have in `dtype`, as one number."""
+def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> Judge:
+    """Return a `Judge` (exact, bounds), two dicts by name: the results that `values` computes in float64, and for each
+    result the largest error that it may have in `dtype`, as one number."""
     exact, moved, underflow = sampled(values, dtype, trials)
     eps = float_of(dtype).eps
     bounds = {name: SAFETY * largest(moved[name]) + eps * largest(exact[name]) + underflow for name in exact}
-    return exact, bounds
+    return Judge(exact, bounds)
 
 
-def exact_and_element_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> tuple[Tensors, Tensors]:
-    """Return (exact, bounds), two dicts by name: the results that `values` computes in float64, and for each element
-    the largest error that it may have in `dtype`. The bound of an element comes from the changes of this element
-    alone, so it may be narrower than the bound of the whole tensor."""
+def exact_and_element_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> Judge:
+    """Return a `Judge` (exact, bounds) as `exact_and_bounds` does, with a bound for each element. It comes from the
+    changes of this element alone, so it may be narrower than the bound of the whole tensor."""
     exact, moved, underflow = sampled(values, dtype, trials)
     eps = float_of(dtype).eps
-    return exact, {name: SAFETY * moved[name] + eps * np.abs(exact[name]) + underflow for name in exact}
+    return Judge(exact, {name: SAFETY * moved[name] + eps * np.abs(exact[name]) + underflow for name in exact})
 
 
 def sampled(values: Values, dtype: DTypeLike, trials: int) -> tuple[Tensors, Tensors, float]:
@@ -162,7 +162,7 @@ def sampled(values: Values, dtype: DTypeLike, trials: int) -> tuple[Tensors, Ten
     return exact, moved, noise.underflow
 
 
-def keeps_off_kinks(case: Case, dtype: DTypeLike) -> bool:
+def keeps_off_kinks(case: Call, dtype: DTypeLike) -> bool:
     """Return whether no rounding in `dtype` can move an argument of relu, a hard sigmoid or a clip that stops gradients
     across a kink. At a kink the gradient jumps, so it has no error bound. The argument of a clip is counted in units
     of its limit.

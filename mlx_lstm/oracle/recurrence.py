@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from .arithmetic import Arithmetic, Array, Tensors
-from .case import OUTPUTS, Case, Cotangents, Side, Step, complete, half, join_sides, sides
+from .case import OUTPUTS, Call, Cotangents, Side, Step, complete, half, join_sides, sides
 from .cells import STEPS, block
 
 
@@ -26,7 +26,7 @@ def forward(*, dtype: DTypeLike = np.float64, frozen_clip: Tensors | None = None
     return fl.store(evaluate(case, None, fl, frozen_clip)[0])
 
 
-def backward(case: Case, cotangents: Cotangents, *, dtype: DTypeLike = np.float64) -> Tensors:
+def backward(case: Call, cotangents: Cotangents, *, dtype: DTypeLike = np.float64) -> Tensors:
     """Return the gradients of the arrays in `case`, by argument name, each in its argument's shape.
 
     `cotangents` has the cotangents by output name, each in the shape of the output; an absent cotangent is zero.
@@ -36,7 +36,7 @@ def backward(case: Case, cotangents: Cotangents, *, dtype: DTypeLike = np.float6
 
 
 def evaluate(
-    case: Case, cotangents: Cotangents | None, fl: Arithmetic, frozen_clip: Tensors | None = None
+    case: Call, cotangents: Cotangents | None, fl: Arithmetic, frozen_clip: Tensors | None = None
 ) -> tuple[Tensors, Tensors]:
     """Run a case (a dict of an op's arguments) in the arithmetic `fl`. Return (outputs, gradients) as float64 arrays.
     If cotangents is None, there are no gradients."""

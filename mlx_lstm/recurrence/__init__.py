@@ -4,7 +4,8 @@ For users, and exported by `mlx_lstm`:
 
 - `lstm`, `gru` and `rnn` run forward, and MLX can differentiate them. `lstm_gradients`, `gru_gradients` and
   `rnn_gradients` return the gradients from saved outputs. `recurrent` runs any cell written by the user. `pointwise`
-  runs a user's cell on the engines, if its arithmetic treats each hidden unit by itself.
+  runs a user's cell on the engines, if its arithmetic treats each hidden unit by itself. `recognise` finds the
+  call that equals a cell written by hand.
 - `Quantized` is a weight as `mx.quantize` packs it; `join_directions` joins the arrays of two directions.
 
 For the modules above this one: the layers, and the functions in the style of other libraries:
@@ -31,6 +32,7 @@ from ._lstm import lstm, lstm_gradients
 from ._packed import PackedSequence, check_packed, pack_padded_sequence, pad_packed_sequence
 from ._pointwise import OwnCell, apart_again, pointwise, side_by_side
 from ._quantized import QuantizedLayer
+from ._recognise import recognise
 from ._recurrent import recurrent
 from ._rnn import RNNOutput as RNNOutput
 from ._rnn import rnn, rnn_gradients
@@ -53,7 +55,7 @@ __all__ = [
     "pad_packed_sequence",
 ]
 __all__ += ["engine_used", "gru", "gru_gradients", "in_dtype", "join_biases", "join_directions", "join_states", "lstm"]
-__all__ += ["lstm_gradients", "of_layers", "pointwise", "recurrent", "rnn", "rnn_gradients", "split_states"]
-__all__ += ["unguarded"]
+__all__ += ["lstm_gradients", "of_layers", "pointwise", "recognise", "recurrent", "rnn", "rnn_gradients"]
+__all__ += ["split_states", "unguarded"]
 __all__ += ["in_common_dtype", "whole_lengths", "whole_steps"]
 __all__ += ["OwnCell", "apart_again", "side_by_side"]

@@ -8,10 +8,19 @@ from typing import Any, NamedTuple, TypeVar, cast
 import mlx.core as mx
 import numpy as np
 
-from ..checks import ArraySpec, check_array, check_flag, check_limit, check_number, check_option, check_sizes, fail
 from ..engines.cells import ACTIVATIONS, AnyCell, Cell, GRUCell, LSTMCell, PointwiseCell, RNNCell
 from ..engines.packing import WEIGHTS, WIDTHS, Packing, Quantized, is_packed
 from ..engines.problem import Arrays, Problem
+from ..ground.checks import (
+    ArraySpec,
+    check_array,
+    check_flag,
+    check_limit,
+    check_number,
+    check_option,
+    check_sizes,
+    fail,
+)
 from ._steps import check_keep
 
 Check = TypeVar("Check", bound=Callable[..., Cell])
@@ -140,7 +149,7 @@ def check_shapes(
     if "Wx" not in arrays and I != D * G * H:
         fail(op, f"x must have shape [T, B, {DGH} = {D * G * H}] when Wx is None", f"shape {list(x.shape)}")
     shapes = {"Wx": [D * G * H, I], "b": [D * G * H], "h0": [B, D * P], "c0": [B, D * H], "bhn": [D * H]}
-    shapes |= {"peephole": [*own, 4 * H], "Wp": [*own, P, H]}
+    shapes |= {"peephole": [*own, 4 * H], "Wp": [*own, P, H]} | norm_shapes(own, G, H)
     why = f", as x is [{'batch, time' if batch_first else 'time, batch'}, features] = {list(x.shape)},"
     reasons = {"h0": why, "c0": why, "Wx": f", as Wh has shape {list(Wh.shape)} and x {list(x.shape)},"}
     for name in (name for name in shapes if name in arrays):
@@ -152,6 +161,12 @@ def check_shapes(
     return T, B, H, P
 
 
+def norm_shapes(own: list[int], G: int, H: int) -> dict[str, list[int]]:
+    """Return the shapes of the arrays of layer normalisation. own: [2] with both directions, else []."""
+    each = {"norm": [*own, G * H], "norm_c": [*own, H]}
+    return {f"{name}_{part}": shape for name, shape in each.items() for part in ("scale", "shift")}
+
+
 def check_pointwise(op: str, cell: PointwiseCell, bidirectional: bool, arrays: dict[str, ArraySpec]) -> Sizes:
     """Check the shapes and dtypes of a call with a cell written by the user. Return its sizes (steps T, batch B,
     units H, width of h). The width of h is H, because such a cell has no projection."""
@@ -161,6 +176,7 @@ def check_pointwise(op: str, cell: PointwiseCell, bidirectional: bool, arrays: d
     own = [2] if bidirectional else []
     shapes: dict[str, list[int]] = {"Wx": [D * G * H, I], "Wh": [*own, G * H, H], "b": [D * G * H]}
     shapes |= {"h0": [B, D * H], "c0": [B, D * cell.carried * H], "params": [D * graph.params * H]}
+    shapes |= norm_shapes(own, G, H)
     names = {"h0": "state[0]", "c0": "state[1:]"}
     for name in (name for name in shapes if name in arrays):
         check_array(op, names.get(name, name), arrays[name], shapes[name], x.dtype)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..checks import check_every, check_lengths, warn_once
 from ..engines import METAL_ENGINES, Choice, choice, tuning
 from ..engines.autodiff import run, run_backward
 from ..engines.cells import AnyCell, LSTMCell
@@ -17,6 +16,7 @@ from ..engines.definitions import activate
 from ..engines.packing import Packing, packed_names
 from ..engines.problem import Arrays, Problem, limits_in_effect, masks_differ
 from ..engines.tracing import custom_function, have_values, is_transforming, vjp
+from ..ground.checks import check_every, check_lengths, warn_once
 from ._arguments import Sizes, check_call, check_sequences
 from ._guard import guarded, guarded_gradients
 from ._steps import Steps, check_flags, check_hold

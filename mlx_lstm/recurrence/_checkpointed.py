@@ -17,9 +17,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from ..checks import fail
 from ..engines.captures import variables_of
 from ..engines.tracing import custom_function, vjp
+from ..ground.checks import fail
 
 OP = "recurrent"
 DEEPEST = 6

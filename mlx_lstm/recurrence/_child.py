@@ -10,9 +10,9 @@ import sys
 from threading import Lock
 from typing import Any, NamedTuple
 
-from ..child import Child, ChildError, ended, shortened
 from ..engines import verdicts
 from ..engines.verdicts import Keeping
+from ..ground.child import Child, ChildError, ended, shortened
 from ._trial import Trial
 
 SECONDS = 20

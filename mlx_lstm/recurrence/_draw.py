@@ -10,11 +10,13 @@ from ..engines.cells import PointwiseCell
 from ..engines.ops.packed import judged
 from ..engines.packing import Packing, Quantized, is_packed
 from ..engines.problem import Problem
-from ..oracle import evaluate, kink_distance
-from ..oracle.arithmetic import Arithmetic, Array, Tensors
-from ..oracle.closeness import float_of, largest
-from ..oracle.pointwise import comparison_distance, evaluate_graph
+from ..oracle import kink_distance
+from ..oracle.arithmetic import ACTIVATIONS, Arithmetic, Array, Tensors
+from ..oracle.closeness import float_of
+from ..oracle.judge import Case
+from ..oracle.pointwise import comparison_distance
 from ..oracle.recurrence import KINKS
+from ..oracle.verdict import largest
 from ._trial import STEER, dtype_word
 
 WIDTH = 3
@@ -29,24 +31,15 @@ point where the derivative jumps), the trial does not compare its gradients with
 
 
 class Drawn(NamedTuple):
-    """The random inputs of a trial, a small test run of kernels. case: arguments for the float64 oracle. arrays: the
-    same arrays for MLX, quantized weights included. smooth: True if all outputs are small and no preactivation is near
-    a kink of its activation (a point where the derivative jumps). Only then are the gradients compared with the
-    oracle. outputs: the oracle's outputs."""
+    """The random inputs of a trial, a small test run of kernels. case: the inputs as a case for the float64 oracle,
+    without cotangents. arrays: the same arrays for MLX, quantized weights included. smooth: True if all outputs are
+    small and no preactivation is near a kink of its activation (a point where the derivative jumps). Only then are the
+    gradients compared with the oracle. outputs: the oracle's outputs."""
 
-    case: dict[str, Any]
+    case: Case
     arrays: dict[str, mx.array]
     smooth: bool
     outputs: Tensors
-
-    def evaluate(self, cotangents: Tensors | None, fl: Arithmetic) -> tuple[Tensors, Tensors]:
-        """Return the outputs and the gradients for these random inputs, computed by the oracle. cotangents: the
-        gradients of the outputs, or None if no gradients are needed. fl: the `Arithmetic`, which rounds every
-        operation to a dtype."""
-        if "graph" not in self.case:
-            return evaluate(self.case, cotangents, fl)
-        arrays = {name: array for name, array in self.case.items() if name != "graph"}
-        return evaluate_graph(self.case["graph"], arrays, cotangents, fl)
 
 
 def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
@@ -67,8 +60,8 @@ def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
         if n:
             drawn = assembled(problem, parts, 0.5**n)
         with np.errstate(all="ignore"):  # unbounded activations may overflow float64
-            distance = kink_distance(**drawn[0]) if has_kinks else np.inf
-            outputs, _ = evaluate(drawn[0], None, Arithmetic(np.float64))
+            distance = kink_distance(**drawn[0].call) if has_kinks else np.inf
+            outputs = drawn[0].results(Arithmetic(np.float64))
         if distance > margin and all(largest(array) < LARGEST for array in outputs.values()):
             return Drawn(*drawn, True, outputs)
     return Drawn(*drawn, False, outputs)
@@ -87,15 +80,15 @@ def draw_pointwise(problem: Problem, cell: PointwiseCell, rng: np.random.Generat
         if n % 2:
             values |= {name: np.abs(values[name]) + 0.5 for name in {"h0", "c0", "inputs", "params"} & values.keys()}
         arrays = {name: mx.array(a.astype(np.float32)).astype(problem.dtype) for name, a in values.items()}
-        case: dict[str, Any] = {name: float64(array) for name, array in arrays.items()} | {"reverse": problem.reverse}
+        call: dict[str, Any] = {name: float64(array) for name, array in arrays.items()} | {"reverse": problem.reverse}
         if "lengths" in problem.names:
-            case["lengths"] = np.array([T - n % (T + 1) for n in range(B)])
-        drawn = Drawn(case | {"graph": graph}, arrays, True, {})
-        outputs, _ = drawn.evaluate(None, Arithmetic(np.float64))
-        drawn = drawn._replace(outputs=outputs)
-        _, gradients = drawn.evaluate({name: np.ones_like(a) for name, a in outputs.items()}, Arithmetic(np.float64))
-        small = all(largest(array) < LARGEST for array in (*outputs.values(), *gradients.values()))
-        if small and comparison_distance(graph, case) > margin:
+            call["lengths"] = np.array([T - n % (T + 1) for n in range(B)])
+        case = Case(call | {"graph": graph}, dtype=dtype_word(problem))
+        outputs = case.results(Arithmetic(np.float64))
+        drawn = Drawn(case, arrays, True, outputs)
+        ones = {name: np.ones_like(array) for name, array in outputs.items()}
+        results = case._replace(cotangents=ones).results(Arithmetic(np.float64))
+        if all(largest(a) < LARGEST for a in results.values()) and comparison_distance(graph, call) > margin:
             return drawn
     assert drawn is not None
     return drawn._replace(smooth=False)
@@ -122,8 +115,8 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
     candidate = {"lstm": "g", "gru": "n", "rnn": "h"}[cell.op]
     act = cell.activations[0 if cell.op == "rnn" else 2]
     signs = np.sign(rng.normal(size=(D, H)))
-    odd = ("identity", "tanh")
-    if cell.op == "lstm" and (act not in odd or (cell.clip_gradient == "zero" and cell.activations[-1] not in odd)):
+    clipped = cell.clip_gradient == "zero" and is_never_negative(cell.activations[-1])
+    if cell.op == "lstm" and (is_never_negative(act) or clipped):
         signs = np.ones_like(signs)
     steer[:, cell.block(candidate, H)] *= signs
     if "c0" in parts:
@@ -131,6 +124,11 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
     if cell.clip_gradient == "zero":
         parts, steer = away_from_limits(problem, parts, np.sign(steer), rng)
     return parts | {"steer": steer.reshape(-1)}
+
+
+def is_never_negative(activation: str) -> bool:
+    """Return whether an activation, which never falls, has no negative values."""
+    return float(ACTIVATIONS[activation](np.array(-100.0), Arithmetic(np.float64))) >= 0
 
 
 def away_from_limits(problem: Problem, parts: Tensors, signs: Array, rng: np.random.Generator) -> tuple[Tensors, Array]:
@@ -206,8 +204,8 @@ def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.arr
     return arrays
 
 
-def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """Return (case, arrays): the arguments of the float64 oracle, and the MLX arrays, rounded to the problem's dtype.
+def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[Case, dict[str, mx.array]]:
+    """Return (case, arrays): the case for the float64 oracle, and the MLX arrays, rounded to the problem's dtype.
 
     parts: random arrays from `draw_parts`. Its array `steer` is a constant that is added to each preactivation, so
     that the activations stay away from their kinks. scale: a factor on all other terms of the preactivations.
@@ -220,17 +218,17 @@ def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[dict[str,
     else:
         values["x"] = scale * values["x"] + parts["steer"]
     arrays = {name: mx.array(value.astype(np.float32)).astype(problem.dtype) for name, value in values.items()}
-    case: dict[str, Any] = {name: float64(array) for name, array in arrays.items()}
+    call: dict[str, Any] = {name: float64(array) for name, array in arrays.items()}
     if problem.packing:
         arrays = quantized(problem, arrays)
-        case |= {name: judged(problem.packing, arrays, name) for name in case if is_packed(name, arrays)}
+        call |= {name: judged(problem.packing, arrays, name) for name in call if is_packed(name, arrays)}
     options = problem.cell._asdict()
     if problem.cell.op == "rnn":
         options = {"activation": problem.cell.activations[-1]}
     if "lengths" in problem.names:
-        case["lengths"] = [problem.T - n % (problem.T + 1) for n in range(problem.B)]
+        call["lengths"] = [problem.T - n % (problem.T + 1) for n in range(problem.B)]
     flags = {"op": problem.cell.op, "reverse": problem.reverse, "bidirectional": problem.bidirectional}
-    return case | options | flags, arrays
+    return Case(call | options | flags, dtype=dtype_word(problem)), arrays
 
 
 def of_weight(name: str, weight: mx.array, packing: Packing) -> dict[str, mx.array]:

@@ -13,11 +13,11 @@ from threading import Lock
 
 import mlx.core as mx
 
-from ..checks import forget_warnings, warn_once
 from ..engines import METAL_ENGINES, Choice, tuning, verdicts
 from ..engines.autodiff import Refusal
 from ..engines.problem import Problem
-from ..machine import child_command, has_interpreter
+from ..ground.checks import forget_warnings, warn_once
+from ..ground.machine import child_command, has_interpreter
 from . import _child
 from ._child import CannotBegin, Verdict, by_child, verdict_of
 from ._trial import USUAL, Trial, neighbours, trial_of, without_matrices

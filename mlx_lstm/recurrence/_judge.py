@@ -11,12 +11,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..child import serve
 from ..engines.autodiff import run, shown_of
 from ..engines.packing import packed_names
 from ..engines.problem import Problem
-from ..oracle.arithmetic import Arithmetic, Array, Tensors
-from ..oracle.closeness import TRIALS, exact_and_bounds, float_of, largest
+from ..ground.child import serve
+from ..oracle.arithmetic import Tensors
+from ..oracle.closeness import TRIALS, float_of
+from ..oracle.verdict import judged, largest
 from ._child import WRONG
 from ._draw import Drawn, draw, float64, output_shapes, rounded, zeros
 from ._trial import SMALL, USUAL, Trial, dtype_word, trial_from
@@ -24,13 +25,13 @@ from ._trial import SMALL, USUAL, Trial, dtype_word, trial_from
 
 def main() -> None:
     """In the child process, answer requests of the parent process until it closes the pipe. A request names a method
-    of `Judge`, "count" or "judge", and the trials (small test runs of kernels) to pass to it."""
-    judge = Judge()
-    mx.fast.metal_kernel = judge.recorder.kernel
-    serve(lambda do, trials: {"count": judge.count, "judge": judge.judge}[do](*map(trial_from, trials)))
+    of `Trials`, "count" or "judge", and the trials (small test runs of kernels) to pass to it."""
+    served = Trials()
+    mx.fast.metal_kernel = served.recorder.kernel
+    serve(lambda do, trials: {"count": served.count, "judge": served.judge}[do](*map(trial_from, trials)))
 
 
-class Judge:
+class Trials:
     """Runs trials (small test runs of kernels) in the child process. It remembers the kernels that were correct, so
     that no later trial runs just to test them again."""
 
@@ -134,7 +135,7 @@ def cotangents_of(problem: Problem) -> tuple[str, ...]:
 def results(problem: Problem, drawn: Drawn, cotangents: Tensors, engine: str) -> Tensors:
     """Run a recurrence, described by `problem` (sizes, cell, options), on an engine with random inputs. Return all
     outputs that a caller gets and, if the problem needs gradients, the gradients under names such as "dWx"."""
-    lengths = mx.array(drawn.case["lengths"], mx.int32) if "lengths" in problem.names else None
+    lengths = mx.array(drawn.case.call["lengths"], mx.int32) if "lengths" in problem.names else None
     in_dtype = {n: mx.array(array.astype(np.float32)).astype(problem.dtype) for n, array in cotangents.items()}
     values = graph(problem, drawn.arrays, lengths, in_dtype, engine)
     mx.eval(values)
@@ -188,49 +189,27 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> 
     condition is needed because MLX's own products, which both engines use, are less precise than float32 on some
     GPUs.
     """
-    if reason := misshapen(problem, drawn, got):
-        return reason
-    gradients = drawn.smooth and not problem.plain
-
-    def values(fl: Arithmetic) -> Tensors:
-        outputs, exact_gradients = drawn.evaluate(cotangents if gradients else None, fl)
-        return {n: a for n, a in (outputs | {f"d{n}": d for n, d in exact_gradients.items()}).items() if n in got}
-
+    floats = [] if problem.plain else [name for name in drawn.arrays if name not in packed_names(drawn.arrays)]
     # The error bounds come from repeated evaluations with random rounding: a bound is the largest change of any element
     # of an array. In an array of 64 or more elements two evaluations give enough random changes.
-    trials = 2 if min(array.size for array in got.values()) >= 64 else TRIALS
-    exact, bounds = exact_and_bounds(values, dtype_word(problem), trials)
-    # A gradient near a kink of an activation has no error bound. It must at least be finite.
-    for name in got.keys() - exact.keys():
-        if not np.isfinite(got[name]).all():
-            return f"{name}: {'NaN' if np.isnan(got[name]).any() else 'infinite'}"
-    suspects = {name: error for name in exact if not (error := distance(got[name], exact[name])) <= bounds[name]}
-    if not suspects:
+    trials = 2 if min((array.size for array in got.values()), default=0) >= 64 else TRIALS
+    judge = drawn.case._replace(cotangents=cotangents if floats and drawn.smooth else {}).judge(trials)
+    # A gradient near a kink of an activation has no error bound: it must have its shape and be finite.
+    rough = {f"d{name}": drawn.case.call[name] for name in floats if f"d{name}" not in judge.exact}
+    judge = judge._replace(exact=judge.exact | rough)
+    names = sorted({*shown_of(problem), *cotangents_of(problem), *(f"d{name}" for name in floats)})
+    refused = [verdict for verdict in judge.verdicts(got, names) if verdict.refusal]
+    beyond = [verdict for verdict in refused if np.isfinite(verdict.error)]
+    if len(beyond) < len(refused):
+        return next(f"{each.tensor}: {each.refusal}" for each in refused if each not in beyond)
+    if not refused:
         return ""
     others = results(problem, drawn, cotangents, "ops")
-    for name, error in suspects.items():
-        size = largest(exact[name])
-        allowed = 2 * distance(others[name], exact[name]) + 4 * float_of(dtype_word(problem)).eps * size
+    for name, error, *_ in beyond:
+        size = largest(judge.exact[name])
+        allowed = 2 * judged(name, others.get(name), judge.exact[name], judge.bounds[name]).error
+        allowed += 4 * float_of(dtype_word(problem)).eps * size
         # If `ops` is so wrong that zeros would be allowed, it says nothing about the precision of MLX's products.
         if not (error <= allowed and allowed < size):
-            return f"{name}: error {error:.3g} > bound {bounds[name]:.3g}"
+            return f"{name}: error {error:.3g} > bound {judge.bounds[name]:.3g}"
     return ""
-
-
-def misshapen(problem: Problem, drawn: Drawn, got: Tensors) -> str:
-    """Return a text that names the first result that is missing, not expected or of another shape than its array, or
-    an empty text if there is none."""
-    floats = [] if problem.plain else [name for name in drawn.arrays if name not in packed_names(drawn.arrays)]
-    shapes = {name: tuple(output_shapes(problem)[name]) for name in {*shown_of(problem), *cotangents_of(problem)}}
-    shapes |= {f"d{name}": tuple(drawn.arrays[name].shape) for name in floats}
-    for name in sorted(shapes.keys() | got.keys()):
-        shape = tuple(got[name].shape) if name in got else None
-        if name not in shapes or shape != shapes[name]:
-            return f"{name}: shape {shape}, expected {shapes.get(name)}"
-    return ""
-
-
-def distance(got: Array, exact: Array) -> float:
-    """Return the largest absolute difference of two arrays, or infinity if their shapes differ or they are one array,
-    whose comparison shows nothing."""
-    return np.inf if got.shape != exact.shape or np.may_share_memory(got, exact) else largest(got - exact)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..checks import check_flag, check_integer, check_lengths, check_number, fail
+from ..ground.checks import check_flag, check_integer, check_lengths, check_number, fail
 from ._call import Lengths
 
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..checks import check_array, check_flag, fail, instead_of
 from ..engines.cell_tracer import Counts, traced
 from ..engines.cells import PointwiseCell
 from ..engines.choice import Engine, Stream
 from ..engines.problem import Array
+from ..ground.checks import check_array, check_flag, fail, instead_of
 from ._call import Call, Hold, Lengths
 
 OP = "pointwise"

@@ -5,8 +5,8 @@ from typing import Any, TypeVar, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checks import fail
 from ..engines.packing import DEFAULTS, WIDTHS, Quantized, Weight
+from ..ground.checks import fail
 from ._arguments import check_packing
 
 Layer = TypeVar("Layer", bound="QuantizedLayer")

@@ -6,11 +6,11 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from ..checks import check_every, check_flag, fail, instead_of
 from ..engines.ops.pointwise import only_live
 from ..engines.ops.sweep import by_time, of_live, over_time
 from ..engines.problem import Array
 from ..engines.tracing import distinct
+from ..ground.checks import check_every, check_flag, fail, instead_of
 from ._call import Hold, Lengths, whole_lengths
 from ._checkpointed import checkpointed, filled, leaves
 from ._steps import Steps, factors, whole_steps

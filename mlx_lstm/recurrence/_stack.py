@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..checks import check_array, fail
 from ..engines.directions import OWN_AXIS, ROWS, is_shared, join
+from ..ground.checks import check_array, fail
 
 OUTPUTS = ("h", "c", "gates", "hT", "cT")
 JOINED = (*ROWS, *OWN_AXIS, "h0", "c0", "mask", "x", *OUTPUTS, *(f"d{name}" for name in OUTPUTS))

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple, overload
 import mlx.core as mx
 import numpy as np
 
-from ..checks import check_integer, fail, instead_of
 from ..engines import Choice
 from ..engines.cells import Cell, LSTMCell
 from ..engines.chunks import HALVES, for_engine
-from ..engines.numpy.arrays import Views, views
 from ..engines.numpy.stream import Stream
+from ..engines.numpy.sweep import Views, views
 from ..engines.ops.packed import dequantized
 from ..engines.problem import Arrays, Problem
 from ..engines.stream import Launch, MLXStream, launch_of
 from ..engines.tracing import is_transforming
+from ..ground.checks import check_integer, fail, instead_of
 from ._arguments import check_call, common_dtype, in_dtype
 from ._call import Call, Wanted
 from ._pointwise import OwnCell

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..checks import ArraySpec, fail, instead_of
 from ..engines.directions import half
 from ..engines.problem import Array, Arrays, masks_differ
 from ..engines.tracing import have_values
+from ..ground.checks import ArraySpec, fail, instead_of
 
 
 def check_keep(op: str, keep: ArraySpec, T: int, B: int, D: int, batch_first: bool) -> None:

@@ -54,7 +54,7 @@ class Trial(NamedTuple):
         """Return the trial, an engine and a problem, as one line of JSON."""
         problem = self.problem
         cell = problem.cell
-        options = [cell.graph.to_json(), cell.recurrent] if isinstance(cell, PointwiseCell) else cell
+        options = [cell.graph.to_json(), cell.recurrent, cell.norm] if isinstance(cell, PointwiseCell) else cell
         fields = problem._asdict() | {"dtype": dtype_word(problem), "cell": [cell.op, *options]}
         return json.dumps({"engine": self.engine, "problem": fields})
 
@@ -65,9 +65,11 @@ def trial_from(text: str) -> Trial:
     fields = content["problem"]
     op, *options = fields["cell"]
     if op == "pointwise":
-        fields["cell"] = PointwiseCell(from_json(options[0]), options[1])
+        fields["cell"] = PointwiseCell(from_json(options[0]), *options[1:])
     else:
         fields["cell"] = CELLS[op](*(tuple(option) if isinstance(option, list) else option for option in options))
+    if fields["cell"].norm is not None:
+        fields["cell"] = fields["cell"]._replace(norm=cells.NormOptions(*fields["cell"].norm))
     fields["dtype"] = getattr(mx, fields["dtype"])
     makers: dict[str, Any] = {"names": tuple, "cotangents": tuple, "limits": Limits._make, "cut": Cut._make}
     makers |= {"chunks": Chunks._make, "packing": Packing._make}

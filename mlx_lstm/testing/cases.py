@@ -5,7 +5,6 @@ A case is a dict of an op's keyword arguments, with arrays as NumPy arrays, and 
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -15,10 +14,10 @@ from numpy.typing import ArrayLike, DTypeLike
 from .. import recurrence
 from ..engines import choice
 from ..engines.cells import Cell
-from ..oracle import ARRAYS, OUTPUTS, Case, forward, kink_distance
+from ..oracle import OUTPUTS, forward, kink_distance
 from ..oracle.arithmetic import Tensors
+from ..oracle.judge import Case
 from ..oracle.recurrence import KINKS
-from ..recurrence import Quantized
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -211,58 +210,30 @@ def at_batch(options: Mapping[str, Any], B: int) -> dict[str, Any]:
     return changed
 
 
-def split(case: Case) -> tuple[str, dict[str, np.ndarray], dict[str, Any]]:
-    """Split a case (a dict of an op's arguments) into (op, arrays, options). `options` has all arguments that are not
-    arrays."""
-    arrays = {name: case[name] for name in ARRAYS if case.get(name) is not None}
-    options = {name: value for name, value in case.items() if name not in ARRAYS and name != "op"}
-    return case.get("op", "lstm"), arrays, options
-
-
 def to_mlx(array: ArrayLike, dtype: mx.Dtype) -> mx.array:
     """Return a NumPy array as an MLX array of this dtype."""
     wide = np.asarray(array).astype(np.float64 if dtype == mx.float64 else np.float32)
     return mx.array(wide, mx.float64 if dtype == mx.float64 else mx.float32).astype(dtype)
 
 
-def run(
-    case: Case,
-    engine: str,
-    dtype: mx.Dtype,
-    cotangents: Mapping[str, np.ndarray] | None = None,
-    weights: Mapping[str, Quantized] = MappingProxyType({}),
-) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """Run a case (a dict of an op's arguments) on an engine and return (outputs, gradients) by name.
-
-    With cotangents only the outputs that have a cotangent are computed; without cotangents there are no gradients.
-    `weights` are quantized weights, without gradients, that replace the case's arrays of the same names.
-    """
-    op, arrays, options = split(case)
-    arrays, options = {name: arrays[name] for name in arrays if name not in weights}, {**options, **weights}
-    names = list(arrays)
-    wanted = OUTPUTS[op] if cotangents is None else [name for name in OUTPUTS[op] if name in cotangents]
+def run(case: Case, engine: str, training: bool = True, dtype: mx.Dtype | None = None) -> dict[str, mx.array]:
+    """Run a case on an engine and return the results `case.names(training)`, as lazy arrays. Quantized weights replace
+    the arrays of the same names and have no gradient. dtype: the dtype to run in, by default that of the case."""
+    dtype = dtype or DTYPES[case.dtype]
+    arrays = {name: to_mlx(array, dtype) for name, array in case.arrays.items() if name not in case.weights}
+    options = {"Wx": None, **case.options, **case.weights, **({} if training else {"training": False})}
+    wanted = [name for name in case.names(training) if name in OUTPUTS[case.op]]
 
     def outputs_of(*values: mx.array) -> list[mx.array]:
-        arguments = {"Wx": None} | dict(zip(names, values, strict=True)) | options
-        out = getattr(recurrence, op)(**arguments, engine=engine, return_gates="gates" in wanted)
+        arguments = options | dict(zip(arrays, values, strict=True))
+        out = getattr(recurrence, case.op)(**arguments, engine=engine, return_gates="gates" in wanted)
         return [getattr(out, name) for name in wanted]
 
-    values = [to_mlx(array, dtype) for array in arrays.values()]
-    if cotangents is None:
-        return dict(zip(wanted, outputs_of(*values), strict=True)), {}
-    outputs, gradients = mx.vjp(outputs_of, values, [to_mlx(cotangents[name], dtype) for name in wanted])
-    return dict(zip(wanted, outputs, strict=True)), dict(zip(names, gradients, strict=True))
-
-
-def infer(
-    case: Case, engine: str, dtype: mx.Dtype, weights: Mapping[str, Quantized] = MappingProxyType({})
-) -> dict[str, mx.array]:
-    """Run a case (a dict of an op's arguments) with `training=False` and return the outputs, without gates."""
-    op, arrays, options = split(case)
-    floats = {name: to_mlx(array, dtype) for name, array in arrays.items() if name not in weights}
-    arguments: dict[str, Any] = {"Wx": None, **floats, **options, **weights}
-    out = getattr(recurrence, op)(**arguments, engine=engine, training=False)
-    return {name: getattr(out, name) for name in OUTPUTS[op] if name != "gates"}
+    if not training or not case.cotangents:
+        return dict(zip(wanted, outputs_of(*arrays.values()), strict=True))
+    cotangents = [to_mlx(case.cotangents[name], dtype) for name in wanted]
+    outputs, gradients = mx.vjp(outputs_of, list(arrays.values()), cotangents)
+    return dict(zip(case.names(), [*outputs, *gradients], strict=True))
 
 
 def hindrance(engine: str, sizes: tuple[int, int, int, int], dtype: mx.Dtype, cell: Cell, **options: Any) -> str:

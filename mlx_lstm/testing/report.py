@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from .. import __version__
-from ..child import shortened
-from ..machine import chip, counted_gpu_cores, installed_version, system
+from ..ground.child import shortened
+from ..ground.machine import chip, counted_gpu_cores, installed_version, system
 
 THREAD_SETTINGS = (
     "OMP_NUM_THREADS",

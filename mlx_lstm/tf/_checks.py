@@ -10,9 +10,9 @@ from typing import NoReturn
 import mlx.core as mx
 import numpy as np
 
-from ..checks import as_float, check_array, check_flag, check_integer, check_number, fail
 from ..engines.problem import Arrays
 from ..engines.tracing import have_values
+from ..ground.checks import as_float, check_array, check_flag, check_integer, check_number, fail
 
 SAVED = ("i", "cs", "f", "o", "ci", "co")
 PEEPHOLES = ("wci", "wcf", "wco")

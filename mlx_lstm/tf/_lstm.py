@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..checks import check_every
 from ..convert.weights import TF
 from ..engines.choice import Engine, Stream, on
 from ..engines.problem import Arrays
 from ..engines.sequences import joined, tanh
+from ..ground.checks import check_every
 from ..recurrence import lstm, lstm_gradients
 from ._checks import PEEPHOLES, check_attributes, check_block_lstm, check_block_lstm_grad, check_lstm_block_cell
 

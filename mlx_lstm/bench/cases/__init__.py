@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...engines.cells import Cell, LSTMCell
 from ...oracle.arithmetic import Tensors
-from ...testing.judge import Judge
+from ...oracle.verdict import Judge
 from ..judge import judge_layer
 from ..tasks import PASSES, SIZES, Contender, Size
 from . import block_lstm, lstm, stack, stack_judge, streaming

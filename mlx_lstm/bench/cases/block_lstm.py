@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from ...oracle.arithmetic import Tensors
+from ...oracle.verdict import Judge
 from ...testing.cases import DTYPES
-from ...testing.judge import Judge
 from ..judge import judge_layer
 from ..tasks import Contender, Size, Task, Work
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...oracle.arithmetic import Arithmetic, Tensors
 from ...oracle.recurrence import evaluate as evaluate_case
-from ...testing.judge import Judge
+from ...oracle.verdict import Judge
 from ..judge import judge_layer
 
 SUFFIXES = (("_l0", "_l0_reverse"), ("_l1", "_l1_reverse"))

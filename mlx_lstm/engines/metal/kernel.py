@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 
-from ...machine import shader_folder
+from ...ground.machine import shader_folder
 from ..cells import AnyCell, GRUCell, known
 from ..packing import is_packed
 from ..problem import Arrays, Problem

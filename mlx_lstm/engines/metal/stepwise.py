@@ -190,9 +190,9 @@ def unclipped(problem: Problem, arrays: Arrays, saved: Arrays) -> mx.array | Non
         return None
     ones = mx.ones_like(saved["h"])
     if not problem.bidirectional:
-        return contiguous(through_projection_clip(cell, arrays["Wp"], saved, ones))
+        return contiguous(through_projection_clip(cell, arrays, saved, ones))
     after = {name: saved[name] for name in ("h", "c", "gates")}
-    each = [through_projection_clip(cell, arrays["Wp"][d], part(after, d), half(ones, d)) for d in range(2)]
+    each = [through_projection_clip(cell, {"Wp": arrays["Wp"][d]}, part(after, d), half(ones, d)) for d in range(2)]
     return mx.concatenate(each, axis=-1)
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..problem import Problem
-from .arrays import FEATURE_MAJOR, Array, Views, chunk_steps, first_state, matrix, steps_of
-from .products import WeightGradients
-from .steps import Step, StepBackward
+from .products import FEATURE_MAJOR, Array, Views, WeightGradients, matrix
+from .steps import Step, StepBackward, steps_of
 
 SEQUENCES = ("h", "c", "gates")
 
@@ -34,7 +33,9 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     else:  # an empty c, so that the loop below serves every cell
         c, c_prev = np.empty((T, 0, B)), np.empty((0, B))
     c_kept = np.empty(c.shape[1:], dtype)  # keep * c_prev
-    times, onwards = [t for t in problem.steps() if t < ends.longest], -1 if problem.reverse else 1
+    times, onwards = range(ends.longest), 1
+    if problem.reverse:
+        times, onwards = times[::-1], -1
     h_prev = buffers[(times[0] if times else 0) % len(buffers)]
     h_prev[...] = v["h0"].T if "h0" in v else 0
     inputs, start, stop, inputs_t = None, 0, 0, None
@@ -127,7 +128,7 @@ class BackwardSweep:
     def run(self) -> None:
         """Run all steps, then write the gradients of the first states, and of the peephole weights or the parameters of
         a user's cell."""
-        T, chunk, out = self.problem.T, chunk_steps(self.problem), self.out
+        T, chunk, out = self.problem.T, self.step.chunk, self.out
         bounds = [(start, min(start + chunk, T)) for start in range(0, T, chunk)]
         for start, stop in bounds if self.problem.reverse else reversed(bounds):
             self.run_chunk(start, stop)
@@ -189,11 +190,12 @@ class BackwardSweep:
         """Compute the gradient of x for the steps from `start` to `stop`, and add these steps' terms to the gradients
         of the weights. h_in: what the recurrent product of these steps read, [steps * B, P]."""
         n = (stop - start) * self.problem.B
-        dz = self.step.dz[:, :n]  # [GH, n]
-        self.step.end_chunk(self.products, h_in)
-        self.products.write_input(start, stop, dz, self.v.get("Wx"))
+        dz, x = self.step.dz[:, :n], None  # [GH, n]
         if "Wx" in self.out or "Wx" in self.products.factors:
             x = self.without_padding(self.v["x"], start, stop).reshape(n, -1)
+        self.step.end_chunk(self.products, h_in)
+        self.products.write_input(start, stop, dz, self.v.get("Wx"))
+        if x is not None:
             self.products.accumulate("Wx", dz, matrix(x))
         self.products.accumulate("b", dz, np.ones(n, dz.dtype))
 
@@ -282,6 +284,11 @@ class Ends:
         T steps, return None for every length: all items then begin and end together, so no item needs special
         treatment."""
         return self.by_length.get(length)
+
+
+def first_state(v: Views, name: str, shape: tuple[int, int], dtype: np.dtype) -> Array:
+    """Return the state v[name] [B, .] as a contiguous copy [., B]. If it is absent, return zeros of this shape."""
+    return np.array(v[name].T, order="C") if name in v else np.zeros(shape, dtype)
 
 
 def step_mask(v: Views, problem: Problem) -> Array | None:

@@ -5,13 +5,32 @@ run. `JoinedProduct` computes it in each step, in one product with Wh h. Backwar
 (`WeightGradients`), each in one product over many steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..problem import Problem
-from .arrays import WIDE_BATCH, Array, Views, chunk_steps, columns_buffer, matrix, transposed
+
+Array = np.ndarray
+Views = dict[str, Array]
+Order = tuple[int, int, int]
+
+TIME_MAJOR, BATCH_MAJOR, FEATURE_MAJOR = (0, 1, 2), (1, 0, 2), (0, 2, 1)  # orders of the axes of [T, B, .] in memory
+
+CHUNK_ROWS = 1024
+"""The largest number of rows (steps x batch) of one matrix product over time in the backward pass. Exception: a step
+with more rows is one product. This number limits the scratch memory."""
+
+TRANSPOSED_NUMBERS = 2**18
+"""The largest number of elements of a weight matrix of which `transposed` makes a copy. For a larger matrix the copy
+takes longer than it saves."""
+
+WIDE_BATCH = 16
+"""The smallest size B of a wide batch. With a wide batch the rows of a step's array [4H, B] are so long that products
+and elementwise operations are fast if the rows are contiguous."""
+
 
 COPIED_NUMBERS = 2**20
 """The largest number of elements that the matrix [Wx Wh] of a `JoinedProduct` may have, except in a stream. For a
@@ -29,6 +48,37 @@ threads for larger products, and afterwards the threads spin for 0.1 s."""
 THREADED_NUMBERS = 2**20
 """If steps arrive one at a time (a stream): the number of multiplications of a step above which all threads of BLAS
 shall compute its product."""
+
+
+def matrix(a: Array) -> Array:
+    """Return `a` itself if one of its last two axes is contiguous, so that BLAS can read it. Otherwise return a
+    contiguous copy, because NumPy would use a slow loop instead of BLAS."""
+    rows, columns = a.strides[-2:]
+    size = a.itemsize
+    fits = (columns == size and rows >= size * a.shape[-1]) or (rows == size and columns >= size * a.shape[-2])
+    return a if fits else np.ascontiguousarray(a)
+
+
+def transposed(weights: Array, problem: Problem) -> Array:
+    """Return the transpose of `weights` [GH, P] for a product at every step (G gates, H hidden units, P the width of
+    h). With a contiguous copy of the transpose BLAS runs up to a tenth faster. The copy is made if the batch is wide,
+    the matrix is small, and T * B >= 2 P, so that the faster products pay for it; otherwise return a view."""
+    often = problem.B >= WIDE_BATCH and 2 * weights.shape[1] <= problem.T * problem.B
+    return np.ascontiguousarray(weights.T) if often and weights.size <= TRANSPOSED_NUMBERS else matrix(weights).T
+
+
+def chunk_steps(problem: Problem) -> int:
+    """Return how many time steps the backward pass puts into one matrix product over time."""
+    return min(problem.T, max(1, CHUNK_ROWS // problem.B))
+
+
+def columns_buffer(rows: int, columns: int, B: int, dtype: np.dtype) -> Array:
+    """Return scratch memory [rows, columns] that is used B columns at a time. For a wide batch its rows are contiguous;
+    for a narrow batch its columns are contiguous."""
+    if B >= WIDE_BATCH:
+        # 16 extra columns: otherwise rows whose distance is a power of two would share cache sets.
+        return np.empty((rows, columns + 16), dtype)[:, :columns]
+    return np.empty((columns, rows), dtype).T
 
 
 def input_products(
@@ -82,31 +132,23 @@ def in_blocks(weights: Array, B: int, streamed: bool = False) -> Array:
     return weights.reshape(n, rows // n, -1)
 
 
-class TransposedProduct:
-    """Multiply by Wh^T at every step of the backward pass. The factor is dz, the gradient of the preactivations. The
-    product Wh^T @ dz is the gradient of the h that Wh multiplied in the forward pass.
+def transposed_product(Wh: Array, problem: Problem) -> Callable[[Array, Array], Any]:
+    """Return the function multiply(dz, out), which every step of the backward pass calls with dz [GH, B], the gradient
+    of the preactivations. It writes Wh^T @ dz, the gradient of the h that Wh [GH, P] multiplied, to `out` [P, B].
 
     For a narrow batch the rows of Wh are divided into blocks. Each block gives one term of the product, and the terms
     are added.
     """
+    blocks = in_blocks(Wh, problem.B)
+    if blocks.ndim < 3:
+        return partial(np.matmul, transposed(Wh, problem))
+    weights, terms = blocks.transpose(0, 2, 1), np.empty((len(blocks), blocks.shape[2], problem.B), Wh.dtype)
 
-    def __init__(self, Wh: Array, problem: Problem):
-        """Copy or view the recurrent weights. Wh: [GH, P], for a cell with G gates, H hidden units and an h of width
-        P."""
-        Wh = matrix(Wh)
-        blocks = in_blocks(Wh, problem.B)
-        self.terms: Array | None = None  # [blocks, P, B]
-        if blocks.ndim == 3:
-            self.terms = np.empty((len(blocks), blocks.shape[2], problem.B), Wh.dtype)
-        self.weights: Array = transposed(Wh, problem) if self.terms is None else blocks.transpose(0, 2, 1)
+    def multiply(dz: Array, out: Array) -> None:
+        np.matmul(weights, dz.reshape(len(terms), -1, dz.shape[1]), out=terms)
+        np.add.reduce(terms, axis=0, out=out)
 
-    def __call__(self, dz: Array, out: Array) -> None:
-        """Multiply dz [GH, B] by Wh^T, and write the product to `out` [P, B]. B is the number of batch items."""
-        if self.terms is None:
-            np.matmul(self.weights, dz, out=out)
-        else:
-            np.matmul(self.weights, dz.reshape(len(self.terms), -1, dz.shape[1]), out=self.terms)
-            np.add.reduce(self.terms, axis=0, out=out)
+    return multiply
 
 
 class SeparateProducts:

@@ -13,9 +13,8 @@ import numpy as np
 
 from ..directions import state_before
 from ..problem import Problem
-from .arrays import FEATURE_MAJOR, WIDE_BATCH, Array, Views, transposed
 from .passes import BackwardSweep, sweep_forward
-from .products import WeightGradients
+from .products import FEATURE_MAJOR, WIDE_BATCH, Array, Views, WeightGradients, transposed
 
 ENDED = 4
 """A new segment starts only if at least this many batch items have ended in the current segment. In a batch of fewer

@@ -15,8 +15,20 @@ from ..cell_graph import CellGraph, needed
 from ..cell_tracer import graph_of
 from ..cells import AnyCell, form_of
 from ..problem import Problem
-from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of
-from .products import JoinedProduct, SeparateProducts, TransposedProduct, WeightGradients, in_blocks, input_products
+from .products import (
+    FEATURE_MAJOR,
+    Array,
+    JoinedProduct,
+    SeparateProducts,
+    Views,
+    WeightGradients,
+    chunk_steps,
+    columns_buffer,
+    in_blocks,
+    input_products,
+    matrix,
+    transposed_product,
+)
 from .statements import UFUNCS, Place, Rewrites, Store, Writer, places, quotients
 
 Build = Callable[..., Callable[..., None]]
@@ -73,7 +85,8 @@ class Plan:
     second: whether a step has a second product, which is the one with the projection if `projects`. negatable: the
     gates whose sigmoid is computed from -z. other: the numbers of the gates whose input part and recurrent part have
     different gradients, such as a GRU's candidate. passes_h: whether a part of the gradient of h_prev bypasses the
-    recurrent product. recomputed: the gates whose recurrent product the backward pass computes again. rows: the blocks
+    recurrent product. reads_h, holds_h: whether the backward pass reads the h after a step, and holds a copy of the h
+    before it. recomputed: the gates whose recurrent product the backward pass computes again. rows: the blocks
     of Wh that multiply h. whole: whether these are all blocks, in one product.
     """
 
@@ -91,17 +104,26 @@ class Plan:
         direct = graph.nodes[graph.gradients("s")[0]]
         self.passes_h: bool = direct.op != "const" or direct.value != 0
         self.reads_h: bool = graph.reads_after(0)
+        self.holds_h: bool = self.passes_h or graph.reads("s0")
         self.recomputed: list[int] = graph.recomputed
 
 
-plan_for = lru_cache(128)(Plan)
+plan_of_form = lru_cache(128)(Plan)
 
 
-def plan_of(cell: AnyCell, v: Views, exposes: bool) -> Plan:
-    """Return the plan of a cell for a call with the arrays v. exposes: for a forward pass, whether the caller gets the
-    gates; for a backward pass, whether they have cotangents."""
-    names = tuple([name for name in ("peephole", "Wp") if name in v])
-    return plan_for(form_of(cell), names, exposes)
+@lru_cache(128)
+def plan_of(cell: AnyCell, names: tuple[str, ...], exposes: bool) -> Plan:
+    """Return the plan of a cell. Cells that differ only in numbers such as their clips share one.
+
+    names: what `graph_arrays` returned. exposes: for a forward pass, whether the caller gets the gates; for a backward
+    pass, whether they have cotangents.
+    """
+    return plan_of_form(form_of(cell), names, exposes)
+
+
+def graph_arrays(v: Views) -> tuple[str, ...]:
+    """Return the names of those arrays of a call on which the graph of its cell depends."""
+    return tuple([name for name in ("peephole", "Wp") if name in v])
 
 
 def negatable(graph: CellGraph, letters: str) -> str:
@@ -192,7 +214,7 @@ class Step:
         """Allocate the arrays that every step overwrites. streamed: the steps arrive one at a time
         (`engines.numpy.stream`)."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
-        plan = plan_of(cell, v, problem.return_gates)
+        plan = plan_of(cell, graph_arrays(v), problem.return_gates)
         self.apart: bool = plan.graph.apart
         self.products: Any = (
             SeparateProducts(problem, v, mask)
@@ -235,6 +257,22 @@ def constants_of(plan: Plan, cell: AnyCell, v: Views, B: int) -> dict[str, Any]:
         found["W0T"] = matrix(v["Wp"]) if plan.projects else matrix(v["Wh"])[cell.block("n", v["Wh"].shape[1])]
         found["W0"] = found["W0T"].T
     return found
+
+
+def steps_of(sequence: Array) -> Callable[[int], Array]:
+    """Return a function of t that gives step t of a sequence [T, B, .] as a contiguous array [., B]. For a
+    feature-major sequence it is a view; else it is a copy that stays valid until step t + 2 or t - 2 is requested."""
+    sequence = sequence.transpose(FEATURE_MAJOR)
+    if sequence[0].flags.c_contiguous:
+        return sequence.__getitem__
+    copies, copied = np.empty((2, *sequence.shape[1:]), sequence.dtype), [-1, -1]
+
+    def step(t: int) -> Array:
+        if copied[t % 2] != t:
+            copies[t % 2], copied[t % 2] = sequence[t], t
+        return copies[t % 2]
+
+    return step
 
 
 @lru_cache(128)
@@ -324,8 +362,10 @@ class StepBackward:
         """Allocate the arrays that every backward step overwrites. saved: the outputs h, c and gates [T, B, K H] of the
         forward pass. exposes: whether the gates have cotangents."""
         (_, B, H, P, cell), dtype = problem[:5], v["x"].dtype
-        plan = self.plan = plan_of(cell, v, exposes)
-        graph, n, more = plan.graph, chunk_steps(problem) * B, constants_of(plan, cell, v, B)
+        plan = self.plan = plan_of(cell, graph_arrays(v), exposes)
+        graph, more = plan.graph, constants_of(plan, cell, v, B)
+        self.chunk: int = chunk_steps(problem)  # how many steps the arrays by column have room for
+        n = self.chunk * B
         self.cell, self.H = cell, H
         self.dz: Array = columns_buffer(cell.gates * H, n, B, dtype)
         self.by_column: list[Array] = [self.dz]
@@ -334,14 +374,14 @@ class StepBackward:
             if width:
                 more[f"all_{name}"] = columns_buffer(width, n, B, dtype)
                 self.by_column.append(more[f"all_{name}"])
-        self.dx, self.m, self.dh = (more.get(f"all_{name}") for name in widths)
+        self.dx, self.m, self.dh = map(more.get, ("all_dx", "all_m", "all_dh"))
         self.Wh: Any = matrix(v["Wh"]) if plan.rows else None
         if plan.recomputed:
             self.q = more["all_q"] = columns_buffer(len(plan.recomputed) * H, n, B, dtype)
         self.bhn: Array | None = v.get("bhn")
         if plan.passes_h:
             self.direct = more["direct"] = np.empty((H, B), dtype)
-        if plan.passes_h or graph.reads("s0"):
+        if plan.holds_h:
             more["s0"] = np.empty((H, B), dtype)
         self.finishes: bool = graph.inputs + graph.params > 0  # whether `finish` has work at every step
         if self.finishes:
@@ -350,7 +390,7 @@ class StepBackward:
             self.dw: Array = np.empty((graph.params * H, B), dtype)
             self.dparams: Array = np.zeros((graph.params * H, B), dtype)  # summed over the batch after the last step
             more |= {"us": us, "du": self.du, "dw": self.dw}
-        through = TransposedProduct(self.Wh, problem) if plan.whole else None
+        through = transposed_product(self.Wh, problem) if plan.whole else None
         if plan.rows and not plan.whole:
             self.di = more["di"] = np.empty((H, B), dtype)
         saved_at = steps_of(saved["gates"]) if "gates" in saved and graph.saved else None

@@ -7,8 +7,7 @@ Within a step every array is feature-major, as in `engines.numpy.sweep`.
 import numpy as np
 
 from ..problem import Problem
-from .arrays import Array, Views
-from .products import JoinedProduct, bias_of, in_blocks
+from .products import Array, JoinedProduct, Views, bias_of, in_blocks
 from .steps import Step
 
 

@@ -7,28 +7,43 @@ and [T, D H, B], and callers get transposed views of them; h has the memory orde
 rows and columns of the arrays that both share. Only float32 and float64 are supported: the caller casts.
 """
 
+from math import prod
+
 import mlx.core as mx
 import numpy as np
 
 from ..directions import one_direction, part
 from ..packing import is_packed
 from ..problem import Arrays, Problem
-from .arrays import (
+from .passes import BackwardSweep, sweep_forward
+from .products import (
     BATCH_MAJOR,
     FEATURE_MAJOR,
+    TIME_MAJOR,
     Array,
-    NewArray,
-    NewSequence,
+    Order,
     Views,
-    order_of,
-    view,
-    views,
+    WeightGradients,
+    factored_names,
 )
-from .passes import BackwardSweep, sweep_forward
-from .products import WeightGradients, factored_names
 from .ragged import backward_in_segments, forward_in_segments, segments
-from .threads import threads_for
+from .threads import ALL_THREADS, one_thread
 from .weights import with_float_weights
+
+SMALL_WEIGHTS = 2**18
+"""The largest number of elements of Wx and Wh together for which a call runs on one thread. They take 1 MiB in float32,
+which fits into the cache of one core. Larger weights are read faster by several cores."""
+
+SMALL_PRODUCT = 2**23
+"""The largest number of multiplications in the products of one time step for which a call runs on one thread. Measured
+on two cores of an AMD EPYC, a second thread gains nothing at half of this number and 1.4 times at twice of it."""
+
+ALONE = 2**18
+"""OpenBLAS computes a product with at most this many multiplications on the calling thread in any case."""
+
+MLX_ALLOCATES = 2**13
+"""New arrays with at least this many elements are allocated by MLX, smaller ones by NumPy and then copied to MLX.
+Waiting for an array that MLX allocates takes 20 to 40 us, as long as a small step; the copy takes less."""
 
 Saved = dict[str, mx.array | Array | list[Array] | None]
 """The results of `forward` by name. Gates that only the backward pass reads are a NumPy array [T, B, D G H], or one
@@ -51,7 +66,8 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         v["x"] = v["x"][None]
     elif batch_first:
         v["x"] = v["x"].transpose(BATCH_MAJOR)
-    dtype, (T, B, H, P), D, cell = v["x"].dtype, problem[:4], problem.directions, problem.cell
+    dtype, (T, B, H, P), cell, directions = v["x"].dtype, problem[:4], problem.cell, each_direction(problem)
+    D = len(directions)
     widths = {"h": D * P, "c": D * cell.carried * H} if cell.carried else {"h": D * P}
     last = {f"{name}T": NewArray(dtype, (B, width)) for name, width in widths.items()} if problem.wants_last else {}
     sequences: dict[str, NewArray] = {}
@@ -75,8 +91,9 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         out |= {name: last[f"{name}T"].memory[None] for name in widths}
     else:
         out |= {name: array.memory for name, array in last.items()}
-    with np.errstate(all="ignore"), threads_for(problem, v):  # no warnings; `each_direction` says why
-        for d, one in each_direction(problem):
+    # No warnings: `each_direction` says why.
+    with np.errstate(all="ignore"), one_thread() if are_small(problem, v, D) else ALL_THREADS:
+        for d, one in directions:
             own, own_out = of_direction(d, v), of_direction(d, out)
             if parts:
                 forward_in_segments(one, parts, own, own_out, [of_direction(d, {"gates": g})["gates"] for g in hidden])
@@ -117,8 +134,9 @@ def backward(
     projects = "Wx" in v  # read from v: among the gradients Wx is missing if it is quantized
     written: set[int] = set()
     factors: Arrays = {}
-    with np.errstate(all="ignore"), threads_for(problem, v):
-        for d, one in each_direction(problem):
+    directions = each_direction(problem)
+    with np.errstate(all="ignore"), one_thread() if are_small(problem, v, len(directions)) else ALL_THREADS:
+        for d, one in directions:
             own, own_saved, own_dv, own_out = (of_direction(d, values, projects) for values in (v, outputs, dv, out))
             products = WeightGradients(own_out, written, factored)
             if parts:
@@ -174,6 +192,73 @@ def multiplied(gradients: Arrays) -> Arrays:
         blocks.setdefault(left.partition(" ")[0], []).append(gradients[left].T @ gradients[right])
     products = {name: each[0] if len(each) == 1 else mx.concatenate(each) for name, each in blocks.items()}
     return products | {name: gradient for name, gradient in gradients.items() if " " not in name}
+
+
+def view(array: mx.array | Array) -> Array:
+    """Return a NumPy view of the memory of an evaluated MLX array."""
+    return np.array(array, copy=False)
+
+
+def views(arrays: Arrays) -> Views:
+    """Evaluate all arrays. Return NumPy views of their memory."""
+    mx.eval(list(arrays.values()))
+    return {name: np.array(array, copy=False) for name, array in arrays.items()}
+
+
+class NewArray:
+    """A new MLX array that NumPy fills: NumPy writes to `memory`, then `to_mlx` returns the MLX array. It
+    contains zeros at first: MLX cannot create an array without writing to its memory."""
+
+    def __init__(self, dtype: np.dtype, shape: tuple[int, ...]):
+        self.dtype: mx.Dtype = mx.float64 if dtype == np.float64 else mx.float32
+        self.array: mx.array | None = mx.zeros(shape, self.dtype) if prod(shape) >= MLX_ALLOCATES else None
+        self.memory: Array = np.zeros(shape, dtype) if self.array is None else view(self.array)
+
+    def to_mlx(self) -> mx.array:
+        """Return the MLX array with the contents of `memory`."""
+        return mx.array(self.memory, self.dtype) if self.array is None else self.array
+
+
+class NewSequence(NewArray):
+    """A new sequence that NumPy fills. `memory` is a NumPy view [T, B, .]. The MLX array is [T, B, .], or [B, T, .]
+    with `batch_first`.
+
+    order: the order of the axes in memory, TIME_MAJOR, BATCH_MAJOR or FEATURE_MAJOR.
+    """
+
+    def __init__(self, dtype: np.dtype, shape: tuple[int, int, int], order: Order, batch_first: bool = False):
+        T, B, _ = shape
+        self.returned: Order = BATCH_MAJOR if batch_first else TIME_MAJOR
+        # With B = 1 all three orders of the axes mean the same layout in memory. With T = 1 TIME_MAJOR and BATCH_MAJOR
+        # mean the same layout. In these cases take the order that the MLX array will have, so that `to_mlx` need not
+        # transpose it.
+        self.order: Order = self.returned if B == 1 or (T == 1 and order != FEATURE_MAJOR) else order
+        super().__init__(dtype, (shape[self.order[0]], shape[self.order[1]], shape[self.order[2]]))
+        self.as_allocated: Array = self.memory
+        self.memory = self.memory.transpose(self.order)  # each of the three orders is its own inverse permutation
+
+    def to_mlx(self) -> mx.array:
+        """Return the sequence that NumPy has written as an MLX array: [B, T, F] if this object was made with
+        `batch_first`, else [T, B, F]. F is the number of features per step."""
+        array = mx.array(self.as_allocated, self.dtype) if self.array is None else self.array
+        if self.order == self.returned:
+            return array
+        first, second, third = self.returned
+        return mx.transpose(array, [self.order.index(first), self.order.index(second), self.order.index(third)])
+
+
+def order_of(sequence: Array) -> Order:
+    """Return the memory order of a sequence [T, B, .]: BATCH_MAJOR or TIME_MAJOR. The results for a caller with
+    batch-major arrays are written batch-major, too, so that the caller gets contiguous arrays."""
+    return BATCH_MAJOR if sequence.strides[0] < sequence.strides[1] else TIME_MAJOR
+
+
+def are_small(problem: Problem, v: Views, D: int) -> bool:
+    """Return whether the products of a call with D directions are so small that one thread computes them as fast as
+    several. Return False if they are so small that OpenBLAS uses one thread in any case."""
+    weights = sum([v[name].size for name in ("Wx", "Wh") if name in v]) // D
+    step = weights * problem.B
+    return weights <= SMALL_WEIGHTS and step <= SMALL_PRODUCT and step * problem.T > ALONE
 
 
 def each_direction(problem: Problem) -> list[tuple[int | None, Problem]]:

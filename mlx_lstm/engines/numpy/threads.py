@@ -10,23 +10,11 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import NamedTuple
 
-from ..problem import Problem
-from .arrays import Views
-
-SMALL_WEIGHTS = 2**18
-"""The largest number of elements of Wx and Wh together for which a call runs on one thread. They take 1 MiB in float32,
-which fits into the cache of one core. Larger weights are read faster by several cores."""
-
-SMALL_PRODUCT = 2**23
-"""The largest number of multiplications in the products of one time step for which a call runs on one thread. Measured
-on two cores of an AMD EPYC, a second thread gains nothing at half of this number and 1.4 times at twice of it."""
-
-ALONE = 2**18
-"""OpenBLAS computes a product with at most this many multiplications on the calling thread in any case."""
+ALL_THREADS: AbstractContextManager[None] = nullcontext()
 
 
 class Threads(NamedTuple):
@@ -59,11 +47,11 @@ usual = 1  # the number of threads that OpenBLAS used before the first of these 
 
 
 @contextmanager
-def threads_for(problem: Problem, v: Views) -> Iterator[None]:
-    """Return a context in which BLAS uses one thread if the products of this call are small. The last of several such
+def one_thread() -> Iterator[None]:
+    """Return a context in which BLAS uses one thread, for a call whose products are small. The last of several such
     calls, which may run in different threads of Python, restores the number of threads."""
     global running, usual
-    blas = openblas() if is_small(problem, v) else None
+    blas = openblas()
     if blas is None:
         yield
         return
@@ -79,11 +67,3 @@ def threads_for(problem: Problem, v: Views) -> Iterator[None]:
             running -= 1
             if running == 0:
                 blas.set(usual)
-
-
-def is_small(problem: Problem, v: Views) -> bool:
-    """Return whether the products of a call are so small that one thread computes them as fast as several. Return
-    False if they are so small that OpenBLAS uses one thread in any case."""
-    weights = sum(v[name].size for name in ("Wx", "Wh") if name in v) // problem.directions
-    step = weights * problem.B
-    return weights <= SMALL_WEIGHTS and step <= SMALL_PRODUCT and step * problem.T > ALONE

@@ -16,8 +16,8 @@ from mlx.utils import tree_map
 from .. import definitions
 from ..cell_graph import CellGraph, needed
 from ..cell_tracer import graph_of, values_of
-from ..cells import AnyCell, PointwiseCell
-from ..definitions import constant
+from ..cells import AnyCell, PointwiseCell, norm_blocks
+from ..definitions import ScaledNorm, constant, normalised
 from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
 from ..tracing import distinct
@@ -123,7 +123,7 @@ def step(
     cells return it unchanged.
     """
     if isinstance(problem.cell, PointwiseCell):
-        product = h_in @ arrays["Wh"].T if problem.cell.recurrent else None
+        z, product = preactivations(problem.cell, arrays, z, h_in) if problem.cell.recurrent else (z, None)
         inputs = arrays["inputs"][t, ...] if "inputs" in arrays else None
         live = live_items(arrays, t)
         return pointwise_step(problem.cell, z, product, (h, c), inputs, arrays.get("params"), live)
@@ -134,22 +134,50 @@ def step(
     if "peephole" in arrays:
         of |= named("w", cell, arrays["peephole"])
     # mx.addmm is not used here and in the definitions: MLX 0.32.4 refuses it under vmap over x alone.
-    of |= named("x", cell, z if cell.apart else z + h_in @ Wh.T)
+    if cell.reset == "before":
+        of |= named("x", cell, z)
+    else:  # one product with all blocks of Wh
+        z, product = preactivations(cell, arrays, z, h_in)
+        of |= named("x", cell, z if cell.apart or product is None else z + product)
+        if cell.apart and product is not None:
+            of |= named("p", cell, product)
     if cell.forget_bias:
         f = f"x{cell.gate_order.index('f')}"
         of[f] = of[f] + constant(cell.forget_bias, z)
-    if cell.reset == "after":  # one product with all three blocks of Wh
-        of |= named("p", cell, h_in @ Wh.T)
-        if "bhn" in arrays:
-            n = f"p{cell.gate_order.index('n')}"
-            of[n] = of[n] + arrays["bhn"]
-    elif cell.reset == "before":
+    if cell.norm is not None and cell.norm.c is not None:
+        of["N0"] = norm_of_c(cell, arrays)
+    if "bhn" in arrays:
+        n = f"p{cell.gate_order.index('n')}"
+        of[n] = of[n] + arrays["bhn"]
+    if cell.reset == "before":
         of["W0"] = Wh[cell.block("n", H)]
         of |= {f"p{k}": h_in @ Wh[cell.block(gate, H)].T for k, gate in enumerate(cell.gate_order) if gate != "n"}
     states, gates = definitions.step(cell, of)
     of_gates = [gates[gate] for gate in cell.gate_order]
     every = of_gates[0] if len(of_gates) == 1 else mx.concatenate(of_gates, axis=-1)
     return every, states[1] if len(states) > 1 else c, states[0]
+
+
+def preactivations(cell: AnyCell, arrays: Arrays, z: Array, h_in: Array) -> tuple[Array, Array | None]:
+    """Return the input's part z [.., G H] and the recurrent part of the preactivations, or (their sum, None) if the sum
+    is normalised. h_in [.., P]: h times the mask."""
+    product = h_in @ arrays["Wh"].T
+    if cell.norm is None or cell.norm.of is None:
+        return z, product
+    norm = norm_of(cell, arrays)
+    return (norm(z + product), None) if cell.norm.of == "sum" else (z, norm(product))
+
+
+def norm_of(cell: AnyCell, arrays: Arrays) -> ScaledNorm:
+    """Return the layer normalisation of the recurrent product, or of its sum with the input's part."""
+    assert cell.norm is not None
+    return ScaledNorm(norm_blocks(cell), cell.norm.eps, arrays.get("norm_scale"), arrays.get("norm_shift"))
+
+
+def norm_of_c(cell: AnyCell, arrays: Arrays) -> ScaledNorm:
+    """Return the layer normalisation of c."""
+    assert cell.norm is not None
+    return ScaledNorm(1, cell.norm.eps, arrays.get("norm_c_scale"), arrays.get("norm_c_shift"))
 
 
 def limits_of(cell: AnyCell, c: Array | None, h: Array) -> Arrays:
@@ -191,6 +219,9 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     gradients:
 
     - dz [T, B, G H]: the gradient of the preactivations
+    - with a norm of the recurrent product or of the sum: da [T, B, G H], the gradient of the norm's result; dp, the
+      gradient of the product h Wh^T, while dz is that of the input's part; y, what `normalised` returned
+    - with a norm of c: dn [T, B, H], the gradient of its result; yc, what `normalised` returned
     - dh0 [B, P]: the gradient of h0
     - dc0 [B, H], for an LSTM: the gradient of c0
     - dh [T, B, P], for an LSTM: the gradient of h, from which the gradient of the projection is computed
@@ -199,7 +230,8 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     """
     h0, c0 = initial_states(problem, arrays)
     starts = {name: times_keep(arrays, states) for name, states in states_before(problem, arrays, saved).items()}
-    starts |= gru_candidates(problem, arrays, starts["h"])
+    norms = normalised_products(problem, arrays, starts["h"])
+    starts |= gru_candidates(problem, arrays, starts["h"], norms.get("y")) | norms
     dh, dc = cotangents.get("hT", mx.zeros_like(h0)), cotangents.get("cT", mx.zeros_like(c0))
     by_step: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}, "carry": {}}
     step_back = backward_of_steps(problem, arrays, "gates" in cotangents)
@@ -213,12 +245,11 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
         before = {name: states[t, ...] for name, states in starts.items()}
         after = {name: saved[name][t, ...] for name in ("h", "c", "gates") if name in saved}
         if problem.cell.stops_h:
-            dh_t = through_projection_clip(problem.cell, arrays["Wp"], after, dh_t)
+            dh_t = through_projection_clip(problem.cell, arrays, after, dh_t)
         back = step_back(t, before, after, dh_t, dc_t, dgates)
-        live, dz = live_items(arrays, t), back.dz
-        if live is not None:
-            dz, dh_t = mx.where(live, dz, 0), mx.where(live, dh_t, 0)
-        by_step["dz"][t], by_step["dh"][t] = dz, dh_t
+        live, found = live_items(arrays, t), {"dz": back.dz, "dh": dh_t} | (back.of_norms or {})
+        for name, array in found.items():
+            by_step.setdefault(name, {})[t] = array if live is None else mx.where(live, array, 0)
         # Compute the gradient of h and c before the step. First dh goes through the mask. Then the part that bypasses
         # the recurrent product is added. Last, both go through `keep`.
         dh_new = times_mask(arrays, back.dh, t)
@@ -231,6 +262,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
             dh_new, dc_new = times_keep(arrays, dh_new, t), times_keep(arrays, dc_new, t)
         dh, dc = (dh_new, dc_new) if live is None else (mx.where(live, dh_new, dh), mx.where(live, dc_new, dc))
     sweep = {name: mx.stack([steps[t] for t in range(len(steps))]) for name, steps in by_step.items() if steps}
+    sweep |= {"y": norms["y"]} if norms else {}
     if problem.cell.carried:
         return sweep | {"dh0": dh, "dc0": dc}
     del sweep["dh"]
@@ -243,13 +275,14 @@ class StepGradients(NamedTuple):
 
     dz [B, GH]: the gradient of the input's part of the preactivations. dh [B, P]: the gradient of mask * h_prev, which
     enters the recurrent product. dc [B, H]: the gradient of c_prev, for an LSTM only. direct [B, H]: for a GRU only,
-    the part of the gradient of h_prev that bypasses the product.
+    the part of the gradient of h_prev that bypasses the product. of_norms: da, dp, dn and yc of `sweep_backward`.
     """
 
     dz: Array
     dh: Array
     dc: Array | None = None
     direct: Array | None = None
+    of_norms: Arrays | None = None
 
 
 def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callable[..., StepGradients]:
@@ -257,16 +290,21 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
     the graph of the cell's derivative. exposes: whether the gates have cotangents.
 
     before: the states h and c before the step. For a GRU with reset "after" also q, the candidate's product h Wh_n^T +
-    bhn. after: h, c and the gates after the step. dh, dc, dgates: the gradients of h (of a projected h before its
-    clip), c and gates in `after`.
+    bhn. With a norm of the product or the sum also y and r, what `normalised` returned. after: h, c and the gates after
+    the step. dh, dc, dgates: the gradients of h (of a projected h before its clip), c and gates in `after`.
     """
     cell, H, Wh = problem.cell, problem.H, arrays["Wh"]
     graph = graph_of(cell, arrays, exposes)
-    fixed = named("w", cell, arrays["peephole"]) if "peephole" in arrays else {}
+    fixed: dict[str, Any] = named("w", cell, arrays["peephole"]) if "peephole" in arrays else {}
     if graph.has_product():
         W = arrays["Wp"] if "Wp" in arrays else Wh[cell.block("n", H)]
         fixed |= {"W0": W, "W0T": W.T}
     number = graph.number
+    norm, sums = None, False
+    if cell.norm is not None and cell.norm.of is not None:
+        norm, sums = norm_of(cell, arrays), cell.norm.of == "sum"
+    if graph.has_norm():
+        fixed["N0"] = norm_of_c(cell, arrays)
     fixed_nodes = {number[name]: array for name, array in fixed.items() if name in number}
     of = {name: n for name, n in zip(graph.names, graph.back, strict=True) if name[0] != "w"}
     of_x = [of[f"x{k}"] for k in range(cell.gates)]
@@ -287,6 +325,11 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
             given |= limits_of(cell, after["c"], dh)
         known = fixed_nodes | known_after(graph, cell, after)
         known |= {number[name]: array for name, array in given.items() if name in number}
+        of_norms: Arrays = {}
+        raw = dh
+        if graph.has_norm():
+            raw = values_of(graph.nodes, [graph.norm_operand("norm")], known, dh)[graph.norm_operand("norm")]
+            known[graph.norm_operand("norm")] = raw
         if "Wp" in arrays:
             known[graph.operand("W0")] = dh
         if dh.dtype not in constants:
@@ -295,14 +338,20 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
             constants[dh.dtype] = {n: constant(value, dh) for n, value in numbers.items()}
             order[:] = [n for n in every if n not in numbers]
         values = values_of(graph.nodes, of.values(), known | constants[dh.dtype], dh, order=order)
+        if graph.has_norm():
+            of_norms = {"dn": values[graph.norm_operand("unnorm")], "yc": normalised(raw, 1, fixed["N0"].eps)[0]}
         dz = values[of_x[0]] if len(of_x) == 1 else mx.concatenate([values[n] for n in of_x], axis=-1)
         if "i0" in of:
             dh_in = sum([values[n] @ Wh[block] for n, block in of_p], values[of["i0"]])
         else:
-            dh_in = (mx.concatenate([values[n] for n, _ in of_p], axis=-1) if cell.apart else dz) @ Wh
-        return StepGradients(
-            dz, dh_in, values[of["s1"]] if "s1" in of else None, values[of["s0"]] if cell.apart else None
-        )
+            dp = mx.concatenate([values[n] for n, _ in of_p], axis=-1) if cell.apart else dz
+            if norm is not None:
+                of_norms |= {"da": dp, "dp": norm.before(dp, before["y"], before["r"])}
+                dp = of_norms["dp"]
+                dz = dp if sums else dz
+            dh_in = dp @ Wh
+        dc, direct = values[of["s1"]] if "s1" in of else None, values[of["s0"]] if cell.apart else None
+        return StepGradients(dz, dh_in, dc, direct, of_norms)
 
     return step
 
@@ -322,22 +371,24 @@ def known_after(graph: CellGraph, cell: AnyCell, after: Arrays) -> dict[int, Arr
     return known
 
 
-def through_projection_clip(cell: AnyCell, Wp: Array, after: Arrays, dh: Array) -> Array:
+def through_projection_clip(cell: AnyCell, arrays: Arrays, after: Arrays, dh: Array) -> Array:
     """Return the gradient of a projected h before the clip `projection_clip`: dh [.., P], or 0 where the clip changed
     h. after: h, c and the gates after the step or, with an axis of time, after all steps."""
-    graph = graph_of(cell, ["Wp"], exposes=False)
+    graph, Wp = graph_of(cell, ["Wp"], exposes=False), arrays["Wp"]
     given = {"d0": dh, "W0T": Wp.T} | limits_of(cell, None, after["h"])
     known = known_after(graph, cell, after) | {graph.number[name]: array for name, array in given.items()}
-    known[graph.operand("W0T")] = projected_vector(cell, after).astype(Wp.dtype)
+    known[graph.operand("W0T")] = projected_vector(cell, arrays, after).astype(Wp.dtype)
     n = graph.operand("W0")
     return values_of(graph.nodes, [n], known, dh)[n]
 
 
-def projected_vector(cell: AnyCell, after: Arrays) -> Array:
+def projected_vector(cell: AnyCell, arrays: Arrays, after: Arrays) -> Array:
     """Return m = o * output(c) [.., H], the vector that the projection multiplies. after: h, c and the gates."""
     graph = graph_of(cell, ["Wp"], exposes=False)
-    n = graph.operand("W0T")
-    return values_of(graph.nodes, [n], known_after(graph, cell, after), after["c"])[n]
+    n, known = graph.operand("W0T"), dict[int, Any](known_after(graph, cell, after))
+    if graph.has_norm():
+        known[graph.number["N0"]] = norm_of_c(cell, arrays)
+    return values_of(graph.nodes, [n], known, after["c"])[n]
 
 
 def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
@@ -347,6 +398,7 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
         dz [T, B, D G H]    the gradient of the preactivations
         dh0, dc0            the gradients of the first states
         dh [T, B, D P]      for an LSTM, the gradient of h, for the gradient of the projection
+        da, dp, y, dn, yc   with layer normalisation: see `sweep_backward`
         carry [T, B, D H]   with the option `keep`, a factor on the states: the gradient of keep * c (LSTM), or the part
                             of the gradient of keep * h that bypasses the recurrent product (GRU)
     """
@@ -377,19 +429,21 @@ def input_gradients(problem: Problem, arrays: Arrays, dz: Array) -> Arrays:
 
 
 def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
-    """Return the gradients of Wh, bhn, peephole, mask, keep and Wp for one direction. Each gradient is one product
-    or one sum over all T * B rows."""
-    cell, mask, h, dz, lengths = problem.cell, arrays.get("mask"), saved["h"], sweep["dz"], arrays.get("lengths")
+    """Return the gradients of Wh, bhn, peephole, mask, keep, Wp and of the norms' arrays for one direction. Each
+    gradient is one product or one sum over all T * B rows."""
+    cell, mask, h, lengths = problem.cell, arrays.get("mask"), saved["h"], arrays.get("lengths")
+    dz = sweep.get("dp", sweep["dz"])  # the gradient of the recurrent product
     before = states_before(problem, arrays, saved)
     h_prev = times_keep(arrays, before["h"])
     h_in = without_padding(lengths, h_prev if mask is None else h_prev * mask)
     dh_in = None
-    if cell.apart:
+    if cell.apart and "dp" not in sweep:
         gradients, dh_in = gru_recurrent_gradients(cell, arrays, saved["gates"], h_in, dz)
     else:
-        gradients = {"Wh": flat(dz).T @ flat(h_in)}
+        gradients = {"Wh": flat(dz).T @ flat(h_in)} | norm_gradients(cell, sweep)
     if "peephole" in arrays:
-        gradients["peephole"] = peephole_gradient(cell, dz, times_keep(arrays, before["c"]), saved["c"])
+        of_gates = sweep.get("da", dz)
+        gradients["peephole"] = peephole_gradient(cell, of_gates, times_keep(arrays, before["c"]), saved["c"])
     if {"mask", "keep"} & arrays.keys():
         # dh_in is the gradient of mask * keep * h. A GRU has computed it already; for other cells it is None and
         # computed here. The gradient continues through the mask, then through `keep`.
@@ -400,8 +454,20 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
         if "keep" in arrays:
             gradients["keep"] = keep_gradient(before, without_padding(lengths, dh_in), sweep.get("carry"))
     if "Wp" in arrays:
-        m = projected_vector(cell, saved).astype(h.dtype)
+        m = projected_vector(cell, arrays, saved).astype(h.dtype)
         gradients["Wp"] = flat(sweep["dh"]).T @ flat(m)
+    return gradients
+
+
+def norm_gradients(cell: AnyCell, sweep: Arrays) -> Arrays:
+    """Return the gradients of the scale and shift of each norm, and of bhn, which is added after the norm."""
+    gradients: Arrays = {}
+    for name, d, y in (("norm", "da", "y"), ("norm_c", "dn", "yc")):
+        if d in sweep:
+            gradients[f"{name}_scale"] = total(sweep[d] * sweep[y], axis=(0, 1))
+            gradients[f"{name}_shift"] = total(sweep[d], axis=(0, 1))
+    if cell.apart and "da" in sweep:
+        gradients["bhn"] = total(by_gate(cell, sweep["da"])["n"], axis=(0, 1))
     return gradients
 
 
@@ -439,15 +505,34 @@ def gru_recurrent_gradients(
     return gradients, terms["r"] + terms["z"] + (terms["n"] if cell.reset == "after" else r * terms["n"])
 
 
-def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array) -> Arrays:
+def normalised_products(problem: Problem, arrays: Arrays, h_prev: Array) -> Arrays:
+    """Return {"y": what the layer normalisation of the product or the sum had at every step before scale and shift, [T,
+    B, G H], "r": 1 / sqrt(variance + eps), [T, B, blocks]}. Return an empty dict if neither is normalised.
+
+    The backward pass computes them again, in one product over all T * B rows: the forward pass need not save them.
+    h_prev [T, B, P]: h before each step, times `keep`.
+    """
+    cell = problem.cell
+    if cell.norm is None or cell.norm.of is None:
+        return {}
+    h_in = h_prev * arrays["mask"] if "mask" in arrays else h_prev
+    a = (flat(h_in) @ arrays["Wh"].T).reshape(*h_prev.shape[:2], -1)
+    if cell.norm.of == "sum":
+        a = a + project(problem, arrays)
+    y, r = normalised(without_padding(arrays.get("lengths"), a), norm_blocks(cell), cell.norm.eps)
+    return {"y": y, "r": r}
+
+
+def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array, y: Array | None) -> Arrays:
     """Return {"q": the recurrent product of the candidate at every step, [T, B, H]}, computed as one product over
-    all T * B rows. Return an empty dict unless the cell is a GRU whose reset comes after this product."""
+    all T * B rows. Return an empty dict unless the cell is a GRU whose reset comes after this product. y: the
+    normalised product, if it is normalised."""
     cell = problem.cell
     if cell.reset != "after":
         return {}
     h_in = h_prev * arrays["mask"] if "mask" in arrays else h_prev
     Wh_n = arrays["Wh"][cell.block("n", problem.H)]
-    q = flat(h_in) @ Wh_n.T
+    q = flat(h_in) @ Wh_n.T if y is None else flat(by_gate(cell, norm_of(cell, arrays).scaled(y))["n"])
     return {"q": (q + arrays["bhn"] if "bhn" in arrays else q).reshape(h_prev.shape)}
 
 

@@ -20,7 +20,7 @@ def shown(text: object, most: int = 80) -> str:
     characters.
 
     Example:
-        >>> from mlx_lstm.budget import shown
+        >>> from mlx_lstm.ground.budget import shown
         >>> print(shown("a" + chr(27) + "[2J" + chr(10) + "read back"))
         a\\x1b[2J\\nread back
     """

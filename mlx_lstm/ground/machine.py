@@ -65,7 +65,7 @@ def installed_version(*packages: str) -> str:
 
 def shader_folder() -> Path:
     """Return the path of the folder metal/, which a wheel has inside the package and a checkout beside the package."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     return package / "metal" if (package / "metal").is_dir() else package.parent / "metal"
 
 
@@ -98,7 +98,7 @@ def child_command(code: str, *arguments: str) -> list[str]:
     flags = {"I": "isolated", "E": "ignore_environment", "s": "no_user_site", "S": "no_site"}
     given = [f"-{letter}" for letter, name in flags.items() if getattr(sys.flags, name)]
     paths = absolute(sys.path)
-    package = str(Path(__file__).absolute().parents[1])
+    package = str(Path(__file__).absolute().parents[2])
     paths += [package] if package not in paths else []
     return [sys.executable, *given, "-c", f"import sys; sys.path[:] = {paths!r}; {code}", *arguments]
 

@@ -26,8 +26,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from .checks import check_integer, fail
-from .recurrence import gru, lstm, rnn
+from ..ground.checks import check_integer, fail
+from ._gru import gru
+from ._lstm import lstm
+from ._rnn import rnn
 
 OP = "recognise"
 OPS = {"lstm": lstm, "gru": gru, "rnn": rnn}

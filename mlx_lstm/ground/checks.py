@@ -32,7 +32,7 @@ def fail(op: str, rule: str, value: object) -> NoReturn:
     raise ValueError(f"[{op}] {rule} but got {value}.")
 
 
-PACKAGE = str(Path(__file__).parent)
+PACKAGE = str(Path(__file__).parents[1])
 _said: set[str] = set()
 _lock = Lock()
 

@@ -19,7 +19,7 @@ SIZES: dict[str, str] = dict.fromkeys(
 SIZES |= dict.fromkeys(("input_dims", "input_dim", "n_input"), "it is called input_size here")
 
 OF_CONSTRUCTORS: dict[str, str] = SIZES | {
-    "device": "layers have no device; mx.set_default_device(mx.cpu) or `with mx.stream(mx.cpu)` chooses it",
+    "device": "MLX uses a Mac's GPU by itself; mx.set_default_device(mx.cpu) selects the CPU",
     "dtype": "layer.set_dtype(mx.float16) changes it",
     "use_bias": "it is called bias here",
     "return_sequences": "a call returns all steps; output[:, -1] is the last one of a batch-first result",
@@ -44,10 +44,13 @@ OF_CALLS |= dict.fromkeys(
 STATES = ("initial_state", "state", "states", "h0", "h_0", "c0", "c_0", "carry")
 """Names of the first states in other frameworks."""
 
-OTHER_DTYPE = "layer.set_dtype(mx.float16) changes the dtype"
-NO_DEVICE = "arrays of MLX have no device; mx.set_default_device(mx.cpu) or `with mx.stream(mx.cpu)` chooses it"
+NO_DEVICE = (
+    "arrays of MLX have no device. MLX uses a Mac's GPU by itself; mx.set_default_device(mx.cpu) or "
+    "`with mx.stream(mx.cpu)` selects the CPU"
+)
 ATTRIBUTES: dict[str, str] = dict.fromkeys(("to", "cuda", "cpu", "mps"), NO_DEVICE)
-ATTRIBUTES |= dict.fromkeys(("float", "half", "double", "bfloat16", "type"), OTHER_DTYPE)
+DTYPES = {"float": "float32", "double": "float64", "half": "float16", "bfloat16": "bfloat16", "type": "float16"}
+ATTRIBUTES |= {name: f"layer.set_dtype(mx.{dtype}) changes the dtype" for name, dtype in DTYPES.items()}
 ATTRIBUTES |= {
     "load_state_dict": "layer.load_weights(list(arrays.items())) takes MLX arrays by name; mlx_lstm.convert.from_torch "
     "reads a state_dict",
@@ -55,6 +58,8 @@ ATTRIBUTES |= {
     "named_parameters": "mlx.utils.tree_flatten(layer.parameters()) returns pairs of name and array",
     "flatten_parameters": "there is nothing to flatten, so leave the call out",
     "requires_grad_": "layer.freeze() and layer.unfreeze() choose what is trained",
+    "reset_parameters": "a new layer draws new parameters",
+    "backward": "nn.value_and_grad(model, loss) returns a function that computes the loss and its gradients",
     "zero_grad": "mx.grad and nn.value_and_grad return new gradients, so leave the call out",
     "register_buffer": "assign the array, and call layer.freeze(keys=...)",
     "set_weights": "layer.load_weights takes a file or pairs; mlx_lstm.convert.from_keras reads Keras' weights",
@@ -106,6 +111,8 @@ def refuse(op: str, name: str, value: object, is_call: bool) -> None:
         other = f"mlx_lstm.torch.{layer} has it, and mlx_lstm.nn.stack runs several layers and directions"
         names = ("num_layers", "bidirectional", "batch_first", "dropout", "proj_size")
         advice = dict.fromkeys(names, other) | advice
+    elif layer in ("GRU", "RNN"):
+        advice = {"proj_size": "only the LSTM has it, as in PyTorch"} | advice
     if name in advice:
         shown = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
         what = "argument of a call" if is_call else "option of this layer"

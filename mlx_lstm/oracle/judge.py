@@ -1,0 +1,64 @@
+"""A case: a call with its numbers, which an engine or another library runs and the float64 oracle judges."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .arithmetic import Arithmetic, Array, Tensors
+from .case import ARRAYS, OUTPUTS, Call
+from .closeness import exact_and_bounds, trials_for
+from .pointwise import evaluate_graph
+from .recurrence import evaluate
+from .verdict import Judge
+
+
+class Case(NamedTuple):
+    """A call with its numbers.
+
+    call: the arguments of the oracle, as a dict. A cell that the user wrote has its graph there, by the name "graph".
+    cotangents: the cotangents of outputs by name; without any, there are no gradients.
+    dtype: the name of the dtype in which the call is run. The arrays have values that it can represent.
+    weights: quantized weights by name, for whoever runs the call. The arrays of `call` have the same values.
+    """
+
+    call: Call
+    cotangents: Tensors = {}  # noqa: RUF012 (never changed)
+    dtype: str = "float32"
+    weights: Mapping[str, Any] = {}
+
+    @property
+    def op(self) -> str:
+        """Return the op's name: `lstm`, `gru` or `rnn`."""
+        return self.call.get("op", "lstm")
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays of the call by name, without lengths and hold."""
+        return {name: self.call[name] for name in ARRAYS if self.call.get(name) is not None}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of the call that are not arrays."""
+        return {name: value for name, value in self.call.items() if name not in ARRAYS and name != "op"}
+
+    def names(self, training: bool = True) -> list[str]:
+        """Return the names of the results that the call has: with cotangents, the outputs that have one, and a gradient
+        "d" + name of each array; without training, all outputs but the gates."""
+        if not training or not self.cotangents:
+            return [name for name in OUTPUTS[self.op] if training or name != "gates"]
+        gradients = [f"d{name}" for name in self.arrays if name not in self.weights]
+        return [*(name for name in OUTPUTS[self.op] if name in self.cotangents), *gradients]
+
+    def results(self, fl: Arithmetic) -> Tensors:
+        """Return all outputs by name, and all gradients as "d" + name, computed in the arithmetic `fl`."""
+        if "graph" in self.call:
+            arguments = {name: value for name, value in self.call.items() if name != "graph"}
+            outputs, gradients = evaluate_graph(self.call["graph"], arguments, self.cotangents or None, fl)
+        else:
+            outputs, gradients = evaluate(self.call, self.cotangents or None, fl)
+        return outputs | {f"d{name}": gradient for name, gradient in gradients.items()}
+
+    def judge(self, trials: int | None = None) -> Judge:
+        """Return the float64 results with bounds on their errors. trials: the number of evaluations with random errors
+        that find the bounds; by default it depends on the size of the arrays."""
+        trials = trials or trials_for(max(array.size for array in self.arrays.values()))
+        return exact_and_bounds(self.results, self.dtype, trials)

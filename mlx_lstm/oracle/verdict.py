@@ -1,0 +1,97 @@
+"""Decide whether results are right: compare each result with its float64 value, within a bound on its error.
+
+The function `judged` is the only place that refuses a result: one that is missing or not expected, another shape or
+dtype, NaN, the reference itself, an error above its bound.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from .arithmetic import Array, Tensors
+
+
+class Verdict(NamedTuple):
+    """The comparison of one result with its float64 value. refusal: why the result is wrong, or "". error, bound: those
+    of the element with the largest ratio of error to bound. at: the index of this element. first: the index of the
+    first element beyond its bound."""
+
+    tensor: str
+    error: float = np.inf
+    bound: float = 1.0
+    refusal: str = ""
+    at: tuple[int, ...] = ()
+    first: tuple[int, ...] | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Return the error divided by its bound."""
+        return self.error / self.bound
+
+
+def judged(
+    name: str,
+    got: Array | None,
+    exact: Array | None,
+    bound: Array | float = np.inf,
+    dtype: DTypeLike | None = None,
+) -> Verdict:
+    """Compare a result with its float64 value. bound: one number, or one number per element; np.inf if only the shape
+    is known, and whether the result is finite. dtype: the dtype that the result must have, if it matters."""
+    if got is None or exact is None:
+        return Verdict(name, refusal="missing" if got is None else "not expected")
+    if got.shape != exact.shape:
+        return Verdict(name, refusal=f"shape {list(got.shape)}, expected {list(exact.shape)}")
+    if dtype is not None and got.dtype != dtype:
+        return Verdict(name, refusal=f"dtype {got.dtype}, expected {np.dtype(dtype)}")
+    if np.may_share_memory(got, exact):
+        return Verdict(name, refusal="is the reference itself, so nothing is shown")
+    if not got.size:
+        return Verdict(name, 0.0)
+    error, allowed = np.abs(got.astype(np.float64) - exact), np.broadcast_to(bound, got.shape)
+    error = np.where(np.isfinite(error), error, np.inf)
+    with np.errstate(all="ignore"):
+        ratios = np.where(np.isfinite(error), error / np.maximum(allowed, np.finfo(np.float64).tiny), np.inf)
+    at = tuple(int(n) for n in np.unravel_index(np.argmax(ratios), ratios.shape))
+    beyond = np.argwhere(~((error <= allowed) & np.isfinite(error)))  # negated, so that a bound of NaN refuses
+    if not len(beyond):
+        return Verdict(name, float(error[at]), float(allowed[at]), "", at)
+    refusal = f"error {error[at]:.3g} > bound {allowed[at]:.3g}"
+    if not np.isfinite(error[at]):
+        refusal = "NaN" if np.isnan(got).any() else "infinite"
+    return Verdict(name, float(error[at]), float(allowed[at]), refusal, at, tuple(int(n) for n in beyond[0]))
+
+
+def largest(array: ArrayLike) -> float:
+    """Return the largest absolute value; 0 for an empty array."""
+    return float(np.max(np.abs(array), initial=0.0))
+
+
+class Judge(NamedTuple):
+    """The float64 results of a case by name, and for each result a bound on its error. The methods compare other
+    results with them. A bound is one number, or one number per element."""
+
+    exact: Tensors
+    bounds: dict[str, Any]
+
+    def verdicts(self, results: Tensors, names: Iterable[str] | None = None) -> list[Verdict]:
+        """Compare the results of these names (default: all that have a float64 value) with the float64 results.
+        Compare also every other result that is there."""
+        names = dict.fromkeys([*(self.exact if names is None else names), *results])
+        return [judged(name, results.get(name), self.exact.get(name), self.bounds.get(name, np.inf)) for name in names]
+
+    def judge(self, results: Tensors, names: Iterable[str] | None = None) -> Verdict:
+        """Return the worst of `verdicts`, whose refusal also names the result. Refuse a bound so wide that zeros would
+        pass."""
+        found = self.verdicts(results, names)
+        empty = [v for v in found if not v.refusal and not self.shows(v.tensor)]
+        wide = [v._replace(refusal=f"bound {v.bound:.3g} would accept zeros, so nothing is shown") for v in empty]
+        refused = [v for v in found if v.refusal] or wide
+        worst = max(refused or found, key=lambda verdict: verdict.ratio)
+        return worst._replace(refusal=worst.refusal and f"{worst.tensor}: {worst.refusal}")
+
+    def shows(self, name: str) -> bool:
+        """Return whether the bound of a result refuses zeros. If not, a comparison with it shows nothing."""
+        return bool(np.max(self.bounds[name]) < largest(self.exact[name]))

@@ -1,0 +1,261 @@
+"""Tests of the options of `mlx_lstm.pointwise` on every path through the kernels, and of every operation on every
+engine. A path is one way to compute the same recurrence: with one or several rows of the batch per threadgroup, in one
+launch or several, with 32-bit or 64-bit indices, one direction or both, in float32 or 16 bits.
+
+The reference of tests/own_cells.py judges the results. It is a plain loop, apart from the library.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cases import to_numpy
+from on_metal import on_metal
+from own_cells import Judge, filled, library, shapes_of
+
+from mlx_lstm import pointwise
+from mlx_lstm.engines import METAL_ENGINES
+from mlx_lstm.engines.cell_tracer import Counts, traced
+from mlx_lstm.engines.metal.statements import OPERATIONS
+from mlx_lstm.engines.problem import limited
+
+ENGINES = ("ops", "numpy", *METAL_ENGINES)
+
+# --- Options x paths ---
+
+CELLS = {
+    # {name: (source, numbers of gates, states, inputs and parameters)}. Each gate, state, input and parameter has
+    # another role, so that a kernel that confuses two of them is wrong.
+    "four gates": (
+        """
+def cell(a, s, u, p, q):
+    i, f, g, o = a
+    h, c, n = s
+    c = mx.sigmoid(f + p * c) * c + mx.sigmoid(i) * mx.tanh(g + u)
+    n = 0.5 * n + q * mx.tanh(h)
+    return mx.sigmoid(o) * mx.tanh(c + n), c, n
+""",
+        (4, 3, 1, 2),
+    ),
+    "apart": (
+        """
+def cell(a, s, u, v, p):
+    (x, px), (y, py) = a
+    r = mx.sigmoid(x + 2 * px)
+    return r * s[0] + (1 - r) * mx.tanh(y + r * (py + p)) + 0.25 * u, 0.5 * s[1] * v + y
+""",
+        (2, 2, 2, 1),
+    ),
+    "no product": (
+        """
+def cell(a, s, u, p, q):
+    return mx.tanh(a[0] + p * s[0] + s[1]), 0.5 * s[1] + mx.sigmoid(a[1] * q) * u
+""",
+        (2, 2, 1, 2),
+    ),
+}
+
+
+class Path(NamedTuple):
+    """A call of an engine. sizes: T, B, I, H. limits: those of `limited`, which the test lowers. options: those of the
+    call; "mask" is the number of its axes, or 1 for one row for all items."""
+
+    engine: str
+    cell: str
+    sizes: tuple[int, int, int, int]
+    limits: dict[str, int]
+    options: dict[str, Any]
+    dtype: mx.Dtype = mx.float32
+
+
+EVERY = {"keep": True, "lengths": True, "mask": 3}
+PATHS = {
+    # A launch of 3 steps starts at an odd step, so the two halves of the double buffer change places. `fused` computes
+    # 1 row of the batch per threadgroup up to B = 16, 2 up to B = 64, then 4.
+    "1 row, launches, both": Path(
+        "fused", "four gates", (7, 3, 2, 9), {"launch_steps": 3, "index": 0}, EVERY | {"bidirectional": True}
+    ),
+    "2 rows, launches, reverse": Path(
+        *("fused", "apart", (7, 17, 2, 9), {"launch_steps": 3}),
+        EVERY | {"mask": 2, "hold": True, "b": None, "reverse": True},
+    ),
+    "4 rows, 64 bits": Path("fused", "four gates", (4, 65, 2, 5), {"index": 0}, EVERY | {"reverse": True}),
+    "4 rows, 16 bits, both": Path(
+        *("fused", "apart", (4, 66, 2, 6), {"launch_steps": 3}),
+        {"lengths": True, "mask": 1, "Wx": None, "bidirectional": True},
+        mx.float16,
+    ),
+    "launches without a product": Path(
+        *("fused", "no product", (7, 3, 2, 5), {"launch_steps": 3}),
+        {"keep": True, "lengths": True, "bidirectional": True},
+    ),
+    "chunks, both": Path(
+        *("fused", "apart", (7, 2, 2, 9), {"unchunked": 3, "index": 0}),
+        EVERY | {"bidirectional": True},
+        mx.bfloat16,
+    ),
+    "joins, lanes, both": Path(
+        *("stepwise", "four gates", (7, 3, 2, 9), {"rows_left": 2, "index": 0}), EVERY | {"bidirectional": True}
+    ),
+    "joins, tiles, reverse": Path(
+        *("stepwise", "apart", (6, 9, 2, 9), {"rows_left": 2}),
+        EVERY | {"mask": 2, "hold": True, "b": None, "reverse": True},
+    ),
+    "large tiles, 64 bits": Path(
+        *("stepwise", "four gates", (3, 33, 2, 7), {"index": 0}), EVERY | {"reverse": True}, mx.bfloat16
+    ),
+    # MLX passes arrays of fewer than 8 elements to a kernel in another address space.
+    "joins of small rows": Path(
+        *("stepwise", "apart", (7, 1, 2, 1), {"rows_left": 2}), EVERY | {"mask": 1, "Wx": None}
+    ),
+    "joins without a product": Path(
+        *("stepwise", "no product", (7, 3, 2, 5), {"rows_left": 2, "index": 0}),
+        {"keep": True, "lengths": True, "bidirectional": True},
+        mx.float16,
+    ),
+    "joins in chunks": Path(
+        *("stepwise", "four gates", (7, 2, 2, 5), {"unchunked": 3, "rows_left": 2}),
+        EVERY | {"mask": 2, "bidirectional": True},
+    ),
+}
+
+
+def case_of(path):
+    """Return the case of tests/own_cells.py for a path."""
+    text, counts = CELLS[path.cell]
+    given, (T, B, _, H) = dict(path.options), path.sizes
+    both, recurrent = given.get("bidirectional", False), path.cell != "no product"
+    projected = "Wx" in given
+    shapes = shapes_of(path.sizes, counts, both, projected, recurrent)
+    width = 2 * H if both else H
+    if "b" in given:
+        del shapes["b"]
+    if "mask" in given:
+        shapes["mask"] = {1: (1, width), 2: (B, width), 3: (T, B, width)}[given["mask"]]
+    if "keep" in given:
+        shapes["keep"] = (T, B, 2) if both else (T, B)
+    options = {"apart": path.cell == "apart", "bidirectional": both, "reverse": given.get("reverse", False)}
+    if "lengths" in given:
+        options["lengths"] = [(T, 3, 1, T - 1, 0, T)[n % 6] for n in range(B)]
+    if "hold" in given:
+        options["hold"] = np.arange(T * B).reshape(T, B) % 4 == 1
+    places = {place: place for place in shapes}
+    return filled(np.random.default_rng(8), text, counts, options, shapes, places, path.dtype)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_options_on_every_path(name):
+    """Outputs and gradients of all arrays are right on each path through the kernels, with many options at once."""
+    path = PATHS[name]
+    judge = Judge(case_of(path))
+    with on_metal() as log, limited(**path.limits):
+        assert judge.verdict(library(judge.case, path.engine)) == "right"
+    assert log
+    if "index" in path.limits:
+        assert any(re.search("Index = u?long;", launch.source) for launch in log)
+
+
+# --- Operations ---
+
+OPERATION_CELLS = {
+    # {name: (source, numbers of gates, states, inputs and parameters)}. Each cell is small, because one that needs many
+    # operations at once has results of which only the largest terms can be judged.
+    "tanh to atanh": """
+def cell(a, s):
+    x, y = a
+    z = 0.5 * mx.tanh(x)
+    return (
+        mx.sin(x) + mx.cos(y) + mx.tan(0.5 * mx.tanh(y)),
+        mx.sinh(z) + mx.cosh(y) + mx.arcsin(z) * mx.arccos(0.5 * mx.tanh(y)),
+        mx.arctan(y) + mx.arcsinh(x) + mx.arccosh(1.5 + mx.abs(y)) + mx.arctanh(z),
+        mx.arctan2(x, 1 + mx.abs(y)) + mx.arctan2(y, x) * 0.1,
+    )
+""",
+    "exp to rsqrt": """
+def cell(a, s):
+    x, y = a
+    z = 0.5 + mx.abs(x)
+    return (
+        mx.exp(mx.minimum(x, 1.0)) + mx.log(z) - mx.sigmoid(y),
+        mx.expm1(0.5 * y) + mx.log2(z) + mx.log1p(mx.abs(y)),
+        mx.log10(z) * mx.sqrt(1 + mx.abs(y)) + mx.rsqrt(z),
+        mx.power(z, y) + mx.logaddexp(x, y) - mx.remainder(x, 1.5) / z,
+    )
+""",
+    "comparisons": """
+def cell(a, s):
+    x, y = a
+    both, either = (x > 0) & (y < 1), (x >= y) | (y <= -1)
+    return (
+        mx.where(both, x, 2 * y) + mx.where(either, 3 * x, y),
+        mx.where(x == y, 5 * x, y) + mx.where(x != 0, x, 7.0) + (y >= 0.5) * x + (y <= x) * 0.5,
+        mx.maximum(x, y) + 2 * mx.minimum(x, 3 * y) + mx.sign(y) * mx.abs(x),
+        mx.floor(x) + 2 * mx.ceil(y) + 4 * mx.round(x) + mx.where(mx.logical_not(either), -x, y),
+    )
+""",
+    "erf": """
+def cell(a, s):
+    return (mx.erf(a[0]) + 0.5 * s[0] - a[1] / (2 + mx.abs(s[1])), *[-k * mx.erf(a[1]) for k in (1.0, 2.0, 3.0)])
+""",
+}
+COUNTS = (2, 4, 0, 0)
+
+
+def operation_case(name):
+    """Return a case without a recurrent product, whose x is the preactivations. In the cell with comparisons all
+    numbers are multiples of 1/2, so that there are ties."""
+    exact = name == "comparisons"
+    shapes = shapes_of((3, 2, 1, 19), COUNTS, False, projected=True, recurrent=False)
+    options = {"apart": False, "bidirectional": False, "reverse": False}
+    places = {place: place for place in shapes}
+    return filled(np.random.default_rng(2), OPERATION_CELLS[name], COUNTS, options, shapes, places, exact=exact)
+
+
+def test_every_operation_is_in_a_cell():
+    """Each operation that the kernels know is in one of the cells of `OPERATION_CELLS`."""
+    found = set()
+    for name in OPERATION_CELLS:
+        graph = traced(operation_case(name).cell, Counts(*COUNTS), False, (2, 3), mx.float32)
+        found |= {node.op for node in graph.nodes}
+    assert found >= set(OPERATIONS)
+
+
+@pytest.mark.parametrize("name", OPERATION_CELLS)
+def test_operations_are_right_on_every_engine(name):
+    """Each operation and its derivative give the same numbers on each engine."""
+    judge = Judge(operation_case(name))
+    verdicts = {}
+    for engine in ENGINES:
+        if name == "erf" and engine == "numpy":
+            continue  # NumPy has no erf: the engine refuses it
+        with on_metal() if engine in METAL_ENGINES else mx.stream(mx.cpu):
+            verdicts[engine] = judge.verdict(library(judge.case, engine))
+    assert set(verdicts.values()) == {"right"}, verdicts
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_operations_of_special_numbers(engine):
+    """Operations of NaN, infinite numbers and both zeros give what MLX gives on the CPU."""
+    special = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.5, -2.0, 100.0, -100.0], np.float32)
+    x, y = (each.reshape(1, 1, -1) for each in np.meshgrid(special, special))
+    given = mx.array(np.concatenate([x, y], axis=-1))
+    width = x.shape[-1]
+
+    def cell(a, s):
+        x, y = a
+        return (
+            *(mx.maximum(x, y), mx.minimum(x, y), mx.logaddexp(x, y), mx.where(x > y, x, y), mx.arctan2(x, y)),
+            *(mx.where(x >= y, 1.0, 2.0), mx.tanh(x), mx.sigmoid(x), mx.log1p(mx.abs(x)), mx.expm1(x)),
+            *(mx.sqrt(mx.abs(x)), mx.where(x != y, 1.0, 2.0), mx.floor(x), mx.exp(x)),
+        )
+
+    with mx.stream(mx.cpu):
+        wanted = [np.array(each) for each in cell((mx.array(x[0]), mx.array(y[0])), ())]
+    states = [mx.zeros((1, width))] * len(wanted)
+    with on_metal() if engine in METAL_ENGINES else mx.stream(mx.cpu):
+        _, last = pointwise(cell, given, None, None, None, states, engine=engine)
+        found = [to_numpy(each) for each in last]
+    for k, (got, right) in enumerate(zip(found, wanted, strict=True)):
+        np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-30, err_msg=f"state {k}")
