@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from kernel_texts import name_of, noted
-from on_metal import in_turns, on_metal
+from on_metal import in_turns, matrices_from, on_metal
 from pointwise_cases import OPTIONS, ZOO, Form, assert_right, by_pointwise, draw_smooth, judged, run
 from slstm_reference import draw_extreme, slstm_by_softmax
 
@@ -41,16 +41,17 @@ REST = [
 
 def check(engine, form, options, sizes, dtype=np.float32, **emulator):
     """Check outputs and gradients of a Metal engine for a random call with this cell (`form`). They must differ from
-    the float64 oracle's by at most the error bounds."""
+    the float64 oracle's by at most the error bounds. Return the log of kernel launches."""
     case, cotangents = draw_smooth(np.random.default_rng(3), form, options, sizes)
     if dtype != np.float32:
         case = {n: a if n in ("lengths", "reverse") else a.astype(dtype).astype(float) for n, a in case.items()}
         cotangents = {name: d.astype(dtype) for name, d in cotangents.items()}
     exact, bounds = judged(form, case, cotangents, np.dtype(dtype).name)
     every = {name: options[name] for name in ("checkpoint_every",) if name in options}
-    with on_metal(**emulator):
+    with on_metal(**emulator) as log:
         got = run(form, case, cotangents, by_pointwise(engine, **every), dtype)
     assert_right(got, exact, bounds)
+    return log
 
 
 @pytest.mark.parametrize("engine, cell, option", CROSSED + REST)
@@ -75,7 +76,17 @@ def test_sizes_that_use_other_tilings_are_right(engine, cell, sizes):
     """Results are right with every tiling. A threadgroup of `fused` computes one, two or four sequences of the batch.
     `stepwise` computes its products in lanes, or in tiles of 8 or 32 sequences. H is not a multiple of 32, the number
     of lanes of a SIMD-group."""
-    check(engine, ZOO[cell], {"lengths": True}, sizes)
+    with matrices_from(1000):
+        check(engine, ZOO[cell], {"lengths": True}, sizes)
+
+
+@pytest.mark.parametrize("cell", ["slstm", "gru", "peephole_lstm"])
+def test_matrices_are_right(cell):
+    """Results are right with the kernels of `fused` that multiply 8 x 8 matrices. The last threadgroup has one sequence
+    only, and the sums of the parameters' gradients leave out the other seven."""
+    with matrices_from(1):
+        log = check("fused", ZOO[cell], {"lengths": True, "keep": True, "mask": True}, (3, 9, 2, 19))
+    assert any("fused_matrix" in launch.name for launch in log)
 
 
 @pytest.mark.parametrize(

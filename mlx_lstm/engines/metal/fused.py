@@ -440,7 +440,9 @@ def packing_template(problem: Problem) -> Template:
 def arrange(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
     """Return Wh, copied into the order in which lanes (threads of a simdgroup) read it. The axes of the result are:
     directions, simdgroups, vectors of a lane, the 32 lanes of a simdgroup, the 4 weights of a vector."""
-    return arrange_launch(sweep, problem, Wh.dtype)(inputs=[Wh])[0]
+    launch = arrange_launch(sweep, problem, Wh.dtype)
+    assert launch is not None
+    return launch(inputs=[Wh])[0]
 
 
 @cached
