@@ -1,5 +1,5 @@
 """Random test cases of the ops `lstm`, `gru` and `rnn`. A case is a dict of arrays and options, drawn by
-`mlx_lstm.testing.cases`. This file adds helpers that only the tests need."""
+`mlx_lstm.lab.cases`. This file adds helpers that only the tests need."""
 
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -14,13 +14,8 @@ from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.choice import has_metal
 from mlx_lstm.engines.numpy import products as numpy_products
 from mlx_lstm.engines.numpy import steps as numpy_steps
-from mlx_lstm.oracle import OUTPUTS as OUTPUTS_OF
-from mlx_lstm.oracle import evaluate
-from mlx_lstm.oracle.arithmetic import Arithmetic
-from mlx_lstm.oracle.closeness import SAFETY, TRIALS, Noise, float_of
-from mlx_lstm.oracle.judge import Case
-from mlx_lstm.testing import cases
-from mlx_lstm.testing.cases import (  # noqa: F401 (other test files import these names from here)
+from mlx_lstm.lab import cases
+from mlx_lstm.lab.cases import (  # noqa: F401 (other test files import these names from here)
     ACTIVATIONS,
     BOTH,
     CELLS,
@@ -35,6 +30,11 @@ from mlx_lstm.testing.cases import (  # noqa: F401 (other test files import thes
     draw_away_from_kinks,
     draw_cotangents,
 )
+from mlx_lstm.oracle import OUTPUTS as OUTPUTS_OF
+from mlx_lstm.oracle import evaluate
+from mlx_lstm.oracle.arithmetic import Arithmetic
+from mlx_lstm.oracle.closeness import SAFETY, TRIALS, Noise, float_of
+from mlx_lstm.oracle.judge import Case
 
 KINDS = {op: {"op": op} for op in ("lstm", "gru", "rnn")}
 KINDS |= {f"{op}_both": {"op": op, **both} for op in ("lstm", "gru", "rnn")}

@@ -24,12 +24,12 @@ from metal_emulator.dropin import EmulatedKernel
 from metal_emulator.preamble import preamble_text
 
 from mlx_lstm.check.cells import FORMS, verdict
-from mlx_lstm.check.grid import grid
 from mlx_lstm.engines import METAL_ENGINES, choice
 from mlx_lstm.engines.metal import kernel
+from mlx_lstm.lab.cases import run
+from mlx_lstm.lab.engines.grid import grid
+from mlx_lstm.lab.report import one_line
 from mlx_lstm.recurrence import unguarded
-from mlx_lstm.testing.cases import run
-from mlx_lstm.testing.report import one_line
 
 
 class Noted(EmulatedKernel):

@@ -173,7 +173,7 @@ def golden(data, rng):
     """Return a golden file with a lie in its description, sealed again, or in an array."""
     if rng.random() < 0.5:
         return npz(data, rng)
-    from mlx_lstm.compare.files import checksum
+    from mlx_lstm.lab.mpsgraph.files import checksum
 
     with np.load(io.BytesIO(data)) as file:
         arrays = {name: array for name, array in file.items() if name != "checksum"}

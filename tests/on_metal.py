@@ -1,6 +1,7 @@
 """Run the library as on a Mac. On a Mac the Metal shaders run on the GPU. On other machines they run in the
 emulator."""
 
+import re
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 from unittest.mock import patch
@@ -16,8 +17,8 @@ from mlx_lstm.engines import choice, choose
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.metal import kernel as kernels
+from mlx_lstm.lab.cases import ACTIVATIONS, EVERY_OPTION, at_batch
 from mlx_lstm.recurrence import _guard
-from mlx_lstm.testing.cases import EVERY_OPTION, at_batch
 
 WEIGHTS = ("Wh", "weights", "arranged", "peephole", "bhn")
 
@@ -157,40 +158,35 @@ def over_engines(table, choices):
 
 
 def merged(case, option):
-    """Return the union of two sets of options, or None if they set the same argument to different values.
-
-    Two tuples of activations are compared gate by gate. They can be merged unless both replace the default
-    activation of the same gate by different activations.
-    """
-    both = case | option
-    for name in case.keys() & option.keys():
-        if case[name] == option[name]:
-            continue
-        if name != "activations":
-            return None
-        default = LSTMCell().activations if len(case[name]) == 5 else GRUCell().activations
-        gates = list(zip(default, case[name], option[name], strict=True))
-        if any(usual not in (one, other) and one != other for usual, one, other in gates):
-            return None
-        both[name] = tuple(other if one == usual else one for usual, one, other in gates)
-    return both
+    """Return the union of two sets of options, or None if they set the same argument to different values."""
+    differ = any(case[name] != option[name] for name in case.keys() & option.keys())
+    return None if differ else case | option
 
 
-def crossed(table, fewest=7):
-    """Combine the options in `table` into few test cases. Return {"gru_both_3": {"op": "gru", "reset": ..., ...}}.
+DEPENDENT = {"clip_gradient": {"cell_clip", "projection_clip"}, "output_peephole": {"peephole"}}
+"""Options that have an effect only next to another one. `crossed` writes their usual values out, so that it does not
+take a case with another value for a test of the usual one."""
+
+
+def crossed(table, turn, fewest=4):
+    """Combine the options in `table` into few test cases. Return {"gru_both_3.0": {"op": "gru", "mask": ..., ...}}.
 
     Most options change the source of a kernel, so a test case per option would compile a kernel per option. Instead,
     several options are merged into one case.
 
     Cases are grouped by op, reset="before" and number of directions. The first `fewest` options of a group (3 with
-    reset="before") each begin a new case, because a group's masks have about that many shapes and a case has only
-    one mask. Each further option is added to the smallest case that it can be merged with. Without reset="before",
-    nothing is added to the first case of a group.
+    reset="before") each begin a new case. Each further option is added to the smallest case that it can be merged
+    with. Without reset="before", nothing is added to the first case of a group. Two kinds of options are not merged:
+
+    - The shape of a mask changes no kernel. So the shapes of a group are dealt out to its cases, and a case runs once
+      with each of its shapes. Its name ends with the number of the run.
+    - Each gate of a case gets another activation. From case to case the activations move on by two places, and `turn`,
+      the number of the engine, moves them by one. So each gate has all activations on one of two engines.
 
     The number of directions does not change a kernel's source. Therefore a bidirectional group begins as a copy of
     the group with one direction. Options that one of the copied cases already has are not added again.
     """
-    groups = {}
+    groups, masks = {}, {}
     for option in table.values():
         kind = option.get("op", "lstm") + "_before" * ("reset" in option) + "_both" * ("bidirectional" in option)
         if kind.endswith("_both") and kind not in groups:
@@ -198,24 +194,45 @@ def crossed(table, fewest=7):
             for case in groups[kind]:
                 case.pop("reverse", None)
         group = groups.setdefault(kind, [])
+        masks.setdefault(kind, {})
+        if "mask" in option:
+            masks[kind][option["mask"]] = None
+        usual = {name: getattr(LSTMCell(), name) for name, of in DEPENDENT.items() if of & option.keys()}
+        left_out = ("mask", "activations", "activation")
+        option = usual | {name: value for name, value in option.items() if name not in left_out}
         agrees = [n for n, case in enumerate(group) if (n or "reset" in option) and merged(case, option)]
         if any(merged(case, option) == case for case in group):
             continue
         if len(group) < (3 if "reset" in option else fewest) or not agrees:
-            group.append(dict(option))
+            group.append(option)
         else:
             smallest = min(agrees, key=lambda n: len(group[n]))
             group[smallest] = merged(group[smallest], option)
-    return {f"{kind}_{n}": case for kind, group in groups.items() for n, case in enumerate(group)}
+    found = {}
+    for kind, group in groups.items():
+        for n, case in enumerate(group):
+            dealt = list(masks[kind])[n - 1 :: len(group) - 1] if n else []
+            dealt = [{"mask": shape} for shape in dealt] or [{}]
+            found |= {f"{kind}_{n}.{k}": case | mask | acting(case, n, turn) for k, mask in enumerate(dealt)}
+    return found
+
+
+def acting(case, n, turn):
+    """Return the activations of case n of a group: the usual ones for case 0, else another one for each gate."""
+    count = {"lstm": 5, "gru": 3, "rnn": 1}[case.get("op", "lstm")]
+    names = tuple(ACTIVATIONS[(gate + 2 * n + turn) % len(ACTIVATIONS)] for gate in range(count))
+    return {} if n == 0 else {"activation": names[0]} if count == 1 else {"activations": names}
 
 
 CROSSED = {
     (engine, name): case
-    for engine in ENGINES
-    for name, case in crossed({key: value for key, value in EVERY_OPTION.items() if can_run(engine, value)}).items()
+    for turn, engine in enumerate(ENGINES)
+    for name, case in crossed(
+        {key: value for key, value in EVERY_OPTION.items() if can_run(engine, value)}, turn
+    ).items()
 }
 """{(engine, name): case}, the cases into which `crossed` combines all options that the engine supports."""
-CROSSED_BATCHES = [(*pair, BATCHES[int(pair[1].rsplit("_", 1)[1]) % len(BATCHES)]) for pair in CROSSED]
+CROSSED_BATCHES = [(*pair, BATCHES[int(re.findall(r"\d+", pair[1])[0]) % len(BATCHES)]) for pair in CROSSED]
 """(engine, name, batch size B) for every case of CROSSED. A bidirectional case has the same B as the case of one
 direction from which it was copied, so that both use the same compiled kernels."""
 

@@ -12,22 +12,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mlx_lstm.bench import judge as judging
-from mlx_lstm.bench import rounds
 from mlx_lstm.bench.__main__ import main
-from mlx_lstm.bench.cases import CASES, find_contender, is_installed
-from mlx_lstm.bench.cases import stack_judge as judge_stack
-from mlx_lstm.bench.cases.lstm import CONTENDERS, draw
-from mlx_lstm.bench.cases.stack import from_buffer, to_buffer
-from mlx_lstm.bench.files import plot
-from mlx_lstm.bench.judge import evaluate_lstm, judge_layer
-from mlx_lstm.bench.report import THREADS_HINT, group_text
-from mlx_lstm.bench.rounds import Measurement, Plan, needed_bytes, peak_ratio, plan, ratio, take_turn
-from mlx_lstm.bench.tasks import PASSES, Size, Task, parse_size
-from mlx_lstm.bench.worker import PeakMemory
+from mlx_lstm.lab.progress import ERASE, Progress
+from mlx_lstm.lab.report import machine_card
+from mlx_lstm.lab.timing import judge as judging
+from mlx_lstm.lab.timing import rounds
+from mlx_lstm.lab.timing.cases import CASES, find_contender, is_installed
+from mlx_lstm.lab.timing.cases import stack_judge as judge_stack
+from mlx_lstm.lab.timing.cases.lstm import CONTENDERS, draw
+from mlx_lstm.lab.timing.cases.stack import from_buffer, to_buffer
+from mlx_lstm.lab.timing.files import plot
+from mlx_lstm.lab.timing.judge import evaluate_lstm, judge_layer
+from mlx_lstm.lab.timing.report import PAUSE_HINT, THREADS_HINT, group_text
+from mlx_lstm.lab.timing.rounds import Measurement, Plan, needed_bytes, peak_ratio, plan, ratio, take_turn
+from mlx_lstm.lab.timing.tasks import PASSES, Size, Task, parse_size
+from mlx_lstm.lab.timing.worker import PeakMemory
 from mlx_lstm.oracle.arithmetic import Arithmetic
-from mlx_lstm.testing.progress import ERASE, Progress
-from mlx_lstm.testing.report import machine_card
 
 TINY = Size(5, 3, 4, 8)
 DOUBLE = Arithmetic(np.float64)
@@ -35,8 +35,8 @@ FEW = ["--seconds", "0.02", "--rounds", "2", "--patience", "0", "--device", "cpu
 
 PLANTED = """
 import os, sys
-from mlx_lstm.bench.cases.lstm import prepare_ours
-from mlx_lstm.bench.tasks import Contender, Work
+from mlx_lstm.lab.timing.cases.lstm import prepare_ours
+from mlx_lstm.lab.timing.tasks import Contender, Work
 
 def off_by(factor):
     def prepare(numbers, task):
@@ -353,7 +353,7 @@ def test_group_text():
     assert "x torch.nn.LSTM" in lines[1] and "x mlx.nn.LSTM" in lines[1]
     assert lines[2].split()[:10] == ["mlx_lstm.lstm", "ops", "3", "2", "2.4", "3.6", "2", "3", "(2-4)", "0.167"]
     assert f"mlx_lstm.lstm (ops) used 50% of a core while others were timed: {THREADS_HINT}" in lines
-    assert f"torch.nn.LSTM (-) was disturbed by other processes in 1 of 2 rounds: {THREADS_HINT}" in lines
+    assert f"torch.nn.LSTM (-) was disturbed by other processes in 1 of 2 rounds: {PAUSE_HINT}" in lines
     assert lines[-1] == "mlx_lstm.lstm (numpy) not timed: refused: db: error 1 > bound 0.1"
 
 

@@ -12,17 +12,18 @@ import pytest
 from kernel_texts import compile_each, family, generated_texts, kernel_texts, write
 from on_metal import on_metal
 
-from mlx_lstm.bench import short
 from mlx_lstm.check import __main__ as command
-from mlx_lstm.check import comparison, further
-from mlx_lstm.check import report as report_module
-from mlx_lstm.check.comparison import Finding, compare, findings, prepare
+from mlx_lstm.check import further
 from mlx_lstm.check.further import Command
-from mlx_lstm.check.grid import grid
-from mlx_lstm.check.report import Report, engine_lines
 from mlx_lstm.engines import ENGINES
-from mlx_lstm.testing.cases import run as run_case
-from mlx_lstm.testing.report import one_line
+from mlx_lstm.lab.cases import run as run_case
+from mlx_lstm.lab.engines import comparison
+from mlx_lstm.lab.engines import report as report_module
+from mlx_lstm.lab.engines.comparison import Finding, compare, findings, prepare
+from mlx_lstm.lab.engines.grid import grid
+from mlx_lstm.lab.engines.report import Report, engine_lines
+from mlx_lstm.lab.report import one_line
+from mlx_lstm.lab.timing import short
 
 ROOT = Path(__file__).parents[1]
 

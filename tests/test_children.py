@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mlx_lstm.ground import child
+
 ROOT = Path(__file__).parents[1]
 
 TRAPS = ("numpy", "mlx_lstm", "mlx", "json", "runpy", "h5py", "argparse", "sitecustomize", "usercustomize")
@@ -31,12 +33,12 @@ except ChildError as error:
     "check": """
 from mlx_lstm.ground.child import Child
 from mlx_lstm.ground.machine import module_command
-child = Child(module_command("mlx_lstm.check", "--worker", "default"))
+child = Child(module_command("mlx_lstm.lab", "engines", "default"))
 assert child.close() == "" and child.process.returncode == 0
 """,
     "compare": """
-from mlx_lstm.compare import contenders
-from mlx_lstm.compare.grid import grid
+from mlx_lstm.lab.mpsgraph import contenders
+from mlx_lstm.lab.mpsgraph.grid import grid
 case = next(iter(grid(lambda case: True)))
 mpsgraph = contenders.all_contenders()["mpsgraph"]
 problem = mpsgraph.run(case).problem
@@ -45,11 +47,11 @@ assert "Metal" in problem or not problem, problem  # without PyObjC the error of
 """,
     "bench": """
 import json
-from mlx_lstm.bench.tasks import Size, Task
+from mlx_lstm.lab.timing.tasks import Size, Task
 from mlx_lstm.ground.child import Child, ChildError
 from mlx_lstm.ground.machine import module_command
 task = Task("ours", "ops", Size(1, 1, 1, 1), "forward")
-child = Child(module_command("mlx_lstm.bench", "--worker", json.dumps(task)))
+child = Child(module_command("mlx_lstm.lab", "timing", json.dumps(task)))
 try:
     child.ask(do="nothing")
 except ChildError as error:
@@ -123,3 +125,16 @@ run(child_command({code!r}), env=child_environment())
     for flag, flags in expected.items():
         done = subprocess.run([sys.executable, flag, "-c", parent], capture_output=True, text=True, cwd=tmp_path)
         assert (done.stdout.strip(), done.stderr) == (flags, "")
+
+
+def test_a_forked_process_does_not_use_the_child_of_its_parent(monkeypatch):
+    """After a fork two processes hold the pipes of one child, and would take the answers to each other's requests."""
+    held = child.Child([sys.executable, "-c", "input()"])
+    try:
+        assert held.serves()
+        monkeypatch.setattr(child.os, "getpid", lambda: held.owner + 1)  # as in a process after os.fork()
+        assert not held.serves()
+    finally:
+        monkeypatch.undo()
+        held.end()
+    assert not held.serves()

@@ -11,12 +11,12 @@ import pytest
 from on_metal import on_metal
 
 from mlx_lstm.compare import __main__ as command
-from mlx_lstm.compare import apple, contenders, judge, torch_layer
-from mlx_lstm.compare.cases import GATES, draw
 from mlx_lstm.compare.experiments import experiments
-from mlx_lstm.compare.files import load_case, load_golden, save_case, save_golden
-from mlx_lstm.compare.grid import grid
-from mlx_lstm.compare.measure import compare
+from mlx_lstm.lab.mpsgraph import apple, contenders, judge, torch_layer
+from mlx_lstm.lab.mpsgraph.cases import GATES, draw
+from mlx_lstm.lab.mpsgraph.files import load_case, load_golden, save_case, save_golden
+from mlx_lstm.lab.mpsgraph.grid import grid
+from mlx_lstm.lab.mpsgraph.measure import compare
 
 RECORDER = Path(__file__).parent / "mpsgraph_recorder"
 MODULES = ("Metal", "MetalPerformanceShadersGraph", "objc")

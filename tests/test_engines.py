@@ -9,12 +9,14 @@ import pytest
 from on_metal import on_metal
 
 from mlx_lstm import lstm, recurrence
-from mlx_lstm.engines import ENGINES, METAL_ENGINES, choose, definitions
-from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines import ENGINES, METAL_ENGINES, choice, choose, definitions
+from mlx_lstm.engines.cell_tracer import Counts, traced
+from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, PointwiseCell, RNNCell
 from mlx_lstm.engines.metal import kernel
 from mlx_lstm.engines.metal.fused import LayerSize, rows_for, step_cycles
-from mlx_lstm.engines.predicted import predict
-from mlx_lstm.engines.problem import limited
+from mlx_lstm.engines.metal.stepwise import tile_of
+from mlx_lstm.engines.predicted import predict, stepwise_cycles
+from mlx_lstm.engines.problem import LIMITS, Problem, limited
 from mlx_lstm.recurrence import _arguments
 
 MAC = {"device": "gpu", "metal": True}
@@ -185,3 +187,50 @@ def test_every_engine_knows_every_activation():
     assert enum and enum[1].lower().replace(" ", "").split(",") == list(ACTIVATIONS)
     assert set(definitions.ACTIVATIONS) == set(kernel.ACTIVATIONS) == set(ACTIVATIONS)
     assert list(kernel.ACTIVATIONS.values()) == list(range(len(ACTIVATIONS)))
+
+
+@pytest.mark.parametrize("cell", CELLS[:2] + CELLS[3:], ids=lambda cell: cell.op)
+@pytest.mark.parametrize("B, H, cores", [(32, 256, 4), (32, 256, 40), (64, 64, 10), (128, 128, 40), (64, 256, 76)])
+def test_two_directions_are_predicted_to_take_the_time_of_twice_the_batch(cell, B, H, cores):
+    """For these sizes, which fill the threadgroups, both engines have the same work in both cases."""
+    both, wide = ((cell, mx.float32, b, H, cores, d) for b, d in ((B, 2), (2 * B, 1)))
+    assert stepwise_cycles(*both, None) == stepwise_cycles(*wide, None)
+    assert predict(*both).reason.partition(" of ")[0] == predict(*wide).reason.partition(" of ")[0]
+    assert predict(*both).reason != predict(cell, mx.float32, B, H, cores, 1).reason
+    sizes = (3, B, 2, H)
+    found = choose(sizes=sizes, cell=cell, bidirectional=True, dtype=mx.float32, traced=False, cores=cores, **MAC)
+    assert found.reason.startswith(predict(*both).reason)
+    limits = LIMITS._replace(cores=cores)
+    problems = (
+        Problem(3, B, H, H, cell, bidirectional=True, limits=limits),
+        Problem(3, 2 * B, H, H, cell, limits=limits),
+    )
+    assert tile_of(problems[0], H) == tile_of(problems[1], H)
+
+
+def own_cell(gates, states=1):
+    """Return a cell of the user's own with so many gates and states."""
+
+    def cell(a, s):
+        return (mx.tanh(sum(a[1:], a[0]) + s[0]), *s[1:])
+
+    return PointwiseCell(traced(cell, Counts(gates, states, 0, 0), False, (2, 3), mx.float32))
+
+
+def test_limits_are_exact():
+    """Each engine runs a call at its limit, and refuses the next larger one."""
+    here = {"sizes": (5, 3, 2, 8), "dtype": mx.float32, "traced": False, **MAC}
+    numbers, gates = choice.FUSED_NUMBERS, choice.STEPWISE_GATES
+    assert choose(cell=own_cell(numbers - 3, 3), requested="fused", **here).engine == "fused"
+    assert choose(cell=own_cell(gates), requested="stepwise", **here).engine == "stepwise"
+    for cell, engine in ((own_cell(numbers - 3, 4), "fused"), (own_cell(gates + 1), "stepwise")):
+        with pytest.raises(ValueError, match="cannot run: its"):
+            choose(cell=cell, requested=engine, **here)
+    H = 1024
+    B = choice.ONE_STEP // (4 * H**2)
+    assert [choice.is_small_step(LSTMCell(), T, b, H) for T, b in ((1, B), (1, B + 1), (2, B))] == [True, False, False]
+    for engine, longest in choice.LONGEST.items():
+        for T in (longest, longest + 1) if longest else ():
+            problem = Problem(T, 2, 3, 3, LSTMCell())
+            assert (choice.chunks_of(engine, problem, None) is None) == (longest == T)
+            assert choice.chunks_of(engine, problem, "auto").is_long == (longest < T)

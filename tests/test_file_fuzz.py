@@ -78,10 +78,10 @@ def mutant(path, n):
 
 def command(kind, path, target):
     """Read a file by the command for its kind. Return the exit code."""
-    from mlx_lstm.compare.dump import arrays_of
-    from mlx_lstm.compare.files import load_golden
     from mlx_lstm.convert.__main__ import main
     from mlx_lstm.ground.files import foreign
+    from mlx_lstm.lab.mpsgraph.dump import arrays_of
+    from mlx_lstm.lab.mpsgraph.files import load_golden
 
     if kind not in (".npy", ".golden.npz"):
         return main([str(path), str(target), "--force"])
@@ -199,9 +199,9 @@ def fuzz(kind, folder, count):
 
 def check(kind, folder, count):
     from mlx_lstm import convert
-    from mlx_lstm.compare import judge
-    from mlx_lstm.compare.files import Golden, save_golden
-    from mlx_lstm.compare.grid import grid
+    from mlx_lstm.lab.mpsgraph import judge
+    from mlx_lstm.lab.mpsgraph.files import Golden, save_golden
+    from mlx_lstm.lab.mpsgraph.grid import grid
 
     rng = np.random.default_rng(0)
     layers = {}

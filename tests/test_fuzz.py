@@ -39,9 +39,9 @@ from on_metal import EVERY_OPTION, on_metal, options_at, pairs
 import mlx_lstm.nn
 import mlx_lstm.torch
 from mlx_lstm import keras, recurrence
-from mlx_lstm.compare import judge as mpsgraph_judge
-from mlx_lstm.compare import ours as mpsgraph_ours
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.lab.mpsgraph import judge as mpsgraph_judge
+from mlx_lstm.lab.mpsgraph import ours as mpsgraph_ours
 from mlx_lstm.oracle import evaluate, forward
 from mlx_lstm.oracle.arithmetic import ACTIVATION_UNITS
 from mlx_lstm.oracle.closeness import TRIALS, assert_within, exact_and_bounds, float_of, keeps_off_kinks

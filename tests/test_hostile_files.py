@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from mlx_lstm import convert
-from mlx_lstm.compare.dump import read as read_arrays
-from mlx_lstm.compare.files import Golden, load_golden, save_golden
 from mlx_lstm.convert import _hdf5
 from mlx_lstm.convert.__main__ import main
 from mlx_lstm.ground import files
+from mlx_lstm.lab.mpsgraph.dump import read as read_arrays
+from mlx_lstm.lab.mpsgraph.files import Golden, load_golden, save_golden
 
 h5py = pytest.importorskip("h5py")
 onnx = pytest.importorskip("onnx")
@@ -245,7 +245,7 @@ def test_modes_of_strangers_and_threads(tmp_path, monkeypatch):
 
 
 def test_the_report_of_check_follows_no_link(tmp_path):
-    from mlx_lstm.check.report import Report
+    from mlx_lstm.lab.engines.report import Report
 
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "r.json.part").symlink_to(tmp_path / "victim")
@@ -557,8 +557,8 @@ def test_keys_forge_no_line(tmp_path, capsys):
 def golden(tmp_path, change):
     """Write a golden file, which holds recorded results of one implementation. The function `change` alters the
     contents before the checksum is computed. Return the path."""
-    from mlx_lstm.compare import judge
-    from mlx_lstm.compare.grid import grid
+    from mlx_lstm.lab.mpsgraph import judge
+    from mlx_lstm.lab.mpsgraph.grid import grid
 
     case = next(iter(grid(lambda case: True)))
     results = {name: value.astype(np.float32) for name, value in judge.expected(case).items()}
@@ -626,7 +626,7 @@ def test_names_in_a_golden_forge_no_line(tmp_path, capsys):
 
 
 def test_a_golden_of_too_many_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlx_lstm.compare.files.MOST_STEPS", 2)
+    monkeypatch.setattr("mlx_lstm.lab.mpsgraph.files.MOST_STEPS", 2)
     with pytest.raises(ValueError, match=r"is no golden: .*must have at most 2 steps together"):
         load_golden(golden(tmp_path, lambda made, case: None))
 
@@ -685,7 +685,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
     import pwd
 
     from mlx_lstm.engines import tuning, verdicts
-    from mlx_lstm.testing.report import json_text
+    from mlx_lstm.lab.report import json_text
 
     def nobody(*_):
         raise KeyError("no such user")

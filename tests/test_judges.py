@@ -9,15 +9,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_lstm.compare import measure
-from mlx_lstm.compare.contenders import Outcome, run_engine
-from mlx_lstm.compare.grid import grid
-from mlx_lstm.compare.judge import exact_and_limits
 from mlx_lstm.convert.weights import Weights, differences
 from mlx_lstm.engines.cells import GRUCell, LSTMCell
 from mlx_lstm.engines.problem import Problem
-from mlx_lstm.oracle.closeness import assert_close, assert_within
+from mlx_lstm.lab.mpsgraph import measure
+from mlx_lstm.lab.mpsgraph.contenders import Outcome, run_engine
+from mlx_lstm.lab.mpsgraph.grid import grid
+from mlx_lstm.lab.mpsgraph.judge import evaluated
+from mlx_lstm.oracle.closeness import assert_close, assert_within, exact_and_element_bounds
 from mlx_lstm.oracle.judge import Case
+from mlx_lstm.oracle.verdict import judged
 from mlx_lstm.recurrence import _judge
 from mlx_lstm.recurrence import _recognise as recognition
 from mlx_lstm.recurrence._draw import draw, output_shapes, rounded
@@ -118,12 +119,12 @@ def compared():
 def in_compare(_):
     """Return (results, judge) of the command `compare`, for a case of its own."""
     case, results = compared()
-    exact = exact_and_limits(case)
+    exact = exact_and_element_bounds(lambda fl: evaluated(case, fl), "float32")
 
     def judge(given):
         # The references are the same for all lies, so they are computed once.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(measure.judge, "exact_and_limits", lambda *_: exact)
+            patch.setattr(measure, "exact_and_element_bounds", lambda *_: exact)
             rows = [row for row in measure.rows_of(case, {"ops": Outcome(given)}) if row.failed]
         return ", ".join(f"{row.tensor}: {row.verdict}" for row in rows)
 
@@ -219,6 +220,19 @@ def test_a_judge_refuses_every_lie(judge, problem):
     ]
     accepted += [(lie, name) for name in results for lie in LISTS if refusal(LISTS[lie](results, name)) == ""]
     assert not accepted
+
+
+def test_bounds_at_the_limits():
+    """A bound of 0 accepts equal numbers only. Infinity accepts every finite number of the right shape. NaN accepts
+    nothing."""
+    exact = np.array([1.0, -2.0])
+    for bound, right in ((0.0, True), (np.inf, True), (np.nan, False), (np.array([1.0, np.nan]), False)):
+        verdict = judged("h", exact.copy(), exact, bound)
+        assert (not verdict.refusal, verdict.ratio <= 1) == (right, right), bound
+    assert judged("h", exact * 2, exact, np.inf).ratio == 0 and judged("h", exact * 2, exact, 0.0).refusal
+    assert judged("h", np.array([1.0, np.nan]), exact, np.inf).refusal == "NaN"
+    assert judged("h", np.zeros(0), np.zeros(0), 1.0).refusal == ""
+    assert judged("h", exact.astype(np.float32), exact, 1.0, np.float16).refusal == "dtype float32, expected float16"
 
 
 def test_a_reference_does_not_judge_itself():

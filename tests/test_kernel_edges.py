@@ -7,10 +7,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import METAL
+from kernel_texts import name_of, noted
 from on_metal import ENGINES, on_metal
 from quantized_cases import check_quantized, quantized_case
 
-from mlx_lstm import gru
+from mlx_lstm import cells, gru, lstm, pointwise
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import fused as kernels_fused
 from mlx_lstm.engines.metal import kernel as kernels
@@ -156,6 +157,34 @@ def test_a_row_of_many_numbers_has_wide_indices(cell, dtype):
             B = -(-LIMITS.index // of_item)
             assert kernels_stepwise.index_bits(Problem(1, B, H, P, cell)) == 64
     assert kernels_stepwise.index_bits(Problem(100, 64, 1024, 1024, cell)) == 32
+
+
+def by_lstm(engine, z, Wh, h0):
+    return lstm(z, None, Wh, None, h0=h0, engine=engine).h
+
+
+def by_pointwise(engine, z, Wh, h0):
+    return pointwise(cells.lstm, z, None, Wh, None, (h0, h0), engine=engine)[0]
+
+
+@pytest.mark.parametrize(
+    "call, engine, T, B, H",
+    [
+        (by_lstm, "fused", 64, 2**17, 128),
+        (by_lstm, "stepwise", 3, 2**18, 1024),
+        (by_pointwise, "fused", 2**12, 2**11, 65),
+    ],
+)
+def test_arrays_of_more_than_2_31_elements_reach_the_kernels(call, engine, T, B, H):
+    """Both passes launch their kernels, with 64-bit indices, if z and its gradient have more elements than one axis
+    of an MLX array may have. No kernel runs here, so the arrays need no memory."""
+    arrays = [mx.zeros(shape, mx.float16) for shape in ((T, B, 4 * H), (4 * H, H), (B, H))]
+    assert arrays[0].size > 2**31
+    with noted() as texts:
+        _, gradients = mx.vjp(lambda *a: [call(engine, *a)], arrays, [mx.zeros((T, B, H), mx.float16)])
+    assert [d.shape for d in gradients] == [a.shape for a in arrays]
+    passes = [text for text in texts if re.search("forward|backward", name_of(text))]
+    assert len(passes) >= 2 and all(re.search(r"Index = u?long;", text) for text in passes)
 
 
 def test_steps_of_a_launch():

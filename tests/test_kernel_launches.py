@@ -83,14 +83,28 @@ def test_a_kernel_is_compiled_for_its_threads():
             assert found == ([str(threads)] if threads and "fused" in name_of(text) else [])
 
 
-def test_a_name_has_one_text():
-    """Two kernels with the same name always have the same source. Otherwise MLX, which caches compiled kernels by
-    name, would compile a kernel again whenever the source for its name changes."""
+VARIANTS = (
+    *({}, {"mask": (2, 4, "P")}, {"keep": True}, {"lengths": [2, 1, 0, 2]}, {"h0": None}, {"b": None}),
+    *({"bidirectional": True}, {"peephole": True}, {"c0": None}, {"bhn": None}, {"projected_x": True}),
+    {"mask": (2, 4, "P"), "lengths": [2, 1, 0, 2], "h0": None, "reverse": True},
+)
+"""Options of calls that differ in which arrays they have."""
+
+
+@pytest.mark.parametrize("engine", ["fused", "stepwise"])
+@pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
+def test_a_name_has_one_text(engine, op):
+    """Two kernels with the same name always have the same source, also if the calls differ only in which arrays they
+    have. Otherwise MLX, which caches compiled kernels by name, would compile a kernel again whenever the source for its
+    name changes."""
     texts = {}
-    for layer, options in LIMITED.items():
-        options = {name: value for name, value in options.items() if name != "peephole"}
-        for text in texts_of((2, 4, 2, 5, 3), "stepwise", **options):
-            assert texts.setdefault(name_of(text), text) == text, layer
+    only = {"peephole": "lstm", "c0": "lstm", "bhn": "gru"}
+    own = {"lstm": [{"projection": True}] * (engine == "stepwise"), "gru": [{"reset": "before"}], "rnn": []}[op]
+    for options in (*VARIANTS, *own):
+        if all(only.get(name, op) == op for name in options):
+            for text in texts_of((2, 4, 2, 5, 3), engine, op=op, **options):
+                assert texts.setdefault(name_of(text), text) == text, options
+    assert len(texts) > 5
 
 
 # --- Numbers of launches and bytes -----------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from quantized_cases import packed
 
 from mlx_lstm.engines.ops.packed import judged
 from mlx_lstm.engines.problem import limited
+from mlx_lstm.lab.cases import EVERY_OPTION
+from mlx_lstm.lab.cases import T as T_OF_OPTIONS
 from mlx_lstm.oracle import evaluate
 from mlx_lstm.oracle.closeness import assert_within, exact_and_bounds
-from mlx_lstm.testing.cases import EVERY_OPTION
-from mlx_lstm.testing.cases import T as T_OF_OPTIONS
 
 T = 6
 
@@ -140,7 +140,7 @@ def cases():
 
 
 def test_every_option_is_in_a_row():
-    """Each option of the tables in `mlx_lstm.testing.cases` is in a row of ROWS, so that the tests below run it on
+    """Each option of the tables in `mlx_lstm.lab.cases` is in a row of ROWS, so that the tests below run it on
     every path. A new option must be added to a row."""
     wanted, found = {}, {}
     for options in EVERY_OPTION.values():

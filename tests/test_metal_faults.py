@@ -16,9 +16,9 @@ from test_guard import (  # noqa: F401
 
 from mlx_lstm.engines import verdicts
 from mlx_lstm.ground.child import shortened
+from mlx_lstm.lab.report import one_line, without_names
 from mlx_lstm.recurrence import _guard, _judge
 from mlx_lstm.recurrence._trial import trial_of
-from mlx_lstm.testing.report import one_line, without_names
 
 BUILD = "[metal::Device] Unable to build metal library from source\n"
 LOAD = "[metal::Device] Unable to load kernel custom_kernel_lstm_fused_forward_float\n"

@@ -37,13 +37,13 @@ from machine_code.times import (
 )
 from on_metal import ENGINES, can_run, on_metal
 
-from mlx_lstm.bench.short import SETTLING
-from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.predicted import predict
 from mlx_lstm.engines.problem import Problem
+from mlx_lstm.lab.timing.short import SETTLING
+from mlx_lstm.lab.timing.tasks import Size
 from mlx_lstm.oracle import forward
 
 DTYPES = {np.float32: mx.float32, np.float16: mx.float16}

@@ -7,20 +7,13 @@ import pytest
 from on_metal import on_metal
 
 from mlx_lstm import mpsgraph
-from mlx_lstm.compare import judge, ours
-from mlx_lstm.compare.cases import (
-    ACTIVATION_PROPERTIES,
-    COTANGENTS,
-    GATES,
-    RESULTS,
-    CompareCase,
-    draw,
-)
-from mlx_lstm.compare.grid import draw_until
 from mlx_lstm.engines import METAL_ENGINES, choose
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.lab.mpsgraph import judge, ours
+from mlx_lstm.lab.mpsgraph.cases import ACTIVATION_PROPERTIES, COTANGENTS, GATES, RESULTS, CompareCase, draw
+from mlx_lstm.lab.mpsgraph.grid import draw_until
 from mlx_lstm.mpsgraph.layouts import ACTIVATIONS, LEADING_ONE, layouts, title
-from mlx_lstm.oracle.closeness import assert_within, bounds_of
+from mlx_lstm.oracle.closeness import TRIALS, assert_within, bounds_of
 
 ROUNDING_MARGIN = 1e-4  # smallest allowed distance of relu and hard_sigmoid arguments from their kinks
 CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}
@@ -70,9 +63,13 @@ def check(case, by_engine, **readings):
     # Error bounds come from repeated evaluations with random rounding (trials), which take most of the test's time.
     # Bounds from two trials are never wider than those from all trials. All trials run only if a result lies outside.
     try:
-        check_within(case, by_engine, exact, judge.limits(case, trials=2, **readings))
+        check_within(case, by_engine, exact, limits(case, trials=2, **readings))
     except AssertionError:
-        check_within(case, by_engine, exact, judge.limits(case, **readings))
+        check_within(case, by_engine, exact, limits(case, **readings))
+
+
+def limits(case, trials=TRIALS, **readings):
+    return bounds_of(lambda fl: judge.evaluated(case, fl, **readings), np.float32, trials)
 
 
 def check_within(case, by_engine, exact, limit):
@@ -157,7 +154,7 @@ def test_gradients_of_the_forward_op_are_those_of_the_gradient_op(op):
 
         cotangents = [arrays[name] for name in COTANGENTS[op] if name in arrays]
         _, gradients = mx.vjp(outputs, [arrays[name] for name in case.gradients], cotangents)
-        limit = judge.limits(case)
+        limit = limits(case)
         for name, gradient in zip(case.gradients, gradients, strict=True):
             assert_within(name, np.array(gradient), expected[f"d{name}"], limit[f"d{name}"])
 

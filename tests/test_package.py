@@ -54,12 +54,13 @@ PUBLIC = [
     "cudnn",
     "engines",
     "keras",
+    "lab",
     "mpsgraph",
     "mpsgraph.layouts",
     "nn",
     "oracle",
 ]
-PUBLIC += ["recurrence", "testing", "tf", "torch"]
+PUBLIC += ["recurrence", "tf", "torch"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)

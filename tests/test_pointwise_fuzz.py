@@ -111,6 +111,22 @@ def test_states_of_any_kind_are_right_in_kernels(engine):
         assert judge.verdict(library(judge.case, engine)) == "right"
 
 
+GATE_IS_STATE = """
+def cell(a, s):
+    return mx.sigmoid(a[0]) * mx.tanh(a[1] + 0.5 * s[1]), a[0], mx.sigmoid(a[2] + s[2])
+"""
+"""A cell whose second state is a preactivation, which besides only a sigmoid reads."""
+
+
+def test_a_preactivation_that_is_a_state_is_right_in_a_wide_batch():
+    """For many rows engine `numpy` computes -z instead of the preactivation z of a gate that only a sigmoid reads. A
+    preactivation that is also a state keeps its sign."""
+    counts, options = (3, 3, 0, 0), {"apart": False, "bidirectional": False, "reverse": False}
+    shapes = shapes_of((20, 32, 2, 3), counts, False)
+    case = filled(np.random.default_rng(4), GATE_IS_STATE, counts, options, shapes, {place: place for place in shapes})
+    assert Judge(case).verdict(library(case, "numpy")) == "right"
+
+
 def test_the_reference_has_the_slopes_of_finite_differences():
     """The gradients of the reference are those of central differences of its outputs, along a random direction."""
     judged = 0

@@ -322,8 +322,10 @@ def test_check_tries_the_zoo(tmp_path, capsys):
     cell that an engine refuses."""
     assert {form.cell.__name__ for form in check_cells.FORMS} == set(cells.__all__)
     assert [tuple(form) for form in check_cells.FORMS] == [tuple(form) for form in ZOO.values()]
-    with on_metal(), patch.object(check_cells, "FORMS", check_cells.FORMS[:1]):
+    with on_metal() as log, patch.object(check_cells, "FORMS", check_cells.FORMS[:1]):
         assert check_cells.main(["--json", str(tmp_path / "cells.json")]) == 0
+    for engine in METAL_ENGINES:
+        assert any(engine in launch.name and "backward" in launch.name for launch in log), "no gradient was computed"
     assert json.loads((tmp_path / "cells.json").read_text()) == {"lstm, fused": "", "lstm, stepwise": ""}
     with patch.object(check_cells, "FORMS", check_cells.FORMS[-1:]), mx.stream(mx.cpu):
         assert check_cells.main(["--json", str(tmp_path / "cells.json")]) == 1

@@ -13,10 +13,10 @@ from machine_code.times import moved_bytes, ours, packed_shapes
 from on_metal import in_turns, matrices_from, on_metal, pairs
 from quantized_cases import PACKINGS, check_quantized, quantized_case
 
-from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines import choose
 from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.packing import Packing
+from mlx_lstm.lab.timing.tasks import Size
 
 # {name: ((group size, bits, mode), (T, B, I, H, P), options)}. By default `fused` runs a case whose name contains its
 # name, and `stepwise` runs each other case. The slow tests run each case on both engines.

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from mlx_lstm import convert
-from mlx_lstm.compare import dump, judge
-from mlx_lstm.compare.files import Golden, checksum, load_golden, save_golden
-from mlx_lstm.compare.grid import grid
 from mlx_lstm.engines import tuning, verdicts
+from mlx_lstm.lab.mpsgraph import dump, judge
+from mlx_lstm.lab.mpsgraph.files import Golden, checksum, load_golden, save_golden
+from mlx_lstm.lab.mpsgraph.grid import grid
 
 h5py = pytest.importorskip("h5py")
 onnx = pytest.importorskip("onnx")
@@ -38,10 +38,10 @@ READERS = {
     "a.weights.h5": ("convert/_files.py", convert.read),
     "a.onnx": ("convert/_files.py", convert.read),
     "a.data.onnx": ("convert/_onnx_file.py", lambda path: convert.read(path, external_data=True)),
-    "arrays.safetensors": ("compare/dump.py", lambda path: dump.read(str(path))),
-    "arrays.npz": ("compare/dump.py", lambda path: dump.read(str(path))),
-    "arrays.npy": ("compare/dump.py", lambda path: dump.read(str(path))),
-    "golden.npz": ("compare/files.py", lambda path: load_golden(str(path))),
+    "arrays.safetensors": ("lab/mpsgraph/dump.py", lambda path: dump.read(str(path))),
+    "arrays.npz": ("lab/mpsgraph/dump.py", lambda path: dump.read(str(path))),
+    "arrays.npy": ("lab/mpsgraph/dump.py", lambda path: dump.read(str(path))),
+    "golden.npz": ("lab/mpsgraph/files.py", lambda path: load_golden(str(path))),
     "verdicts.json": ("engines/verdicts.py", lambda path: verdicts.read()),
     "engines.json": ("engines/tuning.py", tuning.load),
 }
@@ -52,15 +52,15 @@ OWN = re.compile(r"^(np|numpy|mx|json|onnx|pickle|h5py|zipfile)\.(load|loads|Fil
 ENDS = set(re.findall(r"\w\w+", OPENING.pattern + OWN.pattern)) | {"foreign", "read_json"}
 OPENERS = {
     "__main__.py": set(),
-    "bench/files.py": {"open"},  # writes
-    "bench/rounds.py": {"np.load", "open"},  # the results of our child; /proc
-    "bench/worker.py": {"json.loads", "open"},  # the parent's words; /proc
+    "lab/timing/files.py": {"open"},  # writes
+    "lab/timing/rounds.py": {"np.load", "open"},  # the results of our child; /proc
+    "lab/timing/worker.py": {"json.loads", "open"},  # the parent's words; /proc
     "ground/budget.py": {"json.loads"},  # the door
     "check/further.py": {"file.read_text", "json.loads"},  # what our child wrote
     "ground/child.py": {"json.loads", "os.fdopen"},  # answers of our child
-    "compare/contenders.py": {"np.load"},  # the results of our child
-    "compare/files.py": {"json.loads", "np.load", "open"},  # the case of our parent; writes
-    "compare/report.py": {"open"},  # writes
+    "lab/mpsgraph/contenders.py": {"np.load"},  # the results of our child
+    "lab/mpsgraph/files.py": {"json.loads", "np.load", "open"},  # the case of our parent; writes
+    "lab/mpsgraph/report.py": {"open"},  # writes
     "convert/_files.py": {"file.open", "path.open", "zipfile.ZipFile"},  # writes
     "convert/_hdf5_child.py": {"h5py.File", "open"},  # has a budget; /proc
     "convert/_keras_file.py": {"h5py.File", "zipfile.ZipFile"},  # writes

@@ -17,7 +17,6 @@ import mlx_lstm
 from mlx_lstm import gru, lstm, rnn
 from mlx_lstm.bench import tune as tune_module
 from mlx_lstm.bench.__main__ import main
-from mlx_lstm.bench.tasks import Size
 from mlx_lstm.bench.tune import Grid, measure_point, measure_row, row_of, tune, write
 from mlx_lstm.engines import choice, choose, tuning
 from mlx_lstm.engines.autodiff import ENGINE_MODULES
@@ -25,6 +24,7 @@ from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.problem import Limits
 from mlx_lstm.engines.tuning import PREDICTED, Table
 from mlx_lstm.ground import machine
+from mlx_lstm.lab.timing.tasks import Size
 
 TINY = Grid(units=(3,), batches=(1, 9), dtypes=("float32", "float16"), steps=2, checked=2, turns=1, seconds=0.0)
 ENGINES = {"float32": {1: ((4, "stepwise"), (8, "fused")), 16: ((8, "ops"),)}}

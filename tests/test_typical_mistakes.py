@@ -13,12 +13,13 @@ import numpy as np  # noqa: F401 (the mistakes are evaluated)
 import pytest
 import torch as real
 
+import mlx_lstm
 import mlx_lstm.__main__ as command
-from mlx_lstm import cells, convert, keras, lstm, nn, pointwise, torch  # noqa: F401
+from mlx_lstm import cells, convert, cudnn, engines, keras, lstm, mpsgraph, nn, pointwise, tf, torch  # noqa: F401
 from mlx_lstm.convert.__main__ import main as convert_main
 from mlx_lstm.ground import checks
-from mlx_lstm.testing import progress as progress_module
-from mlx_lstm.testing.progress import Progress
+from mlx_lstm.lab import progress as progress_module
+from mlx_lstm.lab.progress import Progress
 
 x = mx.ones((2, 5, 3))  # [batch, steps, features]
 state = mx.zeros((2, 4))
@@ -174,10 +175,38 @@ def test_dropout_in_one_layer_warns():
         torch.LSTM(3, 4, num_layers=2, dropout=0.5)
 
 
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN, torch.LSTM, torch.GRU, torch.RNN, torch.LSTMCell])
+LAYERS = [nn.LSTM, nn.GRU, nn.RNN, nn.QuantizedLSTM, nn.QuantizedGRU, nn.QuantizedRNN, torch.LSTM, torch.GRU, torch.RNN]
+LAYERS += [torch.LSTMCell, torch.QuantizedLSTM, torch.QuantizedGRU, torch.QuantizedRNN]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
 def test_signatures_show_the_arguments(layer):
-    assert list(inspect.signature(layer).parameters)[:2] == ["input_size", "hidden_size"]
-    assert next(iter(inspect.signature(layer(3, 4)).parameters)) in ("x", "input")
+    """help() and the site show every argument by its name, and no `*_`, `*sizes` or `**options`."""
+    arguments = inspect.signature(layer).parameters
+    assert list(arguments)[:2] == ["input_size", "hidden_size"]
+    assert not any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in arguments.values())
+    assert ("bits" in arguments) == ("Quantized" in layer.__name__)
+    assert next(iter(inspect.signature(layer(64, 64)).parameters)) in ("x", "input")
+
+
+def test_no_public_name_has_a_hidden_argument():
+    """The pages of the site show the signatures of these names."""
+    modules = (cells, convert, engines, keras, mlx_lstm, nn, torch, tf, cudnn, mpsgraph)
+    for module in modules:
+        for name in module.__all__:
+            one = getattr(module, name)
+            calls = [one, one.__call__] if inspect.isclass(one) and "__call__" in vars(one) else [one]
+            for call in calls if callable(one) else ():
+                arguments = inspect.signature(call).parameters
+                assert not any(argument.startswith("_") for argument in arguments), f"{module.__name__}.{name}"
+
+
+def test_a_subclass_of_a_quantized_layer_shows_its_own_arguments():
+    class Small(nn.QuantizedLSTM):
+        def __init__(self, units):
+            super().__init__(64, units)
+
+    assert list(inspect.signature(Small).parameters) == ["units"]
 
 
 def test_repr_shows_the_engine_and_checkpoints():
@@ -224,8 +253,11 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(monkeypatch):
         progress.count(1, 4)
         progress.say("second part", left=1000)
         time.sleep(0.1)
+        progress.count(0, 4)
+        progress.say("third part", left=-1)
+        time.sleep(0.1)
     lines = progress.out.getvalue().splitlines()
-    assert lines[0] == "0:00  second part, about 0:00 left"
+    assert lines[0] == "0:00  second part, about 0:00 left" and lines[-1] == "0:00  third part, longer than expected"
 
 
 @pytest.mark.parametrize("options", [["--contenders", "ours", "--seconds", "60"]])

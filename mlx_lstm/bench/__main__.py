@@ -5,23 +5,22 @@ import importlib.util
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable
-from typing import NoReturn
 
 from ..engines import ENGINES, choice, choose
 from ..engines.choice import has_metal
 from ..ground.machine import VERSION, check_files, in_all_digits, run_command
-from ..testing.cases import DTYPES
-from ..testing.progress import Progress
-from ..testing.report import machine_card, one_line
-from .cases import CASES, find_contender, is_installed
-from .files import plot, write_csv, write_records
+from ..lab.cases import DTYPES
+from ..lab.command import Parser
+from ..lab.progress import Progress
+from ..lab.report import machine_card, one_line
+from ..lab.timing.cases import CASES, find_contender, is_installed
+from ..lab.timing.files import plot, write_csv, write_records
+from ..lab.timing.report import LEGEND, card_text, group_text, references
+from ..lab.timing.rounds import Measurement, label, measure
+from ..lab.timing.tasks import MEMORY_SIZE, PASSES, SIZES, Size, Task, size_option
 from .host import HOST_SIZE, host_text, measure_host
 from .host import LEGEND as HOST_LEGEND
-from .report import LEGEND, card_text, group_text, references
-from .rounds import Measurement, label, measure
-from .tasks import MEMORY_SIZE, PASSES, SIZES, Size, Task, parse_size
 from .tune import tune
-from .worker import serve_task, task_from_json
 
 QUICK = {"seconds": 1.0, "rounds": 3}
 FULL = {"seconds": 10.0, "rounds": 5}
@@ -40,22 +39,12 @@ APPLY = {
 normal measurement of times."""
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser of command-line options whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Return the exit code: 0, 1 if an implementation failed or its results were wrong, 2 for a
     wrong option."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
     options = parser.parse_args(arguments)
-    if options.worker is not None:
-        serve_task(task_from_json(options.worker))
-        return 0
     try:
         check_together(options)
         complete(options)
@@ -101,14 +90,9 @@ def failures_text(rows: Iterable[Measurement]) -> str:
     )
 
 
-def first_line(row: Measurement) -> str:
-    """Return the first line of a measurement's status. A status may contain many lines of a compiler's errors."""
-    return row.status.partition("\n")[0]
-
-
 def shortened(row: Measurement, printed: Collection[str]) -> Measurement:
     """Return a measurement for printing. If the text of its status was printed before, keep only the first line."""
-    return row._replace(status=f"{first_line(row)} (as above)") if row.status in printed else row
+    return row._replace(status=f"{row.status.splitlines()[0]} (as above)") if row.status in printed else row
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -141,7 +125,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tune", action="store_true", help=tune)
     where = "where --tune saves it; default: the file in your cache folder that the library reads"
     add("--tune-file", metavar="FILE", help=where)
-    add("--worker", metavar="TASK", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")
     return parser
 
@@ -180,15 +163,6 @@ def add_how(add: Callable[..., object]) -> None:
     add("--patience", type=float, metavar="S", help=patience)
     add("--csv", metavar="FILE", help="also write the figures and the machine's description to FILE")
     add("--plot", metavar="FILE", help="also draw the ratios into FILE; needs matplotlib")
-
-
-def size_option(text: str) -> Size:
-    """Parse an option's value of the form T,B,I,H and return the `Size`. For a wrong value raise argparse's own
-    error, since argparse prints the text of this error only."""
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def every_option(text: str) -> int | str:
@@ -248,7 +222,7 @@ def complete(options: argparse.Namespace) -> None:
     for name in options.contenders:
         contender = find_contender(name, options.case)
         if not is_installed(contender):
-            raise ValueError(f"{name} needs {contender.needs}, which is not installed")
+            raise ValueError(f"{name} needs the package {contender.needs}, which is not installed")
     if options.plot and not set(case.references) & set(options.contenders):
         raise ValueError(f"--plot draws ratios: add one of {', '.join(case.references)} to --contenders")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
@@ -292,7 +266,7 @@ def run(options: argparse.Namespace, progress: Progress, card: dict[str, str], g
     case, printed = CASES[options.case], set[str]()
     for size in options.sizes:
         progress.title = f"{len(groups) + 1} of {len(options.sizes) * len(options.passes)}: {size}"
-        progress.say("float64 results to judge by")
+        progress.say("computing the float64 reference")
         judge = case.judge(case.draw(size, options.dtype), options.dtype, backward="backward" in options.passes)
         for which in options.passes:
             everies: list[int | str | None] = [None]

@@ -19,9 +19,9 @@ import mlx.nn as nn
 from .. import recurrence
 from ..engines import choice
 from ..engines.metal import kernel
-from ..testing.cases import DTYPES
-from ..testing.report import table
-from .tasks import Size
+from ..lab.cases import DTYPES
+from ..lab.report import table
+from ..lab.timing.tasks import Size
 
 HOST_SIZE = Size(64, 32, 256, 256)
 ROUNDS, CALLS = 9, 9

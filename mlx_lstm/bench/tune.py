@@ -18,11 +18,11 @@ from ..engines.choice import FUSED_LIMIT, METAL_ENGINES, has_metal
 from ..engines.metal.fused import LayerSize, rows_for
 from ..engines.problem import Cut
 from ..ground.files import write_whole
+from ..lab.cases import DTYPES
+from ..lab.timing.cases.lstm import draw, prepare_ours
+from ..lab.timing.judge import judge_layer
+from ..lab.timing.tasks import PASSES, Size, Task, Work
 from ..recurrence import unguarded
-from ..testing.cases import DTYPES
-from .cases.lstm import draw, prepare_ours
-from .judge import judge_layer
-from .tasks import PASSES, Size, Task, Work
 
 
 class Grid(NamedTuple):
@@ -113,19 +113,14 @@ def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
         rows = best.rows if best else rows_for(LayerSize(LSTMCell(), B, H, DTYPES[dtype].size, 1, tuning.gpu_cores()))
         tried = [Cut(rows) for rows in ROWS] if step == "rows" else [Cut(rows, spare) for spare in SPARE]
         times = measure({cut: ("fused", cut) for cut in (best, *tried)}, size, dtype, grid)
-        print(
-            f"{dtype} B = {B} H = {H}:  " + "  ".join(f"{text_of(cut)} {took(times[cut])}" for cut in times), flush=True
-        )
+        words = {cut: f"rows {cut.rows} spare {cut.spare}" if cut else "by rule" for cut in times}
+        shown = "  ".join(f"{words[cut]} {took(times[cut])}" for cut in times)
+        print(f"{dtype} B = {B} H = {H}:  {shown}", flush=True)
         right = {cut: time for cut, time in times.items() if not isinstance(time, str)}
         fastest = min(right, key=right.__getitem__, default=best)
         if best not in right or right[fastest] <= WORTH * right[best]:
             best = fastest
     return best
-
-
-def text_of(cut: Cut | None) -> str:
-    """Return the description of a cut of `fused` (batch rows per threadgroup, spare registers) as text."""
-    return f"rows {cut.rows} spare {cut.spare}" if cut else "by rule"
 
 
 def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:
@@ -134,7 +129,8 @@ def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:
     points: list[dict[str, object]] = []
     for H in grid.units:
         points.append(measure_point(Size(grid.steps, B, H, H), dtype, grid))
-        print(point_text(points[-1]), flush=True)
+        each = "  ".join(f"{engine} {took(points[-1][engine])}" for engine in METAL_ENGINES)
+        print(f"{dtype} B = {B} H = {H}:  {each}  ->  {points[-1]['engine']}", flush=True)
         if [point["engine"] for point in points[-2:]] == ["stepwise"] * 2:
             break
     return points
@@ -218,12 +214,6 @@ def row_of(points: Sequence[Mapping[str, Any]]) -> tuning.Row:
     pairs = [(point["H"], point["engine"]) for point in points]
     following = [engine for _, engine in pairs[1:]] + [""]
     return tuple((H, engine) for (H, engine), after in zip(pairs, following, strict=True) if engine != after)
-
-
-def point_text(point: dict[str, object]) -> str:
-    """Return one line of text about a measured size: the times of both engines and the faster one."""
-    each = "  ".join(f"{engine} {took(point[engine])}" for engine in METAL_ENGINES)
-    return f"{point['dtype']} B = {point['B']} H = {point['H']}:  {each}  ->  {point['engine']}"
 
 
 def took(time: object) -> str:

@@ -6,15 +6,16 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-from ..bench import short
-from ..bench.__main__ import size_option
 from ..engines import ENGINES, METAL_ENGINES, choice
 from ..ground.machine import VERSION, check_files, in_all_digits, on_one_thread, run_command
-from ..testing.progress import Progress
+from ..lab.command import Parser
+from ..lab.engines.comparison import Work, findings
+from ..lab.engines.grid import GridCase, grid
+from ..lab.engines.report import CannotWriteError, Report, card_line, engine_lines
+from ..lab.progress import Progress
+from ..lab.timing import short
+from ..lab.timing.tasks import SIZES, size_option
 from . import further
-from .comparison import Work, findings, serve_comparisons
-from .grid import GridCase, grid
-from .report import CannotWriteError, Report, card_line, engine_lines
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,9 +24,6 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
     options = parser.parse_args(arguments)
-    if options.worker is not None:
-        serve_comparisons(options.worker)
-        return 0
     try:
         check_files(options, "file")
         selection = Selection(options)
@@ -111,7 +109,9 @@ def check(selection: Selection, report: Report, options: argparse.Namespace) -> 
 def time_engines(selection: Selection, report: Report, options: argparse.Namespace, progress: Progress) -> None:
     """Time a training step at each size. Skip engines whose process ended or hung during the comparisons with
     float64. With --full also make the measurements that correct the model of times in tests/machine_code."""
-    sizes = short.default_sizes(selection.device, options.full) if options.sizes is None else options.sizes
+    # On a CPU only every second size, since `mlx.nn.LSTM` takes minutes there.
+    default = SIZES if options.full or selection.device == "gpu" else SIZES[::2]
+    sizes = default if options.sizes is None else options.sizes
     lost = {finding.engine for finding in report.findings if finding.lost}
     on_gpu = choice.has_metal() and selection.device == "gpu"
     ours = METAL_ENGINES if on_gpu else ("numpy" if selection.device == "cpu" else "ops",)
@@ -139,7 +139,7 @@ def conclude(report: Report) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line's options."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m mlx_lstm.check",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Check that mlx-lstm computes correct results on this machine.\n\n"
@@ -175,7 +175,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--sizes", nargs="*", type=size_option, metavar="T,B,I,H", help=sizes)
     file = Path("mlx-lstm-check.json")
     add("--file", metavar="FILE", type=Path, default=file, help=f"write the report to FILE; default: {file}")
-    add("--worker", metavar="WORK", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")
     return parser
 

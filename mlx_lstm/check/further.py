@@ -6,9 +6,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..compare.contenders import no_pyobjc
 from ..engines import tuning
 from ..ground.machine import child_environment, module_command
+from ..lab.mpsgraph.contenders import no_pyobjc
 
 LIMIT = 3600  # seconds that a command may take
 

@@ -5,21 +5,18 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Iterable
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 from ..ground.machine import VERSION, check_files, in_all_digits, run_command
-from ..recurrence import unguarded
-from ..testing.progress import Progress
-from . import judge
-from .cases import GATES, CompareCase
-from .contenders import HOW_TO_GET, Contender, Outcome, all_contenders, serve_cases
-from .dump import Dump, load_dump
-from .experiments import experiments
-from .files import Golden, load_golden, save_golden
-from .grid import grid
-from .measure import ComparisonRow, rows_of
-from .readings import Reading, base_case, search
-from .report import (
+from ..lab.command import Parser
+from ..lab.mpsgraph import judge
+from ..lab.mpsgraph.cases import GATES, CompareCase
+from ..lab.mpsgraph.contenders import HOW_TO_GET, Contender, Outcome, all_contenders
+from ..lab.mpsgraph.dump import Dump, load_dump
+from ..lab.mpsgraph.files import Golden, load_golden, save_golden
+from ..lab.mpsgraph.grid import grid
+from ..lab.mpsgraph.measure import ComparisonRow, rows_of
+from ..lab.mpsgraph.report import (
     LEGEND,
     LEGEND_OF_TWO,
     card_text,
@@ -28,11 +25,14 @@ from .report import (
     pairs_text,
     plot,
     rows_text,
-    settle_text,
     summary_text,
     write_json,
 )
-from .settle import settle
+from ..lab.progress import Progress
+from ..recurrence import unguarded
+from .experiments import experiments
+from .readings import Reading, base_case, search
+from .settle import settle, settle_text
 
 KINK_MARGIN = 1e-3
 """The least distance of arguments of relu and hard_sigmoid from a kink, where the slope jumps."""
@@ -45,20 +45,10 @@ APPLY = {
 """For each of the options --arrays, --settle and --golden, the names of the options that may be combined with it."""
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser of command-line options whose errors are one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Return the exit code: 0 if all results agree, 1 if something differs or failed, 2 if the
     arguments are wrong or this machine cannot run what they ask for."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["--worker"]:
-        serve_cases(*arguments[1:])
-        return 0
     parser = make_parser()
     options = parser.parse_args(arguments)
     try:

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from ..lab.mpsgraph.cases import CompareCase, draw
+from ..lab.mpsgraph.judge import call_of, evaluated
 from ..oracle import evaluate
 from ..oracle.arithmetic import Arithmetic
 from ..oracle.case import complete, sides
 from ..oracle.recurrence import unroll
-from .cases import CompareCase, draw
-from .judge import call_of, evaluated
-from .settle import Distance, Experiment, count, result, shape, value
+from .settle import Experiment, count, result, shape, value
 
 SIZES = (3, 2, 3, 4)  # T, N, I, H
 
@@ -171,7 +171,8 @@ def of_directions(rng: np.random.Generator) -> Iterator[Experiment]:
 def of_single_gate(rng: np.random.Generator) -> Iterator[Experiment]:
     """Yield the experiments on the single-gate RNN: E:single_gate and E:relu_at_zero."""
     case = draw(rng, "single_gate_rnn", SIZES, name="settle: single gate", activation="tanh")
-    readings = {"before the activation": result(case, "z_state"), "after the activation": value_of_h(case)}
+    of_h = value(case, "z_state", lambda fl, case=case: evaluated(case, fl)["h"])
+    readings = {"before the activation": result(case, "z_state"), "after the activation": of_h}
     yield Experiment("single_gate", "zState of the single gate is", case, "before the activation", readings)
     readings = {"its argument's": shape("dbias", 0, case), "two axes of 1 more": shape("dbias", 2, case)}
     yield Experiment("single_gate", "shape of dbias", case, "its argument's", readings)
@@ -183,11 +184,6 @@ def of_single_gate(rng: np.random.Generator) -> Iterator[Experiment]:
         f"{slope:g}": value(case, "dsource", lambda fl, s=slope: s * fl.load(gradient)) for slope in (0.0, 0.5, 1.0)
     }
     yield Experiment("relu_at_zero", "the slope of relu at 0 is", case, "0", readings)
-
-
-def value_of_h(case: CompareCase) -> Distance:
-    """Return a function that measures how far MPSGraph's zState is from the float64 oracle's h."""
-    return value(case, "z_state", lambda fl: evaluated(case, fl)["h"])
 
 
 def of_gru(rng: np.random.Generator) -> Iterator[Experiment]:

@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..lab.mpsgraph.cases import ACTIVATION_PROPERTIES, COTANGENTS, RESULTS, Arrays, CompareCase
+from ..lab.mpsgraph.dump import Dump, possible_layouts
+from ..lab.mpsgraph.judge import HARD_SIGMOIDS, evaluated, options
+from ..lab.progress import Progress
 from ..mpsgraph.layouts import ACTIVATIONS
+from ..oracle import verdict
 from ..oracle.arithmetic import ACTIVATIONS as FUNCTIONS
 from ..oracle.arithmetic import Arithmetic
-from ..oracle.closeness import exact_and_element_bounds, largest
-from ..testing.progress import Progress
-from .cases import ACTIVATION_PROPERTIES, COTANGENTS, RESULTS, Arrays, CompareCase
-from .dump import Dump, possible_layouts
+from ..oracle.closeness import exact_and_element_bounds
 from .experiments import preactivations, with_product
-from .judge import HARD_SIGMOIDS, evaluated, options
 
 NEAREST = 3  # number of readings (interpretations) that are compared within error bounds
 FEW = 2  # sequences of the batch that the search compares; the forward op computes each independently
@@ -151,7 +152,7 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
                 got = form.back(value).astype(np.float64)
                 got = np.take(got, places[name], -2) if name in places else got
                 exact = values[form.key]
-                errors.append(largest(got - exact) / (largest(exact) or 1.0))
+                errors.append(verdict.largest(got - exact) / (verdict.largest(exact) or 1.0))
         total += np.log10(np.nanmin(errors) + 1e-16)
     return total / len(results)
 
@@ -170,7 +171,7 @@ def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
         distances[name], forms[name] = np.inf, ""
         for form in forms_of(dump, case, name, value):
             if form.key in exact:
-                error = largest((form.back(value).astype(np.float64) - exact[form.key]) / bound[form.key])
+                error = verdict.judged(name, form.back(value), exact[form.key], bound[form.key]).ratio
                 if error < distances[name]:
                     distances[name], forms[name] = error, form.words
                 if error <= 1:

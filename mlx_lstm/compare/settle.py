@@ -1,17 +1,20 @@
 """Settle a point that Apple's documentation leaves open: compare MPSGraph's result with the prediction of each
 reading (interpretation) of the documentation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from ..lab.mpsgraph.cases import CompareCase
+from ..lab.mpsgraph.contenders import Outcome
+from ..lab.mpsgraph.judge import evaluated
+from ..lab.mpsgraph.measure import without_leading_ones
+from ..lab.mpsgraph.report import brief, figure
+from ..lab.report import table
 from ..oracle.arithmetic import Arithmetic
-from ..oracle.closeness import bounds_of, largest
-from .cases import CompareCase
-from .contenders import Outcome
-from .judge import evaluated
-from .measure import without_leading_ones
+from ..oracle.closeness import bounds_of
+from ..oracle.verdict import judged
 
 Distance = Callable[[Outcome], float]
 """A function that returns the distance of an outcome from the prediction of a reading (an interpretation of the
@@ -70,8 +73,7 @@ def value(case: CompareCase, tensor: str, reading: Callable[[Arithmetic], np.nda
         exact = reading(Arithmetic(np.float64))
         bound = bounds_of(lambda fl: {"": reading(fl)}, case.arrays["source"].dtype)[""]
         got, _ = without_leading_ones(outcome.results[tensor], exact.shape)
-        error = largest(got.astype(np.float64) - exact) if got.shape == exact.shape else np.inf
-        return error / bound if np.isfinite(error) else np.inf
+        return judged(tensor, got, exact, bound).ratio
 
     return distance
 
@@ -94,3 +96,17 @@ def count(results: int) -> Distance:
     if the forward op returned as many arrays as `results` says. Otherwise it returns infinity, because callers treat
     its value as an error divided by its bound."""
     return lambda outcome: 0.0 if len(outcome.lists[0]) == results else np.inf
+
+
+def settle_text(findings: Sequence[Finding], measured: bool) -> str:
+    """Return as text the points that Apple's documentation leaves open, with MPSGraph's answers. If nothing was
+    measured, return the questions only."""
+    if not measured:
+        return table([["experiment", "question", "ours"], *([one.name, one.question, one.default] for one in findings)])
+    confirmed = sum(one.confirmed for one in findings)
+    lines = [["experiment", "question", "verdict", "ours", "error/bound of each reading"]]
+    for one in findings:
+        readings = "; ".join(f"{name}: {figure(value)}" for name, value in one.distances.items())
+        verdict = brief(one.verdict).splitlines()[0].strip()
+        lines.append([one.name, one.question, verdict, "the same" if one.confirmed else one.default, readings])
+    return f"{len(findings)} open points, {confirmed} as ours reads them\n{table(lines)}"

@@ -13,11 +13,11 @@ import numpy as np
 from ..engines.problem import Arrays
 from ..ground.budget import shown
 from ..ground.checks import fail
-from .weights import OURS, Weights, held, one_bias, reorder
+from .weights import OURS, Format, Weights, held, one_bias, reorder
 
 ENDING = ".mlpackage"
-ORDER = "ifog"
-"""The gate order of the operation lstm in MIL, the language of Core ML models: input, forget, output and cell gate."""
+FORMAT = Format({"lstm": "ifog"}, options=True, reverse=True)
+"""The operation lstm in MIL, the language of Core ML models, with the gates input, forget, output and cell."""
 
 ACTIVATIONS = {"sigmoid": "sigmoid", "tanh": "tanh", "relu": "relu", "identity": "linear"}
 """This package's names of activations, each with the name in MIL, the language of Core ML models."""
@@ -140,20 +140,20 @@ def mil_arrays(weights: Weights) -> list[Arrays]:
         why = "as Core ML's gru has no bias inside of its reset gate" if weights.cell.op == "gru" else "for Core ML"
         fail(op, f"layers of a {ENDING} file must be LSTMs, {why},", weights.cell.op)
     clips = weights.cell.cell_clip is not None
-    weights = held(op, weights, options=True, reverse=True)
+    weights = held(op, weights, FORMAT)
     if clips or any("peephole" in each for layer in weights.layers for each in layer):
         # Both are refused: Core ML's documentation does not say which value is clipped, nor whether the output gate's
         # peephole reads the old or the new c.
         fail(op, f"layers of a {ENDING} file must have no cell_clip and no peephole", weights)
     activations(weights.cell)
-    layers = []
+    layers, theirs = [], FORMAT.orders["lstm"]
     for layer in weights.layers:
         words: dict[str, Any] = {}
         for end, arrays in zip(("", "_back"), layer, strict=False):
             both = arrays | one_bias(weights.cell, arrays)
             for word, key in (("Wx", "weight_ih"), ("Wh", "weight_hh"), ("b", "bias")):
                 if word in both:
-                    words[key + end] = np.array(reorder(both[word], OURS["lstm"], ORDER).astype(mx.float32))
+                    words[key + end] = np.array(reorder(both[word], OURS["lstm"], theirs).astype(mx.float32))
         layers.append(words)
     return layers
 

@@ -352,15 +352,15 @@ def spec_of(kind: str, config: dict[str, Any], shape: list[int | None]) -> dict[
 def sequential(name: str, made: list[KerasLayer]) -> dict[str, Any]:
     """Return the description of a Sequential model of these layers, as Keras serializes it."""
     shape = made[0].spec["build_config"]["input_shape"]
-    dtype = inner_config(made[0].spec)["dtype"]
+    dtype = inner(made[0].spec)["config"]["dtype"]
     first = spec_of("InputLayer", {"batch_shape": shape, "dtype": dtype, "name": f"{name}_input"}, shape)
     config = {"name": f"{name}_model", "layers": [first, *(each.spec for each in made)], "build_input_shape": shape}
     return spec_of("Sequential", config, shape) | {"module": "keras"}
 
 
-def inner_config(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of a layer; for a Bidirectional, the configuration of the layer inside."""
-    return spec["config"]["layer"]["config"] if spec["class_name"] == "Bidirectional" else spec["config"]
+def inner(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the description of a layer; for a Bidirectional, that of the layer inside."""
+    return spec["config"]["layer"] if spec["class_name"] == "Bidirectional" else spec
 
 
 def functional(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -410,7 +410,7 @@ def write_legacy(file: Any, made: Mapping[str, list[KerasLayer]], config: dict[s
     for name, each in groups.items():
         group, names = root.create_group(name), []
         for layer in each:
-            title, kind = layer.spec["config"]["name"], snake(inner_class(layer.spec))
+            title, kind = layer.spec["config"]["name"], snake(inner(layer.spec)["class_name"])
             for way, arrays in zip(("forward", "backward"), layer.ways, strict=False):
                 path = f"{title}/{way}_{title}/{kind}_cell" if len(layer.ways) == 2 else f"{title}/{kind}_cell"
                 path = f"{name}/{path}" if name != title else path
@@ -418,8 +418,3 @@ def write_legacy(file: Any, made: Mapping[str, list[KerasLayer]], config: dict[s
                     names.append(f"{path}/{word}")
                     group[names[-1]] = array
         group.attrs["weight_names"] = [each.encode() for each in names]
-
-
-def inner_class(spec: Mapping[str, Any]) -> str:
-    """Return the class of a layer; for a Bidirectional, the class of the layer inside."""
-    return spec["config"]["layer"]["class_name"] if spec["class_name"] == "Bidirectional" else spec["class_name"]

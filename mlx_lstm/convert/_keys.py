@@ -13,8 +13,8 @@ from ..engines.problem import Arrays
 from ..ground.budget import shown
 from ..ground.checks import check_array, check_option, fail
 from . import torch
+from .keras import NAMED, arrays_of, direction
 from .keras import NAMES as KERAS_NAMES
-from .keras import arrays_of, direction
 from .mlx import to_mlx, to_ops
 from .torch import assembled, gates_of
 from .weights import OF_GATES, OURS, Weights, from_one_bias, gate_order, held, reorder, two_biases
@@ -398,17 +398,14 @@ def in_style(weights: Weights, style: str) -> list[list[Arrays]]:
     if style == "mlx":
         return to_mlx(weights)
     if style == "keras":
-        every = ("tanh", "relu", "sigmoid")
-        held("to_keras", weights, nonlinearity=every, reset=("after", "before"), reverse=True)
+        held("to_keras", weights, NAMED)
         use = weights.has_bias
         return [
             [dict(zip(KERAS_NAMES, map(as_mlx, arrays_of(weights.cell, way, use)), strict=False)) for way in layer]
             for layer in weights.layers
         ]
     names = torch.NAMES if style == "torch" else TWO_BIASES
-    weights = held(
-        "to_torch" if style == "torch" else "convert", weights, nonlinearity=("tanh", "relu"), projection=True
-    )
+    weights = held("to_torch" if style == "torch" else "convert", weights, torch.FORMAT)
     if weights.has_bias:
         weights = weights.map(lambda arrays: arrays | dict(zip(("bx", "bh"), two_biases(arrays), strict=True)))
     return [[{leaf: way[word] for leaf, word in names.items() if word in way} for way in k] for k in weights.layers]

@@ -8,7 +8,7 @@ import mlx.core as mx
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
 from ..ground.checks import check_array, check_option, check_sizes, fail
-from .weights import Weights, check_weights, checked, describe, held, one_bias, to_mlx, two_biases
+from .weights import Format, Weights, check_weights, checked, describe, held, one_bias, to_mlx, whole_bias
 
 CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "elman": RNNCell("tanh")}
 """The functions of FlashRNN whose weights `Weights` holds, and their cells."""
@@ -90,15 +90,14 @@ def to_flashrnn(heads: Sequence[Weights]) -> Arrays:
         if len(check_weights(op, head).layers) != 1 or head.directions != 1 or describe(head) != describe(first):
             rule = f"heads must be single layers in one direction, all alike, {describe(first)},"
             fail(op, rule, describe(head))
-        held_head = held(op, head)
+        held_head = held(op, head, Format())
         cell, arrays = held_head.cell, held_head.layers[0][0]
         G, D = cell.gates, head.hidden_size
         W, R = (arrays[name].reshape(G, D, -1) for name in ("Wx", "Wh"))
-        biases = one_bias(cell, arrays)
-        b = biases.get("b", two_biases(arrays)[0]).reshape(G, D)
+        b = whole_bias(cell, arrays).reshape(G, D)
         if cell.op == "gru":
             R = mx.stack([R[2], R[0], R[1]])
-            b = mx.concatenate([biases.get("bhn", mx.zeros_like(b[0]))[None], b])
+            b = mx.concatenate([one_bias(cell, arrays).get("bhn", mx.zeros_like(b[0]))[None], b])
         whole.append((W, R, b))
     return {word: mx.stack([arrays[n] for arrays in whole], axis=1) for n, word in enumerate("WRb")}
 

@@ -9,20 +9,19 @@ from ..engines.problem import Arrays
 from ..ground.checks import check_array, fail
 from .keras import direction
 from .weights import (
-    HASTE,
     OURS,
+    Format,
     Weights,
-    check_weights,
     checked,
-    describe,
     held,
-    one_bias,
     parameters_of,
     reorder,
     to_mlx,
     two_biases,
+    whole_bias,
 )
 
+FORMAT = Format({"lstm": "igfo", "gru": "zrn"}, is_layer=True)
 NAMES = {
     "LSTM": ("kernel", "recurrent_kernel", "bias"),
     "GRU": ("kernel", "recurrent_kernel", "bias", "recurrent_bias"),
@@ -62,7 +61,7 @@ def from_haste(layer: Any, *, prefix: str = "") -> Weights:
     if "recurrent_scale" in arrays:
         fail(op, "layer must be an LSTM or a GRU; from_haste_indrnn reads an IndRNN,", "recurrent_scale")
     cell = GRUCell() if "recurrent_bias" in arrays else LSTMCell()
-    order, ours = HASTE[cell.op], OURS[cell.op]
+    order, ours = FORMAT.orders[cell.op], OURS[cell.op]
     check_names(op, arrays, cell.op.upper())
     found = direction(op, cell.op, [arrays["kernel"], arrays["recurrent_kernel"]], biases=[], order=order)
     for theirs, word in (("bias", "bx"), ("recurrent_bias", "bh")):
@@ -87,17 +86,14 @@ def to_haste(weights: Weights, *, prefix: str = "") -> Arrays:
             cell.
     """
     op = "to_haste"
-    cell = check_weights(op, weights).cell
-    if cell.op == "rnn" or len(weights.layers) != 1 or weights.directions != 1:
-        fail(op, "weights must be those of one LSTM or GRU layer in one direction", describe(weights))
-    weights = held(op, weights)
-    arrays, order, ours = weights.layers[0][0], HASTE[cell.op], OURS[cell.op]
+    weights = held(op, weights, FORMAT)
+    cell, arrays = weights.cell, weights.layers[0][0]
+    order, ours = FORMAT.orders[cell.op], OURS[cell.op]
     found = {"kernel": arrays["Wx"].T, "recurrent_kernel": arrays["Wh"].T}
-    bx, bh = two_biases(arrays)
     if cell.op == "gru":
-        found |= {"bias": bx, "recurrent_bias": bh}
+        found |= zip(("bias", "recurrent_bias"), two_biases(arrays), strict=True)
     else:
-        found["bias"] = one_bias(weights.cell, arrays).get("b", bx)
+        found["bias"] = whole_bias(cell, arrays)
     return {f"{prefix}{name}": reorder(array, ours, order, axis=-1) for name, array in found.items()}
 
 

@@ -11,17 +11,17 @@ from ..engines.problem import Arrays
 from ..ground.checks import check_array, fail
 from .weights import (
     CELLS,
-    KERAS,
     OURS,
+    Format,
     Weights,
     checked,
     held,
-    one_bias,
     reorder,
     stacked,
     to_mlx,
     to_numpy,
     two_biases,
+    whole_bias,
 )
 
 KINDS = {"LSTM": "lstm", "GRU": "gru", "SimpleRNN": "rnn", "LSTMCell": "lstm", "GRUCell": "gru", "SimpleRNNCell": "rnn"}
@@ -32,6 +32,12 @@ NAMES = ("kernel", "recurrent_kernel", "bias")
 ACTIVATIONS = {"linear": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid"}
 ACTIVATIONS |= {"hard_sigmoid": "hard_sigmoid_sixth"}
 """Keras' names of activations, and ours. The slope of hard_sigmoid is 1/6 in Keras 3, 0.2 in Keras 2."""
+
+ORDERS = {"lstm": "ifgo", "gru": "zrn", "rnn": "h"}
+EVERY = (*ACTIVATIONS.values(), "hard_sigmoid")
+FORMAT = Format(ORDERS, options=True, nonlinearity=EVERY, reset=("after", "before"), reverse=True)
+NAMED = FORMAT._replace(options=False, nonlinearity=("tanh", "relu", "sigmoid"))
+"""Keras' layers, and files that have only Keras' names of the arrays."""
 
 
 def from_keras(*layers: Any) -> Weights:
@@ -177,7 +183,7 @@ def direction(
     given = {name: to_mlx(array) for name, array in given.items() if array is not None}
     for name, array in given.items():
         check_array(op, name + of, array, array.shape)
-    given = {name: reorder(array, order or KERAS[kind], OURS[kind], axis=-1) for name, array in given.items()}
+    given = {name: reorder(array, order or FORMAT.orders[kind], OURS[kind], axis=-1) for name, array in given.items()}
     found = {"Wx": given["kernel"].T, "Wh": given["recurrent_kernel"].T}
     if bias is None:
         return found
@@ -200,8 +206,7 @@ def to_keras(weights: Weights) -> list[list[np.ndarray]]:
     Raises:
         ValueError: Keras' layers have no place for an option of the cell.
     """
-    every = ("identity", *ACTIVATIONS.values(), "hard_sigmoid")
-    weights = held("to_keras", weights, options=True, nonlinearity=every, reset=("after", "before"), reverse=True)
+    weights = held("to_keras", weights, FORMAT)
     check_cell("to_keras", weights)
     cell, use_bias = weights.cell, weights.has_bias
     return [[array for way in layer for array in arrays_of(cell, way, use_bias)] for layer in weights.layers]
@@ -222,12 +227,12 @@ def check_cell(op: str, weights: Weights) -> None:
 
 def arrays_of(cell: Any, arrays: Arrays, use_bias: bool) -> list[np.ndarray]:
     """Return one direction's arrays in Keras' layout and order."""
-    ours, theirs = OURS[cell.op], KERAS[cell.op]
+    ours, theirs = OURS[cell.op], FORMAT.orders[cell.op]
     matrices = [to_numpy(reorder(arrays[name].T, ours, theirs, axis=-1)) for name in ("Wx", "Wh")]
     if not use_bias:
         return matrices
     if cell.reset == "after":
         bias = mx.stack([reorder(b, ours, theirs) for b in two_biases(arrays)])
     else:
-        bias = reorder(one_bias(cell, arrays).get("b", two_biases(arrays)[0]), ours, theirs)
+        bias = reorder(whole_bias(cell, arrays), ours, theirs)
     return [*matrices, to_numpy(bias)]

@@ -15,6 +15,7 @@ from .weights import (
     CELLS,
     OF_GATES,
     OURS,
+    Format,
     RNNCell,
     Weights,
     cell_of,
@@ -34,6 +35,8 @@ NAMES = {
     "rnn": {"Wxh": "Wx", "Whh": "Wh", "bias": "b"},
 }
 """The names of the parameters in MLX's layers, and of the arguments of `mlx_lstm.lstm`, `gru` and `rnn`."""
+
+FORMAT = Format(nonlinearity=("tanh", "relu", "sigmoid"), reverse=True)
 
 OPS = ("nn.LSTM", "nn.GRU", "nn.RNN")
 """The names of the layers of `mlx_lstm.nn` that have the parameters of a layer of `mlx.nn`."""
@@ -129,7 +132,7 @@ def to_mlx(weights: Weights) -> list[list[Arrays]]:
     Raises:
         ValueError: MLX's layers have no place for an option of the cell.
     """
-    weights = held("to_mlx", weights, nonlinearity=("tanh", "relu", "sigmoid"), reverse=True)
+    weights = held("to_mlx", weights, FORMAT)
     names = NAMES[weights.cell.op].items()
     words = weights.map(lambda arrays: arrays | one_bias(weights.cell, arrays))
     return [[{key: way[word] for key, word in names if word in way} for way in layer] for layer in words.layers]

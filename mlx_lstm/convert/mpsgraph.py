@@ -9,7 +9,7 @@ from ..engines.cells import GRUCell, LSTMCell
 from ..engines.problem import Arrays
 from ..ground.checks import check_option, fail
 from .mlx import from_ops, to_ops
-from .weights import MPSGRAPH, OURS, Weights, held, reorder
+from .weights import MPSGRAPH, OURS, Format, Weights, held, reorder
 
 ACTIVATIONS = {
     "none": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "hard_sigmoid": "hard_sigmoid",
@@ -22,6 +22,9 @@ PROPERTIES = {
     "rnn": ("activation",),
 }
 """The names of the descriptor's activations, in the order in which `mlx_lstm.lstm` and `gru` take activations."""
+
+EVERY = tuple(ACTIVATIONS.values())
+FORMAT = Format(options=True, nonlinearity=EVERY, reset=("after", "before"), reverse=True)
 
 HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
 
@@ -113,8 +116,7 @@ def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
         ValueError: Apple's ops have no place for an option of the cell.
     """
     op = "to_mpsgraph"
-    every = tuple(ACTIVATIONS.values())
-    weights = held(op, weights, options=True, nonlinearity=every, reset=("after", "before"), reverse=True)
+    weights = held(op, weights, FORMAT)
     cell = weights.cell
     if cell.cell_clip:
         fail(op, "cell_clip must be the default, as the op has no place for another,", cell.cell_clip)

@@ -8,7 +8,19 @@ import mlx.core as mx
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
 from ..ground.checks import check_array, check_option, fail
-from .weights import ONNX, OURS, Weights, checked, held, reorder, rows_reordered, to_mlx, two_biases
+from .weights import (
+    OURS,
+    Format,
+    Weights,
+    checked,
+    from_peepholes,
+    held,
+    peepholes,
+    reorder,
+    rows_reordered,
+    to_mlx,
+    two_biases,
+)
 
 OPS = {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn"}
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
@@ -26,6 +38,9 @@ ACTIVATIONS = {
     "hard_sigmoid_sixth": ("HardSigmoid", 1 / 6, 0.5),
 }
 """This package's names of activations, and for each one ONNX' name, alpha and beta."""
+
+ORDERS = {"lstm": "iofg", "gru": "zrn", "rnn": "h"}
+FORMAT = Format(ORDERS, options=True, nonlinearity=tuple(ACTIVATIONS), reset=("after", "before"), reverse=True)
 
 
 def from_onnx(
@@ -88,12 +103,11 @@ def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapp
         if "B" in arrays:
             check_array(op, name("B"), arrays["B"], [D, 2 * G * H])
             words |= dict(zip(("bx", "bh"), mx.split(arrays["B"][d], 2), strict=True))
-        words = rows_reordered(words, ONNX[kind], OURS[kind])
+        words = rows_reordered(words, ORDERS[kind], OURS[kind])
         if "P" in arrays:
             check_array(op, name("P"), arrays["P"], [D, 3 * H])
             parts = dict(zip(PEEPHOLES, mx.split(arrays["P"][d], 3), strict=True))
-            parts["g"] = mx.zeros_like(parts["i"])
-            words["peephole"] = mx.concatenate([parts[gate] for gate in OURS["lstm"]])
+            words["peephole"] = from_peepholes(**parts)
         layer.append(words)
     titles = {"Wx": "W", "Wh": "R"}
     return checked(op, Weights(cell, [layer], direction == "reverse"), lambda k, d, word: name(titles.get(word, "B")))
@@ -145,7 +159,7 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
         ValueError: ONNX' nodes have no place for an option of the cell: a projection, a clipped cell.
     """
     op = "to_onnx"
-    weights = held(op, weights, options=True, nonlinearity=tuple(ACTIVATIONS), reset=("after", "before"), reverse=True)
+    weights = held(op, weights, FORMAT)
     cell = weights.cell
     attributes: dict[str, Any] = {"hidden_size": weights.hidden_size}
     attributes["direction"] = DIRECTIONS[2 if weights.directions == 2 else int(weights.reverse)]
@@ -180,13 +194,11 @@ def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
 
 def node_arrays(op: str, kind: str, arrays: Arrays, use_bias: bool) -> Arrays:
     """Return one direction's arrays in ONNX' gate order: W, R and maybe B and P."""
-    ours, theirs = OURS[kind], ONNX[kind]
+    ours, theirs = OURS[kind], ORDERS[kind]
     inputs = {"W": reorder(arrays["Wx"], ours, theirs), "R": reorder(arrays["Wh"], ours, theirs)}
     if use_bias:
         inputs["B"] = mx.concatenate([reorder(b, ours, theirs) for b in two_biases(arrays)])
     if "peephole" in arrays:
-        parts = dict(zip(ours, mx.split(arrays["peephole"], 4), strict=True))
-        if mx.any(parts["g"]).item():
-            fail(op, "peephole must be 0 for the candidate, which ONNX does not let peep,", "other numbers")
+        parts = peepholes(op, arrays, "ONNX does not")
         inputs["P"] = mx.concatenate([parts[gate] for gate in PEEPHOLES])
     return inputs

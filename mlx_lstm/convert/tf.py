@@ -6,9 +6,24 @@ import mlx.core as mx
 
 from ..engines.cells import GRUCell, LSTMCell
 from ..ground.checks import check_array, check_limit, check_number, check_option, fail
-from .weights import OURS, TF, Weights, check_weights, checked, describe, held, one_bias, reorder, to_mlx
+from .weights import (
+    OURS,
+    TF,
+    Format,
+    Weights,
+    checked,
+    describe,
+    from_peepholes,
+    held,
+    one_layer,
+    peepholes,
+    reorder,
+    to_mlx,
+    whole_bias,
+)
 
 PEEPHOLES = {"i": "wci", "f": "wcf", "o": "wco"}
+GRU = Format({"gru": OURS["gru"]}, reset=("before",), is_layer=True)
 
 
 def from_tf(
@@ -56,7 +71,7 @@ def from_tf(
             fail(op, "wci, wcf and wco must all be given, or none", f"{len(given)} of them")
         for name, array in zip(PEEPHOLES.values(), given, strict=True):
             check_array(op, name, array, [H])
-        arrays["peephole"] = mx.concatenate([given[0], given[1], mx.zeros((H,), given[0].dtype), given[2]])
+        arrays["peephole"] = from_peepholes(*given)
     check_option(op, "clip_gradient", clip_gradient, ("through", "zero"))
     bias, clip = check_number(op, "forget_bias", forget_bias), check_limit(op, "cell_clip", cell_clip)
     cell = LSTMCell(forget_bias=bias, cell_clip=clip, clip_gradient=clip_gradient)
@@ -73,24 +88,19 @@ def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
     """
     op = "to_tf"
     check_option(op, "order", order, tuple(TF))
-    cell = check_weights(op, weights).cell
-    if cell.op != "lstm" or len(weights.layers) != 1 or weights.directions != 1:
-        fail(op, "weights must be those of one LSTM layer in one direction", f"{len(weights.layers)} x {cell.op}")
+    cell: Any = one_layer(op, weights, ["lstm"]).cell
     if cell.activations != LSTMCell().activations or weights.proj_size or weights.reverse:
         fail(op, "weights must have the usual activations, no projection and no reverse", describe(weights))
     if cell.stops_c:
         fail(op, "clip_gradient must be 'through', as in the block ops,", repr(cell.clip_gradient))
     arrays = weights.layers[0][0]
-    b = one_bias(cell, arrays).get("b", mx.zeros((arrays["Wx"].shape[0],), arrays["Wx"].dtype))
     w = mx.concatenate([arrays["Wx"].T, arrays["Wh"].T])
     arguments: dict[str, Any] = {
         "w": reorder(w, OURS["lstm"], TF[order], axis=-1),
-        "b": reorder(b, OURS["lstm"], TF[order]),
+        "b": reorder(whole_bias(cell, arrays), OURS["lstm"], TF[order]),
     }
     if "peephole" in arrays:
-        parts = dict(zip(OURS["lstm"], mx.split(arrays["peephole"], 4), strict=True))
-        if mx.any(parts["g"]).item():
-            fail(op, "peephole must be 0 for the candidate, which the ops do not let peep,", "other numbers")
+        parts = peepholes(op, arrays, "the ops do not")
         arguments |= {name: parts[gate] for gate, name in PEEPHOLES.items()}
     return arguments | {"forget_bias": cell.forget_bias, "cell_clip": cell.cell_clip}
 
@@ -116,12 +126,8 @@ def from_tf_gru(w_ru: Any, w_c: Any, b_ru: Any, b_c: Any) -> Weights:
 
 def to_tf_gru(weights: Weights) -> dict[str, mx.array]:
     """Return a dict of TensorFlow's arrays, the arguments of `from_tf_gru`: `w_ru`, `w_c`, `b_ru`, `b_c`."""
-    op = "to_tf_gru"
-    cell = check_weights(op, weights).cell
-    if cell.op != "gru" or len(weights.layers) != 1 or weights.directions != 1:
-        fail(op, "weights must be those of one GRU layer in one direction", f"{len(weights.layers)} x {cell.op}")
-    arrays = held(op, weights, reset=("before",)).layers[0][0]
-    H2 = weights.hidden_size * 2
-    b = one_bias(cell, arrays).get("b", mx.zeros((arrays["Wx"].shape[0],), arrays["Wx"].dtype))
+    weights = held("to_tf_gru", weights, GRU)
+    arrays, H2 = weights.layers[0][0], weights.hidden_size * 2
+    b = whole_bias(weights.cell, arrays)
     w = mx.concatenate([arrays["Wx"].T, arrays["Wh"].T])
     return {"w_ru": w[:, :H2], "w_c": w[:, H2:], "b_ru": b[:H2], "b_c": b[H2:]}

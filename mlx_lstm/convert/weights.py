@@ -20,9 +20,6 @@ OF_GATES = {4: "lstm", 3: "gru", 1: "rnn"}
 OURS = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
 """The gate order of `Weights`, torch, MLX and cuDNN (which calls it i, f, c, o and r, u, n)."""
 
-KERAS = {"lstm": "ifgo", "gru": "zrn", "rnn": "h"}
-HASTE = {"lstm": "igfo", "gru": "zrn"}
-ONNX = {"lstm": "iofg", "gru": "zrn", "rnn": "h"}
 TF = {"icfo": "igfo", "ifco": "ifgo"}
 """TensorFlow's gate orders of an LSTM, and the same orders in our letters: TensorFlow's c is g here."""
 
@@ -39,6 +36,25 @@ LIMITS = ("cell_clip", "projection_clip")
 
 WORDS = {"Wx": "GH", "Wh": "GH", "bx": "GH", "bh": "GH", "peephole": "GH", "Wp": "P"}
 """One direction's arrays, and their number of rows: GH, for G gates of H units, or P, the width of a projected h."""
+
+
+class Format(NamedTuple):
+    """The facts of a format that decide which weights it can store. The module of each format has them as `FORMAT`.
+
+    orders: the gate order of each kind of cell. options: whether all options of an LSTM and a GRU are stored, such as
+    activations, clip and peepholes. nonlinearity: the activations that a plain RNN may have. reset: the values of
+    `reset` that a GRU may have. projection: whether a projection is stored. reverse: whether it is stored that a layer
+    runs in reverse. is_layer: whether the format is one layer in one direction, of a kind in `orders`.
+    """
+
+    orders: Mapping[str, str] = OURS
+    options: bool = False
+    nonlinearity: Sequence[str] = ("tanh",)
+    reset: Sequence[str] = ("after",)
+    projection: bool = False
+    reverse: bool = False
+    is_layer: bool = False
+
 
 Title = Callable[[int, int, str], str]
 """A function (layer, direction, name in `WORDS`) that returns the name of an array in a format, for error texts."""
@@ -216,24 +232,21 @@ def check_weights(op: str, weights: object) -> Weights:
     return weights
 
 
-def held(
-    op: str,
-    weights: Weights,
-    *,
-    options: bool = False,
-    nonlinearity: Sequence[str] = ("tanh",),
-    reset: Sequence[str] = ("after",),
-    projection: bool = False,
-    reverse: bool = False,
-) -> Weights:
-    """Return the weights with the forget bias added to the bias. Raise ValueError if a file format cannot store an
-    option of the cell.
+def one_layer(op: str, weights: Weights, kinds: Sequence[str]) -> Weights:
+    """Check that the weights are those of one layer of these kinds, such as "lstm", in one direction. Return them."""
+    check_weights(op, weights)
+    if weights.cell.op not in kinds or len(weights.layers) != 1 or weights.directions != 1:
+        names = " or ".join(kind.upper() for kind in kinds)
+        fail(op, f"weights must be those of one {names} layer in one direction", describe(weights))
+    return weights
 
-    The arguments describe the format. options: True if it stores all options of an LSTM and a GRU, such as
-    activations, clip and peepholes. nonlinearity: the activations that a plain RNN may have. reset: the values of
-    `reset` that a GRU may have. projection: True if the format stores a projection. reverse: True if it stores that
-    a layer runs in reverse.
-    """
+
+def held(op: str, weights: Weights, form: Format) -> Weights:
+    """Return the weights with the forget bias added to the bias. Raise ValueError if a format cannot store an option of
+    the cell."""
+    _, options, nonlinearity, reset, projection, reverse, is_layer = form
+    if is_layer:
+        one_layer(op, weights, list(form.orders))
     cell, refused = check_weights(op, weights).cell, {}
     if cell.op == "rnn":
         act = cell.activations[0]
@@ -287,6 +300,25 @@ def two_biases(arrays: Arrays) -> tuple[mx.array, mx.array]:
     """Return the biases `bx` and `bh` of one direction; a missing one is zeros."""
     zeros = mx.zeros((arrays["Wx"].shape[0],), arrays["Wx"].dtype)
     return arrays.get("bx", zeros), arrays.get("bh", zeros)
+
+
+def whole_bias(cell: Cell, arrays: Arrays) -> mx.array:
+    """Return the bias `b` of `one_bias`; zeros if there is none."""
+    return one_bias(cell, arrays).get("b", two_biases(arrays)[0])
+
+
+def peepholes(op: str, arrays: Arrays, who: str) -> Arrays:
+    """Return the peephole weights of the gates i, f and o, for a format in which only these have some. `who` begins the
+    error text for a candidate's, such as "ONNX does not"."""
+    parts = dict(zip(OURS["lstm"], mx.split(arrays["peephole"], 4), strict=True))
+    if mx.any(parts.pop("g")).item():
+        fail(op, f"peephole must be 0 for the candidate, which {who} let peep,", "other numbers")
+    return parts
+
+
+def from_peepholes(i: mx.array, f: mx.array, o: mx.array) -> mx.array:
+    """Return the array `peephole` [4H] for the peephole weights [H] of three gates."""
+    return mx.concatenate([i, f, mx.zeros_like(i), o])
 
 
 def from_one_bias(b: mx.array | None, bhn: mx.array | None) -> Arrays:

@@ -29,6 +29,10 @@ class Packing(NamedTuple):
     bits: int
     mode: str
 
+    def quantize(self, weight: mx.array) -> "Quantized":
+        """Return a matrix quantized in this format."""
+        return Quantized(*mx.quantize(weight, *self), **self._asdict())
+
 
 class Quantized(NamedTuple):
     """A weight matrix as `mx.quantize` packs it, for `Wx`, `Wh` and `Wp` of `lstm`, `gru` and `rnn`.

@@ -37,15 +37,9 @@ def counted_gpu_cores() -> int | None:
     with suppress(OSError, subprocess.SubprocessError):
         command = ["/usr/sbin/ioreg", "-rc", "AGXAccelerator", "-d", "1"]
         found = subprocess.run(command, capture_output=True, timeout=2, stdin=subprocess.DEVNULL)
-        return parsed_gpu_cores(found.stdout)
+        counts = [int(digits) for digits in re.findall(rb'"gpu-core-count"\s*=\s*(\d{1,4})\b', found.stdout)]
+        return next((count for count in counts if 1 <= count <= 1024), None)  # the first plausible number
     return None
-
-
-def parsed_gpu_cores(text: bytes) -> int | None:
-    """Return the number of GPU cores in the output of `ioreg -rc AGXAccelerator`, or None if there is no plausible
-    number."""
-    counts = [int(digits) for digits in re.findall(rb'"gpu-core-count"\s*=\s*(\d{1,4})\b', text)]
-    return next((count for count in counts if 1 <= count <= 1024), None)
 
 
 def system() -> str:

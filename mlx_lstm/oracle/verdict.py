@@ -12,6 +12,9 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from .arithmetic import Array, Tensors
 
+TINY = float(np.finfo(np.float64).tiny)
+"""The least divisor of an error, so that a bound may be 0."""
+
 
 class Verdict(NamedTuple):
     """The comparison of one result with its float64 value. refusal: why the result is wrong, or "". error, bound: those
@@ -28,7 +31,7 @@ class Verdict(NamedTuple):
     @property
     def ratio(self) -> float:
         """Return the error divided by its bound."""
-        return self.error / self.bound
+        return self.error / max(TINY, self.bound)
 
 
 def judged(
@@ -50,12 +53,13 @@ def judged(
         return Verdict(name, refusal="is the reference itself, so nothing is shown")
     if not got.size:
         return Verdict(name, 0.0)
-    error, allowed = np.abs(got.astype(np.float64) - exact), np.broadcast_to(bound, got.shape)
-    error = np.where(np.isfinite(error), error, np.inf)
+    allowed = np.broadcast_to(bound, got.shape)
     with np.errstate(all="ignore"):
-        ratios = np.where(np.isfinite(error), error / np.maximum(allowed, np.finfo(np.float64).tiny), np.inf)
+        error = np.abs(got.astype(np.float64) - exact)
+        error = np.where(np.isfinite(error) & ~np.isnan(allowed), error, np.inf)
+        ratios = np.where(np.isfinite(error), error / np.maximum(allowed, TINY), np.inf)
     at = tuple(int(n) for n in np.unravel_index(np.argmax(ratios), ratios.shape))
-    beyond = np.argwhere(~((error <= allowed) & np.isfinite(error)))  # negated, so that a bound of NaN refuses
+    beyond = np.argwhere((error > allowed) | ~np.isfinite(error))
     if not len(beyond):
         return Verdict(name, float(error[at]), float(allowed[at]), "", at)
     refusal = f"error {error[at]:.3g} > bound {allowed[at]:.3g}"

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..engines.cells import PointwiseCell
 from ..engines.ops.packed import judged
-from ..engines.packing import Packing, Quantized, is_packed
+from ..engines.packing import is_packed
 from ..engines.problem import Problem
 from ..oracle import kink_distance
 from ..oracle.arithmetic import ACTIVATIONS, Arithmetic, Array, Tensors
@@ -200,7 +200,7 @@ def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.arr
     packed integers, scales and biases."""
     if problem.packing is not None:
         for name in [name for name in arrays if is_packed(name, problem.names)]:
-            arrays = arrays | of_weight(name, arrays[name], problem.packing)
+            arrays = arrays | problem.packing.quantize(arrays[name]).arrays(name)
     return arrays
 
 
@@ -229,11 +229,6 @@ def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[Case, dic
         call["lengths"] = [problem.T - n % (problem.T + 1) for n in range(problem.B)]
     flags = {"op": problem.cell.op, "reverse": problem.reverse, "bidirectional": problem.bidirectional}
     return Case(call | options | flags, dtype=dtype_word(problem)), arrays
-
-
-def of_weight(name: str, weight: mx.array, packing: Packing) -> dict[str, mx.array]:
-    """Quantize a weight matrix. Return the arrays of the quantized weight: integers, scales and biases."""
-    return Quantized(*mx.quantize(weight, *packing), **packing._asdict()).arrays(name)
 
 
 def rounded(array: Array, dtype: mx.Dtype) -> Array:

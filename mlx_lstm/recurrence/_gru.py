@@ -95,10 +95,8 @@ def gru(
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, bhn=bhn, mask=mask, keep=keep)
     cell = check_gru(gate_order, activations, reset, flip_z, bhn is not None)
-    options = {"reverse": reverse, "bidirectional": bidirectional, "lengths": lengths, "hold": hold}
-    call = Call(cell, **options, engine=engine, stream=stream, checkpoint_every=checkpoint_every)
-    outputs, _ = call.forward(arrays, return_gates=return_gates, training=training)
-    return GRUOutput(**outputs)
+    call = Call(cell, reverse, bidirectional, lengths, engine, stream, hold=hold, checkpoint_every=checkpoint_every)
+    return GRUOutput(**call.forward(arrays, return_gates=return_gates, training=training)[0])
 
 
 def gru_gradients(
@@ -145,7 +143,5 @@ def gru_gradients(
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, bhn=bhn, mask=mask, keep=keep)
     cell = check_gru(gate_order, activations, reset, flip_z, bhn is not None, op="gru_gradients")
-    call = Call(
-        cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, hold=hold, engine=engine, stream=stream
-    )
+    call = Call(cell, reverse, bidirectional, lengths, engine, stream, hold=hold)
     return call.backward(arrays, given(h=h, gates=gates), given(h=dh, gates=dgates, hT=dhT))

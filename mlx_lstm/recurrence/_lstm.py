@@ -155,10 +155,8 @@ def lstm(
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, keep=keep, Wp=Wp)
     clips = Clips(cell_clip, projection_clip, clip_gradient, Wp is not None)
     cell = check_lstm(gate_order, activations, output_peephole, forget_bias, clips)
-    options = {"reverse": reverse, "bidirectional": bidirectional, "lengths": lengths, "hold": hold}
-    call = Call(cell, **options, engine=engine, stream=stream, checkpoint_every=checkpoint_every)
-    outputs, _ = call.forward(arrays, return_gates=return_gates, training=training)
-    return LSTMOutput(**outputs)
+    call = Call(cell, reverse, bidirectional, lengths, engine, stream, hold=hold, checkpoint_every=checkpoint_every)
+    return LSTMOutput(**call.forward(arrays, return_gates=return_gates, training=training)[0])
 
 
 def lstm_gradients(
@@ -224,7 +222,5 @@ def lstm_gradients(
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, keep=keep, Wp=Wp)
     clips = Clips(cell_clip, projection_clip, clip_gradient, Wp is not None)
     cell = check_lstm(gate_order, activations, output_peephole, 0.0, clips, op="lstm_gradients")
-    call = Call(
-        cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, hold=hold, engine=engine, stream=stream
-    )
+    call = Call(cell, reverse, bidirectional, lengths, engine, stream, hold=hold)
     return call.backward(arrays, given(h=h, c=c, gates=gates), given(h=dh, c=dc, gates=dgates, hT=dhT, cT=dcT))

@@ -158,9 +158,8 @@ def pointwise(
     arrays["c0"] = side_by_side(states[1:], D)
     arrays["inputs"] = side_by_side(each, D)
     arrays["params"] = side_by_side(numbers, D)
-    options = {"reverse": reverse, "bidirectional": bidirectional, "lengths": lengths, "hold": hold}
-    call = Call(PointwiseCell(graph, Wh is not None), **options, engine=engine, stream=stream)
-    call = call._replace(checkpoint_every=checkpoint_every)
+    own = PointwiseCell(graph, Wh is not None)
+    call = Call(own, reverse, bidirectional, lengths, engine, stream, hold=hold, checkpoint_every=checkpoint_every)
     given = {name: array for name, array in arrays.items() if array is not None}
     outputs, _ = call.forward(given, return_gates=False, training=training)
     last = (outputs["hT"], *apart_again(outputs.get("cT"), len(states) - 1, D))

@@ -1,5 +1,6 @@
 """Base class of the quantized layers of `mlx_lstm.nn` and `mlx_lstm.torch`."""
 
+from inspect import Signature, signature
 from typing import Any, TypeVar, cast
 
 import mlx.core as mx
@@ -22,6 +23,22 @@ class QuantizedLayer(nn.Module):
     op: str  # the layer's name in errors
     of: type[nn.Module]  # the float layer's class
     kinds: tuple[type[nn.Module], ...]  # classes that `from_layer` takes
+
+    def __init_subclass__(cls, **options: Any):
+        """Give the constructor of a class of this package the signature of its float layer's, followed by the arguments
+        of `mx.quantize`, for help()."""
+        super().__init_subclass__(**options)
+        if "of" not in vars(cls):
+            return
+
+        def constructor(self: QuantizedLayer, *sizes: Any, **options: Any) -> None:
+            QuantizedLayer.__init__(self, *sizes, **options)
+
+        packing = [p for p in signature(QuantizedLayer.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        arguments = [*signature(cls.of.__init__).parameters.values(), *packing]
+        constructor.__name__, constructor.__qualname__ = "__init__", f"{cls.__qualname__}.__init__"
+        setattr(constructor, "__signature__", Signature(arguments))  # noqa: B010 (a function's type does not declare it)
+        setattr(cls, "__init__", constructor)  # noqa: B010
 
     def __init__(
         self, *sizes: Any, group_size: int | None = None, bits: int | None = None, mode: str = "affine", **options: Any

@@ -27,6 +27,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..ground.checks import check_integer, fail
+from ..oracle.verdict import judged
 from ._gru import gru
 from ._lstm import lstm
 from ._rnn import rnn
@@ -774,9 +775,7 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
 def miss(got: np.ndarray, want: np.ndarray, allowed: np.ndarray) -> float:
     """Return the largest error of `got`, in units of the allowed error. It is infinite if shapes differ, a number is
     not finite, or there is nothing to compare: no number but 0."""
-    if got.shape != want.shape or not want.any() or not (np.isfinite(got).all() and np.isfinite(want).all()):
-        return np.inf
-    return float((np.abs(got - want) / allowed).max())
+    return judged("", got, want, allowed).ratio if want.any() else np.inf
 
 
 def compared(

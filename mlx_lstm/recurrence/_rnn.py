@@ -77,10 +77,8 @@ def rnn(
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, mask=mask, keep=keep)
     cell = check_rnn(activation)
-    options = {"reverse": reverse, "bidirectional": bidirectional, "lengths": lengths, "hold": hold}
-    call = Call(cell, **options, engine=engine, stream=stream, checkpoint_every=checkpoint_every)
-    outputs, _ = call.forward(arrays, return_gates=return_gates, training=training)
-    return RNNOutput(**outputs)
+    call = Call(cell, reverse, bidirectional, lengths, engine, stream, hold=hold, checkpoint_every=checkpoint_every)
+    return RNNOutput(**call.forward(arrays, return_gates=return_gates, training=training)[0])
 
 
 def rnn_gradients(
@@ -123,7 +121,5 @@ def rnn_gradients(
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, mask=mask, keep=keep)
     cell = check_rnn(activation, op="rnn_gradients")
-    call = Call(
-        cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, hold=hold, engine=engine, stream=stream
-    )
+    call = Call(cell, reverse, bidirectional, lengths, engine, stream, hold=hold)
     return call.backward(arrays, given(h=h, gates=gates), given(h=dh, gates=dgates, hT=dhT))

@@ -107,7 +107,8 @@ class Stepper:
         """
         self._op, self._read, self._is_stack, self._inputs = op, read, is_stack, inputs
         self._holders = [holder if isinstance(holder, dict) else vars(holder) for holder in holders]
-        self._batch = check_batch(op, batch)
+        sizes = batch if isinstance(batch, (tuple, list)) else [batch]
+        self._batch = tuple([check_integer(op, "batch: each size", size, least=1) for size in sizes])
         if is_transforming():
             fail(op, OUTSIDE, "a call inside")
         self._prepare()
@@ -310,12 +311,6 @@ class Stepper:
                 fail(self._op, f"inputs[{n}] must broadcast to {list(shape)}", f"shape {list(array.shape)}")
             arrays.append(np.broadcast_to(array, shape).reshape(-1, shape[-1]))
         return np.concatenate(arrays, axis=-1)
-
-
-def check_batch(op: str, batch: Any) -> tuple[int, ...]:
-    """Check the sizes of the batch axes: an integer, or a sequence of integers, which may be empty. Return a tuple."""
-    sizes = batch if isinstance(batch, (tuple, list)) else [batch]
-    return tuple([check_integer(op, "batch: each size", size, least=1) for size in sizes])
 
 
 def watched(holders: Sequence[dict[str, Any]]) -> list[Watched]:

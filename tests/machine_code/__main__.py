@@ -5,12 +5,12 @@ import argparse
 from itertools import product
 from pathlib import Path
 
-from mlx_lstm.bench.files import write_records
-from mlx_lstm.bench.tasks import PASSES, SIZES, parse_size
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.packing import WIDTHS, Packing
-from mlx_lstm.testing.cases import DTYPES
-from mlx_lstm.testing.report import table as in_columns
+from mlx_lstm.lab.cases import DTYPES
+from mlx_lstm.lab.report import table as in_columns
+from mlx_lstm.lab.timing.files import write_records
+from mlx_lstm.lab.timing.tasks import PASSES, SIZES, parse_size
 
 from . import measured, predictions, training_step
 from .compiler import machine_code

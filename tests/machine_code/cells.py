@@ -13,12 +13,12 @@ from unittest.mock import patch
 import mlx.core as mx
 from pointwise_cases import ZOO, Form
 
-from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.cells import PointwiseCell
 from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.problem import Problem
+from mlx_lstm.lab.timing.tasks import Size
 
 from .compiler import machine_code
 from .count import Count, count

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_lstm.bench.tasks import Size
-from mlx_lstm.testing.cases import DTYPES
-from mlx_lstm.testing.report import table
+from mlx_lstm.lab.cases import DTYPES
+from mlx_lstm.lab.report import table
+from mlx_lstm.lab.timing.tasks import Size
 
 from .times import CHIPS, Chip, evaluation_seconds, host_seconds, of_mlx, ours
 

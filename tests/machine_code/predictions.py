@@ -4,12 +4,12 @@ and their time on some Apple chips."""
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.choice import LSTM, METAL_ENGINES, Place, choose, obstacles
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.problem import Problem
-from mlx_lstm.testing.cases import DTYPES
-from mlx_lstm.testing.report import table
+from mlx_lstm.lab.cases import DTYPES
+from mlx_lstm.lab.report import table
+from mlx_lstm.lab.timing.tasks import Size
 
 from .instructions import counted, has_product
 from .launches import Graph, Launch

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from pointwise_cases import ZOO
 
-from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal.fused import LayerSize, rows_for
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.predicted import WIDEST, predict
-from mlx_lstm.testing.cases import DTYPES
+from mlx_lstm.lab.cases import DTYPES
+from mlx_lstm.lab.timing.tasks import Size
 
 from . import cells
 from .compiler import HERE, machine_code

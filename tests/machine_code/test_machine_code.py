@@ -11,7 +11,7 @@ from machine_code.count import count
 from machine_code.instructions import FILE, Counted, Kernel, counted, kernel_of, products, table, text_hash, work_of
 from machine_code.table import Case, cases, defaults, kernels, tool_hash
 from machine_code.times import ours
-from mlx_lstm.bench.tasks import Size
+from mlx_lstm.lab.timing.tasks import Size
 
 RENEW = "the table is of other shaders, launches or another tool: `make machine-code` renews it"
 

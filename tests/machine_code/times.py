@@ -17,7 +17,6 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.cells import Cell, LSTMCell
 from mlx_lstm.engines.choice import FUSED_LIMIT
@@ -35,6 +34,7 @@ from mlx_lstm.engines.packing import WEIGHTS as PACKABLE
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.predicted import predict
 from mlx_lstm.engines.problem import CORES, LIMITS, Cut, Problem
+from mlx_lstm.lab.timing.tasks import Size
 
 from . import traffic
 from .instructions import WEIGHTS, has_product, reads_packed, work_of

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.cells import LSTMCell
 from mlx_lstm.engines.problem import Arrays, Problem
-from mlx_lstm.testing.report import table
+from mlx_lstm.lab.report import table
 
 from .launches import Graph, trace
 

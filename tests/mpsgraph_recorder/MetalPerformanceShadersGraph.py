@@ -15,8 +15,8 @@ import re
 
 import numpy as np
 
-from mlx_lstm.compare import judge
-from mlx_lstm.compare.cases import COTANGENTS, RESULTS, CompareCase
+from mlx_lstm.lab.mpsgraph import judge
+from mlx_lstm.lab.mpsgraph.cases import COTANGENTS, RESULTS, CompareCase
 from mlx_lstm.mpsgraph.layouts import LEADING_ONE
 
 # The selectors of all RNN ops in Apple's header MPSGraphRNNOps.h.

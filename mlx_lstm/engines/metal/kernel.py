@@ -8,7 +8,7 @@ writes and hashes the whole source. This takes 2 to 3 us, and hardly more for 20
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache, lru_cache
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import mlx.core as mx
 
@@ -59,10 +59,17 @@ def constant(numbers: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
     return mx.array(numbers, dtype)
 
 
+@overload
+def contiguous(array: mx.array) -> mx.array: ...
+@overload
+def contiguous(array: None) -> None: ...
 def contiguous(array: mx.array | None) -> mx.array | None:
     """Return the array with its elements in row-major order in memory. Each launch that reads an array in another order
-    would copy it; here it is copied only once. (`mx.contiguous` cannot be exported.)"""
-    return None if array is None else array.reshape(-1).reshape(array.shape)
+    would copy it; here it is copied only once."""
+    if array is None:
+        return None
+    # `mx.contiguous` cannot be exported, so only arrays with too many elements for one axis of MLX use it.
+    return mx.contiguous(array) if array.size >= 2**31 else array.reshape(-1).reshape(array.shape)
 
 
 def whole_mask(problem: Problem, arrays: Arrays) -> mx.array | None:

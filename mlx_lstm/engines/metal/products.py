@@ -14,7 +14,7 @@ from ..cells import AnyCell
 from ..ops import sweep as ops
 from ..packing import is_packed
 from ..problem import Arrays, Problem
-from .kernel import Launch, Outputs, Source, cached, constant, fields_of, prepare, struct_of
+from .kernel import Launch, Outputs, Source, cached, constant, contiguous, fields_of, prepare, struct_of
 
 THREADS = 256
 
@@ -30,7 +30,7 @@ def project(problem: Problem, arrays: Arrays, launches: int = 2) -> mx.array:
     if Wx is not None and b is not None and (problem.packing is None or not is_packed("Wx", arrays)):
         return mx.addmm(b, x, Wx.T)
     z = ops.project(problem, arrays)
-    return z.reshape(-1).reshape(z.shape) if launches > 1 else z
+    return contiguous(z) if launches > 1 else z
 
 
 def is_plain(problem: Problem, names: Collection[str]) -> bool:

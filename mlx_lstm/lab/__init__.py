@@ -1,0 +1,9 @@
+"""What the commands check, bench and compare do their work with, and the tests: the laboratory.
+
+`cases` draws random calls of the ops and runs them, `child` starts child processes, `progress` shows the current work,
+`report` describes the machine and prints tables. `engines` compares our engines with float64, for check. `timing`
+measures times, for bench. `mpsgraph` compares the ops of MPSGraph, for compare. Each has its cases, a child process
+that runs them, and a report.
+"""
+
+__all__: list[str] = []  # for this package's own commands and tests

@@ -1,0 +1,26 @@
+"""Serve requests in a child process of a command: `python -m mlx_lstm.lab KIND ARGUMENT`. KIND is a folder of this
+room."""
+
+import sys
+from importlib import import_module
+
+from ..ground.child import serve
+from ..ground.machine import run_command
+from ..recurrence import unguarded
+
+MODULES = {"engines": "comparison", "timing": "worker", "mpsgraph": "contenders"}
+"""For each kind of child the module whose function `answers` takes ARGUMENT and returns what answers a request."""
+
+
+def main() -> int:
+    """Answer requests until the parent closes the pipe. Kernels run without the usual small test before their first
+    use, because all results are compared with float64 anyway."""
+    kind, argument = sys.argv[1:]
+    module = import_module(f"{__package__}.{kind}.{MODULES[kind]}")
+    with unguarded():
+        serve(module.answers(argument))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,97 @@
+"""The report of the command `check`: printed lines about each engine and each failure, and a file with all findings."""
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...engines import tuning
+from ...ground.files import write_whole
+from ..report import json_text, machine_card, one_line, without_names
+from ..timing import short
+from ..timing.rounds import Measurement
+from .comparison import Finding
+
+SHOWN = 8  # the largest number of failures printed per engine; the file has all failures
+EVERY = 2.0  # seconds between two writes of the file
+
+
+class CannotWriteError(Exception):
+    """The file of the report cannot be written; the text says why."""
+
+
+class Report:
+    """All findings of the command so far. `save` writes them to a file."""
+
+    def __init__(self, file: Path, command: str, device: str):
+        self.file = file
+        self.machine: dict[str, str] = machine_card(command, device) | tuning.machine()
+        self.findings: list[Finding] = []
+        self.times: list[list[Measurement]] = []
+        self.more: dict[str, Any] = {}
+        self.verdict: str = "unfinished"
+        self.written: float = 0.0
+
+    def add(self, finding: Finding) -> None:
+        """Add a finding; write the file unless it was written a moment ago."""
+        self.findings.append(finding)
+        if time.monotonic() - self.written > EVERY:
+            self.save()
+
+    def save(self) -> None:
+        """Write all findings as JSON. If the write is interrupted, the old file stays."""
+        comparisons = [finding._asdict() for finding in self.findings]
+        content = {"machine": self.machine, "verdict": self.verdict, "comparisons": comparisons}
+        text = json_text(content | {"times": short.records(self.times)} | self.more) + "\n"
+        try:
+            write_whole(self.file, lambda partial: partial.write_text(text), force=True)
+        except OSError as error:
+            raise CannotWriteError(f"cannot write {self.file}: {error}; --file names another place") from None
+        self.written = time.monotonic()
+
+    def reasons(self) -> list[str]:
+        """Return a list of what is wrong; it is empty if all results are right."""
+        reasons = []
+        if wrong := [finding for finding in self.findings if finding.failure]:
+            engines = ", ".join(dict.fromkeys(finding.engine for finding in wrong))
+            reasons.append(f"{len(wrong)} of {len(self.findings)} comparisons failed, of {engines}")
+        rows = [row for rows in self.times for row in rows if row.failed and row.task.contender == "ours"]
+        reasons += [f"{row.task.engine} failed at {row.task.size}" for row in rows]
+        return [*dict.fromkeys(reasons + [f"{name} failed" for name, result in self.more.items() if result["failed"]])]
+
+
+def card_line(card: dict[str, str]) -> str:
+    """Return the description of the machine in a line."""
+    versions = f"MLX {card['mlx']}, Python {card['python']}, NumPy {card['numpy']}"
+    return f"mlx_lstm {card['mlx_lstm']} on {card['chip']}, {card['system']}, {versions}, kernels {card['kernels']}"
+
+
+def engine_lines(engine: str, findings: Sequence[Finding]) -> list[str]:
+    """Return a line about an engine, followed by one line for each different failure."""
+    wrong = [finding for finding in findings if finding.failure]
+    right = [finding for finding in findings if not finding.failure]
+    dtypes = ", ".join(dict.fromkeys(finding.dtype for finding in findings))
+    line = f"{engine:11}{len(right)} of {len(findings)} problems right, in {dtypes}"
+    if right:
+        worst = max(right, key=lambda finding: finding.ratio)
+        line += f"; largest error {worst.ratio:.2f} of its bound ({worst.tensor} of {worst.problem}, {worst.dtype})"
+    if wrong:
+        line += f"; {len(wrong)} FAILED:"
+    failures = [f"  {text}" for text in failure_lines(wrong)]
+    more = [f"  and {len(failures) - SHOWN} other failures: see the file"] if len(failures) > SHOWN else []
+    return [line, *failures[:SHOWN], *more]
+
+
+def failure_lines(wrong: Iterable[Finding]) -> list[str]:
+    """Return the failures as lines of text: one line for all findings with the same error, and one line for all
+    wrong results of a layer."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in wrong:
+        layer = finding.problem.partition(",")[0] if finding.tensor else ""
+        groups.setdefault((layer, "" if layer else one_line(without_names(finding.failure))), []).append(finding)
+    lines = []
+    for same in groups.values():
+        worst = max(same, key=lambda finding: finding.ratio)
+        more = f" and {len(same) - 1} more" if len(same) > 1 else ""
+        lines.append(f"{worst.problem}, {worst.dtype}{more}: {one_line(worst.failure)}")
+    return lines

@@ -1,0 +1,170 @@
+"""The cases of the command `compare`: calls of MPSGraph's ops with random arrays, forward and gradients.
+
+Names are as in `mlx_lstm.mpsgraph`: arguments in Python's spelling; a gradient is called "d" + the argument's name.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from ...mpsgraph.layouts import layouts, size_of
+
+Arrays = dict[str, np.ndarray]
+
+GATES = {"lstm": 4, "gru": 3, "single_gate_rnn": 1}
+"""The number of gates of each op."""
+
+RESULTS = {"lstm": ("h", "c", "z_state"), "gru": ("h", "z_state"), "single_gate_rnn": ("h", "z_state")}
+"""The results of a forward op with training (for an LSTM also produce_cell) turned on, in the op's order."""
+
+_WEIGHTS = ("source", "recurrent_weight", "input_weight", "bias")
+GRADIENTS = {
+    "lstm": (*_WEIGHTS, "peephole", "init_state", "init_cell"),
+    "gru": (*_WEIGHTS, "init_state", "secondary_bias"),
+    "single_gate_rnn": (*_WEIGHTS, "init_state"),
+}
+"""The arguments that have a gradient, in the order in which Apple's gradient op returns the gradients."""
+
+COTANGENTS = {
+    "lstm": ("source_gradient", "state_gradient", "cell_gradient"),
+    "gru": ("source_gradient", "state_gradient"),
+    "single_gate_rnn": ("source_gradient", "state_gradient"),
+}
+
+ACTIVATION_PROPERTIES = {
+    "lstm": (
+        "input_gate_activation",
+        "forget_gate_activation",
+        "cell_gate_activation",
+        "output_gate_activation",
+        "activation",
+    ),
+    "gru": ("update_gate_activation", "reset_gate_activation", "output_gate_activation"),
+    "single_gate_rnn": ("activation",),
+}
+
+
+class CompareCase(NamedTuple):
+    """A call of an MPSGraph op. The fields are its name in reports, the op, the descriptor's properties that differ
+    from Apple's defaults (training and produce_cell are always set), and the arrays by argument. Absent arguments
+    have no array."""
+
+    name: str
+    op: str
+    descriptor: dict[str, Any]
+    arrays: Arrays
+
+    @property
+    def bidirectional(self) -> bool:
+        """Return whether the case has both directions."""
+        return self.descriptor.get("bidirectional", False)
+
+    @property
+    def directions(self) -> int:
+        """Return the number of directions, 1 or 2."""
+        return 2 if self.bidirectional else 1
+
+    @property
+    def hidden(self) -> int:
+        """Return H, the number of hidden units."""
+        return self.arrays["recurrent_weight"].shape[-1]
+
+    @property
+    def layers(self) -> list["CompareCase"]:
+        """Return a case for each layer. If there is one layer, this is the case itself. In a stack, the arrays of the
+        layers above the first have names such as "bias_l1" and "bias_l2". The returned cases have the weights of one
+        layer by their plain names, and no `source`, which depends on the layer below."""
+        count = 1 + sum(name.startswith("recurrent_weight_l") for name in self.arrays)
+        if count == 1:
+            return [self]
+        ends = ["", *(f"_l{n}" for n in range(1, count))]
+        names = (*_WEIGHTS[1:], "secondary_bias")
+        by_layer = [{name: self.arrays[name + end] for name in names if name + end in self.arrays} for end in ends]
+        return [self._replace(arrays=arrays) for arrays in by_layer]
+
+    @property
+    def gradients(self) -> list[str]:
+        """Return the names of the arguments for which the case computes a gradient, in the order in which Apple's
+        gradient op returns the gradients. A case without `source_gradient`, the gradient of the output h, runs only
+        the forward op. For such a case the list is empty."""
+        if "source_gradient" not in self.arrays:
+            return []
+        upper = [name for name in self.arrays if name[-3:-1] == "_l"]
+        return [*(name for name in GRADIENTS[self.op] if name in self.arrays), *upper]
+
+    @property
+    def results(self) -> list[str]:
+        """Return the names of all results of the case, which are the results of the forward op and of the gradient
+        op."""
+        return [*RESULTS[self.op], *(f"d{name}" for name in self.gradients)]
+
+
+def draw(
+    rng: np.random.Generator,
+    op: str,
+    sizes: tuple[int, int, int, int] = (3, 2, 3, 2),
+    *,
+    name: str = "",
+    absent: Iterable[str] = ("peephole", "mask"),
+    mask_shape: tuple[int | str, ...] = ("N", "DH"),
+    weights: float = 0.7,
+    dtype: DTypeLike = np.float32,
+    **descriptor: Any,
+) -> CompareCase:
+    """Return a case of sizes (T, N, I, H) with random arrays for all arguments but those in `absent`.
+
+    mask_shape: the shape of the mask, where T, N, H and DH (H times the number of directions) stand for sizes.
+    weights: the standard deviation of the recurrent weights.
+    """
+    bidirectional = descriptor.get("bidirectional", False)
+    lengths = dict(zip("TNIH", sizes, strict=True))
+    absent = set(absent) | ({"secondary_bias"} if not descriptor.get("reset_after") else set())
+    shapes = layouts(GATES[op], bidirectional, "input_weight" not in absent)
+    arrays = {}
+    for argument in (*GRADIENTS[op], *COTANGENTS[op]):
+        if argument not in absent:
+            shape = [size_of(axis, lengths) for axis in shapes[argument]]
+            spread = weights if argument == "recurrent_weight" else 0.7
+            arrays[argument] = rng.normal(0, spread, shape).astype(dtype)
+    if "mask" not in absent:
+        letters = lengths | {"DH": lengths["H"] * (2 if bidirectional else 1)}
+        shape = [letters[axis] if isinstance(axis, str) else axis for axis in mask_shape]
+        arrays["mask"] = (rng.random(shape) * 1.5).astype(dtype)
+    return CompareCase(name, op, descriptor, arrays)
+
+
+def draw_stack(
+    rng: np.random.Generator, op: str, sizes: tuple[int, int, int, int], count: int, **chosen: Any
+) -> CompareCase:
+    """Return a random case of `count` layers, where each layer's output is the source of the next layer. Its results
+    are h and the gradients of source and weights."""
+    absent = ("peephole", "mask", "init_state", "init_cell", "state_gradient", "cell_gradient")
+    case = draw(rng, op, sizes, absent=absent, **chosen)
+    T, N, _, H = sizes
+    for n in range(1, count):
+        upper = draw(rng, op, (T, N, case.directions * H, H), absent=absent, **chosen).layers[0].arrays
+        weights = {name: upper[name] for name in (*_WEIGHTS[1:], "secondary_bias") if name in upper}
+        case.arrays.update({f"{name}_l{n}": array for name, array in weights.items()})
+    return case
+
+
+def through_layers(case: CompareCase, run: Callable[[CompareCase], Arrays]) -> Arrays:
+    """Return the results of a stack of layers, and their gradients. The function `run` computes one layer. It is
+    called first for the lower layers in order, for their output; then for all layers in reverse order, with the
+    gradient from the layer above."""
+    layers = case.layers
+    if len(layers) == 1:
+        return run(case)
+    sources = [case.arrays["source"]]
+    for layer in layers[:-1]:
+        sources.append(run(layer._replace(arrays=layer.arrays | {"source": sources[-1]}))["h"])
+    gradient, results = case.arrays["source_gradient"], {}
+    for n in reversed(range(len(layers))):
+        arrays = layers[n].arrays | {"source": sources[n], "source_gradient": gradient}
+        of_layer = run(layers[n]._replace(arrays=arrays))
+        gradient = of_layer["dsource"]
+        results.setdefault("h", of_layer["h"])
+        results |= {f"d{name}" + (f"_l{n}" if n else ""): of_layer[f"d{name}"] for name in layers[n].arrays}
+    return results | {"dsource": gradient}

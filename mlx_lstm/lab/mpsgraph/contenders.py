@@ -1,0 +1,174 @@
+"""The implementations to compare, called contenders: MPSGraph, torch and our engines. Each contender says what it
+needs and which cases it can run.
+
+MPSGraph, torch on "mps" and our Metal engines each run in a child process, because they may end the process.
+"""
+
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ...engines import METAL_ENGINES, choice
+from ...engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ...ground.child import ChildError
+from ..cases import DTYPES, hindrance
+from ..child import Runner
+from . import apple, ours, torch_layer
+from .cases import RESULTS, Arrays, CompareCase
+from .files import load_case, save_arrays, save_case
+
+PYOBJC = ("Metal", "MetalPerformanceShadersGraph", "objc")
+HOW_TO_GET = {
+    "mpsgraph": "a Mac with macOS 12.3 or newer and PyObjC: pip install '.[compare]'",
+    "torch-mps": "a Mac with torch, whose layers, stacks of them too, are MPSGraph's there: pip install torch",
+    "torch": "torch: pip install torch",
+    "fused": "a Mac: MLX has Metal only there",
+    "stepwise": "a Mac: MLX has Metal only there",
+}
+HANGS = 3  # after this number of cases that hung, a contender (an implementation) is not run again
+
+CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}
+
+
+class Outcome(NamedTuple):
+    """What a contender (an implementation) returned for a case: the results by name, or the problem that prevented
+    them. `lists`: the lists of results that MPSGraph's forward op and gradient op returned."""
+
+    results: Arrays
+    problem: str = ""
+    lists: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+
+
+class Contender(NamedTuple):
+    """An implementation to compare. `missing` returns what the implementation needs but this machine lacks, or None.
+    `hindrance` returns why it cannot run a case, or None. `run` runs a case. `close` ends its child process, if it has
+    one."""
+
+    name: str
+    missing: Callable[[], str | None]
+    hindrance: Callable[[CompareCase], str | None]
+    run: Callable[[CompareCase], Outcome]
+    close: Callable[[], None] = lambda: None
+
+
+def all_contenders() -> dict[str, Contender]:
+    """Return all contenders (implementations to compare) by name, in the order of the report."""
+    others = [
+        in_a_child("mpsgraph", no_pyobjc, lambda case: "an op is one layer" if len(case.layers) > 1 else None),
+        in_a_child("torch-mps", no_torch_mps, torch_layer.hindrance),
+        Contender("torch", no_torch, torch_layer.hindrance, lambda case: Outcome(torch_layer.run(case, "cpu"))),
+    ]
+    return {one.name: one for one in [*others, *(engine(word) for word in ("fused", "stepwise", "numpy", "ops"))]}
+
+
+def no_pyobjc() -> str | None:
+    """Return which modules of PyObjC are missing, as text for the user, or None if all are installed."""
+    absent = [name for name in PYOBJC if importlib.util.find_spec(name) is None]
+    return f"no {', '.join(absent)}" if absent else None
+
+
+def no_torch() -> str | None:
+    """Return a text for the user if torch is not installed, else None."""
+    return "no torch" if importlib.util.find_spec("torch") is None else None
+
+
+def no_torch_mps() -> str | None:
+    """Return why torch cannot use MPS on this machine, or None if it can."""
+    if no_torch():
+        return no_torch()
+    import torch
+
+    return None if torch.backends.mps.is_available() else "torch has no MPS here"
+
+
+def engine(word: str) -> Contender:
+    """Return the contender (implementation to compare) that runs one of our engines. `numpy` runs on the CPU, other
+    engines on the current device."""
+
+    def missing() -> str | None:
+        return hindrance(word, (1, 1, 1, 1), mx.float32, LSTMCell()) or None
+
+    def cannot_run(case: CompareCase) -> str | None:
+        source = case.arrays["source"]
+        sizes, both = (*source.shape, case.hidden), case.bidirectional
+        return hindrance(word, sizes, DTYPES[source.dtype.name], CELLS[case.op], bidirectional=both) or None
+
+    if word in METAL_ENGINES:
+        return in_a_child(word, missing, cannot_run)
+    return Contender(word, missing, cannot_run, lambda case: run_engine(word, case))
+
+
+def run_engine(word: str, case: CompareCase) -> Outcome:
+    """Run a case (a call of an op with its arrays) on one of our engines in this process."""
+    with mx.stream(mx.cpu) if word == "numpy" else choice.NOWHERE:
+        return Outcome(ours.run(case, word))
+
+
+def in_a_child(
+    name: str, missing: Callable[[], str | None], hindrance: Callable[[CompareCase], str | None]
+) -> Contender:
+    """Return a contender (an implementation) that runs its cases in a child process. After a crash a new child is
+    started."""
+    runner, hangs = Runner("mpsgraph", name), list[str]()
+
+    def run(case: CompareCase) -> Outcome:
+        if len(hangs) >= HANGS:
+            return Outcome({}, f"not run, as {name} hung {HANGS} times before")
+        with tempfile.TemporaryDirectory() as folder:
+            given, results = str(Path(folder, "case.npz")), str(Path(folder, "results.npz"))
+            save_case(given, case)
+            try:
+                runner.ask(case=given, results=results)
+            except ChildError as error:
+                hangs.extend([str(error)] if error.hung else [])
+                return Outcome({}, str(error))
+            with np.load(results) as data:
+                arrays = dict(data)
+        if name != "mpsgraph":
+            return Outcome(arrays)
+        lists = tuple([arrays[key] for key in numbered(arrays, kind)] for kind in ("forward", "backward"))
+        return name_lists(case, *lists)
+
+    return Contender(name, missing, hindrance, run, runner.close)
+
+
+def numbered(arrays: Arrays, kind: str) -> list[str]:
+    """Return the keys of a dict that consist of `kind` and a number, such as "forward 0", sorted by the number."""
+    return sorted((key for key in arrays if key.startswith(kind)), key=lambda key: int(key.split()[1]))
+
+
+def name_lists(case: CompareCase, forward: list[np.ndarray], backward: list[np.ndarray]) -> Outcome:
+    """Return MPSGraph's results by name. If an op returned another number of results than Apple documents, the names
+    are unknown: then return the lists of results and describe the problem."""
+    names = [*RESULTS[case.op]], [f"d{name}" for name in case.gradients]
+    counts = [len(forward), len(backward)]
+    if counts != [len(part) for part in names]:
+        documented = " and ".join(f"[{', '.join(part)}]" for part in names)
+        problem = f"returned lists of {counts[0]} and {counts[1]}, not {documented}"
+        return Outcome({}, problem, (forward, backward))
+    both = zip([*names[0], *names[1]], [*forward, *backward], strict=True)
+    return Outcome(dict(both), "", (forward, backward))
+
+
+def answers(name: str) -> Callable[..., dict[str, Any]]:
+    """Return the function that answers a request to a contender in the child process. A request names a file with a
+    case to run, and a file to write the results to."""
+
+    def answer(case: str, results: str) -> dict[str, Any]:
+        loaded = load_case(case)
+        if name == "mpsgraph":
+            lists = dict(zip(("forward", "backward"), apple.run(loaded), strict=True))
+            arrays = {f"{kind} {n}": array for kind, parts in lists.items() for n, array in enumerate(parts)}
+        elif name == "torch-mps":
+            arrays = torch_layer.run(loaded, "mps")
+        else:
+            arrays = run_engine(name, loaded).results
+        save_arrays(results, arrays)
+        return {}
+
+    return answer

@@ -1,0 +1,274 @@
+"""Read arrays that a user saved from an app (together called a dump): find out what their names and layouts mean,
+and make a case (a call of an op) from them."""
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from itertools import permutations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ...ground.budget import Budget, shown
+from ...ground.files import Foreign, foreign, read_npy, read_npz, read_safetensors
+from ...mpsgraph.layouts import check_descriptor, layouts, title
+from .cases import COTANGENTS, GATES, GRADIENTS, RESULTS, Arrays, CompareCase
+from .ours import DESCRIPTORS, SAVED
+
+ALWAYS = ("training", "produce_cell")
+"""Properties of a descriptor that do not change the values of results."""
+
+
+class Dump(NamedTuple):
+    """Arrays that a user saved from an app, together with the sizes T, N, I, H, G, D that explain their shapes. The
+    arguments are in `case`, in the layouts of the user's file; the results are in `results`."""
+
+    case: CompareCase
+    results: Arrays
+    sizes: dict[str, int]
+
+    def groups(self, name: str) -> list[list[str]]:
+        """Return the documented layout of an argument or result: for each axis the letters of the sizes whose product
+        is the size of the axis. For example, the weight [4H, H] is [[G, H], [K]] with G = 4 gates. K is as large as H,
+        but marks the axis that is multiplied by h[t-1], so that a transposed weight is recognised."""
+        case, D = self.case, self.sizes["D"]
+        expected = layouts(GATES[case.op], case.bidirectional, "input_weight" in case.arrays)
+        alike = {"h": "cell_output_fwd", "c": "cell_output_fwd", "z_state": "z_state"}
+        groups = []
+        for axis in expected[alike.get(name, name.removeprefix("d") if name in self.results else name)]:
+            many = int(axis[:-1] or 1) if axis.endswith("H") else 0
+            direction = axis == "2" or (D == 2 and many in (2, 2 * GATES[case.op]))
+            gate = many // (2 if direction else 1) == GATES[case.op] > 1
+            unit = "K" if axis == "H" and name.endswith("recurrent_weight") else "H"
+            groups.append(["D"] * direction + ["G"] * gate + ([unit] if many else [axis] if axis in "TNI" else []))
+        return groups
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the documented shape of an argument or result."""
+        return tuple(math.prod(self.sizes[part] for part in parts) for parts in self.groups(name))
+
+
+Layout = tuple[str, Callable[[np.ndarray], np.ndarray]]
+"""A pair (description, function). The description is a layout in words, "" for the documented layout. The function
+converts an array from this layout to the documented one."""
+
+
+def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
+    """Return the layouts that explain the shape of an array, the documented layout first. A layout is a description
+    and a function that converts the array to the documented layout."""
+    groups, sizes, shape = dump.groups(name), dump.sizes, dump.shape(name)
+    if value.size != math.prod(shape):
+        return []
+    parts = [part for group in groups for part in group if sizes[part] > 1]
+    wanted, found = [size for size in value.shape if size > 1], []
+    for order in permutations(range(len(parts))):
+        lengths = [sizes[parts[place]] for place in order]
+        places = grouped(lengths, wanted)
+        if places is not None:
+            inverse = np.argsort(order) if order else []
+            dumped = [[parts[order[n]] for n in group] for group in places]
+            same = list(order) == sorted(order) and wanted == [size for size in shape if size > 1]
+            words = "" if same else words_of(dumped, sizes)
+            back = lambda v, lengths=lengths, inverse=inverse: v.reshape(lengths).transpose(inverse).reshape(shape)  # noqa: E731
+            # The first entry is a sort key: the number of axes that do not exist in the documented layout, for example
+            # because two axes are joined into one. So layouts that only exchange axes (0) come before other layouts.
+            found.append((sum(group not in groups for group in dumped), (words, back)))
+    return [layout for _, layout in sorted(found, key=lambda entry: (bool(entry[1][0]), entry[0]))]
+
+
+def grouped(lengths: list[int], wanted: list[int]) -> list[list[int]] | None:
+    """Divide the axis lengths `lengths` into consecutive groups, such that the product of each group's lengths is
+    the entry of `wanted` at the group's position. Return the indices of each group, or None if no such groups exist."""
+    found, n = [], 0
+    for size in wanted:
+        group = []
+        while math.prod(lengths[k] for k in group) < size and n < len(lengths):
+            group.append(n)
+            n += 1
+        if math.prod(lengths[k] for k in group) != size:
+            return None
+        found.append(group)
+    return found if n == len(lengths) else None
+
+
+def words_of(groups: Iterable[Iterable[str]], sizes: dict[str, int]) -> str:
+    """Return the layout of an array as text, such as "[H, 4H]". The letters D (directions) and G (gates) are printed
+    as numbers. The letter K is printed as H'; it has the size H, but marks the axis that is multiplied by h[t-1]."""
+    spelled = []
+    for group in groups:
+        text = " x ".join(str(sizes[part]) if part in "DG" else "H'" if part == "K" else part for part in group)
+        spelled.append(
+            {f"{sizes['G']} x H": f"{sizes['G']}H", f"2 x {sizes['G']} x H": f"{2 * sizes['G']}H"}.get(text, text)
+        )
+    return f"[{', '.join(spelled)}]"
+
+
+def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
+    """Load arrays that a user saved from an app: a folder of .npy files, an .npz or a .safetensors file. Return one
+    `Dump` for each possible choice of sizes.
+
+    Raise ValueError if an array is unknown, missing, or has a shape that no layout explains.
+    """
+    table = names_of(op)
+    arguments: Arrays = {}
+    results: Arrays = {}
+    for word, value in read(file).items():
+        name = known(word, table, f"{op} has no array")
+        place = results if name in RESULTS[op] or name.startswith("d") else arguments
+        if name in place:
+            raise ValueError(f"{shown(word)} is there twice: it is another word for {name}")
+        place[name] = value
+    check_arrays(op, arguments, results)
+    return understood(CompareCase("your arrays", op, read_descriptor(op, descriptor), arguments), results)
+
+
+def read(file: str) -> Arrays:
+    """Return the arrays of a file or folder by their names in the file."""
+    path = Path(file)
+    try:
+        arrays: Arrays = {}
+        for part in sorted(path.glob("*.npy")) if path.is_dir() else [path]:
+            with foreign(part) as opened:
+                arrays |= arrays_of(opened, alone=part is path)
+    except (OSError, ValueError) as error:
+        text = f"{file} must be a folder of .npy files, an .npz or a .safetensors: {shown(error, 300)}"
+        raise ValueError(text) from None
+    if not arrays:
+        raise ValueError(f"{file} holds no arrays")
+    return arrays
+
+
+def arrays_of(file: Foreign, alone: bool) -> Arrays:
+    """Return the arrays of an open file by their names. alone: False if the file is one of a folder of .npy files."""
+    if not alone:
+        return {file.path.stem: read_npy(file)}
+    if file.path.suffix != ".safetensors":
+        return read_npz(file)
+    arrays, _ = read_safetensors(file)
+    low = [name for name, array in arrays.items() if isinstance(array, mx.array)]
+    if low:
+        raise ValueError(f"{shown(low[0])} must be float32 or float16 but got bfloat16")
+    return arrays
+
+
+def names_of(op: str) -> dict[str, str]:
+    """Return a dict from each name that a user may give to an op's argument or result, to the name in this package."""
+    names = [*GRADIENTS[op], "mask", *COTANGENTS[op], *RESULTS[op], *(f"d{name}" for name in GRADIENTS[op])]
+    others = {"output": "h", "output_fwd": "h"} | SAVED[op]
+    return {name: name for name in names} | others
+
+
+def folded(word: str) -> str:
+    """Return a name in lower case without underscores, so that recurrentWeight and recurrent_weight are equal."""
+    return word.replace("_", "").lower()
+
+
+def known(word: str, table: dict[str, str], problem: str) -> str:
+    """Return the argument or result that a name in a user's file stands for. For an unknown name raise ValueError
+    with the most similar names."""
+    words = {folded(other): other for other in table}
+    if folded(word) in words:
+        return table[words[folded(word)]]
+    near = [words[key] for key in difflib.get_close_matches(folded(word), words, 2, 0.5)]
+    spelled = [title(other) + (f" for {table[other]}" if table[other] != other else "") for other in near or table]
+    raise ValueError(f"{problem} {shown(word)!r}: {'did you mean' if near else 'there are'} {', '.join(spelled)}?")
+
+
+def read_descriptor(op: str, text: str | None) -> dict[str, Any]:
+    """Return the properties of a descriptor from JSON text, with names in Apple's or in Python's spelling."""
+    try:
+        content = Budget(len(text or "")).json(text or "{}")
+        if not isinstance(content, dict):
+            raise ValueError(f"a {type(content).__name__}")
+    except ValueError as error:
+        raise ValueError(f"--descriptor must be a JSON object such as '{{\"reverse\": true}}': {error}") from None
+    table = {field.name: field.name for field in fields(DESCRIPTORS[op])}
+    properties = {}
+    for word, value in content.items():
+        name = known(word, table, f"the descriptor of {op} has no property")
+        properties[name] = "hard_sigmoid" if value == "hardSigmoid" else value
+    check_descriptor(f"compare.{op}", DESCRIPTORS[op](**properties), DESCRIPTORS[op])
+    return {name: value for name, value in properties.items() if name not in ALWAYS}
+
+
+def check_arrays(op: str, arguments: Arrays, results: Arrays) -> None:
+    """Raise ValueError if an array that the op needs is missing, or if an array has the wrong dtype."""
+    for name in ("source", "recurrent_weight"):
+        if name not in arguments:
+            raise ValueError(f"{title(name)} is missing: without it {op} cannot run")
+    if not results:
+        raise ValueError(f"there is no result of {op}: any of {', '.join(dict.fromkeys(RESULTS[op]))}, dsource, ...")
+    backward = [name for name in (*results, *arguments) if name.startswith("d") or name in COTANGENTS[op]]
+    if backward and "source_gradient" not in arguments:
+        raise ValueError(f"{title(backward[0])} needs {title('source_gradient')}, the gradient of h that came in")
+    dtype = arguments["source"].dtype
+    for name, value in (arguments | results).items():
+        if value.dtype not in (np.float32, np.float16) or value.dtype != dtype:
+            raise ValueError(f"{title(name)} must be float32 or float16, as source is, but got {value.dtype}")
+
+
+def understood(case: CompareCase, results: Arrays) -> list[Dump]:
+    """Return one `Dump` (the arrays that a user saved from an app, with sizes such as T, N and H) for each choice of
+    sizes that explains the shapes of all arrays. First come the choices with which most arrays have the layouts of
+    Apple's documentation. Raise ValueError if no choice fits."""
+    dumps = [dump for both in (case.bidirectional, not case.bidirectional) for dump in sized(case, results, both)]
+    fitting = [dump for dump in dumps if all(possible_layouts(dump, name, value) for name, value in shaped(dump))]
+    if not fitting:
+        shapes = {title(name): list(value.shape) for name, value in case.arrays.items() if name != "mask"}
+        reason = reason_without_sizes(case)
+        if dumps:
+            dump = dumps[0]
+            name, value = next((name, value) for name, value in shaped(dump) if not possible_layouts(dump, name, value))
+            layout = f"{words_of(dump.groups(name), dump.sizes)} = {list(dump.shape(name))}"
+            reason = f"{title(name)} must have layout {layout}, but got {list(value.shape)}"
+        raise ValueError(f"no layout of {case.op} explains these shapes: {reason}; shapes: {shapes}")
+    return sorted(
+        fitting, key=lambda dump: sum(bool(possible_layouts(dump, name, value)[0][0]) for name, value in shaped(dump))
+    )
+
+
+def reason_without_sizes(case: CompareCase) -> str:
+    """Return the part of an error message that says why no sizes T, N, I, H fit the saved arrays. It names the first
+    of recurrentWeight, source and inputWeight with a wrong shape."""
+    arrays, G, D = case.arrays, GATES[case.op], case.directions
+    rows = f"{G}H" if G > 1 else "H"
+    R, source = arrays["recurrent_weight"], arrays["source"]
+    H = math.isqrt(R.size // (D * G))
+    if R.size != D * G * H * H:
+        layout = f"[2, {rows}, H]" if D == 2 else f"[{rows}, H]"
+        return f"{title('recurrent_weight')} must have layout {layout}, but got {list(R.shape)}"
+    if source.ndim != 3:
+        return f"{title('source')} must have three axes, [T, N, I], but got {list(source.shape)}"
+    if "input_weight" in arrays:
+        layout, shape = f"[{2 * G if D == 2 else rows.removesuffix('H')}H, I]", arrays["input_weight"].shape
+        must = f"must have layout {layout} with {D * G * H} rows and as many columns as an axis of source has elements"
+        return f"{title('input_weight')} {must}, {list(source.shape)}, but got {list(shape)}"
+    return f"{title('source')} must have an axis of {D * G * H} elements, but got {list(source.shape)}"
+
+
+def shaped(dump: Dump) -> list[tuple[str, np.ndarray]]:
+    """Return the arguments that have a documented layout, as (name, array). The mask is the only argument without
+    one."""
+    return [(name, value) for name, value in dump.case.arrays.items() if name != "mask"]
+
+
+def sized(case: CompareCase, results: Arrays, both: bool) -> Iterator[Dump]:
+    """Yield a `Dump` for each choice of sizes that fits the number of elements of the weights and the axes of the
+    source. `both`: whether to assume two directions."""
+    G, D, arrays = GATES[case.op], 2 if both else 1, case.arrays
+    H = math.isqrt(arrays["recurrent_weight"].size // (D * G))
+    if arrays["recurrent_weight"].size != D * G * H * H or arrays["source"].ndim != 3:
+        return
+    width = arrays["input_weight"].size // (D * G * H) if "input_weight" in arrays else D * G * H
+    if both != case.bidirectional:
+        case = case._replace(descriptor=case.descriptor | {"bidirectional": both})
+    seen = []
+    for axis in (2, 1, 0):
+        rest = [size for n, size in enumerate(arrays["source"].shape) if n != axis]
+        for T, N in (rest, rest[::-1]):
+            if arrays["source"].shape[axis] == width and (T, N) not in seen:
+                seen.append((T, N))
+                yield Dump(case, results, {"T": T, "N": N, "I": width, "H": H, "K": H, "G": G, "D": D})

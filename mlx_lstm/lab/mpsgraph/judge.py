@@ -1,0 +1,79 @@
+"""Compute the exact results of a case with the float64 oracle, and bounds on the errors that rounding may cause."""
+
+from typing import Any
+
+import numpy as np
+
+from ...oracle import kink_distance as distance
+from ...oracle.arithmetic import Arithmetic
+from ...oracle.judge import Case
+from .cases import Arrays, CompareCase, through_layers
+
+WORDS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}
+WORDS |= {"init_cell": "c0", "peephole": "peephole", "mask": "mask", "secondary_bias": "bhn"}
+"""The oracle's name for each argument of MPSGraph. For two directions, the oracle and MPSGraph use the same layouts."""
+
+OUTPUTS = {"h": "h", "c": "c", "z_state": "gates"}
+COTANGENTS = {"source_gradient": "h", "state_gradient": "hT", "cell_gradient": "cT"}
+HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
+
+
+def expected(case: CompareCase, **readings: str) -> Arrays:
+    """Return all results of a case (a call of an op) in float64 by name, in MPSGraph's layouts. `readings`: how to
+    interpret the points that Apple's documentation leaves open, for example `hard_sigmoid="x/6"`."""
+    return evaluated(case, Arithmetic(np.float64), **readings)
+
+
+def evaluated(case: CompareCase, fl: Arithmetic, **readings: str) -> Arrays:
+    """Return all results of a case, computed by the oracle. `fl` is the arithmetic: it rounds each operation to its
+    dtype, or adds random errors."""
+    return through_layers(case, lambda layer: of_layer(layer, fl, **readings))
+
+
+def of_layer(case: CompareCase, fl: Arithmetic, **readings: str) -> Arrays:
+    """Return the results of one layer, computed by the oracle. `fl` is the arithmetic: it rounds each operation to its
+    dtype, or adds random errors."""
+    cotangents = {COTANGENTS[name]: array for name, array in case.arrays.items() if name in COTANGENTS}
+    found = Case(call_of(case, **readings), cotangents).results(fl)
+    results = {name: found[word] for name, word in OUTPUTS.items() if word in found}
+    return results | {f"d{name}": found[f"d{WORDS[name]}"] for name in case.gradients}
+
+
+def kink_distance(case: CompareCase, **readings: str) -> float:
+    """Return the smallest distance of an argument of relu or hard_sigmoid from a kink, where rounding makes
+    gradients jump."""
+    return distance(**call_of(case, **readings))
+
+
+def call_of(case: CompareCase, **readings: str) -> dict[str, Any]:
+    """Convert a case to arguments of the oracle."""
+    arrays = {WORDS[name]: array for name, array in case.arrays.items() if name in WORDS}
+    bidirectional, reverse = case.bidirectional, case.descriptor.get("reverse", False)
+    directions = {"bidirectional": bidirectional, "reverse": reverse and not bidirectional}
+    return arrays | directions | options(case, **readings)
+
+
+def options(case: CompareCase, *, output_peephole: str = "previous", hard_sigmoid: str = "x/5") -> dict[str, Any]:
+    """Convert the descriptor of a case to options of the oracle. output_peephole, hard_sigmoid: how to interpret two
+    points that Apple's documentation leaves open: which cell state gate o reads ("previous" or "current"), and the
+    slope of hard_sigmoid ("x/5" or "x/6")."""
+    d, words = case.descriptor, {"none": "identity", "hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
+
+    def activations(**properties: str) -> tuple[str, ...]:
+        names: list[str] = [d.get(f"{gate}activation", default) for gate, default in properties.items()]
+        return tuple(words.get(name, name) for name in names)
+
+    if case.op == "lstm":
+        gates = {"input_gate_": "sigmoid", "forget_gate_": "sigmoid", "cell_gate_": "tanh", "output_gate_": "sigmoid"}
+        order = "igfo" if d.get("forget_gate_last") else "ifgo"
+        chosen = {"gate_order": order, "activations": activations(**gates, **{"": "tanh"})}
+        return chosen | {"op": "lstm", "output_peephole": output_peephole}
+    if case.op == "gru":
+        gates = {"reset_gate_": "sigmoid", "update_gate_": "sigmoid", "output_gate_": "tanh"}
+        chosen = {"gate_order": "rzn" if d.get("reset_gate_first") else "zrn", "activations": activations(**gates)}
+        return chosen | {
+            "op": "gru",
+            "reset": "after" if d.get("reset_after") else "before",
+            "flip_z": d.get("flip_z", False),
+        }
+    return {"op": "rnn", "activation": activations(**{"": "relu"})[0]}

@@ -1,0 +1,107 @@
+"""Show the current work, its duration and the estimated time left: in one line of a terminal, or in a line of a file
+or a pipe now and then."""
+
+import math
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TextIO, TypeVar
+
+ERASE = "\r\x1b[2K"
+EVERY = 30.0  # seconds between two lines in a file or a pipe
+EARLY = 3.0  # seconds of work before the first estimate of the time left
+
+T = TypeVar("T")
+
+
+class Progress:
+    """A context that shows the progress on `out` (default: stderr). In a terminal a thread redraws one line each
+    second. Otherwise the thread prints a line every `EVERY` seconds. `title` is printed before the text of `say`."""
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        self.out: TextIO = sys.stderr if out is None else out
+        self.title: str = ""
+        self.text: str = ""
+        self.start: float = time.monotonic()
+        self.end: float | None = None
+        self.parts: tuple[float, float] | None = None  # when the parts began, and when they will end by the estimate
+        self.lock: AbstractContextManager[bool] = threading.Lock()
+        self.ended: threading.Event = threading.Event()
+        self.thread: threading.Thread = threading.Thread(target=self.redraw, daemon=True)
+
+    def __enter__(self) -> "Progress":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.ended.set()
+        if self.thread.is_alive():
+            self.thread.join()
+
+    def say(self, text: str, left: float | None = None) -> None:
+        """Show this text from now on. `left`: the estimated seconds until all work is done, if known."""
+        with self.lock:
+            self.text = text
+            self.end = None if left is None else time.monotonic() + left
+            self.draw()
+
+    def count(self, n: int, total: int) -> None:
+        """Note that `n` of `total` parts of the work are done. From the second part on, the estimate of the time left
+        is that of all parts together."""
+        now = time.monotonic()
+        start = self.parts[0] if self.parts and n else now
+        self.parts = (start, now + (now - start) / n * (total - n)) if n else (now, math.inf)
+
+    def each(self, items: Sequence[T], title: str) -> Iterator[T]:
+        """Yield the items, and show the number of the current item and the estimated time left."""
+        start = time.monotonic()
+        for n, item in enumerate(items):
+            passed = time.monotonic() - start
+            self.say(f"{n + 1} of {len(items)} {title}", passed / n * (len(items) - n) if passed > EARLY else None)
+            yield item
+        self.say("")
+
+    def print(self, text: str, file: TextIO | None = None) -> None:
+        """Remove the progress line and print a text in its place. The next call of `say` shows the progress line
+        again, below the text."""
+        self.say("")
+        with self.lock:
+            print(text, file=file, flush=True)
+
+    def redraw(self) -> None:
+        """Draw the progress line until the context ends: in a terminal once a second, and erase it at the end."""
+        redraws = self.out.isatty()
+        while not self.ended.wait(1 if redraws else EVERY):
+            with self.lock:
+                if redraws:
+                    self.draw()
+                elif line := self.line():
+                    print(line, file=self.out, flush=True)
+        if redraws:
+            self.out.write(ERASE)
+            self.out.flush()
+
+    def draw(self) -> None:
+        """Draw the progress line of a terminal in its current state."""
+        if self.thread.is_alive() and self.out.isatty():
+            self.out.write(ERASE + self.line()[: shutil.get_terminal_size().columns - 1])
+            self.out.flush()
+
+    def line(self) -> str:
+        """Return the progress line; "" if there is nothing to say."""
+        if not self.text:
+            return ""
+        now = time.monotonic()
+        line = "  ".join(filter(None, [clock(now - self.start), self.title, self.text]))
+        end = self.end if self.parts is None or math.isinf(self.parts[1]) else self.parts[1]
+        if end is None:
+            return line
+        return f"{line}, about {clock(end - now)} left" if end > now else f"{line}, longer than expected"
+
+
+def clock(seconds: float) -> str:
+    """Format seconds as minutes:seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

@@ -1,0 +1,105 @@
+"""The benchmark cases, each with its sizes, passes and contenders (implementations to measure)."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from ....engines.cells import Cell, LSTMCell
+from ....oracle.arithmetic import Tensors
+from ....oracle.verdict import Judge
+from ..judge import judge_layer
+from ..tasks import PASSES, SIZES, Contender, Size
+from . import block_lstm, lstm, stack, stack_judge, streaming
+
+__all__ = ["CASES", "BenchCase", "find_contender", "is_installed"]
+
+
+class BenchCase(NamedTuple):
+    """A benchmark case: one computation that several contenders (implementations) run.
+
+    sizes: the sizes measured by default.
+    passes: the names of the tensors that each pass ("forward", "backward") of the case computes.
+    default_passes: the passes measured by default.
+    contenders: the implementations, by their name on the command line.
+    references: the contenders by whose time all other times are divided.
+    draw: draw(size, dtype) returns random inputs.
+    judge: judge(inputs, dtype, backward=) returns a `Judge`, which compares results with float64.
+    cell, bidirectional: the cell, and whether there are two directions. The choice of an engine depends on both.
+    """
+
+    sizes: tuple[Size, ...]
+    passes: dict[str, tuple[str, ...]]
+    default_passes: tuple[str, ...]
+    contenders: dict[str, Contender]
+    references: tuple[str, ...]
+    draw: Callable[..., Tensors]
+    judge: Callable[..., Judge]
+    cell: Cell = LSTMCell()
+    bidirectional: bool = False
+
+
+def two_layers(cell: str) -> BenchCase:
+    """Return the case of a stack of two bidirectional layers with this cell, "lstm" or "gru"."""
+    return BenchCase(
+        stack.SIZES,
+        stack.PASSES,
+        ("backward",),
+        stack.contenders(cell),
+        ("torch",),
+        partial(stack.draw, cell),
+        partial(stack_judge.judge_stack, cell),
+        stack.CELLS[cell],
+        bidirectional=True,
+    )
+
+
+CASES = {
+    "lstm": BenchCase(
+        SIZES,
+        PASSES,
+        ("forward", "backward"),
+        lstm.CONTENDERS,
+        ("torch", "mlx"),
+        lstm.draw,
+        judge_layer,
+    ),
+    "block_lstm": BenchCase(
+        block_lstm.SIZES,
+        PASSES,
+        ("backward",),
+        block_lstm.CONTENDERS,
+        ("tensorflow",),
+        lstm.draw,
+        block_lstm.judge_block_lstm,
+    ),
+    "streaming": BenchCase(
+        streaming.SIZES,
+        streaming.PASSES,
+        ("forward", "paced"),
+        streaming.CONTENDERS,
+        ("torch", "mlx"),
+        lstm.draw,
+        judge_layer,
+    ),
+    "cudnn_lstm": two_layers("lstm"),
+    "cudnn_gru": two_layers("gru"),
+}
+
+
+def find_contender(name: str, case: str = "lstm") -> Contender:
+    """Return an implementation to measure: a contender of a benchmark case by its name, or the attribute of any
+    module, named "module:attribute"."""
+    known = CASES[case].contenders
+    if name in known:
+        return known[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(f"a contender is one of {', '.join(known)} or module:attribute but got {name!r}")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def is_installed(contender: Contender) -> bool:
+    """Return whether the module that a contender needs is installed; the module is not imported."""
+    return importlib.util.find_spec(contender.needs) is not None

@@ -1,0 +1,169 @@
+"""The benchmark case `streaming`: inference of T steps in T calls, each of which continues from the last call's
+states.
+
+The results of each call are evaluated before the next call. In the pass `paced` each frame (the input of one step)
+arrives `PAUSE` seconds after the results of the frame before, as from a microphone. The measured time does not include
+the pauses. The LSTM, its arrays and the comparison with float64 are the same as in the case `lstm`, because T single
+steps must give the result of the whole sequence.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ....oracle.arithmetic import Tensors
+from ...cases import DTYPES
+from ..tasks import Contender, Size, Task, Work
+
+SIZES = tuple(Size(100, 1, H, H) for H in (64, 128, 256, 640))
+PASSES = {"forward": ("h",), "paced": ("h",)}
+
+PAUSE = 0.003
+"""The pause before each frame in the pass `paced`, in seconds. In such a pause the threads of the libraries fall
+asleep, and the caches of the CPU lose data."""
+
+
+class Frames:
+    """The inputs of all time steps, one frame per step, to be iterated over once per run. A task has one of two
+    passes: `forward` yields the frames without pauses, `paced` pauses before each frame, as if it came from a
+    microphone. `slept` is the sum of these pauses in the latest iteration, in seconds."""
+
+    def __init__(self, frames: list[Any], task: Task):
+        self.frames: list[Any] = frames
+        self.pause: float = PAUSE if task.which == "paced" else 0.0
+        self.slept: float = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.slept = 0.0
+        for frame in self.frames:
+            if self.pause:
+                start = time.perf_counter()
+                time.sleep(self.pause)
+                self.slept += time.perf_counter() - start
+            yield frame
+
+
+def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors, task: Task, axis: int | None) -> Work:
+    """Return an MLX layer that runs one time step per call, ready to be timed. `call(frame, state)` must return (h,
+    next state). A frame is the input of one step. `state`: the shape of a state. `axis`: where a frame needs a time
+    axis of size 1, or None if it needs none."""
+    layer.update({name: mx.array(array) for name, array in weights.items()})
+    layer.set_dtype(DTYPES[task.dtype])
+    layer.eval()
+    steps = numbers["x"] if axis is None else [np.expand_dims(x, axis) for x in numbers["x"]]
+    frames = Frames([mx.array(x).astype(DTYPES[task.dtype]) for x in steps], task)
+    zeros = tuple(mx.zeros(state, DTYPES[task.dtype]) for _ in range(2))
+    mx.eval(layer.parameters(), frames.frames, zeros)
+
+    def run() -> list[mx.array]:
+        outputs, state = [], zeros
+        for frame in frames:
+            h, state = call(frame, state)
+            mx.eval(h, state)
+            outputs.append(h)
+        return outputs
+
+    def tensors(outputs: list[mx.array]) -> Tensors:
+        return {"h": np.stack([np.array(h.astype(mx.float32)) for h in outputs]).reshape(len(outputs), task.size.B, -1)}
+
+    return Work(run, tensors, slept=lambda: frames.slept)
+
+
+def prepare_ours(numbers: Tensors, task: Task) -> Work:
+    """Return `mlx_lstm.nn.LSTM`, ready to be timed. Its method `step` computes one time step per call."""
+    from mlx_lstm.nn import LSTM
+
+    layer = LSTM(task.size.I, task.size.H, engine=task.engine)
+
+    def call(frame: mx.array, state: tuple[mx.array, mx.array]) -> tuple[mx.array, tuple[mx.array, mx.array]]:
+        hidden, cell = layer.step(frame, *state)
+        return hidden, (hidden, cell)
+
+    return in_mlx(layer, mlx_weights(numbers), call, (task.size.B, task.size.H), numbers, task, None)
+
+
+def prepare_stepper(numbers: Tensors, task: Task) -> Work:
+    """Return a stepper of `mlx_lstm.nn.LSTM`, ready to be timed. A stepper keeps its states inside, so it is reset
+    before each run."""
+    from mlx_lstm.nn import LSTM, Stepper
+
+    layer = LSTM(task.size.I, task.size.H)
+    made: list[Stepper] = []
+
+    def call(frame: mx.array, state: tuple[mx.array, ...]) -> tuple[mx.array, tuple[mx.array, ...]]:
+        if state:  # `in_mlx` passes a state to the first call of a run only: then reset the stepper
+            made[:] = made or [layer.stepper(task.size.B)]
+            made[0].reset()
+        return made[0](frame), ()
+
+    return in_mlx(layer, mlx_weights(numbers), call, (task.size.B, task.size.H), numbers, task, None)
+
+
+def prepare_mlx(numbers: Tensors, task: Task) -> Work:
+    """Return `mlx.nn.LSTM`, ready to be timed. It returns the states of all time steps; the states of the last step
+    are the inputs of the next call."""
+    from mlx.nn import LSTM
+
+    layer = LSTM(task.size.I, task.size.H)
+
+    def call(frame: mx.array, state: tuple[mx.array, mx.array]) -> tuple[mx.array, tuple[mx.array, mx.array]]:
+        hidden, cell = layer(frame, *state)
+        return hidden, (hidden[:, -1], cell[:, -1])
+
+    return in_mlx(layer, mlx_weights(numbers), call, (task.size.B, task.size.H), numbers, task, 1)
+
+
+def mlx_weights(numbers: Tensors) -> Tensors:
+    """Return the weights by the names of the parameters of `mlx.nn.LSTM`."""
+    return {"Wx": numbers["Wx"], "Wh": numbers["Wh"], "bias": numbers["b"]}
+
+
+def torch_weights(numbers: Tensors) -> Tensors:
+    """Return the weights by the names of torch's parameters; bias_hh = 0."""
+    b = numbers["b"]
+    return {"weight_ih_l0": numbers["Wx"], "weight_hh_l0": numbers["Wh"], "bias_ih_l0": b, "bias_hh_l0": 0 * b}
+
+
+def prepare_ours_torch(numbers: Tensors, task: Task) -> Work:
+    """Return `mlx_lstm.torch.LSTM`, on the engine that it chooses, ready to run one time step per call."""
+    from mlx_lstm.torch import LSTM
+
+    layer = LSTM(task.size.I, task.size.H)
+    return in_mlx(layer, torch_weights(numbers), layer, (1, task.size.B, task.size.H), numbers, task, 0)
+
+
+def prepare_torch(numbers: Tensors, task: Task) -> Work:
+    """Return `torch.nn.LSTM` on the CPU, under `inference_mode`, ready to run one time step per call."""
+    import torch
+
+    dtype = getattr(torch, task.dtype)
+    layer = torch.nn.LSTM(task.size.I, task.size.H)
+    layer.load_state_dict({name: torch.from_numpy(array) for name, array in torch_weights(numbers).items()})
+    layer = layer.to(dtype).eval()
+    frames = Frames([torch.from_numpy(x[None]).to(dtype) for x in numbers["x"]], task)
+    zeros = tuple(torch.zeros(1, task.size.B, task.size.H, dtype=dtype) for _ in range(2))
+
+    def run() -> list[Any]:
+        outputs, state = [], zeros
+        with torch.inference_mode():
+            for frame in frames:
+                h, state = layer(frame, state)
+                outputs.append(h)
+        return outputs
+
+    def tensors(outputs: list[Any]) -> Tensors:
+        return {"h": torch.cat(outputs).float().numpy()}
+
+    return Work(run, tensors, torch.get_num_threads(), slept=lambda: frames.slept)
+
+
+CONTENDERS = {
+    "ours": Contender("mlx_lstm.nn.LSTM", "mlx", prepare_ours),
+    "stepper": Contender("mlx_lstm.nn.LSTM.stepper", "mlx", prepare_stepper),
+    "ours_torch": Contender("mlx_lstm.torch.LSTM", "mlx", prepare_ours_torch),
+    "mlx": Contender("mlx.nn.LSTM", "mlx", prepare_mlx),
+    "torch": Contender("torch.nn.LSTM", "torch", prepare_torch),
+}

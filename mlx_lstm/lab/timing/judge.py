@@ -1,0 +1,86 @@
+"""Check results of the benchmark case `lstm`: compute a layer in float64, and bounds on errors.
+
+An implementation may sum a gradient of weights time step by time step and store the sum each time. The bounds of
+`closeness` do not include these roundings. So this module adds SAFETY u sqrt(T) |sum| to the bound of a sum that is
+stored T times, with u the unit roundoff. sqrt(T) is enough, not T, because the roundings have different signs.
+
+To save memory, a long sequence is computed in parts of PART steps. Each part passes its last state to the next one, and
+its gradients to the one before.
+
+Bounds come from runs with random errors. These runs take longest, so they compute the first part only. The bounds of
+the whole sequence follow from the bounds of this part.
+
+The bound of h and dx is the same at any length: with the weights drawn here states decay, so an error disappears within
+some steps. The bound of a weight's gradient grows as T sqrt(T): the gradient is a sum over T steps, so the sum of its
+terms grows as T, and the error of the summation is this sum times sqrt(T).
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from ...oracle.arithmetic import Arithmetic, Tensors
+from ...oracle.closeness import SAFETY, exact_and_bounds, float_of, trials_for
+from ...oracle.judge import Case
+from ...oracle.verdict import Judge, largest
+
+PART = 128
+
+
+def judge_layer(
+    numbers: Tensors, dtype: str, *, backward: bool, evaluate: Callable[..., Tensors] | None = None
+) -> Judge:
+    """Return a `Judge`, which compares the results of a layer with float64. `numbers` holds the layer's inputs,
+    weights and gradients of outputs by name. The layer is an LSTM, unless `evaluate(numbers, arithmetic, backward=)`
+    computes the results of another layer in an `Arithmetic` (which sets how operations round)."""
+    T = len(numbers["dh"])
+    first = numbers
+    if evaluate is None and T > PART:
+        first = numbers | {name: numbers[name][:PART] for name in ("x", "dh")}
+    values = partial(evaluate or evaluate_lstm, first, backward=backward)
+    judge = exact_and_bounds(values, dtype, trials_for(first["dh"].size))
+    exact, bounds = judge.exact, dict(judge.bounds)
+    if first is not numbers:
+        exact = evaluate_in_parts(numbers, backward=backward)
+    stored, growth = float_of(dtype).eps / 2 * np.sqrt(T), (T / len(first["dh"])) ** 1.5
+    for name in (name for name in exact if name.startswith(("dW", "db"))):
+        bounds[name] = growth * bounds[name] + SAFETY * stored * largest(exact[name])
+    return Judge(exact, bounds)
+
+
+def evaluate_lstm(numbers: Tensors, fl: Arithmetic, *, backward: bool) -> Tensors:
+    """Return the results of an LSTM by name: h, and with `backward` also dx, dWx, dWh, db. If the inputs contain the
+    states h0 and c0, hT and cT are added, and with `backward` dh0 and dc0."""
+    call = {name: numbers[name] for name in ("x", "Wx", "Wh", "b", "h0", "c0") if name in numbers}
+    cotangents = {name: numbers[f"d{name}"] for name in ("h", "hT", "cT") if backward and f"d{name}" in numbers}
+    unwanted = ("c", "gates") if "h0" in numbers else ("c", "gates", "hT", "cT")
+    results = Case(call, cotangents).results(fl)
+    return {name: array for name, array in results.items() if name not in unwanted}
+
+
+def evaluate_in_parts(numbers: Tensors, *, backward: bool) -> Tensors:
+    """Return the results of `evaluate_lstm` in float64. To save memory, the sequence is computed in parts of PART
+    time steps. The forward pass saves only the states between the parts; the backward pass computes each part again
+    from them."""
+    fl, (T, B, H), weights = Arithmetic(np.float64), numbers["dh"].shape, {n: numbers[n] for n in ("Wx", "Wh", "b")}
+    states, results = dict.fromkeys(("h0", "c0"), np.zeros((B, H))), {"h": np.empty((T, B, H))}
+    parts = []
+    for start in range(0, T, PART):
+        steps = slice(start, start + PART)
+        part = weights | states | {name: numbers[name][steps] for name in ("x", "dh")}
+        parts.append((steps, part))
+        outputs = evaluate_lstm(part, fl, backward=False)
+        results["h"][steps] = outputs["h"]
+        states = {"h0": outputs["hT"], "c0": outputs["cT"]}
+    if not backward:
+        return results
+    results |= {f"d{name}": np.zeros(numbers[name].shape) for name in ("x", "Wx", "Wh", "b")}
+    cotangents: Tensors = {}  # cotangents of a part's last states = gradients of the next part's first states
+    for steps, part in reversed(parts):
+        gradients = evaluate_lstm(part | cotangents, fl, backward=True)
+        cotangents = {"dhT": gradients["dh0"], "dcT": gradients["dc0"]}
+        results["dx"][steps] = gradients["dx"]
+        for name in ("dWx", "dWh", "db"):
+            results[name] += gradients[name]
+    return results

@@ -1,0 +1,140 @@
+"""Format the results of the benchmark as text."""
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+import numpy as np
+
+from ..report import table
+from .cases import CASES
+from .rounds import Measurement, Ratio, label, peak_ratio, ratio
+
+MIB = 2**20
+IDLE_LIMIT = 0.05  # fraction of a core; the report mentions a waiting process that uses more
+THREADS_HINT = "OPENBLAS_NUM_THREADS=1 lets NumPy's BLAS use one thread, which disturbs less"
+PAUSE_HINT = "--patience 60 waits longer until they pause"
+
+
+def card_text(card: dict[str, str]) -> str:
+    """Return the description of the machine as text, one line per entry."""
+    return "\n".join(f"{name:12}{value}" for name, value in card.items())
+
+
+def references(rows: Iterable[Measurement]) -> dict[str, Measurement]:
+    """Return the timed measurements of the reference contenders by name. The times of the other contenders are
+    divided by the times of the references."""
+    timed = {row.task.contender: row for row in rows if row.samples}
+    names = dict.fromkeys(name for row in timed.values() for name in CASES[row.task.case].references)
+    return {name: timed[name] for name in names if name in timed}
+
+
+def group_text(rows: Sequence[Measurement]) -> str:
+    """Return the table of all measurements of one size and pass, with a title above and notes below."""
+    task, compared = rows[0].task, references(rows)
+    times = any(row.samples for row in rows)
+    header = ["contender", "engine"]
+    if times:
+        header += ["median ms", "min", "p20", "p80", "runs", "build ms", "eval ms"]
+        header += [f"x {label(row.task)}" for row in compared.values()]
+    header += ["peak MiB", "x needed", "mlx MiB", "error/bound", "threads"]
+    lines = [header]
+    for row in rows:
+        cells = [label(row.task), row.task.engine]
+        if times:
+            cells += [*time_cells(row), *(ratio_cell(ratio(row, reference)) for reference in compared.values())]
+        lines.append(cells + check_cells(row))
+    title = f"{task.case}   T,B,I,H = {task.size}   {task.which}   {task.dtype}"
+    return "\n".join([title, table(lines, left=2), *checkpoint_lines(rows), *notes(rows)])
+
+
+def time_cells(row: Measurement) -> list[str]:
+    """Return the cells of the printed table for the times of a measurement: median, minimum, 20th and 80th percentile
+    in milliseconds, the number of runs, and two more medians: of the time to build a graph and of the time to evaluate
+    it."""
+    if not row.samples:
+        return ["-"] * 5 + [""] * 2
+    cells = [*(milliseconds(seconds) for seconds in spread(row).values()), str(len(row.samples))]
+    return cells + [milliseconds(seconds) if seconds is not None else "" for seconds in build_and_evaluation(row)]
+
+
+def build_and_evaluation(row: Measurement) -> tuple[float, float] | tuple[None, None]:
+    """Return the median seconds of building a graph and of evaluating it, or (None, None) for an implementation
+    without a graph."""
+    if not row.builds:
+        return None, None
+    pairs = list(zip(row.samples, row.builds, strict=True))
+    return median(row.builds), median(seconds - built for seconds, built in pairs)
+
+
+def milliseconds(seconds: float) -> str:
+    """Format a time in milliseconds with four digits, never in exponent notation."""
+    return f"{1e3 * seconds:.4g}" if seconds < 10 else f"{1e3 * seconds:.0f}"
+
+
+def spread(row: Measurement) -> dict[str, float]:
+    """Return the median, minimum, 20th and 80th percentile of the seconds of all runs."""
+    p20, median, p80 = np.percentile(row.samples, [20, 50, 80])
+    return {"median": float(median), "min": min(row.samples), "p20": float(p20), "p80": float(p80)}
+
+
+def ratio_cell(figures: Ratio | None) -> str:
+    """Format a ratio of times and its range over the rounds: "1.23 (1.20-1.31)"."""
+    return "-" if figures is None else f"{figures.value:.3g} ({figures.low:.3g}-{figures.high:.3g})"
+
+
+def check_cells(row: Measurement) -> list[str]:
+    """Return five cells of the printed table for a measurement: the peak of memory in MiB, this peak divided by
+    the memory needed, the peak that MLX reports in MiB, the largest error divided by its bound, and the number of
+    threads."""
+    peak, over_needed, verdict = row.peak, peak_ratio(row), row.verdict
+    return [
+        "-" if peak is None else f"{peak / MIB:.4g}",
+        "-" if over_needed is None else f"{over_needed:.2f}",
+        f"{row.mlx_peak / MIB:.4g}" if row.mlx_peak else "-",
+        "-" if verdict is None else f"{verdict.error / verdict.bound:.2g}",
+        str(row.threads or "-"),
+    ]
+
+
+def checkpoint_lines(rows: Sequence[Measurement]) -> list[str]:
+    """Return one line per measurement with gradient checkpointing: its memory and time, relative to the same engine
+    without checkpointing."""
+    lines, by_task = [], {row.task: row for row in rows}
+    for row in rows:
+        whole = by_task.get(row.task._replace(every=None))
+        if row.task.every is None or whole is None or not row.peak or not whole.peak:
+            continue
+        time = ratio(row, whole)
+        figures = f"{row.peak / whole.peak:.3f} of the memory" + (
+            f" and {ratio_cell(time)} of the time" if time else ""
+        )
+        lines.append(f"{label(row.task)} ({row.task.engine}): {figures} of saving every step")
+    return lines
+
+
+def notes(rows: Iterable[Measurement]) -> list[str]:
+    """Return one line of text for each problem in the measurements, such as disturbance by other processes."""
+    lines = []
+    for row in rows:
+        name = f"{label(row.task)} ({row.task.engine})"
+        if row.failed:
+            lines.append(f"{name} not timed: {row.status}".replace("\n", "\n    "))
+        if row.idle_cpu > IDLE_LIMIT:
+            lines.append(f"{name} used {row.idle_cpu:.0%} of a core while others were timed: {THREADS_HINT}")
+        if row.disturbed:
+            rounds = f"{row.disturbed} of {len(row.rounds)} rounds"
+            lines.append(f"{name} was disturbed by other processes in {rounds}: {PAUSE_HINT}")
+    return lines
+
+
+LEGEND = """\
+backward includes its forward pass. build: the time in which Python builds MLX's graph; eval: the time in which MLX
+computes it. The engine numpy computes while the graph is built.
+x NAME: the time of a row divided by the time of NAME, the median over the rounds (lowest round-highest round).
+peak: the memory that the first run needed besides its inputs; mlx: the same as MLX counts it, with memory that is
+allocated but not in use.
+x needed: peak divided by the memory of the arrays that a pass has to hold: x, gates, h, c; backward also dx, dWx, dWh,
+db.
+every K: only the states of every K-th step are saved; the gradient computes the others again.
+error/bound: the largest error, by float64, divided by the allowed error; up to 1 is right. For more than 128 steps the
+allowed error is that of the first 128 steps, and for the gradients of weights (T / 128)^1.5 times that."""

@@ -1,0 +1,229 @@
+"""Measure contenders (implementations to compare) against each other. Each contender runs in a separate process. Its
+results are checked first; then the contenders are timed in turns, one at a time."""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ...ground.child import LIMIT, Child, ChildError
+from ...oracle.verdict import Judge, Verdict
+from ..child import start
+from ..progress import Progress
+from .cases import CASES, find_contender
+from .tasks import Size, Task
+
+QUIET = 0.2  # cores that other processes may use; a turn in which they use more is called disturbed
+CLOCK_TICK = 1 / os.sysconf("SC_CLK_TCK")
+
+
+class Plan(NamedTuple):
+    """How one implementation is timed. The fields are the number of turns, the untimed runs at the start of a turn,
+    and the seconds of timed runs in a turn."""
+
+    turns: int
+    warmups: int
+    seconds: float
+
+
+class Measurement(NamedTuple):
+    """The results of one task, which is an implementation at a size. `status`: "timed", "memory only", or why there
+    is no time."""
+
+    task: Task
+    status: str
+    verdict: Verdict | None = None
+    rounds: tuple[tuple[float, ...], ...] = ()  # seconds of the runs in each turn
+    peak: int | None = None
+    mlx_peak: int | None = None
+    threads: int | None = None
+    idle_cpu: float = 0.0  # fraction of a core used while the process should have been idle
+    disturbed: int = 0  # turns in which other processes used more than QUIET cores
+    builds: tuple[float, ...] = ()  # seconds of each run in which a graph was built; empty without a graph
+    hung: bool = False  # whether the process gave no answer in time
+
+    @property
+    def failed(self) -> bool:
+        """Return whether the task could not run or had wrong results."""
+        return self.status not in ("timed", "memory only")
+
+    @property
+    def samples(self) -> list[float]:
+        """Return the seconds of all timed runs."""
+        return [seconds for turn in self.rounds for seconds in turn]
+
+
+class Ratio(NamedTuple):
+    """The time of one implementation divided by the time of another: the median, lowest and highest ratio over the
+    rounds in which both ran."""
+
+    value: float
+    low: float
+    high: float
+
+
+def plan(seconds: float, rounds: int, once: float) -> Plan:
+    """Return how to time a contender (an implementation) within `seconds`. In each of `rounds` rounds every contender
+    has one turn. `once` is the time of one run.
+
+    If a run fits into the contender's share of a round, `seconds / rounds`, the contender has a turn in every round
+    and warms up in each turn. A slower contender is warm already, because a run to check its results came before. It
+    runs once per turn, and has as many turns as fit into `seconds`, but at least two.
+    """
+    share = seconds / rounds
+    if once <= share:
+        return Plan(rounds, 1, share)
+    return Plan(min(rounds, max(2, int(seconds / once))), 0, 0.0)
+
+
+def ratio(row: Measurement, reference: Measurement) -> Ratio | None:
+    """Return the time of the measurement `row` divided by the time of the measurement `reference`, or None if one of
+    them was not timed."""
+    pairs = zip(row.rounds, reference.rounds, strict=False)
+    ratios = [statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs]
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
+
+
+def needed_bytes(size: Size, which: str, dtype: str) -> int:
+    """Return the smallest number of bytes that a pass must hold in memory: x, gates, h, c and, with `backward`, dx,
+    dWx, dWh, db."""
+    T, B, width, H = size
+    numbers = T * B * (width + 6 * H)
+    if which == "backward":
+        numbers += T * B * width + 4 * H * (width + H + 1)
+    return numbers * (4 if dtype == "float32" else 2)
+
+
+def peak_ratio(row: Measurement) -> float | None:
+    """Return the peak memory of a task divided by `needed_bytes`, the least number of bytes that its pass must hold.
+    Return None if the peak is unknown, or if the task belongs to another benchmark case than `lstm`.
+
+    The measured peak does not include x, which exists before the run, so the size of x is added. On the GPU the peak
+    is the larger one of two values: the process's resident memory may not include the GPU's memory, and MLX's own
+    count does not include NumPy's memory.
+    """
+    if row.peak is None or row.task.case != "lstm":
+        return None
+    size, dtype = row.task.size, row.task.dtype
+    x = size.T * size.B * size.I * (4 if dtype == "float32" else 2)
+    peak = row.peak if row.task.device == "cpu" else max(row.peak, row.mlx_peak or 0)
+    return (peak + x) / needed_bytes(size, row.task.which, dtype)
+
+
+def measure(
+    tasks: list[Task], judge: Judge, *, seconds: float, rounds: int, patience: float, progress: Progress | None = None
+) -> list[Measurement]:
+    """Check the results of `tasks`, then time them in turns: in each round every task runs once for a while. All
+    tasks must have the same size and the same pass (forward or backward). With rounds = 0 only check the results and
+    measure the memory."""
+    progress = progress or Progress()  # a Progress that is not entered by `with` prints nothing
+    rows: dict[Task, Measurement] = {}
+    plans: dict[Task, Plan] = {}
+    turn_seconds: dict[Task, float] = {}  # expected seconds of a turn, to estimate the time left
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        children: dict[Task, Child] = {}
+        for task in tasks:
+            progress.say(f"comparing {name_of(task)} with float64")
+            children[task] = start("timing", json.dumps(task))
+            stack.callback(close, task, children[task], rows, progress)
+            wait_until_quiet(patience)  # the check measures how long a run takes, which decides the number of turns
+            rows[task], once = check(task, children[task], judge, str(Path(folder, "results.npz")))
+            if not rows[task].failed and rounds:
+                plans[task] = plan(seconds, rounds, once)
+                turn_seconds[task] = max(plans[task].seconds + plans[task].warmups * once, once)
+        for number in range(rounds):
+            due = [task for task in plans if number < plans[task].turns and not rows[task].failed]
+            for task in due if number % 2 == 0 else reversed(due):
+                left = sum(turn_seconds[one] * (plans[one].turns - len(rows[one].rounds)) for one in plans)
+                progress.say(f"timing {name_of(task)}, round {number + 1} of {rounds}", left)
+                rows[task] = take_turn(rows[task], children[task], plans[task], patience)
+    return [rows[task] for task in tasks]
+
+
+def close(task: Task, child: Child, rows: dict[Task, Measurement], progress: Progress) -> None:
+    """End the child process of a task. Print what the child wrote to stderr, unless the task failed: then the
+    measurement already contains this text."""
+    said = child.close()
+    if said and task in rows and not rows[task].status.startswith("failed"):
+        progress.print(said, sys.stderr)
+
+
+def name_of(task: Task) -> str:
+    """Return the name of a task for printing: its contender, and its engine if it has one."""
+    return f"{label(task)} ({task.engine})".removesuffix(" (-)")
+
+
+def label(task: Task) -> str:
+    """Return the name of a task's contender for printing, with the value of `checkpoint_every` if the task has one."""
+    name = find_contender(task.contender, task.case).label
+    return name if task.every is None else f"{name}, every {task.every}"
+
+
+def check(task: Task, child: Child, judge: Judge, file: str) -> tuple[Measurement, float]:
+    """Run a task once and compare the results with float64. Return (the measurement, the seconds that one run
+    takes)."""
+    try:
+        answer = child.ask(limit_of(task), do="check", file=file)
+    except ChildError as error:
+        return Measurement(task, f"failed: {error}", hung=error.hung), 0.0
+    with np.load(file) as results:
+        verdict = judge.judge(dict(results), CASES[task.case].passes[task.which])
+    status = f"refused: {verdict.refusal}" if verdict.refusal else "memory only"
+    memory = {name: answer[name] for name in ("peak", "mlx_peak", "threads")}
+    return Measurement(task, status, verdict, **memory), answer["once"]
+
+
+def limit_of(task: Task) -> float:
+    """Return after how many seconds a run of a task counts as hung: LIMIT, and the time of a slow machine, which needs
+    10 ms for each step and computes 1e9 multiplications and additions per second."""
+    T, B, I, H = task.size
+    products = 3 * 2 * T * B * 4 * H * (I + H)  # forward, and twice as many backward
+    return LIMIT + 0.01 * T + products / 1e9
+
+
+def take_turn(row: Measurement, child: Child, plan: Plan, patience: float) -> Measurement:
+    """Time an implementation for one more turn. Return the measurement with the new times added."""
+    wait_until_quiet(patience)
+    wall, busy = time.perf_counter(), busy_seconds()
+    try:
+        limit = plan.seconds + limit_of(row.task)
+        answer = child.ask(limit, do="time", seconds=plan.seconds, warmups=plan.warmups)
+    except ChildError as error:
+        return row._replace(status=f"failed: {error}", rounds=(), hung=error.hung)
+    wall, busy = time.perf_counter() - wall, busy_seconds() - busy
+    return row._replace(
+        status="timed",
+        rounds=(*row.rounds, tuple(answer["samples"])),
+        builds=(*row.builds, *answer.get("builds", ())),
+        idle_cpu=answer["idle_cpu"],
+        disturbed=row.disturbed + (busy - answer["cpu"] > QUIET * wall),
+    )
+
+
+def wait_until_quiet(patience: float) -> None:
+    """Wait until other processes use less than QUIET cores, but no longer than `patience` seconds."""
+    end = time.perf_counter() + patience
+    while time.perf_counter() < end:
+        before = busy_seconds()
+        time.sleep(0.1)
+        if busy_seconds() - before < QUIET * 0.1 + CLOCK_TICK:
+            return
+
+
+def busy_seconds() -> float:
+    """Return the CPU time that all processes together have used so far, including the time that a hypervisor took
+    from this machine. Without /proc/stat return 0."""
+    try:
+        with open("/proc/stat") as file:
+            user, nice, kernel, _, _, *others = map(int, file.readline().split()[1:9])
+    except OSError:
+        return 0.0
+    return (user + nice + kernel + sum(others)) * CLOCK_TICK

@@ -1,0 +1,98 @@
+"""The short benchmark that is part of the command `check`: it times a training step of our layer and of
+`mlx.nn.LSTM` at a few sizes."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ...engines.cells import LSTMCell
+from ..cases import DTYPES, hindrance
+from ..progress import Progress
+from ..report import one_line
+from .cases.lstm import draw
+from .files import csv_record
+from .judge import judge_layer
+from .report import milliseconds, references, spread
+from .rounds import Measurement, label, measure, ratio
+from .tasks import PASSES, Size, Task
+
+SETTLING = (
+    # The model assumes that the GPU waits while the host builds the graph. To check this, the time to build the graph
+    # and the time to evaluate it are measured separately.
+    (Size(64, 32, 64, 64), "fused", ("backward",), ("float32",)),
+    # The model assumes that a step of `stepwise` waits for the weights of its matrix product. To check this, compare
+    # the measured time of a step at this size with the predicted one.
+    (Size(256, 32, 256, 256), "stepwise", ("backward",), ("float32",)),
+    # The model assumes that a backward step of `fused` waits for the arrays that it reads. To check this, divide the
+    # time of the backward pass by the time of the forward pass, and compare with the predicted ratio.
+    (Size(1024, 1, 64, 64), "fused", ("forward", "backward"), ("float32",)),
+    # The model assumes that weights of 16 bits leave room for more weights in registers. To check this, divide the time
+    # in float16 by the time in float32, and compare with the predicted ratio.
+    (Size(64, 32, 128, 128), "fused", ("backward",), ("float32", "float16")),
+)
+"""The measurements that answer open questions about the model of times in tests/machine_code, as (size, engine,
+passes, dtypes). The option `--full` makes them on a Mac's GPU."""
+
+NAMES = {"forward": "forward", "backward": "forward and gradient"}
+"""What each pass is called in the printed lines."""
+
+SECONDS, ROUNDS, QUIET = 1.0, 3, 2.0
+"""Seconds to time each contender, its number of turns, and the seconds a turn waits for other processes to pause."""
+
+
+def measure_sizes(
+    engines: Sequence[str], sizes: Sequence[Size], device: str, progress: Progress
+) -> Iterator[list[Measurement]]:
+    """Yield the measurements of each size and pass, after the results were checked. What hung at one size is left out
+    at the next ones, because each wait takes minutes."""
+    hung: set[str] = set()
+    for n, size in enumerate(sizes):
+        progress.count(n, len(sizes))
+        progress.title = f"timing, size {n + 1} of {len(sizes)}: {size}"
+        progress.say("computing the float64 reference")
+        judge = judge_layer(draw(size, "float32"), "float32", backward=True)
+        able = [word for word in engines if not hindrance(word, size, DTYPES["float32"], LSTMCell(), device=device)]
+        for which in PASSES:
+            pairs = [("mlx", "-"), *(("ours", engine) for engine in able)]
+            tasks = [Task(*pair, size, which, "float32", device) for pair in pairs if pair[1] not in hung]
+            rows = measure(tasks, judge, seconds=SECONDS, rounds=ROUNDS, patience=QUIET, progress=progress)
+            hung |= {row.task.engine for row in rows if row.hung}
+            if rows:
+                yield rows
+    progress.title = ""
+
+
+def settle(engines: Sequence[str], progress: Progress) -> Iterator[list[Measurement]]:
+    """Yield additional measurements that only a Mac can make. Each of them checks an assumption of the model in
+    tests/machine_code, which predicts the time of a step. `SETTLING` lists the measurements with their questions."""
+    for size, engine, passes, dtypes in SETTLING:
+        for dtype in dtypes if engine in engines else ():
+            progress.title = f"timing, for the model: {size}"
+            judge = judge_layer(draw(size, dtype), dtype, backward="backward" in passes)
+            for which in passes:
+                task = Task("ours", engine, size, which, dtype, "gpu")
+                yield measure([task], judge, seconds=SECONDS, rounds=ROUNDS, patience=QUIET, progress=progress)
+    progress.title = ""
+
+
+def records(groups: Sequence[Sequence[Measurement]]) -> list[dict[str, Any]]:
+    """Return the figures of all measurements as a list of dicts, for a report."""
+    return [csv_record(row, references(rows)) for rows in groups for row in rows]
+
+
+def time_line(rows: Sequence[Measurement]) -> str:
+    """Return one line of text with the times of one size and pass in milliseconds."""
+    task, compared = rows[0].task, references(rows)
+    cells = []
+    for row in rows:
+        name = label(row.task) if row.task.engine == "-" else row.task.engine
+        if not row.samples:
+            cells.append(f"{name} not timed: {one_line(row.status)}")
+            continue
+        times = ""
+        if "mlx" in compared and row.task.contender != "mlx" and (figures := ratio(row, compared["mlx"])):
+            part = f"1/{1 / figures.value:.3g} of" if figures.value < 1 else f"{figures.value:.3g} times"
+            times = f", {part} that"
+        cells.append(f"{name} {milliseconds(spread(row)['median'])} ms{times}")
+    disturbed = " (other processes ran at the same time)" if any(row.disturbed for row in rows) else ""
+    dtype = "" if task.dtype == "float32" else f" {task.dtype}"
+    return f"{task.size!s:15} {NAMES[task.which]}{dtype}: {'; '.join(cells)}{disturbed}"

@@ -1,0 +1,87 @@
+"""Types for the benchmark: sizes, passes, tasks and contenders (implementations to measure). Also the sizes of the
+case `lstm`."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ...oracle.arithmetic import Tensors
+
+PASSES = {"forward": ("h",), "backward": ("h", "dx", "dWx", "dWh", "db")}
+"""The names of the tensors that each pass computes. The pass `backward` includes the forward pass."""
+
+
+class Size(NamedTuple):
+    """Sizes of a problem: time steps T, batch B, input width I, hidden width H."""
+
+    T: int
+    B: int
+    I: int
+    H: int
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
+
+
+def parse_size(text: str) -> Size:
+    """Parse a size written as "T,B,I,H"."""
+    try:
+        size = Size(*(int(number) for number in text.split(",")))
+    except (TypeError, ValueError):
+        raise ValueError(f"a size is four numbers T,B,I,H but got {text!r}") from None
+    if min(size) < 1:
+        raise ValueError(f"the numbers of a size must be at least 1 but got {text!r}")
+    return size
+
+
+def size_option(text: str) -> Size:
+    """Parse an option's value of the form T,B,I,H and return the `Size`. For a wrong value raise argparse's own
+    error, since argparse prints the text of this error only."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+SIZES = (Size(64, 32, 128, 128), Size(128, 32, 256, 256), Size(100, 1, 512, 512), Size(64, 64, 512, 512))
+MEMORY_SIZE = Size(1024, 32, 128, 128)
+
+
+class Task(NamedTuple):
+    """One measurement to make: a contender's name, its engine ("-" if it has none), the size, the pass, the dtype."""
+
+    contender: str
+    engine: Any  # one of `ENGINES`, or "-"
+    size: Size
+    which: str  # the pass, one of PASSES
+    dtype: str = "float32"
+    device: str = "cpu"  # device of the MLX contenders
+    case: str = "lstm"  # one of cases.CASES
+    every: int | str | None = None  # `checkpoint_every` of our contender
+
+
+class Work(NamedTuple):
+    """A task that is ready to run in this process.
+
+    `run` runs the task once and returns when every result is computed. `build`, if there is one, is the first part of
+    `run`: it builds the graph that `mx.eval` then computes, so that both parts can be timed separately. `tensors`
+    converts what `run` returned to float32 NumPy arrays with the names in the case's `passes`; in the case `lstm` these
+    are h [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H]. `threads` is the number of threads that the
+    framework reports. `slept` returns the seconds that the latest run slept; they are subtracted from the time of the
+    run.
+    """
+
+    run: Callable[[], Any]
+    tensors: Callable[[Any], Tensors]
+    threads: int | None = None
+    build: Callable[[], Any] | None = None
+    slept: Callable[[], float] | None = None
+
+
+class Contender(NamedTuple):
+    """An implementation to measure: its printed name, the module that must be installed, and the function that
+    prepares a task."""
+
+    label: str
+    needs: str
+    prepare: Callable[[Tensors, Task], Work]
