@@ -100,8 +100,7 @@ void fused_matrix_forward(
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from the units' own h
   int length[2];
   float p[SIZE_FOR<Cell::CONSTANTS>], states[2][C + 1];
-  bool real[2];
-  Place<Index> at[2];
+  bool real[2]; Place<Index> at[2];
   Cell::template constants<long>(a, sweep.direction, H, read, p);
 #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
@@ -138,8 +137,7 @@ void fused_matrix_forward(
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) next_states[k] = factor[e] * states[e][k];
       Cell::forward(p, u[e], sums, next_states, y[e]);
-      const S result = S(next_states[0]);
-      next_states[0] = float(result);
+      const S result = S(next_states[0]); next_states[0] = float(result);
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) {
         states[e][k] = live ? next_states[k] : states[e][k];

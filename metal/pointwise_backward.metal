@@ -106,8 +106,7 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
   constexpr int RUNS = P == 0 ? 0 : RUNS_OF<P * H, GROUP>, ROW = GROUP * RUNS, HALF = ROWS * ROW;
   constexpr int ND = REGISTERS_OF<Cell::GRADIENTS, LANES>, V = SIZE_FOR<Cell::SUMMED>;
   constexpr int U = SIZE_FOR<Cell::INPUTS>;
-  Sweep sweep = {};
-  read_sizes(a.sizes, group.y, sweep);
+  Sweep sweep = {}; read_sizes(a.sizes, group.y, sweep);
   const int s = int(index) % GROUP, lane = s % LANES, own = int(index) / LANES;
   const bool real = H % (32 / LANES) == 0 || own < H;
   const int unit = real ? own : 0;
@@ -154,7 +153,7 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
       Lanes<Cell>::backward(lane, w, mine.inputs, mine.saved, before, now[r], back, d, du, dw_now);
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) now[r][k] = mine.before[k];
-      store_step<Cell, H, S>(a, live, real, lane, unit, now_at - earlier + item[r], d, du, back, current + r * ROW);
+      store_step<Cell, H, S>(a, live, real, lane, unit, now_at + (item[r] - earlier), d, du, back, current + r * ROW);
       // A threadgroup computes ROWS items. If fewer are left, the last item is computed several times. The repetitions
       // are left out here, because the sum dw would count the item more than once.
 #pragma clang loop unroll(full)

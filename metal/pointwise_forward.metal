@@ -44,8 +44,7 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;
   using Share = LaneShare<V, H, GROUP, P == 0 ? 1 : UNITS * P>;
   constexpr int RUNS = P == 0 ? 0 : int(Share::RUNS), ROW = GROUP * RUNS, HALF = ROWS * ROW;
-  Sweep sweep = {};
-  read_sizes(a.sizes, group.y, sweep);
+  Sweep sweep = {}; read_sizes(a.sizes, group.y, sweep);
   const int s = int(index) % GROUP, lane = s % LANES, own = int(index) / LANES;
   const bool real = H % (32 / LANES) == 0 || own < H, writes = real && lane == LANES - 1;
   const int unit = real ? own : 0;  // padding lanes read the numbers of unit 0
@@ -63,10 +62,9 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1), t = time_of(sweep, sweep.start);
-    item[r] = Index(place_in(sweep, b, 1, 0, H, unit));
+    item[r] = (Index(b) * sweep.D + sweep.direction) * H + Index(unit);
     length[r] = value_at(a.lengths, b, sweep.T);
-    load_all<1, H>(a.h0, item[r], unit, state[r], 0);
-    load_all<C, H>(a.c0, item[r], unit, state[r], 1);
+    load_states<Cell, H>(a.h0, a.c0, item[r], unit, state[r]);
     const Index at = item[r] + (sweep.masks_differ ? Index(t) * step : 0);
     if (P > 0 && writes)
       number_at(vectors, (sweep.start & 1) * HALF + r * ROW, place) = state[r][0] * value_at(a.mask, at, 1.0f);
@@ -98,7 +96,7 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, t, length[r]);
-      float y[REGISTERS_OF<VALUES<Cell>, LANES>] = {}, next[C + 1];
+      float y[REGISTERS_OF<VALUES<Cell>, LANES>], next[C + 1];
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) next[k] = numbers[r].keep * state[r][k];
 #pragma clang loop unroll(full)
@@ -108,7 +106,7 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
       // Past an item's end outputs are 0 and the state stays. A selection discards the new state, which may be NaN.
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) state[r][k] = live ? next[k] : state[r][k];
-      if (real) store_outputs<Cell, H, S>(a, live, lane, unit, now - earlier + item[r], next, y);
+      if (real) store_outputs<Cell, H, S>(a, live, lane, unit, now + (item[r] - earlier), next, y);
       if (P > 0 && writes) number_at(after, r * ROW, place) = state[r][0] * numbers[r].mask;
     }
     if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates new h from the next product
@@ -119,7 +117,6 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
   for (int r = 0; r < ROWS; ++r) {
     if (!writes) continue;
     a.hT[item[r]] = S(state[r][0]);
-#pragma clang loop unroll(full)
-    for (int k = 0; k < C; ++k) store(a.cT, place_of<C, H>(item[r], k, unit), state[r][k + 1]);
+    store_all<C, H>(a.cT, item[r], unit, state[r] + 1);
   }
 }

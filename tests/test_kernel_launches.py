@@ -71,7 +71,7 @@ def test_fused_stays_within_the_limits_of_metal(cell, itemsize):
             for sweep in (False, True):
                 tiling = kernels_fused.fused_tiling(kernels_fused.LayerSize(cell, B, H, itemsize, D), backward=sweep)
                 assert tiling.threads <= 1024 and tiling.bytes <= 32768
-                assert tiling.threads >= (4 if tiling.matrices else kernels_fused.LANES[cell.op]) * H
+                assert tiling.threads >= (4 if tiling.matrices else kernels_fused.lanes_of(cell)) * H
 
 
 def test_a_kernel_is_compiled_for_its_threads():

@@ -649,8 +649,8 @@ def rows_for(layer: LayerSize) -> int:
     widest = WIDEST_MATRICES[layer.itemsize]
     fits = fits_matrices(layer.cell, layer.H) and widest >= layer.H
     # At the largest H an LSTM uses all registers. A cell that needs more registers has a smaller largest H.
-    free = registers_of(32 * -(-layer.H // 8)) - registers_of(4 * widest)
-    matrices = fits and layer.packing is None and free >= own_registers(layer.cell, 8)
+    least = registers_of(4 * widest) + own_registers(layer.cell, 8)
+    matrices = fits and layer.packing is None and registers_of(32 * -(-layer.H // 8)) >= least
     times = {rows: step_cycles(layer, rows) for rows in (1, 2, 8 if matrices else 4)}
     return next(rows for rows, time in times.items() if time <= SIMPLER * min(times.values()))
 
