@@ -79,8 +79,7 @@ void fused_backward(
   constexpr bool TWO = Unit::TWO_PRODUCTS != 0;
   constexpr int FIRST = RUNS_OF<H, GROUP>, RUNS = RUNS_OF<(TWO ? GATES - 1 : GATES) * H, GROUP>;
   constexpr int ROW = GROUP * (TWO ? FIRST : RUNS), HALF = ROWS * ROW, SIZE = HALF + ROWS * GROUP * RUNS;
-  Sweep sweep = {};
-  read_sizes(a.sizes, group.y, sweep);
+  Sweep sweep = {}; read_sizes(a.sizes, group.y, sweep);
   const int lane = int(index) % LANES, s = int(index) % GROUP, unit = int(index) / LANES;
   const int row = Unit::operand_block(lane), block = Unit::gate_block(lane) == -1 ? row : Unit::gate_block(lane);
   const bool real = H % (32 / LANES) == 0 || unit < H, has_gate = real && (GATES == LANES || lane != LANES - 1);
