@@ -24,6 +24,7 @@ from .ground.machine import VERSION as __version__  # isort: skip
 from . import cells, convert, cudnn, keras, mpsgraph, nn, tf, torch
 from .recurrence import GRUOutput as GRUOutput
 from .recurrence import LSTMOutput as LSTMOutput
+from .recurrence import Norm as Norm
 from .recurrence import Quantized as Quantized
 from .recurrence import RNNOutput as RNNOutput
 from .recurrence import (
@@ -47,7 +48,7 @@ __all__ += ["rnn_gradients", "tf", "torch"]
 
 def __dir__() -> list[str]:
     """Return the public names."""
-    return [*__all__, "GRUOutput", "LSTMOutput", "Quantized", "RNNOutput"]
+    return [*__all__, "GRUOutput", "LSTMOutput", "Norm", "Quantized", "RNNOutput"]
 
 
 def __getattr__(name: str) -> Any:

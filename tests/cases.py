@@ -12,6 +12,7 @@ import pytest
 from mlx_lstm import recurrence
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.choice import has_metal
+from mlx_lstm.engines.numpy import norms as numpy_norms
 from mlx_lstm.engines.numpy import products as numpy_products
 from mlx_lstm.engines.numpy import steps as numpy_steps
 from mlx_lstm.lab import cases
@@ -189,7 +190,7 @@ def poison_scratch(monkeypatch):
         buffer.fill(np.nan)
         return buffer
 
-    for module in (numpy_steps, numpy_products):
+    for module in (numpy_steps, numpy_products, numpy_norms):
         monkeypatch.setattr(module, "columns_buffer", poisoned)
 
 

@@ -868,6 +868,8 @@ CALLS = {
     "stepwise projection of one_step": ("stepwise", (1, 1, 3, 40, 5), {"projection": True}),
     "stepwise lanes": ("stepwise", (3, 5, 3, 41, 5), {"projection": True}),
     "stepwise small keep": ("stepwise", (2, 2, 3, 9, 9), {"op": "gru", "reset": "before", "keep": True}),
+    "stepwise small projection": ("stepwise", (4, 1, 3, 9, 2), {"projection": True}),
+    "stepwise small projection of two": ("stepwise", (4, 2, 3, 9, 3), {"projection": True}),
     "stepwise joins": ("stepwise", (22, 9, 3, 9, 9), {"op": "rnn"}),
     "stepwise projection joins": ("stepwise", (11, 3, 3, 9, 4), {"projection": True}),
     "stepwise 4 bits": ("stepwise", (3, 5, 32, 192, 192), {"packing": (32, 4, "affine")}),

@@ -112,7 +112,7 @@ def test_dir_shows_what_is_public():
     assert dir(mlx_lstm.torch) == sorted(mlx_lstm.torch.__all__) and dir(mlx_lstm.keras) == sorted(
         mlx_lstm.keras.__all__
     )
-    assert dir(mlx_lstm) == sorted([*mlx_lstm.__all__, "GRUOutput", "LSTMOutput", "Quantized", "RNNOutput"])
+    assert dir(mlx_lstm) == sorted([*mlx_lstm.__all__, "GRUOutput", "LSTMOutput", "Norm", "Quantized", "RNNOutput"])
     assert {"lstm", "gru", "rnn", "nn", "torch", "keras", "tf", "cudnn", "mpsgraph", "convert"} <= set(dir(mlx_lstm))
     code = "from mlx_lstm import *; from mlx_lstm import nn as layers; assert layers is nn and lstm and gru and rnn"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

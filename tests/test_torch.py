@@ -327,6 +327,9 @@ def test_biases_of_two_dtypes_promote(kind):
         output = layer(x)[0]
         assert output.dtype == mx.float32
         np.testing.assert_allclose(np.array(output), np.array(same(x)[0]), rtol=0, atol=1e-6)
+        with mx.stream(mx.cpu):
+            layer[name] = whole.astype(mx.float64)
+            assert layer(x)[0].dtype == mx.float64
         layer[name] = whole
     layer.set_dtype(mx.float16)
     layer.bias_hh_l0 = layer.bias_hh_l0.astype(mx.bfloat16)

@@ -169,7 +169,7 @@ def arrays_of(op: str, layer: Any, prefix: str) -> Arrays:
 def check_names(op: str, arrays: Arrays, kind: str) -> None:
     """Check that the arrays are the parameters of a class of haste that has no layer normalisation."""
     if "gamma" in arrays:
-        rule = "layer must have no layer normalisation, which needs sums over units: see mlx_lstm.recurrent,"
+        rule = "layer must have no layer normalisation: pass its arrays to mlx_lstm.lstm or gru with norm=,"
         fail(op, rule, "gamma")
     if arrays.keys() != set(NAMES[kind]):
         fail(op, f"the names of an {kind} of haste must be {', '.join(NAMES[kind])}", sorted(arrays))

@@ -150,6 +150,10 @@ def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
     if unknown := options.keys() - set(CELLS[name]._fields):
         fail(op, f"options must be those of a {name} cell", ", ".join(sorted(unknown)))
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    if options.get("norm") is not None:
+        fail(
+            op, "norm must be None, as no Weights hold layer normalisation (nn.LSTM(layer_norm=) does)", options["norm"]
+        )
     default = CELLS[name]()
     for key, value in options.items():
         usual = getattr(default, key)

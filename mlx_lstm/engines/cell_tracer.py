@@ -48,7 +48,7 @@ it."""
 
 ADVICE = {
     "the products of x and h belong into Wx and Wh, any other product into a step for mlx_lstm.recurrent": PRODUCTS,
-    "a step that mixes units is one for mlx_lstm.recurrent": (
+    "a step that mixes units is one for mlx_lstm.recurrent; norm= normalises the products": (
         *(
             "Reduce",
             "Softmax",

@@ -216,7 +216,6 @@ def obstacles(cell: AnyCell, H: int, place: Place, projection: bool) -> dict[str
     elif not metal:
         reasons["fused"] = reasons["stepwise"] = "MLX has no Metal back end on this machine"
     if cell.norm is not None:
-        reasons.setdefault("numpy", "it has no layer normalisation yet")
         reasons |= {name: "it has no layer normalisation yet" for name in METAL_ENGINES if name not in reasons}
     if isinstance(cell, PointwiseCell) and "erf" in [node.op for node in cell.graph.nodes]:
         reasons.setdefault("numpy", "NumPy has no erf")

@@ -7,9 +7,12 @@ import mlx.core as mx
 import numpy as np
 
 from .autodiff import module_of
+from .cells import AnyCell
 from .chunks import for_engine
+from .input_norm import normalised_input
 from .metal import fused
 from .ops.packed import dequantized
+from .packing import Packing
 from .problem import Arrays, Problem
 
 CARRIED = {"h0": "hT", "c0": "cT"}
@@ -18,11 +21,13 @@ CARRIED = {"h0": "hT", "c0": "cT"}
 
 class Launch(NamedTuple):
     """What a layer needs at every step: the module of its engine, the description of one step (sizes and options), and
-    its parameters as the engine reads them."""
+    its parameters as the engine reads them. norm: if the input's product is normalised, the cell, the parameters and
+    the packing from which `normalised_input` computes what the engine reads as x."""
 
     module: Any
     problem: Problem
     arrays: Arrays
+    norm: tuple[AnyCell, Arrays, Packing | None] | None = None
 
 
 def launch_of(engine: str, problem: Problem, arrays: Arrays) -> Launch:
@@ -70,7 +75,11 @@ class MLXStream:
             if inputs is not None:
                 more["inputs"] = to_mlx(inputs[None], dtype)
             for n, pair in enumerate(self.launches):
-                module, problem, arrays = pair[keep is not None]
+                module, problem, arrays, norm = pair[keep is not None]
+                if norm is not None:
+                    cell, given, packing = norm
+                    row = normalised_input(cell, given | {"x": row.astype(given["Wh"].dtype)}, packing, 1, False)
+                    row = row.astype(arrays["x"].dtype)
                 outputs = module.forward(problem, {**arrays, **more, "x": row, **self.carried[n]})
                 row = outputs["h"]
                 self.carried[n] = {start: outputs[end] for start, end in CARRIED.items() if end in outputs}

@@ -29,7 +29,7 @@ OF_CONSTRUCTORS: dict[str, str] = SIZES | {
     "activation": "mlx_lstm.lstm and gru have activations=, mlx_lstm.rnn has activation=",
     "recurrent_activation": "mlx_lstm.lstm and gru have activations=",
     "recurrent_dropout": "mlx_lstm.lstm, gru and rnn have mask=, a factor on h",
-    "layer_norm": "mlx_lstm.recurrent runs a cell of your own",
+    "layer_norm": "mlx_lstm.nn.LSTM, GRU and RNN have it, and mlx_lstm.nn.stack runs several of them",
 }
 """Options of constructors of other frameworks, and what to use here."""
 
@@ -108,6 +108,8 @@ def refuse(op: str, name: str, value: object, is_call: bool) -> None:
         own = ("hidden", "cell") if kind == "torch" else ("hx",)
         advice = dict.fromkeys((*STATES, *own), states) | advice
     elif kind == "nn":
+        names = ("norm", "layernorm", "use_layer_norm", "use_layernorm", "ln")
+        advice = dict.fromkeys(names, "it is called layer_norm here") | advice
         other = f"mlx_lstm.torch.{layer} has it, and mlx_lstm.nn.stack runs several layers and directions"
         names = ("num_layers", "bidirectional", "batch_first", "dropout", "proj_size")
         advice = dict.fromkeys(names, other) | advice

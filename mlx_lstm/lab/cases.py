@@ -13,9 +13,10 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from .. import recurrence
 from ..engines import choice
-from ..engines.cells import Cell
+from ..engines.cells import Cell, NormOptions
 from ..oracle import OUTPUTS, forward, kink_distance
 from ..oracle.arithmetic import Tensors
+from ..oracle.case import NORMS
 from ..oracle.judge import Case
 from ..oracle.recurrence import KINKS
 
@@ -123,6 +124,7 @@ def draw(
     bidirectional: bool = False,
     dtype: DTypeLike = np.float64,
     recurrent: float = 0.7,
+    norm: NormOptions | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Return a case (a dict of random arrays and options for the op). `dtype` is a NumPy dtype or the name of an MLX
@@ -130,7 +132,7 @@ def draw(
 
     sizes: T, B, I, H, P. mask: the shape of the mask, in which "P" stands for the width of h (of both directions).
     keep: whether to add a random array `keep` (factors on the carried states), some of whose values are 0 and 1.
-    recurrent: the standard deviation of Wh.
+    recurrent: the standard deviation of Wh. norm: layer normalisation, as the engines know it.
     """
     T, B, I, H, P = sizes
     D, G, own = (2, len(GATES[op]), (2,)) if bidirectional else (1, len(GATES[op]), ())
@@ -147,6 +149,10 @@ def draw(
         shapes["Wp"] = (*own, P, H)
     if peephole:
         shapes["peephole"] = (*own, 4 * H)
+    if norm is not None:
+        names = {"norm": G * H if norm.of else 0, "norm_c": H if norm.c else 0}
+        shapes |= {f"{name}_{part}": (*own, n) for name, n in names.items() if n for part in ("scale", "shift")}
+        options["norm"] = norm
     if mask is not None:
         shapes["mask"] = tuple(D * width if size == "P" else int(size) for size in mask)
     deviations = dict.fromkeys(shapes, 0.7) | {"Wh": recurrent}
@@ -222,10 +228,14 @@ def run(case: Case, engine: str, training: bool = True, dtype: mx.Dtype | None =
     dtype = dtype or DTYPES[case.dtype]
     arrays = {name: to_mlx(array, dtype) for name, array in case.arrays.items() if name not in case.weights}
     options = {"Wx": None, **case.options, **case.weights, **({} if training else {"training": False})}
+    norm = options.pop("norm", None)
     wanted = [name for name in case.names(training) if name in OUTPUTS[case.op]]
 
     def outputs_of(*values: mx.array) -> list[mx.array]:
         arguments = options | dict(zip(arrays, values, strict=True))
+        if norm is not None:
+            of_norm = {name: arguments.pop(name) for name in NORMS if name in arguments}
+            arguments["norm"] = recurrence.norm_given(NormOptions(*norm), of_norm)
         out = getattr(recurrence, case.op)(**arguments, engine=engine, return_gates="gates" in wanted)
         return [getattr(out, name) for name in wanted]
 

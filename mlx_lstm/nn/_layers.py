@@ -15,7 +15,7 @@ import numpy as np
 
 from ..convert.layers import NONLINEARITIES, activation_of, class_of
 from ..engines.at_once import by_mlx, by_numpy, computes_now
-from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ..engines.cells import Cell, GRUCell, LSTMCell, NormOptions, RNNCell
 from ..engines.choice import Engine, check_engine
 from ..engines.packing import Quantized, Weight
 from ..ground.advice import Advised, advised
@@ -33,10 +33,14 @@ from ..recurrence import (
     Call,
     Hold,
     Lengths,
+    Norm,
     QuantizedLayer,
     Stepper,
     engine_used,
     in_common_dtype,
+    layer_norm_arrays,
+    layer_norm_of,
+    norm_given,
     pointwise,
     whole_steps,
 )
@@ -54,6 +58,7 @@ class Layer(Advised):
     engine: Engine | None
     checkpoint_every: int | str | None
     engine_used = engine_used
+    _norm: NormOptions | None = None  # the layer normalisation; a layer that `replace` made has none
     _gates: int  # number of gates: a weight matrix has H rows for each gate
     _names: ClassVar[dict[str, str]]  # {parameter: argument of mlx_lstm.lstm, gru or rnn}, the input weight first
 
@@ -73,6 +78,15 @@ class Layer(Advised):
         for name, argument in self._names.items():
             is_absent = argument in ("b", "bhn") and not bias
             setattr(self, name, None if is_absent else mx.random.uniform(-scale, scale, shapes[argument]))
+
+    def _add_norm(self, layer_norm: bool | Norm) -> None:
+        """Check the option `layer_norm`, and add the parameters of layer normalisation: scales of 1, shifts of 0."""
+        norm = layer_norm_of(self.op, {4: LSTMCell(), 3: GRUCell(), 1: RNNCell()}[self._gates], layer_norm)
+        if norm is None:
+            return
+        vars(self)["_norm"] = norm  # MLX would count a tuple attribute among the parameters
+        for name, width in layer_norm_arrays(norm, self._gates, self.hidden_size).items():
+            setattr(self, name, mx.ones(width) if name.endswith("scale") else mx.zeros(width))
 
     def train(self: Self, mode: bool = True) -> Self:
         """Set training mode, or with `False` evaluation mode; return the layer."""
@@ -116,7 +130,8 @@ class Layer(Advised):
     def _extra_repr(self, more: str = "") -> str:
         Wx, _, b, *_ = self._names
         D, has_bias = self._parameter(Wx).shape[1], getattr(self, b) is not None
-        return f"input_dims={D}, hidden_size={self.hidden_size}, {more}bias={has_bias}{chosen_options(self)}"
+        norm = "" if self._norm is None else f", layer_norm={norm_given(self._norm, {})}"
+        return f"input_dims={D}, hidden_size={self.hidden_size}, {more}bias={has_bias}{norm}{chosen_options(self)}"
 
     def _cell(self) -> Cell:
         """Return the cell: the formula that the recurrence computes at each step."""
@@ -136,7 +151,12 @@ class Layer(Advised):
         for name, argument in self._names.items():
             if name in self or argument in ("Wx", "Wh") or getattr(self, name) is not None:
                 arrays[argument] = self._parameter(name)
-        return arrays
+        return arrays | self._norm_arrays()
+
+    def _norm_arrays(self) -> dict[str, Any]:
+        """Return the parameters of layer normalisation by the names that they have in a call, which are theirs here."""
+        names = () if self._norm is None else layer_norm_arrays(self._norm, self._gates, self.hidden_size)
+        return {name: self._parameter(name) for name in names if getattr(self, name, None) is not None}
 
     def _run(
         self,
@@ -216,6 +236,11 @@ class LSTM(Layer):
         input_size (int): size of the features, D.
         hidden_size (int): size of the hidden state, H.
         bias (bool): whether there is a bias. Default: `True`.
+        layer_norm (bool or Norm): layer normalisation inside the step. `True`: of both products and of c, as in Ba et
+            al. (2016) and haste, `mlx_lstm.Norm(c="output")`; or another `Norm` without arrays. The arrays are
+            parameters, `norm_scale`, `norm_input_scale` and so on: a scale for everything that is normalised, and a
+            shift where `bias` does not do the same, for c and a sum. `mlx.nn.LSTM` has no such option. Default:
+            `False`.
         checkpoint_every (int or str, optional): in training, save the states of every K-th step only and compute the
             other steps again for the gradient, as in `mlx_lstm.lstm`. Also an attribute. Default: `None`, save all.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Also an attribute. Default: the best for the
@@ -234,6 +259,8 @@ class LSTM(Layer):
         >>> hidden, cell = layer(mx.ones((2, 10, 3)), hidden[:, -1], cell[:, -1])  # go on from the last state
         >>> hidden.shape
         (2, 10, 4)
+        >>> sorted(LSTM(3, 4, layer_norm=True).parameters())[-4:]
+        ['norm_c_scale', 'norm_c_shift', 'norm_input_scale', 'norm_scale']
     """
 
     op: str = "nn.LSTM"
@@ -250,10 +277,12 @@ class LSTM(Layer):
         hidden_size: int,
         bias: bool = True,
         *,
+        layer_norm: bool | Norm = False,
         checkpoint_every: int | str | None = None,
         engine: Engine | None = None,
     ):
         super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
+        self._add_norm(layer_norm)
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
         """Return `QuantizedLSTM.from_layer(self, ...)`. Only `mlx_lstm.nn.quantize` calls this method;
@@ -335,7 +364,7 @@ class LSTM(Layer):
         return hidden, cell
 
     def _cell(self) -> Cell:
-        return LSTMCell()
+        return LSTMCell(norm=self._norm)
 
 
 class GRU(Layer):
@@ -356,6 +385,8 @@ class GRU(Layer):
     Args:
         input_size, hidden_size (int): the sizes D of the features and H of the state.
         bias (bool): whether there are the biases b and bhn. Default: `True`.
+        layer_norm (bool or Norm): layer normalisation inside the step, as in `LSTM`; `True` is of both products, as in
+            haste. Default: `False`.
         checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in `LSTM`.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
 
@@ -389,10 +420,12 @@ class GRU(Layer):
         hidden_size: int,
         bias: bool = True,
         *,
+        layer_norm: bool | Norm = False,
         checkpoint_every: int | str | None = None,
         engine: Engine | None = None,
     ):
         super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
+        self._add_norm(layer_norm)
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
         """Return `QuantizedGRU.from_layer(self, ...)`. Only `mlx_lstm.nn.quantize` calls this method; `mlx.nn.quantize`
@@ -444,7 +477,7 @@ class GRU(Layer):
         return self._run(x, {"hidden": hidden}, keep=keep, is_step=True)[0]
 
     def _cell(self) -> Cell:
-        return GRUCell()
+        return GRUCell(norm=self._norm)
 
 
 class RNN(Layer):
@@ -460,6 +493,8 @@ class RNN(Layer):
     Args:
         input_size, hidden_size (int): the sizes D of the features and H of the state.
         bias (bool): whether there is a bias. Default: `True`.
+        layer_norm (bool or Norm): layer normalisation inside the step, as in `LSTM`; `True` is of both products.
+            Default: `False`.
         checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in `LSTM`.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
         nonlinearity (callable, optional): s, a function of one array that computes each element by itself, such as
@@ -494,10 +529,12 @@ class RNN(Layer):
         bias: bool = True,
         nonlinearity: Callable[[mx.array], mx.array] | None = None,
         *,
+        layer_norm: bool | Norm = False,
         checkpoint_every: int | str | None = None,
         engine: Engine | None = None,
     ):
         super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
+        self._add_norm(layer_norm)
         self.nonlinearity: Callable[[mx.array], mx.array] = nn.tanh if nonlinearity is None else nonlinearity
         check_nonlinearity(self.nonlinearity)
 
@@ -567,6 +604,7 @@ class RNN(Layer):
             *(Activated(self.nonlinearity), arrays["x"].reshape(-1, L, D).swapaxes(0, 1)),
             *(arrays["Wx"], arrays["Wh"], arrays.get("b"), [arrays["h0"].reshape(-1, H)]),
             **options,
+            norm=None if self._norm is None else norm_given(self._norm, arrays),
             lengths=flat_lengths(op, lengths, tuple(batch)),
             checkpoint_every=self.checkpoint_every,
             training=self.training,
@@ -576,7 +614,7 @@ class RNN(Layer):
         return [h[..., 0, :] if is_step else h]
 
     def _cell(self) -> Cell:
-        return RNNCell(activation_of(self.nonlinearity))
+        return RNNCell(activation_of(self.nonlinearity), self._norm)
 
 
 class QuantizedLSTM(QuantizedLayer, LSTM):

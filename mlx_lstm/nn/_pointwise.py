@@ -21,9 +21,13 @@ from ..ground.checks import (
 from ..recurrence import (
     Hold,
     Lengths,
+    Norm,
     OwnCell,
     Stepper,
     common_dtype,
+    layer_norm_arrays,
+    layer_norm_of,
+    norm_given,
     pointwise,
     side_by_side,
     whole_steps,
@@ -54,6 +58,9 @@ class Pointwise(nn.Module):
         reverse (bool): run from the last step to the first; outputs stay aligned with the input. Also an attribute.
             Default: `False`.
         bidirectional (bool): run both directions, each with its own parameters. Default: `False`.
+        layer_norm (bool or Norm): layer normalisation of the preactivations before the cell gets them: a
+            `mlx_lstm.Norm` without arrays, which are parameters, as in `LSTM`. `True` is of both products, `Norm()`.
+            Default: `False`.
         checkpoint_every (int or str, optional): as in `mlx_lstm.lstm`. Also an attribute. Default: `None`.
         engine (str, optional): force an engine. Also an attribute. Default: the best for the stream's device.
 
@@ -101,6 +108,7 @@ class Pointwise(nn.Module):
         apart: bool = False,
         reverse: bool = False,
         bidirectional: bool = False,
+        layer_norm: bool | Norm = False,
         checkpoint_every: int | str | None = None,
         engine: Engine | None = None,
     ):
@@ -122,13 +130,22 @@ class Pointwise(nn.Module):
         # These options are fixed, as the shapes of the parameters follow from them. The cell, a tuple, is stored in
         # `vars`, because MLX would count it among the parameters.
         self._directions = 2 if bidirectional else 1
-        vars(self)["_own_cell"] = OwnCell(cell, G, *counts, apart, recurrent)
+        own_cell = OwnCell(cell, G, *counts, apart, recurrent)
+        vars(self)["_own_cell"] = own_cell = own_cell._replace(norm=layer_norm_of(OP, own_cell, layer_norm))
         scale, rows = 1.0 / math.sqrt(H), self._directions * G * H
         own = [2] if bidirectional else []
         self.Wx = mx.random.uniform(-scale, scale, (rows, I))
         self.Wh = mx.random.uniform(-scale, scale, (*own, G * H, H)) if recurrent else None
         self.bias = mx.random.uniform(-scale, scale, (rows,)) if bias else None
         self.params = [mx.random.uniform(-scale, scale, (self._width,)) for _ in range(counts[1])]
+        for name, width in self._norm_shapes().items():
+            setattr(self, name, mx.ones(width) if name.endswith("scale") else mx.zeros(width))
+
+    def _norm_shapes(self) -> dict[str, list[int]]:
+        """Return the names and shapes of the parameters of layer normalisation."""
+        norm, own = self._own_cell.norm, [2] if self._directions == 2 else []
+        widths = {} if norm is None else layer_norm_arrays(norm, self._own_cell.gates, self.hidden_size)
+        return {name: [*own, width] for name, width in widths.items()}
 
     @property
     def _width(self) -> int:
@@ -136,11 +153,13 @@ class Pointwise(nn.Module):
         return self._directions * self.hidden_size
 
     def _extra_repr(self) -> str:
-        (function, gates, states, *_), I = self._own_cell, self.Wx.shape[1]
+        own, I = self._own_cell, self.Wx.shape[1]
+        function, gates, states, *_ = own
         sizes = f"input_size={I}, hidden_size={self.hidden_size}, gates={gates}"
         name = getattr(function, "__name__", type(function).__name__)
+        norm = "" if own.norm is None else f", layer_norm={norm_given(own.norm, {})}"
         ways = ", reverse=True" * self.reverse + ", bidirectional=True" * (self._directions == 2)
-        return f"{name}, {sizes}, states={states}, bias={self.bias is not None}{ways}{chosen_options(self)}"
+        return f"{name}, {sizes}, states={states}, bias={self.bias is not None}{ways}{norm}{chosen_options(self)}"
 
     def __call__(
         self,
@@ -170,7 +189,8 @@ class Pointwise(nn.Module):
         self._check_arrays()
         check_array(OP, "x", x, ["B", "L", self.Wx.shape[1]])
         state = self._first_states(state, x.shape[0], x.dtype)
-        arrays: list[Any] = [x, self.Wx, self.Wh, self.bias, *state, *self.params]
+        norms = {name: getattr(self, name) for name in self._norm_shapes()}
+        arrays: list[Any] = [x, self.Wx, self.Wh, self.bias, *state, *self.params, *norms.values()]
         dtype = common_dtype([array for array in arrays if array is not None])
         whole: list[Any] = [None if array is None else array.astype(dtype) for array in arrays]
         x, Wx, Wh, b, *others = whole
@@ -179,11 +199,13 @@ class Pointwise(nn.Module):
         options |= {name: mx.swapaxes(array, 0, 1) for name, array in by_step.items()}
         by_time = [mx.swapaxes(array, 0, 1) if array.ndim == 3 else array for array in inputs]
         own = self._own_cell
+        norm = own.norm and norm_given(own.norm, dict(zip(norms, others[len(others) - len(norms) :], strict=True)))
         h, last = pointwise(
             *(own.function, mx.swapaxes(x, 0, 1), Wx, Wh, b, others[: len(state)]),
             **options,
             inputs=by_time,
-            params=others[len(state) :],
+            params=others[len(state) : len(others) - len(norms)],
+            norm=norm,
             apart=own.apart,
             reverse=self.reverse,
             bidirectional=self._directions == 2,
@@ -273,7 +295,7 @@ class Pointwise(nn.Module):
 
     def _check_arrays(self) -> None:
         """Check that the parameters are arrays of the shapes that the cell needs."""
-        (_, G, _, params, _, recurrent), H, D = self._own_cell, self.hidden_size, self._directions
+        (_, G, _, params, _, recurrent, _), H, D = self._own_cell, self.hidden_size, self._directions
         check_one_way(self.reverse, D == 2)
         check_array(OP, "Wx", self.Wx, [D * G * H, "D"])
         if recurrent:
@@ -285,6 +307,8 @@ class Pointwise(nn.Module):
         if not isinstance(self.params, (list, tuple)) or len(self.params) != params:
             what = len(self.params) if isinstance(self.params, (list, tuple)) else type(self.params).__name__
             fail(OP, f"params must be a list of {params} arrays", what)
+        for name, shape in self._norm_shapes().items():
+            check_array(OP, name, getattr(self, name), shape)
         for k, array in enumerate(self.params):
             check_array(OP, f"params[{k}]", array, [D * H], None, ", one number per unit,")
 
@@ -306,6 +330,7 @@ class Pointwise(nn.Module):
         self._check_arrays()
         params = side_by_side(list(self.params), self._directions)
         arrays = {"Wx": self.Wx, "Wh": self.Wh, "b": self.bias, "params": params}
+        arrays |= {name: getattr(self, name) for name in self._norm_shapes()}
         return {name: array for name, array in arrays.items() if array is not None}
 
 

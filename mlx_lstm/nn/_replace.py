@@ -168,6 +168,8 @@ def convert(layer: nn.Module, kinds: Kinds) -> str:
     if kind is None:
         bases = [name_of(base) for base in kinds if isinstance(layer, base)]
         return f"{type(layer).__name__}, a subclass of {bases[0]}" if bases else ""
+    if getattr(layer, "_norm", None) is not None:
+        return f"{name_of(type(layer))} with layer_norm"
     if kind is RNN:
         try:
             activation_of(layer.nonlinearity)

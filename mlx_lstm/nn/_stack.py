@@ -37,6 +37,7 @@ from ..recurrence import (
     in_dtype,
     join_biases,
     join_states,
+    layer_norm_arrays,
     side_by_side,
     split_states,
     whole_lengths,
@@ -428,6 +429,8 @@ def read_named(name: str, kind: type[Layer], layer: Any, held: dict[str, Any], f
     """Return the layer whose arrays have the names and shapes of a layer of MLX of this kind, or None if they are
     others. held: the arrays, in which a quantized weight is a `Quantized`."""
     Wx, Wh = (list(held[key].shape) if key in held else [] for key in list(kind._names)[:2])
+    norms = layer._norm_arrays() if isinstance(layer, Layer) else {}
+    held = {key: array for key, array in held.items() if key not in norms}
     if not (held.keys() <= kind._names.keys() and len(Wx) == len(Wh) == 2 and Wx[0] == kind._gates * Wh[1]):
         return None
     # If bhn is as long as all gates, the object is not in the format of mlx.nn, where bhn is [H]: some formats call
@@ -440,7 +443,9 @@ def read_named(name: str, kind: type[Layer], layer: Any, held: dict[str, Any], f
             check_array(OP, f"{name}.{key}", value, ())
     arrays = {argument: held[key] for key, argument in kind._names.items() if key in held}
     titles = {argument: f"{name}.{key}" for key, argument in kind._names.items()}
-    cell = RNNCell(found.nonlinearity or "tanh") if kind is RNN else LSTMCell() if kind is LSTM else GRUCell()
+    cell: Cell = RNNCell(found.nonlinearity or "tanh") if kind is RNN else LSTMCell() if kind is LSTM else GRUCell()
+    if isinstance(layer, Layer):
+        cell, arrays = cell._replace(norm=layer._norm), arrays | norms
     check_nonlinearity(name, cell, found.nonlinearity)
     own: Any = (layer.engine, layer.checkpoint_every, (layer,)) if isinstance(layer, Layer) else ()
     return Depth(name, cell, arrays, titles, found.training, Wh[1], Wh[0] // kind._gates, *own)
@@ -493,6 +498,8 @@ def check_parameters(layer: Depth, D: int, first: Depth) -> None:
     P, H = first.P, first.H
     rows = layer.cell.gates * H
     shapes = {"Wx": [rows, D], "Wh": [rows, P], "b": [rows], "bhn": [H], "Wp": [P, H], "peephole": [rows]}
+    if layer.cell.norm is not None:
+        shapes |= {name: [width] for name, width in layer_norm_arrays(layer.cell.norm, layer.cell.gates, H).items()}
     if isinstance(layer.cell, OwnCell):
         shapes["params"] = [layer.cell.params * H]
     why = "" if layer.name == "layers[0]" else f", as a layer has the H of the first, {H}, and reads the one before,"

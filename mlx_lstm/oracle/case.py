@@ -20,11 +20,14 @@ Side = SimpleNamespace  # one direction of a case, with sizes and defaults fille
 Step = SimpleNamespace  # the inputs and results of one time step
 
 ARRAYS = ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp", "bhn")
+NORMS = ("norm_scale", "norm_shift", "norm_c_scale", "norm_c_shift")  # of layer normalisation
+ARRAYS += NORMS
+OWN_AXIS = ("Wh", "Wp", "peephole", *NORMS)  # with both directions, these arrays have an axis of directions
 OUTPUTS = {"lstm": ("h", "c", "gates", "hT", "cT"), "gru": ("h", "gates", "hT"), "rnn": ("h", "gates", "hT")}
 TAKEN = {  # the names of the arrays that each op takes
-    "lstm": ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp"),
-    "gru": ("x", "Wx", "Wh", "b", "h0", "mask", "keep", "bhn"),
-    "rnn": ("x", "Wx", "Wh", "b", "h0", "mask", "keep"),
+    "lstm": ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp", *NORMS),
+    "gru": ("x", "Wx", "Wh", "b", "h0", "mask", "keep", "bhn", *NORMS[:2]),
+    "rnn": ("x", "Wx", "Wh", "b", "h0", "mask", "keep", *NORMS[:2]),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "lstm": {
@@ -35,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "forget_bias": 0.0,
         "projection_clip": None,
         "clip_gradient": "through",
-        "norm": None,
+        "norm": None,  # or a tuple (of, gates, c, eps), as `NormOptions` of the engines
     },
     "gru": {
         "gate_order": "rzn",
@@ -65,7 +68,8 @@ def side_of(case: Call, d: int) -> Call:
     """Return the part of a bidirectional case that belongs to direction d.
 
     - One half of axis 0 belongs to each direction: Wx [2GH,I], b [2GH], bhn [2H].
-    - The first axis has size 2, one entry per direction: Wh [2,GH,P], Wp [2,P,H], peephole [2,4H].
+    - The first axis has size 2, one entry per direction: Wh [2,GH,P], Wp [2,P,H], peephole [2,4H], norm_scale [2,GH],
+      norm_shift [2,GH], norm_c_scale [2,H], norm_c_shift [2,H].
     - One half of the last axis belongs to each direction: h0, c0, an x [T,B,2GH] that is already projected, a mask
       wider than 1, a keep [T,B,2].
     - Both directions share the array: any other x, a mask of width 1, a keep [T,B], hold [T,B].
@@ -76,7 +80,7 @@ def side_of(case: Call, d: int) -> Call:
     side = {**case, "bidirectional": False, "reverse": d == 1}
     for name in (n for n in ARRAYS if case.get(n) is not None):
         array = np.asarray(case[name])
-        if name in ("Wh", "Wp", "peephole"):
+        if name in OWN_AXIS:
             side[name] = array[d]
         elif name in ("Wx", "b", "bhn"):
             side[name] = np.split(array, 2)[d]
@@ -111,7 +115,7 @@ def join_sides(case: Call, results: list[tuple[Tensors, Tensors]], fl: Arithmeti
         pair = [value, gradients_reverse[name]]
         if is_shared(case, name):
             joined[name] = fl(pair[0] + pair[1])
-        elif name in ("Wh", "Wp", "peephole"):
+        elif name in OWN_AXIS:
             joined[name] = np.stack(pair)
         else:
             joined[name] = np.concatenate(pair, axis=0 if name in ("Wx", "b", "bhn") else -1)
@@ -150,5 +154,6 @@ def complete(case: Call, fl: Arithmetic) -> Side:
     p.alive = [(t < lengths)[:, None] for t in range(p.T)]  # for each t [B,1]: whether the sequence has not ended
     # For each t [B,1]: whether the sequence has not ended and is not held.
     p.active = [alive & (hold[t] == 0)[:, None] for t, alive in enumerate(p.alive)]
+    p.norm_of, p.norm_gates, p.norm_c, p.norm_eps = p.norm or (None, "together", None, 0.0)
     p.times = list(range(p.T))[:: -1 if p.reverse else 1]
     return p

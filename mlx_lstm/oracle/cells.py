@@ -39,6 +39,57 @@ def input_part(p: Side, x: Array, fl: Arithmetic) -> Array:
     return a if p.b is None else fl(a + p.b)
 
 
+def normalised(a: Array, count: int, eps: float, fl: Arithmetic) -> tuple[Array, Array]:
+    """Return (y, r) for a [B,n] with n = count * k: y [B,count,k] is a with mean 0 and variance 1 over each of its
+    `count` blocks, and r [B,count,1] is 1 / sqrt(variance + eps)."""
+    parts = a.reshape(len(a), count, -1)
+    k = parts.shape[-1]
+    centred = fl(parts - fl(fl.total(parts, (2,)) / k))
+    variance = fl(fl.total(fl(centred * centred), (2,)) / k)
+    r = fl(1.0 / fl(np.sqrt(fl(variance + eps))))
+    return fl(centred * r), r
+
+
+def unnormalised(d: Array, y: Array, r: Array, fl: Arithmetic) -> Array:
+    """Return the gradient of a [B,n], where `normalised(a)` returned (y, r) and d [B,n] is the gradient of y."""
+    d, k = d.reshape(y.shape), y.shape[-1]
+    means = (fl(fl.total(terms, (2,)) / k) for terms in (d, fl(d * y)))
+    mean, slope = means
+    return fl(fl(fl(d - mean) - fl(y * slope)) * r).reshape(len(d), -1)
+
+
+def scaled(y: Array, scale: Array | None, shift: Array | None, fl: Arithmetic) -> Array:
+    """Return y [B,count,k] as [B,n], times a scale [n] plus a shift [n], if they are given."""
+    y = y.reshape(len(y), -1)
+    y = y if scale is None else fl(y * scale)
+    return y if shift is None else fl(y + shift)
+
+
+def joined_parts(p: Side, z: Array, product: Array, fl: Arithmetic) -> tuple[Array, Array, Tensors]:
+    """Return (z, product, kept) from the input's part z and the recurrent product, both [B,GH]: the two parts of the
+    preactivations after layer normalisation, of which the second is 0 if their sum was normalised. kept: what the
+    gradient needs."""
+    if p.norm_of is None:
+        return z, product, {}
+    count = len(p.gate_order) if p.norm_gates == "each" else 1
+    a = fl(z + product) if p.norm_of == "sum" else product
+    y, r = normalised(a, count, p.norm_eps, fl)
+    result = scaled(y, p.norm_scale, p.norm_shift, fl)
+    kept = {"norm_y": y, "norm_r": r}
+    return (result, np.zeros_like(result), kept) if p.norm_of == "sum" else (z, result, kept)
+
+
+def through_norm(p: Side, s: Step, dinput: Array, drecurrent: Array, fl: Arithmetic) -> Tensors:
+    """Return the gradients of the input's part ("da"), of the recurrent product ("drecurrent"), and the terms of those
+    of scale and shift. dinput, drecurrent [B,GH]: the gradients of both parts after layer normalisation."""
+    if p.norm_of is None:
+        return dict(da=dinput, drecurrent=drecurrent)
+    back = unnormalised(drecurrent if p.norm_scale is None else fl(drecurrent * p.norm_scale), s.norm_y, s.norm_r, fl)
+    terms = fl(drecurrent * s.norm_y.reshape(drecurrent.shape))
+    da = back if p.norm_of == "sum" else dinput
+    return dict(da=da, drecurrent=back, dnorm_scale=terms, dnorm_shift=drecurrent)
+
+
 def through(p: Side, gate: str, y: Array, gradient: Array, dgates: Array, fl: Arithmetic) -> Array:
     """Return the gradient of a gate's preactivation, from the gradient of the gate's value y after its activation.
     The gradient of y is `gradient` plus this gate's columns of `dgates` [B,GH]. `dgates` is the cotangent of the
@@ -52,23 +103,28 @@ def lstm_step(
     """Run one LSTM step and return its values. Inputs are x [B,I] (or x Wx^T [B,4H]), h_in [B,P], which is h_prev times
     the mask, and c_prev [B,H]. If `shift` is given, its arrays "c" [B,H] and "h" [B,P] are added to c and h in place of
     clipping them."""
-    a = lstm_preactivations(p, x, h_in, c_prev, fl)
+    a, kept = lstm_preactivations(p, x, h_in, c_prev, fl)
     gates = {k: ACTIVATIONS[p.act[k]](a[k], fl) for k in "ifg"}
     c_raw = fl(fl(gates["f"] * c_prev) + fl(gates["i"] * gates["g"]))
-    c = clipped(c_raw, p.cell_clip, fl) if shift is None else c_raw + shift["c"]
+    c = unclipped = clipped(c_raw, p.cell_clip, fl) if shift is None else c_raw + shift["c"]
+    shown = c  # what h is computed from
+    if p.norm_c is not None:
+        kept["norm_c_y"], kept["norm_c_r"] = normalised(c, 1, p.norm_eps, fl)
+        shown = scaled(kept["norm_c_y"], p.norm_c_scale, p.norm_c_shift, fl)
+        c = shown if p.norm_c == "state" else c
     if peeps_ahead(p):
         a["o"] = fl(a["o"] + fl(block(p, p.peephole, "o") * c))
     gates["o"] = ACTIVATIONS[p.act["o"]](a["o"], fl)
-    squashed = ACTIVATIONS[p.act["output"]](c, fl)
+    squashed = ACTIVATIONS[p.act["output"]](shown, fl)
     m = fl(gates["o"] * squashed)
     h_raw = m if p.Wp is None else fl.dot(m, p.Wp.T)
     h = clipped(h_raw, p.projection_clip, fl) if shift is None else h_raw + shift["h"]
-    made = dict(h=h, c=c, gates=join(p, gates), clip_shift={"c": c - c_raw, "h": h - h_raw}, squashed=squashed, m=m)
-    made |= dict(h_raw=h_raw, c_raw=c_raw)
+    made = dict(h=h, c=c, gates=join(p, gates), squashed=squashed, m=m)
+    made |= dict(h_raw=h_raw, c_raw=c_raw, clip_shift={"c": unclipped - c_raw, "h": h - h_raw}) | kept
     # Where a clip stops gradients, its argument in units of the limit has kinks at -1 and 1.
     limits = {"clip_c": (c_raw, p.cell_clip), "clip_h": (h_raw, p.projection_clip)}
     stopping = {k: raw / limit for k, (raw, limit) in limits.items() if stops(p, limit)}
-    return Step(a=a | {"output": c} | stopping, **made)
+    return Step(a=a | {"output": shown} | stopping, **made)
 
 
 def clipped(raw: Array, limit: float | None, fl: Arithmetic) -> Array:
@@ -87,14 +143,17 @@ def before_clip(p: Side, raw: Array, limit: float | None, gradient: Array) -> Ar
     return np.where(np.abs(raw) <= limit, gradient, 0.0) if stops(p, limit) else gradient
 
 
-def lstm_preactivations(p: Side, x: Array, h_in: Array, c_prev: Array, fl: Arithmetic) -> Tensors:
-    """Return an LSTM's preactivations [B,H] by gate. If the output gate has a peephole to the c of the same step, this
-    peephole is not included, because that c is not known yet."""
-    a = blocks(p, fl(input_part(p, x, fl) + fl.dot(h_in, p.Wh.T)))
+def lstm_preactivations(
+    p: Side, x: Array, h_in: Array, c_prev: Array, fl: Arithmetic
+) -> tuple[Tensors, dict[str, Array]]:
+    """Return an LSTM's preactivations [B,H] by gate, and what the gradient of layer normalisation needs. If the output
+    gate has a peephole to the c of the same step, this peephole is not included, because that c is not known yet."""
+    z, product, kept = joined_parts(p, input_part(p, x, fl), fl.dot(h_in, p.Wh.T), fl)
+    a = blocks(p, fl(z + product))
     a["f"] = fl(a["f"] + fl(p.forget_bias))
     for k in peeping_back(p):
         a[k] = fl(a[k] + fl(block(p, p.peephole, k) * c_prev))
-    return a
+    return a, kept
 
 
 def peeps_ahead(p: Side) -> bool:
@@ -120,9 +179,14 @@ def lstm_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ar
     da = lambda k, gradient: through(p, k, y[k], gradient, dgates, fl)  # noqa: E731
     dm = dh if p.Wp is None else fl.dot(dh, p.Wp)
     d = {"o": da("o", fl(dm * s.squashed))}
-    dc = fl(dc + fl(fl(dm * y["o"]) * SLOPES[p.act["output"]](s.squashed, fl)))
+    dshown, of_norm_c = fl(fl(dm * y["o"]) * SLOPES[p.act["output"]](s.squashed, fl)), {}
+    if p.norm_c == "output":
+        dshown, of_norm_c = through_norm_of_c(p, s, dshown, fl)
+    dc = fl(dc + dshown)
     if peeps_ahead(p):
         dc = fl(dc + fl(block(p, p.peephole, "o") * d["o"]))
+    if p.norm_c == "state":
+        dc, of_norm_c = through_norm_of_c(p, s, dc, fl)
     dc = before_clip(p, s.c_raw, p.cell_clip, dc)
     d["i"] = da("i", fl(dc * y["g"]))
     d["f"] = da("f", fl(dc * s.c_prev))
@@ -132,8 +196,15 @@ def lstm_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ar
         dc_prev = fl(dc_prev + fl(block(p, p.peephole, k) * d[k]))
     seen = join(p, {k: s.c if k == "o" and peeps_ahead(p) else s.c_prev for k in "ifgo"})
     d = join(p, d)
-    to_sum = dict(da=d, drecurrent=d, dpeephole=fl(d * seen), dh=dh, m=s.m)
-    return Step(dh_in=fl.dot(d, p.Wh), dh_direct=None, dc_prev=dc_prev, to_sum=to_sum)
+    to_sum = through_norm(p, s, d, d, fl) | dict(dpeephole=fl(d * seen), dh=dh, m=s.m) | of_norm_c
+    return Step(dh_in=fl.dot(to_sum["drecurrent"], p.Wh), dh_direct=None, dc_prev=dc_prev, to_sum=to_sum)
+
+
+def through_norm_of_c(p: Side, s: Step, d: Array, fl: Arithmetic) -> tuple[Array, Tensors]:
+    """Return the gradient of c [B,H] before its layer normalisation, and the terms of the gradients of scale and shift.
+    d [B,H]: the gradient of the normalised c."""
+    terms = dict(dnorm_c_scale=fl(d * s.norm_c_y.reshape(d.shape)), dnorm_c_shift=d)
+    return unnormalised(d if p.norm_c_scale is None else fl(d * p.norm_c_scale), s.norm_c_y, s.norm_c_r, fl), terms
 
 
 def gru_step(
@@ -146,17 +217,21 @@ def gru_step(
     n = act(a_n + r (h_in Wh_n^T + bhn)),  or with reset "before"  act(a_n + (r h_in) Wh_n^T)
     h = z h_prev + (1 - z) n,  or with flip_z  (1 - z) h_prev + z n
     """
-    a, y = blocks(p, input_part(p, x, fl)), {}
+    z = input_part(p, x, fl)
+    a, y, kept, products = blocks(p, z), {}, {}, {}
+    if p.norm_of is not None:
+        _, product, kept = joined_parts(p, z, fl.dot(h_in, p.Wh.T), fl)
+        products = blocks(p, product)
     for k in "rz":
-        a[k] = fl(a[k] + fl.dot(h_in, rows(p, k).T))
+        a[k] = fl(a[k] + (products[k] if products else fl.dot(h_in, rows(p, k).T)))
         y[k] = ACTIVATIONS[p.act[k]](a[k], fl)
     entered = h_in if p.reset == "after" else fl(y["r"] * h_in)  # what the matrix of the candidate n multiplies
-    q = fl.dot(entered, rows(p, "n").T)
+    q = products["n"] if products else fl.dot(entered, rows(p, "n").T)
     q = q if p.bhn is None else fl(q + p.bhn)
     a["n"] = fl(a["n"] + (fl(y["r"] * q) if p.reset == "after" else q))
     y["n"] = ACTIVATIONS[p.act["n"]](a["n"], fl)
     h = fl.blend(y["z"], y["n"], h_prev) if p.flip_z else fl.blend(y["z"], h_prev, y["n"])
-    return Step(h=h, c=c_prev, gates=join(p, y), a=a, entered=entered, q=q)
+    return Step(h=h, c=c_prev, gates=join(p, y), a=a, entered=entered, q=q, **kept)
 
 
 def gru_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
@@ -181,8 +256,10 @@ def gru_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ari
         dh_in = fl(dh_in + fl.dot(d[k], rows(p, k)))
     # `d` holds the gradients of the gates' preactivations. The recurrent product of a gate has the same gradient. With
     # reset == "after" the candidate n is an exception: r multiplies its product, so the gradient is d["n"] r.
-    drecurrent = join(p, d | {"n": drecurrent_n})
-    to_sum = dict(da=join(p, d), drecurrent=drecurrent, entered=s.entered, dbhn=drecurrent_n)
+    of_norm = through_norm(p, s, join(p, d), join(p, d | {"n": drecurrent_n}), fl)
+    if p.norm_of is not None:
+        dh_in = fl.dot(of_norm["drecurrent"], p.Wh)
+    to_sum = of_norm | dict(entered=s.entered, dbhn=drecurrent_n)
     return Step(dh_in=dh_in, dh_direct=to_h, dc_prev=dc, to_sum=to_sum)
 
 
@@ -191,15 +268,17 @@ def rnn_step(
 ) -> Step:
     """Run one step of a plain RNN and return its values. Inputs are x [B,I] (or x Wx^T [B,H]) and h_in [B,H], which is
     h_prev times the mask. In the result, `gates` is the preactivation."""
-    a = fl(input_part(p, x, fl) + fl.dot(h_in, p.Wh.T))
-    return Step(h=ACTIVATIONS[p.activation](a, fl), c=c_prev, gates=a, a={"h": a})
+    z, product, kept = joined_parts(p, input_part(p, x, fl), fl.dot(h_in, p.Wh.T), fl)
+    a = fl(z + product)
+    return Step(h=ACTIVATIONS[p.activation](a, fl), c=c_prev, gates=a, a={"h": a}, **kept)
 
 
 def rnn_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
     """Return the gradients of one step of a plain RNN. dh [B,H] is the total cotangent of the step's h, dgates [B,H]
     the cotangent of the preactivation."""
     d = fl(fl(dh * SLOPES[p.activation](s.h, fl)) + dgates)
-    return Step(dh_in=fl.dot(d, p.Wh), dh_direct=None, dc_prev=dc, to_sum=dict(da=d, drecurrent=d))
+    to_sum = through_norm(p, s, d, d, fl)
+    return Step(dh_in=fl.dot(to_sum["drecurrent"], p.Wh), dh_direct=None, dc_prev=dc, to_sum=to_sum)
 
 
 STEPS = {"lstm": (lstm_step, lstm_step_back), "gru": (gru_step, gru_step_back), "rnn": (rnn_step, rnn_step_back)}

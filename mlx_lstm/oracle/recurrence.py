@@ -196,6 +196,9 @@ def collect(p: Side, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl
         gradients["peephole"] = summed("dpeephole", GH)
     if p.bhn is not None:
         gradients["bhn"] = summed("dbhn", p.H)
+    for name, width in (("norm_scale", GH), ("norm_shift", GH), ("norm_c_scale", p.H), ("norm_c_shift", p.H)):
+        if name in p.given:
+            gradients[name] = summed(f"d{name}", width)
     if p.Wp is not None:
         gradients["Wp"] = sum_of_outer_products(sequence("dh", p.P), sequence("m", p.H))
     return gradients

@@ -163,7 +163,7 @@ def check_shapes(
 
 def norm_shapes(own: list[int], G: int, H: int) -> dict[str, list[int]]:
     """Return the shapes of the arrays of layer normalisation. own: [2] with both directions, else []."""
-    each = {"norm": [*own, G * H], "norm_c": [*own, H]}
+    each = {"norm": [*own, G * H], "norm_input": [*own, G * H], "norm_c": [*own, H]}
     return {f"{name}_{part}": shape for name, shape in each.items() for part in ("scale", "shift")}
 
 

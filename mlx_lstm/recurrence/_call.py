@@ -13,6 +13,7 @@ from ..engines.cells import AnyCell, LSTMCell
 from ..engines.choice import NOWHERE, Stream, on
 from ..engines.chunks import HALVES
 from ..engines.definitions import activate
+from ..engines.input_norm import before_steps
 from ..engines.packing import Packing, packed_names
 from ..engines.problem import Arrays, Problem, limits_in_effect, masks_differ
 from ..engines.tracing import custom_function, have_values, is_transforming, vjp
@@ -85,11 +86,12 @@ class Call(NamedTuple):
         )
         with NOWHERE if self.stream is None else on(self.stream, op):
             if self.hold is None and "keep" not in arrays:
-                arrays = self.with_lengths(arrays, sizes, op)
-                problem, choice = self.plan(arrays, [], sizes, packing, Wanted(return_gates, training, wants_last))
-                return self.run(problem, arrays, choice), choice
+                call, arrays, packing = self.with_norm(self.with_lengths(arrays, sizes, op), packing)
+                problem, choice = call.plan(arrays, [], sizes, packing, Wanted(return_gates, training, wants_last))
+                return call.run(problem, arrays, choice), choice
             steps, call = self.steps(arrays, sizes, op)
             inner = call.with_lengths(steps.to_engine(arrays), sizes, op)
+            call, inner, packing = call.with_norm(inner, packing)
             # With `hold` the engine does not run the held steps. So `steps.outputs` reads the last states of the call
             # from the sequences h and c, not from the engine.
             inner_last = wants_last and self.hold is None
@@ -181,6 +183,16 @@ class Call(NamedTuple):
         """Check the lengths of the call. Return the arrays with the lengths added, if the call has any."""
         lengths = whole_lengths(op, self.lengths, sizes[1], sizes[0], checked=self.lengths_checked)
         return arrays if lengths is None else arrays | {"lengths": lengths}
+
+    def with_norm(self, arrays: Arrays, packing: Packing | None) -> tuple["Call", Arrays, Packing | None]:
+        """Return the call, its arrays and their packing after the part of layer normalisation that no engine computes:
+        that of the input's product."""
+        if self.cell.norm is None:
+            return self, arrays, packing
+        cell, arrays, packing = before_steps(
+            self.cell, arrays, packing, 2 if self.bidirectional else 1, self.batch_first
+        )
+        return self._replace(cell=cell), arrays, packing
 
     def plan(
         self,

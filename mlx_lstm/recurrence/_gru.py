@@ -10,6 +10,7 @@ from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_gru
 from ._call import Call, Hold, Lengths, given
+from ._norm import Norm, with_norm
 
 
 class GRUOutput(NamedTuple):
@@ -42,6 +43,7 @@ def gru(
     reverse: bool = False,
     bidirectional: bool = False,
     lengths: Lengths = None,
+    norm: Norm | None = None,
     return_gates: bool = False,
     training: bool = True,
     checkpoint_every: int | str | None = None,
@@ -77,6 +79,7 @@ def gru(
         flip_z (bool): use z as the weight of n, so that h[t] = (1 - z) h[t-1] + z n. Default: `False`.
         mask (array, optional): factor on h[t-1] as it enters the recurrent products; broadcastable to [B, H], or to
             [T, B, H] for a mask per step. All gates share it. The term z h[t-1] is not masked; `keep` acts on both.
+        norm (Norm, optional): layer normalisation of the products, as in `lstm`; needs `reset="after"`.
         keep, hold, reverse, bidirectional, lengths, return_gates, training, checkpoint_every, engine, stream: as in
             `lstm`. With both directions Wx is [6H, I], b [6H], Wh [2, 3H, H], bhn [2H], h0 [B, 2H], a projected x
             [T, B, 6H]. Errors are those of `lstm`.
@@ -95,6 +98,7 @@ def gru(
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, bhn=bhn, mask=mask, keep=keep)
     cell = check_gru(gate_order, activations, reset, flip_z, bhn is not None)
+    cell, arrays = with_norm("gru", cell, norm, arrays)
     call = Call(cell, reverse, bidirectional, lengths, engine, stream, hold=hold, checkpoint_every=checkpoint_every)
     return GRUOutput(**call.forward(arrays, return_gates=return_gates, training=training)[0])
 

@@ -10,6 +10,7 @@ from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import Clips, check_lstm
 from ._call import Call, Hold, Lengths, given
+from ._norm import Norm, with_norm
 
 
 class LSTMOutput(NamedTuple):
@@ -50,6 +51,7 @@ def lstm(
     bidirectional: bool = False,
     lengths: Lengths = None,
     Wp: Weight | None = None,
+    norm: Norm | None = None,
     return_gates: bool = False,
     training: bool = True,
     checkpoint_every: int | str | None = None,
@@ -113,6 +115,8 @@ def lstm(
             its outputs are 0, its state is carried unchanged and its input is not read. With `reverse` the item starts
             at its end. Under `mx.compile` the range is not checked.
         Wp (array, optional): projection of h, [P, H].
+        norm (Norm, optional): layer normalisation inside the step; `mlx_lstm.Norm` has the formulas. `gates` are those
+            after it. The gradient op does not take it: use `mx.vjp`. Default: `None`.
         return_gates (bool): whether `gates` is returned, else it is `None`. Default: `False`.
         training (bool): `False` for inference. The forward pass then saves nothing for a gradient. If a gradient is
             needed nevertheless, the forward pass runs again. With `False`, a graph that MLX traces does not contain
@@ -155,6 +159,7 @@ def lstm(
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, keep=keep, Wp=Wp)
     clips = Clips(cell_clip, projection_clip, clip_gradient, Wp is not None)
     cell = check_lstm(gate_order, activations, output_peephole, forget_bias, clips)
+    cell, arrays = with_norm("lstm", cell, norm, arrays)
     call = Call(cell, reverse, bidirectional, lengths, engine, stream, hold=hold, checkpoint_every=checkpoint_every)
     return LSTMOutput(**call.forward(arrays, return_gates=return_gates, training=training)[0])
 

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..engines.cell_tracer import Counts, traced
-from ..engines.cells import PointwiseCell
+from ..engines.cells import NormOptions, PointwiseCell
 from ..engines.choice import Engine, Stream
 from ..engines.problem import Array
 from ..ground.checks import check_array, check_flag, fail, instead_of
 from ._call import Call, Hold, Lengths
+from ._norm import Norm, with_norm
 
 OP = "pointwise"
 
@@ -30,6 +31,7 @@ class OwnCell(NamedTuple):
     params: int
     apart: bool
     recurrent: bool
+    norm: NormOptions | None = None
 
     op = OP
 
@@ -46,7 +48,7 @@ class OwnCell(NamedTuple):
             pass
         counts, wide = Counts(self.gates, self.states, inputs, self.params), dtype == mx.float64
         graph = traced(self.function, counts, self.apart, (B, H), mx.float64 if wide else mx.float32)
-        return PointwiseCell(graph, self.recurrent)
+        return PointwiseCell(graph, self.recurrent, self.norm)
 
 
 def pointwise(
@@ -66,6 +68,7 @@ def pointwise(
     lengths: Lengths = None,
     reverse: bool = False,
     bidirectional: bool = False,
+    norm: Norm | None = None,
     training: bool = True,
     checkpoint_every: int | str | None = None,
     engine: Engine | None = None,
@@ -114,6 +117,8 @@ def pointwise(
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`.
         bidirectional (bool): run both directions. The arrays then hold the forward direction first: Wx [2 G H, I], Wh
             [2, G H, H], b [2 G H], states [B, 2H], inputs [T, B, 2H], params [2H]. Default: `False`.
+        norm (Norm, optional): layer normalisation of the preactivations before `cell` gets them, as in `lstm`; needs
+            Wh, and with `apart` not `"sum"`. Default: `None`.
         training (bool): `False` for inference: the forward pass saves nothing for a gradient. Default: `True`.
         checkpoint_every (int or str, optional): save only the states of every K-th step, as in `lstm`.
         engine (str, optional): `"fused"`, `"stepwise"` (Metal), `"numpy"` or `"ops"` to force an engine. Default: the
@@ -158,7 +163,7 @@ def pointwise(
     arrays["c0"] = side_by_side(states[1:], D)
     arrays["inputs"] = side_by_side(each, D)
     arrays["params"] = side_by_side(numbers, D)
-    own = PointwiseCell(graph, Wh is not None)
+    own, arrays = with_norm(OP, PointwiseCell(graph, Wh is not None), norm, arrays)
     call = Call(own, reverse, bidirectional, lengths, engine, stream, hold=hold, checkpoint_every=checkpoint_every)
     given = {name: array for name, array in arrays.items() if array is not None}
     outputs, _ = call.forward(given, return_gates=False, training=training)

@@ -9,6 +9,7 @@ from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_rnn
 from ._call import Call, Hold, Lengths, given
+from ._norm import Norm, with_norm
 
 
 class RNNOutput(NamedTuple):
@@ -38,6 +39,7 @@ def rnn(
     reverse: bool = False,
     bidirectional: bool = False,
     lengths: Lengths = None,
+    norm: Norm | None = None,
     return_gates: bool = False,
     training: bool = True,
     checkpoint_every: int | str | None = None,
@@ -59,6 +61,7 @@ def rnn(
         b (array, optional): bias, [H].
         h0 (array, optional): first h, [B, H]. Default: zeros.
         activation (str): the activation of h; the names are those of `lstm`. Default: `"tanh"`.
+        norm (Norm, optional): layer normalisation of the products, as in `lstm`.
         mask, keep, hold, reverse, bidirectional, lengths, training, checkpoint_every, engine, stream: as in `lstm`,
             with the same errors. mask is a factor on h in the product with Wh; keep is a factor on h before a step;
             hold marks steps that leave h unchanged; lengths has the steps of each sequence. With both directions Wx is
@@ -76,7 +79,7 @@ def rnn(
         (10, 2, 4)
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, mask=mask, keep=keep)
-    cell = check_rnn(activation)
+    cell, arrays = with_norm("rnn", check_rnn(activation), norm, arrays)
     call = Call(cell, reverse, bidirectional, lengths, engine, stream, hold=hold, checkpoint_every=checkpoint_every)
     return RNNOutput(**call.forward(arrays, return_gates=return_gates, training=training)[0])
 

@@ -13,11 +13,12 @@ import mlx.core as mx
 import numpy as np
 
 from ..engines import Choice
-from ..engines.cells import Cell, LSTMCell
+from ..engines.cells import AnyCell, Cell, LSTMCell
 from ..engines.chunks import HALVES, for_engine
 from ..engines.numpy.stream import Stream
 from ..engines.numpy.sweep import Views, views
 from ..engines.ops.packed import dequantized
+from ..engines.packing import Packing
 from ..engines.problem import Arrays, Problem
 from ..engines.stream import Launch, MLXStream, launch_of
 from ..engines.tracing import is_transforming
@@ -50,12 +51,19 @@ class Watched(NamedTuple):
 class Plan(NamedTuple):
     """One layer of a stepper. problem, with_keep: the description of one step (sizes and options) without and with the
     option `keep`, a factor on the states. choice: the engine that runs both. arrays: the parameters, and an input "x"
-    of zeros."""
+    of zeros. norm: if the input's product is normalised, the cell, parameters and packing from which it is computed;
+    then `arrays` has no input weights."""
 
     problem: Problem
     with_keep: Problem
     choice: Choice
     arrays: Arrays
+    norm: tuple[AnyCell, Arrays, Packing | None] | None = None
+
+    @property
+    def given(self) -> Arrays:
+        """Return the parameters as the layer has them, and an input "x" of zeros."""
+        return self.arrays if self.norm is None else self.norm[1]
 
 
 class Stepper:
@@ -230,15 +238,15 @@ class Stepper:
         self._is_lstm = isinstance(plans[0].problem.cell, LSTMCell)
         self._carried = plans[0].problem.cell.carried
         for n, (before, after) in enumerate(pairwise(plans), 1):
-            if after.arrays["x"].shape[1] != before.problem.P:
+            if after.given["x"].shape[1] != before.problem.P:
                 rule = f"layer {n} must read the {before.problem.P} features of the layer before"
-                fail(self._op, rule, after.arrays["x"].shape[1])
+                fail(self._op, rule, after.given["x"].shape[1])
         self.engine_used = plans[-1].choice
         self._on_numpy = all(plan.choice.engine == "numpy" for plan in plans)
-        self._shape = (*self._batch, plans[0].arrays["x"].shape[1])
+        self._shape = (*self._batch, plans[0].given["x"].shape[1])
         if self._on_numpy:
             self._stream: Any = Stream(  # or MLXStream, which has the same methods
-                [plan.problem for plan in plans], [numpy_views(plan) for plan in plans], self._batch
+                [numpy_problem(plan) for plan in plans], [numpy_views(plan) for plan in plans], self._batch
             )
         else:
             pairs = [launches_of(plan) for plan in plans]
@@ -357,26 +365,34 @@ def plan(op: str, cell: Cell | OwnCell, parameters: dict[str, Any], engine: str 
     if inputs:
         arrays["inputs"] = mx.zeros((1, B, inputs * H), dtype)
     arrays, packing, sizes = check_call(op, arrays, traced, False, {}, one_step=True)
-    call = Call(traced, engine=engine, one_step=True)
-    names = arrays | {"keep": mx.ones((1, B, 1), dtype)}
+    call, inner, inner_packing = Call(traced, engine=engine, one_step=True).with_norm(arrays, packing)
+    names = inner | {"keep": mx.ones((1, B, 1), dtype)}
     wanted = Wanted(return_gates=False, training=False, wants_last=True)
-    problem, chosen = call.plan(arrays, [], sizes, packing, wanted)
-    with_keep, _ = call.plan(names, [], sizes, packing, wanted)
-    return Plan(problem, with_keep, chosen, {name: arrays[name] for name in arrays if name not in ("h0", "c0")})
+    problem, chosen = call.plan(inner, [], sizes, inner_packing, wanted)
+    with_keep, _ = call.plan(names, [], sizes, inner_packing, wanted)
+    arrays, inner = ({name: each[name] for name in each if name not in ("h0", "c0")} for each in (arrays, inner))
+    is_before = traced.norm is not None and traced.norm.of == "products"
+    return Plan(problem, with_keep, chosen, inner, (traced, arrays, packing) if is_before else None)
 
 
 def numpy_views(plan: Plan) -> Views:
     """Return a layer's parameters as the engine `numpy` reads them: float32 or float64 arrays of NumPy, in memory
     that MLX does not overwrite."""
-    arrays = dequantized(plan.problem.packing, for_engine("numpy", plan.arrays))
+    packing = plan.problem.packing if plan.norm is None else plan.norm[2]
+    arrays = dequantized(packing, for_engine("numpy", plan.given))
     return views({name: mx.stop_gradient(array) for name, array in arrays.items()})
+
+
+def numpy_problem(plan: Plan) -> Problem:
+    """Return the description of one step for the engine `numpy`, which normalises the input's product itself."""
+    return plan.problem if plan.norm is None else plan.problem._replace(cell=plan.norm[0])
 
 
 def launches_of(plan: Plan) -> tuple[Launch, Launch]:
     """Return two `Launch` objects, which hold what a layer needs at every step on an engine other than `numpy`: the
     engine, the description of one step (`Problem`) and the parameters. The first is for steps without the option
     `keep` (a factor on the states), the second for steps with it."""
-    launch = launch_of(plan.choice.engine, plan.problem, plan.arrays)
+    launch = launch_of(plan.choice.engine, plan.problem, plan.arrays)._replace(norm=plan.norm)
     return launch, launch._replace(problem=plan.with_keep)
 
 

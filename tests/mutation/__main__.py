@@ -16,7 +16,7 @@ from importlib.util import cache_from_source
 from pathlib import Path
 
 from .choice import tests_of
-from .slips import Slip, slips
+from .slips import Slip, compiles, slips
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ("-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--fuzz=400", "--fuzz-seed=1")
@@ -49,10 +49,15 @@ def slips_at(path: str) -> dict[int, list[Slip]]:
 
 def drawn(since: str, number: int, seed: int) -> list[tuple[str, int, int]]:
     """Draw places (path, line, number of the slip in the line): one slip in each of some random changed lines."""
-    rng = random.Random(seed)
-    lines = [(path, line) for path, line in changed(since) if slips_at(path).get(line)]
-    chosen = rng.sample(lines, min(number, len(lines)))
-    return [(path, line, rng.randrange(len(slips_at(path)[line]))) for path, line in chosen]
+    rng, lines, found = random.Random(seed), changed(since), list[tuple[str, int, int]]()
+    rng.shuffle(lines)
+    for path, line in lines:
+        # Only the slips of the drawn lines are compiled: to compile those of the whole package takes minutes.
+        numbers = [n for n, slip in enumerate(slips_at(path).get(line, [])) if compiles(path, slip.text)]
+        found += [(path, line, rng.choice(numbers))] if numbers else []
+        if len(found) == number:
+            break
+    return found
 
 
 def copy_to(folder: Path) -> None:

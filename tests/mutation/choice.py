@@ -37,7 +37,7 @@ def imports(root: Path, path: str) -> set[str]:
 
 def tests_of(root: Path, path: str) -> list[str]:
     """Return the test files for a file of the library. First come its own doctests, then the files that reach it by
-    the fewest imports; among equals, the file that shares its name, then the smallest."""
+    the fewest imports; among equals, the file that shares its name or its folder's, then the smallest."""
     every = [str(file.relative_to(root)) for folder in ("tests", "mlx_lstm") for file in (root / folder).rglob("*.py")]
     used = {file: imports(root, file) for file in every}
     distance, front = {path: 0}, {path}
@@ -46,6 +46,7 @@ def tests_of(root: Path, path: str) -> list[str]:
         distance |= dict.fromkeys(front, max(distance.values()) + 1)
     tests = [file for file in every if Path(file).name.startswith("test_") and file in distance]
     tests = [file for file in tests if not file.startswith(TABLES)]
-    stem = Path(path).stem.strip("_")
-    tests.sort(key=lambda file: (distance[file], stem not in file, (root / file).stat().st_size))
+    names = {Path(path).stem.strip("_"), Path(path).parent.name}
+    named = {file: any(f"test_{name}" in file for name in names) for file in tests}
+    tests.sort(key=lambda file: (distance[file], not named[file], (root / file).stat().st_size))
     return [path] * (path.endswith(".py") and ">>>" in (root / path).read_text()) + tests

@@ -29,7 +29,7 @@ UNTOUCHED = {"annotation", "returns", "msg", "exc", "type_params"}
 def slips(path: str, text: str) -> list[Slip]:
     """Return all slips of a file. Slips of a shader that are known to change no result are left out."""
     if not path.endswith(".metal"):
-        return [slip for slip in python_slips(text) if compiles(slip.text)]
+        return list(python_slips(text))
     from test_kernel_mutations import HARMLESS  # imported here: it imports MLX and the library
 
     lines = text.splitlines()
@@ -37,7 +37,10 @@ def slips(path: str, text: str) -> list[Slip]:
     return [slip for slip in found if f"{lines[slip.line - 1].strip()}  {slip.what}" not in HARMLESS]
 
 
-def compiles(text: str) -> bool:
+def compiles(path: str, text: str) -> bool:
+    """Return whether Python accepts a text with a slip. A shader is compiled by the tests."""
+    if path.endswith(".metal"):
+        return True
     try:
         compile(text, "slip", "exec")
     except SyntaxError:

@@ -138,6 +138,8 @@ class BackwardSweep:
         for name, d_state in (("h0", self.dh), ("c0", self.dc)):
             if name in out:
                 out[name][...] = d_state.T
+        if self.step.norm_of_c is not None:
+            self.step.norm_of_c.add_gradients(self.products)
         if (params := self.problem.cell.params) in out:
             self.products.add(params, self.step.dparams.sum(axis=1))
 
@@ -150,7 +152,8 @@ class BackwardSweep:
         h_before = self.h_before(start, stop)  # [steps, B, P]
         h_prev = h_before if keep is None else h_before * keep
         h_in = (h_prev if mask is None else h_prev * mask).reshape(-1, problem.P)
-        step.begin_chunk(start, h_prev, h_in)
+        x = self.inputs(start, stop) if step.norm is not None and step.norm.sums else None
+        step.begin_chunk(start, h_prev, h_in, x)
         times = range(start, stop)
         for t in times if problem.reverse else reversed(times):
             k, columns = t - start, slice((t - start) * problem.B, (t - start + 1) * problem.B)
@@ -192,12 +195,16 @@ class BackwardSweep:
         n = (stop - start) * self.problem.B
         dz, x = self.step.dz[:, :n], None  # [GH, n]
         if "Wx" in self.out or "Wx" in self.products.factors:
-            x = self.without_padding(self.v["x"], start, stop).reshape(n, -1)
+            x = self.inputs(start, stop)
         self.step.end_chunk(self.products, h_in)
         self.products.write_input(start, stop, dz, self.v.get("Wx"))
         if x is not None:
             self.products.accumulate("Wx", dz, matrix(x))
         self.products.accumulate("b", dz, np.ones(n, dz.dtype))
+
+    def inputs(self, start: int, stop: int) -> Array:
+        """Return x of the steps from `start` to `stop`, [steps * B, I], with 0 where a batch item has ended."""
+        return self.without_padding(self.v["x"], start, stop).reshape((stop - start) * self.problem.B, -1)
 
     def through_mask(self, t: int, mask: Array, h_prev: Array) -> None:
         """Turn dh, the gradient of mask * h_prev, into the gradient of h_prev [B, P], and add this step's term to

@@ -259,10 +259,11 @@ class JoinedProduct:
 
 
 def bias_of(problem: Problem, v: Views) -> Array | None:
-    """Return the bias [GH] with an LSTM's forget bias added. Return None if the call has neither."""
+    """Return the bias [GH] with an LSTM's forget bias added. Return None if the call has neither. If the sum of the
+    input's part and the recurrent product is normalised, the forget bias comes after that, and is not added here."""
     cell, H = problem.cell, problem.H
     forget_bias = cell.forget_bias
-    if not forget_bias:
+    if not forget_bias or (cell.norm is not None and cell.norm.of == "sum"):
         return v.get("b")
     bias = np.array(v["b"]) if "b" in v else np.zeros(cell.gates * H, v["Wh"].dtype)
     bias[cell.block("f", H)] += forget_bias

@@ -26,6 +26,8 @@ UFUNCS = {
 
 COMPOSED: dict[str, str] = {
     "matmul": "matmul({1}, {0}, {out})",  # arrays are feature-major, so the matrix is the left factor
+    "norm": "{1}({0}, {out})",
+    "unnorm": "{2}.back({0}, {1}, {out})",
     "float": "copyto({out}, {0})",
     "clip": "clip({0}, -{1}, {1}, {out})",
     "select": "copyto({out}, {2}); copyto({out}, {1}, where={0})",

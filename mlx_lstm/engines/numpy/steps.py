@@ -15,6 +15,7 @@ from ..cell_graph import CellGraph, needed
 from ..cell_tracer import graph_of
 from ..cells import AnyCell, form_of
 from ..problem import Problem
+from .norms import NormBackward, NormOfC, norm_of_preactivations
 from .products import (
     FEATURE_MAJOR,
     Array,
@@ -156,7 +157,7 @@ def at_places(*rows: tuple[str, int, str, int]) -> dict[str, Place]:
     return {f"{a}{first + k}": place for a, first, array, n in rows for k, place in enumerate(places(array, n))}
 
 
-ALONE = ("s0", "n0", "i0", "d0", "k0", "k1", "W0", "W0T", "direct", "di", "m", "dh")
+ALONE = ("s0", "n0", "i0", "d0", "k0", "k1", "W0", "W0T", "N0", "direct", "di", "m", "dh")
 """The arrays that are one block."""
 
 WIDE = ("n0", "d0", "dh")
@@ -181,12 +182,13 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
         y              the values that the backward pass needs, if `saves`
 
     order: the order of the gates in z. negated: the gates whose rows of z are negated. adds: whether xs is added to z
-    at once. bhn: whether bhn is added to the candidate's product.
+    at once. bhn: whether bhn is added to the candidate's product. With layer normalisation the step calls `normalise`
+    on z before or after xs is added, and N0 on c.
     """
     graph, letters, carried = plan.graph, plan.cell.gate_order, plan.graph.states - 1
     x = "z" if plan.rows and not graph.apart else "xs"
     at = at_places(("s", 1, "c_prev", carried), ("u", 0, "us", graph.inputs))
-    at |= at_places(("w", 0, "w", graph.params)) | {name: Place(name, 0) for name in ("s0", "k0", "k1", "W0T")}
+    at |= at_places(("w", 0, "w", graph.params)) | {name: Place(name, 0) for name in ("s0", "k0", "k1", "W0T", "N0")}
     for k, letter in enumerate(letters):
         at |= {f"x{k}": Place(x, order.index(letter)), f"p{k}": Place("z", order.index(letter))}
     at["i0"] = Place("operand", 0)
@@ -200,8 +202,11 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
     store, divided = Store(sizes, ["z"], ["c", "n0"], wide), quotients(graph.nodes, graph.forward)
     code = Writer(graph.nodes, known, targets, store, Rewrites(minus, divided=divided))
     before = [f"matmul(weights{n}, operand, product{n})" for n in range(len(plan.rows))]
-    before += ["add(z, xs, z)"] * adds + ["add(z_n, bhn, z_n)"] * bhn
-    fixed = ["us", "w", "k0", "k1", "W0T", "weights1", "product1", "z_n", "bhn"]
+    of = plan.cell.norm.of if plan.cell.norm is not None else None
+    normalise = ["normalise(z, z)"] * (of is not None)
+    before += ["add(z, xs, z)"] * adds + normalise if of == "sum" else normalise + ["add(z, xs, z)"] * adds
+    before += ["add(z_n, bhn, z_n)"] * bhn
+    fixed = ["us", "w", "k0", "k1", "W0T", "N0", "weights1", "product1", "z_n", "bhn", "normalise"]
     return function_of(code, "z, weights0, product0", fixed, "operand, xs, s0, c_prev, y, c, n0", before)
 
 
@@ -216,12 +221,15 @@ class Step:
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         plan = plan_of(cell, graph_arrays(v), problem.return_gates)
         self.apart: bool = plan.graph.apart
+        norm = norm_of_preactivations(problem, v)
+        apart = self.apart or not cell.recurrent or (cell.norm is not None and cell.norm.of in ("product", "products"))
+        negatable = plan.negatable if norm is None else ""
         self.products: Any = (
-            SeparateProducts(problem, v, mask)
-            if self.apart or not cell.recurrent
-            else input_products(problem, v, mask, plan.negatable, streamed)
+            SeparateProducts(problem, v, mask) if apart else input_products(problem, v, mask, negatable, streamed)
         )
-        products, more = self.products, constants_of(plan, cell, v, B)
+        products, more = self.products, constants_of(plan, cell, v, B) | {"normalise": norm}
+        if plan.graph.has_norm():
+            more["N0"] = NormOfC(problem, v)
         z = np.empty((cell.gates * H, B), dtype)
         weights, product = None, z
         if plan.whole:
@@ -330,10 +338,20 @@ def backward_function(plan: Plan) -> Build:
     if words.count("s0") > 1:  # a contiguous copy, because every operation on the view would be slower
         read["s0"] = "copyto(s0, own.h_prev[t - own.start].T)"
     before = [line for name, line in read.items() if name in words]
-    fixed = ["s0", "us", "du", "w", "dw", "direct", "di", "W0", "W0T", "k0", "k1", "all_dx", "all_m", "all_q", "all_dh"]
+    fixed = ["s0", "us", "du", "w", "dw", "direct", "di", "W0", "W0T", "N0", "k0", "k1"]
+    fixed += ["all_dx", "all_m", "all_q", "all_dh", "through_norm"]
     if words.count("s0") <= 1:
         fixed.remove("s0")
-    after = ["through_Wh(dz, d0)" if plan.whole else "own.through_rows(dz, d0)" if plan.rows else "d0.fill(0)"]
+    norms = plan.cell.norm is not None and plan.cell.norm.of is not None
+    after = [
+        "through_Wh(through_norm(dz, columns), d0)"
+        if norms
+        else "through_Wh(dz, d0)"
+        if plan.whole
+        else "own.through_rows(dz, d0)"
+        if plan.rows
+        else "d0.fill(0)"
+    ]
     return function_of(
         code, "saved_at, h_at, all_dz, through_Wh", fixed, "own, t, columns, c_prev, c, d0, dc, e", before, after
     )
@@ -379,6 +397,13 @@ class StepBackward:
         if plan.recomputed:
             self.q = more["all_q"] = columns_buffer(len(plan.recomputed) * H, n, B, dtype)
         self.bhn: Array | None = v.get("bhn")
+        norm = norm_of_preactivations(problem, v)
+        self.norm: NormBackward | None = None if norm is None else NormBackward(problem, v, norm, self.chunk)
+        if self.norm is not None:
+            more["through_norm"] = self.norm.through
+            self.by_column.append(self.norm.dp)
+        self.norm_of_c: NormOfC | None = NormOfC(problem, v) if graph.has_norm() else None
+        more["N0"] = self.norm_of_c
         if plan.passes_h:
             self.direct = more["direct"] = np.empty((H, B), dtype)
         if plan.holds_h:
@@ -407,15 +432,21 @@ class StepBackward:
             rows = slice(start * self.H, stop * self.H)
             dh += np.matmul(self.Wh[rows].T, dz[rows])
 
-    def begin_chunk(self, start: int, h_prev: Array, h_in: Array) -> None:
+    def begin_chunk(self, start: int, h_prev: Array, h_in: Array, x: Array | None) -> None:
         """Begin a chunk of steps, the first of which is step `start`. h_prev [steps, B, H]: h before each step. h_in
         [steps * B, H]: h_prev times the mask. If the backward pass reads the candidate's product q = Wh_n h_in + bhn,
-        compute it for all steps of the chunk."""
+        compute it for all steps of the chunk. x [steps * B, I]: the input, if its part of the preactivations is
+        normalised."""
         self.start, self.h_prev, self.h_in = start, h_prev, h_in
+        if self.norm is not None:
+            self.norm.begin_chunk(h_in, x)
         if self.q is not None:
             for row, k in enumerate(self.plan.recomputed):
                 out = self.q[row * self.H : (row + 1) * self.H, : len(h_in)]
-                np.matmul(self.Wh[k * self.H : (k + 1) * self.H], matrix(h_in).T, out=out)
+                if self.norm is None:
+                    np.matmul(self.Wh[k * self.H : (k + 1) * self.H], matrix(h_in).T, out=out)
+                else:
+                    self.norm.product(k, out)
                 if self.bhn is not None:
                     out += self.bhn[:, None]
 
@@ -445,7 +476,10 @@ class StepBackward:
         n, H, cell, h_in = len(h_in), self.H, self.cell, matrix(h_in)
         for start, stop in self.plan.rows:
             rows = slice(None) if (start, stop) == (0, cell.gates) else slice(start * H, stop * H)
-            products.accumulate("Wh", self.dz[rows, :n], h_in, rows)
+            dp = self.dz if self.norm is None else self.norm.dp
+            products.accumulate("Wh", dp[rows, :n], h_in, rows)
+        if self.norm is not None:
+            self.norm.end_chunk(products, self.dz[:, :n])
         if self.m is not None and self.dh is not None:
             products.accumulate("Wp", self.dh[:, :n], self.m[:, :n].T)
         elif self.m is not None:
@@ -456,3 +490,5 @@ class StepBackward:
         if self.dx is not None:
             for place, k in enumerate(self.plan.other):
                 self.dz[k * H : (k + 1) * H, :n] = self.dx[place * H : (place + 1) * H, :n]
+        elif self.norm is not None and self.norm.sums:
+            self.dz[:, :n] = self.norm.dp[:, :n]

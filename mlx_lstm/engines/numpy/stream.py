@@ -7,6 +7,7 @@ Within a step every array is feature-major, as in `engines.numpy.sweep`.
 import numpy as np
 
 from ..problem import Problem
+from .norms import Normalisation, norm_of_input
 from .products import Array, JoinedProduct, Views, bias_of, in_blocks
 from .steps import Step
 
@@ -32,8 +33,11 @@ class StreamedLayer:
         self.operands: list[Array] = products.operands
         self.c: list[Array] = [np.zeros((cell.carried * H, B), dtype) for _ in range(2)]
         self.inputs: Array | None = None
+        self.norm: Normalisation | None = None  # of the input's product
         if not isinstance(products, JoinedProduct):  # the product with h is separate; the bias is one more column of Wx
             bias = bias_of(problem, v)
+            if cell.norm is not None and cell.norm.of == "products":
+                self.norm, bias = norm_of_input(problem, v, bias), None
             Wx = v["Wx"] if bias is None else np.concatenate([v["Wx"], bias[:, None]], axis=1)
             self.inputs = np.empty((len(Wx), B), dtype)
             self.weights = in_blocks(np.ascontiguousarray(Wx), B, streamed=True)
@@ -50,6 +54,8 @@ class StreamedLayer:
         from x_rows[k]. Return the other buffer, which holds the new h [P, B] (P: the width of h)."""
         if self.inputs is not None:
             np.matmul(self.weights, self.column, out=self.product)
+            if self.norm is not None:
+                self.norm(self.inputs, self.inputs)
         h, new = self.h[k], self.h[1 - k]
         self.step(self.operands[k], self.inputs, h, self.c[k], None, self.c[1 - k], new)
         return new

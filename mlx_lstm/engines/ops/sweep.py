@@ -321,7 +321,7 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
         given |= {f"p{k}": before["q"] for k in graph.recomputed}
         if dgates is not None:
             given |= named("e", cell, dgates)
-        if cell.stops_c:
+        if cell.stops_c or graph.has_norm():  # a norm computes the clipped c again
             given |= limits_of(cell, after["c"], dh)
         known = fixed_nodes | known_after(graph, cell, after)
         known |= {number[name]: array for name, array in given.items() if name in number}
@@ -346,12 +346,12 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
         else:
             dp = mx.concatenate([values[n] for n, _ in of_p], axis=-1) if cell.apart else dz
             if norm is not None:
-                of_norms |= {"da": dp, "dp": norm.before(dp, before["y"], before["r"])}
-                dp = of_norms["dp"]
+                da, dp = dp, norm.before(dp, before["y"], before["r"])
+                of_norms |= {"da": da, "dp": dp}
                 dz = dp if sums else dz
             dh_in = dp @ Wh
-        dc, direct = values[of["s1"]] if "s1" in of else None, values[of["s0"]] if cell.apart else None
-        return StepGradients(dz, dh_in, dc, direct, of_norms)
+        dc_prev, direct = values[of["s1"]] if "s1" in of else None, values[of["s0"]] if cell.apart else None
+        return StepGradients(dz, dh_in, dc_prev, direct, of_norms)
 
     return step
 

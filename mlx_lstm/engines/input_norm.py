@@ -1,0 +1,71 @@
+"""The part of layer normalisation that no engine computes, because it comes before the steps: the normalised product of
+the input, and a shift that is a part of the bias."""
+
+from typing import TypeVar
+
+import mlx.core as mx
+
+from .cells import AnyCell, GRUCell, PointwiseCell, norm_blocks
+from .definitions import normalised
+from .ops.packed import times_input
+from .packing import Packing, is_packed
+from .problem import Arrays
+
+SomeCell = TypeVar("SomeCell", bound=AnyCell)
+
+HALVES = (mx.float16, mx.bfloat16)
+
+
+def before_steps(
+    cell: SomeCell, arrays: Arrays, packing: Packing | None, directions: int, batch_first: bool
+) -> tuple[SomeCell, Arrays, Packing | None]:
+    """Return (cell, arrays, packing) of a call with layer normalisation as an engine takes them.
+
+    If the input's product is normalised, it is computed here, for all steps: x becomes the normalised product, without
+    Wx. The shift of the recurrent product becomes a part of the biases, where the cell has them.
+    """
+    norm = cell.norm
+    if norm is None or norm.of not in ("product", "products"):
+        return cell, arrays, packing
+    if norm.of == "products":
+        x = normalised_input(cell, arrays, packing, directions, batch_first)
+        arrays = {name: a for name, a in arrays.items() if name[:2] != "Wx" and name[:10] != "norm_input"} | {"x": x}
+        cell = cell._replace(norm=norm._replace(of="product"))
+        packing = packing if is_packed("Wh", arrays) or is_packed("Wp", arrays) else None
+    if "norm_shift" in arrays and not (isinstance(cell, PointwiseCell) and cell.apart):
+        arrays = with_shift_in_bias(cell, arrays, directions)
+    return cell, arrays, packing
+
+
+def normalised_input(
+    cell: AnyCell, arrays: Arrays, packing: Packing | None, directions: int, batch_first: bool
+) -> mx.array:
+    """Return the normalised product x Wx^T of all steps. x must be 0 where a batch item has ended: a NaN there would
+    spoil the gradient of Wx."""
+    x, lengths = arrays["x"], arrays.get("lengths")
+    assert cell.norm is not None
+    if lengths is not None:
+        times, ends = mx.arange(x.shape[1 if batch_first else 0]), lengths
+        live = times < ends[:, None] if batch_first else times[:, None] < ends
+        x = mx.where(live[..., None], x, mx.array(0, x.dtype))
+    z = times_input(packing, arrays, x) if "Wx" in arrays else x
+    wide = z.astype(mx.float32) if z.dtype in HALVES else z
+    y, _ = normalised(wide, directions * norm_blocks(cell), cell.norm.eps)
+    if "norm_input_scale" in arrays:
+        y = y * arrays["norm_input_scale"].reshape(-1)
+    if "norm_input_shift" in arrays:
+        y = y + arrays["norm_input_shift"].reshape(-1)
+    return y.astype(x.dtype)
+
+
+def with_shift_in_bias(cell: AnyCell, arrays: Arrays, directions: int) -> Arrays:
+    """Return the arrays with `norm_shift` added to b, or to bhn for the candidate of a GRU."""
+    shift = arrays["norm_shift"].reshape(directions, cell.gates, -1)
+    found: dict[str, mx.array] = {"b": shift.reshape(-1)}
+    if isinstance(cell, GRUCell):
+        n = cell.gate_order.index("n")
+        found["bhn"] = shift[:, n].reshape(-1)
+        others = mx.arange(3)[None, :, None] != n
+        found["b"] = mx.where(others, shift, mx.array(0, shift.dtype)).reshape(-1)
+    arrays = {name: array for name, array in arrays.items() if name != "norm_shift"}
+    return arrays | {name: array + arrays[name] if name in arrays else array for name, array in found.items()}

@@ -1,0 +1,148 @@
+"""Layer normalisation inside the step: the argument `norm` of the functions and the option `layer_norm` of layers, with
+their checks. `engines.input_norm` computes the part of it that comes before the steps."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import mlx.core as mx
+
+from ..engines.cells import AnyCell, GRUCell, LSTMCell, NormOptions
+from ..ground.checks import check_number, check_option, fail
+
+SomeCell = TypeVar("SomeCell", bound=AnyCell)
+
+
+class Norm(NamedTuple):
+    """Layer normalisation inside the steps of `lstm`, `gru`, `rnn` and `pointwise`.
+
+    LN(a) = scale (a - mean) / sqrt(variance + eps) + shift, with the mean and the variance (of all numbers, as in
+    torch) over the units of one item and one step. The preactivations of a step are, instead of x Wx^T + h Wh^T + b:
+
+        of="products"   LN(x Wx^T) + LN(h Wh^T) + b, each with arrays of its own
+        of="recurrent"  x Wx^T + LN(h Wh^T) + b
+        of="sum"        LN(x Wx^T + h Wh^T + b)
+
+    Peephole terms, `forget_bias` and a GRU's `bhn` are added after the norm. The published layers are
+
+        Ba et al. (2016), haste's LayerNormLSTM     Norm(c="output"), with shifts or without
+        haste's LayerNormGRU                        Norm(), gru(..., b=, bhn=)
+        LayerNormLSTMCell of PyTorch's benchmarks   Norm(c="state")
+        TFLite's LSTM with layer normalisation      Norm("sum", gates="each"), without peepholes
+        TF1's LayerNormBasicLSTMCell                Norm("sum", gates="each", c="state", eps=1e-12)
+        Dreamer's GRU                               Norm("sum", eps=1e-3) of a `pointwise` cell
+
+    of (str, optional): what is normalised, see above; None for c alone. Default: `"products"`. scale, shift [G H]: of
+    the recurrent product or of the sum. input_scale, input_shift [G H]: of x Wx^T, with `"products"`. c (str,
+    optional): for an LSTM, normalise c after its clip: for `"output"` only where h is computed from it, h = o
+    tanh(LN(c)); with `"state"` the normalised c is the state that the next step reads, and the output c. Default:
+    `None`, c is not normalised. c_scale, c_shift [H]: of c. gates (str): `"together"` takes the mean over all G H
+    numbers, `"each"` over the H numbers of each gate. eps (float): added to each variance. Default: 1e-5.
+
+    An array that is None is 1 (a scale) or 0 (a shift). With both directions the arrays are [2, G H] and [2, H]. They
+    have the dtype of x. To get their gradient, make the `Norm` inside of the function that MLX differentiates.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import Norm, lstm
+        >>> x, Wx, Wh, scale = mx.ones((10, 2, 3)), mx.ones((16, 3)), mx.ones((16, 4)), mx.ones(16)
+        >>> lstm(x, Wx, Wh, norm=Norm(scale=scale, c="output")).h.shape
+        (10, 2, 4)
+        >>> mx.grad(lambda scale: lstm(x, Wx, Wh, norm=Norm("sum", scale)).h.sum())(scale).shape
+        (16,)
+    """
+
+    of: str | None = "products"
+    scale: mx.array | None = None
+    shift: mx.array | None = None
+    input_scale: mx.array | None = None
+    input_shift: mx.array | None = None
+    c: str | None = None
+    c_scale: mx.array | None = None
+    c_shift: mx.array | None = None
+    gates: str = "together"
+    eps: float = 1e-5
+
+    def __repr__(self) -> str:
+        changed = [name for name, usual in self._field_defaults.items() if getattr(self, name) is not usual]
+        return f"Norm({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
+
+
+NAMES = {
+    "scale": "norm_scale",
+    "shift": "norm_shift",
+    "input_scale": "norm_input_scale",
+    "input_shift": "norm_input_shift",
+    "c_scale": "norm_c_scale",
+    "c_shift": "norm_c_shift",
+}
+"""The arrays of `Norm`, and their names in a call."""
+
+OF = {"products": "products", "recurrent": "product", "sum": "sum", None: None}
+"""The values of `Norm.of`, and those of `NormOptions.of`."""
+
+
+def with_norm(op: str, cell: SomeCell, norm: Any, arrays: dict[str, Any]) -> tuple[SomeCell, dict[str, Any]]:
+    """Check the argument `norm`. Return the cell and the arrays of the call with it."""
+    if norm is None:
+        return cell, arrays
+    options = options_of(op, cell, norm)
+    for name in NAMES:
+        used = options.c if name[:2] == "c_" else options.of if name[:5] != "input" else options.of == "products"
+        if getattr(norm, name) is not None and not used:
+            fail(op, f"norm.{name} must be None where nothing is normalised that it belongs to", "an array")
+    given = {argument: getattr(norm, name) for name, argument in NAMES.items() if getattr(norm, name) is not None}
+    return cell._replace(norm=options), arrays | given
+
+
+def options_of(op: str, cell: Any, norm: Any) -> NormOptions:
+    """Check the options of a `Norm` for this cell, or a user's cell before it is traced. Return them as engines take
+    them."""
+    if not isinstance(norm, Norm):
+        fail(op, 'norm must be a mlx_lstm.Norm, such as Norm() or Norm("sum", scale)', type(norm).__name__)
+    check_option(op, "norm.of", norm.of, tuple(OF))
+    check_option(op, "norm.c", norm.c, (None, "output", "state"))
+    check_option(op, "norm.gates", norm.gates, ("together", "each"))
+    eps = check_number(op, "norm.eps", norm.eps)
+    if eps <= 0:
+        fail(op, "norm.eps must be above 0", norm.eps)
+    if norm.of is norm.c is None:
+        fail(op, "norm must normalise something: norm.of or norm.c", "None for both")
+    if norm.c is not None and not isinstance(cell, LSTMCell):
+        fail(op, "norm.c must be None, as only an LSTM has a c that is normalised,", repr(norm.c))
+    if isinstance(cell, GRUCell) and (norm.of == "sum" or cell.reset == "before"):
+        rule = "norm.of must be 'products' or 'recurrent' and reset 'after', as the candidate's parts are apart,"
+        fail(op, rule, f"{norm.of!r} and {cell.reset!r}")
+    if not cell.recurrent:
+        fail(op, "norm must be None where Wh is None", "a Norm")
+    if norm.of == "sum" and cell.apart:
+        fail(op, "norm.of must be 'products' or 'recurrent' with apart=True", "'sum'")
+    return NormOptions(OF[norm.of], norm.gates, norm.c, eps)
+
+
+def layer_norm_of(op: str, cell: Any, layer_norm: Any) -> NormOptions | None:
+    """Check the option `layer_norm` of a layer: a bool, or a `Norm` without arrays. Return the options of the cell."""
+    if layer_norm is False:
+        return None
+    if layer_norm is True:
+        layer_norm = Norm(c="output" if isinstance(cell, LSTMCell) else None)
+    if not isinstance(layer_norm, Norm):
+        fail(op, "layer_norm must be True, False or a mlx_lstm.Norm", repr(layer_norm))
+    if any(getattr(layer_norm, name) is not None for name in NAMES):
+        fail(op, "layer_norm must be a Norm without arrays, which are parameters of the layer", "an array")
+    return options_of(op, cell, layer_norm)
+
+
+def layer_norm_arrays(norm: NormOptions, gates: int, H: int) -> dict[str, int]:
+    """Return the names of the parameters of a layer with layer normalisation, and their widths. A shift of a product
+    would do the same as the bias, so there is none."""
+    found = {"norm_scale": gates * H} if norm.of is not None else {}
+    found |= {"norm_input_scale": gates * H} if norm.of == "products" else {}
+    found |= {"norm_shift": gates * H} if norm.of == "sum" else {}
+    return found | ({"norm_c_scale": H, "norm_c_shift": H} if norm.c is not None else {})
+
+
+def norm_given(norm: NormOptions, arrays: Mapping[str, Any]) -> Norm:
+    """Return the `Norm` of these options, with those of its arrays that are in `arrays`."""
+    of = next(word for word, own in OF.items() if own == norm.of)
+    given = {name: arrays[argument] for name, argument in NAMES.items() if argument in arrays}
+    return Norm(of, c=norm.c, gates=norm.gates, eps=norm.eps, **given)
