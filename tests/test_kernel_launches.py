@@ -145,7 +145,8 @@ def graph_of(engine, T, projection=False, dtype=mx.float32, op="lstm", D=1):
     shapes |= {"c0": (B, D * H)} if op == "lstm" else {"bhn": (D * H,)} if op == "gru" else {}
     shapes |= {"Wp": (*own, P, H)} if projection else {}
     arrays = {name: mx.zeros(shape, dtype) for name, shape in shapes.items()}
-    problem, module = Problem(T, B, H, width, cell, bidirectional=D == 2), autodiff.ENGINE_MODULES[engine]
+    problem = Problem(T, B, H, width, cell, dtype, bidirectional=D == 2)
+    module = autodiff.ENGINE_MODULES[engine]
 
     def sweeps(*values):
         given = dict(zip(arrays, values, strict=True))
