@@ -849,7 +849,7 @@ def gradients_launch(
     shapes = {
         "dz": ((T, B, D * cell.gradients * H), dtype),
         "du": ((T, B, D * cell.inputs * H), dtype),
-        "dc0": ((B, D * cell.carried * H), mx.float32),
+        "dc0": ((B, D * cell.carried * H), mx.float32 if cell.op == "pointwise" else dtype),
         "dw": ((B, D * cell.summed * H), mx.float32),
         "d_out": ((T, B, D * cell.gates * H), dtype),
         "carry": ((T, B, D * carries * H), mx.float32),
