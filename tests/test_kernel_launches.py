@@ -391,7 +391,7 @@ def test_fused_moves_hardly_more_than_every_array_once(options):
     a gate of another lane; and the 8 x 8 matrices have room for eight sequences, so with a batch of 2 the lanes of six
     missing sequences load the numbers of the last sequence."""
     left_out, op = (*WEIGHTS, "sizes"), options.get("op")
-    shared, gates = ("states", "dh", "dc", "q", "mask"), ("z", "gates", "dgates")
+    shared, gates = ("h", "c", "dh", "dc", "q", "mask"), ("z", "gates", "dgates")
     by_all_lanes = dict.fromkeys(shared, 1 if op == "rnn" else 4) | dict.fromkeys(gates, 4 / 3 if op == "gru" else 1)
     if options.get("wide"):
         by_all_lanes = dict.fromkeys((*shared, *gates), 4)
