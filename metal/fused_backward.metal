@@ -84,13 +84,15 @@ void fused_backward(
   const int row = Unit::operand_block(lane), block = Unit::gate_block(lane) == -1 ? row : Unit::gate_block(lane);
   const bool real = H % (32 / LANES) == 0 || unit < H, has_gate = real && (GATES == LANES || lane != LANES - 1);
   const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
+  const auto norm = norm_of_lane<Cell, H>(
+      a.norm_eps, a, sweep.direction, block, real ? unit : 0, real && row >= 0, index, vectors + SIZE);
   Place<Index> next;
   between_steps<true>(sweep, GATES, H, next);
   const device vec<S, 4>* streamed =
       vectors_of_lane<UNITS * (RUNS + (TWO ? FIRST : 0)), vec<S, 4>>(a.arranged, sweep.direction, index, threads);
   vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
-  fill_with_zeros(vectors, SIZE, index, threads);
+  fill_with_zeros(vectors, SIZE + norm_size<Cell, H, ROWS>(norm), index, threads);
   const float p = real ? Unit::constant_of(a, sweep.direction, lane, H, unit) : 0, limit = value_at(a.numbers, 1, 0.0f);
   Item<Cell, Index> items[ROWS];
 #pragma clang loop unroll(full)
@@ -98,29 +100,34 @@ void fused_backward(
     begin_item<Cell, H>(sweep, a, min(int(group.x) * ROWS + r, sweep.B - 1), block, unit, real, earlier, items[r]);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from d of the units
   StepNumbers<Cell> numbers[ROWS];
+  auto of_norm = norm_numbers<ROWS>(norm);
   const int read = real ? unit : 0;  // a lane without a unit reads the numbers of unit 0
   read_rows<Cell, H>(sweep, a, sweep.stop - 1, items, earlier, step, read, numbers);
+  read_norm<Cell>(a, items, earlier, block, of_norm);
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     const int t = time_of(sweep, n);
     threadgroup float4* current = vectors + (TWO ? 0 : n & 1) * HALF;
-    float sum[ROWS];
+    float sum[ROWS], after[ROWS][C + 1], dc[ROWS];
+#pragma clang loop unroll(full)
+    for (int r = 0; r < ROWS; ++r) {
+      use_states<Cell, H>(sweep, a, n, step, read, numbers[r].states, items[r], after[r]);
+      dc[r] = items[r].ds[C];
+      items[r].past = items[r].ds[0] + numbers[r].ds[0], items[r].mask = numbers[r].mask;
+    }
+    states_backward<Cell, H>(norm, of_norm, a, t, p, items, numbers, after, dc);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, t, items[r].length);
-      float after[C + 1], dc = items[r].ds[C];
-      use_states<Cell, H>(sweep, a, n, step, read, numbers[r].states, items[r], after);
-      const float factor = numbers[r].keep, dc_or_q = C > 0 ? numbers[r].ds[C] : numbers[r].u[0];
-      items[r].past = items[r].ds[0] + numbers[r].ds[0], items[r].mask = numbers[r].mask;
-      Unit::backward(
-          lane, items[r].y, p, factor * items[r].states[C], dc_or_q, after[C], limit, items[r].past, dc, items[r].d);
-      if (real && lane == 0) store(a.carry, items[r].at.state, live ? (C > 0 ? dc : items[r].past) : 0.0f);
-      if (C > 0) items[r].ds[C] = live ? factor * dc : items[r].ds[C];
+      const float factor = numbers[r].keep;
+      unit_backward<Cell>(of_norm, r, lane, p, limit, after[r][C], numbers[r], items[r], dc[r]);
+      if (real && lane == 0) store(a.carry, items[r].at.state, live ? (C > 0 ? dc[r] : items[r].past) : 0.0f);
+      if (C > 0) items[r].ds[C] = live ? factor * dc[r] : items[r].ds[C];
       items[r].past *= factor;
       const S result = S(live ? items[r].d : 0.0f);
       if (has_gate && (!TWO || lane != 0)) a.dz[items[r].at.gate] = result;
       if (real && (TWO ? lane == LANES - 1 : row >= 0)) {
         store(a.d_out, items[r].at.gate, float(result));
-        number_at(current, r * ROW, (TWO ? 0 : row * H) + unit) = float(result);
+        write_operand<Cell>(norm, number_at(current, r * ROW, (TWO ? 0 : row * H) + unit), float(result));
       }
     }
     if constexpr (TWO) {
@@ -129,6 +136,7 @@ void fused_backward(
       reset_back<Cell, H, ROWS, GROUP * RUNS, S>(items, sum, lane, unit, real, t, a, vectors + HALF);
       current = vectors + HALF;
     }
+    products_backward<Cell, H, ROW, S>(norm, of_norm, a, t, row, unit, items, current);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // separates d of all units from the product that reads it
     const int ahead = max(n - 1, sweep.start);
     Place<Index> distance;
@@ -137,6 +145,7 @@ void fused_backward(
     for (int r = 0; r < ROWS; ++r) advance(items[r].at, distance);
     // The last step reads its own numbers again.
     read_rows<Cell, H>(sweep, a, ahead, items, earlier, step, read, numbers);
+    read_norm<Cell>(a, items, earlier, block, of_norm);
     constexpr int FROM = TWO ? FIRST * UNITS : 0;
     products_of_columns<Cell, UNITS, ROWS, RUNS, FROM, RESIDENT>(sum, resident, streamed, current + s);
 #pragma clang loop unroll(full)

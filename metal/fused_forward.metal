@@ -78,12 +78,14 @@ void fused_forward(
   const bool real = H % (32 / LANES) == 0 || unit < H, writes = real && lane == Unit::WRITER;
   const bool has_gate = real && (GATES == LANES || block >= 0);
   const Index earlier = Index(first_time(sweep) * time_step(sweep, GATES, H));
+  const auto norm = norm_of_lane<Cell, H>(
+      a.norm_eps, a, sweep.direction, max(block, 0), real ? unit : 0, has_gate, index, vectors + 2 * HALF);
   Place<Index> next;
   between_steps<false>(sweep, GATES, H, next);
   const device V* streamed = vectors_of_lane<Share::COUNT, V>(a.arranged, sweep.direction, index, threads);
   V resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
-  fill_with_zeros(vectors, 2 * HALF, index, threads);
+  fill_with_zeros(vectors, 2 * HALF + norm_size<Cell, H, ROWS>(norm), index, threads);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from the units' own h
   const float p = real ? Unit::constant_of(a, sweep.direction, lane, H, unit) : 0.0f;
   float h_now[ROWS], c_now[ROWS];
@@ -108,7 +110,7 @@ void fused_forward(
   for (int n = sweep.start; n < sweep.stop; ++n) {
     threadgroup float4* before = vectors + (TWO ? 0 : n & 1) * HALF;
     threadgroup float4* after = vectors + (TWO ? 0 : ~n & 1) * HALF;
-    float y[ROWS], mask[ROWS], factor[ROWS], sums[ROWS][UNITS * GATES] = {};
+    float y[ROWS], mask[ROWS], factor[ROWS], given[ROWS], m[ROWS], states[ROWS], sums[ROWS][UNITS * GATES] = {};
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) y[r] = z[r];
     read_ahead(a, n < sweep.stop - 1, at, next, earlier, z, mask, factor);
@@ -118,17 +120,24 @@ void fused_forward(
       threadgroup_barrier(mem_flags::mem_threadgroup);  // separates r h of all units from the product that reads it
       add_products<Cell, UNITS, ROWS, RUNS, 4, RESIDENT>(sums, resident, streamed, vectors + HALF + s, lane);
     }
+    normalise<Cell, H>(norm, lane, y, sums);
+#pragma clang loop unroll(full)
+    for (int r = 0; r < ROWS; ++r) {
+      given[r] = y[r] + sums[r][0];
+      states[r] = factor[r] * c_now[r];
+      m[r] = Unit::forward(lane, p, forget_bias, limit, factor[r] * h_now[r], sums[r], states[r], y[r]);
+    }
+    normalise_states<Cell, H>(norm, writes, given, p, states, y, m);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, time_of(sweep, n), length[r]);
-      float state = factor[r] * c_now[r];
-      const S m = S(Unit::forward(lane, p, forget_bias, limit, factor[r] * h_now[r], sums[r], state, y[r]));
+      const S output = S(m[r]);
       // Past an item's end the state stays and outputs are 0. Values are selected, not multiplied, as they may be NaN.
-      h_now[r] = live ? float(m) : h_now[r];
-      c_now[r] = live ? state : c_now[r];
+      h_now[r] = live ? float(output) : h_now[r];
+      c_now[r] = live ? states[r] : c_now[r];
       if (has_gate) store(a.gates, at[r].gate, live ? y[r] : 0.0f);
-      if (writes) store(a.c, at[r].state, live ? state : 0.0f);
-      if (writes) a.h[at[r].state] = live ? m : S(0.0f);
+      if (writes) store(a.c, at[r].state, live ? states[r] : 0.0f);
+      if (writes) a.h[at[r].state] = live ? output : S(0.0f);
       if (writes) number_at(after, r * ROW, own) = h_now[r] * mask[r];
       advance(at[r], next);
     }

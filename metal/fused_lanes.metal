@@ -131,3 +131,46 @@ float sum_over_lanes(float value) {
   for (int distance = N / 2; distance >= 1; distance /= 2) value += simd_shuffle_xor(value, ushort(distance));
   return value;
 }
+
+// --- Layer normalisation ---
+//
+// The kernels call these functions. For a cell without a norm they do nothing; norm.metal and fused_norm.metal have the
+// overloads for the other cells.
+
+template <class Cell, int H, class Arrays>
+Absent norm_of_lane(Absent, thread const Arrays&, int, int, int, bool, uint, threadgroup float4*) { return absent; }
+
+template <class Cell, int H, int ROWS> int norm_size(Absent) { return 0; }
+template <int ROWS> Absent norm_numbers(Absent) { return absent; }
+
+template <class Cell, int H, int ROWS, int SLOTS>
+void normalise(Absent, int, thread float (&)[ROWS], thread float (&)[ROWS][SLOTS]) {}
+
+template <class Cell, int H, int ROWS>
+void normalise_states(
+    Absent, bool, thread const float (&)[ROWS], float, thread float (&)[ROWS], thread float (&)[ROWS],
+    thread float (&)[ROWS]) {}
+
+template <class Cell, int ROWS, class Index, class Arrays>
+void read_norm(thread const Arrays&, thread const Item<Cell, Index> (&)[ROWS], Index, int, Absent) {}
+
+template <class Cell, int H, int ROWS, class Index, class Arrays>
+void states_backward(
+    Absent, Absent, thread const Arrays&, int, float, thread const Item<Cell, Index> (&)[ROWS],
+    thread const StepNumbers<Cell> (&)[ROWS], thread const float (&)[ROWS][Cell::CARRIED + 1], thread float (&)[ROWS]) {}
+
+template <class Cell, class Index>
+void unit_backward(
+    Absent, int, int lane, float p, float limit, float after, thread const StepNumbers<Cell>& numbers,
+    thread Item<Cell, Index>& item, thread float& dc) {
+  constexpr int C = Cell::CARRIED;
+  const float dc_or_q = C > 0 ? numbers.ds[C] : numbers.u[0];
+  Lanes<Cell>::backward(
+      lane, item.y, p, numbers.keep * item.states[C], dc_or_q, after, limit, item.past, dc, item.d);
+}
+
+template <class Cell> void write_operand(Absent, threadgroup float& operand, float value) { operand = value; }
+
+template <class Cell, int H, int ROW, class S, int ROWS, class Index, class Arrays>
+void products_backward(
+    Absent, Absent, thread const Arrays&, int, int, int, thread const Item<Cell, Index> (&)[ROWS], threadgroup float4*) {}

@@ -50,6 +50,13 @@ struct Lanes<LSTMCell<OPTIONS>> {
     dc = Cell::state_backward(dc + dc_outside, dh, of_lane<LANES>(y, Cell::GATE_O), s);
     if constexpr (Cell::PEEPHOLE == Cell::O_SEES_CURRENT)
       dc += of_lane<LANES>(p * Cell::gate_backward(d, dh, s, own_slope), Cell::GATE_O);
+    gates_backward(gate, y, p, c_prev, c, limit, s, dh, dc, d);
+  }
+
+  // The rest of `backward`, after dc has become the whole gradient of c. s: s_output(c), of which o is a factor.
+  static void gates_backward(
+      int gate, float y, float p, float c_prev, float c, float limit, float s, thread float& dh, thread float& dc,
+      thread float& d) {
     if constexpr (Cell::STOPS != 0)
       dc = Cell::clip_backward(
           dc, of_lane<LANES>(y, Cell::GATE_I), of_lane<LANES>(y, Cell::GATE_F), of_lane<LANES>(y, Cell::GATE_G), c_prev,
@@ -59,7 +66,8 @@ struct Lanes<LSTMCell<OPTIONS>> {
     // i and g, which are two lanes apart, get the factor from each other.
     const float neighbour = simd_shuffle_xor(y, Cell::GATE_I ^ Cell::GATE_G);
     const float factor = gate == Cell::GATE_F ? c_prev : neighbour;
-    d = Cell::gate_backward(d, gate == Cell::GATE_O ? dh : dc, gate == Cell::GATE_O ? s : factor, own_slope);
+    d = Cell::gate_backward(
+        d, gate == Cell::GATE_O ? dh : dc, gate == Cell::GATE_O ? s : factor, slope_own<OPTIONS, 4>(gate, y));
     dc *= of_lane<LANES>(y, Cell::GATE_F);
     if constexpr (Cell::PEEPHOLE != Cell::NO_PEEPHOLE)
       dc += sum_over_lanes<LANES>(Cell::PEEPHOLE == Cell::O_SEES_CURRENT && gate == Cell::GATE_O ? 0.0f : d * p);

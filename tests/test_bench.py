@@ -481,7 +481,7 @@ def test_wrong_options(arguments, said, capsys):
 @pytest.mark.parametrize(
     ("missing", "arguments", "said"),
     [
-        ("torch", ["--contenders", "torch"], "torch needs torch"),
+        ("torch", ["--contenders", "torch"], "torch needs the package torch"),
         ("matplotlib", ["--plot", "a.png"], "needs matplotlib"),
     ],
 )

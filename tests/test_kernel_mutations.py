@@ -10,6 +10,8 @@ import pytest
 from cases import draw, draw_cotangents, elementwise_bounds, run
 from metal_emulator import coverage, mutations
 from metal_emulator.findings import KernelError
+from norm_cases import CELLS as NORMED
+from norm_cases import check as check_norm
 from on_metal import matrices_from, on_metal
 from pointwise_cases import ZOO, Form, assert_right, by_pointwise, draw_smooth, judged
 from pointwise_cases import draw as draw_arrays
@@ -18,7 +20,7 @@ from quantized_cases import quantized_case
 
 from mlx_lstm.engines.metal import fused as kernels_fused
 from mlx_lstm.engines.metal import kernel as kernels
-from mlx_lstm.engines.problem import limited
+from mlx_lstm.engines.problem import Cut, limited
 from mlx_lstm.ground.machine import shader_folder
 from mlx_lstm.oracle import backward, forward
 from mlx_lstm.oracle.closeness import assert_within, bounds
@@ -54,6 +56,9 @@ USERS = {
     "fused_quantized": ({"fused": []}, ()),
     "fused_matrix": ({"fused": ["lstm", "gru"]}, (9, 19)),
     "recurrent_input": ({"fused": ["gru"]}, (3,)),
+    "norm": ({"fused": []}, ()),  # `trials` makes separate cases for layer normalisation
+    "fused_norm": ({"fused": []}, ()),
+    "stepwise_norm": ({"stepwise": []}, ()),
     "pointwise": ({"fused": []}, ()),  # `trials` makes separate cases for cells given as a function
     "pointwise_forward": ({"fused": []}, ()),
     "pointwise_backward": ({"fused": []}, ()),
@@ -80,6 +85,12 @@ FUSED_PACKED = [
 # of the batch in some cases and several in others.
 POINTWISE = [(cell, (4, 3, 2, 19)) for cell in ("slstm", "zoneout_lstm", "sum_peephole_lstm", "gru", "cifg", "indrnn")]
 POINTWISE += [("peephole_lstm", (4, 41, 2, 9)), ("minimal_gru_log", (4, 1, 2, 33))]
+# Calls with layer normalisation: (name in norm_cases.CELLS, (B, I, H, P), options). In `fused` a threadgroup has 1 or
+# 2 sequences of the batch, and its last simdgroup has lanes without a unit.
+NORMS = {
+    "fused": [("all", (3, 2, 37, 0), {"lengths": True}), ("state", (3, 2, 70, 0), {"cut": Cut(2), "peephole": True})],
+    "stepwise": [("all", (3, 2, 9, 0), {"lengths": True}), ("state", (3, 2, 300, 5), {"keep": True})],
+}
 # (function, largest absolute argument). Each function is tested in a cell that applies it to the preactivation. The
 # functions use different formulas for small and for large arguments.
 FUNCTIONS = [(mx.erf, 6.0), (mx.expm1, 1e-3), (mx.expm1, 2.0), (lambda u: mx.sign(u) + mx.sign(u - u), 1.0)]
@@ -94,6 +105,11 @@ BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
 # Damages that change no result, so that no test can notice them. The comment above an entry, or above several entries,
 # gives the reason.
 HARMLESS = {
+    # The distance is a power of two, so it is never 31. The loops below it advance by 2 to an even bound.
+    "for (int distance = EVERY; distance < 32; distance *= 2) value += simd_shuffle_xor(value, ushort(distance));"
+    "  the bound of < is one less",
+    "for (int r = 0; r < ROWS; r += 2)  the bound of < is one less",
+    "for (int n = 0; n < P::TURNS * ROWS; n += 2) {  the bound of < is one less",
     # With >=, h is also read where there is no product, but then nothing uses it. So the result is the same.
     "if (product_length(s, a) > 0) operands_at<1>(row, j, h);  > becomes >=",
     # The loop copies N numbers, 4 per pass, and N is a multiple of 4. With the bound N - 1 it has the same passes: e =
@@ -260,6 +276,10 @@ def trials(file, kind):
             op = "rnn" if sizes[3] in (80, 512) else "lstm"
             case, cotangents, weights, ref, limit = quantized_case(packing, sizes=sizes, quantize=("Wh",), op=op)
             yield "fused" if "fused" in file else "stepwise", case, cotangents, ref, limit, weights
+    if "norm" in file:
+        for engine in users if file != "norm" else NORMS:
+            for name, sizes, options in NORMS[engine]:
+                yield "norm", engine, NORMED[name], sizes, options
     if "pointwise" in file or (file in OF_OWN_CELLS and kind == "bounds"):
         # In the additional case for `stepwise`, 8 sequences and 8 units fill the only tile of a step. In the other
         # cases a tile extends past the last sequence or unit, so some threads are left out.
@@ -324,6 +344,8 @@ def notice(file, engine, case, cotangents, ref, limit, weights=MappingProxyType(
     """Compute a test case with the current, damaged shaders. Raise an error if a result is wrong, or if NaN from
     the padding after the end of a sequence reaches a result. The emulator also raises an error for a defect of
     the kernel."""
+    if engine == "norm":
+        return check_norm(case, cotangents, ref, limit)
     if engine == "pointwise":
         with matrices_from(1 if "matrix" in file else 1000):
             notice_pointwise("stepwise" if "stepwise" in file else "fused", case, cotangents, ref, limit, weights)

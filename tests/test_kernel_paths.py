@@ -15,6 +15,7 @@ from cases import draw_away_from_kinks, joined, run, to_mlx
 from on_metal import matrices_from, on_metal
 from quantized_cases import packed
 
+from mlx_lstm.engines.cells import NormOptions
 from mlx_lstm.engines.ops.packed import judged
 from mlx_lstm.engines.problem import limited
 from mlx_lstm.lab.cases import EVERY_OPTION
@@ -66,6 +67,15 @@ ROWS: dict[str, dict[str, Any]] = {
     "gru_before, bare": {**BARE, "activations": ("sigmoid", "hard_sigmoid_sixth", "relu")},
     "rnn": {**ALL, "activation": "relu"},
     "rnn, bare": {**BARE, "activation": "hard_sigmoid"},
+    "lstm, norm": {
+        **ALL,
+        "peephole": True,
+        "cell_clip": 0.4,
+        "gate_order": "ogfi",
+        "norm": NormOptions("sum", "each", "state"),
+    },
+    "gru, norm": {**ALL, "flip_z": True, "gate_order": "zrn", "norm": NormOptions("product")},
+    "rnn, norm": {**ALL, "norm": NormOptions("product", "each")},
 }
 # The direction is a run-time argument of the kernels, so these additional rows compile no additional kernels.
 ROWS |= {f"{name}, reverse": ROWS[name] | {"reverse": True} for name in ("lstm", "gru", "gru_before", "rnn")}
@@ -117,7 +127,8 @@ PATHS += [Path("fused", "packed lanes", True), Path("stepwise", "packed lanes", 
 PATHS += [Path("stepwise", "packed tiles", True)]
 
 NEVER = {("matrices", "gru_before"): "two products per step leave no registers for matrices"}
-"""{(product, cell): reason why no call has this combination}."""
+"""{(product, cell): reason why no call has this combination}. Matrices also have no layer normalisation: its sums over
+all units are written for lanes only."""
 NEVER_OPTION = {("fused", name): "`fused` has no projection" for name in ("projection", "projection_clip")}
 """{(engine, option): reason why no call has this combination}."""
 
@@ -134,7 +145,8 @@ def cases():
     for path in PATHS:
         for name in ROWS:
             enough = "packed" not in path.product or name == cell_of(name)
-            if enough and (path.product, cell_of(name)) not in NEVER:
+            never = (path.product, cell_of(name)) in NEVER or (path.product == "matrices" and "norm" in ROWS[name])
+            if enough and not never:
                 found.append(pytest.param(path, name, marks=[] if path.rare else pytest.mark.slow))
     return found
 

@@ -91,6 +91,7 @@ MISTAKES = {
     "convert.from_torch(state_dict)": "layers found: 'enc.'; pass prefix=",
     "convert.from_torch(state_dict, prefix='encoder.')": "layers found: 'enc.'; pass prefix=, but got 'encoder.'",
     "convert.from_torch(two_layers)": "layers found: 'enc.', 'dec.'; pass prefix=",
+    "convert.from_mlx(nn.LSTM(3, 4, layer_norm=True))": r"\(no format holds layer normalisation\)",
     "convert.from_torch({})": "weight_ih_l0 must be there",
     "convert.from_torch('model.pt')": r"a layer or a dict of arrays \(of a file: mx.load\(file\), or convert.read",
     "convert.from_keras(Sequential())": "convert.read takes a file with all layers, but got Sequential",

@@ -85,7 +85,8 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str | None = Non
                 names = NAMES[cell.op]
             for key in [*parameters, *list(names)[:2], *(["bhn"] if "b" in parameters and "bhn" in names else [])]:
                 if (key in parameters) != (key in names):
-                    fail(op, f"{word}[{n}] must hold {', '.join(names)}", sorted(parameters))
+                    why = " (no format holds layer normalisation)" if "norm_scale" in parameters else ""
+                    fail(op, f"{word}[{n}] must hold {', '.join(names)}{why}", sorted(parameters))
             words = {names[key]: array for key, array in parameters.items()}
             matrices = {key: words[key] for key in ("Wx", "Wh")}
             weights[-1].append(matrices | from_one_bias(words.get("b"), words.get("bhn")))

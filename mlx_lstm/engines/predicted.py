@@ -92,5 +92,6 @@ def stepwise_cycles(
         waits = TURN * (cell.gates * H if backward else H) / TERMS
         loaded = numbers * down * size / (CACHE_BYTES * cores)
         each = -(-groups // cores)
-        total += LAUNCH + max(each * one, one + waits, loaded, numbers * size / groups / BYTES_PER_CYCLE * each)
+        total += LAUNCH if cell.norm is None else 2 * LAUNCH
+        total += max(each * one, one + waits, loaded, numbers * size / groups / BYTES_PER_CYCLE * each)
     return total

@@ -110,6 +110,8 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
     parts = {name: rng.normal(0, 0.7, shape) for name, shape in shapes.items()}
     for name in {"Wx", "Wh", "Wp"} & parts.keys():
         parts[name] /= np.sqrt(shapes[name][-1])
+    for name in {"norm_scale", "norm_c_scale"} & parts.keys():
+        parts[name] = 1 + 0.5 * parts[name]
     steer = rng.uniform(0.5, 0.7, (D, G * H))
     assert not isinstance(cell, PointwiseCell)
     candidate = {"lstm": "g", "gru": "n", "rnn": "h"}[cell.op]
@@ -174,6 +176,8 @@ def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
         "mask": (T, B, D * P) if problem.masks_differ else (B, D * P),
         "keep": (T, B, D),
     }
+    shapes |= {f"norm_{part}": (*own, G * H) for part in ("scale", "shift")}
+    shapes |= {f"norm_c_{part}": (*own, H) for part in ("scale", "shift")}
     if isinstance(problem.cell, PointwiseCell):
         graph = problem.cell.graph
         shapes |= {"inputs": (T, B, D * graph.inputs * H), "params": (D * graph.params * H,)}
@@ -224,7 +228,7 @@ def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[Case, dic
         call |= {name: judged(problem.packing, arrays, name) for name in call if is_packed(name, arrays)}
     options = problem.cell._asdict()
     if problem.cell.op == "rnn":
-        options = {"activation": problem.cell.activations[-1]}
+        options = {"activation": problem.cell.activations[-1], "norm": problem.cell.norm}
     if "lengths" in problem.names:
         call["lengths"] = [problem.T - n % (problem.T + 1) for n in range(problem.B)]
     flags = {"op": problem.cell.op, "reverse": problem.reverse, "bidirectional": problem.bidirectional}

@@ -36,6 +36,9 @@ loss."""
 STEER = 0.6
 """The size of the preactivations in trials of clips that stop gradients. Random terms are added to it."""
 
+EPS = 1e-3
+"""The number that is added to each variance in trials of layer normalisation."""
+
 LIMIT_OF_H = 0.296875
 """The limit of a projected h in trials of clips that stop gradients; a multiple of 1/128."""
 
@@ -164,8 +167,10 @@ def as_small(size: int, each: int, steps: int) -> int:
 
 
 def without_numbers(cell: AnyCell) -> AnyCell:
-    """Return the cell with fixed values for the limits of its clips and the forget bias. Kernels read them at run time,
-    so the values do not change the kernel."""
+    """Return the cell with fixed values for the limits of its clips, the forget bias and eps of a layer normalisation.
+    Kernels read them at run time, so the values do not change the kernel."""
+    if cell.norm is not None:
+        cell = cell._replace(norm=cell.norm._replace(eps=EPS))
     if not isinstance(cell, LSTMCell):
         return cell
     clip, of_h, bias = 0.5, 0.5, -0.25
@@ -202,7 +207,13 @@ def rows_of(problem: Problem) -> int:
 def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     """Return (B, H, P, cores) for the test run of the stepwise kernels: the smallest sizes, and a number of GPU cores,
     with which the matrix products use the same tiles as in the call."""
-    wanted = tile_of(problem, problem.H), tile_of(problem, problem.P)
+
+    def tiles(some: Problem, H: int, P: int) -> list[tuple[int, int]]:
+        """Return the tiles of all products. With layer normalisation the gates of all units are one product."""
+        widths = [H, P] if some.cell.norm is None else [H, P, some.cell.gates * H]
+        return [tile_of(some, width) for width in widths]
+
+    wanted = tiles(problem, problem.H, problem.P)
     problem = in_one_direction(problem)
 
     def smallest(width: int, weight: str) -> int:
@@ -223,7 +234,7 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
         for cores in (problem.limits.cores, *range(1, 2 * B)):
             small = problem._replace(B=B, limits=problem.limits._replace(cores=cores))
             same = stepwise_rows(B, problem.cut) == stepwise_rows(problem.B, problem.cut)
-            if same and (tile_of(small, H), tile_of(small, P)) == wanted:
+            if same and tiles(small, H, P) == wanted:
                 return B, H, P, cores
     return problem.B, problem.H, problem.P, problem.limits.cores
 

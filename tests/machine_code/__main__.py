@@ -16,7 +16,7 @@ from . import measured, predictions, training_step
 from .compiler import machine_code
 from .count import WORDS
 from .instructions import FILE, Counted
-from .table import CELLS, GENERATED, Case, cases, kernels, make, write
+from .table import CELLS, GENERATED, NORMED, Case, cases, kernels, make, write
 from .times import CHIPS
 
 FIRST = ("kernel", "dtype", "B", "H", "per", "registers", "scratch", "instructions", "multiply_adds", "ratio")
@@ -64,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--engine", choices=METAL_ENGINES, help="default: fused; with --model both")
-    add("--cell", choices=[*CELLS, *GENERATED], default="lstm")
+    add("--cell", choices=[*CELLS, *NORMED, *GENERATED], default="lstm")
     add("--dtype", choices=DTYPES, default="float32")
     add("--projected", type=int, default=0, metavar="P", help="width of a projected h")
     add("--size", metavar="B,H", help="count the kernels of this layer only, and write no table")

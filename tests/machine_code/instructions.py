@@ -110,11 +110,12 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
 
     A stepwise kernel that also joins arrays of earlier time steps (`_joining`) gets the key of the kernel that joins
     nothing. Suffixes distinguish kernels of the same name: for inference, with a projection, for a GRU that resets
-    before the product, and with quantized weights.
+    before the product, with layer normalisation, and with quantized weights.
     """
     name = launch.name.removesuffix("_joining") + "_for_inference" * (not problem.training)
     name += "_projected" * (problem.P != problem.H)
     name += "_reset_before" * (isinstance(problem.cell, GRUCell) and problem.cell.reset == "before")
+    name += "".join(f"_{word}" for word in ("norm", *problem.cell.norm[:3]) if word) if problem.cell.norm else ""
     weights = next(buffer for buffer in launch.reads if buffer.name in WEIGHTS)
     elements, B, H, packing = prod(weights.shape), problem.B, problem.H, problem.packing
     dtype = "float32" if weights.bytes == 4 * elements else "bfloat16" if "bfloat16_t" in launch.text else "float16"

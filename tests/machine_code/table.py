@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pointwise_cases import ZOO
 
 from mlx_lstm.engines import METAL_ENGINES
-from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines.cells import GRUCell, LSTMCell, NormOptions, RNNCell
 from mlx_lstm.engines.metal.fused import LayerSize, rows_for
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.predicted import WIDEST, predict
@@ -28,6 +28,13 @@ from .times import ours
 
 PROCESSES = 2
 CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn": RNNCell(), "gru-before": GRUCell(reset="before")}
+NORMS = [("product", "together", None), ("product", "each", None), ("sum", "together", None)]
+NORMS += [(None, "together", "output"), ("product", "together", "output"), ("product", "together", "state")]
+NORMED = {f"lstm-norm-{n}": LSTMCell(norm=NormOptions(*norm)) for n, norm in enumerate(NORMS)}
+NORMED |= {f"gru-norm-{n}": GRUCell(norm=NormOptions(*norm)) for n, norm in enumerate(NORMS[:2])}
+NORMED["rnn-norm-0"] = RNNCell(norm=NormOptions())
+"""Cells with layer normalisation. A number counts the entries of `NORMS`: what is normalised, the product or the sum,
+together or each gate, and where c is."""
 GENERATED = ("generated_lstm", "generated_slstm")
 """The names of the cells of `mlx_lstm.cells` whose generated kernels are counted."""
 
@@ -102,6 +109,10 @@ def cases() -> Iterator[Case]:
     for cell in ("gru", "gru-before", "rnn"):
         for rows in (1, 2):
             yield Case("fused", cell, "float32", at[rows], 128, which="forward", packing=packings[3], rows=rows)
+    for cell in NORMED:
+        yield Case("fused", cell, "float32", 32, 128, rows=2)
+    yield from (Case("fused", cell, "float16", 1, 128, rows=1) for cell in ("lstm-norm-0", "gru-norm-0"))
+    yield from (Case("stepwise", cell, "float32", 32, 256) for cell in ("lstm-norm-4", "gru-norm-0"))
     for cell, engine, (B, H) in product(GENERATED, METAL_ENGINES, cells.SIZES):
         yield Case(engine, cell, "float32", B, H, rows=0 if engine == "stepwise" else 1 if B == 1 else 2)
     yield from (Case("fused", cell, "float32", at[8], 128, rows=8) for cell in GENERATED)
@@ -118,7 +129,7 @@ def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
             launches |= generated(case)
             continue
         size = Size(3, case.B, 8, case.H)
-        options = {"cell": CELLS[case.cell], "projected": case.projected, "packing": case.packing}
+        options = {"cell": (CELLS | NORMED)[case.cell], "projected": case.projected, "packing": case.packing}
         options |= {"rows": case.rows}
         problem, graph = ours(size, DTYPES[case.dtype], case.engine, case.which, **options)
         for launch in graph.launches:

@@ -388,6 +388,10 @@ def ours(
     P = projected or H
     shapes = {"x": (T, B, width), "Wx": (gates, width), "Wh": (*own, cell.gates * H, P), "b": (gates,)}
     shapes |= {"Wp": (*own, P, H)} if projected else {}
+    if cell.norm is not None and cell.norm.of is not None:
+        shapes["norm_scale"] = (*own, cell.gates * H)
+    if cell.norm is not None and cell.norm.c is not None:
+        shapes |= {"norm_c_scale": (*own, H), "norm_c_shift": (*own, H)}
     given: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {name: (shape, dtype) for name, shape in shapes.items()}
     for name in [name for name in PACKABLE if packing and name in shapes]:
         given |= packed_shapes(name, *given[name], packing)

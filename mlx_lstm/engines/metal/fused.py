@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..cells import AnyCell, PointwiseCell
+from ..cells import AnyCell, PointwiseCell, norm_blocks
 from ..directions import half, join, join_gradients, one_direction, part
 from ..ops.packed import matrix, scales_of
 from ..ops.sweep import gradients_after_sweep
 from ..packing import Packing, field_of, is_packed
 from ..problem import CORES, Arrays, Cut, Problem
+from . import norms
 from .kernel import (
     STRUCTS,
     Inputs,
@@ -56,7 +57,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     cell = problem.cell
     dtype, mask = arrays["x"].dtype, whole_mask(problem, arrays) if cell.recurrent else None
     sweep = forward_sweep(problem, dtype, tuple(arrays), mask is not None and mask.shape[0] > 1)
-    inputs: Inputs = {"mask": mask, "numbers": sweep.numbers}
+    inputs: Inputs = {"mask": mask, "numbers": sweep.numbers} | norms.inputs_of(problem, arrays)
     for name in sweep.options:
         inputs[name] = contiguous(arrays[name])
     for name in ("h0", "c0", "lengths"):
@@ -114,12 +115,14 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     sweep = backward_sweep(problem, saved["h"].dtype, tuple(arrays), differ, tuple(cotangents))
     inputs = backward_inputs(problem, arrays, saved, cotangents, sweep) | {"mask": mask}
     operand: Arrays = {}
-    if sweep.few or sweep.takes_product:
+    if sweep.few or sweep.takes_product or norms.of_product(cell):
         operand = recurrent_input(problem, arrays, saved["h"], mask)
-    if sweep.takes_product:
+    of_norms = norms.numbers_before_sweep(problem, arrays, saved, operand.get("h_in"))
+    inputs |= of_norms
+    if sweep.takes_product and "q" not in inputs:
         inputs["q"] = candidates(problem, arrays, operand["h_in"])
     if len(sweep.parts) > 1:
-        for name in ("gates", "h", "c", "h0", "c0", "dh", "dc", "q", "dgates"):
+        for name in ("gates", "h", "c", "h0", "c0", "dh", "dc", "q", "dgates", *of_norms):
             if name in inputs:
                 inputs[name] = contiguous(inputs[name])
     if sweep.arrange is not None:
@@ -129,13 +132,13 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
         return own_gradients(problem, arrays, saved, results)
     if sweep.few:
         return gradients_in_few_launches(problem, arrays, results | operand)
-    return gradients_after_sweep(problem, arrays, saved, results)
+    return gradients_after_sweep(problem, arrays, saved, norms.for_gradients(problem, results, of_norms))
 
 
 def backward_inputs(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, sweep: "Sweep") -> Inputs:
     """Return the arrays that the launches of a backward pass read unchanged, apart from the mask and the weights."""
     cell = problem.cell
-    inputs: Inputs = {name: saved[name] for name in states_of(cell)}
+    inputs: Inputs = {name: saved[name] for name in states_of(cell)} | norms.inputs_of(problem, arrays)
     if cell.reads_kept and cell.kept:
         inputs["gates"] = saved["gates"]
     for name in sweep.options:
@@ -229,6 +232,9 @@ LANE_FILES, QUANTIZED_FILES = ("fused_lanes",), ("quantized", "fused_quantized")
 """The shader files of the product in lanes (each lane multiplies a part of the weights), and the additional files for
 quantized weights."""
 
+NORM_FILES = ("norm", "fused_norm")
+"""The additional shader files of a cell with layer normalisation."""
+
 ARRANGE_FILES = ("fused_matrix", "fused_arrange")
 """The shader files of the launches that copy weights into the order in which lanes read them. They serve the product
 in lanes and the product of 8 x 8 matrices."""
@@ -255,6 +261,7 @@ def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], mas
     there |= {"z": True, "arranged": cell.recurrent, "sizes": True}
     there |= {"mask": cell.recurrent and ("mask" in names or "keep" in names), "numbers": cell.op == "lstm"}
     present = {name for name in there if there[name]} | {*options_of(problem, names)}
+    present |= norms.present(problem, names, "forward")
     later = present | ({"h0", "c0"} if cell.carried else {"h0"})
     parts = tuple(
         prepared_part("forward", bare, dtype, later if n else present, steps, sizes)
@@ -273,6 +280,7 @@ def backward_sweep(
     step has its own mask."""
     cell, bare = problem.cell, readable(problem)
     few, product = is_plain(problem, names) and not isinstance(cell, PointwiseCell), takes_product(cell)
+    saves_d = product and (few or norms.of_product(cell))
     there = {"arranged": cell.recurrent, "sizes": True, "lengths": "lengths" in names, "q": product}
     there |= {"mask": cell.recurrent and ("mask" in names or "keep" in names)}
     there |= {"gates": cell.reads_kept and cell.kept > 0, "numbers": cell.stops_c}
@@ -280,9 +288,10 @@ def backward_sweep(
         there |= {state: True, f"{state}0": f"{state}0" in names}
     there |= {f"d{name}": True for name in cotangents}
     present = {name for name in there if there[name]} | {*options_of(problem, names)}
+    present |= norms.present(problem, names, "backward")
     later = present | ({"dhT", "dcT"} if cell.carried else {"dhT"})
     parts = tuple(
-        prepared_part("backward", bare, dtype, later if n else present, steps, sizes, saves_d=few and product)
+        prepared_part("backward", bare, dtype, later if n else present, steps, sizes, saves_d=saves_d)
         for n, (steps, sizes) in enumerate(reversed(division(bare, masks_differ)))
     )
     arrange = arrange_launch("backward", bare, dtype)
@@ -359,6 +368,9 @@ def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, keep: bool, steps:
             outputs["d_out"] = array(wide, cell.gates, dtype)
         if keep:
             outputs["carry"] = array(wide, cell.carried + cell.passes_h, mx.float32)
+        if cell.norm is not None:
+            outputs["d_product"] = array(wide, cell.gates, dtype) if norms.of_product(cell) else None
+            outputs["d_norm_c"] = array(wide, 1, mx.float32) if norms.of_state(cell) else None
         groups = -(-B // tiling_of(sweep, problem, dtype).rows)
         outputs |= {"du": array(wide, cell.inputs, dtype), "dw": array((groups,), cell.summed, mx.float32)}
         return outputs | {"dh0": h, "dc0": c}
@@ -400,7 +412,8 @@ def prepared_part(
 ) -> Part:
     """Return one launch that runs `steps` steps of a forward or backward pass. present: the names of the inputs that
     this call has."""
-    inputs = {name: name in present for name in INPUTS[sweep]}
+    has_norm = problem.cell.norm is not None
+    inputs = {name: name in present for name in (*INPUTS[sweep], *(norms.READ[sweep] if has_norm else ()))}
     outputs = outputs_of(sweep, problem, dtype, "keep" in present, steps, saves_d)
     cell, back = problem.cell, sweep == "backward"
     tiling, quantized = tiling_of(sweep, problem, dtype, present), problem.packing is not None and not back
@@ -412,7 +425,7 @@ def prepared_part(
         template |= {"RESIDENT": tiling.resident} | ({"VECTORS": tiling.vectors} if back else {})
     else:
         shader, element = f"{'pointwise' if own else 'fused'}_{sweep}", "vec<float, 4>"
-        files = (*files, *(QUANTIZED_FILES if quantized else ()), shader)
+        files = (*files, *(QUANTIZED_FILES if quantized else ()), *(NORM_FILES if has_norm else ()), shader)
         template |= {"UNITS": tiling.units, "ROWS": tiling.rows, "RESIDENT": tiling.resident}
     template |= {"Index": index_of(problem), "S": dtype}
     arguments = [struct, *template]
@@ -420,7 +433,8 @@ def prepared_part(
         arguments.append(VECTOR if quantized else "vec<S, 4>")
     template = options | template | (packing_template(problem) if quantized else {})
     written = [name for name, output in outputs.items() if output is not None]
-    body = struct_of(fields_of((*inputs, *outputs), {*present, *written}))
+    fields = fields_of((*inputs, *outputs), {*present, *written})
+    body = struct_of(fields if has_norm or own or tiling.matrices else fields | {"norm_eps": "absent"})
     body += f"threadgroup {element} vectors[{max(1, tiling.bytes // (4 if tiling.matrices else 16))}];\n"
     threads = "thread_position_in_threadgroup.x, threads_per_threadgroup.x"
     threads += ", thread_index_in_simdgroup" if tiling.matrices else ""
@@ -514,9 +528,12 @@ PACKED_REGISTERS = {1: 12, 2: 20, 4: 40}
 """The number of additional registers of a thread if weights are quantized, by batch items of a threadgroup. They
 hold loaded values and sums of x. The numbers come from the same source as WORKING_REGISTERS."""
 
-OPTION_REGISTERS = {"mask": 4, "keep": 4, "lengths": 8, "peephole": 4, "bhn": 4}
+OPTION_REGISTERS = {"mask": 4, "keep": 4, "lengths": 8, "peephole": 4, "bhn": 4, "norm_eps": 8, "norm_c_r": 8}
 """The number of additional registers of a thread for each optional input. The numbers come from the same source as
 WORKING_REGISTERS."""
+
+EACH_REGISTERS = 4
+"""The number of additional registers of a thread if each gate is normalised by itself. From the same source."""
 
 WIDEST_MATRICES = {4: 192, 2: 224}
 """The largest H for which 8 x 8 matrices are multiplied by default, by bytes per element. For larger H the registers
@@ -621,9 +638,8 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
     working = working_registers(cell, sweep, rows, packing is not None) + more
     resident = max(0, min(weights, (registers_of(threads) - working - (cut.spare if cut else 0)) // itemsize))
     used = working + resident * itemsize
-    return FusedTiling(
-        matrices, units, rows, threads, vectors, vectors * one, weights, resident, resident / weights, used
-    )
+    memory = vectors * one + norms.memory_of(cell, H, lanes, rows)
+    return FusedTiling(matrices, units, rows, threads, vectors, memory, weights, resident, resident / weights, used)
 
 
 def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int, int]:
@@ -725,6 +741,7 @@ def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[s
     """Return how a pass of this problem is divided among threads. names: the names of a launch's inputs. Optional
     inputs need additional registers, so the division depends on them."""
     more = sum(count for name, count in OPTION_REGISTERS.items() if name in names)
+    more += EACH_REGISTERS if norm_blocks(problem.cell) > 1 else 0
     packing = problem.packing if sweep == "forward" else None
     layer = layer_size(problem, dtype.size)._replace(packing=packing)
     return fused_tiling(layer, backward=sweep == "backward", more=more, cut=problem.cut)
@@ -750,5 +767,6 @@ def registers_of(threads: int) -> int:
 def fits_matrices(cell: AnyCell, H: int) -> bool:
     """Return whether `fused` can multiply 8 x 8 matrices for this cell and H. A threadgroup has at most 32
     simdgroups with 8 units each, and memory for 1024 gradients of each of 8 items. A GRU whose reset comes before the
-    candidate's product is not supported, because it has two products per step."""
-    return H <= 256 and cell.gates * H <= 1024 and cell.recurrent and not two_products(cell)
+    candidate's product is not supported, because it has two products per step; nor is a cell with a norm, whose sums
+    over all units are written for lanes only."""
+    return H <= 256 and cell.gates * H <= 1024 and cell.recurrent and not two_products(cell) and cell.norm is None

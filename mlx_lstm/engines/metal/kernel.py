@@ -295,7 +295,16 @@ def cell_number(cell: AnyCell, peephole: bool = False) -> int:
         own = sees + ((cell.cell_clip is not None) << 2) + (cell.stops_c << 3)
     number = sum(order.index(gate) << 2 * k for k, gate in enumerate(gates))
     number += sum(known("metal", ACTIVATIONS, name) << 8 + 3 * k for k, name in enumerate(cell.activations))
-    return number + (own << 23)
+    return number + (own << 23) + (number_of_norm(cell) << 27)
+
+
+def number_of_norm(cell: AnyCell) -> int:
+    """Return how a cell uses layer normalisation as an integer, as metal/norm.metal says."""
+    norm = cell.norm
+    if norm is None:
+        return 0
+    of = 0 if norm.of is None else {"product": 1, "sum": 3}[norm.of] + (norm.gates == "each")
+    return of + 5 * (None, "output", "state").index(norm.c)
 
 
 def numbers_of(cell: AnyCell) -> mx.array | None:

@@ -37,7 +37,7 @@ def is_plain(problem: Problem, names: Collection[str]) -> bool:
     """Return whether `gradients_in_few_launches` can compute the gradients of all arrays with these names. It does
     not support a mask, `keep`, a peephole, or a GRU whose reset comes before the candidate's product."""
     rare = "mask" in names or "keep" in names or "peephole" in names
-    return not rare and problem.cell.reset != "before"
+    return not rare and problem.cell.reset != "before" and problem.cell.norm is None
 
 
 def takes_product(cell: AnyCell) -> bool:

@@ -18,6 +18,7 @@ from ..ops.packed import scales_of
 from ..ops.sweep import gradients_after_sweep, through_projection_clip
 from ..packing import is_packed
 from ..problem import Arrays, Cut, Problem
+from . import norms
 from .kernel import (
     STRUCTS,
     Inputs,
@@ -30,6 +31,7 @@ from .kernel import (
     constant,
     contiguous,
     fields_of,
+    number_of_norm,
     numbers_of,
     prepare,
     struct_of,
@@ -60,7 +62,9 @@ def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
     if problem.packing is not None:
         inputs |= quantized_parts(arrays, z.dtype)
     rows, projected = rows_of(problem, Wp is not None)
-    if resets_before(problem):
+    if cell.norm is not None:
+        normed_steps(problem, arrays, inputs, row, rows, projected)
+    elif resets_before(problem):
         reset = each_step(gru_reset_kernel, problem, inputs)
         candidate = each_step(gru_candidate_kernel, problem, inputs, rows)
         for n in range(T):
@@ -85,6 +89,25 @@ def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
     return results | {ROWS: rows.pieces} if keeps else results
 
 
+def normed_steps(problem: Problem, arrays: Arrays, inputs: Inputs, row: mx.array, rows: Rows, projected: Rows) -> None:
+    """Launch the forward steps of a cell with a norm. Each has two launches: one computes the products of all units,
+    the next one their norm and the cell. With a projection a third one follows. row: the input of the first step in
+    place of a row."""
+    T, H, P, mask, h = problem.T, problem.H, problem.P, inputs["mask"], row
+    inputs = inputs | norms.inputs_of(problem, arrays)
+    before = {"before": row} if "Wp" not in arrays else {"before": row, "h_before": row}
+    product = each_step(norm_product_kernel, problem, inputs | before)
+    step = each_step(norm_forward_kernel, problem, inputs | {"product": row}, rows)
+    if "Wp" not in arrays:
+        for n in range(T):
+            row = step(n, row, product(n, row))
+        return
+    project_row = each_step(project_kernel, problem, inputs | {"sizes": sizes(problem, mask, P, H)}, projected)
+    for n in range(T):
+        row = step(n, row, product(n, row, h))
+        h = project_row(n, row)
+
+
 def backward(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents: Arrays) -> Arrays:
     """Run the backward pass. Return the gradients of all arrays, by name.
 
@@ -100,8 +123,11 @@ def backward(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents
         return own_gradients(problem, arrays, {name: saved[name] for name in saved if name != ROWS}, results)
     few, product = is_plain(problem, arrays), takes_product(cell)
     operand: Arrays = {}
-    if few or product:
+    if few or product or norms.of_product(cell):
         operand = recurrent_input(problem, arrays, saved["h"], mask)
+    if cell.norm is not None:
+        results = normed_backward(problem, arrays, saved, cotangents, mask, operand.get("h_in"))
+        return gradients_after_sweep(problem, arrays, saved, results)
     q = candidates(problem, arrays, operand["h_in"]) if product else None
     results = sweep_backward(problem, arrays, saved, cotangents, mask, q, wants_m=few and "Wp" in arrays)
     if few:
@@ -182,6 +208,52 @@ def sweep_backward(
     return results
 
 
+def normed_backward(
+    problem: Problem,
+    arrays: Arrays,
+    saved: dict[str, Any],
+    cotangents: Arrays,
+    mask: mx.array | None,
+    h_in: mx.array | None,
+) -> Arrays:
+    """Run the backward steps of a cell with a norm. Each has two launches: one computes the gradient of h, the next one
+    the cell and the norms. With a projection one between them multiplies this gradient with Wp. Return what
+    `gradients_after_sweep` takes. h_in: the input of the recurrent product at each step."""
+    T, B, H, P = problem[:4]
+    D, cell, projects = problem.directions, problem.cell, "Wp" in arrays
+    row, K = nothing(row_type(arrays["Wh"].dtype)), cell.gates * H
+    numbers = norms.numbers_before_sweep(problem, arrays, saved, h_in)
+    inputs = options(problem, arrays, ("peephole",)) | norms.inputs_of(problem, arrays)
+    state = "h" if cell.reads_h else "c"
+    if not cell.reads_h:
+        inputs.pop("h0", None)
+    inputs |= {"mask": mask, state: contiguous(saved[state]), "before": row, "q": numbers.get("q")}
+    inputs |= {f"d{name}": contiguous(cotangents[name]) for name in cotangents}
+    inputs["gates"] = contiguous(saved["gates"]) if cell.op != "rnn" else None
+    inputs |= {name: contiguous(array) for name, array in norms.joined(problem, arrays, numbers).items()}
+    inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, P, K)}
+    of_cell = inputs | {"sizes": sizes(problem, mask, H, K), "dh_now": row}
+    if cell.stops_c:
+        of_cell["numbers"] = numbers_of(cell)
+    rows, dh_rows = rows_of(problem, projects)
+    unchanged = unclipped(problem, arrays, saved) if projects else None
+    dh = each_step(norm_dh_kernel, problem, inputs | {"unclipped": unchanged}, dh_rows if projects else None)
+    step = each_step(norm_backward_kernel, problem, of_cell, rows)
+    if projects:
+        of_m = {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, H, P)}
+        dm = each_step(norm_dm_kernel, problem, of_cell | of_m)
+    for n in reversed(range(T)):
+        now = dh(n, row)
+        row = step(n, row, dm(n, now) if projects else now)
+    wanted = {"dc0": "c0" in arrays, "carry": "keep" in inputs}
+    kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
+    results = after_sweep(norm_gradients_launch, problem, inputs, kinds, frozenset(n for n in wanted if wanted[n]))
+    if "h0" in arrays:
+        last = each_step(norm_dh0_kernel, problem, inputs | {"dh": None})
+        results["dh0"] = last(-1, row)[: B * D * P].reshape(B, D * P)
+    return norms.for_gradients(problem, results, numbers, saved.get("gates"))
+
+
 def unclipped(problem: Problem, arrays: Arrays, saved: Arrays) -> mx.array | None:
     """Return an array [T, B, D P] with 1 where a projected h was not changed by its clip, else 0. Return None if the
     clip does not stop gradients."""
@@ -210,7 +282,7 @@ def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
     """
     cell = problem.cell
     reads_rows = cell.kept > 0 and cell.op in ("lstm", "pointwise") and "Wp" not in names
-    return problem.training and not problem.return_gates and reads_rows
+    return problem.training and not problem.return_gates and reads_rows and cell.norm is None
 
 
 def taken_rows(problem: Problem, saved: dict[str, Any]) -> list[tuple[mx.array, mx.array]]:
@@ -522,6 +594,10 @@ SHADERS = {
     "stepwise_backward": ("stepwise_backward",),
     "stepwise_gru_reset_backward": ("stepwise_backward", "stepwise_gru"),
     "stepwise_dh": ("stepwise_backward",),
+    **{
+        f"stepwise_norm_{name}": ("norm", "stepwise_forward", "stepwise_backward", "stepwise_norm")
+        for name in ("product", "forward", "dh", "dm", "backward", "dh0")
+    },
 }
 """The files that each shader of a step needs, in addition to the files that all of them need."""
 
@@ -535,7 +611,7 @@ def cell_files(problem: Problem) -> tuple[str, ...]:
 LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 
 
-CHANGING = frozenset(("step", "before", "h_before", "reset_row", "now_row", "dh_now", "rows", "row"))
+CHANGING = frozenset(("step", "before", "h_before", "reset_row", "now_row", "dh_now", "rows", "row", "product"))
 """The names of the inputs that are not the same at all steps. They come first among the inputs of a kernel."""
 
 
@@ -724,6 +800,103 @@ def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_r
     )
 
 
+# --- The launches of a step with layer normalisation ---
+
+ITEM = (1, 128)
+"""The tile of kernels in which each threadgroup computes all units of one batch item. Its size is that of the memory
+in which simdgroups exchange sums, in floats; metal/stepwise_norm.metal describes it."""
+
+
+@cached
+def norm_product_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
+    """Return the first kernel of a forward step. It writes the recurrent products [B, D G H] in float32."""
+    width = problem.cell.gates * problem.H
+    tile = tile_of(problem, width)
+    return StepKernel(
+        *(problem, dtype, present),
+        StepShader("stepwise_norm_product", "step before h_before Wh Wh_scales Wh_biases h0 mask lengths sizes"),
+        tile=tile,
+        units=(width, tile[1]),
+        output=(row_length(problem, width, 0, 1, dtype), row_type(dtype)),
+    )
+
+
+@cached
+def norm_forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
+    """Return the second kernel of a forward step. It reads the products, and writes what `forward_kernel` writes."""
+    cell, saves = problem.cell, problem.training or problem.return_gates
+    length = row_length(problem, problem.H, 1 + cell.gates if saves else 1, cell.carried, dtype)
+    return StepKernel(
+        *(problem, dtype, present),
+        StepShader(
+            "stepwise_norm_forward",
+            "step before product z h0 c0 peephole bhn keep lengths sizes numbers " + " ".join(norms.READ["forward"]),
+            saves=saves,
+        ),
+        tile=ITEM,
+        units=(1, 1),
+        output=(length, row_type(dtype)),
+    )
+
+
+@cached
+def norm_dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
+    """Return the first kernel of a backward step. It writes the gradient of h [B, D P], without the part that bypasses
+    the products."""
+    return of_dh("stepwise_norm_dh", problem, dtype, present, row_type(dtype))
+
+
+@cached
+def norm_dh0_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
+    """Return the kernel that computes dh0 after the backward steps."""
+    return of_dh("stepwise_norm_dh0", problem, dtype, present, dtype)
+
+
+def of_dh(name: str, problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], written: mx.Dtype) -> StepKernel:
+    """Return a kernel that computes a gradient of h [B, D P] from the gradients of the products."""
+    tile, present = tile_of(problem, problem.P), tuple(field for field in present if field != "gates")
+    return StepKernel(
+        *(problem, dtype, present),
+        StepShader(name, "step before weights gates mask keep lengths dh dhT unclipped sizes"),
+        tile=tile,
+        units=(problem.P, tile[1]),
+        output=(row_length(problem, problem.P, 1, False, dtype), written),
+    )
+
+
+@cached
+def norm_dm_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
+    """Return the kernel that multiplies the gradient of a projected h with Wp. It writes the product [B, D H]."""
+    tile = tile_of(problem, problem.H)
+    return StepKernel(
+        *(problem, dtype, present),
+        StepShader("stepwise_norm_dm", "step dh_now weights sizes", cell=False),
+        tile=tile,
+        units=(problem.H, tile[1]),
+        output=(row_length(problem, problem.H, 1, False, dtype), row_type(dtype)),
+    )
+
+
+@cached
+def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
+    """Return the last kernel of a backward step. It writes a row with the gradients of this step, which
+    metal/stepwise_norm.metal describes."""
+    cell = problem.cell
+    blocks = cell.gates * (2 if norms.of_product(cell) else 1) + norms.of_state(cell)
+    floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1)
+    return StepKernel(
+        *(problem, dtype, present),
+        StepShader(
+            "stepwise_norm_backward",
+            "step before dh_now gates h c h0 c0 q peephole bhn keep lengths dc dgates dcT sizes numbers "
+            "norm_scale norm_c norm_y norm_r norm_c_y",
+        ),
+        tile=ITEM,
+        units=(1, 1),
+        output=(row_length(problem, problem.H, blocks, floats, dtype), row_type(dtype)),
+    )
+
+
 # --- The launch after all steps ---
 
 Kind = tuple[Rows, int]
@@ -880,4 +1053,46 @@ def gradients_launch(
         template |= {"OPTIONS": cell_number(cell)}
         body += f"stepwise_projected<{STRUCTS[cell.op]}, S>(a, {end}"
     source = Source(f"{cell.op}_stepwise_gradients", (), body)
+    return prepare_sequences(problem, dtype, layout, source, template, inputs, outputs)
+
+
+@cached
+def norm_gradients_launch(
+    problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
+) -> Sequences:
+    """Return the launch that copies the results of a backward pass with a norm from its rows into sequences. It
+    writes, under the names of the kernels of `fused`, d_product and dz, or only dz if the products are not normalised;
+    with a norm of c also d_norm_c; with a projection dh. If `names` contains them, it writes dc0 and carry."""
+    (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
+    products, states, G, keep = norms.of_product(cell), norms.of_state(cell), cell.gates, "carry" in names
+    wide, all_gates = ((T, B, D * H), dtype), ((T, B, D * G * H), dtype)
+    outputs: Outputs = {
+        "dz": all_gates,
+        "d_product": all_gates if products else None,
+        "d_norm_c": wide if states else None,
+        "dh": ((T, B, D * P), dtype) if projects else None,
+        "dc0": ((B, D * H), dtype) if "dc0" in names else None,
+        "carry": ((T, B, D * H), mx.float32) if keep else None,
+    }
+    inputs = {name: name in present for name in ("lengths", "sizes")}
+    written = [name for name, output in outputs.items() if output is not None]
+    read = [name for name in inputs if inputs[name]]
+    fields = fields_of((*inputs, "starts", "kinds", *outputs), {*read, *written, "starts", "kinds"})
+    fields |= dict.fromkeys(("gates", "d_out", "du", "dw"), "absent")
+    first, floats = ("d_product" if products else "dz"), (cell.carried + cell.passes_h) * (1 + keep)
+    # The first block of a row has the place of dz in the row of a cell without a norm, so the same shader copies it.
+    body = struct_of(fields | {"dz": first})
+    end = "thread_position_in_grid);\n"
+    body += f"stepwise_gradients<{G}, 0, 0, 0, {cell.carried}, {int(cell.passes_h)}, 0, S>(rows, kinds, a, {end}"
+    if products:
+        body += f"stepwise_norm_gradients<{G}, {G}, {floats}, S>(rows, kinds, a, dz, {end}"
+    if states:
+        body += f"stepwise_norm_gradients<1, {G * (1 + products)}, {floats}, S>(rows, kinds, a, d_norm_c, {end}"
+    if projects:
+        only_dh = fields | dict.fromkeys(("dc0", "carry"), "absent") | {"dz": "dh"}
+        body += struct_of(only_dh, "Projected", "projected")
+        body += f"stepwise_gradients<1, 0, 0, 0, 0, 0, 0, S>(rows, kinds + 3, projected, {end}"
+    template: Template = {"OPTIONS": number_of_norm(cell)}
+    files = ("norm", "stepwise_forward", "stepwise_backward", "stepwise_norm")
+    source = Source(f"{cell.op}_stepwise_norm_gradients", files, body)
     return prepare_sequences(problem, dtype, layout, source, template, inputs, outputs)

@@ -25,9 +25,8 @@ class Normalisation:
         """Allocate the memory. sizes: (blocks, n, B). scale, shift: [n], or None for 1 and 0."""
         blocks, n, B = sizes
         self.shape: tuple[int, int, int] = (blocks, n // blocks, B)
-        # A mean is a product with a row, because BLAS computes it faster than NumPy a sum. scaled_row: times the scale.
+        # A mean is a product with this row, because BLAS computes it faster than NumPy a sum.
         self.row: Array = np.full((1, n // blocks), blocks / n, dtype)
-        self.scaled_row: Array = self.row if scale is None else scale.reshape(blocks, 1, -1) * self.row
         self.eps: Array = np.array(eps, dtype)
         self.scale: Array | None = None if scale is None else np.repeat(scale[:, None], B, axis=1)
         self.shift: Array | None = None if shift is None else np.repeat(shift[:, None], B, axis=1)
@@ -62,13 +61,15 @@ class Normalisation:
 
         The gradient is r (d scale - mean(d scale) - y mean(d scale y)), with the means over a block.
         """
-        shape, scaled = self.shape, d
-        if self.scale is not None:
-            scaled = np.multiply(d, self.scale, self.scaled)
-        np.multiply(d, y, self.scratch)
+        shape, scaled = self.shape, self.scaled  # contiguous, unlike d: the operations below read it faster
+        if self.scale is None:
+            np.copyto(scaled, d)
+        else:
+            np.multiply(d, self.scale, scaled)
+        np.multiply(scaled, y, self.scratch)
         ys, scratch = y.reshape(shape), self.scratch.reshape(shape)
-        np.matmul(self.scaled_row, scratch, out=self.mean)
-        np.matmul(self.scaled_row, d.reshape(shape), out=self.other_mean)
+        np.matmul(self.row, scratch, out=self.mean)
+        np.matmul(self.row, scaled.reshape(shape), out=self.other_mean)
         np.multiply(ys, self.mean, scratch)
         np.add(scratch, self.other_mean, scratch)
         np.subtract(scaled, self.scratch, self.scratch)
@@ -88,9 +89,9 @@ class OneColumn(Normalisation):
 
     def before(self, d: Array, y: Array, r: Any, out: Array) -> None:
         """Write to `out` the gradient of a, as `Normalisation.before` does. r: a number."""
-        row, scratch = self.scaled_row.reshape(-1), self.scratch[:, 0]
+        row, scratch = self.row[0], self.scratch[:, 0]
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
-        d, y = d[:, 0], y[:, 0]
+        d, y = scaled[:, 0], y[:, 0]
         np.multiply(d, y, scratch)
         np.multiply(y, dot(row, scratch), scratch)
         np.add(scratch, dot(row, d), scratch)

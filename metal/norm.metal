@@ -1,0 +1,33 @@
+// Layer normalisation inside a step: its options, and sums over the lanes of a simdgroup.
+//
+//   y = (x - mean) / sqrt(variance + eps) * scale + shift
+// x is the recurrent product, or its sum with the input's part of the preactivations ("sum"); mean and variance are
+// taken over all G H numbers of a batch item, or over the H numbers of each gate. An LSTM may also normalise the H
+// numbers of c. metal/README.md has the equations of the gradients.
+//
+// The kernels of a cell with a norm have the array `norm_eps`, which the others lack. Their other arrays, with D
+// directions and G gates:
+//   norm_scale, norm_shift  [D, G H]   norm_c_scale, norm_c_shift  [D, H]; without these arrays 1 and 0
+//   norm_eps                [1]
+//
+// Bits 27 to 30 of a cell's OPTIONS are a number: 0 to 4 is a value of Of, and 5 or 10 are added if c is normalised
+// for the output h only, or also in the state that the next step gets.
+enum NormOf { NOTHING, PRODUCT, PRODUCT_OF_EACH, SUM, SUM_OF_EACH };
+
+template <class Cell> struct Norm {};
+template <template <int> class Kind, int OPTIONS>
+struct Norm<Kind<OPTIONS>> {
+  enum { NUMBER = (OPTIONS >> 27) & 15, OF = NUMBER % 5, OF_C = NUMBER / 5 == 1, IN_STATE = NUMBER / 5 == 2 };
+  enum { IS_SUM = OF == SUM || OF == SUM_OF_EACH, IS_EACH = OF == PRODUCT_OF_EACH || OF == SUM_OF_EACH };
+  enum { HAS_C = OF_C || IN_STATE, GROUPS = IS_EACH ? int(Kind<OPTIONS>::GATES) : 1 };
+};
+
+// Return the sum of `value` over the lanes of the simdgroup whose numbers have the same remainder, divided by EVERY, as
+// the lane's own. All these lanes get the sum.
+template <int EVERY>
+float sum_of_every(float value) {
+  if constexpr (EVERY == 1) return simd_sum(value);
+#pragma clang loop unroll(full)
+  for (int distance = EVERY; distance < 32; distance *= 2) value += simd_shuffle_xor(value, ushort(distance));
+  return value;
+}
