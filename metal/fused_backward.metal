@@ -71,6 +71,35 @@ void read_rows(
   }
 }
 
+// Begin step n: let items[r].states be the states before it, and `after` those after it; dc: the gradient of c from
+// later steps; items[r].past: the gradient of h.
+template <class Cell, int H, int ROWS, class Index, class Arrays>
+void begin_step(
+    thread const Sweep& sweep, thread const Arrays& a, int n, Index step, int unit,
+    thread const StepNumbers<Cell> (&numbers)[ROWS], thread Item<Cell, Index> (&items)[ROWS],
+    thread float (&after)[ROWS][Cell::CARRIED + 1], thread float (&dc)[ROWS]) {
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    use_states<Cell, H>(sweep, a, n, step, unit, numbers[r].states, items[r], after[r]);
+    dc[r] = items[r].ds[Cell::CARRIED];
+    items[r].past = items[r].ds[0] + numbers[r].ds[0];
+    items[r].mask = numbers[r].mask;
+  }
+}
+
+// Store the gradients of the states before the first step of the launch.
+template <class Cell, int H, class S, int ROWS, class Index, class Arrays>
+void store_first(
+    thread const Sweep& sweep, thread const Arrays& a, int group, int lane, int unit,
+    thread const Item<Cell, Index> (&items)[ROWS]) {
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    const long item = place_in(sweep, min(group * ROWS + r, sweep.B - 1), 1, 0, H, unit);
+    if (lane == 0) a.dh0[item] = S(items[r].ds[0]);
+    if (lane == Lanes<Cell>::LANES - 1) store(a.dc0, item, items[r].ds[Cell::CARRIED]);
+  }
+}
+
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void fused_backward(
     thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
@@ -79,7 +108,8 @@ void fused_backward(
   constexpr bool TWO = Unit::TWO_PRODUCTS != 0;
   constexpr int FIRST = RUNS_OF<H, GROUP>, RUNS = RUNS_OF<(TWO ? GATES - 1 : GATES) * H, GROUP>;
   constexpr int ROW = GROUP * (TWO ? FIRST : RUNS), HALF = ROWS * ROW, SIZE = HALF + ROWS * GROUP * RUNS;
-  Sweep sweep = {}; read_sizes(a.sizes, group.y, sweep);
+  Sweep sweep = {};
+  read_sizes(a.sizes, group.y, sweep);
   const int lane = int(index) % LANES, s = int(index) % GROUP, unit = int(index) / LANES;
   const int row = Unit::operand_block(lane), block = Unit::gate_block(lane) == -1 ? row : Unit::gate_block(lane);
   const bool real = H % (32 / LANES) == 0 || unit < H, has_gate = real && (GATES == LANES || lane != LANES - 1);
@@ -108,12 +138,7 @@ void fused_backward(
     const int t = time_of(sweep, n);
     threadgroup float4* current = vectors + (TWO ? 0 : n & 1) * HALF;
     float sum[ROWS], after[ROWS][C + 1], dc[ROWS];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
-      use_states<Cell, H>(sweep, a, n, step, read, numbers[r].states, items[r], after[r]);
-      dc[r] = items[r].ds[C];
-      items[r].past = items[r].ds[0] + numbers[r].ds[0], items[r].mask = numbers[r].mask;
-    }
+    begin_step<Cell, H>(sweep, a, n, step, read, numbers, items, after, dc);
     states_backward<Cell, H>(norm, of_norm, a, t, p, items, numbers, after, dc);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
@@ -143,8 +168,7 @@ void fused_backward(
     distance_to_next(ahead != n, next, distance);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) advance(items[r].at, distance);
-    // The last step reads its own numbers again.
-    read_rows<Cell, H>(sweep, a, ahead, items, earlier, step, read, numbers);
+    read_rows<Cell, H>(sweep, a, ahead, items, earlier, step, read, numbers);  // the last step reads its own again
     read_norm<Cell>(a, items, earlier, block, of_norm);
     constexpr int FROM = TWO ? FIRST * UNITS : 0;
     products_of_columns<Cell, UNITS, ROWS, RUNS, FROM, RESIDENT>(sum, resident, streamed, current + s);
@@ -155,10 +179,5 @@ void fused_backward(
     }
     streamed += opaque_zero(sweep);
   }
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
-    const long item = place_in(sweep, min(int(group.x) * ROWS + r, sweep.B - 1), 1, 0, H, unit);
-    if (real && lane == 0) a.dh0[item] = S(items[r].ds[0]);
-    if (real && lane == LANES - 1) store(a.dc0, item, items[r].ds[C]);
-  }
+  if (real) store_first<Cell, H, S>(sweep, a, int(group.x), lane, unit, items);
 }

@@ -157,7 +157,8 @@ void read_norm(thread const Arrays&, thread const Item<Cell, Index> (&)[ROWS], I
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void states_backward(
     Absent, Absent, thread const Arrays&, int, float, thread const Item<Cell, Index> (&)[ROWS],
-    thread const StepNumbers<Cell> (&)[ROWS], thread const float (&)[ROWS][Cell::CARRIED + 1], thread float (&)[ROWS]) {}
+    thread const StepNumbers<Cell> (&)[ROWS], thread const float (&)[ROWS][Cell::CARRIED + 1],
+    thread float (&)[ROWS]) {}
 
 template <class Cell, class Index>
 void unit_backward(
@@ -173,4 +174,5 @@ template <class Cell> void write_operand(Absent, threadgroup float& operand, flo
 
 template <class Cell, int H, int ROW, class S, int ROWS, class Index, class Arrays>
 void products_backward(
-    Absent, Absent, thread const Arrays&, int, int, int, thread const Item<Cell, Index> (&)[ROWS], threadgroup float4*) {}
+    Absent, Absent, thread const Arrays&, int, int, int, thread const Item<Cell, Index> (&)[ROWS],
+    threadgroup float4*) {}

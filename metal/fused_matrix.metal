@@ -79,7 +79,8 @@ void read_inputs(
 
 // The forward pass: h = cell(z_t + (mask_t * h_prev) Wh^T, ...). `vectors` is a double buffer [2][padded H][8 items],
 // for the 8 batch items of a threadgroup: one half holds the masked h that the current step reads, the other the masked
-// h that it writes for the next step. One barrier per step separates the writes from the reads.
+// h that it writes for the next step. One barrier per step separates the writes from the reads. A lane without an item
+// reads the numbers of the last item, and a lane without a unit those of unit 0.
 template <class Cell, int H, int RESIDENT, class Index, class S, class Arrays>
 void fused_matrix_forward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
@@ -100,13 +101,13 @@ void fused_matrix_forward(
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from the units' own h
   int length[2];
   float p[SIZE_FOR<Cell::CONSTANTS>], states[2][C + 1];
-  bool real[2]; Place<Index> at[2];
+  bool real[2];
+  Place<Index> at[2];
   Cell::template constants<long>(a, sweep.direction, H, read, p);
 #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
     const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
     real[e] = b0 + e < sweep.B && unit < H;
-    // A lane without an item reads the numbers of the last item, and a lane without a unit those of unit 0.
     first_place<false>(sweep, min(b0 + e, sweep.B - 1), GATES, 0, H, read, at[e]);
     length[e] = b0 + e < sweep.B ? value_at(a.lengths, b0 + e, sweep.T) : 0;
 #pragma clang loop unroll(full)
@@ -137,15 +138,15 @@ void fused_matrix_forward(
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) next_states[k] = factor[e] * states[e][k];
       Cell::forward(p, u[e], sums, next_states, y[e]);
-      const S result = S(next_states[0]); next_states[0] = float(result);
+      const S result = S(next_states[0]);
+      next_states[0] = float(result);
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) {
         states[e][k] = live ? next_states[k] : states[e][k];
         next_states[k] = live ? next_states[k] : 0.0f;
       }
 #pragma clang loop unroll(full)
-      for (int m = 0; m < KEPT; ++m)
-        store(a.gates, block_place<Cell, KEPT, H>(at[e], m, unit), live ? y[e][m] : 0.0f);
+      for (int m = 0; m < KEPT; ++m) store(a.gates, block_place<Cell, KEPT, H>(at[e], m, unit), live ? y[e][m] : 0.0f);
       store_all<C, H>(a.c, at[e].state, unit, next_states + 1);
       a.h[at[e].state] = live ? result : S(0.0f);
       vectors[(~n & 1) * HALF + 8 * unit + column + e] = states[e][0] * mask[e];

@@ -100,13 +100,16 @@ void store_ends(
   for (int k = 0; k < Cell::SUMMED; ++k) store(a.dw, place_in(sweep, int(group), Cell::SUMMED, k, H, unit), dw[k]);
 }
 
+// The backward pass. A threadgroup computes ROWS items. If fewer are left, the last item is computed several times. The
+// repetitions are left out of the sum dw, which would count the item more than once.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;
   constexpr int RUNS = P == 0 ? 0 : RUNS_OF<P * H, GROUP>, ROW = GROUP * RUNS, HALF = ROWS * ROW;
   constexpr int ND = REGISTERS_OF<Cell::GRADIENTS, LANES>, V = SIZE_FOR<Cell::SUMMED>;
   constexpr int U = SIZE_FOR<Cell::INPUTS>;
-  Sweep sweep = {}; read_sizes(a.sizes, group.y, sweep);
+  Sweep sweep = {};
+  read_sizes(a.sizes, group.y, sweep);
   const int s = int(index) % GROUP, lane = s % LANES, own = int(index) / LANES;
   const bool real = H % (32 / LANES) == 0 || own < H;
   const int unit = real ? own : 0;
@@ -154,8 +157,6 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) now[r][k] = mine.before[k];
       store_step<Cell, H, S>(a, live, real, lane, unit, now_at + (item[r] - earlier), d, du, back, current + r * ROW);
-      // A threadgroup computes ROWS items. If fewer are left, the last item is computed several times. The repetitions
-      // are left out here, because the sum dw would count the item more than once.
 #pragma clang loop unroll(full)
       for (int k = 0; k < Cell::SUMMED; ++k)
         dw[k] += live && int(group.x) * ROWS + r < sweep.B ? dw_now[k] : 0.0f;

@@ -39,12 +39,15 @@ void store_outputs(
   for (int k = 0; k < C; ++k) store(a.c, place_of<C, H>(at, k, unit), live ? s[k + 1] : 0.0f);
 }
 
+// The forward pass. Past an item's end outputs are 0 and the states stay. They are selected, not multiplied, because
+// the new states may be NaN there.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;
   using Share = LaneShare<V, H, GROUP, P == 0 ? 1 : UNITS * P>;
   constexpr int RUNS = P == 0 ? 0 : int(Share::RUNS), ROW = GROUP * RUNS, HALF = ROWS * ROW;
-  Sweep sweep = {}; read_sizes(a.sizes, group.y, sweep);
+  Sweep sweep = {};
+  read_sizes(a.sizes, group.y, sweep);
   const int s = int(index) % GROUP, lane = s % LANES, own = int(index) / LANES;
   const bool real = H % (32 / LANES) == 0 || own < H, writes = real && lane == LANES - 1;
   const int unit = real ? own : 0;  // padding lanes read the numbers of unit 0
@@ -103,7 +106,6 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
       for (int j = 0; j < REGISTERS_OF<Cell::GATES, LANES>; ++j) y[j] = numbers[r].z[j];
       Lanes<Cell>::forward(lane, w, numbers[r].inputs, sums[r], next, y);
       next[0] = float(S(next[0]));
-      // Past an item's end outputs are 0 and the state stays. A selection discards the new state, which may be NaN.
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) state[r][k] = live ? next[k] : state[r][k];
       if (real) store_outputs<Cell, H, S>(a, live, lane, unit, now + (item[r] - earlier), next, y);
