@@ -5,17 +5,17 @@
 // of 256 threads computes all units of one batch item. A thread computes the units number thread, thread + 256, ...;
 // each loop over them computes again what it needs, instead of storing it.
 //
-// Barriers: one for each norm, between the writes of the simdgroups' sums and their reads. Each norm has its own part of
-// the threadgroup memory. All threads of a threadgroup have the same batch item, so they all reach a barrier or none.
+// Barriers: one for each norm, between the writes of the simdgroups' sums and their reads. Each norm has its own part
+// of the threadgroup memory. All threads of a threadgroup have the same batch item, so they all reach a barrier or none.
 //
 // Arrays besides those of stepwise_forward.metal, stepwise_backward.metal and norm.metal:
 //   product   [B, D G H] float, a row: the recurrent products of this step, from the first launch
 //   norm_y    [T, B, D G H], norm_c_y [T, B, D H] float: the normalised numbers, without scale and shift
 //   norm_c    [2, D, H]: the scale and the shift of the norm of c, in the backward pass
 //   norm_r    [T, B, D R] float: 1 / sqrt(variance + eps) of the norms, that of c last; R is their number
-//   after     forward as in stepwise_forward.metal. Backward: the carry; the gradients of the products [B, D G H]; with
-//             `keep` the third array of stepwise_backward.metal; if the products are normalised, the gradients dz of the
-//             preactivations [B, D G H]; with a norm of c the gradient of its result [B, D H]
+//   after     forward as in stepwise_forward.metal. Backward: the floats of stepwise_backward.metal; the gradients of the
+//             products [B, D G H]; if the products are normalised, the gradients dz of the preactivations [B, D G H];
+//             with a norm of c the gradient of its result [B, D H]
 
 constant constexpr int ITEM_THREADS = 256, ITEM_SIMDGROUPS = ITEM_THREADS / 32;
 
