@@ -277,7 +277,7 @@ void fused_matrix_backward(
 #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
     real[e] = b0 + e < sweep.B && unit < H;
-    begin_item<Cell, H>(sweep, a, b0 + e, 0, unit, real[e], earlier, items[e]);
+    begin_item<Cell, H>(sweep, a, b0 + e, 0, unit, unit < H, earlier, items[e]);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from d of the units
   float y[2][SIZE_FOR<Cell::KEPT>], d[2][Cell::GRADIENTS];
