@@ -122,7 +122,7 @@ CHARTS = {"speed": speed, "predictions": predictions}
 
 
 def main() -> None:
-    """Write the chart of each page."""
+    """Draw the chart of each page from the page's table. Write it to docs/pictures."""
     for name, draw in CHARTS.items():
         (DOCS / "pictures" / f"{name}.svg").write_text(draw((DOCS / f"{name}.md").read_text()))
 

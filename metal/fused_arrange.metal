@@ -82,8 +82,8 @@ uint bits_of(const device uint* words, int k) {
   return bits & ((1u << BITS) - 1);
 }
 
-// Return word `number` of lane `index`: several weights in fields of FIELD bits, or one scale or bias as the bits of a
-// float.
+// Return the 32-bit word with this number among the words that lane `index` reads. It contains several weights, each in
+// a field of FIELD bits, or one scale or bias as a float.
 template <class Cell, int H, int UNITS, class V, int FIELD, int BITS, int SIZE, class A, class B>
 uint word_of_lane(Packed<BITS, SIZE, A, B> Wh, long direction, int index, int number) {
   constexpr int GATES = Cell::GATES, GROUP = Lanes<Cell>::LANES * UNITS, SLOTS = UNITS * GATES, PER_WORD = 32 / FIELD;

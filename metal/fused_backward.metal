@@ -58,7 +58,9 @@ void reset_back(
   }
 }
 
-// Read the numbers of step n for ROWS items, and the lane's own gate with its cotangent. earlier, step: see read_step.
+// Read the numbers of step n for ROWS items, and the lane's own gate with its cotangent. earlier: the number of
+// elements that h, c, dh and dc have before the launch's first time index. step: the number from one time index to the
+// next. Both count an array with one block per unit.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_rows(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread Item<Cell, Index> (&items)[ROWS], Index earlier,
@@ -87,14 +89,27 @@ void begin_step(
   }
 }
 
-// Store the gradients of the states before the first step of the launch.
+// Set dh of each item to the gradient of h before step t: the product `sum` times the mask, and the part that bypasses
+// the product. An item that has ended keeps its dh.
+template <class Cell, int ROWS, class Index, class Arrays>
+void pass_to_h_before(
+    thread const Arrays& a, int t, thread const float (&sum)[ROWS], thread Item<Cell, Index> (&items)[ROWS]) {
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    const float dh = sum[r] * items[r].mask + items[r].past;
+    items[r].ds[0] = is_live(a.lengths, t, items[r].length) ? dh : items[r].ds[0];
+  }
+}
+
+// Write dh0 and dc0 of a unit, which are complete after the pass over all steps. Lane 0 of the unit has dh, the last
+// lane has dc. first: the threadgroup's first batch item.
 template <class Cell, int H, class S, int ROWS, class Index, class Arrays>
 void store_first(
-    thread const Sweep& sweep, thread const Arrays& a, int group, int lane, int unit,
+    thread const Sweep& sweep, thread const Arrays& a, int first, int lane, int unit,
     thread const Item<Cell, Index> (&items)[ROWS]) {
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
-    const long item = place_in(sweep, min(group * ROWS + r, sweep.B - 1), 1, 0, H, unit);
+    const long item = place_in(sweep, min(first + r, sweep.B - 1), 1, 0, H, unit);
     if (lane == 0) a.dh0[item] = S(items[r].ds[0]);
     if (lane == Lanes<Cell>::LANES - 1) store(a.dc0, item, items[r].ds[Cell::CARRIED]);
   }
@@ -172,12 +187,8 @@ void fused_backward(
     read_norm<Cell>(a, items, earlier, block, of_norm);
     constexpr int FROM = TWO ? FIRST * UNITS : 0;
     products_of_columns<Cell, UNITS, ROWS, RUNS, FROM, RESIDENT>(sum, resident, streamed, current + s);
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
-      const float dh = sum[r] * items[r].mask + items[r].past;
-      items[r].ds[0] = is_live(a.lengths, t, items[r].length) ? dh : items[r].ds[0];
-    }
+    pass_to_h_before(a, t, sum, items);
     streamed += opaque_zero(sweep);
   }
-  if (real) store_first<Cell, H, S>(sweep, a, int(group.x), lane, unit, items);
+  if (real) store_first<Cell, H, S>(sweep, a, int(group.x) * ROWS, lane, unit, items);
 }

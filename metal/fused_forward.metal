@@ -64,14 +64,14 @@ void write_reset(
   }
 }
 
-// Store the states of a unit after the last step of the launch.
-template <int H, class S, int ROWS, class Arrays>
+// Write hT and cT of a unit after the launch's last step. first: the threadgroup's first batch item. h, c: the states.
+template <class S, int ROWS, class Arrays>
 void store_last(
-    thread const Sweep& sweep, thread const Arrays& a, int group, int unit, thread const float (&h)[ROWS],
+    thread const Sweep& sweep, thread const Arrays& a, int first, int H, int unit, thread const float (&h)[ROWS],
     thread const float (&c)[ROWS]) {
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
-    const long item = place_in(sweep, min(group * ROWS + r, sweep.B - 1), 1, 0, H, unit);
+    const long item = place_in(sweep, min(first + r, sweep.B - 1), 1, 0, H, unit);
     a.hT[item] = S(h[r]);
     store(a.cT, item, c[r]);
   }
@@ -103,15 +103,16 @@ void fused_forward(
   fill_with_zeros(vectors, 2 * HALF + norm_size<Cell, H, ROWS>(norm), index, threads);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from the units' own h
   const float p = real ? Unit::constant_of(a, sweep.direction, lane, H, unit) : 0.0f;
-  float h_now[ROWS], c_now[ROWS];
+  float h_now[ROWS], c_now[ROWS], z[ROWS];
   int length[ROWS];
   Place<Index> at[ROWS];
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
     const long item = place_in(sweep, b, 1, 0, H, unit);
-    // A lane without a gate reads the numbers of block 0, and a lane without a unit those of unit 0.
+    // A lane without a gate or unit reads those of block 0 or unit 0, so that no read leaves the arrays.
     first_place<false>(sweep, b, GATES, max(block, 0), H, real ? unit : 0, at[r]);
+    z[r] = float(a.z[at[r].gate + earlier]);
     length[r] = value_at(a.lengths, b, sweep.T);
     h_now[r] = writes ? value_at(a.h0, item, 0.0f) : 0.0f;
     c_now[r] = writes ? value_at(a.c0, item, 0.0f) : 0.0f;
@@ -119,9 +120,6 @@ void fused_forward(
     if (writes) number_at(vectors, row, own) = h_now[r] * value_at(a.mask, at[r].mask, 1.0f);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the first h from the first product
-  float z[ROWS];
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) z[r] = float(a.z[at[r].gate + earlier]);
   for (int n = sweep.start; n < sweep.stop; ++n) {
     threadgroup float4* before = vectors + (TWO ? 0 : n & 1) * HALF;
     threadgroup float4* after = vectors + (TWO ? 0 : ~n & 1) * HALF;
@@ -157,5 +155,5 @@ void fused_forward(
     threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the new h of all units from the next step's product
     streamed += opaque_zero(sweep);
   }
-  if (writes) store_last<H, S>(sweep, a, int(group.x), unit, h_now, c_now);
+  if (writes) store_last<S>(sweep, a, int(group.x) * ROWS, H, unit, h_now, c_now);
 }

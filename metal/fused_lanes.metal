@@ -16,7 +16,7 @@
 // step:
 //   LANES             the number of lanes of a unit
 //   WRITER            the lane of a unit that has the unit's state and writes it
-//   TWO_PRODUCTS      whether a step has two products, one after the other
+//   TWO_PRODUCTS      whether a step has two products, one after the other (a GRU whose reset comes before the product)
 //   FIRST             the gates of the step's first product, one bit per gate
 //   gate_block(lane)  the block of z, gates, dz (the H numbers of one gate) from which a lane has its number, or -1 if
 //                     the lane has no gate
@@ -30,10 +30,10 @@ template <class Cell> struct Lanes;
 template <int LENGTH, int GROUP>
 constant constexpr int RUNS_OF = (LENGTH + 4 * GROUP - 1) / (4 * GROUP);
 
-// Which weights a lane has: from each of SLOTS rows it has RUNS runs of 4 neighbouring weights. A row has LENGTH
-// weights. The lane's weights are stored as COUNT vectors of type V. In a row, SPAN neighbouring weights belong to one
-// lane, the next SPAN weights to the next lane of the group, and so on. fused_quantized.metal specializes this struct
-// for quantized weights.
+// Which weights a lane has. GROUP lanes divide each of SLOTS rows of LENGTH weights among themselves: SPAN neighbouring
+// weights belong to one lane, the next SPAN weights to the next lane of the group, and so on. So a lane has RUNS runs
+// of 4 neighbouring weights of each row. They are stored as COUNT vectors of type V. fused_quantized.metal specializes
+// this struct for quantized weights.
 template <class V, int LENGTH, int GROUP, int SLOTS>
 struct LaneShare {
   enum { SPAN = 4, RUNS = RUNS_OF<LENGTH, GROUP>, COUNT = RUNS * SLOTS };

@@ -183,7 +183,8 @@ void product_of_columns(
 }
 
 // Read what the lane needs at step n for its two batch items: the saved numbers y, their cotangents d, and in `numbers`
-// states, cotangents and factors (see read_step, which also describes earlier and step).
+// states, cotangents, inputs and factors. earlier: the number of elements that h, c, dh and dc have before the launch's
+// first time index. step: the number from one time index to the next. Both count an array with one block per unit.
 template <class Cell, int H, class Index, class Arrays>
 void read_items(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread const Item<Cell, Index> (&items)[2],

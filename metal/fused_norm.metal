@@ -2,7 +2,8 @@
 //
 // The numbers that are normalised together lie in all simdgroups of a threadgroup. So each simdgroup first sums up its
 // own numbers and writes the sums to threadgroup memory. A barrier follows. Then every simdgroup adds up the sums of
-// all simdgroups: each lane reads those of one simdgroup, or of a few if each gate is normalised by itself.
+// all simdgroups. For this each lane reads the sums of one simdgroup. If each gate is normalised by itself, there are
+// fewer lanes for each norm, and a lane reads the sums of a few simdgroups.
 //
 // Mean and variance are computed without E[x^2] - E[x]^2, which loses all digits if the mean is large. A simdgroup
 // computes its own mean and the sum of squares of the distances from it. For n_s numbers with the mean m_s and this sum
@@ -12,9 +13,10 @@
 // barrier separates these reads from the writes of the next step. Each norm has its own part of the memory, because no
 // barrier separates the reads of one from the writes of the other.
 
-// How the lanes of a simdgroup whose numbers are normalised together, every EVERY-th lane, read the sums of all
-// simdgroups: each of these PEERS lanes reads those of TURNS simdgroups, PEERS apart. The sums lie in memory as [EVERY]
-// [PLACES][ROWS] pairs. If the number of simdgroups divides PEERS, the lanes read each of them several times.
+// How the lanes read the sums of all simdgroups. Every EVERY-th lane of a simdgroup has numbers of the same norm; PEERS
+// is the number of these lanes. They divide the simdgroups among themselves: each lane reads the sums of TURNS
+// simdgroups, whose numbers are PEERS apart. The sums lie in memory as [EVERY][PLACES][ROWS] pairs. If the number of
+// simdgroups divides PEERS, each sum is read by several lanes.
 template <int H, int LANES, int EVERY>
 struct Peers {
   enum { UNITS = 32 / LANES, SIMDGROUPS = (H + UNITS - 1) / UNITS, PEERS = 32 / EVERY };
@@ -39,8 +41,9 @@ struct Peers {
 };
 
 // What a lane needs for the norms. scale, shift: of the lane's gate. c_scale, c_shift: of its unit. counts: 1 if the
-// lane has a number of the product, else 0. index: its number in the threadgroup. memory: the threadgroup memory for the
-// sums, zeros at first. part, part_of_c: of the units, for the norm of the product and that of c; see Peers::part.
+// lane has a number of the product, else 0. part, part_of_c: the part of all units that the simdgroup has whose sums
+// the lane reads first, in the norm of the product and in that of c. index: the lane's number in the threadgroup.
+// memory: the threadgroup memory for the sums, zeros at first.
 struct NormLane {
   float scale, shift, c_scale, c_shift, eps, counts, part, part_of_c;
   uint index;
@@ -74,10 +77,11 @@ NormLane norm_of_lane(
       OfC::part_of(int(OfC::first(lane))), index, memory};
 }
 
-// Two sums of one simdgroup.
+// Two results of one simdgroup: forward the mean and the squares of the distances from it; backward the sums of d, d y.
 using Pair = float2;
 
-// Write this simdgroup's pairs to memory. After a barrier read the pairs of other simdgroups, as Peers says.
+// Write this simdgroup's pairs of sums to memory. After a barrier, read the lane's share of the pairs of all
+// simdgroups.
 template <class P, int EVERY, int ROWS>
 void share(
     thread const Pair (&own)[ROWS], uint index, threadgroup float4* memory, thread Pair (&all)[P::TURNS][ROWS]) {
@@ -108,7 +112,8 @@ void share(
 
 // Replace x[r] by (x[r] - mean) / sqrt(variance + eps), for ROWS batch items. counts: 1 if the lane's number belongs to
 // the norm; otherwise 0, and x[r] must be 0. EVERY: the distance of the lanes whose numbers are normalised together.
-// EACH: how many of these numbers a unit has. part: see NormLane.
+// EACH: how many of these numbers a unit has. part: the part of all units that the simdgroup has whose sums this lane
+// reads first.
 template <int H, int LANES, int EVERY, int EACH, int ROWS>
 void standardise(
     thread float (&x)[ROWS], float counts, float part, float eps, uint index, threadgroup float4* memory) {
@@ -130,7 +135,8 @@ void standardise(
 #pragma clang loop unroll(full)
     for (int turn = 0; turn < P::TURNS; ++turn) {
       const float away = all[turn][r][0] - mean;
-      variance += away * away * P::part(first, part, turn) + all[turn][r][1] * (P::REPEATS ? float(P::SIMDGROUPS) / P::PEERS : 1.0f);
+      constexpr float once = P::REPEATS ? float(P::SIMDGROUPS) / P::PEERS : 1.0f;
+      variance += away * away * P::part(first, part, turn) + all[turn][r][1] * once;
     }
     x[r] = (x[r] - mean) * rsqrt(sum_of_every<EVERY>(variance) + eps);
   }
@@ -138,7 +144,7 @@ void standardise(
 
 // Replace d[r], the gradient of y[r] = (x - mean) / sqrt(variance + eps), by the gradient of x. d[r] must be 0 if the
 // lane's number does not belong to the norm. factor[r]: 1 / sqrt(variance + eps). N: how many numbers are normalised
-// together, counting the copies that several lanes have of one.
+// together. If several lanes have a copy of one number, each copy counts.
 template <int H, int LANES, int EVERY, int N, int ROWS>
 void standardise_backward(
     thread float (&d)[ROWS], thread const float (&y)[ROWS], thread const float (&factor)[ROWS], uint index,
@@ -159,8 +165,8 @@ void standardise_backward(
   }
 }
 
-// Normalise the product or its sum with y, the input's part of the preactivations. On return the sums of each lane's own
-// gate, sums[r], have the result, and y is 0 if it is part of the sum. A GRU has the candidate's product in another
+// Normalise the product or its sum with y, the input's part of the preactivations. On return the sums of each lane's
+// own gate, sums[r], have the result, and y is 0 if it is part of the sum. A GRU has the candidate's product in another
 // place than the others.
 template <class Cell, int H, int ROWS, int SLOTS>
 void normalise(
@@ -221,8 +227,10 @@ void normalise_states(
 //   d_product [., B, D G H], output: the gradient of the product
 //   d_norm_c  [., B, D H] float, output: the gradient of the normalised c; absent without a norm of c
 
-// The numbers of a step that the norms need: norm_y, norm_r, norm_c_y and norm_c_r. They are read early, as StepNumbers
-// are. states_backward replaces c_y by s_output of the normalised c.
+// What the backward step of a lane needs for its norms. y: its normalised product or sum. r: 1 / sqrt(variance + eps)
+// of this norm. c_y, c_r: the same for the norm of c. They are loaded one step early, before a product, so that they
+// arrive while it is computed. The function states_backward replaces c_y by the activation s_output of the normalised
+// c.
 template <int ROWS>
 struct NormNumbers {
   float y[ROWS], r[ROWS], c_y[ROWS], c_r[ROWS];
@@ -231,7 +239,8 @@ struct NormNumbers {
 template <int ROWS>
 NormNumbers<ROWS> norm_numbers(thread const NormLane&) { return {}; }
 
-// Read the numbers of ROWS items at one step. block: that of the lane's gate. earlier: see read_step.
+// Read the numbers of ROWS items at one step. block: the position of the lane's gate. earlier: the number of elements
+// of norm_c_y before the launch's first time index; norm_y has GATES times as many.
 template <class Cell, int ROWS, class Index, class Arrays>
 void read_norm(
     thread const Arrays& a, thread const Item<Cell, Index> (&items)[ROWS], Index earlier, int block,
@@ -246,9 +255,9 @@ void read_norm(
   }
 }
 
-// Compute the gradient dc[r] of c before its norm. On entry dc is the gradient that later steps send back. after: c after
-// the step. The gradient of the normalised c comes from m = o s_output(norm(c)); with a norm of the state also from dc,
-// from the cotangent of c and from o's peephole.
+// Compute the gradient dc[r] of c before its norm. On entry dc is the gradient that later steps send back. after: c
+// after the step. The gradient of the normalised c comes from m = o s_output(norm(c)); with a norm of the state also
+// from dc, from the cotangent of c and from o's peephole.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void states_backward(
     thread const NormLane& norm, thread NormNumbers<ROWS>& saved, thread const Arrays& a, int t, float p,

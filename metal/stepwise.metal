@@ -25,7 +25,8 @@ inline Step step_of(int n, const constant int* sizes, uint direction) {
   return {n, t, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], int(direction), sizes[6], reverse};
 }
 
-// Return the position of batch item b at time index t in an array [T, B, D width].
+// Return the position of batch item b at time index t in an array [T, B, D width], which has `width` numbers per
+// direction.
 inline Index place(thread const Step& s, int t, int b, int width) {
   return ((Index(t) * s.B + b) * s.D + s.d) * width;
 }

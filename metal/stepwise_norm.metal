@@ -2,29 +2,37 @@
 //
 // A norm needs numbers of all units, which several threadgroups compute in a product. So a step of a cell with a norm
 // has two launches (with a projection a third one): the first computes the product, and in the second each threadgroup
-// of 256 threads computes all units of one batch item. A thread computes the units number thread, thread + 256, ...;
-// each loop over them computes again what it needs, instead of storing it.
+// of 256 threads computes all units of one batch item. A thread computes the units number thread, thread + 256, ... A
+// launch has several loops over these units: one for the sums of each norm, and one for the results. Each loop computes
+// again what it needs, because a thread's number of units depends on H, so the results of all its units cannot stay in
+// registers.
 //
 // Barriers: one for each norm, between the writes of the simdgroups' sums and their reads. Each norm has its own part
-// of the threadgroup memory. All threads of a threadgroup have the same batch item, so they all reach a barrier or none.
+// of the threadgroup memory. All threads of a threadgroup have the same batch item, so they all reach a barrier or
+// none.
 //
 // Arrays besides those of stepwise_forward.metal, stepwise_backward.metal and norm.metal:
 //   product   [B, D G H] float, a row: the recurrent products of this step, from the first launch
 //   norm_y    [T, B, D G H], norm_c_y [T, B, D H] float: the normalised numbers, without scale and shift
 //   norm_c    [2, D, H]: the scale and the shift of the norm of c, in the backward pass
-//   norm_r    [T, B, D R] float: 1 / sqrt(variance + eps) of the norms, that of c last; R is their number
-//   after     forward as in stepwise_forward.metal. Backward: the floats of stepwise_backward.metal; the gradients of the
-//             products [B, D G H]; if the products are normalised, the gradients dz of the preactivations [B, D G H];
-//             with a norm of c the gradient of its result [B, D H]
+//   norm_r    [T, B, D R] float: 1 / sqrt(variance + eps) of each of the R norms; the norm of c is the last one
+//   after     the row that a launch writes: forward c, h and the gates, as without a norm. Backward, in this order:
+//               [B, D H]    float: the carry: the gradient of c before the step, or of h as far as it bypasses the
+//                           products
+//               [B, D H]    float, with `keep`: the carry before its multiplication by keep
+//               [B, D G H]  the gradients of the recurrent products
+//               [B, D G H]  if the products are normalised: dz, the gradients of the preactivations
+//               [B, D H]    with a norm of c: the gradient of its result
 
 constant constexpr int ITEM_THREADS = 256, ITEM_SIMDGROUPS = ITEM_THREADS / 32;
 
-// Numbers of which the mean and the variance are wanted: how many, their mean, and the sum of the squares of their
-// distances from it.
+// The moments of some numbers: how many they are, their mean, and the sum of the squares of their distances from it.
 struct Moments {
   float count, mean, squares;
 };
 
+// Add x to the numbers of which these are the moments. Welford's method: it never subtracts two large sums that are
+// nearly equal.
 inline void include(thread Moments& of, float x) {
   const float distance = x - of.mean;
   of.count += 1.0f;
@@ -87,7 +95,7 @@ void stepwise_norm_product(
   pad_row(a.after, carried<S>(Index(s.B) * s.D * width), group, 32 * simdgroup + lane);
 }
 
-// Return what the norm of a gate gets: the product of unit j, or its sum with the input's part.
+// Return the number of one gate and unit j that is normalised: the product, or its sum with the input's part.
 template <class Cell, class Arrays>
 float before_norm(thread const Step& s, thread const Arrays& a, int b, int gate, int j) {
   const int width = Cell::GATES * s.H, block = Cell::block(gate) * s.H + j;
@@ -95,8 +103,9 @@ float before_norm(thread const Step& s, thread const Arrays& a, int b, int gate,
   return Norm<Cell>::IS_SUM ? product + float(a.z[place(s, s.t, b, width) + block]) : product;
 }
 
-// Compute one unit without the norm of c. of: the moments of the products. states: on entry those before the step, on
-// return the new ones. y: on return the gates. o: on return the last gate's preactivation, without peephole.
+// Compute one unit without the norm of c. of: the moments of the numbers that are normalised. states: on entry those
+// before the step, on return the new ones. y: on return the gates. o: on return the last gate's preactivation, without
+// peephole.
 template <class Cell, class Arrays>
 void normed_unit(
     thread const Step& s, thread const Arrays& a, int b, int j, thread const Moments (&of)[Norm<Cell>::GROUPS],
@@ -177,8 +186,9 @@ void stepwise_norm_forward(
 
 // --- Backward ---
 
-// What stepwise_dh knows of a cell whose rows hold the gradients of the products: these are one operand, and no gate
-// multiplies them. PASSES: whether to add the part of dh that bypasses the products.
+// A cell for the kernel stepwise_dh, which computes dh from rows that hold the gradients of the products. These are one
+// operand, and the kernel multiplies none of them by a gate. PASSES: whether to add the part of dh that bypasses the
+// products.
 template <class Cell, bool PASSES>
 struct OfProducts {
   enum { GATES = Cell::GATES, PRODUCTS = GATES, GRADIENTS = GATES, SEGMENTS = 1, SUMMED = 0 };
@@ -217,8 +227,8 @@ void stepwise_norm_dm(
   pad_row(a.after, Index(s.B) * s.D * s.H, group, 32 * simdgroup + lane);
 }
 
-// The gradients of one unit at one step. dz: of its preactivations. carry: what reaches the step before without the
-// products, before its multiplication by `keep`. of_c: of the result of the norm of c.
+// The gradients of one unit at one step. dz: of its preactivations. carry: of the state before the step, as far as it
+// bypasses the products, before the multiplication by `keep`. of_c: of the result of the norm of c.
 template <int GATES>
 struct UnitGradients {
   float dz[GATES], carry, of_c;
@@ -239,8 +249,9 @@ void norm_of_c_backward(
   if (Norm<Cell>::IN_STATE) d.carry = 0.0f;
 }
 
-// Compute the gradients of unit j. in_c: the sums over all units of g and g y, where y is the normalised c, and g the
-// gradient of y. Without them (`has_sums` is false) only of_c is computed.
+// Compute the gradients of unit j. in_c: two sums over all units, which the norm of c needs: of g, the gradient of the
+// normalised c, and of g times the normalised c. As long as they are not known (`has_sums` is false), compute of_c
+// only.
 template <class Cell, class S, class Arrays>
 void unit_gradients(
     thread const Step& s, thread const Arrays& a, int b, int j, bool starts, bool has_sums,
@@ -275,7 +286,7 @@ void unit_gradients(
     ds[1] = d.carry + (d.of_c * scale - (in_c[0] + normed * in_c[1]) / H) * of_norm;
     // The clip comes before the norm. If the state is normalised, c before the norm is computed again.
     if (Norm<Cell>::IN_STATE) after[1] = y[Cell::GATE_F] * before[1] + y[Cell::GATE_I] * y[Cell::GATE_G];
-    // The gradient of m has been used already. So it is 0 here, and that of o's preactivation is kept.
+    // norm_of_c_backward has used the gradient of m: it is 0 here, and that of o's preactivation stays as it is.
     const float of_o = d.dz[Cell::GATE_O];
     d.dz[Cell::GATE_O] = 0.0f;
     Cell::backward(p, u, y, before, after, ds, d.dz, du, dp);
@@ -362,8 +373,8 @@ void stepwise_norm_backward(
   pad_row(a.after, start + units * (BLOCKS + N::HAS_C), group, first);
 }
 
-// Copy COUNT blocks of units from the rows of a backward pass into a sequence [T, B, D COUNT width]; 0 past an item's
-// end. They begin at block number FIRST behind the FLOATS floats of a unit.
+// Copy COUNT blocks from the rows of a backward pass into a sequence [T, B, D COUNT width], where width is the number
+// of units; write 0 past an item's end. The blocks begin at block number FIRST behind the FLOATS floats of a unit.
 template <int COUNT, int FIRST, int FLOATS, class S, class X, class Arrays, class A>
 void stepwise_norm_gradients(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, A sequence, uint3 thread_index) {

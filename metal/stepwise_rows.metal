@@ -26,11 +26,12 @@ void stepwise_join(thread const Pieces<COUNT, X>& pieces, thread const Arrays& a
 // --- The launch after all steps ---
 //
 // It copies the rows (the arrays that the launches of the steps wrote) into sequences. Thread (k, n, d) copies the
-// numbers of unit k % width of batch item k / width, from the row of step n, in direction d.
+// numbers of unit k % width of batch item k / width, from the row of step n, in direction d. width: the number of
+// units.
 //
 //   rows    the arrays that contain the rows, in the order of the launches: up to 20 arrays of one or more rows
 //   starts  the index of the first row of each array, and the index at which the last array ends
-//   kind    three numbers: the elements of a row, the number of units, and the index of the first row. With a
+//   kind    three numbers: the elements of a row, the number of units (width), and the index of the first row. With a
 //           projection there are two kinds of rows: first the rows of the cells, then the rows with h or dh
 template <class X>
 struct Rows {
@@ -38,7 +39,8 @@ struct Rows {
 };
 
 // Return a pointer to row number m of one kind (rows of the cells, or of the projection). A row is the array that one
-// launch wrote; `rows` may hold several rows in one array.
+// launch wrote; one array of `rows` may hold several rows. starts[n]: the index of the first row of array n. kind[0]:
+// the elements of a row. kind[2]: the index of the first row of this kind.
 template <class X>
 const device X* row_of(thread const Rows<X>& rows, const device int* starts, const constant int* kind, int m) {
   const device X* piece = rows.pieces[0];

@@ -176,8 +176,9 @@ def by_pointwise(engine, z, Wh, h0):
     ],
 )
 def test_arrays_of_more_than_2_31_elements_reach_the_kernels(call, engine, T, B, H):
-    """Both passes launch their kernels, with 64-bit indices, if z and its gradient have more elements than one axis
-    of an MLX array may have. No kernel runs here, so the arrays need no memory."""
+    """The forward and the backward pass launch kernels with 64-bit indices if z has 2^31 elements or more. An axis of
+    an MLX array may not be that long, so no pass may flatten such an array. No kernel runs here, so the arrays need no
+    memory."""
     arrays = [mx.zeros(shape, mx.float16) for shape in ((T, B, 4 * H), (4 * H, H), (B, H))]
     assert arrays[0].size > 2**31
     with noted() as texts:

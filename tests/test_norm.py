@@ -412,9 +412,67 @@ def test_layers_are_quantized_replaced_and_refused_with_their_norm():
         (lambda a: gru(a["x"], a["Wx"][:6], a["Wh"][:6], reset="before", norm=Norm()), "the candidate's parts are"),
         (lambda a: LSTM(3, 4, layer_norm=Norm(scale=mx.ones(16))), "a Norm without arrays"),
         (lambda a: LSTM(3, 4, layer_norm="pre"), "layer_norm must be True, False or"),
+        (lambda a: lstm(**a, norm=Norm(), engine=mx.zeros(2)), r"\[lstm\] engine must be one of .* but got array"),
+        (lambda a: lstm(**a, norm=Norm("sum"), engine="metal"), "engine must be one of .* but got 'metal'"),
     ],
 )
 def test_a_wrong_norm_is_refused(call, text):
     arrays = {"x": mx.ones((3, 2, 3)), "Wx": mx.ones((8, 3)), "Wh": mx.ones((8, 2))}
     with pytest.raises(ValueError, match=text):
         call(arrays)
+
+
+@pytest.mark.parametrize(
+    "T,B,I,both,has_Wx,gates",
+    [
+        (55, 20, 3, False, True, "together"),
+        (70, 15, 5, True, True, "each"),
+        (3, 17, 60, True, True, "together"),
+        (3, 17, 4, True, False, "each"),
+        (5, 3, 4, False, False, "together"),
+        (1, 1, 9, False, True, "each"),
+    ],
+)
+def test_numpy_normalises_the_inputs_product_of_many_rows_like_ops(T, B, I, both, has_Wx, gates):
+    """The rows fill several blocks and chunks, wide and narrow. Where an item has ended x is NaN."""
+    (G, H, D), own, rng = (3, 4, 1 + both), (2,) * both, np.random.default_rng(T)
+    shapes = {"x": (T, B, I if has_Wx else D * G * H), "Wh": (*own, G * H, H), "b": (D * G * H,)}
+    shapes |= {"Wx": (D * G * H, I)} if has_Wx else {}
+    norms = {name: (*own, G * H) for name in ("scale", "shift", "input_scale", "input_shift")}
+    lengths = rng.integers(1 if T == 1 else 0, T + 1, B)
+    drawn = arrays_of(T, **shapes, **norms)
+    drawn["x"][np.arange(T)[:, None] >= lengths] = np.nan
+    with mx.stream(mx.cpu):
+        values = [mx.array(array, mx.float64) for array in drawn.values()]
+        cotangent = mx.array(rng.normal(size=(T, B, D * H)), mx.float64)
+
+        def results(engine):
+            def h(*given):
+                a = dict(zip(drawn, given, strict=True))
+                norm = Norm(gates=gates, **{name: a[name] for name in norms})
+                options = {"lengths": lengths.tolist(), "bidirectional": both, "engine": engine}
+                return gru(a["x"], a.get("Wx"), a["Wh"], a["b"], norm=norm, **options).h
+
+            outputs, gradients = mx.vjp(h, values, [cotangent])
+            return [np.array(array) for array in (*outputs, *gradients)]
+
+        for name, ours, theirs in zip(("h", *drawn), results("numpy"), results("ops"), strict=True):
+            # Float64 rounds by 1e-16 of the largest term; T B = 1100 terms and the norms of 70 steps amplify this.
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10 * max(1, np.abs(theirs).max()), err_msg=name)
+
+
+def test_a_jacobian_of_numpy_goes_through_the_norm_of_the_input():
+    """mx.vmap gives the backward pass cotangents without values, so `ops` computes these gradients."""
+    drawn = arrays_of(3, x=(2, 2, 3), Wx=(8, 3), Wh=(8, 2), scale=(8,))
+    with mx.stream(mx.cpu):
+        values = [mx.array(array, mx.float64) for array in drawn.values()]
+        units = mx.eye(8, dtype=mx.float64).reshape(8, 2, 2, 2)
+
+        def jacobian(engine):
+            def h(x, Wx, Wh, scale):
+                return lstm(x, Wx, Wh, norm=Norm(input_scale=scale, c="output"), engine=engine).h
+
+            return mx.vmap(lambda unit: mx.vjp(h, values, [unit])[1])(units)
+
+        for ours, theirs in zip(jacobian("numpy"), jacobian("ops"), strict=True):
+            np.testing.assert_allclose(np.array(ours), np.array(theirs), rtol=0, atol=1e-12)

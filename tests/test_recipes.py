@@ -47,7 +47,7 @@ def words(path):
 
 @cache
 def table(recipe):
-    """Return the rows of a recipe's table: lists of the texts of their cells."""
+    """Return a recipe's table as a list of rows. A row is the list of the texts in its cells."""
     page = (ROOT / "CONTRIBUTING.md").read_text()
     section = page.partition(f"## {recipe}\n")[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]

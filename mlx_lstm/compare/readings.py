@@ -32,7 +32,8 @@ class Change(NamedTuple):
     """One change to the documented interpretation of the arrays that a user saved from an app.
 
     kind: what changes, such as "layout"; words: the change in words; apply: a function that applies the change to a
-    case (a call of an op); readings: options of the oracle that the change sets (see `judge.options`).
+    case (a call of an op); readings: how the oracle interprets what Apple's documentation leaves open,
+    such as {"hard_sigmoid": "x/6"}.
     """
 
     kind: str

@@ -23,9 +23,10 @@ from typing import Any, NoReturn
 import mlx.core as mx
 import numpy as np
 
-from .cells import PointwiseCell
+from .cells import AnyCell, PointwiseCell, normalises_input
 from .chunks import HALVES, SEQUENCES, Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
 from .definitions import UNBOUNDED
+from .input_norm import before_steps
 from .metal import fused, stepwise
 from .numpy import sweep as numpy
 from .numpy.sweep import Saved
@@ -257,7 +258,8 @@ def is_rnn_step(problem: Problem) -> bool:
     use. `numpy` would evaluate all arrays during the transformation, while MLX keeps them. A plain RNN saves so few
     arrays for its gradient that these would be most of the memory. With more batch items `numpy` is much faster.
     """
-    return problem.T == 1 and problem.B < problem.H and problem.cell.op == "rnn"
+    plain = problem.T == 1 and problem.B < problem.H and problem.cell.op == "rnn"
+    return plain and not normalises_input(problem.cell)
 
 
 def tapped(
@@ -402,10 +404,32 @@ def engine_gradients(
     gates = saved.get("gates")
     # The backward pass of `ops` reads the gates of all steps in one array. If there is no such array, the forward pass
     # runs again.
+    if normalises_input(problem.cell):
+        return gradients_with_input_norm(problem, floats, cotangents)
     if chunked or isinstance(gates, list) or (gates is None and problem.cell.op != "rnn"):
         saved = ops.forward(problem, floats)
     saved = {name: copied_to_mlx(a) if isinstance(a, np.ndarray) else a for name, a in saved.items() if a is not None}
     return ops.backward(problem, floats, saved, cotangents)
+
+
+def gradients_with_input_norm(problem: Problem, floats: Arrays, cotangents: Arrays) -> Arrays:
+    """Return the gradients that the engine `ops` computes, if the input's product is normalised: those of the steps,
+    then through what comes before them."""
+    names = [name for name in floats if name != "lengths"]
+    rest = {name: floats[name] for name in floats if name == "lengths"}
+
+    def of_steps(arrays: Arrays) -> tuple[AnyCell, Arrays]:
+        return before_steps(problem.cell, arrays, None, problem.directions, False)[:2]
+
+    def before(*values: mx.array) -> list[mx.array]:
+        _, found = of_steps(dict(zip(names, values, strict=True)) | rest)
+        return [found[name] for name in found if name != "lengths"]
+
+    cell, given = of_steps(floats)
+    steps = problem._replace(cell=cell, names=tuple(given), packing=None)
+    gradients = plain_gradients(steps, given, cotangents)
+    d = [gradients[name] for name in given if name != "lengths"]
+    return dict(zip(names, vjp(before, [floats[name] for name in names], d)[1], strict=True))
 
 
 def evaluated_gradients(problem: Problem, floats: Arrays, chunked: Chunked, cotangents: Arrays, saved: Any) -> Arrays:

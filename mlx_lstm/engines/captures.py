@@ -43,7 +43,8 @@ class Captured:
         self.visit(function, (), 0)
 
     def visit(self, value: Any, names: tuple[str, ...], depth: int) -> None:
-        """Search one object. names: the names in the code that reads it."""
+        """Search one object. names: the names in the code that reads it; the search follows no other
+        attributes. depth: how many objects lead from the function to this one."""
         if isinstance(value, float):
             self.key.append((type(value), float.hex(value)))  # so -0.0 differs from 0.0, and NaN equals NaN
         elif isinstance(value, PLAIN):
@@ -62,7 +63,7 @@ class Captured:
             self.enter(value, names, depth + 1)
 
     def enter(self, value: Any, names: tuple[str, ...], depth: int) -> None:
-        """Search the parts of an object that is not a single value."""
+        """Search the parts of an object that is not a single value. names, depth: as for `visit`."""
         if isinstance(value, MethodType):
             self.visit(value.__func__, names, depth)
             self.visit(value.__self__, names_in(value.__func__.__code__), depth)

@@ -69,9 +69,9 @@ class Graph:
     def normalise(self, x: int, matrix: int) -> int:
         """Return the node of the layer normalisation of x, or of its derivative at the same numbers, applied to x.
 
-        A definition is traced with a product x N0 in the place of the normalisation. MLX's gradient of this product is
-        d N0^T. The normalisation's derivative is a linear function of d, too. It also depends on what was normalised,
-        so that is an operand of the node: "unnorm" (d, c, N0), for the node "norm" (c, N0).
+        When MLX traces a cell, a product c N0 with a matrix N0 stands for the normalisation of c. MLX's gradient of
+        this product is d N0^T. Both products become nodes: "norm" (c, N0) and, for the gradient, "unnorm" (d, c, N0).
+        The second one has c as an operand, because the derivative of a normalisation depends on what was normalised.
         """
         if self.nodes[matrix].value == "N0":
             return self.add("norm", x, matrix)
@@ -94,7 +94,7 @@ class Graph:
 
 
 def add_zero(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite x + 0 as x, in a derivative."""
+    """Rewrite x + 0 as x in a derivative. In the cell itself the sum stays: -0 + 0 is 0, not -0."""
     if not graph.derives:
         return None
     return b if graph.value(a) == 0 else a if graph.value(b) == 0 else None
@@ -121,7 +121,8 @@ def add_branches(graph: Graph, a: int, b: int) -> int | None:
 
 
 def subtract_zero(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite x - 0 as x, and 0 - x as -x, in a derivative."""
+    """Rewrite x - 0 as x, and 0 - x as -x, in a derivative. In the cell itself the difference stays: 0 - 0 is 0, not
+    -0."""
     if not graph.derives:
         return None
     return a if graph.value(b) == 0 else graph.add("neg", b) if graph.value(a) == 0 else None

@@ -231,8 +231,8 @@ def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int], d
 
 
 def derivative_forward(step: Callable[..., Any], drawn: list[mx.array], weights: list[mx.array]) -> list[mx.array]:
-    """Return what `derivative` returns, from one forward-mode derivative per input: each number of a new state depends
-    only on the numbers of its own item and unit."""
+    """Return the gradients of `step` for the cotangents `weights`, computed from one forward-mode derivative per input.
+    This suffices because each number of a new state depends only on the numbers of its own item and unit."""
     found = []
     for k in range(len(drawn)):
 
@@ -291,7 +291,7 @@ TRACED: definitions.Functions = {
     "sigmoid": mx.sigmoid,
     "clip": traced_clip,
     "where": lambda condition, value, x: straight_through(x, mx.where(condition, value, x)),
-    "norm": lambda c, N: c @ N,  # see `Graph.normalise`
+    "norm": lambda c, N: c @ N,  # a product that stands for it; `Graph.normalise` replaces it
 }
 """The functions from which a traced definition is built."""
 

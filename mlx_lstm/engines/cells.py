@@ -38,10 +38,11 @@ NO_BIAS: float = 0.0
 class NormOptions(NamedTuple):
     """How a cell's step uses layer normalisation. `engines.definitions` has the equations.
 
-    of: "product" normalises the recurrent product h Wh^T, "sum" the sum of this product and the input's part, bias
-    included; None neither. gates: whether it takes its mean over all G H numbers "together", or over the H numbers of
-    "each" gate. c: where an LSTM's c is normalised: only for the "output" h, or also in the "state" that the next step
-    gets; None for not at all. eps: the number that is added to each variance.
+    of: "product" normalises the recurrent product h Wh^T; "products" also x Wx^T, by itself; "sum" the sum of this
+    product and the input's part, bias included; None neither. Only the engine `numpy` gets "products". gates: whether
+    the norm takes its mean over all G H numbers "together", or over the H numbers of "each" gate. c: where an LSTM's c
+    is normalised: only for the "output" h, or also in the "state" that the next step gets; None for not at all. eps:
+    the number that is added to each variance.
     """
 
     of: str | None = "product"
@@ -251,6 +252,11 @@ class PointwiseCell(NamedTuple):
 
 Cell = LSTMCell | GRUCell | RNNCell
 AnyCell = Cell | PointwiseCell
+
+
+def normalises_input(cell: AnyCell) -> bool:
+    """Return whether the input's product is normalised by itself, besides the recurrent product."""
+    return cell.norm is not None and cell.norm.of == "products"
 
 
 def norm_blocks(cell: AnyCell) -> int:

@@ -8,7 +8,8 @@ parameters, and several states side by side in c):
                                     x [T, B, D G H] where it is projected already   inputs [T, B, D U H]
     one after the other, axis 0     Wx [D G H, I]   b [D G H]   bhn [D H]   params [D V H]
     on a separate first axis        Wh [D, G H, P]   Wp [D, P, H]   peephole [D, 4H]
-                                    norm_scale, norm_shift [D, G H]   norm_c_scale, norm_c_shift [D, H]
+                                    norm_scale, norm_shift, norm_input_scale, norm_input_shift [D, G H]
+                                    norm_c_scale, norm_c_shift [D, H]
 
 With one direction D is 1, and these arrays do not have the separate axis. Both directions read the same x
 [T, B, I] and lengths. The scales and biases of a quantized weight are arranged like the weight.

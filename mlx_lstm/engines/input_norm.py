@@ -1,5 +1,5 @@
-"""The part of layer normalisation that no engine computes, because it comes before the steps: the normalised product of
-the input, and a shift that is a part of the bias."""
+"""The part of layer normalisation that comes before the steps: the normalised product of the input, and a shift that is
+a part of the bias. The engine `numpy` computes this part itself (`numpy.norms.InputNorm`), other engines do not."""
 
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ HALVES = (mx.float16, mx.bfloat16)
 def before_steps(
     cell: SomeCell, arrays: Arrays, packing: Packing | None, directions: int, batch_first: bool
 ) -> tuple[SomeCell, Arrays, Packing | None]:
-    """Return (cell, arrays, packing) of a call with layer normalisation as an engine takes them.
+    """Return (cell, arrays, packing) of a call with layer normalisation as an engine other than `numpy` takes them.
 
     If the input's product is normalised, it is computed here, for all steps: x becomes the normalised product, without
     Wx. The shift of the recurrent product becomes a part of the biases, where the cell has them.
@@ -40,8 +40,8 @@ def before_steps(
 def normalised_input(
     cell: AnyCell, arrays: Arrays, packing: Packing | None, directions: int, batch_first: bool
 ) -> mx.array:
-    """Return the normalised product x Wx^T of all steps. x must be 0 where a batch item has ended: a NaN there would
-    spoil the gradient of Wx."""
+    """Return the normalised product x Wx^T of all steps. Where a batch item has ended, x is replaced by 0, because NaN
+    there would spoil the gradient of Wx."""
     x, lengths = arrays["x"], arrays.get("lengths")
     assert cell.norm is not None
     if lengths is not None:
@@ -59,7 +59,8 @@ def normalised_input(
 
 
 def with_shift_in_bias(cell: AnyCell, arrays: Arrays, directions: int) -> Arrays:
-    """Return the arrays with `norm_shift` added to b, or to bhn for the candidate of a GRU."""
+    """Return the arrays with `norm_shift` added to b. A GRU's candidate n is an exception: its shift is added to bhn,
+    because the reset gate multiplies the normalised product with its shift, as it multiplies bhn."""
     shift = arrays["norm_shift"].reshape(directions, cell.gates, -1)
     found: dict[str, mx.array] = {"b": shift.reshape(-1)}
     if isinstance(cell, GRUCell):

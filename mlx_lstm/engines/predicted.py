@@ -25,8 +25,8 @@ BUILDING = {"forward": 3800, "both": 9400}
 and a backward step. The GPU waits meanwhile if a program evaluates each call. Measured on an AMD EPYC."""
 
 TURN = 370
-"""Cycles for which a threadgroup waits for weights in each turn of the loop that computes its product (see `TERMS`):
-0.27 us."""
+"""Cycles for which a threadgroup waits for weights in each turn of the loop that computes its product, which adds
+`TERMS` terms to each sum: 0.27 us."""
 
 TERMS = 128
 """How many terms of each sum one turn of a product's loop adds."""

@@ -5,6 +5,7 @@ units, P: the width of h (H, or the width of the projection), G: gates.
 
     x [T, B, I], or [T, B, G H] without Wx   Wx [G H, I]   Wh [G H, P]   b [G H]   bhn [H]   peephole [4H]   Wp [P, H]
     norm_scale [G H]   norm_shift [G H]   norm_c_scale [H]   norm_c_shift [H]
+    norm_input_scale [G H]   norm_input_shift [G H], for the engine `numpy` only
     h0 [B, P]   c0 [B, H]   mask, broadcastable to [T, B, P]   keep [T, B, 1]   lengths [B] int32
     results: h [T, B, P]   c [T, B, H]   gates [T, B, G H]   hT [B, P]   cT [B, H]; a gradient has its array's shape
 

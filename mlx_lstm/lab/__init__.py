@@ -1,4 +1,4 @@
-"""What the commands check, bench and compare do their work with, and the tests: the laboratory.
+"""The laboratory: it draws calls, runs them and compares their results, for the commands check, bench and compare.
 
 `cases` draws random calls of the ops and runs them, `child` starts child processes, `progress` shows the current work,
 `report` describes the machine and prints tables. `engines` compares our engines with float64, for check. `timing`

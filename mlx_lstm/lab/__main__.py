@@ -1,5 +1,5 @@
-"""Serve requests in a child process of a command: `python -m mlx_lstm.lab KIND ARGUMENT`. KIND is a folder of this
-room."""
+"""Serve requests in a child process of a command: `python -m mlx_lstm.lab KIND ARGUMENT`. KIND is a folder of
+mlx_lstm/lab."""
 
 import sys
 from importlib import import_module

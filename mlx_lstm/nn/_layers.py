@@ -37,6 +37,7 @@ from ..recurrence import (
     QuantizedLayer,
     Stepper,
     engine_used,
+    first_value,
     in_common_dtype,
     layer_norm_arrays,
     layer_norm_of,
@@ -79,14 +80,14 @@ class Layer(Advised):
             is_absent = argument in ("b", "bhn") and not bias
             setattr(self, name, None if is_absent else mx.random.uniform(-scale, scale, shapes[argument]))
 
-    def _add_norm(self, layer_norm: bool | Norm) -> None:
-        """Check the option `layer_norm`, and add the parameters of layer normalisation: scales of 1, shifts of 0."""
-        norm = layer_norm_of(self.op, {4: LSTMCell(), 3: GRUCell(), 1: RNNCell()}[self._gates], layer_norm)
+    def _add_norm(self, cell: Cell, layer_norm: bool | Norm) -> None:
+        """Check the option `layer_norm` of a layer of this cell, and add the parameters of layer normalisation."""
+        norm = layer_norm_of(self.op, cell, layer_norm)
         if norm is None:
             return
         vars(self)["_norm"] = norm  # MLX would count a tuple attribute among the parameters
         for name, width in layer_norm_arrays(norm, self._gates, self.hidden_size).items():
-            setattr(self, name, mx.ones(width) if name.endswith("scale") else mx.zeros(width))
+            setattr(self, name, first_value(name, [width]))
 
     def train(self: Self, mode: bool = True) -> Self:
         """Set training mode, or with `False` evaluation mode; return the layer."""
@@ -282,7 +283,7 @@ class LSTM(Layer):
         engine: Engine | None = None,
     ):
         super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
-        self._add_norm(layer_norm)
+        self._add_norm(LSTMCell(), layer_norm)
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
         """Return `QuantizedLSTM.from_layer(self, ...)`. Only `mlx_lstm.nn.quantize` calls this method;
@@ -425,7 +426,7 @@ class GRU(Layer):
         engine: Engine | None = None,
     ):
         super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
-        self._add_norm(layer_norm)
+        self._add_norm(GRUCell(), layer_norm)
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
         """Return `QuantizedGRU.from_layer(self, ...)`. Only `mlx_lstm.nn.quantize` calls this method; `mlx.nn.quantize`
@@ -534,7 +535,7 @@ class RNN(Layer):
         engine: Engine | None = None,
     ):
         super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
-        self._add_norm(layer_norm)
+        self._add_norm(RNNCell(), layer_norm)
         self.nonlinearity: Callable[[mx.array], mx.array] = nn.tanh if nonlinearity is None else nonlinearity
         check_nonlinearity(self.nonlinearity)
 

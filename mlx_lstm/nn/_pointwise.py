@@ -25,6 +25,7 @@ from ..recurrence import (
     OwnCell,
     Stepper,
     common_dtype,
+    first_value,
     layer_norm_arrays,
     layer_norm_of,
     norm_given,
@@ -138,8 +139,8 @@ class Pointwise(nn.Module):
         self.Wh = mx.random.uniform(-scale, scale, (*own, G * H, H)) if recurrent else None
         self.bias = mx.random.uniform(-scale, scale, (rows,)) if bias else None
         self.params = [mx.random.uniform(-scale, scale, (self._width,)) for _ in range(counts[1])]
-        for name, width in self._norm_shapes().items():
-            setattr(self, name, mx.ones(width) if name.endswith("scale") else mx.zeros(width))
+        for name, shape in self._norm_shapes().items():
+            setattr(self, name, first_value(name, shape))
 
     def _norm_shapes(self) -> dict[str, list[int]]:
         """Return the names and shapes of the parameters of layer normalisation."""

@@ -20,7 +20,7 @@ Side = SimpleNamespace  # one direction of a case, with sizes and defaults fille
 Step = SimpleNamespace  # the inputs and results of one time step
 
 ARRAYS = ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp", "bhn")
-NORMS = ("norm_scale", "norm_shift", "norm_c_scale", "norm_c_shift")  # of layer normalisation
+NORMS = ("norm_scale", "norm_shift", "norm_c_scale", "norm_c_shift")  # scales and shifts of layer normalisation
 ARRAYS += NORMS
 OWN_AXIS = ("Wh", "Wp", "peephole", *NORMS)  # with both directions, these arrays have an axis of directions
 OUTPUTS = {"lstm": ("h", "c", "gates", "hT", "cT"), "gru": ("h", "gates", "hT"), "rnn": ("h", "gates", "hT")}

@@ -2,7 +2,7 @@
 
 Letters in shapes: B batch, I input, H hidden, P width of h (H without projection), G gates. The gates are i f g o of
 an LSTM and r z n of a GRU; the only gate of a plain RNN is called h. An axis GH holds the gates in the order
-`gate_order`. `p` is the case with all defaults filled in, see `case.complete`.
+`gate_order`. `p` is one direction of a case, with all sizes and defaults filled in.
 """
 
 import numpy as np

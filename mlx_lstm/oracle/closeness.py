@@ -164,8 +164,8 @@ def sampled(values: Values, dtype: DTypeLike, trials: int) -> tuple[Tensors, Ten
 
 def keeps_off_kinks(case: Call, dtype: DTypeLike) -> bool:
     """Return whether no rounding in `dtype` can move an argument of relu, a hard sigmoid or a clip that stops gradients
-    across a kink. At a kink the gradient jumps, so it has no error bound. The argument of a clip is counted in units
-    of its limit.
+    across a kink. At a kink the gradient jumps, so it has no error bound. The argument of a clip is divided by the
+    clip's limit, so that the kinks are at -1 and 1.
 
     An argument that is not 0 must be farther from each kink than the sum of two distances. The first is the argument's
     error bound times `Noise.gain`. This factor is needed because bounds are computed with random errors that are `gain`

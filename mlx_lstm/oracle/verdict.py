@@ -1,7 +1,7 @@
 """Decide whether results are right: compare each result with its float64 value, within a bound on its error.
 
-The function `judged` is the only place that refuses a result: one that is missing or not expected, another shape or
-dtype, NaN, the reference itself, an error above its bound.
+The function `judged` is the only place that refuses a result. It refuses a result that is missing or not expected, that
+has a wrong shape or dtype, that is NaN or shares memory with the reference, or whose error is above its bound.
 """
 
 from collections.abc import Iterable
@@ -82,7 +82,7 @@ class Judge(NamedTuple):
 
     def verdicts(self, results: Tensors, names: Iterable[str] | None = None) -> list[Verdict]:
         """Compare the results of these names (default: all that have a float64 value) with the float64 results.
-        Compare also every other result that is there."""
+        A result that has no float64 value is refused."""
         names = dict.fromkeys([*(self.exact if names is None else names), *results])
         return [judged(name, results.get(name), self.exact.get(name), self.bounds.get(name, np.inf)) for name in names]
 

@@ -29,7 +29,7 @@ from ._gru import gru, gru_gradients
 from ._guard import unguarded
 from ._lstm import LSTMOutput as LSTMOutput
 from ._lstm import lstm, lstm_gradients
-from ._norm import Norm, layer_norm_arrays, layer_norm_of, norm_given
+from ._norm import Norm, first_value, layer_norm_arrays, layer_norm_of, norm_given
 from ._packed import PackedSequence, check_packed, pack_padded_sequence, pad_packed_sequence
 from ._pointwise import OwnCell, apart_again, pointwise, side_by_side
 from ._quantized import QuantizedLayer
@@ -60,4 +60,4 @@ __all__ += ["engine_used", "gru", "gru_gradients", "in_dtype", "join_biases", "j
 __all__ += ["lstm_gradients", "of_layers", "pointwise", "recognise", "recurrent", "rnn", "rnn_gradients"]
 __all__ += ["split_states", "unguarded"]
 __all__ += ["in_common_dtype", "whole_lengths", "whole_steps"]
-__all__ += ["OwnCell", "apart_again", "layer_norm_arrays", "layer_norm_of", "norm_given", "side_by_side"]
+__all__ += ["OwnCell", "apart_again", "first_value", "layer_norm_arrays", "layer_norm_of", "norm_given", "side_by_side"]

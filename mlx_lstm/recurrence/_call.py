@@ -86,16 +86,16 @@ class Call(NamedTuple):
         )
         with NOWHERE if self.stream is None else on(self.stream, op):
             if self.hold is None and "keep" not in arrays:
-                call, arrays, packing = self.with_norm(self.with_lengths(arrays, sizes, op), packing)
-                problem, choice = call.plan(arrays, [], sizes, packing, Wanted(return_gates, training, wants_last))
+                arrays, wanted = self.with_lengths(arrays, sizes, op), Wanted(return_gates, training, wants_last)
+                call, arrays, problem, choice = self.plan_with_norm(arrays, sizes, packing, wanted)
                 return call.run(problem, arrays, choice), choice
             steps, call = self.steps(arrays, sizes, op)
             inner = call.with_lengths(steps.to_engine(arrays), sizes, op)
-            call, inner, packing = call.with_norm(inner, packing)
             # With `hold` the engine does not run the held steps. So `steps.outputs` reads the last states of the call
             # from the sequences h and c, not from the engine.
             inner_last = wants_last and self.hold is None
-            problem, choice = call.plan(inner, [], sizes, packing, Wanted(return_gates, training, inner_last))
+            wanted = Wanted(return_gates, training, inner_last)
+            call, inner, problem, choice = call.plan_with_norm(inner, sizes, packing, wanted)
             return steps.outputs(call.run(problem, inner, choice), arrays, wants_last), choice
 
     def run(self, problem: Problem, arrays: Arrays, choice: Choice) -> dict[str, Any]:
@@ -184,14 +184,26 @@ class Call(NamedTuple):
         lengths = whole_lengths(op, self.lengths, sizes[1], sizes[0], checked=self.lengths_checked)
         return arrays if lengths is None else arrays | {"lengths": lengths}
 
-    def with_norm(self, arrays: Arrays, packing: Packing | None) -> tuple["Call", Arrays, Packing | None]:
-        """Return the call, its arrays and their packing after the part of layer normalisation that no engine computes:
-        that of the input's product."""
+    def plan_with_norm(
+        self, arrays: Arrays, sizes: Sizes, packing: Packing | None, wanted: Wanted
+    ) -> tuple["Call", Arrays, Problem, Choice]:
+        """Return the call and its arrays as the engine takes them, and what `plan` returns for them. The engine `numpy`
+        computes all of the layer normalisation. For other engines `with_norm` computes a part of it."""
         if self.cell.norm is None:
-            return self, arrays, packing
-        cell, arrays, packing = before_steps(
-            self.cell, arrays, packing, 2 if self.bidirectional else 1, self.batch_first
-        )
+            return self, arrays, *self.plan(arrays, [], sizes, packing, wanted)
+        choice.check_engine(self.title, self.engine)
+        if self.engine in (None, "numpy") and choice.current_device() == "cpu":
+            problem, chosen = self.plan(arrays, [], sizes, packing, wanted)
+            if chosen.engine == "numpy":
+                return self, arrays, problem, chosen
+        call, arrays, packing = self.with_norm(arrays, packing)
+        return call, arrays, *call.plan(arrays, [], sizes, packing, wanted)
+
+    def with_norm(self, arrays: Arrays, packing: Packing | None) -> tuple["Call", Arrays, Packing | None]:
+        """Return the call, its arrays and their packing after the part of layer normalisation that is computed before
+        the steps: that of the input's product."""
+        directions = 2 if self.bidirectional else 1
+        cell, arrays, packing = before_steps(self.cell, arrays, packing, directions, self.batch_first)
         return self._replace(cell=cell), arrays, packing
 
     def plan(

@@ -1,5 +1,5 @@
 """Layer normalisation inside the step: the argument `norm` of the functions and the option `layer_norm` of layers, with
-their checks. `engines.input_norm` computes the part of it that comes before the steps."""
+their checks. `engines.input_norm` computes the part of it that comes before the steps, except for `numpy`."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -75,14 +75,15 @@ NAMES = {
     "c_scale": "norm_c_scale",
     "c_shift": "norm_c_shift",
 }
-"""The arrays of `Norm`, and their names in a call."""
+"""From the name of an array in `Norm` to its name among the arrays of a call."""
 
 OF = {"products": "products", "recurrent": "product", "sum": "sum", None: None}
-"""The values of `Norm.of`, and those of `NormOptions.of`."""
+"""From the value of `Norm.of` that the user writes to the value of `NormOptions.of` that engines read."""
 
 
 def with_norm(op: str, cell: SomeCell, norm: Any, arrays: dict[str, Any]) -> tuple[SomeCell, dict[str, Any]]:
-    """Check the argument `norm`. Return the cell and the arrays of the call with it."""
+    """Check the argument `norm`. Return (cell, arrays): the cell has the norm's options, and the arrays of the call
+    include the norm's arrays."""
     if norm is None:
         return cell, arrays
     options = options_of(op, cell, norm)
@@ -139,6 +140,11 @@ def layer_norm_arrays(norm: NormOptions, gates: int, H: int) -> dict[str, int]:
     found |= {"norm_input_scale": gates * H} if norm.of == "products" else {}
     found |= {"norm_shift": gates * H} if norm.of == "sum" else {}
     return found | ({"norm_c_scale": H, "norm_c_shift": H} if norm.c is not None else {})
+
+
+def first_value(name: str, shape: list[int]) -> mx.array:
+    """Return the first value of a parameter of layer normalisation: a scale of 1, or a shift of 0."""
+    return mx.ones(shape) if name.endswith("scale") else mx.zeros(shape)
 
 
 def norm_given(norm: NormOptions, arrays: Mapping[str, Any]) -> Norm:

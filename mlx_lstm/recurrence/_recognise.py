@@ -400,7 +400,8 @@ class Trial:
 
     def new(self, form: Form, blocks: tuple[int, ...] = (), size: float = 1) -> np.ndarray | None:
         """Return the new states [1 or 2, B, H] after one step in which all parameters are 0 except for some blocks (H
-        rows of a parameter each), and c is multiplied by `size`. Return None if the step raises an error."""
+        rows of a parameter each). form: how the step takes and returns states. size: a factor on c before the step.
+        Return None if the step raises an error."""
         if (form, blocks, size) in self.known:
             return self.known[form, blocks, size]
         arrays = {title: np.zeros(shape) for title, shape in self.shapes.items()}

@@ -1,5 +1,5 @@
 """Layer normalisation in the Metal engines: what their kernels read besides the arrays of other calls, and the names
-under which `engines.ops.sweep.gradients_after_sweep` takes what they write.
+that `engines.ops.sweep.gradients_after_sweep` has for the arrays that they write.
 
 The backward pass computes the normalised numbers of all steps again before its own steps, as one product over all T * B
 rows. So the forward pass saves nothing more. D is the number of directions, G that of gates.
@@ -56,9 +56,9 @@ def present(problem: Problem, names: tuple[str, ...], sweep: str) -> set[str]:
 def numbers_before_sweep(problem: Problem, arrays: Arrays, saved: Arrays, h_in: mx.array | None) -> Arrays:
     """Return what the backward steps read, as float32 except for norm_y:
 
-    - norm_y [T, B, D G H], norm_r [T, B, D] or, with a norm of each gate, [T, B, D G]: the results of `normalised` for
-      the product or the sum
-    - norm_c_y [T, B, D H], norm_c_r [T, B, D]: its results for c
+    - norm_y [T, B, D G H]: the normalised product or sum, before scale and shift
+    - norm_r [T, B, D] or, with a norm of each gate, [T, B, D G]: 1 / sqrt(variance + eps) of this norm
+    - norm_c_y [T, B, D H], norm_c_r [T, B, D]: the same for c
     - q [D, T, B, H], for a GRU with a norm: the candidate's normalised product
 
     h_in [D, T, B, P]: the input of the recurrent product at each step. At steps past an item's end all but q are 0.

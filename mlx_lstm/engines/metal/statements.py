@@ -172,7 +172,7 @@ class Statements:
         return self.merged[key]
 
     def merge_new(self, wanted: Sequence[int | None]) -> str:
-        """Do the work of `merge`, which caches the result: return the name of a variable that has in each lane k the
+        """Do the work of `merge` without its cache: return the name of a variable that has in each lane k the
         value of node wanted[k] (None: any value). Use an existing variable with these values, or append statements
         that compute a new one."""
         nodes, lanes = self.graph.nodes, [k for k, n in enumerate(wanted) if n is not None]

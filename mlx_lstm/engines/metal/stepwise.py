@@ -732,16 +732,19 @@ def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
 def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
     """Return the kernel that computes the projection of a step, h = m Wp^T with P numbers per item. It writes one
     array per step with h [B, D P] of all D directions. The shader is in metal/stepwise_forward.metal."""
-    tile = tile_of(problem, problem.P)
     clips = problem.cell.projection_clip is not None
     present = present if clips else tuple(name for name in present if name != "numbers")
-    return StepKernel(
-        *(problem, dtype, present),
-        StepShader("stepwise_project", "step before Wp Wp_scales Wp_biases sizes numbers", cell=False),
-        tile=tile,
-        units=(problem.P, tile[1]),
-        output=(row_length(problem, problem.P, 1, False, dtype), row_type(dtype)),
-    )
+    shader = StepShader("stepwise_project", "step before Wp Wp_scales Wp_biases sizes numbers", cell=False)
+    return product_kernel(problem, dtype, present, shader, problem.P, row_type(dtype))
+
+
+def product_kernel(
+    problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], shader: StepShader, width: int, written: mx.Dtype
+) -> StepKernel:
+    """Return a kernel whose result is a product: it writes one array [B, D width] of the type `written`."""
+    tile = tile_of(problem, width)
+    output = row_length(problem, width, 1, False, dtype), written
+    return StepKernel(problem, dtype, present, shader, tile=tile, units=(width, tile[1]), output=output)
 
 
 @cached
@@ -785,19 +788,17 @@ def gru_reset_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[
     )
 
 
+DH_INPUTS = "step before weights gates mask keep lengths dh dhT unclipped sizes"
+"""The inputs of the kernels that compute the gradient of h."""
+
+
 @cached
 def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_rows: bool) -> StepKernel:
     """Return the kernel that computes the gradient of h, [B, D P] for D directions and P numbers of h per item. If
     `has_rows`, it runs at each step and writes one array per step; otherwise it runs once, after all steps, and
     writes dh0. The shader is in metal/stepwise_backward.metal."""
-    tile = tile_of(problem, problem.P)
-    return StepKernel(
-        *(problem, dtype, present),
-        StepShader("stepwise_dh", "step before weights gates mask keep lengths dh dhT unclipped sizes"),
-        tile=tile,
-        units=(problem.P, tile[1]),
-        output=(row_length(problem, problem.P, 1, False, dtype), row_type(dtype) if has_rows else dtype),
-    )
+    shader, written = StepShader("stepwise_dh", DH_INPUTS), row_type(dtype) if has_rows else dtype
+    return product_kernel(problem, dtype, present, shader, problem.P, written)
 
 
 # --- The launches of a step with layer normalisation ---
@@ -854,27 +855,15 @@ def norm_dh0_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
 
 def of_dh(name: str, problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], written: mx.Dtype) -> StepKernel:
     """Return a kernel that computes a gradient of h [B, D P] from the gradients of the products."""
-    tile, present = tile_of(problem, problem.P), tuple(field for field in present if field != "gates")
-    return StepKernel(
-        *(problem, dtype, present),
-        StepShader(name, "step before weights gates mask keep lengths dh dhT unclipped sizes"),
-        tile=tile,
-        units=(problem.P, tile[1]),
-        output=(row_length(problem, problem.P, 1, False, dtype), written),
-    )
+    present = tuple(field for field in present if field != "gates")
+    return product_kernel(problem, dtype, present, StepShader(name, DH_INPUTS), problem.P, written)
 
 
 @cached
 def norm_dm_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
     """Return the kernel that multiplies the gradient of a projected h with Wp. It writes the product [B, D H]."""
-    tile = tile_of(problem, problem.H)
-    return StepKernel(
-        *(problem, dtype, present),
-        StepShader("stepwise_norm_dm", "step dh_now weights sizes", cell=False),
-        tile=tile,
-        units=(problem.H, tile[1]),
-        output=(row_length(problem, problem.H, 1, False, dtype), row_type(dtype)),
-    )
+    shader = StepShader("stepwise_norm_dm", "step dh_now weights sizes", cell=False)
+    return product_kernel(problem, dtype, present, shader, problem.H, row_type(dtype))
 
 
 @cached

@@ -1,8 +1,8 @@
 """Layer normalisation in the steps of the engine `numpy`, forward and backward.
 
-Every array of a step is feature-major, [n, B]: n = G H or H numbers for each of B batch items. It is divided into
-blocks of rows, and each is normalised by itself: y = (a - mean) r with r = 1 / sqrt(variance + eps). The result is y
-times a scale plus a shift.
+An array of a step has one column per batch item, [n, B]: n = G H numbers (G gates, H units), or n = H numbers of c. Its
+rows are one block, or one block per gate. Each block is normalised by itself: y = (a - mean) r with
+r = 1 / sqrt(variance + eps). The result is y times a scale plus a shift.
 """
 
 from math import sqrt
@@ -25,7 +25,7 @@ class Normalisation:
         """Allocate the memory. sizes: (blocks, n, B). scale, shift: [n], or None for 1 and 0."""
         blocks, n, B = sizes
         self.shape: tuple[int, int, int] = (blocks, n // blocks, B)
-        # A mean is a product with this row, because BLAS computes it faster than NumPy a sum.
+        # A mean is a product with this row, because BLAS computes a product faster than NumPy a sum.
         self.row: Array = np.full((1, n // blocks), blocks / n, dtype)
         self.eps: Array = np.array(eps, dtype)
         self.scale: Array | None = None if scale is None else np.repeat(scale[:, None], B, axis=1)
@@ -77,7 +77,7 @@ class Normalisation:
 
 
 class OneColumn(Normalisation):
-    """The layer normalisation of arrays [n, 1] in one block. NumPy's functions of vectors take less time for it."""
+    """The layer normalisation of arrays [n, 1] in one block. Vector operations such as np.dot then take less time."""
 
     def normalise(self, a: Array, y: Array) -> Any:
         """Write to y [n, 1] the array a with mean 0 and variance 1. Return r as a number. y may be a itself."""
@@ -161,6 +161,77 @@ def norm_of_input(problem: Problem, v: Views, bias: Array | None) -> Normalisati
     return normalisation_of(sizes, cell.norm.eps, dtype, v.get("norm_input_scale"), shift)
 
 
+class InputNorm:
+    """The layer normalisation of the input's product at many steps at once, with the bias as a part of its shift.
+
+    Arrays [G H, n] have one column for each of n = steps x batch rows of x, and any memory order.
+    """
+
+    def __init__(self, problem: Problem, v: Views):
+        """Prepare the weights and the shift of one direction."""
+        cell, dtype, n = problem.cell, v["x"].dtype, problem.cell.gates * problem.H
+        assert cell.norm is not None
+        blocks = norm_blocks(cell)
+        self.blocks: int = blocks
+        self.row: Array = np.full((1, n // blocks), blocks / n, dtype)
+        self.eps: Array = np.array(cell.norm.eps, dtype)
+        self.scale: Array | None = v.get("norm_input_scale")
+        shift, bias = v.get("norm_input_shift"), bias_of(problem, v)
+        self.shift: Array | None = bias if shift is None else shift if bias is None else shift + bias
+        self.Wx: Array | None = matrix(v["Wx"]) if "Wx" in v else None
+        # With a mean of 0 over the rows of the weights the product has a mean of 0, too. For few rows of x it takes
+        # less time to subtract the mean from the product.
+        self.centred: bool = self.Wx is not None and self.Wx.shape[1] <= problem.T * problem.B
+        if self.Wx is not None and self.centred:
+            parts = self.Wx.reshape(blocks, n // blocks, -1)
+            self.Wx = (parts - np.matmul(self.row, parts)).reshape(n, -1)
+
+    def normalise(self, x: Array, y: Array) -> Array:
+        """Write to y [G H, n] the normalised product of x [n, I]. Return r [blocks, 1, n]."""
+        if self.Wx is None:
+            y[...] = x.T
+        else:
+            np.matmul(self.Wx, matrix(x).T, out=y)
+        parts = self.divided(y)
+        if not self.centred:
+            parts -= np.matmul(self.row, parts)
+        r = np.einsum("kin,kin->kn", parts, parts)[:, None]
+        r /= self.eps.dtype.type(parts.shape[1])
+        r += self.eps
+        np.sqrt(r, r)
+        np.reciprocal(r, r)
+        parts *= r
+        return r
+
+    def divided(self, a: Array) -> Array:
+        """Return a view of a [G H, n], divided into the blocks that are normalised: [blocks, G H / blocks, n]."""
+        return a.reshape(self.blocks, -1, a.shape[1])
+
+    def __call__(self, x: Array, out: Array) -> None:
+        """Write to `out` [G H, n] the normalised, scaled and shifted product of x [n, I]."""
+        self.normalise(x, out)
+        if self.scale is not None:
+            out *= self.scale[:, None]
+        if self.shift is not None:
+            out += self.shift[:, None]
+
+    def back(self, x: Array, d: Array, products: WeightGradients) -> None:
+        """Turn d [G H, n], the gradient of the result for x [n, I], into that of the product before the norm. Add the
+        terms of these rows to the gradients of scale and shift."""
+        y = np.empty_like(d)
+        r = self.normalise(x, y)
+        if "norm_input_scale" in products.out:
+            products.add("norm_input_scale", np.einsum("rn,rn->r", d, y))
+        products.accumulate("norm_input_shift", d, np.ones(d.shape[1], d.dtype))
+        if self.scale is not None:
+            d *= self.scale[:, None]
+        parts, ys = self.divided(d), self.divided(y)
+        ys *= np.einsum("kin,kin->kn", parts, ys)[:, None] / self.eps.dtype.type(parts.shape[1])
+        parts -= np.matmul(self.row, parts)
+        parts -= ys
+        parts *= r
+
+
 class NormBackward:
     """The layer normalisation of the recurrent product or of the sum in the backward pass of one direction.
 
@@ -185,8 +256,8 @@ class NormBackward:
         self.bias: Array | None = None if bias is None else bias[:, None]
 
     def begin_chunk(self, h_in: Array, x: Array | None) -> None:
-        """Compute what was normalised at each step of a chunk. h_in [n, P]: the h that enters the recurrent product at
-        each step and item. x [n, I]: the input there, if the sum is normalised."""
+        """Compute again what the forward pass normalised at each step of a chunk. h_in [n, P]: the h that enters the
+        recurrent product, one row for each step and batch item. x: the same rows of the input; None if not needed."""
         operand = matrix(h_in) if x is None or not self.has_Wx else np.concatenate([x, h_in], axis=1)
         steps = len(operand) // self.B
         y = self.y[:steps]

@@ -194,13 +194,15 @@ class BackwardSweep:
         of the weights. h_in: what the recurrent product of these steps read, [steps * B, P]."""
         n = (stop - start) * self.problem.B
         dz, x = self.step.dz[:, :n], None  # [GH, n]
-        if "Wx" in self.out or "Wx" in self.products.factors:
+        if "Wx" in self.out or "Wx" in self.products.factors or self.step.of_input is not None:
             x = self.inputs(start, stop)
         self.step.end_chunk(self.products, h_in)
+        self.products.accumulate("b", dz, np.ones(n, dz.dtype))
+        if self.step.of_input is not None and x is not None:
+            self.step.of_input.back(x, dz, self.products)
         self.products.write_input(start, stop, dz, self.v.get("Wx"))
         if x is not None:
             self.products.accumulate("Wx", dz, matrix(x))
-        self.products.accumulate("b", dz, np.ones(n, dz.dtype))
 
     def inputs(self, start: int, stop: int) -> Array:
         """Return x of the steps from `start` to `stop`, [steps * B, I], with 0 where a batch item has ended."""
@@ -299,7 +301,7 @@ def first_state(v: Views, name: str, shape: tuple[int, int], dtype: np.dtype) ->
 
 
 def step_mask(v: Views, problem: Problem) -> Array | None:
-    """Return the mask on h_prev as a view [T, B, P], or None if the call has no mask."""
+    """Return the mask on h_prev as a view [T, B, P] (P: the width of h), or None if the call has no mask."""
     return np.broadcast_to(v["mask"], (problem.T, problem.B, problem.P)) if "mask" in v else None
 
 

@@ -267,7 +267,7 @@ class Groups:
 
     def columns(self, members: Sequence[int]) -> list[list[int]] | None:
         """Return the operands of these nodes that must be computed into neighbouring blocks: a list of nodes for the
-        first operand, for the second. Return None if the nodes cannot be one group."""
+        first operand, and one for the second if it must be, too. Return None if the nodes cannot be one group."""
         op, wanted = self.nodes[members[0]].op, list[list[int]]()
         if op not in UFUNCS or op in CONDITIONS or any(n in self.of or self.nodes[n].op != op for n in members):
             return None
@@ -384,7 +384,8 @@ class Writer:
         self.scratch |= {name: Scratch(count) for name, count in groups.sizes.items()}
         self.sizes |= groups.sizes
         self.units: list[tuple[int, ...]] = ordered(self.nodes, order, groups.of, self.place) or []
-        # `last` tells for each node which unit reads it last. Targets are read after the last unit.
+        # A unit is a group or one node. `last` tells for each node which unit reads it last. Targets are read after the
+        # last unit.
         self.last: dict[int, float] = {
             k: t for t, unit in enumerate(self.units) for n in unit for k in self.nodes[n].args
         }
@@ -448,8 +449,9 @@ class Writer:
         return all(block == Place(array, start + k) for k, block in enumerate(blocks))
 
     def can_write(self, t: int, unit: Sequence[int], n: int, place: Place) -> bool:
-        """Return whether unit t can write node n to this place: no later statement reads what lies there now, and unit
-        t reads it only for the node n itself, in a NumPy function, which may overwrite its operand."""
+        """Return whether unit t (a group or one node) can write node n to this place: no later statement reads what
+        lies there now, and unit t reads it only for the node n itself, in a NumPy function, which may overwrite its
+        operand."""
         old = self.holds.get(place)
         if old is None or self.last.get(old, -1) < t:
             return True

@@ -13,9 +13,9 @@ import numpy as np
 
 from ..cell_graph import CellGraph, needed
 from ..cell_tracer import graph_of
-from ..cells import AnyCell, form_of
+from ..cells import AnyCell, form_of, normalises_input
 from ..problem import Problem
-from .norms import NormBackward, NormOfC, norm_of_preactivations
+from .norms import InputNorm, NormBackward, NormOfC, norm_of_preactivations
 from .products import (
     FEATURE_MAJOR,
     Array,
@@ -224,8 +224,12 @@ class Step:
         norm = norm_of_preactivations(problem, v)
         apart = self.apart or not cell.recurrent or (cell.norm is not None and cell.norm.of in ("product", "products"))
         negatable = plan.negatable if norm is None else ""
+        # In a stream the caller computes the input's part.
+        of_input = None if streamed or not normalises_input(cell) else InputNorm(problem, v)
         self.products: Any = (
-            SeparateProducts(problem, v, mask) if apart else input_products(problem, v, mask, negatable, streamed)
+            SeparateProducts(problem, v, mask, of_input)
+            if apart
+            else input_products(problem, v, mask, negatable, streamed)
         )
         products, more = self.products, constants_of(plan, cell, v, B) | {"normalise": norm}
         if plan.graph.has_norm():
@@ -342,16 +346,12 @@ def backward_function(plan: Plan) -> Build:
     fixed += ["all_dx", "all_m", "all_q", "all_dh", "through_norm"]
     if words.count("s0") <= 1:
         fixed.remove("s0")
-    norms = plan.cell.norm is not None and plan.cell.norm.of is not None
-    after = [
-        "through_Wh(through_norm(dz, columns), d0)"
-        if norms
-        else "through_Wh(dz, d0)"
-        if plan.whole
-        else "own.through_rows(dz, d0)"
-        if plan.rows
-        else "d0.fill(0)"
-    ]
+    if plan.cell.norm is not None and plan.cell.norm.of is not None:
+        after = ["through_Wh(through_norm(dz, columns), d0)"]
+    elif plan.whole:
+        after = ["through_Wh(dz, d0)"]
+    else:
+        after = ["own.through_rows(dz, d0)" if plan.rows else "d0.fill(0)"]
     return function_of(
         code, "saved_at, h_at, all_dz, through_Wh", fixed, "own, t, columns, c_prev, c, d0, dc, e", before, after
     )
@@ -402,6 +402,7 @@ class StepBackward:
         if self.norm is not None:
             more["through_norm"] = self.norm.through
             self.by_column.append(self.norm.dp)
+        self.of_input: InputNorm | None = InputNorm(problem, v) if normalises_input(cell) else None
         self.norm_of_c: NormOfC | None = NormOfC(problem, v) if graph.has_norm() else None
         more["N0"] = self.norm_of_c
         if plan.passes_h:

@@ -85,8 +85,8 @@ class Stream:
         return rows.T.reshape(*self.batch, -1) if len(rows) else rows
 
     def __call__(self, x: Array, keep: Array | None = None, inputs: Array | None = None) -> Array:
-        """Run one step, and return the last layer's new h (*batch, P), with P its width. The result is a view of a
-        buffer and valid until the next step.
+        """Run one step, and return the last layer's new h (*batch, P): the batch axes, and P, the width of h. The
+        result is a view of a buffer and valid until the next step.
 
         x: (*batch, I). Its memory order does not matter. A complex x raises a TypeError. keep: factors [B] on the
         states before the step, or None. inputs [B, U H]: the U inputs of this step of a user's cell, or None.

@@ -114,7 +114,8 @@ def backward(
     """Return the gradients of all arrays except quantized weights and those that are left out.
 
     saved: what `forward` returned. cotangents: the cotangents of some outputs. as_factors: return some weight
-    gradients as two factors, which `multiplied` then multiplies. left_out: () or ("x",).
+    gradients as two factors, which `multiplied` then multiplies. left_out: the names of gradients that nobody needs,
+    () or ("x",).
     """
     if saved.get("gates") is None and problem.cell.reads_kept:
         saved = forward(problem._replace(training=True), arrays)

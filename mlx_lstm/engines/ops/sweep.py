@@ -220,8 +220,8 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
 
     - dz [T, B, G H]: the gradient of the preactivations
     - with a norm of the recurrent product or of the sum: da [T, B, G H], the gradient of the norm's result; dp, the
-      gradient of the product h Wh^T, while dz is that of the input's part; y, what `normalised` returned
-    - with a norm of c: dn [T, B, H], the gradient of its result; yc, what `normalised` returned
+      gradient of the product h Wh^T, while dz is that of the input's part; y, the numbers before scale and shift
+    - with a norm of c: dn [T, B, H], the gradient of its result; yc, the numbers before scale and shift
     - dh0 [B, P]: the gradient of h0
     - dc0 [B, H], for an LSTM: the gradient of c0
     - dh [T, B, P], for an LSTM: the gradient of h, from which the gradient of the projection is computed
@@ -275,7 +275,8 @@ class StepGradients(NamedTuple):
 
     dz [B, GH]: the gradient of the input's part of the preactivations. dh [B, P]: the gradient of mask * h_prev, which
     enters the recurrent product. dc [B, H]: the gradient of c_prev, for an LSTM only. direct [B, H]: for a GRU only,
-    the part of the gradient of h_prev that bypasses the product. of_norms: da, dp, dn and yc of `sweep_backward`.
+    the part of the gradient of h_prev that bypasses the product. of_norms: with layer normalisation, the arrays
+    da, dp, dn and yc that `gradients_after_sweep` describes.
     """
 
     dz: Array
@@ -290,8 +291,9 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
     the graph of the cell's derivative. exposes: whether the gates have cotangents.
 
     before: the states h and c before the step. For a GRU with reset "after" also q, the candidate's product h Wh_n^T +
-    bhn. With a norm of the product or the sum also y and r, what `normalised` returned. after: h, c and the gates after
-    the step. dh, dc, dgates: the gradients of h (of a projected h before its clip), c and gates in `after`.
+    bhn. With a norm of the product or the sum also y and r: the numbers before scale and shift, and 1 / sqrt(variance +
+    eps). after: h, c and the gates after the step. dh, dc, dgates: the gradients of h (of a projected h before its
+    clip), c and gates in `after`.
     """
     cell, H, Wh = problem.cell, problem.H, arrays["Wh"]
     graph = graph_of(cell, arrays, exposes)
@@ -398,7 +400,9 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
         dz [T, B, D G H]    the gradient of the preactivations
         dh0, dc0            the gradients of the first states
         dh [T, B, D P]      for an LSTM, the gradient of h, for the gradient of the projection
-        da, dp, y, dn, yc   with layer normalisation: see `sweep_backward`
+        da, dp, y           with a norm of the product or sum: the gradient of its result, the gradient of the product
+                            h Wh^T, and the numbers with mean 0 and variance 1, before scale and shift
+        dn, yc              with a norm of c: da and y of this norm
         carry [T, B, D H]   with the option `keep`, a factor on the states: the gradient of keep * c (LSTM), or the part
                             of the gradient of keep * h that bypasses the recurrent product (GRU)
     """

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any, NamedTuple
 
-from ...engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ...engines.cells import Cell, GRUCell, LSTMCell, NormOptions, RNNCell
 from ...engines.ops.packed import judged
 from ...engines.packing import WEIGHTS, WIDTHS, Packing
 from ...engines.problem import limited
@@ -122,7 +122,7 @@ class GridCase(NamedTuple):
 def grid(full: bool = False) -> list[GridCase]:
     """Return the cases that the command `check` compares with float64. With `full`, cases for every option are
     added."""
-    cases = [*families(), *wide(), *quantized()]
+    cases = [*families(), *wide(), *quantized(), *norms()]
     if full:
         cases += [case for case in others() if case not in cases]
     names = [(case.name, case.dtype) for case in cases]
@@ -169,6 +169,13 @@ def quantized() -> Iterator[GridCase]:
     yield GridCase("gru, reset before, nvfp4, 4 items", "float16", before, packing=small)
     projected: dict[str, Any] = {"projection": True, "sizes": (3, 33, 64, 64, 64)}
     yield GridCase("lstm, projection, 4 bits, 33 items", "bfloat16", projected, packing=four)
+
+
+def norms() -> Iterator[GridCase]:
+    """Yield a layer of each kind with layer normalisation: of the recurrent product, and of an LSTM's c."""
+    for op, norm in {"lstm": NormOptions(c="output"), "gru": NormOptions(), "rnn": NormOptions("sum")}.items():
+        options: dict[str, Any] = {"op": op, "sizes": (4, 3, 3, 9, 9), "norm": norm}
+        yield GridCase(f"{op}, layer normalisation", "float32", options)
 
 
 def others() -> Iterator[GridCase]:
