@@ -52,10 +52,12 @@ void product_of_matrices(
 }
 
 // Return the position of a unit's block number k in an array with COUNT blocks. at: the unit's position in block 0 of
-// an array with all gates; other arrays take a multiplication.
+// an array with all gates; other arrays take a multiplication. earlier: how many elements an array with one block per
+// unit has before the launch's first time index.
 template <class Cell, int COUNT, int H, class Index>
-Index block_place(thread const Place<Index>& at, int k, int unit) {
-  return COUNT == Cell::GATES ? at.gate + Cell::block(k) * H : place_of<COUNT, H>(at.state, k, unit);
+Index block_place(thread const Place<Index>& at, int k, int unit, Index earlier = 0) {
+  return COUNT == Cell::GATES ? at.gate + Index(COUNT) * earlier + Cell::block(k) * H
+                              : place_of<COUNT, H>(at.state + earlier, k, unit);
 }
 
 // Read what a forward step needs for the two batch items of a lane: z, into y; the inputs u of the step; `keep` as
@@ -196,7 +198,7 @@ void read_items(
     read_step<Cell, H>(sweep, a, n, items[e].at, earlier, step, unit, numbers[e]);
 #pragma clang loop unroll(full)
     for (int m = 0; m < KEPT; ++m)
-      y[e][m] = value_at(a.gates, block_place<Cell, KEPT, H>(items[e].at, m, unit) + Index(KEPT) * earlier, 0.0f);
+      y[e][m] = value_at(a.gates, block_place<Cell, KEPT, H>(items[e].at, m, unit, earlier), 0.0f);
 #pragma clang loop unroll(full)
     for (int m = 0; m < Cell::GRADIENTS; ++m)
       d[e][m] = value_at(a.dgates, items[e].at.gate + Index(Cell::GATES) * earlier + Cell::block(m) * H, 0.0f);
