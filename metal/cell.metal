@@ -15,6 +15,7 @@
 //   PRODUCTS       how many of them have a recurrent product: GATES, or 0 for a cell without one
 //   CARRIED        the number of states besides h (1 for c of an LSTM), which are stored in float
 //   PASSES_H       whether a step reads h, besides in the recurrent product
+//   READS_BEFORE, READS_AFTER   which states a backward step reads before and after the step: one bit per state, h first
 //   KEPT           how many numbers of a unit the forward pass saves for the backward pass (the gates)
 //   GRADIENTS      how many gradients of preactivations the backward pass stores, those of the products first
 //   INPUTS         how many numbers a unit reads at each step besides the preactivations (0 for the built-in cells)

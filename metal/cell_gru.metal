@@ -14,7 +14,7 @@
 template <int OPTIONS>
 struct GRUCell {
   enum { GATE_R, GATE_Z, GATE_N, GATES, PRODUCTS = 3, KEPT = 3, GRADIENTS = 3, CARRIED = 0, PASSES_H = 1 };
-  enum { CONSTANTS = 1, INPUTS = 0, SUMMED = 0 };
+  enum { READS_BEFORE = 1, READS_AFTER = 0, CONSTANTS = 1, INPUTS = 0, SUMMED = 0 };
   enum { RESETS_BEFORE = (OPTIONS >> 23) & 1, FLIPS_Z = (OPTIONS >> 24) & 1, SEGMENTS = RESETS_BEFORE ? 2 : 3 };
 
   static constexpr int block(int gate) { return block_of(OPTIONS, gate); }

@@ -16,7 +16,7 @@ template <int OPTIONS>
 struct LSTMCell {
   enum { GATE_I, GATE_F, GATE_G, GATE_O, OUTPUT, FORGET_BIAS = 4, LIMIT, CONSTANTS };
   enum { GATES = 4, PRODUCTS = 4, KEPT = 4, GRADIENTS = 4, SEGMENTS = 1, CARRIED = 1, PASSES_H = 0 };
-  enum { INPUTS = 0, SUMMED = 0 };
+  enum { READS_BEFORE = 2, READS_AFTER = 2, INPUTS = 0, SUMMED = 0 };
   enum { NO_PEEPHOLE, O_SEES_CURRENT, O_SEES_PREVIOUS, PEEPHOLE = (OPTIONS >> 23) & 3 };
   enum { CLIPS = (OPTIONS >> 25) & 1, STOPS = (OPTIONS >> 26) & 1 };
 

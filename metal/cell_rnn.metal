@@ -3,7 +3,7 @@
 template <int OPTIONS>
 struct RNNCell {
   enum { GATES = 1, PRODUCTS = 1, KEPT = 1, GRADIENTS = 1, SEGMENTS = 1, CARRIED = 0, PASSES_H = 0 };
-  enum { CONSTANTS = 0, INPUTS = 0, SUMMED = 0 };
+  enum { READS_BEFORE = 0, READS_AFTER = 1, CONSTANTS = 0, INPUTS = 0, SUMMED = 0 };
 
   static constexpr int block(int) { return 0; }
   static constexpr int activation(int gate) { return activation_of(OPTIONS, gate); }

@@ -175,8 +175,8 @@ struct Item {
   float ds[Cell::CARRIED + 1], states[Cell::CARRIED + 1], y, d, past, mask;
 };
 
-// Whether a step of the cell in reverse uses the states before the step. The plain RNN uses only the state after it.
-template <class Cell> constant constexpr bool USES_BEFORE = Cell::CARRIED || Cell::PASSES_H;
+// Whether a step of the cell in reverse uses states before the step. The plain RNN uses only the state after it.
+template <class Cell> constant constexpr bool USES_BEFORE = Cell::READS_BEFORE != 0;
 
 // What a unit reads at a step besides the gates: the states that the step uses, the cotangents of all states (ds), the
 // inputs of the step (or q), and the factors `mask` and `keep`. If the caller does not have the array of a cotangent,

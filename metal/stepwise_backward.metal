@@ -153,22 +153,27 @@ void take_saved(thread const Step& s, thread const Arrays& a, int b, int j, thre
   }
 }
 
-// Load the states before step s.t and after it, h first. States whose arrays are absent are 0.
+// Load those states of a unit whose bits in READ are 1, h first: h from row t of one array, the others from row t of
+// another one. The other states, and those of an absent array, become 0.
+template <class Cell, int READ, class A, class B>
+void take_states(
+    thread const Step& s, A h, B others, int t, int b, int j, thread float (&states)[Cell::CARRIED + 1]) {
+  constexpr int C = Cell::CARRIED;
+  states[0] = READ & 1 ? value_at(h, place(s, t, b, s.H) + j, 0.0f) : 0.0f;
+#pragma clang loop unroll(full)
+  for (int k = 1; k <= C; ++k)
+    states[k] = (READ >> k) & 1 ? value_at(others, place(s, t, b, C * s.H) + (k - 1) * s.H + j, 0.0f) : 0.0f;
+}
+
+// Load the states before step s.t and after it, as far as the cell reads them.
 template <class Cell, class Arrays>
 void take_both_states(
     thread const Step& s, thread const Arrays& a, bool starts, int b, int j,
     thread float (&before)[Cell::CARRIED + 1], thread float (&after)[Cell::CARRIED + 1]) {
-  constexpr int C = Cell::CARRIED;
-  const int H = s.H, previous = s.reverse ? s.t + 1 : s.t - 1;
-  if (starts) {
-    take_blocks<1>(a.h0, place(s, 0, b, H) + j, H, before, 0);
-    take_blocks<C>(a.c0, place(s, 0, b, C * H) + j, H, before, 1);
-  } else {
-    take_blocks<1>(a.h, place(s, previous, b, H) + j, H, before, 0);
-    take_blocks<C>(a.c, place(s, previous, b, C * H) + j, H, before, 1);
-  }
-  take_blocks<1>(a.h, place(s, s.t, b, H) + j, H, after, 0);
-  take_blocks<C>(a.c, place(s, s.t, b, C * H) + j, H, after, 1);
+  constexpr int BEFORE = Cell::READS_BEFORE, AFTER = Cell::READS_AFTER;
+  if (starts) take_states<Cell, BEFORE>(s, a.h0, a.c0, 0, b, j, before);
+  else take_states<Cell, BEFORE>(s, a.h, a.c, s.reverse ? s.t + 1 : s.t - 1, b, j, before);
+  take_states<Cell, AFTER>(s, a.h, a.c, s.t, b, j, after);
 }
 
 // Compute one step of one unit backward, for an item that has not ended. dh: the gradient of h without the carry. ds:

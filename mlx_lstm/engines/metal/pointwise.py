@@ -54,10 +54,13 @@ def lanes_text(cell: PointwiseCell, computes: bool = True) -> str:
 
 def own_text(cell: PointwiseCell, functions: str = "") -> str:
     """Return the source of a cell's struct with these functions."""
+    graph = cell.graph
     numbers = {
         "GATES": cell.gates, "CARRIED": cell.carried, "INPUTS": cell.inputs, "SUMMED": cell.summed,
         "CONSTANTS": cell.summed, "KEPT": cell.kept, "GRADIENTS": cell.gradients, "SEGMENTS": 1,
         "PRODUCTS": cell.gates if cell.recurrent else 0, "PASSES_H": int(cell.passes_h),
+        "READS_BEFORE": sum(graph.reads(f"s{k}") << k for k in range(graph.states)),
+        "READS_AFTER": sum(graph.reads_after(k) << k for k in range(graph.states)),
     }  # fmt: skip
     enum = ", ".join(f"{name} = {value}" for name, value in numbers.items())
     return f"struct Own {{\nenum {{ {enum} }};\n{MEMBERS}{functions}}};\n"
