@@ -156,7 +156,7 @@ void take_saved(thread const Step& s, thread const Arrays& a, int b, int j, thre
 // Load those states of a unit whose bits in READ are 1, h first: h from row t of one array, the others from row t of
 // another one. The other states, and those of an absent array, become 0.
 template <class Cell, int READ, class A, class B>
-void take_states(
+void take_needed(
     thread const Step& s, A h, B others, int t, int b, int j, thread float (&states)[Cell::CARRIED + 1]) {
   constexpr int C = Cell::CARRIED;
   states[0] = READ & 1 ? value_at(h, place(s, t, b, s.H) + j, 0.0f) : 0.0f;
@@ -171,9 +171,9 @@ void take_both_states(
     thread const Step& s, thread const Arrays& a, bool starts, int b, int j,
     thread float (&before)[Cell::CARRIED + 1], thread float (&after)[Cell::CARRIED + 1]) {
   constexpr int BEFORE = Cell::READS_BEFORE, AFTER = Cell::READS_AFTER;
-  if (starts) take_states<Cell, BEFORE>(s, a.h0, a.c0, 0, b, j, before);
-  else take_states<Cell, BEFORE>(s, a.h, a.c, s.reverse ? s.t + 1 : s.t - 1, b, j, before);
-  take_states<Cell, AFTER>(s, a.h, a.c, s.t, b, j, after);
+  if (starts) take_needed<Cell, BEFORE>(s, a.h0, a.c0, 0, b, j, before);
+  else take_needed<Cell, BEFORE>(s, a.h, a.c, s.reverse ? s.t + 1 : s.t - 1, b, j, before);
+  take_needed<Cell, AFTER>(s, a.h, a.c, s.t, b, j, after);
 }
 
 // Compute one step of one unit backward, for an item that has not ended. dh: the gradient of h without the carry. ds:
