@@ -622,7 +622,7 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
         threads, piece = 32 * -(-(-(-H // units) * lanes * units) // 32), 4 * lanes * units
         length = gates * H if backward else H
         one = 8 * piece * -(-length // piece)  # bytes of the double buffer of one batch item
-        rows = rows_of(cell, sweep, min(wanted, 4, THREADGROUP_BYTES // one), threads, packing is not None)
+        rows = rows_of(cell, sweep, min(wanted, 4, max(1, THREADGROUP_BYTES // one)), threads, packing is not None)
         slots = units * (1 if backward else gates)
         weights = slots * sum(-(-length // piece) for length in lengths)
     if packing:
