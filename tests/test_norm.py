@@ -431,6 +431,8 @@ def test_a_wrong_norm_is_refused(call, text):
         (3, 17, 4, True, False, "each"),
         (5, 3, 4, False, False, "together"),
         (1, 1, 9, False, True, "each"),
+        (1, 20, 30, False, True, "together"),
+        (2, 20, 3, True, False, "each"),
     ],
 )
 def test_numpy_normalises_the_inputs_product_of_many_rows_like_ops(T, B, I, both, has_Wx, gates):
@@ -458,6 +460,45 @@ def test_numpy_normalises_the_inputs_product_of_many_rows_like_ops(T, B, I, both
 
         for name, ours, theirs in zip(("h", *drawn), results("numpy"), results("ops"), strict=True):
             # Float64 rounds by 1e-16 of the largest term; T B = 1100 terms and the norms of 70 steps amplify this.
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10 * max(1, np.abs(theirs).max()), err_msg=name)
+
+
+@pytest.mark.parametrize("T,B,I,few_end", [(9, 20, 5, True), (40, 17, 5, False), (1, 20, 30, False), (1, 30, 20, True)])
+@pytest.mark.parametrize(
+    "norm",
+    [Norm(c="output"), Norm("sum"), Norm("sum", gates="each", c="state"), Norm("recurrent", gates="each")],
+    ids=["products", "sum", "sum each", "recurrent each"],
+)
+def test_numpy_normalises_wide_batches_like_ops(norm, T, B, I, few_end):
+    """The engine `numpy` gives the weights a mean of 0 if there are enough rows. An item that ends early makes it run
+    in one pass, many make it run in segments. The forget bias is added after the norm of a sum."""
+    H, rng = 4, np.random.default_rng(T + B)
+    shapes = {"x": (T, B, I), "Wx": (4 * H, I), "Wh": (4 * H, H), "b": (4 * H,), "h0": (B, H), "c0": (B, H)}
+    shapes |= {"keep": (T, B)}
+    norms = {"scale": (4 * H,), "shift": (4 * H,)} | ({"c_scale": (H,), "c_shift": (H,)} if norm.c else {})
+    norms |= {"input_scale": (4 * H,), "input_shift": (4 * H,)} if norm.of == "products" else {}
+    drawn = arrays_of(T, **shapes, **norms)
+    drawn["Wh"] += 3  # a mean of the weights that is not 0
+    lengths = rng.integers(0, T + 1, B)
+    lengths = np.where(np.arange(B) < 1, 0, T) if few_end else lengths
+    drawn["x"][np.arange(T)[:, None] >= lengths] = np.nan
+    with mx.stream(mx.cpu):
+        values = [mx.array(array, mx.float64) for array in drawn.values()]
+        cotangents = [mx.array(rng.normal(size=shape), mx.float64) for shape in ((T, B, H), (B, H), (B, H))]
+
+        def results(engine):
+            def outputs(*given):
+                a = dict(zip(drawn, given, strict=True))
+                own = norm._replace(**{name: a.pop(name) for name in norms})
+                found = lstm(**a, norm=own, lengths=lengths.tolist(), forget_bias=1.0, engine=engine)
+                return found.h, found.hT, found.cT
+
+            found, gradients = mx.vjp(outputs, values, cotangents)
+            return [np.array(array) for array in (*found, *gradients)]
+
+        names = ("h", "hT", "cT", *drawn)
+        for name, ours, theirs in zip(names, results("numpy"), results("ops"), strict=True):
+            # Float64 rounds by 1e-16 of the largest term; T B = 680 terms and the norms of 40 steps amplify this.
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10 * max(1, np.abs(theirs).max()), err_msg=name)
 
 

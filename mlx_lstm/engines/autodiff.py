@@ -317,7 +317,7 @@ def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[lis
     - `ops`: MLX gets the gates. The backward pass of `ops` reads them, and MLX can differentiate this pass again.
     - `stepwise`: Python saves the gates of an LSTM in training, unless the caller wants them. They are up to 20 arrays.
       If they were outputs, they would cause a third of the time in which MLX builds and frees the graph.
-    - `numpy`: Python saves the gates, unless the caller wants them.
+    - `numpy`: Python saves the gates, unless the caller wants them, and the normalised products.
     - All engines but `ops`: without training they compute no gates, unless the caller wants them.
     """
     visible: list[str] = [*problem.cell.outputs]
@@ -326,10 +326,11 @@ def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[lis
     if engine == "stepwise" and stepwise.keeps_rows(problem, names):
         visible.remove("gates")
         return visible, [stepwise.ROWS]
+    norms = ["norms"] * (engine == "numpy" and "norms" in numpy.reads(problem.cell))
     if engine == "ops" or problem.return_gates or (engine != "numpy" and problem.training):
-        return visible, []
+        return visible, norms
     visible.remove("gates")
-    return visible, ["gates"]
+    return visible, ["gates", *norms]
 
 
 def backward(
@@ -408,7 +409,8 @@ def engine_gradients(
         return gradients_with_input_norm(problem, floats, cotangents)
     if chunked or isinstance(gates, list) or (gates is None and problem.cell.op != "rnn"):
         saved = ops.forward(problem, floats)
-    saved = {name: copied_to_mlx(a) if isinstance(a, np.ndarray) else a for name, a in saved.items() if a is not None}
+    saved = {name: a for name, a in saved.items() if a is not None and name != "norms"}
+    saved = {name: copied_to_mlx(a) if isinstance(a, np.ndarray) else a for name, a in saved.items()}
     return ops.backward(problem, floats, saved, cotangents)
 
 

@@ -5,106 +5,156 @@ rows are one block, or one block per gate. Each block is normalised by itself: y
 r = 1 / sqrt(variance + eps). The result is y times a scale plus a shift.
 """
 
+from collections.abc import Sequence
 from math import sqrt
-from typing import Any
 
 import numpy as np
 from numpy import dot
 
-from ..cells import norm_blocks
+from ..cells import norm_blocks, normalises_input
 from ..problem import Problem
-from .products import Array, Views, WeightGradients, bias_of, columns_buffer, matrix
+from .products import AHEAD_ROWS, WIDE_BATCH, Array, Views, WeightGradients, bias_of, columns_buffer, matrix
 
 
 class Normalisation:
-    """The layer normalisation of arrays [n, B], with scratch memory for one step."""
+    """The layer normalisation of arrays [n, B], with scratch memory for one step.
+
+    centred: whether the arrays have a mean of 0 in each block already, because the weights of the product have
+    (`with_centred_weights`). Then neither a pass subtracts the mean of an array, nor that of a gradient: the gradient
+    `before` lacks a number per block and column, which the gradient of the weights loses afterwards (`centred`).
+    """
 
     def __init__(
-        self, sizes: tuple[int, int, int], eps: float, dtype: np.dtype, scale: Array | None, shift: Array | None
+        self,
+        sizes: tuple[int, int, int],
+        eps: float,
+        dtype: np.dtype,
+        scale: Array | None,
+        shift: Array | None,
+        centred: bool = False,
     ):
         """Allocate the memory. sizes: (blocks, n, B). scale, shift: [n], or None for 1 and 0."""
         blocks, n, B = sizes
         self.shape: tuple[int, int, int] = (blocks, n // blocks, B)
+        self.centred: bool = centred
         # A mean is a product with this row, because BLAS computes a product faster than NumPy a sum.
         self.row: Array = np.full((1, n // blocks), blocks / n, dtype)
+        # The mean of an array times the scale, likewise.
+        self.scaled_row: Array = self.row if scale is None else (scale.reshape(blocks, 1, -1) * self.row)
         self.eps: Array = np.array(eps, dtype)
         self.scale: Array | None = None if scale is None else np.repeat(scale[:, None], B, axis=1)
         self.shift: Array | None = None if shift is None else np.repeat(shift[:, None], B, axis=1)
         self.mean, self.other_mean, self.spread = (np.empty((blocks, 1, B), dtype) for _ in range(3))
-        self.scratch, self.scaled = (np.empty((n, B), dtype) for _ in range(2))
+        self.scratch: Array = np.empty((n, B), dtype)
 
-    def normalise(self, a: Array, y: Array) -> Any:
-        """Write to y [n, B] the array a, with mean 0 and variance 1 in each block. Return r [blocks, 1, B]. y may be a
-        itself."""
+    def normalise(self, a: Array, y: Array, r: Array) -> None:
+        """Write to y [n, B] the array a, with mean 0 and variance 1 in each block, and the factors to r [blocks, 1, B].
+        y may be a itself."""
         parts, out, scratch = a.reshape(self.shape), y.reshape(self.shape), self.scratch.reshape(self.shape)
-        np.matmul(self.row, parts, out=self.mean)
-        np.subtract(parts, self.mean, out)
-        np.multiply(out, out, scratch)
-        r = np.matmul(self.row, scratch, out=self.spread)
+        if not self.centred:
+            np.matmul(self.row, parts, out=self.mean)
+            parts = np.subtract(parts, self.mean, out)
+        np.multiply(parts, parts, scratch)
+        np.matmul(self.row, scratch, out=r)
         np.add(r, self.eps, r)
         np.sqrt(r, r)
         np.reciprocal(r, r)
-        np.multiply(out, r, out)
-        return r
+        np.multiply(parts, r, out)
 
-    def __call__(self, a: Array, out: Array) -> None:
-        """Write the result for a [n, B] to `out`, which may be a itself."""
-        self.normalise(a, out)
+    def __call__(self, a: Array, out: Array, kept: Array | None = None) -> None:
+        """Write the result for a [n, B] to `out`, which may be a itself. kept [n + blocks, B]: memory for y and r,
+        which `before` reads; None if nobody reads them."""
+        y, r = (out, self.spread) if kept is None else self.divided(kept)
+        self.normalise(a, y, r)
         if self.scale is not None:
-            np.multiply(out, self.scale, out)
+            np.multiply(y, self.scale, out)
+        elif kept is not None and self.shift is None:
+            np.copyto(out, y)
         if self.shift is not None:
-            np.add(out, self.shift, out)
+            np.add(y if self.scale is None else out, self.shift, out)
 
-    def before(self, d: Array, y: Array, r: Any, out: Array) -> None:
-        """Write to `out` the gradient of a. d [n, B]: the gradient of the result. y [n, B], r [blocks, 1, B]: what
-        `normalise` made of a. `out` is another array than d and y.
+    def divided(self, kept: Array) -> tuple[Array, Array]:
+        """Return y [n, B] and r [blocks, 1, B] as views of the memory `kept` of a step."""
+        n = len(self.scratch)
+        return kept[:n], kept[n:, None]
+
+    def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
+        """Write to `out` the gradient of a, and add the terms of the gradients of scale and shift. d [n, B]: the
+        gradient of the result. y [n, B], r [blocks, 1, B]: what `normalise` made of a. `out` is another array than d
+        and y.
 
         The gradient is r (d scale - mean(d scale) - y mean(d scale y)), with the means over a block.
         """
-        shape, scaled = self.shape, self.scaled  # contiguous, unlike d: the operations below read it faster
-        if self.scale is None:
-            np.copyto(scaled, d)
-        else:
-            np.multiply(d, self.scale, scaled)
-        np.multiply(scaled, y, self.scratch)
-        ys, scratch = y.reshape(shape), self.scratch.reshape(shape)
-        np.matmul(self.row, scratch, out=self.mean)
-        np.matmul(self.row, scaled.reshape(shape), out=self.other_mean)
-        np.multiply(ys, self.mean, scratch)
-        np.add(scratch, self.other_mean, scratch)
+        shape, dy, scratch = self.shape, np.multiply(d, y, self.scratch), self.scratch.reshape(self.shape)
+        np.matmul(self.scaled_row, scratch, out=self.mean)
+        for total, terms in ((self.dscale, dy), (self.dshift, d)):
+            if total is not None:
+                np.add(total, np.matmul(terms, self.ones, out=self.column), total)
+        np.multiply(y.reshape(shape), self.mean, scratch)
+        if not self.centred:
+            np.matmul(self.scaled_row, d.reshape(shape), out=self.other_mean)
+            np.add(scratch, self.other_mean, scratch)
+        scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
         np.subtract(scaled, self.scratch, self.scratch)
         np.multiply(scratch, r, out.reshape(shape))
+
+    def sum_gradients(self, scaled: Array, scale: bool, shift: bool) -> None:
+        """Prepare `before`. scaled [n, B]: memory that it may overwrite, which may be its d. scale, shift: whether to
+        sum the gradients of the scale and of the shift."""
+        self.scaled = scaled
+        self.ones: Array = np.ones((scaled.shape[1], 1), scaled.dtype)
+        self.column: Array = np.empty((len(scaled), 1), scaled.dtype)
+        self.dscale, self.dshift = (np.zeros_like(self.column) if wanted else None for wanted in (scale, shift))
+
+    def add_gradients(self, products: WeightGradients, scale: str, shift: str) -> None:
+        """Add the gradients of scale and shift, summed over the steps and the batch, to those of the call, which have
+        these names."""
+        for name, d in ((scale, self.dscale), (shift, self.dshift)):
+            if d is not None and name in products.out:
+                products.add(name, d[:, 0])
 
 
 class OneColumn(Normalisation):
     """The layer normalisation of arrays [n, 1] in one block. Vector operations such as np.dot then take less time."""
 
-    def normalise(self, a: Array, y: Array) -> Any:
-        """Write to y [n, 1] the array a with mean 0 and variance 1. Return r as a number. y may be a itself."""
+    def normalise(self, a: Array, y: Array, r: Array) -> None:
+        """Write to y [n, 1] the array a with mean 0 and variance 1, and the factor to r [1, 1, 1]. y may be a
+        itself."""
         a, y = a[:, 0], y[:, 0]
-        np.subtract(a, dot(self.row[0], a), y)
-        r = 1 / sqrt(dot(y, y) / len(y) + self.eps)
-        np.multiply(y, r, y)
-        return r
+        if not self.centred:
+            a = np.subtract(a, dot(self.row[0], a), y)
+        factor = 1 / sqrt(dot(a, a) / len(a) + self.eps)
+        r[0, 0, 0] = factor
+        np.multiply(a, factor, y)
 
-    def before(self, d: Array, y: Array, r: Any, out: Array) -> None:
-        """Write to `out` the gradient of a, as `Normalisation.before` does. r: a number."""
-        row, scratch = self.row[0], self.scratch[:, 0]
+    def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
+        """Write to `out` the gradient of a, and add the terms of scale and shift, as `Normalisation.before` does."""
+        row, scratch, y = self.scaled_row.reshape(-1), self.scratch[:, 0], y[:, 0]
+        dy = np.multiply(d[:, 0], y, self.column[:, 0])
+        mean = dot(row, dy)
+        if self.dscale is not None:
+            self.dscale += self.column
+        if self.dshift is not None:
+            self.dshift += d
+        np.multiply(y, mean, scratch)
+        if not self.centred:
+            np.add(scratch, dot(row, d[:, 0]), scratch)
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
-        d, y = scaled[:, 0], y[:, 0]
-        np.multiply(d, y, scratch)
-        np.multiply(y, dot(row, scratch), scratch)
-        np.add(scratch, dot(row, d), scratch)
-        np.subtract(scaled, self.scratch, out)
-        np.multiply(out, r, out)
+        np.subtract(scaled, self.scratch, self.scratch)
+        np.multiply(self.scratch, r.item(), out)
 
 
 def normalisation_of(
-    sizes: tuple[int, int, int], eps: float, dtype: np.dtype, scale: Array | None, shift: Array | None
+    sizes: tuple[int, int, int],
+    eps: float,
+    dtype: np.dtype,
+    scale: Array | None,
+    shift: Array | None,
+    centred: bool = False,
 ) -> Normalisation:
     """Return a `Normalisation` with these arguments, of the class that takes the least time."""
     kind = OneColumn if sizes[0] == sizes[2] == 1 else Normalisation
-    return kind(sizes, eps, dtype, scale, shift)
+    return kind(sizes, eps, dtype, scale, shift, centred)
 
 
 class NormOfC:
@@ -116,26 +166,67 @@ class NormOfC:
         assert cell.norm is not None
         arrays = v.get("norm_c_scale"), v.get("norm_c_shift")
         self.norm: Normalisation = normalisation_of((1, H, B), cell.norm.eps, dtype, *arrays)
-        self.y, self.scratch = (np.empty((H, B), dtype) for _ in range(2))
-        self.dscale, self.dshift = (np.zeros((H, B), dtype) for _ in range(2))
+        self.kept: Array = np.empty((H + 1, B), dtype)
+        self.is_kept: bool = False  # whether `kept` belongs to the c of this step; a step sets it to False at first
+        self.norm.sum_gradients(np.empty((H, B), dtype), scale=True, shift=True)
 
     def __call__(self, c: Array, out: Array) -> None:
         """Write the normalised, scaled and shifted c [H, B] to `out`."""
-        self.norm(c, out)
+        self.norm(c, out, self.kept)
+        self.is_kept = True
 
     def back(self, d: Array, c: Array, out: Array) -> None:
         """Write to `out` the gradient of c [H, B], from the gradient d of the result. Both are other arrays than c."""
-        r = self.norm.normalise(c, self.y)
-        self.norm.before(d, self.y, r, out)
-        self.dshift += d
-        np.multiply(d, self.y, self.scratch)
-        self.dscale += self.scratch
+        y, r = self.norm.divided(self.kept)
+        if not self.is_kept:
+            self.norm.normalise(c, y, r)
+        self.norm.before(d, y, r, out)
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of scale and shift, summed over the batch, to those of the call."""
-        for name, d in (("norm_c_scale", self.dscale), ("norm_c_shift", self.dshift)):
-            if name in products.out:
-                products.add(name, d.sum(axis=1))
+        """Add the gradients of scale and shift to those of the call."""
+        self.norm.add_gradients(products, "norm_c_scale", "norm_c_shift")
+
+
+def centred(blocks: int, array: Array) -> Array:
+    """Return an array whose rows [n, .] are weights or a bias, minus the mean over the rows of each block."""
+    parts = array.reshape(blocks, len(array) // blocks, -1)
+    return (parts - parts.mean(axis=1, keepdims=True)).reshape(array.shape)
+
+
+CENTRED = {"product": ("Wh",), "products": ("Wh", "Wx"), "sum": ("Wh", "Wx", "b")}
+"""For each value of `NormOptions.of`: the arrays that enter what is normalised."""
+
+
+def centres(problem: Problem, v: Views) -> bool:
+    """Return whether the weights of a call get a mean of 0 over the rows of each block, so that each product has it.
+
+    This pays if there are as many rows (steps x batch) as columns in the weights. It is impossible if a part of the
+    sum is no product.
+    """
+    norm = problem.cell.norm
+    return (
+        norm is not None
+        and norm.of is not None
+        and (norm.of != "sum" or "Wx" in v)
+        and max([v[name].shape[1] for name in ("Wh", "Wx") if name in v]) <= problem.T * problem.B
+    )
+
+
+def with_centred_weights(problem: Problem, v: Views) -> Views:
+    """Return the arrays with weights as `centres` says, which the forward pass and the backward pass read."""
+    norm = problem.cell.norm
+    if norm is None or norm.of is None or not centres(problem, v):
+        return v
+    return v | {name: centred(norm_blocks(problem.cell), v[name]) for name in CENTRED[norm.of] if name in v}
+
+
+def centre_gradients(problem: Problem, out: Views) -> None:
+    """Subtract from the gradients of weights what those of `with_centred_weights` have too much. Other gradients have a
+    mean of 0 already, so this does not change them."""
+    norm, blocks = problem.cell.norm, norm_blocks(problem.cell)
+    for name in CENTRED[norm.of] if norm is not None and norm.of is not None else ():
+        if name in out:
+            out[name][...] = centred(blocks, out[name])
 
 
 def norm_of_preactivations(problem: Problem, v: Views) -> Normalisation | None:
@@ -148,17 +239,81 @@ def norm_of_preactivations(problem: Problem, v: Views) -> Normalisation | None:
     if cell.norm.of == "sum" and cell.forget_bias:
         shift = np.zeros(n, dtype) if shift is None else shift.copy()
         shift[cell.block("f", H)] += cell.forget_bias
-    return normalisation_of((norm_blocks(cell), n, B), cell.norm.eps, dtype, v.get("norm_scale"), shift)
+    sizes = (norm_blocks(cell), n, B)
+    return normalisation_of(sizes, cell.norm.eps, dtype, v.get("norm_scale"), shift, centres(problem, v))
 
 
 def norm_of_input(problem: Problem, v: Views, bias: Array | None) -> Normalisation:
-    """Return the layer normalisation of the input's product, with the bias [G H], or None, as a part of its shift."""
-    (_, B, H, _, cell), dtype = problem[:5], v["Wx"].dtype
+    """Return the layer normalisation of the input's product at one step, with the bias [G H], or None, as a part of its
+    shift. v: the arrays of the call, from `with_centred_weights`."""
+    (_, B, H, _, cell), dtype = problem[:5], v["Wh"].dtype
     assert cell.norm is not None
     shift = v.get("norm_input_shift")
     shift = bias if shift is None else shift if bias is None else shift + bias
     sizes = (norm_blocks(cell), cell.gates * H, B)
-    return normalisation_of(sizes, cell.norm.eps, dtype, v.get("norm_input_scale"), shift)
+    is_centred = "Wx" in v and centres(problem, v)
+    return normalisation_of(sizes, cell.norm.eps, dtype, v.get("norm_input_scale"), shift, is_centred)
+
+
+class InputNormOfSteps:
+    """The layer normalisation of the input's product, one step at a time, with the bias as a part of its shift. It is
+    for a wide batch, whose steps are large enough."""
+
+    def __init__(self, problem: Problem, v: Views):
+        """Allocate the memory for arrays [G H, B]. v: the arrays of the call, from `with_centred_weights`."""
+        self.Wx: Array | None = matrix(v["Wx"]) if "Wx" in v else None
+        self.norm: Normalisation = norm_of_input(problem, v, bias_of(problem, v))
+        rows, dtype = problem.cell.gates * problem.H, v["x"].dtype
+        self.y: Array = np.empty((rows, problem.B), dtype)
+        self.r: Array = np.empty((self.norm.shape[0], 1, problem.B), dtype)
+        # The backward pass multiplies some steps at once, so that Wx need not be in the cache at every step.
+        self.ahead: Array = np.empty((min(problem.T, max(1, AHEAD_ROWS // problem.B)), *self.y.shape), dtype)
+        self.d: Array = np.empty((rows, problem.B), dtype)  # for the backward pass: the gradient of the result
+        self.norm.sum_gradients(self.d, "norm_input_scale" in v, bool({"norm_input_shift", "b"} & v.keys()))
+
+    def __call__(self, x: Array) -> Array:
+        """Return the normalised, scaled and shifted product of x [B, I]. It is valid until the next call."""
+        self.products(x[None], self.y[None])
+        self.norm(self.y, self.y)
+        return self.y
+
+    def products(self, x: Array, out: Array) -> None:
+        """Write to `out` [steps, G H, B] the products of x [steps, B, I]."""
+        if self.Wx is None:
+            np.copyto(out, x.transpose(0, 2, 1))
+        else:
+            np.matmul(self.Wx, matrix(x).transpose(0, 2, 1), out=out)
+
+    def begin_chunk(self, x: Array) -> None:
+        """Begin a chunk of steps of the backward pass. x [steps * B, I]: the input."""
+        self.x: Array = x.reshape(-1, self.y.shape[1], x.shape[1])
+        self.block: int = -1  # which steps are in `ahead`
+
+    def back(self, k: int, out: Array) -> None:
+        """Write to `out` [G H, B] the gradient of the product at step k of the chunk, from that of the result, `d`."""
+        steps = len(self.ahead)
+        block, n = divmod(k, steps)
+        if block != self.block:
+            x = self.x[block * steps : (block + 1) * steps]
+            self.products(x, self.ahead[: len(x)])
+            self.block = block
+        y = self.ahead[n]
+        self.norm.normalise(y, y, self.r)
+        self.norm.before(self.d, y, self.r, out)
+
+    def add_gradients(self, products: WeightGradients) -> None:
+        """Add the gradients of scale, shift and bias to those of the call."""
+        self.norm.add_gradients(products, "norm_input_scale", "norm_input_shift")
+        if self.norm.dshift is not None and "b" in products.out:
+            products.add("b", self.norm.dshift[:, 0])
+
+
+def input_norm_of(problem: Problem, v: Views) -> "InputNormOfSteps | InputNorm | None":
+    """Return the layer normalisation of the input's product, or None if the cell has none. v: the arrays of the call,
+    from `with_centred_weights`."""
+    if not normalises_input(problem.cell):
+        return None
+    return InputNormOfSteps(problem, v) if problem.B >= WIDE_BATCH else InputNorm(problem, v)
 
 
 class InputNorm:
@@ -168,7 +323,8 @@ class InputNorm:
     """
 
     def __init__(self, problem: Problem, v: Views):
-        """Prepare the weights and the shift of one direction."""
+        """Prepare the weights and the shift of one direction. v: the arrays of the call, from
+        `with_centred_weights`."""
         cell, dtype, n = problem.cell, v["x"].dtype, problem.cell.gates * problem.H
         assert cell.norm is not None
         blocks = norm_blocks(cell)
@@ -179,12 +335,7 @@ class InputNorm:
         shift, bias = v.get("norm_input_shift"), bias_of(problem, v)
         self.shift: Array | None = bias if shift is None else shift if bias is None else shift + bias
         self.Wx: Array | None = matrix(v["Wx"]) if "Wx" in v else None
-        # With a mean of 0 over the rows of the weights the product has a mean of 0, too. For few rows of x it takes
-        # less time to subtract the mean from the product.
-        self.centred: bool = self.Wx is not None and self.Wx.shape[1] <= problem.T * problem.B
-        if self.Wx is not None and self.centred:
-            parts = self.Wx.reshape(blocks, n // blocks, -1)
-            self.Wx = (parts - np.matmul(self.row, parts)).reshape(n, -1)
+        self.centred: bool = self.Wx is not None and centres(problem, v)
 
     def normalise(self, x: Array, y: Array) -> Array:
         """Write to y [G H, n] the normalised product of x [n, I]. Return r [blocks, 1, n]."""
@@ -235,72 +386,72 @@ class InputNorm:
 class NormBackward:
     """The layer normalisation of the recurrent product or of the sum in the backward pass of one direction.
 
-    The forward pass saves nothing for it: what was normalised is computed again, from one product for all steps of a
-    chunk. `dp` [G H, n] collects the gradients of the recurrent product at the n = steps x batch columns of a chunk.
+    kept [T, G H + blocks, B]: the y and r of each step, which the forward pass saved. `dp` [G H, n] collects the
+    gradients of the recurrent product at the n = steps x batch columns of a chunk. `d` [G H, B] is the gradient of the
+    norm's result at one step.
     """
 
-    def __init__(self, problem: Problem, v: Views, norm: Normalisation, steps: int):
-        """Allocate the memory for a chunk. steps: how many steps the largest chunk has."""
+    def __init__(
+        self,
+        problem: Problem,
+        v: Views,
+        norm: Normalisation,
+        of_input: "InputNormOfSteps | InputNorm | None",
+        other: Sequence[int],
+        kept: Array,
+        dz: Array,
+    ):
+        """Allocate the memory. dz [G H, n]: memory for the gradients of the input's part. With the sum they are those
+        of the recurrent product; otherwise `dz` gets a copy of each `d`. other: the numbers of the gates of which the
+        input's part has another gradient."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
-        self.norm, self.B = norm, B
-        self.sums: bool = cell.norm is not None and cell.norm.of == "sum"
-        rows = cell.gates * H
-        self.dp: Array = columns_buffer(rows, steps * B, B, dtype)
-        self.y: Array = np.empty((steps, rows, B), dtype)
-        self.r: Any = np.empty((steps, norm.shape[0], 1, B), dtype)  # or a list of numbers
-        self.weights: Array = matrix(v["Wh"])
-        self.has_Wx: bool = self.sums and "Wx" in v
-        if self.has_Wx:
-            self.weights = np.concatenate([v["Wx"], v["Wh"]], axis=1)
-        bias = bias_of(problem, v) if self.sums else None
-        self.bias: Array | None = None if bias is None else bias[:, None]
+        self.norm, self.kept, self.dz, rows = norm, kept, dz, len(dz)
+        assert cell.norm is not None
+        self.dp: Array = dz if cell.norm.of == "sum" else columns_buffer(rows, dz.shape[1], B, dtype)
+        self.d: Array = np.zeros((rows, B), dtype)
+        # The norm of the input's product, if each step computes it. Then `dz` gets the gradients of this product.
+        self.of_input: InputNormOfSteps | None = of_input if isinstance(of_input, InputNormOfSteps) else None
+        norm.sum_gradients(self.d, "norm_scale" in v, bool({"norm_shift", "bhn"} & v.keys()))
+        self.ended: Array | None = None  # the indices of the batch items that have ended before the current step
+        if self.of_input is not None:
+            self.of_input.norm.scratch = norm.scratch  # so that fewer arrays are in the cache
+        self.n: slice = cell.block("n", problem.H) if "bhn" in v else slice(0)
+        # For a step that computes the norm of the input's product: the gradients of the input's part of the gates in
+        # `other`, which the step writes; for each of them its place in `d` and its part of `dx`.
+        self.dx: Array = np.empty((len(other) * H, B), dtype)
+        self.other: list[tuple[slice, Array]] = [
+            (slice(k * H, (k + 1) * H), self.dx[row * H : (row + 1) * H]) for row, k in enumerate(other)
+        ]
 
-    def begin_chunk(self, h_in: Array, x: Array | None) -> None:
-        """Compute again what the forward pass normalised at each step of a chunk. h_in [n, P]: the h that enters the
-        recurrent product, one row for each step and batch item. x: the same rows of the input; None if not needed."""
-        operand = matrix(h_in) if x is None or not self.has_Wx else np.concatenate([x, h_in], axis=1)
-        steps = len(operand) // self.B
-        y = self.y[:steps]
-        if self.B == 1:
-            np.matmul(operand, self.weights.T, out=y[:, :, 0])
-        else:
-            np.matmul(self.weights, operand.reshape(steps, self.B, -1).transpose(0, 2, 1), out=y)
-        if x is not None and not self.has_Wx:
-            y += x.reshape(steps, self.B, -1).transpose(0, 2, 1)
-        if self.bias is not None:
-            y += self.bias
-        if self.B == 1:  # a step is so short that one operation for all steps takes less time than one for each
-            blocks, size, _ = self.norm.shape
-            parts = y.reshape(steps, blocks, size)
-            parts -= np.matmul(parts, self.norm.row.T)
-            r = 1 / np.sqrt(np.einsum("tkn,tkn->tk", parts, parts) / parts.dtype.type(size) + self.norm.eps)
-            parts *= r[..., None]
-            self.r = r.ravel().tolist() if isinstance(self.norm, OneColumn) else r[..., None, None]
-        else:
-            for t in range(steps):
-                self.r[t] = self.norm.normalise(y[t], y[t])
-
-    def product(self, k: int, out: Array) -> None:
-        """Write to `out` [H, n] the normalised, scaled and shifted product of gate k at all steps of the chunk."""
-        norm, rows = self.norm, slice(k * len(out), (k + 1) * len(out))
-        for t in range(out.shape[1] // self.B):
-            result = self.y[t, rows]
+    def product(self, k: int, out: Array, start: int) -> None:
+        """Write to `out` [H, n] the normalised, scaled and shifted product of gate k at the steps from `start` on."""
+        norm, rows, B = self.norm, slice(k * len(out), (k + 1) * len(out)), self.kept.shape[2]
+        for t in range(out.shape[1] // B):
+            result = self.kept[start + t, rows]
             result = result if norm.scale is None else result * norm.scale[rows]
-            out[:, t * self.B : (t + 1) * self.B] = result if norm.shift is None else result + norm.shift[rows]
+            out[:, t * B : (t + 1) * B] = result if norm.shift is None else result + norm.shift[rows]
 
-    def through(self, dz: Array, columns: slice) -> Array:
-        """Return the gradient of the recurrent product of one step, `columns` of `dp`. dz [G H, B]: the gradient of the
+    def through(self, t: int, columns: slice) -> Array:
+        """Return the gradient of the recurrent product of step t, `columns` of `dp`, from the gradient `d` of the
         norm's result."""
-        dp, t = self.dp[:, columns], columns.start // self.B
-        self.norm.before(dz, self.y[t], self.r[t], dp)
+        dp = self.dp[:, columns]
+        if self.ended is not None:  # their numbers may be NaN
+            self.d[:, self.ended] = self.dx[:, self.ended] = 0
+        if self.of_input is not None:
+            of_input = self.of_input
+            np.copyto(of_input.d, self.d)
+            for rows, dx in self.other:
+                of_input.d[rows] = dx
+            of_input.back(columns.start // self.d.shape[1], self.dz[:, columns])
+        elif self.dz is not self.dp:
+            np.copyto(self.dz[:, columns], self.d)
+        self.norm.before(self.d, *self.norm.divided(self.kept[t]), dp)
         return dp
 
-    def end_chunk(self, products: WeightGradients, dz: Array) -> None:
-        """Add the terms of a chunk to the gradients of scale and shift. dz [G H, n]: the gradient of the norm's result
-        at all steps of the chunk."""
-        rows, n = dz.shape
-        if "norm_scale" in products.out:
-            steps = n // self.B
-            y = self.y[:steps].transpose(1, 0, 2)
-            products.add("norm_scale", np.einsum("rtb,rtb->r", dz.reshape(rows, steps, self.B), y))
-        products.accumulate("norm_shift", dz, np.ones(n, dz.dtype))
+    def add_gradients(self, products: WeightGradients) -> None:
+        """Add the gradients of scale and shift, summed over the batch, to those of the call."""
+        self.norm.add_gradients(products, "norm_scale", "norm_shift")
+        if self.of_input is not None:
+            self.of_input.add_gradients(products)
+            if self.norm.dshift is not None and "bhn" in products.out:
+                products.add("bhn", self.norm.dshift[self.n, 0])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..problem import Problem
+from .norms import InputNorm, with_centred_weights
 from .products import FEATURE_MAJOR, Array, Views, WeightGradients, matrix
 from .steps import Step, StepBackward, steps_of
 
@@ -17,7 +18,7 @@ SEQUENCES = ("h", "c", "gates")
 
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     """Run all steps of one direction. Write the outputs that `out` contains: h [T, B, P], c [T, B, H], gates [T, B,
-    GH], hT [B, P] and cT [B, H].
+    GH], norms [T, B, GH + blocks], hT [B, P] and cT [B, H].
 
     Every batch item runs at every step, even if it has ended or, in reverse, has not begun. That does no harm, because
     the columns of one item do not affect the columns of others. Afterwards the outputs at these steps are overwritten
@@ -27,7 +28,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     step = Step(problem, v, mask)
     run, products, ends = step.run, step.products, Ends(problem, v)
     buffers, block = products.h_buffers, products.block
-    h, gates = out["h"], out["gates"].transpose(FEATURE_MAJOR) if "gates" in out else None
+    h, (gates, norms) = out["h"], [out[n].transpose(FEATURE_MAJOR) if n in out else None for n in ("gates", "norms")]
     if "c" in out:
         c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (problem.cell.carried * H, B), dtype)
     else:  # an empty c, so that the loop below serves every cell
@@ -40,7 +41,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     h_prev[...] = v["h0"].T if "h0" in v else 0
     inputs, start, stop, inputs_t = None, 0, 0, None
     for t in times:
-        gates_t, c_t = None if gates is None else gates[t], c[t]
+        gates_t, c_t, kept = None if gates is None else gates[t], c[t], None if norms is None else norms[t]
         h_new = buffers[(t + onwards) % len(buffers)]  # the array from which the next step reads h
         if not start <= t < stop:  # load another block; in reverse its last step comes first
             start = t - t % block
@@ -58,7 +59,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
             np.multiply(h_prev, mask[t].T, out=products.h_rows[t % len(products.h_rows)])
         if "inputs" in v:
             np.copyto(step.us, v["inputs"][t].T)
-        run(products.operands[t % len(products.operands)], inputs_t, h_prev, c_prev, gates_t, c_t, h_new)
+        run(products.operands[t % len(products.operands)], inputs_t, h_prev, c_prev, gates_t, c_t, h_new, kept)
         np.copyto(h[t], h_new.T)
         h_prev, c_prev = h_new, c_t
     last = {"h": h_prev, "c": c_prev}
@@ -81,7 +82,7 @@ def close_ended(problem: Problem, v: Views, out: Views, ends: "Ends", last: View
                 last[name][:, b] = v[f"{name}0"][b] if f"{name}0" in v else 0
             elif not problem.reverse:  # in reverse every item ends with step 0
                 last[name][:, b] = out[name][length - 1, b]
-        for name in {"h", "c", "gates"} & out.keys():
+        for name in {"h", "c", "gates", "norms"} & out.keys():
             out[name][length:, b] = 0
 
 
@@ -103,9 +104,10 @@ class BackwardSweep:
         dv: Views,
     ):
         """Prepare the backward pass of one direction. products: an object that sums the weight gradients; its `out` is
-        the memory of all gradients. v: the arrays of the call by name. saved: the outputs h, c and gates of the
+        the memory of all gradients. v: the arrays of the call by name. saved: the outputs h, c, gates and norms of the
         forward pass. dv: the cotangents of some outputs by name."""
         dtype, (_, B, H, P), carried = v["x"].dtype, problem[:4], problem.cell.carried
+        v = with_centred_weights(problem, v)
         self.problem, self.v, self.dv, self.h = problem, v, dv, saved["h"]
         self.ends: Ends = Ends(problem, v)
         self.mask: Any = step_mask(v, problem)
@@ -138,8 +140,9 @@ class BackwardSweep:
         for name, d_state in (("h0", self.dh), ("c0", self.dc)):
             if name in out:
                 out[name][...] = d_state.T
-        if self.step.norm_of_c is not None:
-            self.step.norm_of_c.add_gradients(self.products)
+        for norm in (self.step.norm, self.step.norm_of_c):
+            if norm is not None:
+                norm.add_gradients(self.products)
         if (params := self.problem.cell.params) in out:
             self.products.add(params, self.step.dparams.sum(axis=1))
 
@@ -152,7 +155,7 @@ class BackwardSweep:
         h_before = self.h_before(start, stop)  # [steps, B, P]
         h_prev = h_before if keep is None else h_before * keep
         h_in = (h_prev if mask is None else h_prev * mask).reshape(-1, problem.P)
-        x = self.inputs(start, stop) if step.norm is not None and step.norm.sums else None
+        x = self.inputs(start, stop) if step.input_by_step else None
         step.begin_chunk(start, h_prev, h_in, x)
         times = range(start, stop)
         for t in times if problem.reverse else reversed(times):
@@ -171,8 +174,9 @@ class BackwardSweep:
             dgates = dv["gates"][k].T if "gates" in dv else None
             c_before: Any = None if self.c0 is None else self.c_before(t)
             c_prev = c_before if c_before is None or keep is None else c_before * keep[k].T
-            step.run(step, t, columns, c_prev, self.c_at(t), dh, dc, dgates)
             ended = np.flatnonzero(self.ends.lengths <= t) if t >= self.ends.shortest else None
+            step.begin_step(ended)
+            step.run(step, t, columns, c_prev, self.c_at(t), dh, dc, dgates)
             if step.finishes or ended is not None:
                 step.finish(t, columns, ended, self.out)
             if ended is not None:  # a user's formula may give NaN where its inputs are 0
@@ -194,11 +198,12 @@ class BackwardSweep:
         of the weights. h_in: what the recurrent product of these steps read, [steps * B, P]."""
         n = (stop - start) * self.problem.B
         dz, x = self.step.dz[:, :n], None  # [GH, n]
-        if "Wx" in self.out or "Wx" in self.products.factors or self.step.of_input is not None:
+        if "Wx" in self.out or "Wx" in self.products.factors or isinstance(self.step.of_input, InputNorm):
             x = self.inputs(start, stop)
         self.step.end_chunk(self.products, h_in)
-        self.products.accumulate("b", dz, np.ones(n, dz.dtype))
-        if self.step.of_input is not None and x is not None:
+        if not self.step.input_by_step:
+            self.products.accumulate("b", dz, np.ones(n, dz.dtype))
+        if isinstance(self.step.of_input, InputNorm) and x is not None:
             self.step.of_input.back(x, dz, self.products)
         self.products.write_input(start, stop, dz, self.v.get("Wx"))
         if x is not None:

@@ -170,8 +170,8 @@ class SeparateProducts:
 
     def __init__(self, problem: Problem, v: Views, mask: Array | None, norm: Any = None):
         """Copy or view Wx and Wh, and allocate the buffers for h and for the products of a block of steps. mask: [T,
-        B, P] for T steps, B batch items and h of width P; or None. norm: an `InputNorm`, which then computes the
-        input's part with the bias; or None."""
+        B, P] for T steps, B batch items and h of width P; or None. norm: an `InputNorm` or `InputNormOfSteps`,
+        which then computes the input's part with the bias; or None."""
         dtype, (T, B, H, P), cell = v["x"].dtype, problem[:4], problem.cell
         rows = cell.gates * H
         self.order: str = cell.gate_order
@@ -181,7 +181,8 @@ class SeparateProducts:
         Wx = bias = None
         if norm is None:
             Wx, bias = matrix(v["Wx"]) if "Wx" in v else None, bias_of(problem, v)
-        if Wx is None and norm is None:
+        self.by_step: bool = norm is not None and B >= WIDE_BATCH
+        if (Wx is None and norm is None) or self.by_step:
             self.block: int = 1
         elif B >= WIDE_BATCH:
             self.block = min(T, max(1, AHEAD_ROWS // B))
@@ -195,7 +196,7 @@ class SeparateProducts:
             self.padded, bias = np.ones((self.block, B, Wx.shape[1]), dtype), None
         self.Wx: Array | None = Wx
         self.bias: Array | None = bias  # [GH]; without Wx repeated to [GH, B], the shape of x[t].T
-        if Wx is not None or norm is not None:
+        if Wx is not None or (norm is not None and not self.by_step):
             self.ahead: Array = columns_buffer(rows, self.block * B, B, dtype)  # the input parts of a block of steps
         elif bias is not None:
             self.bias, self.ahead = np.repeat(bias[:, None], B, axis=1), np.empty((rows, B), dtype)
@@ -207,6 +208,8 @@ class SeparateProducts:
     def load(self, start: int) -> Array:
         """Return the input's part of the preactivations [GH, n B], bias included, for the block of n steps that
         begins at `start`."""
+        if self.by_step:
+            return self.norm(self.x[start])
         if self.norm is not None:
             x = self.x[start : start + self.block]
             x = x.reshape(-1, x.shape[-1])

@@ -113,13 +113,13 @@ def part_of_call(problem: Problem, v: Views, segment: Segment) -> tuple[Problem,
     return problem._replace(T=stop - start, B=len(part["lengths"])), part
 
 
-def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: Views, hidden: list[Array]) -> None:
+def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: Views, hidden: list[Views]) -> None:
     """Run one direction forward, one segment after the other, and write the outputs that `out` contains. A segment is
     a range of steps, run only for the batch items that have not ended before it. Where an item has ended, the outputs
     keep the 0 that `out` contains at first.
 
-    hidden: for each segment the memory [steps, items, GH] for gates that only the backward pass reads. An empty list
-    if the caller gets the gates in `out`, or if no backward pass needs them.
+    hidden: for each segment the memory for results that only the backward pass reads, such as gates [steps, items,
+    GH], by name.
     """
     (_, B, H, P), dtype, cell = problem[:4], v["x"].dtype, problem.cell
     widths = {"h": P, "c": cell.carried * H} if "c" in out else {"h": P}
@@ -136,8 +136,7 @@ def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: V
         for name, width in (("c", cell.carried * H), ("gates", cell.kept * H)):
             if name in out:
                 results[name] = np.empty((one.T, width, one.B), dtype).transpose(FEATURE_MAJOR)
-        if hidden:
-            results["gates"] = hidden[n]
+        results |= hidden[n]
         results |= {f"{name}T": np.empty((one.B, width), dtype) for name, width in widths.items()}
         sweep_forward(one, own, results)
         for name, state in states.items():
@@ -155,15 +154,15 @@ def backward_in_segments(
     products: WeightGradients,
     v: Views,
     saved: Views,
-    gates: list[Array],
+    hidden: list[Views],
     dv: Views,
 ) -> None:
     """Run one direction backward, one segment after the other. A segment is a range of steps, run only for the batch
     items that have not ended before it. Write every gradient for which `products.out` has memory. Where an item has
     ended, the gradient of x keeps the 0 that this memory contains at first.
 
-    saved: the outputs of the forward pass. gates: the gates of each segment; an empty list if the forward pass did not
-    save gates by segment.
+    saved: the outputs of the forward pass. hidden: for each segment what the forward pass saved for it alone, such as
+    gates, by name.
     """
     (_, B, H, P), out, dtype = problem[:4], products.out, v["x"].dtype
     widths = {"h": P, "c": problem.cell.carried * H} if "c" in saved else {"h": P}
@@ -183,8 +182,7 @@ def backward_in_segments(
             own |= ordered
         own_saved = {name: segment.of_features(saved[name]) for name in {"c", "gates"} & saved.keys()}
         own_saved["h"] = segment.of_steps(saved["h"])
-        if gates:
-            own_saved["gates"] = gates[n]
+        own_saved |= hidden[n]
         own_dv = {name: segment.of_steps(dv[name]) for name in {"h", "c", "gates"} & dv.keys()}
         own_out = {name: np.zeros_like(own[name]) for name in {"mask", "keep", "inputs"} & out.keys()}
         if "x" in out:

@@ -13,9 +13,17 @@ import numpy as np
 
 from ..cell_graph import CellGraph, needed
 from ..cell_tracer import graph_of
-from ..cells import AnyCell, form_of, normalises_input
+from ..cells import AnyCell, form_of
 from ..problem import Problem
-from .norms import InputNorm, NormBackward, NormOfC, norm_of_preactivations
+from .norms import (
+    InputNorm,
+    InputNormOfSteps,
+    NormBackward,
+    NormOfC,
+    input_norm_of,
+    norm_of_preactivations,
+    with_centred_weights,
+)
 from .products import (
     FEATURE_MAJOR,
     Array,
@@ -166,7 +174,7 @@ WIDE = ("n0", "d0", "dh")
 
 @lru_cache(256)
 def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bool, bhn: bool) -> Build:
-    """Return the function that builds a forward step: step(operand, xs, s0, c_prev, y, c, n0).
+    """Return the function that builds a forward step: step(operand, xs, s0, c_prev, y, c, n0, kept=None).
 
     The step reads these arrays; z and us are fixed, the same in every call:
 
@@ -180,6 +188,7 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
 
         n0, c          h and the other states after the step
         y              the values that the backward pass needs, if `saves`
+        kept           what the backward pass of layer normalisation needs, unless it is None
 
     order: the order of the gates in z. negated: the gates whose rows of z are negated. adds: whether xs is added to z
     at once. bhn: whether bhn is added to the candidate's product. With layer normalisation the step calls `normalise`
@@ -203,11 +212,11 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
     code = Writer(graph.nodes, known, targets, store, Rewrites(minus, divided=divided))
     before = [f"matmul(weights{n}, operand, product{n})" for n in range(len(plan.rows))]
     of = plan.cell.norm.of if plan.cell.norm is not None else None
-    normalise = ["normalise(z, z)"] * (of is not None)
+    normalise = ["normalise(z, z, kept)"] * (of is not None)
     before += ["add(z, xs, z)"] * adds + normalise if of == "sum" else normalise + ["add(z, xs, z)"] * adds
     before += ["add(z_n, bhn, z_n)"] * bhn
     fixed = ["us", "w", "k0", "k1", "W0T", "N0", "weights1", "product1", "z_n", "bhn", "normalise"]
-    return function_of(code, "z, weights0, product0", fixed, "operand, xs, s0, c_prev, y, c, n0", before)
+    return function_of(code, "z, weights0, product0", fixed, "operand, xs, s0, c_prev, y, c, n0, kept=None", before)
 
 
 class Step:
@@ -221,11 +230,15 @@ class Step:
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         plan = plan_of(cell, graph_arrays(v), problem.return_gates)
         self.apart: bool = plan.graph.apart
-        norm = norm_of_preactivations(problem, v)
+        if cell.norm is not None:
+            many = problem._replace(T=problem.P) if streamed else problem  # a stream uses its weights often
+            v, norm = with_centred_weights(many, v), norm_of_preactivations(many, v)
+        else:
+            norm = None
         apart = self.apart or not cell.recurrent or (cell.norm is not None and cell.norm.of in ("product", "products"))
         negatable = plan.negatable if norm is None else ""
         # In a stream the caller computes the input's part.
-        of_input = None if streamed or not normalises_input(cell) else InputNorm(problem, v)
+        of_input = None if streamed else input_norm_of(problem, v)
         self.products: Any = (
             SeparateProducts(problem, v, mask, of_input)
             if apart
@@ -288,8 +301,9 @@ def steps_of(sequence: Array) -> Callable[[int], Array]:
 
 
 @lru_cache(128)
-def backward_function(plan: Plan) -> Build:
-    """Return the function that builds a backward step: step(own, t, columns, c_prev, c, d0, dc, e).
+def backward_function(plan: Plan, with_input: bool) -> Build:
+    """Return the function that builds a backward step: step(own, t, columns, c_prev, c, d0, dc, e). with_input: whether
+    the step computes the layer normalisation of the input's product.
 
     The step reads
 
@@ -341,13 +355,17 @@ def backward_function(plan: Plan) -> Build:
     }  # fmt: skip
     if words.count("s0") > 1:  # a contiguous copy, because every operation on the view would be slower
         read["s0"] = "copyto(s0, own.h_prev[t - own.start].T)"
-    before = [line for name, line in read.items() if name in words]
+    normalises = plan.cell.norm is not None and plan.cell.norm.of is not None
+    for name in [*["dz"] * normalises, *["dx"] * with_input]:
+        read.pop(name)  # an array of one step, which `NormBackward` has
+    before = [line for name, line in read.items() if name in words] + ["N0.is_kept = False"] * ("N0" in words)
     fixed = ["s0", "us", "du", "w", "dw", "direct", "di", "W0", "W0T", "N0", "k0", "k1"]
     fixed += ["all_dx", "all_m", "all_q", "all_dh", "through_norm"]
+    fixed += ["dz"] * normalises + ["dx"] * with_input
     if words.count("s0") <= 1:
         fixed.remove("s0")
-    if plan.cell.norm is not None and plan.cell.norm.of is not None:
-        after = ["through_Wh(through_norm(dz, columns), d0)"]
+    if normalises:
+        after = ["through_Wh(through_norm(t, columns), d0)"]
     elif plan.whole:
         after = ["through_Wh(dz, d0)"]
     else:
@@ -387,7 +405,15 @@ class StepBackward:
         self.cell, self.H = cell, H
         self.dz: Array = columns_buffer(cell.gates * H, n, B, dtype)
         self.by_column: list[Array] = [self.dz]
-        widths = {"dx": len(plan.other) * H, "m": H * plan.second, "dh": P * plan.projects}
+        self.of_input: InputNorm | InputNormOfSteps | None = input_norm_of(problem, v)
+        self.norm: NormBackward | None = None
+        if (norm := norm_of_preactivations(problem, v)) is not None:
+            kept = saved["norms"].transpose(FEATURE_MAJOR)
+            self.norm = NormBackward(problem, v, norm, self.of_input, plan.other, kept, self.dz)
+            self.by_column.append(self.norm.dp)
+            more |= {"through_norm": self.norm.through, "dz": self.norm.d, "dx": self.norm.dx}
+        self.input_by_step: bool = isinstance(self.of_input, InputNormOfSteps)
+        widths = {"dx": 0 if self.input_by_step else len(plan.other) * H, "m": H * plan.second, "dh": P * plan.projects}
         for name, width in widths.items():
             if width:
                 more[f"all_{name}"] = columns_buffer(width, n, B, dtype)
@@ -397,12 +423,6 @@ class StepBackward:
         if plan.recomputed:
             self.q = more["all_q"] = columns_buffer(len(plan.recomputed) * H, n, B, dtype)
         self.bhn: Array | None = v.get("bhn")
-        norm = norm_of_preactivations(problem, v)
-        self.norm: NormBackward | None = None if norm is None else NormBackward(problem, v, norm, self.chunk)
-        if self.norm is not None:
-            more["through_norm"] = self.norm.through
-            self.by_column.append(self.norm.dp)
-        self.of_input: InputNorm | None = InputNorm(problem, v) if normalises_input(cell) else None
         self.norm_of_c: NormOfC | None = NormOfC(problem, v) if graph.has_norm() else None
         more["N0"] = self.norm_of_c
         if plan.passes_h:
@@ -423,7 +443,9 @@ class StepBackward:
         h_at = steps_of(saved["h"]) if plan.reads_h else None
         # The function gets this object as an argument. If it held the object, both would be a cycle, and the arrays
         # would be freed much later.
-        self.run: Callable[..., None] = backward_function(plan)(H, B, dtype, saved_at, h_at, self.dz, through, more)
+        self.run: Callable[..., None] = backward_function(plan, self.input_by_step)(
+            H, B, dtype, saved_at, h_at, self.dz, through, more
+        )
 
     def through_rows(self, dz: Array, dh: Array) -> None:
         """Write to dh [H, B] the gradient of the h that the rows of some gates multiply, and that enters the second
@@ -436,20 +458,24 @@ class StepBackward:
     def begin_chunk(self, start: int, h_prev: Array, h_in: Array, x: Array | None) -> None:
         """Begin a chunk of steps, the first of which is step `start`. h_prev [steps, B, H]: h before each step. h_in
         [steps * B, H]: h_prev times the mask. If the backward pass reads the candidate's product q = Wh_n h_in + bhn,
-        compute it for all steps of the chunk. x [steps * B, I]: the input, if its part of the preactivations is
-        normalised."""
+        compute it for all steps of the chunk. x [steps * B, I]: the input, if each step normalises its product."""
         self.start, self.h_prev, self.h_in = start, h_prev, h_in
-        if self.norm is not None:
-            self.norm.begin_chunk(h_in, x)
+        if isinstance(self.of_input, InputNormOfSteps) and x is not None:
+            self.of_input.begin_chunk(x)
         if self.q is not None:
             for row, k in enumerate(self.plan.recomputed):
                 out = self.q[row * self.H : (row + 1) * self.H, : len(h_in)]
                 if self.norm is None:
                     np.matmul(self.Wh[k * self.H : (k + 1) * self.H], matrix(h_in).T, out=out)
                 else:
-                    self.norm.product(k, out)
+                    self.norm.product(k, out, start)
                 if self.bhn is not None:
                     out += self.bhn[:, None]
+
+    def begin_step(self, ended: Array | None) -> None:
+        """Begin a step. ended: the indices of the batch items that have ended before it, or None."""
+        if self.norm is not None:
+            self.norm.ended = ended
 
     def skip(self, columns: slice) -> None:
         """Set the results of a step to 0, because all batch items have ended."""
@@ -479,17 +505,13 @@ class StepBackward:
             rows = slice(None) if (start, stop) == (0, cell.gates) else slice(start * H, stop * H)
             dp = self.dz if self.norm is None else self.norm.dp
             products.accumulate("Wh", dp[rows, :n], h_in, rows)
-        if self.norm is not None:
-            self.norm.end_chunk(products, self.dz[:, :n])
         if self.m is not None and self.dh is not None:
             products.accumulate("Wp", self.dh[:, :n], self.m[:, :n].T)
         elif self.m is not None:
             rows = cell.block("n", H)
             products.accumulate("Wh", self.dz[rows, :n], self.m[:, :n].T, rows)
-        if self.bhn is not None:
+        if self.bhn is not None and not self.input_by_step:
             products.accumulate("bhn", self.dz[cell.block("n", H), :n], np.ones(n, self.dz.dtype))
         if self.dx is not None:
             for place, k in enumerate(self.plan.other):
                 self.dz[k * H : (k + 1) * H, :n] = self.dx[place * H : (place + 1) * H, :n]
-        elif self.norm is not None and self.norm.sums:
-            self.dz[:, :n] = self.norm.dp[:, :n]

@@ -12,9 +12,11 @@ from math import prod
 import mlx.core as mx
 import numpy as np
 
+from ..cells import AnyCell, norm_blocks
 from ..directions import one_direction, part
 from ..packing import is_packed
 from ..problem import Arrays, Problem
+from .norms import centre_gradients
 from .passes import BackwardSweep, sweep_forward
 from .products import (
     BATCH_MAJOR,
@@ -47,7 +49,11 @@ Waiting for an array that MLX allocates takes 20 to 40 us, as long as a small st
 
 Saved = dict[str, mx.array | Array | list[Array] | None]
 """The results of `forward` by name. Gates that only the backward pass reads are a NumPy array [T, B, D G H], or one
-such array for each segment (some steps of some batch items, see `ragged`)."""
+such array for each segment (some steps of some batch items, see `ragged`). So are norms, what layer normalisation saves
+(`norms.NormBackward`)."""
+
+HIDDEN = ("gates", "norms")
+"""The results of `forward` that may be NumPy arrays, or lists of them."""
 
 
 def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Saved:
@@ -58,6 +64,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
 
     If the caller does not request the gates, `gates` is for the backward pass only: in training it is a NumPy array (or
     a list of arrays, see `Saved`), otherwise None. It is also None for a plain RNN, whose backward pass needs no gates.
+    In training with layer normalisation of a product or sum there is also the result `norms`.
     """
     packing = problem.packing
     v = views(arrays if packing is None else with_float_weights(packing, arrays))
@@ -75,18 +82,21 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         sequences["h"] = NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first)
         if "c" in widths:
             sequences["c"] = NewSequence(dtype, (T, B, widths["c"]), FEATURE_MAJOR, batch_first)
-    rows, parts = D * cell.kept * H, segments(problem, v) if "lengths" in v else []
-    hidden: list[Array] = []
+    parts, rows = segments(problem, v) if "lengths" in v else [], dict[str, int]()
     if problem.return_gates:
-        sequences["gates"] = NewSequence(dtype, (T, B, rows), FEATURE_MAJOR, batch_first)
+        sequences["gates"] = NewSequence(dtype, (T, B, D * cell.kept * H), FEATURE_MAJOR, batch_first)
     elif problem.training and cell.reads_kept:
-        # MLX initializes the memory of its arrays, which costs an additional write. Gates that MLX need not see are
-        # therefore allocated by NumPy.
-        sizes = [segment.sizes(B) for segment in parts] or [(T, B)]
-        hidden = [np.empty((steps, rows, items), dtype).transpose(FEATURE_MAJOR) for steps, items in sizes]
-    out = {name: array.memory for name, array in sequences.items()}
-    if hidden and not parts:
-        out["gates"] = hidden[0]
+        rows["gates"] = D * cell.kept * H
+    if problem.training and cell.norm is not None and cell.norm.of is not None:
+        rows["norms"] = D * (cell.gates * H + norm_blocks(cell))
+    # MLX initializes the memory of its arrays, which costs an additional write. Arrays that MLX need not see are
+    # therefore allocated by NumPy: for each segment a dict of them.
+    sizes = [segment.sizes(B) for segment in parts] or [(T, B)]
+    hidden = [
+        {name: np.empty((steps, n, items), dtype).transpose(FEATURE_MAJOR) for name, n in rows.items()}
+        for steps, items in sizes
+    ]
+    out = {name: array.memory for name, array in sequences.items()} | ({} if parts else hidden[0])
     if single:  # h and c have one step and share the memory of hT and cT
         out |= {name: last[f"{name}T"].memory[None] for name in widths}
     else:
@@ -96,11 +106,11 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         for d, one in directions:
             own, own_out = of_direction(d, v), of_direction(d, out)
             if parts:
-                forward_in_segments(one, parts, own, own_out, [of_direction(d, {"gates": g})["gates"] for g in hidden])
+                forward_in_segments(one, parts, own, own_out, [of_direction(d, own) for own in hidden])
             else:
                 sweep_forward(one, own, own_out)
-    gates = None if not hidden else hidden if parts else hidden[0]
-    return {"gates": gates} | {name: array.to_mlx() for name, array in (sequences | last).items()}
+    saved = {name: [own[name] for own in hidden] if parts else hidden[0][name] for name in rows}
+    return {"gates": None} | saved | {name: array.to_mlx() for name, array in (sequences | last).items()}
 
 
 def backward(
@@ -117,13 +127,15 @@ def backward(
     gradients as two factors, which `multiplied` then multiplies. left_out: the names of gradients that nobody needs,
     () or ("x",).
     """
-    if saved.get("gates") is None and problem.cell.reads_kept:
+    if any(saved.get(name) is None for name in reads(problem.cell)):
         saved = forward(problem._replace(training=True), arrays)
     packing = problem.packing
     v, dv = views(arrays if packing is None else with_float_weights(packing, arrays)), views(cotangents)
-    parts, gates = segments(problem, v) if "lengths" in v else [], saved.get("gates")
+    parts = segments(problem, v) if "lengths" in v else []
     arrays_saved = {name: a for name, a in saved.items() if isinstance(a, mx.array | np.ndarray)}
-    outputs = {name: view(array) for name, array in arrays_saved.items() if name in ("h", "c", "gates")}
+    outputs = {name: view(array) for name, array in arrays_saved.items() if name in ("h", "c", *HIDDEN)}
+    by_segment = {name: a for name in HIDDEN if isinstance(a := saved.get(name), list)}
+    hidden = [{name: a[n] for name, a in by_segment.items()} for n in range(len(parts))]
     wanted = [name for name in v if name not in ("x", "lengths") and not (packing and is_packed(name, arrays))]
     factored = [name for name in factored_names(problem, v) if name in wanted] if as_factors and not parts else []
     new = {name: NewArray(v[name].dtype, v[name].shape) for name in wanted if name not in factored}
@@ -141,12 +153,19 @@ def backward(
             own, own_saved, own_dv, own_out = (of_direction(d, values, projects) for values in (v, outputs, dv, out))
             products = WeightGradients(own_out, written, factored)
             if parts:
-                own_gates = [of_direction(d, {"gates": g})["gates"] for g in gates] if isinstance(gates, list) else []
-                backward_in_segments(one, parts, products, own, own_saved, own_gates, own_dv)
+                own_hidden = [of_direction(d, arrays) for arrays in hidden]
+                backward_in_segments(one, parts, products, own, own_saved, own_hidden, own_dv)
             else:
                 BackwardSweep(one, products, own, own_saved, own_dv).run()
+            centre_gradients(one, own_out)
             factors |= in_mlx(arrays, products.factors)
     return factors | {name: array.to_mlx() for name, array in new.items()}
+
+
+def reads(cell: AnyCell) -> list[str]:
+    """Return the names of the results in `HIDDEN` that the backward pass of a cell reads."""
+    normalises = cell.norm is not None and cell.norm.of is not None
+    return ["gates"] * cell.reads_kept + ["norms"] * normalises
 
 
 def in_mlx(arrays: Arrays, factors: dict[str, dict[int, tuple[Array, Array]]]) -> Arrays:
