@@ -11,6 +11,7 @@ import pytest
 
 from mlx_lstm import recurrence
 from mlx_lstm.engines import METAL_ENGINES
+from mlx_lstm.engines.cells import NormOptions
 from mlx_lstm.engines.choice import has_metal
 from mlx_lstm.engines.numpy import norms as numpy_norms
 from mlx_lstm.engines.numpy import products as numpy_products
@@ -78,7 +79,7 @@ def combination(rng, sizes=SIZES, op="lstm", bidirectional=False):
     pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
     # A separate generator draws the options that were added later, so that a seed still gives the older options
     # the same values.
-    own = rng.spawn(1)[0]
+    own, later = rng.spawn(2)
     hold = own.random((T, B)) < own.random()
     states = ("b", "h0", "c0") if op == "lstm" else ("b", "h0")
     options = {
@@ -96,7 +97,21 @@ def combination(rng, sizes=SIZES, op="lstm", bidirectional=False):
     if op == "lstm":
         options["clip_gradient"] = ("through", "zero")[own.integers(2)]
         options["projection_clip"] = (None, 0.2, 0.6)[own.integers(3)] if options["projection"] else None
+    if later.random() < NORMED_SHARE and options.get("reset") != "before":
+        options["norm"] = random_norm(later, op)
     return options
+
+
+NORMED_SHARE = 0.35
+"""The part of all combinations that have layer normalisation."""
+
+
+def random_norm(rng, op):
+    """Return random options of layer normalisation for an op."""
+    pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
+    of = pick("product", "sum", None) if op == "lstm" else "product" if op == "gru" else pick("product", "sum")
+    c = pick("output", "state", *([None] if of else [])) if op == "lstm" else None
+    return NormOptions(of, pick("together", "each"), c, pick(1e-5, 1e-3))
 
 
 def lstm_choice(rng, pick):
@@ -166,7 +181,9 @@ def run(case, engine, dtype, cotangents=None, weights=MappingProxyType({}), devi
 def run_gradients(case, engine, dtype, cotangents, saved=None):
     """Run the op and then its gradient op (`lstm_gradients`, `gru_gradients` or `rnn_gradients`). Return the
     gradients by name, as NumPy arrays. `saved`: names of the outputs of the forward pass that the gradient op
-    receives."""
+    receives. With layer normalisation, which the gradient ops do not have, MLX computes the gradients."""
+    if case.get("norm") is not None:
+        return run(case, engine, dtype, cotangents)[1]
     op, arrays, options = split(case)
     saved = saved or {"lstm": ("gates", "c", "h"), "gru": ("gates", "h"), "rnn": ("h",)}[op]
     with mx.stream(device_of(engine)):

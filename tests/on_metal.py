@@ -121,6 +121,7 @@ def options_at(option, B):
 def can_run(engine, options):
     """Return whether this Metal engine supports these options on a Mac, according to `choose`."""
     cell = {"lstm": LSTMCell(), "gru": GRUCell(reset=options.get("reset", "after")), "rnn": RNNCell()}
+    cell = {op: each._replace(norm=options.get("norm")) for op, each in cell.items()}
     arguments = {name: options.get(name, False) for name in ("bidirectional", "projection")}
     arguments |= {"cell": cell[options.get("op", "lstm")], "device": "gpu", "metal": True, "traced": False}
     try:
@@ -188,7 +189,8 @@ def crossed(table, turn, fewest=4):
     """
     groups, masks = {}, {}
     for option in table.values():
-        kind = option.get("op", "lstm") + "_before" * ("reset" in option) + "_both" * ("bidirectional" in option)
+        kind = option.get("op", "lstm") + "_before" * ("reset" in option) + "_norm" * ("norm" in option)
+        kind += "_both" * ("bidirectional" in option)
         if kind.endswith("_both") and kind not in groups:
             groups[kind] = [{**case, "op": option["op"], "bidirectional": True} for case in groups[kind[:-5]]]
             for case in groups[kind]:

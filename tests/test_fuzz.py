@@ -40,6 +40,7 @@ import mlx_lstm.nn
 import mlx_lstm.torch
 from mlx_lstm import keras, recurrence
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.lab.cases import as_arguments
 from mlx_lstm.lab.mpsgraph import judge as mpsgraph_judge
 from mlx_lstm.lab.mpsgraph import ours as mpsgraph_ours
 from mlx_lstm.oracle import evaluate, forward
@@ -256,7 +257,7 @@ def inferred(rng, case, engine, dtype, giver):
     options |= {"engine": engine, "return_gates": True, "training": pick(rng, (False, True))}
 
     def outputs_of(*values):
-        out = getattr(recurrence, op)(**{"Wx": None} | dict(zip(arrays, values, strict=True)), **options)
+        out = getattr(recurrence, op)(**as_arguments({"Wx": None} | dict(zip(arrays, values, strict=True)) | options))
         return [getattr(out, name) for name in OUTPUTS_OF[op]]
 
     with mx.stream(mx.cpu):
@@ -579,7 +580,8 @@ def test_random_cases(request, record_property, part):
     assert not failures, "\n".join(failures)
 
 
-def test_cases_that_failed_once():
+def test_cases_that_failed_once(monkeypatch):
+    monkeypatch.setattr("cases.NORMED_SHARE", 0)  # these cases were drawn before calls had layer normalisation
     for seed, number in FAILED_ONCE:
         run_case(seed, number)
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
-from cases import combination, draw, draw_cotangents, is_in_range, poison_scratch
+from cases import combination, draw, draw_cotangents, is_in_range, poison_scratch, random_norm
 
 from mlx_lstm import Norm, convert, gru, lstm, pointwise, rnn
 from mlx_lstm.engines.cells import NormOptions
@@ -234,14 +234,6 @@ def multiplied(a, state):
 # --- Crossings with every older option ---
 
 
-def random_norm(rng, op, options):
-    """Return a random layer normalisation that a call with these options may have."""
-    pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
-    of = pick("product", "sum", None) if op == "lstm" else "product" if op == "gru" else pick("product", "sum")
-    c = pick("output", "state", *([None] if of else [])) if op == "lstm" else None
-    return NormOptions(of, pick("together", "each"), c, pick(1e-5, 1e-3))
-
-
 def drawn(seed, op, dtype):
     """Return a random case with layer normalisation and its cotangents, away from the kinks of its activations."""
     rng = np.random.default_rng([seed, len(op)])
@@ -249,7 +241,7 @@ def drawn(seed, op, dtype):
         sizes = (int(rng.integers(1, 6)), int(rng.integers(1, 4)), 3, int(rng.integers(1, 5)), 3)
         options = combination(rng, sizes, op, bidirectional=bool(rng.integers(2)))
         options |= {"reset": "after"} if op == "gru" else {}
-        case = draw(rng, sizes=sizes, dtype=dtype, norm=random_norm(rng, op, options), **options)
+        case = draw(rng, sizes=sizes, dtype=dtype, **options | {"norm": random_norm(rng, op)})
         call = {
             name: value if value is None or name not in ARRAYS else np.asarray(value, np.float64)
             for name, value in case.items()

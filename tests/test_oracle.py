@@ -77,6 +77,8 @@ def test_gradients_of_both_directions(option):
 @pytest.mark.parametrize("seed", range(10))
 def test_gradients_of_random_combinations(seed, op, bidirectional):
     options = combination(np.random.default_rng(seed), op=op, bidirectional=bidirectional)
+    if options.get("norm"):  # near a variance of 0 a norm bends within sqrt(eps), which must be more than STEP
+        options["norm"] = options["norm"]._replace(eps=0.1)
     check_gradients(*draw_away_from_kinks(seed, **options), few if bidirectional else units)
 
 

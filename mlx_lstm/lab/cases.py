@@ -63,6 +63,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{f"{name}_output": {"activations": ("sigmoid", "sigmoid", "tanh", "sigmoid", name)} for name in ACTIVATIONS},
 }
 
+# Layer normalisation, next to the options that change what is normalised or where its result goes.
+NORMED: dict[str, dict[str, Any]] = {
+    "norm": {"norm": NormOptions("product")},
+    "norm_each_state": {"norm": NormOptions("product", "each", "state"), "keep": True, "lengths": [3, 4]},
+    "norm_sum": {"norm": NormOptions("sum", c="output"), "peephole": True, "cell_clip": 0.4, "clip_gradient": "zero"},
+    "norm_sum_each": {"norm": NormOptions("sum", "each", None, 1e-3), "forget_bias": 1.0, "gate_order": "ogfi"},
+    "norm_c": {"norm": NormOptions(None, c="state"), "peephole": True, "output_peephole": "previous", "hold": HOLD},
+    "norm_projection": {"norm": NormOptions("sum", c="output"), "projection": True, "projection_clip": 0.2},
+}
+OPTIONS |= NORMED
+
 COMMON = {name: OPTIONS[name] for name in ("plain", "projected_x", "no_bias", "no_h0", "reverse", "keep", "hold")}
 COMMON |= {name: OPTIONS[name] for name in OPTIONS if name.startswith(("mask", "lengths"))}
 
@@ -80,8 +91,11 @@ GRU = {
     **{f"{name}_gates": {"activations": (name, name, "tanh")} for name in ACTIVATIONS},
     **{f"{name}_candidate": {"activations": ("sigmoid", "sigmoid", name)} for name in ACTIVATIONS},
     "before_hard": {"reset": "before", "activations": ("hard_sigmoid", "hard_sigmoid", "relu")},
+    "norm": NORMED["norm"],
+    "norm_each": {"norm": NormOptions("product", "each"), "mask": (T, B, "P"), "flip_z": True, "gate_order": "zrn"},
 }
-RNN = {**COMMON, **{name: {"activation": name} for name in ACTIVATIONS}}
+RNN = {**COMMON, **{name: {"activation": name} for name in ACTIVATIONS}, "norm": NORMED["norm"]}
+RNN["norm_sum_each"] = {"norm": NormOptions("sum", "each"), "keep": True, "lengths": [2, 4], "reverse": True}
 
 both = {"bidirectional": True}
 SIDE_BY_SIDE = {name: option | both for name, option in COMMON.items() if "reverse" not in name}
@@ -93,9 +107,13 @@ BIDIRECTIONAL = {
         **{name: OPTIONS[name] | both for name in ("cell_clip_zero_peephole", "both_clips_zero")},
         "projection_lengths": {"projection": True, "lengths": [3, 1], "mask": (T, 1, "P"), **both},
         "relu_output": OPTIONS["relu_output"] | both,
+        **{name: OPTIONS[name] | both for name in ("norm_each_state", "norm_sum")},
     },
-    "gru": {**SIDE_BY_SIDE, **{name: GRU[name] | both for name in ("no_bhn", "before_mask", "before_flip_z", "zrn")}},
-    "rnn": {**SIDE_BY_SIDE, "relu": RNN["relu"] | both},
+    "gru": {
+        **SIDE_BY_SIDE,
+        **{name: GRU[name] | both for name in ("no_bhn", "before_mask", "before_flip_z", "zrn", "norm_each")},
+    },
+    "rnn": {**SIDE_BY_SIDE, "relu": RNN["relu"] | both, "norm": RNN["norm"] | both},
 }
 
 CELLS = {f"gru_{name}": {"op": "gru", **option} for name, option in GRU.items()}
@@ -222,20 +240,25 @@ def to_mlx(array: ArrayLike, dtype: mx.Dtype) -> mx.array:
     return mx.array(wide, mx.float64 if dtype == mx.float64 else mx.float32).astype(dtype)
 
 
+def as_arguments(case: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call, with a `Norm` in place of a case's layer normalisation and its arrays."""
+    rest = {name: value for name, value in case.items() if name not in (*NORMS, "norm")}
+    if case.get("norm") is not None:
+        of_norm = {name: case[name] for name in NORMS if name in case}
+        rest["norm"] = recurrence.norm_given(NormOptions(*case["norm"]), of_norm)
+    return rest
+
+
 def run(case: Case, engine: str, training: bool = True, dtype: mx.Dtype | None = None) -> dict[str, mx.array]:
     """Run a case on an engine and return the results `case.names(training)`, as lazy arrays. Quantized weights replace
     the arrays of the same names and have no gradient. dtype: the dtype to run in, by default that of the case."""
     dtype = dtype or DTYPES[case.dtype]
     arrays = {name: to_mlx(array, dtype) for name, array in case.arrays.items() if name not in case.weights}
     options = {"Wx": None, **case.options, **case.weights, **({} if training else {"training": False})}
-    norm = options.pop("norm", None)
     wanted = [name for name in case.names(training) if name in OUTPUTS[case.op]]
 
     def outputs_of(*values: mx.array) -> list[mx.array]:
-        arguments = options | dict(zip(arrays, values, strict=True))
-        if norm is not None:
-            of_norm = {name: arguments.pop(name) for name in NORMS if name in arguments}
-            arguments["norm"] = recurrence.norm_given(NormOptions(*norm), of_norm)
+        arguments = as_arguments(options | dict(zip(arrays, values, strict=True)))
         out = getattr(recurrence, case.op)(**arguments, engine=engine, return_gates="gates" in wanted)
         return [getattr(out, name) for name in wanted]
 
