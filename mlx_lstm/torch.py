@@ -29,7 +29,7 @@ from .engines.choice import Engine, check_engine
 from .engines.directions import join
 from .engines.packing import Weight
 from .engines.problem import Arrays
-from .ground.advice import Advised, advised
+from .ground.advice import Advised, advised, missing
 from .ground.checks import (
     NO_UNITS,
     check_array,
@@ -78,6 +78,15 @@ MOST_LAYERS = 65536
 def __dir__() -> list[str]:
     """Return the public names."""
     return list(__all__)
+
+
+def __getattr__(name: str) -> Any:
+    """Raise AttributeError; for other functions of `torch.nn.utils.rnn` the text says what to use."""
+    if name in ("pad_sequence", "pack_sequence", "unpack_sequence", "unpad_sequence"):
+        text = "pad each array by mx.pad, join them by mx.stack, and pass lengths= to the layer"
+        text = "output[n, : lengths[n]] of a batch-first output is sequence n" if name.startswith("un") else text
+        raise AttributeError(f"mlx_lstm.torch has no {name}: {text}", name=name)
+    raise missing("mlx_lstm.torch", name, ())
 
 
 class Layers(Advised):

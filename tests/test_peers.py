@@ -23,28 +23,34 @@ def drawn(**options):
     return case, {"h": rng.normal(size=(T, B, width)).astype(np.float32)}
 
 
-def assert_equal(engine, case, cotangents, expected):
-    """Assert that our results differ from the expected results by at most twice the error bound, because both are
-    float32 results with rounding errors."""
-    limit = bounds(case, np.float32, cotangents)
+def assert_equal(engine, case, cotangents, expected, limit):
+    """Assert that our results differ from the expected results by at most twice the error bound `limit`, because both
+    are float32 results with rounding errors."""
     outputs, gradients = run(case, engine, np.float32, cotangents)
     for name, value in expected.items():
         assert_within(name, (outputs | gradients)[name], np.asarray(value).astype(np.float64), 2 * limit[name])
 
 
+@cache  # each peer computes a case once for all engines, and so does the reference that gives the bounds
+def by_torch(name, lengths, bidirectional):
+    """Return (case, cotangents, results of torch, error bounds) for a layer of torch.nn."""
+    torch = pytest.importorskip("torch")
+    torch_layer = pytest.importorskip("torch_layers").torch_layer
+    sizes = (T, B, I, 5) if "projection" in name else SIZES
+    options = {"bidirectional": bidirectional, "lengths": lengths and [*lengths], "dtype": torch.float32}
+    case, cotangents, expected = torch_layer(name, sizes, **options)
+    return case, cotangents, expected, bounds(case, np.float32, cotangents)
+
+
 @DIRECTIONS
-@pytest.mark.parametrize("lengths", [None, [7, 2, 4]], ids=["full", "packed"])
+@pytest.mark.parametrize("lengths", [None, (7, 2, 4)], ids=["full", "packed"])
 @pytest.mark.parametrize("name", ["lstm", "lstm_projection", "gru", "rnn_tanh", "rnn_relu"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_torch(engine, name, lengths, bidirectional):
     """Outputs, last states and every gradient agree with all recurrent layers of torch.nn."""
-    torch = pytest.importorskip("torch")
-    torch_layer = pytest.importorskip("torch_layers").torch_layer
-    sizes = (T, B, I, 5) if "projection" in name else SIZES
-    options = {"bidirectional": bidirectional, "lengths": lengths, "dtype": torch.float32}
-    case, cotangents, expected = torch_layer(name, sizes, **options)
+    case, cotangents, expected, limit = by_torch(name, lengths, bidirectional)
     assert set(expected) == {name for name in case if isinstance(case[name], np.ndarray)} | set(cotangents)
-    assert_equal(engine, case, cotangents, expected)
+    assert_equal(engine, case, cotangents, expected, limit)
 
 
 def keras_weights(case, d):
@@ -71,9 +77,9 @@ LAYERS = {  # name that begins with Keras' class: (options of the Keras layer, o
 WAYS = {"forward": {}, "reverse": {"reverse": True}, "both": {"bidirectional": True}}
 
 
-@cache  # Keras takes longer than our engines, so it computes each case once for all of them
+@cache
 def by_keras(word, way):
-    """Return (case, cotangents, h of Keras) for a layer of LAYERS in the direction `way`, a key of WAYS."""
+    """Return (case, cotangents, h of Keras, error bounds) for a layer of LAYERS in a direction of WAYS."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
     theirs, options = LAYERS[word]
@@ -90,7 +96,7 @@ def by_keras(word, way):
         if name in case
     ]
     h = np.asarray(layer(case["x"].swapaxes(0, 1), initial_state=states)).swapaxes(0, 1)
-    return case, cotangents, h[::-1] if backwards else h
+    return case, cotangents, {"h": h[::-1] if backwards else h}, bounds(case, np.float32, cotangents)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -99,20 +105,16 @@ def by_keras(word, way):
 def test_keras(word, way, engine):
     """Outputs agree with Keras. Keras' gate orders i, f, c, o and z, r, h are called `ifgo` and `zrn` here. With
     go_backwards, Keras returns the outputs in reversed order; our outputs are in the order of time."""
-    case, cotangents, h = by_keras(word, way)
-    assert_equal(engine, case, cotangents, {"h": h})
+    assert_equal(engine, *by_keras(word, way))
 
 
-@DIRECTIONS
-@pytest.mark.parametrize("lengths", [None, [7, 2, 4]], ids=["full", "ragged"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_jax(engine, lengths, bidirectional):
-    """Outputs and gradients agree with jax's reference implementation of cuDNN's LSTM. In both, outputs after the
-    end of a sequence are 0."""
+@cache
+def by_jax(lengths, bidirectional):
+    """Return (case, cotangents, results of jax, error bounds) for jax's reference implementation of cuDNN's LSTM."""
     jax = pytest.importorskip("jax")
     rnn = pytest.importorskip("jax.experimental.rnn")
     case, cotangents = drawn(bidirectional=bidirectional)
-    case |= {} if lengths is None else {"lengths": lengths}
+    case |= {} if lengths is None else {"lengths": [*lengths]}
     D = 1 + bidirectional
 
     def parts(array, axis=0):
@@ -141,4 +143,12 @@ def test_jax(engine, lengths, bidirectional):
     with jax.default_matmul_precision("highest"):
         h, pull = jax.vjp(theirs, *(case[name] for name in names))
         expected = {"h": h} | dict(zip(names, pull(cotangents["h"]), strict=True))
-    assert_equal(engine, case, cotangents, expected)
+    return case, cotangents, expected, bounds(case, np.float32, cotangents)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("lengths", [None, (7, 2, 4)], ids=["full", "ragged"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_jax(engine, lengths, bidirectional):
+    """Outputs and gradients agree with jax. In both, outputs after the end of a sequence are 0."""
+    assert_equal(engine, *by_jax(lengths, bidirectional))

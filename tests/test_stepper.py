@@ -36,6 +36,27 @@ def drawn(**options):
     return draw_away_from_kinks(0, ROUNDING_MARGIN, **options)[0]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.stepper([nn.LSTM(3, 4), nn.LSTM(7, 4)]),
+        lambda: nn.stepper([nn.LSTM(3, 4), nn.GRU(4, 4)]),
+        lambda: nn.stepper([]),
+        lambda: nn.stepper([1]),
+        lambda: nn.stepper([{"Wx": mx.ones((8, 3)), "Wh": mx.ones((5, 5))}]),
+        pytest.param(
+            lambda: nn.stepper([nn.LSTM(3, 4)], engine="fused"),
+            marks=pytest.mark.not_on_a_mac("there the engine runs"),
+        ),
+    ],
+)
+def test_an_error_names_the_function_that_was_called(make):
+    """The checks of `stack` and of the op name `stepper` where a stepper calls them."""
+    with pytest.raises(ValueError, match=r"^\[nn\.stepper\] ") as caught:
+        make()
+    assert "nn.stack]" not in str(caught.value)
+
+
 def stepper_of(case, engine, dtype, batch):
     """Return a stepper with the cell, the parameters and the initial states of a case (dict of arrays and options)."""
     op, arrays, options = split(case)
@@ -255,7 +276,7 @@ def test_what_is_refused():
         before = stepper.state()
         name, x = "[nn.LSTM.stepper] ", mx.ones((2, I))
         for call, text in [
-            (lambda: stepper(mx.ones((I,))), "x must have shape [2, 3] but got shape [3]."),
+            (lambda: stepper(mx.ones((I,))), "x must have shape [2, 3] (stepper(batch=()) takes [3]) but got"),
             (
                 lambda: stepper([1.0]),
                 "x must be an mlx.core.array or a NumPy array: make one by mx.array(...), but got",

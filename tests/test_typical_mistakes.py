@@ -1,8 +1,10 @@
 """Tests of the texts that newcomers see: what people type who come from PyTorch, Keras or MLX, and what to use
 instead."""
 
+import copy as copying
 import inspect
 import io
+import pickle
 import subprocess
 import sys
 import time
@@ -29,6 +31,8 @@ packed = real.nn.utils.rnn.pack_padded_sequence(real.ones(5, 2, 3), [5, 3])
 state_dict = {"emb.weight": mx.ones((9, 3))}
 state_dict |= {f"enc.{name}": mx.array(value.detach().numpy()) for name, value in layer_of_torch.named_parameters()}
 two_layers = state_dict | {name.replace("enc.", "dec."): value for name, value in state_dict.items()}
+
+eights = mlx_lstm.Quantized(*mx.quantize(mx.ones((16, 64)), 32, 8), group_size=32, bits=4)  # they have 8 bits
 
 
 def cell(a, states):
@@ -87,7 +91,17 @@ MISTAKES = {
     "lstm(x, mx.ones((16, 3)), mx.ones((20, 5)))": r"Wx .* as Wh has shape \[20, 5\] .* but got shape \[16, 3\]",
     "lstm(x, mx.ones((3, 16)), mx.ones((16, 4)))": r"Wx must have shape \[16, 3\], as Wh has shape \[16, 4\]",
     "lstm(x, mx.ones((16, 3)), mx.ones((16, 4)), engine='gpu')": "engine must be one of fused, stepwise, numpy, ops",
+    "lstm(x, mx.ones((16, 3)), mx.ones((16, 4)), mx.ones(16), mx.ones(16))": r"h0 .* \(b is one bias, such as the sum",
+    "lstm(x, mx.ones((16, 3)), mx.ones((16, 4)), bidirectional=True)": r"Wh .*, H\] \(join_directions joins the arrays",
+    "lstm(mx.ones((5, 2, 64)), eights, mx.ones((16, 4)))": "scales .*, as its rows are 128 weights of 4 bits in groups",
+    "nn.LSTM(3, 4).stepper()(mx.ones((1, 3)))": r"must have shape \[3\] \(stepper\(batch=1\) takes \[1, 3\]\) but",
+    "nn.LSTM(3, 4).stepper(1)(mx.ones(3))": r"must have shape \[1, 3\] \(stepper\(batch=\(\)\) takes \[3\]\) but got",
+    "nn.LSTM(3, 4).stepper(2)(x)": r"x must have shape \[2, 3\] but got shape \[2, 5, 3\]",
+    "nn.Pointwise(cells.augru, 3, 4, gates=3, apart=True).stepper(2)": r"\(layer.stepper\(batch, inputs=1\) passes one",
+    "nn.quantize(nn.LSTM(64, 64))": r"that has layers \(of one layer, QuantizedLSTM.from_layer makes another\) but got",
     # weights
+    "convert.from_mlx(nn.QuantizedLSTM.from_layer(nn.LSTM(64, 64)))": r": layer.dequantize\(\) returns one",
+    "convert.from_keras([Sequential()])": "Bidirectional of Keras: pass the layers one by one, but got list",
     "convert.from_torch(state_dict)": "layers found: 'enc.'; pass prefix=",
     "convert.from_torch(state_dict, prefix='encoder.')": "layers found: 'enc.'; pass prefix=, but got 'encoder.'",
     "convert.from_torch(two_layers)": "layers found: 'enc.', 'dec.'; pass prefix=",
@@ -112,6 +126,10 @@ ATTRIBUTES = {
     "keras.LSTM": "mlx_lstm.keras converts weights and has no layers such as LSTM: use mlx_lstm.torch.LSTM and",
     "keras.Bidirectional": r"use mlx_lstm.torch.LSTM\(..., bidirectional=True\)",
     "nn.Bidirectional": r"mlx_lstm.nn.stack\(layers, x, reverse=others\)",
+    "torch.pad_sequence": r"mlx_lstm.torch has no pad_sequence: pad each array by mx.pad, join them by mx.stack",
+    "torch.unpad_sequence": r"output\[n, : lengths\[n\]\] of a batch-first output is sequence n",
+    "tf.BlockLSTM": "mlx_lstm.tf has no BlockLSTM: it is called block_lstm here",
+    "cudnn.CudnnRNNV3": "mlx_lstm.cudnn has no CudnnRNNV3: it is called cudnn_rnn_v3 here",
 }
 METHODS = {
     "to": "mx.set_default_device",
@@ -157,6 +175,28 @@ def test_unknown_names_keep_the_errors_of_python():
         torch.GRU(3, 4)(x, colour="red")
     with pytest.raises(AttributeError, match="has no attribute 'colour'"):
         nn.LSTM(3, 4).colour  # noqa: B018
+
+
+def test_a_stepper_cannot_be_copied():
+    for copy in (copying.copy, copying.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"\[nn.LSTM.stepper\] a stepper cannot be copied: make another by layer."):
+            copy(nn.LSTM(3, 4).stepper())
+
+
+NORMAL, TURNED = (
+    convert.from_torch(torch.LSTM(3, 4)),
+    convert.from_ops("lstm", [{"Wx": weights[0], "Wh": weights[1][:, :3]}]),
+)
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "onnx", "keras", "mlpackage"])
+def test_a_layer_that_a_format_cannot_hold_is_named(tmp_path, ending):
+    layers = {"encoder": NORMAL, "decoder": TURNED._replace(cell=TURNED.cell._replace(cell_clip=2.0))}
+    with pytest.raises(ValueError, match=r"\. The layer is decoder\.$"):
+        convert.write(tmp_path / f"a.{ending}", layers)
+    with pytest.raises(ValueError, match="but got") as error:  # Keras gives a layer without a name its own name
+        convert.write(tmp_path / f"a.{ending}", {"": layers["decoder"]})
+    assert ending == "keras" or "The layer is" not in str(error.value)
 
 
 def test_a_subclass_has_its_own_options():

@@ -13,7 +13,7 @@ import numpy as np
 from ..engines.problem import Arrays
 from ..ground.budget import shown
 from ..ground.checks import fail
-from .weights import OURS, Format, Weights, held, one_bias, reorder
+from .weights import OURS, Format, Weights, held, of_layer, one_bias, reorder
 
 ENDING = ".mlpackage"
 FORMAT = Format({"lstm": "ifog"}, options=True, reverse=True)
@@ -40,7 +40,10 @@ def load() -> Any:
 def write(path: Path, layers: Mapping[str, Weights], force: bool) -> None:
     """Write the layers as a Core ML package. The package is written under a temporary name and then renamed, so
     `path` never names an incomplete package. An old package is removed last, and comes back if the rename fails."""
-    arrays = {name: mil_arrays(weights) for name, weights in layers.items()}
+    arrays = {}
+    for name, weights in layers.items():
+        with of_layer(name):
+            arrays[name] = mil_arrays(weights)
     titles = [title(name, word) for name in layers for word in ("x", "h_0", "c_0", "h", "h_n", "c_n")]
     if len(set(titles)) < len(titles):
         rule = "names of layers must differ in more than characters for which Core ML has underscores"

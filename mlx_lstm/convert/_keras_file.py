@@ -23,7 +23,7 @@ from ..ground.budget import Budget, shown
 from ..ground.files import Foreign, members_of
 from . import _hdf5
 from .keras import ACTIVATIONS, KINDS, NAMES, from_arrays, to_keras
-from .weights import Weights
+from .weights import Weights, of_layer
 
 CLASSES = {"lstm": "LSTM", "gru": "GRU", "rnn": "SimpleRNN"}
 VERSION = "3.0.0"
@@ -312,8 +312,10 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
 
 def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
     """Return the Keras layers for a stack of weights."""
+    with of_layer(name):
+        of_keras = to_keras(weights)
     stack = []
-    for n, (layer, arrays) in enumerate(zip(weights.each(), to_keras(weights), strict=True)):
+    for n, (layer, arrays) in enumerate(zip(weights.each(), of_keras, strict=True)):
         kind = CLASSES[layer.cell.op]
         title = name + (f"_{n}" if len(weights.layers) > 1 else "")
         config = config_of(layer, str(arrays[0].dtype), weights.has_bias)

@@ -17,7 +17,7 @@ from .keras import NAMED, arrays_of, direction
 from .keras import NAMES as KERAS_NAMES
 from .mlx import to_mlx, to_ops
 from .torch import assembled, gates_of
-from .weights import OF_GATES, OURS, Weights, from_one_bias, gate_order, held, reorder, two_biases
+from .weights import OF_GATES, OURS, Weights, from_one_bias, gate_order, held, of_layer, reorder, two_biases
 from .weights import to_mlx as as_mlx
 
 STYLES = ("torch", "mlx", "two-biases", "keras", "ops")
@@ -376,8 +376,10 @@ def keys_of(
     if K == 1 and keys is None and style != "torch" and not (style == "mlx" and D == 2):
         template = template.replace(".{layer}", "")
     words = ways or (torch.WAYS if style == "torch" and keys is None else WAYS)
+    with of_layer(name):
+        layers = in_style(weights, style)
     by_key = {}
-    for layer, each in enumerate(in_style(weights, style)):
+    for layer, each in enumerate(layers):
         for way, arrays in enumerate(each):
             for leaf, array in arrays.items():
                 key = template.format(name=name, layer=layer, way=words[way], array=leaf).lstrip(".")

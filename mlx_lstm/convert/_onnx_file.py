@@ -11,7 +11,7 @@ from ..ground.budget import Budget, shown
 from ..ground.checks import fail
 from ..ground.files import NUMBERS, Foreign, broken, check_shape, foreign
 from .onnx import OPS, from_node, to_onnx
-from .weights import Weights, to_mlx
+from .weights import Weights, of_layer, to_mlx
 
 INPUTS = {"X": 0, "W": 1, "R": 2, "B": 3, "sequence_lens": 4, "initial_h": 5, "initial_c": 6, "P": 7}
 MOST = 2**31 - 2**20
@@ -250,7 +250,9 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
 
 def write_stack(graph: Graph, name: str, weights: Weights) -> None:
     """Add a stack of layers to the graph."""
-    onnx, each, dot = graph.onnx, to_onnx(weights), f"{name}." if name else ""
+    with of_layer(name):
+        each = to_onnx(weights)
+    onnx, dot = graph.onnx, f"{name}." if name else ""
     dtype = {"float64": onnx.TensorProto.DOUBLE, "float16": onnx.TensorProto.FLOAT16}
     kind = dtype.get(str(each[0][1]["W"].dtype).rpartition(".")[2], onnx.TensorProto.FLOAT)
     L, D, H = len(each), weights.directions, weights.hidden_size

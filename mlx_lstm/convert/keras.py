@@ -61,6 +61,7 @@ def from_keras(*layers: Any) -> Weights:
         kind = type(layer).__name__
         if kind not in (*KINDS, "Bidirectional") or not hasattr(layer, "get_weights"):
             whole = ": convert.read takes a file with all layers," if hasattr(layer, "layers") else ""
+            whole = ": pass the layers one by one," if isinstance(layer, (list, tuple)) else whole
             fail(op, f"layers must be LSTM, GRU, SimpleRNN or Bidirectional of Keras{whole}", kind)
         config = {"class_name": kind, "config": layer.get_config()}
         arrays, ways = layer.get_weights(), 2 if kind == "Bidirectional" else 1

@@ -107,7 +107,8 @@ def arrays_of(op: str, name: str, layer: Any) -> tuple[Arrays, str | None]:
         return {}, None
     found = describe(op, name, layer if isinstance(layer, nn.Module) else dict(layer))
     if found.known not in (None, *OF_MLX) and getattr(found.known, "op", "") not in OPS:
-        fail(op, f"{name} must be an LSTM, GRU or RNN of mlx.nn or mlx_lstm.nn", type(layer).__name__)
+        advice = ": layer.dequantize() returns one," if hasattr(layer, "dequantize") else ""
+        fail(op, f"{name} must be an LSTM, GRU or RNN of mlx.nn or mlx_lstm.nn{advice}", type(layer).__name__)
     if found.others:
         fail(op, f"{name} must hold its arrays one by one", found.shapes)
     if isinstance(layer, nn.Module):

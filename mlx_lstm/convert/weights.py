@@ -1,7 +1,8 @@
 """The class `Weights`: a stack of recurrent layers in one form. All conversions between formats go through it. This
 module also has the gate orders of all formats."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import numpy as np
 
 from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
+from ..ground.budget import shown
 from ..ground.checks import FLOATS, check_array, check_limit, check_number, check_option, fail
 from ..recurrence import join_biases
 from .layers import class_of
@@ -234,6 +236,15 @@ def check_weights(op: str, weights: object) -> Weights:
         rule = "weights must be a Weights, as convert.from_torch, from_mlx and their kin return,"
         fail(op, rule, type(weights).__name__)
     return weights
+
+
+@contextmanager
+def of_layer(name: str) -> Iterator[None]:
+    """Add the name of a file's layer to the text of a ValueError from inside the block."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error} The layer is {shown(name)}." if name else str(error)) from None
 
 
 def one_layer(op: str, weights: Weights, kinds: Sequence[str]) -> Weights:

@@ -15,6 +15,9 @@ N, D S] and, with dropout, the factors on this h [T, N, D S]. No op changes the 
 reserve space is a scalar; with `checkpoint_every` it is empty, [0].
 """
 
+from typing import Any
+
+from ..ground.advice import missing
 from ._params import CudnnRNNParamsToCanonicalOutput as CudnnRNNParamsToCanonicalOutput
 from ._params import (
     cudnn_rnn_canonical_to_params,
@@ -40,3 +43,8 @@ from ._stack import CudnnRNNBackpropOutput as CudnnRNNBackpropOutput
 __all__ = ["cudnn_rnn", "cudnn_rnn_backprop", "cudnn_rnn_backprop_v2", "cudnn_rnn_backprop_v3"]
 __all__ += ["cudnn_rnn_canonical_to_params", "cudnn_rnn_canonical_to_params_v2", "cudnn_rnn_params_size"]
 __all__ += ["cudnn_rnn_params_to_canonical", "cudnn_rnn_params_to_canonical_v2", "cudnn_rnn_v2", "cudnn_rnn_v3"]
+
+
+def __getattr__(name: str) -> Any:
+    """Raise AttributeError; for an op with TensorFlow's spelling the text has ours."""
+    raise missing("mlx_lstm.cudnn", name, __all__)

@@ -3,7 +3,7 @@
 `Advised` is the base class of the layers. `advised` decorates their constructors and their `__call__`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -68,6 +68,16 @@ ATTRIBUTES |= {
     "forward": "call the layer itself",
 }
 """Methods of other frameworks' layers, and what to use here."""
+
+
+def missing(module: str, name: str, names: Iterable[str]) -> AttributeError:
+    """Return the error for a name that a module does not have. If another framework spells one of `names` so, such as
+    BlockLSTM for block_lstm, the text has ours."""
+    ours = {one.replace("_", ""): one for one in names}.get(name.lower())
+    text = (
+        f"{module} has no {name}: it is called {ours} here" if ours else f"module {module!r} has no attribute {name!r}"
+    )
+    return AttributeError(text, name=name)
 
 
 class Advised(nn.Module):

@@ -4,7 +4,8 @@ value." Show each warning once, at the caller's line."""
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
 from threading import Lock
@@ -30,6 +31,18 @@ class ArraySpec(NamedTuple):
 def fail(op: str, rule: str, value: object) -> NoReturn:
     """Raise a ValueError for a wrong argument, with a text in the form that all functions of this package use."""
     raise ValueError(f"[{op}] {rule} but got {value}.")
+
+
+@contextmanager
+def in_the_name_of(op: str, other: str) -> Iterator[None]:
+    """Let an error of the code inside name the function that the user called, `op`, instead of the function `other`."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        if not text.startswith(f"[{other}] "):
+            raise
+        raise type(error)(text.replace(other, op, 1)) from error
 
 
 PACKAGE = str(Path(__file__).parents[1])

@@ -58,7 +58,9 @@ def quantize(
         ['QuantizedGRU', 'QuantizedLinear']
     """
     if not isinstance(model, nn.Module) or quantizes(model):
-        fail("nn.quantize", "model must be a module that has layers", type(model).__name__)
+        kind = type(model).__name__
+        advice = f" (of one layer, Quantized{kind}.from_layer makes another)" if quantizes(model) else ""
+        fail("nn.quantize", f"model must be a module that has layers{advice}", kind)
     quantized: dict[int, nn.Module] = {}
     predicate = class_predicate or (lambda _, layer: quantizes(layer) or hasattr(layer, "to_quantized"))
 

@@ -5,8 +5,9 @@ from typing import Any
 
 from ..engines.at_once import computes_now
 from ..engines.choice import Engine, check_engine
-from ..ground.checks import fail
+from ..ground.checks import fail, in_the_name_of
 from ..recurrence import Stepper
+from ._stack import OP as STACK
 from ._stack import read_depths, read_sides
 
 OP = "nn.stepper"
@@ -49,11 +50,14 @@ def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: E
         fail(OP, "layers must be a list of layers (one layer has the method `stepper`)", type(layers).__name__)
 
     def read() -> list[tuple[Any, dict[str, Any], Engine | None]]:
-        sides = read_sides(layers, [], computes_now(engine), may_drop=True)
-        if len(sides) == 2:
-            rule = "layers must have one direction, because the reverse direction starts at the end of the sequence,"
-            fail(OP, rule, "both directions")
-        depths = read_depths(sides, 1, engine, "concat", False)
+        with in_the_name_of(OP, STACK):
+            sides = read_sides(layers, [], computes_now(engine), may_drop=True)
+            if len(sides) == 2:
+                rule = (
+                    "layers must have one direction, because the reverse direction starts at the end of the sequence,"
+                )
+                fail(OP, rule, "both directions")
+            depths = read_depths(sides, 1, engine, "concat", False)
         return [(layer.cell, layer.arrays, layer.engine) for (layer,) in depths]
 
     return Stepper(OP, read, layers, batch=batch, is_stack=True)

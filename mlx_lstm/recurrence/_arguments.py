@@ -134,7 +134,8 @@ def check_shapes(
     GH, DGH = ("H" if n == 1 else f"{n}H" for n in (G, D * G))
     own, many = ([2] if bidirectional else []), ("2" if bidirectional else "")
     check_array(op, "x", x, ["T", "B", "I" if "Wx" in arrays else DGH])
-    check_array(op, "Wh", Wh, [*own, GH, "P" if "Wp" in arrays else "H"], x.dtype)
+    joined = " (join_directions joins the arrays of two directions)" if bidirectional and len(Wh.shape) == 2 else ""
+    check_array(op, "Wh", Wh, [*own, GH, "P" if "Wp" in arrays else "H"], x.dtype, joined)
     for name in ("x", "Wh"):
         check_sizes(op, name, arrays[name])
     T, B, I = x.shape
@@ -151,7 +152,9 @@ def check_shapes(
     shapes = {"Wx": [D * G * H, I], "b": [D * G * H], "h0": [B, D * P], "c0": [B, D * H], "bhn": [D * H]}
     shapes |= {"peephole": [*own, 4 * H], "Wp": [*own, P, H]} | norm_shapes(own, G, H)
     why = f", as x is [{'batch, time' if batch_first else 'time, batch'}, features] = {list(x.shape)},"
-    reasons = {"h0": why, "c0": why, "Wx": f", as Wh has shape {list(Wh.shape)} and x {list(x.shape)},"}
+    is_bias = arrays.get("h0", x).shape == (D * G * H,)  # as torch has two biases, b_ih and b_hh
+    first = " (b is one bias, such as the sum of two)" if is_bias else why
+    reasons = {"h0": first, "c0": why, "Wx": f", as Wh has shape {list(Wh.shape)} and x {list(x.shape)},"}
     for name in (name for name in shapes if name in arrays):
         check_array(op, name, arrays[name], shapes[name], x.dtype, reasons.get(name, ""))
     if "keep" in arrays:
@@ -208,7 +211,8 @@ def matrices_of(op: str, arrays: dict[str, ArraySpec], packing: Packing) -> dict
             fail(op, rule, f"{cast(ArraySpec, packed).dtype}, shape {[*rows, words]}")
         shape = [*rows, columns // packing.group_size]
         if packing.mode == "affine":
-            check_array(op, f"{name}.scales", scales, shape)
+            why = f", as its rows are {columns} weights of {packing.bits} bits in groups of {packing.group_size},"
+            check_array(op, f"{name}.scales", scales, shape, why=why)
             check_array(op, f"{name}.biases", biases, shape, cast(ArraySpec, scales).dtype)
         else:
             check_array(op, f"{name}.scales", scales, shape, mx.uint8)

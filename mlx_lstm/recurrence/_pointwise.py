@@ -42,7 +42,8 @@ class OwnCell(NamedTuple):
             signature(self.function).bind(*[None] * (2 + inputs + self.params))
         except TypeError as error:
             each = f"a, state, {inputs} inputs of each step and {self.params} parameters"
-            advice = "" if inputs else " (nn.stack passes no inputs: call such layers one by one)"
+            advice = " (layer.stepper(batch, inputs=1) passes one; nn.stack passes none: call such layers one by one)"
+            advice = "" if inputs else advice
             fail(OP, f"cell must take {each}{advice}", error)
         except ValueError:  # a builtin function without a signature
             pass

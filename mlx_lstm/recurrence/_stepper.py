@@ -7,7 +7,7 @@ CPU, and in `engines.stream` on all other engines.
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, NoReturn, overload
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +22,7 @@ from ..engines.packing import Packing
 from ..engines.problem import Arrays, Problem
 from ..engines.stream import Launch, MLXStream, launch_of
 from ..engines.tracing import is_transforming
-from ..ground.checks import check_integer, fail, instead_of
+from ..ground.checks import check_integer, fail, in_the_name_of, instead_of
 from ._arguments import check_call, common_dtype, in_dtype
 from ._call import Call, Wanted
 from ._pointwise import OwnCell
@@ -114,12 +114,17 @@ class Stepper:
         cell of the only layer reads.
         """
         self._op, self._read, self._is_stack, self._inputs = op, read, is_stack, inputs
-        self._holders = [holder if isinstance(holder, dict) else vars(holder) for holder in holders]
+        self._holders = [h if isinstance(h, dict) else getattr(h, "__dict__", {}) for h in holders]
         sizes = batch if isinstance(batch, (tuple, list)) else [batch]
         self._batch = tuple([check_integer(op, "batch: each size", size, least=1) for size in sizes])
         if is_transforming():
             fail(op, OUTSIDE, "a call inside")
         self._prepare()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copy and pickle, which would not copy the buffers that the engine holds."""
+        rule = "a stepper cannot be copied: make another by layer.stepper, and pass state() to its set_state"
+        raise TypeError(f"[{self._op}] {rule}.")
 
     @overload
     def __call__(
@@ -284,7 +289,10 @@ class Stepper:
         if not isinstance(x, (mx.array, np.ndarray)):
             fail(self._op, f"x must be an mlx.core.array or a NumPy array{instead_of(x, 'x')}", type(x).__name__)
         if x.shape != self._shape:
-            fail(self._op, f"x must have shape {list(self._shape)}", f"shape {list(x.shape)}")
+            is_frame = x.ndim in (1, 2) and x.shape[-1] == self._shape[-1]
+            batch = x.shape[0] if x.ndim == 2 else ()
+            advice = f" (stepper(batch={batch}) takes {list(x.shape)})" if is_frame else ""
+            fail(self._op, f"x must have shape {list(self._shape)}{advice}", f"shape {list(x.shape)}")
         if not is_real(x):
             fail(self._op, "x must be real", x.dtype)
 
@@ -368,8 +376,9 @@ def plan(op: str, cell: Cell | OwnCell, parameters: dict[str, Any], engine: str 
     call, inner, inner_packing = Call(traced, engine=engine, one_step=True).with_norm(arrays, packing)
     names = inner | {"keep": mx.ones((1, B, 1), dtype)}
     wanted = Wanted(return_gates=False, training=False, wants_last=True)
-    problem, chosen = call.plan(inner, [], sizes, inner_packing, wanted)
-    with_keep, _ = call.plan(names, [], sizes, inner_packing, wanted)
+    with in_the_name_of(op, cell.op):
+        problem, chosen = call.plan(inner, [], sizes, inner_packing, wanted)
+        with_keep, _ = call.plan(names, [], sizes, inner_packing, wanted)
     arrays, inner = ({name: each[name] for name in each if name not in ("h0", "c0")} for each in (arrays, inner))
     is_before = traced.norm is not None and traced.norm.of == "products"
     return Plan(problem, with_keep, chosen, inner, (traced, arrays, packing) if is_before else None)

@@ -18,6 +18,9 @@ All ops of this package differ from TensorFlow's ops in these points:
   TensorFlow's argument `name` is absent.
 """
 
+from typing import Any
+
+from ..ground.advice import missing
 from ._gru import GRUBlockCellGradOutput as GRUBlockCellGradOutput
 from ._gru import GRUBlockCellOutput as GRUBlockCellOutput
 from ._gru import gru_block_cell, gru_block_cell_grad
@@ -37,3 +40,8 @@ from ._lstm import (
 # ops.
 __all__ = ["block_lstm", "block_lstm_grad", "block_lstm_grad_v2", "block_lstm_v2", "gru_block_cell"]
 __all__ += ["gru_block_cell_grad", "lstm_block_cell", "lstm_block_cell_grad"]
+
+
+def __getattr__(name: str) -> Any:
+    """Raise AttributeError; for an op with TensorFlow's spelling the text has ours."""
+    raise missing("mlx_lstm.tf", name, __all__)

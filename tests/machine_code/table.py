@@ -8,14 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import product
 from typing import NamedTuple
+from unittest.mock import patch
 
 from pointwise_cases import ZOO
 
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, NormOptions, RNNCell
-from mlx_lstm.engines.metal.fused import LayerSize, rows_for
+from mlx_lstm.engines.metal import fused
+from mlx_lstm.engines.metal.fused import FusedTiling, LayerSize
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.predicted import WIDEST, predict
+from mlx_lstm.engines.problem import Cut
 from mlx_lstm.lab.cases import DTYPES
 from mlx_lstm.lab.timing.tasks import Size
 
@@ -69,11 +72,23 @@ BATCH_OF_ROWS = {1: 1, 2: 32, 4: 64, 8: 128}
 def defaults() -> frozenset[Case]:
     """Return all layers with a multiple of 32 as H for which `fused` is the default engine on a GPU with some number
     of cores."""
-    found = set()
-    for cell, dtype, H, B, cores in product(CELLS, DTYPES, range(32, WIDEST + 1, 32), BATCHES, CORES):
-        if predict(CELLS[cell], DTYPES[dtype], B, H, cores).engine == "fused":
-            rows = rows_for(LayerSize(CELLS[cell], B, H, DTYPES[dtype].size, 1, cores))
-            found.add(Case("fused", cell, dtype, BATCH_OF_ROWS[rows], H, rows=rows))
+    found, divide = set(), fused.fused_tiling
+
+    @cache
+    def divided(layer: LayerSize, backward: bool, cut: Cut) -> FusedTiling:
+        return divide(layer, backward=backward, cut=cut)
+
+    def shared(layer: LayerSize, *, backward: bool, cut: Cut) -> FusedTiling:
+        """Divide layers that differ only in the batch and the cores once. With a cut neither of them is read: a tiling
+        that reads the batch raises an error here."""
+        return divided(layer._replace(B=None, cores=None), backward, cut)
+
+    with patch.object(fused, "fused_tiling", shared):
+        for cell, dtype, H, B, cores in product(CELLS, DTYPES, range(32, WIDEST + 1, 32), BATCHES, CORES):
+            rows = fused.rows_for(LayerSize(CELLS[cell], B, H, DTYPES[dtype].size, 1, cores))
+            case = Case("fused", cell, dtype, BATCH_OF_ROWS[rows], H, rows=rows)
+            if case not in found and predict(CELLS[cell], DTYPES[dtype], B, H, cores).engine == "fused":
+                found.add(case)
     return frozenset(found)
 
 

@@ -23,12 +23,13 @@ from .toolchain import cache_folder, digest, front_end, precompiled_shim, publis
 
 @dataclass
 class CompiledKernel:
-    """A kernel ready to run. buffers: the buffers' names in binding order; counted: for each function the sums of
-    its coverage counters over all launches."""
+    """A kernel ready to run. buffers: the buffers' names in binding order; counts: whether its machine code has
+    coverage counters; counted: for each function the sums of these counters over all launches."""
 
     source: str
     path: Path
     buffers: tuple[str, ...]
+    counts: bool
     counted: list[np.ndarray] = field(default_factory=list)
 
     @cached_property
@@ -92,24 +93,41 @@ def _rules_text() -> str:
 
 
 _loaded: dict[str, CompiledKernel] = {}
+_counting = True
+
+
+def count_lines(counting: bool) -> bool:
+    """Choose whether kernels that are compiled or loaded from now on count the lines that run. Return whether they did
+    before. Without counters a kernel compiles in three quarters of the time, but clang then moves loads, so that the
+    bytes that a launch reads may be others."""
+    global _counting
+    before, _counting = _counting, counting
+    return before
+
+
+def _is_built(path: Path) -> bool:
+    return path.exists() and path.with_suffix(".json").exists()
 
 
 def compile_kernel(name: str, source: str, metal_version: int = 310, fast_math: bool = False) -> CompiledKernel:
     """Compile the source that MLX would pass to Apple's compiler. Raise KernelError if the source is not valid MSL."""
     shim = _shim(metal_version, fast_math)
     key = digest(source, shim.name, _rules_text())
+    counted = cache_folder() / f"{key}.so"
+    # A kernel with counters also serves a process that counts nothing.
+    counts = _counting or _is_built(counted)
+    key += "" if counts else "-uncounted"
     if key in _loaded:
         return _loaded[key]
-    path = cache_folder() / f"{key}.so"
-    described = path.with_suffix(".json")
-    if path.exists() and described.exists():
-        buffers = tuple(json.loads(described.read_text()))
+    path = counted.with_stem(key)
+    if _is_built(path):
+        buffers = tuple(json.loads(path.with_suffix(".json").read_text()))
     else:
         try:
-            buffers = _build(source, path, shim, _options(metal_version, fast_math))
+            buffers = _build(source, path, shim, [*_options(metal_version, fast_math), *["--coverage"] * counts])
         except KernelError as error:
             raise KernelError(name, [with_places(finding, source) for finding in error.findings]) from None
-    return _loaded.setdefault(key, CompiledKernel(source, path, buffers))
+    return _loaded.setdefault(key, CompiledKernel(source, path, buffers, counts))
 
 
 def compiled_kernels() -> list[CompiledKernel]:
@@ -139,47 +157,66 @@ _COUNT = re.compile(
 )
 
 
-def _rules_key(source: str, shim: Path) -> str:
-    """Return a key that is the same for all kernels whose sources differ only in the kernel's name, in types, in
-    values of constants, in lengths of arrays, in the number of threads, in which arrays the kernel has, and in white
-    space.
+def _rules_keys(source: str, shim: Path) -> set[str]:
+    """Return a key for each declaration of a kernel's source, that is for each function, class or variable, and for
+    each statement of the kernel itself.
 
-    The check of the syntax tree (`ast_rules`) gives the same result for all of them, so only one of them is checked.
-    Checking every kernel would make compilation a quarter slower.
+    Sources have many declarations in common. The check of the syntax tree (`ast_rules`) looks at each declaration, and
+    no function calls the kernel. So a source is checked only if one of its declarations, or one of the kernel's
+    statements, has not been checked yet. Two of them have the same key if they differ only in the kernel's name, in
+    types, in values of constants, in lengths of arrays, in the number of threads, in which arrays the kernel has, and
+    in white space. Checking every kernel would make compilation a quarter slower.
     """
     code = _COUNT.sub("", _ARRAY.sub("", _CONSTANT.sub(r"\1;", blank_comments(source))))
+    code = re.sub(r"^\s*#.*$", "", code, flags=re.M)
     code = re.sub(r"\bcustom_kernel_\w+|\b(?:float|half|bfloat16_t)\b", "", code)
-    return digest(" ".join(code.split()), shim.name, _rules_text())
+    rules = digest(shim.name, _rules_text())
+    return {digest(each, rules) for each in _declarations(" ".join(code.split()))}
+
+
+def _declarations(code: str) -> set[str]:
+    """Split a source without comments at the ends of its declarations, and the kernel at the ends of its statements."""
+    found, start, depth = set[str](), 0, 0
+    for place in re.finditer(r"[{}();]", code):
+        depth += {"{": 1, "(": 1, "}": -1, ")": -1}.get(place[0], 0)
+        if depth == 0 and place[0] in "};":
+            each = code[start : place.end()].strip()
+            found |= set(re.split(r"[;{}]", each)) if each.startswith("[[kernel]]") else {each}
+            start = place.end()
+    return found | {code[start:].strip()}
 
 
 def _build(source: str, path: Path, shim: Path, options: list[str]) -> tuple[str, ...]:
     if found := forbidden_text(source):
         raise KernelError("", found)
     lowered = lower_kernel(source)
-    follows_rules = cache_folder() / f"rules-{_rules_key(source, shim)}"
+    unchecked = [key for name in _rules_keys(source, shim) if not (key := cache_folder() / f"rules-{name}").exists()]
     with tempfile.TemporaryDirectory(dir=cache_folder()) as name:
         folder = Path(name)
         text, object_file, image = folder / "kernel.clcpp", folder / "kernel.o", folder / "kernel.so"
         text.write_text(lowered.text)
         command = [*options, "-Xclang", "-include-pch", "-Xclang", str(shim), str(text)]
         dump = None
-        if not follows_rules.exists():
+        if unchecked:
             dump_command = [*command, "-w", "-fsyntax-only", "-fno-color-diagnostics", "-Xclang", "-ast-dump"]
             dump = subprocess.Popen(dump_command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        compile_command = [*command, "--coverage", "-c", "-o", str(object_file)]
+        compile_command = [*command, "-c", "-o", str(object_file)]
         compiled = subprocess.run(compile_command, capture_output=True, text=True, cwd=folder)
         tree = dump.communicate()[0] if dump else None
-        found = diagnostics(compiled.stderr)
+        # clang names the function `emu_entry`, in the file `entry`, if it has put the kernel into this only caller.
+        found = diagnostics(re.sub(r"^entry:\d+", "kernel.metal:0", compiled.stderr, flags=re.M))
         if compiled.returncode or found:
             raise KernelError("", found or [compile_error(compiled.stderr.strip())])
         if tree is not None:
             if found := ast_rules(tree):
                 raise KernelError("", found)
-            follows_rules.touch()
+            for key in unchecked:
+                key.touch()
         run_tool([zig(), "ld.lld", "-shared", "--build-id=none", "-o", str(image), str(object_file)], "linking")
         notes, described = folder / "kernel.gcno", folder / "kernel.json"
         described.write_text(json.dumps(lowered.buffers))
-        publish(notes, path.with_suffix(".gcno"))
+        if notes.exists():
+            publish(notes, path.with_suffix(".gcno"))
         publish(described, path.with_suffix(".json"))
         publish(image, path)
     return lowered.buffers

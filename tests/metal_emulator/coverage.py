@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .compiler import compiled_kernels, forget
+from .compiler import compiled_kernels, count_lines, forget
 from .source_lines import map_lines, statements
 
 
@@ -28,9 +28,10 @@ class FileCoverage:
 
 
 def collected() -> dict[str, dict[str, list[int]]]:
-    """Return {kernel text: {"executable": lines, "executed": lines}} for all kernels that this process has run."""
+    """Return {kernel text: {"executable": lines, "executed": lines}} for all kernels that this process has run, except
+    those without counters."""
     found: dict[str, dict[str, list[int]]] = {}
-    for kernel in compiled_kernels():
+    for kernel in (kernel for kernel in compiled_kernels() if kernel.counts):
         entry = {"executable": sorted(kernel.executable_lines()), "executed": sorted(kernel.executed_lines())}
         found = _union(found, {kernel.source: entry})
     return found
@@ -41,12 +42,16 @@ def set_aside() -> Iterator[None]:
     """Exclude launches inside the context from the coverage. This is meant for kernels that a test damages on
     purpose."""
     before = {id(kernel): kernel.counted for kernel in compiled_kernels()}
-    yield
-    for kernel in compiled_kernels():
-        if id(kernel) in before:
-            kernel.counted = before[id(kernel)]
-        else:
-            forget(kernel)
+    counting = count_lines(False)
+    try:
+        yield
+    finally:
+        count_lines(counting)
+        for kernel in compiled_kernels():
+            if id(kernel) in before:
+                kernel.counted = before[id(kernel)]
+            else:
+                forget(kernel)
 
 
 def dump(path: Path) -> None:

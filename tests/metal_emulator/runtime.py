@@ -94,6 +94,7 @@ class CCoverage(ctypes.Structure):
 @cache
 def library() -> ctypes.CDLL:
     """Return the runtime, loaded as a library. Kernels that are loaded later can call its functions."""
+    ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)  # the runtime calls its functions, and is linked to nothing
     lib = ctypes.CDLL(str(runtime_library()), mode=ctypes.RTLD_GLOBAL)
     lib.emu_reset.argtypes = [c_uint64] * 4
     lib.emu_options.argtypes = [c_uint32] * 5

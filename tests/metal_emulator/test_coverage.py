@@ -1,6 +1,8 @@
 """Test the line coverage: which lines of a shader file are statements, and that executed lines of a kernel are assigned
 to the shader files from which its source was assembled."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -74,6 +76,20 @@ def test_union_over_runs_and_processes(ran, tmp_path):
     merged = coverage.report(FILES, coverage.merge([first, second]))
     assert not merged["body.metal"].missed
     assert "body.metal: 8/8 lines (100.0 %), missed: -" in coverage.format_report(merged)
+
+
+def test_where_no_lines_count(tmp_path, monkeypatch):
+    """A kernel counts no lines if the process has said so before, or if it is set aside."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    body = named("uncounted.metal", BODY.replace("a0[i]", "a0[i] + 1.0f"))
+    sample = Sample(body, [np.ones(32, np.float32)], [(32,)], (32, 1, 1), (32, 1, 1), header=named("math.metal", MATH))
+    for counting, aside in ((False, False), (True, True), (True, False)):
+        before = coverage.count_lines(counting)
+        with coverage.set_aside() if aside else nullcontext(), emulated_metal():
+            sample.run()
+        coverage.count_lines(before)
+        found = coverage.report({"uncounted.metal": BODY})["uncounted.metal"]
+        assert bool(found.executed) == (counting and not aside)
 
 
 def test_lines_count_from_the_last_directive():

@@ -157,10 +157,10 @@ def runtime_library() -> Path:
         with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
             built = Path(folder) / "runtime.so"
             flags = "-O2 -fno-exceptions -fno-rtti -fno-sanitize=all -fvisibility=hidden -fPIC -shared -mf16c -mfma"
-            source = str(HERE / "runtime" / "runtime.cpp")
-            run_tool(
-                [zig(), "cc", "-x", "c++", *flags.split(), "-o", str(built), source, "-lm"], "building the runtime"
-            )
+            # Without -nostdlib zig first compiles its own start code and helper functions, which takes longer than
+            # the runtime. Python's process has libc and libm.
+            source = ["-nostdlib", str(HERE / "runtime" / "runtime.cpp")]
+            run_tool([zig(), "cc", "-x", "c++", *flags.split(), "-o", str(built), *source], "building the runtime")
             publish(built, final)
     return final
 

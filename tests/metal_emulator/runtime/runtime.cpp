@@ -6,6 +6,6 @@
 //   checks.h     bounds, initialisation, races              hooks.h      functions that clang makes a kernel call
 //   simdgroup.h  exchange between lanes, matrices           scheduler.h  order of threads, barriers, divergence
 //   math.h       float functions                            host.h       functions that Python and the entry point call
-// The runtime does not use the C++ library: it is compiled with -fno-exceptions -fno-rtti and linked to libc and libm
-// only.
+// The runtime does not use the C++ library: it is compiled with -fno-exceptions -fno-rtti, and calls functions of
+// libc and libm only.
 #include "host.h"
