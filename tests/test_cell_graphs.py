@@ -117,6 +117,21 @@ def test_zeros_of_a_cell_keep_their_signs(name):
         np.testing.assert_allclose(np.array(h), np.array(SIGNS[name](x)), rtol=1e-6)
 
 
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+def test_the_sign_of_nan_is_that_of_mlx(engine):
+    """MLX's sign of NaN is 0 on every device, and so the derivative of abs at NaN is 0."""
+    x = mx.array([[[np.nan, -np.nan, 0.0, -0.0, 2.0, -3.0, np.inf, -np.inf]]])
+
+    def h(x, f):
+        return pointwise(lambda a, state: (f(a[0]),), x, None, None, None, (mx.zeros((1, 8)),), engine=engine)[0]
+
+    with mx.stream(mx.cpu):
+        np.testing.assert_array_equal(np.array(h(x, mx.sign)), np.array(mx.sign(x)))
+        for f in (lambda x: x * mx.sign(x), lambda x: 2 * mx.abs(x)):
+            ours, theirs = (mx.grad(lambda x, g=g: g(x).sum())(x) for g in (lambda x, f=f: h(x, f), f))
+            np.testing.assert_array_equal(np.array(ours), np.array(theirs))
+
+
 def test_every_rewrite_has_a_case():
     """Each rewrite of operations in REWRITES is tested by an operation in ORIGINALS."""
     names = {rewrite.__name__ for rewrites in REWRITES.values() for rewrite in rewrites} - {"fold"}

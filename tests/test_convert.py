@@ -564,6 +564,35 @@ def test_the_forget_bias_goes_into_the_bias():
     np.testing.assert_array_equal(np.array(convert.to_torch(weights)["bias_ih_l0"]), b)
 
 
+@pytest.mark.parametrize("style", ["torch", "two-biases", "mlx", "keras", "ops"])
+@pytest.mark.parametrize("biases", ["", "x"])
+def test_a_file_has_the_forget_bias_once(tmp_path, capsys, style, biases):
+    """In the bias or, with the names of `lstm`, in the metadata: read back, the layer computes the same."""
+    before = weights_of(LSTMCell(forget_bias=1.5), biases=biases)
+    convert.write(tmp_path / "a.safetensors", {"a": before, "b": PLAIN["lstm"]}, style="ops")
+    assert main([str(tmp_path / name) for name in ("a.safetensors", "b.safetensors")] + ["--to", style]) == 0
+    again = convert.read(tmp_path / "b.safetensors").layers["a"]
+    assert again.options == ({"forget_bias": 1.5} if style == "ops" else {})
+    assert ("  a: the forget bias is a part of the bias now\n" in capsys.readouterr().out) == (style != "ops")
+    (Wx, Wh), x = (np.array(before.layers[0][0][name]) for name in ("Wx", "Wh")), np.array(numbers(2, T, I))
+    b = np.array(before.layers[0][0].get("bx", np.zeros(4 * H))) + 1.5 * (np.arange(4 * H) // H == 1)
+    h = c = np.zeros((2, H))
+    for t in range(T):
+        i, f, g, o = np.split(x[:, t] @ Wx.T + h @ Wh.T + b, 4, axis=-1)
+        c = c / (1 + np.exp(-f)) + np.tanh(g) / (1 + np.exp(-i))
+        h = np.tanh(c) / (1 + np.exp(-o))
+    _, (h_n, _) = mlx_lstm.nn.from_weights(again)(mx.array(x))
+    np.testing.assert_allclose(np.array(h_n[0]), h, atol=1e-5)
+
+
+def test_the_report_names_options_that_have_no_place(tmp_path, capsys):
+    convert.write(tmp_path / "a.safetensors", {"a": weights_of(RNNCell("relu"))}, style="ops")
+    assert main([str(tmp_path / name) for name in ("a.safetensors", "b.npz")] + ["--to", "ops"]) == 0
+    assert (
+        "a: activation='relu' has no place in the new file: set it where you use the weights" in capsys.readouterr().out
+    )
+
+
 # --- MPSGraph and cuDNN: our ops take the converted arrays -----------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from quantized_cases import PACKINGS, check_quantized, matrix_of, packed, quanti
 
 import mlx_lstm
 from mlx_lstm import Quantized, gru_gradients, lstm, lstm_gradients, rnn
+from mlx_lstm.engines.cells import NormOptions
 from mlx_lstm.engines.numpy import weights
 from mlx_lstm.oracle import backward, forward
 from mlx_lstm.oracle.closeness import bounds
@@ -33,6 +34,9 @@ OPTIONS = {
     "gru_both": {"op": "gru", "bidirectional": True},
     "rnn": {"op": "rnn", "lengths": [3, 1]},
     "rnn_both": {"op": "rnn", "bidirectional": True},
+    "lstm_norm": {"norm": NormOptions("sum", "each", "state"), "peephole": True, "lengths": [3, 1]},
+    "lstm_norm_both": {"norm": NormOptions("product", c="output"), "bidirectional": True},
+    "gru_norm": {"op": "gru", "norm": NormOptions()},
 }
 ENGINES = ("numpy", "ops")
 

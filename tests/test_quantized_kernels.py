@@ -14,6 +14,7 @@ from on_metal import in_turns, matrices_from, on_metal, pairs
 from quantized_cases import PACKINGS, check_quantized, quantized_case
 
 from mlx_lstm.engines import choose
+from mlx_lstm.engines.cells import NormOptions
 from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.lab.timing.tasks import Size
@@ -34,6 +35,17 @@ CASES = {
     "mxfp4, gru, tiles": ((32, 4, "mxfp4"), (2, 9, 32, 32, 32), {"op": "gru"}),
     "nvfp4, peephole, fused": ((16, 4, "nvfp4"), (2, 3, 16, 48, 48), {"peephole": True}),
     "nvfp4, tiles, projection": ((16, 4, "nvfp4"), (2, 33, 16, 48, 16), {"projection": True}),
+    "4 bits, norm, fused": (
+        (32, 4, "affine"),
+        (2, 3, 32, 64, 64),
+        {"norm": NormOptions("sum", "each", "state"), "lengths": [2, 1, 0]},
+    ),
+    "6 bits, norm, tiles, projection": (
+        (32, 6, "affine"),
+        (2, 9, 32, 32, 32),
+        {"norm": NormOptions("product", c="output"), "projection": True},
+    ),
+    "4 bits, gru norm, rows": ((32, 4, "affine"), (2, 1, 32, 32, 32), {"op": "gru", "norm": NormOptions()}),
     "more rows than arrays": ((32, 8, "mxfp8"), (22, 1, 32, 32, 32), {"op": "rnn"}),
 }
 

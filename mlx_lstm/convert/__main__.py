@@ -145,8 +145,15 @@ def comparison(model: Model, again: Model) -> list[str]:
         before.sort(key=lambda pair: place[pair[0]])
     lines = []
     for (name, old), new in zip(before, after, strict=True):
-        for each in differences(old, new):
-            if text := LOSSES.get(each, f"{each} is not the same in the new file"):
+        found = differences(old, new)
+        if {"forget_bias", "bx"} <= set(found):  # else the new file has lost it
+            lines.append(f"  {title(name)}: the forget bias is a part of the bias now")
+            found = [each for each in found if each != "forget_bias" and (each != "bx" or "bh" in found)]
+        for each in found:
+            text = each if " is now " in each else f"{each} is not the same in the new file"
+            if each in old.options:
+                text = f"{each}={old.options[each]!r} has no place in the new file: set it where you use the weights"
+            if text := LOSSES.get(each, text):
                 lines.append(f"  {title(name)}: {text}")
     return list(dict.fromkeys(lines)) or ["  read back: the same to the last bit"]
 

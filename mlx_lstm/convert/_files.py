@@ -23,7 +23,7 @@ from ..ground.files import (
     write_whole,
 )
 from . import _coreml_file, _keras_file, _keys, _onnx_file
-from .weights import Weights, check_weights
+from .weights import Weights, check_weights, in_bias
 
 ENDINGS = (".safetensors", ".npz", ".weights.h5", ".h5", ".keras", ".onnx")
 
@@ -192,7 +192,9 @@ def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Seque
         writer = _onnx_file.write if ending == ".onnx" else _keras_file.write
         return writer(path, ending, model.layers)
     arrays = dict(model.rest)
-    for name, weights in model.layers.items():
+    # The metadata must not tell a forget bias that the bias contains: a reader would add it again.
+    layers = model.layers if style == "ops" else {name: in_bias(weights) for name, weights in model.layers.items()}
+    for name, weights in layers.items():
         for key, array in _keys.keys_of(name, weights, style, keys=keys, ways=ways).items():
             if key in arrays:
                 rule = f"{shown(key)} must be one array: give a form of keys, or another prefix,"
@@ -200,7 +202,7 @@ def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Seque
             arrays[key] = array
     if ending == ".npz":
         return write_npz(path, arrays)
-    write_safetensors(path, arrays, model.metadata | told_by(model.layers))
+    write_safetensors(path, arrays, model.metadata | told_by(layers))
 
 
 TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")

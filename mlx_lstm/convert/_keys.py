@@ -400,7 +400,7 @@ def in_style(weights: Weights, style: str) -> list[list[Arrays]]:
     if style == "mlx":
         return to_mlx(weights)
     if style == "keras":
-        held("to_keras", weights, NAMED)
+        weights = held("to_keras", weights, NAMED)
         use = weights.has_bias
         return [
             [dict(zip(KERAS_NAMES, map(as_mlx, arrays_of(weights.cell, way, use)), strict=False)) for way in layer]

@@ -276,16 +276,21 @@ def held(op: str, weights: Weights, form: Format) -> Weights:
         arrays = [arrays for layer in weights.layers for arrays in layer]
         refused["peephole"] = not options and any("peephole" in each for each in arrays) and "an array"
         refused["a projection"] = not projection and weights.proj_size
-        if cell.forget_bias:
-            weights = weights._replace(cell=cell._replace(forget_bias=0.0)).map(
-                lambda arrays: with_forget_bias(arrays, cell.forget_bias)
-            )
     refused["reverse"] = not reverse and weights.reverse
     for name, value in refused.items():
         if value:
             others = "to_ops, --to ops and nn.from_weights have"
             fail(op, f"{name} must be the default, as the format has no other ({others}),", repr(value))
-    return weights
+    return in_bias(weights)
+
+
+def in_bias(weights: Weights) -> Weights:
+    """Return the weights with the forget bias of an LSTM added to the bias, for a format that has only the bias."""
+    cell = weights.cell
+    if not (isinstance(cell, LSTMCell) and cell.forget_bias):
+        return weights
+    whole = weights._replace(cell=cell._replace(forget_bias=0.0))
+    return whole.map(lambda arrays: with_forget_bias(arrays, cell.forget_bias))
 
 
 def with_forget_bias(arrays: Arrays, forget_bias: float) -> Arrays:

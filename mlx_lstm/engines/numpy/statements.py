@@ -16,7 +16,7 @@ from ..cell_graph import COMMUTES, CONDITIONS, Graph, Node, needed
 UFUNCS = {
     "add": "add", "sub": "subtract", "mul": "multiply", "div": "divide", "neg": "negative", "max": "maximum",
     "min": "minimum", "pow": "power", "atan2": "arctan2", "exp": "exp", "expm1": "expm1", "log": "log",
-    "log2": "log2", "log10": "log10", "log1p": "log1p", "sqrt": "sqrt", "tanh": "tanh", "abs": "abs", "sign": "sign",
+    "log2": "log2", "log10": "log10", "log1p": "log1p", "sqrt": "sqrt", "tanh": "tanh", "abs": "abs",
     "floor": "floor", "ceil": "ceil", "round": "rint", "sin": "sin", "cos": "cos", "tan": "tan", "sinh": "sinh",
     "cosh": "cosh", "asin": "arcsin", "acos": "arccos", "atan": "arctan", "asinh": "arcsinh", "acosh": "arccosh",
     "atanh": "arctanh", "gt": "greater", "ge": "greater_equal", "lt": "less", "le": "less_equal", "eq": "equal",
@@ -30,6 +30,8 @@ COMPOSED: dict[str, str] = {
     "unnorm": "{2}.back({0}, {1}, {out})",
     "float": "copyto({out}, {0})",
     "clip": "clip({0}, -{1}, {1}, {out})",
+    # MLX's sign of NaN is 0, NumPy's is NaN.
+    "sign": "sign({0}, {out}); copyto({out}, 0, where=not_equal({out}, {out}))",
     "select": "copyto({out}, {2}); copyto({out}, {1}, where={0})",
     # A remainder of 0 has the sign of the dividend, as in MLX.
     "rem": "fmod({0}, {1}, t0); remainder({0}, {1}, {out}); copyto({out}, t0, where=logical_not(t0))",
@@ -43,7 +45,7 @@ COMPOSED: dict[str, str] = {
 scratch arrays."""
 
 
-OVERWRITES = frozenset((*UFUNCS, "clip"))
+OVERWRITES = frozenset((*UFUNCS, "clip", "sign"))
 """The operations whose result may lie in the memory of an operand."""
 
 LIMITS = ("k0", "k1")

@@ -51,7 +51,7 @@ def constant(text: str, dtype: np.dtype) -> Array:
     return np.array(float(text), dtype)
 
 
-FUNCTIONS = (*UFUNCS.values(), "copyto", "clip", "fmin", "fmod", "remainder", "empty", "matmul")
+FUNCTIONS = (*UFUNCS.values(), "sign", "copyto", "clip", "fmin", "fmod", "remainder", "empty", "matmul")
 NAMES: dict[str, Any] = {"constant": constant} | {name: getattr(np, name) for name in FUNCTIONS}
 """The names that generated code uses."""
 
