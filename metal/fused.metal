@@ -244,10 +244,9 @@ void use_states(
     after[k] = USES_BEFORE<Cell> ? item.states[k] : states[k];
     item.states[k] = n == 0 ? 0.0f : states[k];
   }
-  if (!USES_BEFORE<Cell>) return;
   // At an item's first step the states before it are h0 and c0. In a reverse direction an item's first step is at its
   // own last time index, which depends on its length. So it is not step n = 0 for every item.
-  if (is_present(a.lengths) || is_present(a.h0) || is_present(a.c0))
+  if (USES_BEFORE<Cell> && (is_present(a.lengths) || is_present(a.h0) || is_present(a.c0)))
     if (is_present(a.lengths) && sweep.reverse ? t + 1 == item.length : n == 0)
       load_states<Cell, H>(a.h0, a.c0, item.at.state - Index(t - first_time(sweep)) * step, unit, item.states);
 }
