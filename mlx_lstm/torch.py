@@ -268,12 +268,12 @@ class Layers(Advised):
         no such method.
 
         Args:
-            batch (int or sequence of int): the sizes of the batch axes of a step's input, N. Default: none, the input
-                is [I].
+            batch (int or sequence of int): N, the sizes of the batch axes of a step's input [N, I]. Default: none, the
+                input is [I].
 
         Returns:
             Stepper: called as `stepper(x, keep=None)` with x [N, I] of MLX or NumPy, it returns the last layer's h
-            [N, S] as the same kind of array. Its states have the shapes of `hx`.
+            [N, S] as the same kind of array; S is the width of h. Its states have the shapes of `hx`.
 
         Raises:
             ValueError: the layer is bidirectional, or the call is inside a transformation of MLX.
@@ -313,7 +313,7 @@ class Layers(Advised):
         return shapes
 
     def input_shape(self, input: Any) -> list[int | str]:
-        """Return the shape that `input` must have."""
+        """Return the shape that `input` must have: L steps, N sequences. An input of two axes has no batch."""
         if isinstance(input, mx.array) and input.ndim == 2:
             return ["L", self.input_size]
         return ["N", "L", self.input_size] if self.batch_first else ["L", "N", self.input_size]

@@ -1,6 +1,7 @@
 """Random test cases of the ops `lstm`, `gru` and `rnn`. A case is a dict of arrays and options, drawn by
 `mlx_lstm.lab.cases`. This file adds helpers that only the tests need."""
 
+from hashlib import sha256
 from importlib.util import find_spec
 from types import MappingProxyType
 
@@ -35,8 +36,9 @@ from mlx_lstm.lab.cases import (  # noqa: F401 (other test files import these na
 from mlx_lstm.oracle import OUTPUTS as OUTPUTS_OF
 from mlx_lstm.oracle import evaluate
 from mlx_lstm.oracle.arithmetic import Arithmetic
-from mlx_lstm.oracle.closeness import SAFETY, TRIALS, Noise, float_of
+from mlx_lstm.oracle.closeness import SAFETY, TRIALS, Noise, exact_and_bounds, float_of
 from mlx_lstm.oracle.judge import Case
+from mlx_lstm.oracle.verdict import Judge
 
 KINDS = {op: {"op": op} for op in ("lstm", "gru", "rnn")}
 KINDS |= {f"{op}_both": {"op": op, **both} for op in ("lstm", "gru", "rnn")}
@@ -209,6 +211,25 @@ def poison_scratch(monkeypatch):
 
     for module in (numpy_steps, numpy_products, numpy_norms):
         monkeypatch.setattr(module, "columns_buffer", poisoned)
+
+
+JUDGED: dict[bytes, Judge] = {}
+"""The results of `judge` for the last cases. Several engines run the same case, and the oracle is slower than most."""
+
+
+def judge(case, dtype, cotangents):
+    """Return (exact, bounds), two dicts by name: the oracle's results of a case, and the largest error that each of
+    them may have in `dtype`."""
+    key = sha256(repr(np.dtype(dtype)).encode())
+    for name, value in sorted((case | {f"d{name}": value for name, value in cotangents.items()}).items()):
+        array = isinstance(value, np.ndarray)
+        key.update(repr((name, value.dtype, value.shape) if array else (name, value)).encode())
+        key.update(value.tobytes() if array else b"")
+    if key.digest() not in JUDGED:
+        while len(JUDGED) >= 32:
+            JUDGED.pop(next(iter(JUDGED)))
+        JUDGED[key.digest()] = exact_and_bounds(lambda fl: joined(evaluate(case, cotangents, fl)), dtype)
+    return JUDGED[key.digest()]
 
 
 def elementwise_bounds(case, dtype, cotangents):

@@ -3,13 +3,13 @@ that `mx.dequantize` returns."""
 
 import mlx.core as mx
 import numpy as np
-from cases import draw_away_from_kinks, run, to_mlx
+from cases import draw_away_from_kinks, judge, run, to_mlx
 
 from mlx_lstm import Quantized
 from mlx_lstm.engines.ops.packed import judged
 from mlx_lstm.engines.packing import WIDTHS
-from mlx_lstm.oracle import ARRAYS, backward, forward
-from mlx_lstm.oracle.closeness import assert_within, bounds
+from mlx_lstm.oracle import ARRAYS
+from mlx_lstm.oracle.closeness import assert_within
 
 PACKINGS = [(group, bits, mode) for mode, (groups, widths) in WIDTHS.items() for group in groups for bits in widths]
 """Every (group size, bits, mode) of quantized weights that MLX supports."""
@@ -45,8 +45,7 @@ def quantized_case(
         )
         weights = {n: packed(to_mlx(case[n], dtype), *packing) for n in quantize if case.get(n) is not None}
         case |= {n: judged(weight.packing, weight.arrays(n), n) for n, weight in weights.items()}
-    exact = forward(**case) | backward(case, cotangents)
-    return case, cotangents, weights, exact, bounds(case, dtype, cotangents)
+    return case, cotangents, weights, *judge(case, dtype, cotangents)
 
 
 def check_quantized(engine, prepared, dtype=np.float32):

@@ -218,7 +218,7 @@ def test_files_of_haste(tmp_path, capsys):
     normalised = {"x.gamma": mx.ones((2, 4 * H))} | {f"x.{key}": mx.array(array) for key, array in lstm.items()}
     mx.save_safetensors(str(path), normalised)
     assert main([str(path), str(target), "--force"]) == 2
-    assert "x.gamma must not be there: no cell normalises" in capsys.readouterr().err
+    assert "x.gamma must not be there: no format holds layer normalisation" in capsys.readouterr().err
 
 
 class Haste:

@@ -23,6 +23,7 @@ from cases import (
     draw_cotangents,
     elementwise_bounds,
     is_in_range,
+    judge,
     run,
 )
 from hypothesis import assume, example, given, settings
@@ -48,7 +49,7 @@ from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.engines.problem import Problem, limited
 from mlx_lstm.lab.cases import at_batch
 from mlx_lstm.oracle import ARRAYS, backward, forward
-from mlx_lstm.oracle.closeness import assert_within, bounds, keeps_off_kinks
+from mlx_lstm.oracle.closeness import assert_within, keeps_off_kinks
 
 ENGINES = METAL_ENGINES
 WAYS = [{"reverse": False}, {"reverse": True}, {"bidirectional": True}]
@@ -60,8 +61,7 @@ def check(case, engine, cotangents, **emulator):
     error bounds. Return (results by name, log of the kernel launches)."""
     case = {n: v.astype(np.float32) if n in ARRAYS and v is not None else v for n, v in case.items()}
     cotangents = {name: value.astype(np.float32) for name, value in cotangents.items()}
-    ref = forward(**case) | backward(case, cotangents)
-    limit = bounds(case, np.float32, cotangents)
+    ref, limit = judge(case, np.float32, cotangents)
     with on_metal(**emulator) as log:
         outputs, gradients = run(case, engine, np.float32, cotangents)
     assert set(gradients) == {name for name in ARRAYS if case.get(name) is not None}
@@ -153,7 +153,7 @@ def check_half(engine, options, B, word):
     products."""
     dtype = HALVES[word]
     case, cotangents = draw_away_from_kinks(5, sizes=(4, B, 3, 5, 3), dtype=dtype, **options)
-    ref, limit = forward(**case) | backward(case, cotangents), bounds(case, dtype, cotangents)
+    ref, limit = judge(case, dtype, cotangents)
     with on_metal(), matrices_from(9):
         outputs, gradients = run(case, engine, dtype, cotangents)
     assert_right(engine, outputs, gradients, ref, limit, dtype)
@@ -246,7 +246,7 @@ def test_long_products_of_many_items(sizes, dtype, options):
     """Results of `stepwise` are right if a product has more than 128 terms. With at least 8 batch items the product
     takes 128 terms at a time, and then the remaining terms."""
     case, cotangents = draw_away_from_kinks(6, sizes=sizes, dtype=dtype, **options)
-    ref, limit = forward(**case) | backward(case, cotangents), bounds(case, dtype, cotangents)
+    ref, limit = judge(case, dtype, cotangents)
     with on_metal():
         outputs, gradients = run(case, "stepwise", dtype, cotangents)
     assert_right("stepwise", outputs, gradients, ref, limit, dtype)
@@ -269,7 +269,7 @@ def test_rows_that_the_forward_pass_keeps(sizes, dtype):
     options = {"bidirectional": True, "peephole": True, "lengths": np.arange(B) * 7 % (T + 1), "mask": (T, B, "P")}
     case, cotangents = draw_away_from_kinks(8, sizes=sizes, dtype=dtype, **options)
     cotangents = {name: value for name, value in cotangents.items() if name != "gates"}
-    ref, limit = forward(**case) | backward(case, cotangents), bounds(case, dtype, cotangents)
+    ref, limit = judge(case, dtype, cotangents)
     with on_metal() as log:
         outputs, gradients = run(case, "stepwise", dtype, cotangents)
     assert_right("stepwise", outputs, gradients, ref, limit, dtype)
@@ -369,7 +369,7 @@ def test_fused_with_weights_that_do_not_fit_in_registers(H, dtype):
     case = draw(rng, sizes=(2, 2, 2, H, H), dtype=dtype)
     case |= {"Wh": (case["Wh"] / np.sqrt(H).astype(dtype)).astype(dtype)}
     cotangents = draw_cotangents(rng, forward(**case), dtype)
-    ref, limit = forward(**case) | backward(case, cotangents), bounds(case, dtype, cotangents)
+    ref, limit = judge(case, dtype, cotangents)
     with on_metal():
         outputs, gradients = run(case, "fused", dtype, cotangents)
     assert_right("fused", outputs, gradients, ref, limit, dtype)

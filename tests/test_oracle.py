@@ -11,11 +11,13 @@ from cases import BOTH, CELLS, OPTIONS, SIZES, combination, draw, draw_away_from
 from mlx_lstm.oracle import ARRAYS, OUTPUTS, activation_arguments, backward, clip_shift, forward, kink_distance
 from mlx_lstm.oracle.arithmetic import ACTIVATIONS, SLOPES, Arithmetic
 from mlx_lstm.oracle.closeness import (
+    FIRST,
     FLOATS,
     Noise,
     assert_close,
     assert_within,
     bounds,
+    errors,
     errors_of_groups,
     keeps_off_kinks,
 )
@@ -383,3 +385,17 @@ def test_a_clip_that_stops_gradients_has_kinks_at_its_limit():
     for limit in (abs(c), abs(c) * (1 - 2.0**-24)):
         at_limit = case | {"cell_clip": limit, "clip_gradient": "zero"}
         assert not keeps_off_kinks(at_limit, np.float32)
+
+
+@pytest.mark.parametrize("systematic", [False, True])
+def test_kept_errors_are_those_of_a_generator(systematic):
+    """The random errors of a trial are those of one generator with the trial's seed, also behind those that are kept.
+    A systematic trial repeats them at each time step."""
+    noise, size = Noise("float32", 3, systematic), FIRST // 2 + 1
+    expected = errors(np.random.default_rng(3), 4 * size)
+    for start in (0, 0 if systematic else 2):
+        for part in (start, start + 1):
+            wanted = 2.0 * expected[part * size : (part + 1) * size]
+            np.testing.assert_array_equal(noise.move(np.full(size, 2.0)), wanted)
+        noise.start_step()
+    assert ((np.abs(expected) >= 0.5) & (np.abs(expected) <= 1)).all() and len(set(np.sign(expected))) == 2

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from cases import judge
 from mlx.utils import tree_flatten
 from quantized_cases import PACKINGS, check_quantized, matrix_of, packed, quantized_case
 
@@ -18,8 +19,6 @@ import mlx_lstm
 from mlx_lstm import Quantized, gru_gradients, lstm, lstm_gradients, rnn
 from mlx_lstm.engines.cells import NormOptions
 from mlx_lstm.engines.numpy import weights
-from mlx_lstm.oracle import backward, forward
-from mlx_lstm.oracle.closeness import bounds
 
 OPTIONS = {
     "lstm": {"peephole": True, "mask": (3, 2, "P"), "lengths": [3, 1]},
@@ -74,7 +73,7 @@ def test_steps_that_a_gradient_computes_again(engine, option):
     default dtype must not be the integer dtype of the quantized weights."""
     case, cotangents, weights, _, _ = of_option(option)
     case = {name: value for name, value in case.items() if name not in ("h0", "c0")}
-    exact, limits = forward(**case) | backward(case, cotangents), bounds(case, np.float32, cotangents)
+    exact, limits = judge(case, np.float32, cotangents)
     check_quantized(engine, (case | {"checkpoint_every": 2}, cotangents, weights, exact, limits))
 
 

@@ -23,6 +23,7 @@ from cases import (
     draw_cotangents,
     elementwise_bounds,
     is_in_range,
+    judge,
     poison_scratch,
     run,
     run_gradients,
@@ -36,7 +37,7 @@ from mlx_lstm import lstm, recurrence
 from mlx_lstm.engines.definitions import activate
 from mlx_lstm.engines.numpy import products as engine_numpy_products
 from mlx_lstm.oracle import ARRAYS, backward, forward
-from mlx_lstm.oracle.closeness import SAFETY, assert_close, assert_within, bounds, float_of, keeps_off_kinks
+from mlx_lstm.oracle.closeness import SAFETY, assert_close, assert_within, float_of, keeps_off_kinks
 
 ENGINES = ("numpy", "ops")
 EVERY_OPTION = OPTIONS | CELLS | BOTH
@@ -49,7 +50,7 @@ def judged(case, cotangents, dtype):
     case is a dict of arrays and options."""
     case = {n: v.astype(dtype) if n in ARRAYS and v is not None else v for n, v in case.items()}
     cotangents = {name: value.astype(dtype) for name, value in cotangents.items()}
-    return case, cotangents, forward(**case) | backward(case, cotangents), bounds(case, dtype, cotangents)
+    return case, cotangents, *judge(case, dtype, cotangents)
 
 
 def check(case, engine, dtype, cotangents):

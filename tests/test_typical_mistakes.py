@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np  # noqa: F401 (the mistakes are evaluated)
 import pytest
 import torch as real
+from mlx.utils import tree_flatten
 
 import mlx_lstm
 import mlx_lstm.__main__ as command
@@ -181,6 +182,25 @@ def test_a_stepper_cannot_be_copied():
     for copy in (copying.copy, copying.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"\[nn.LSTM.stepper\] a stepper cannot be copied: make another by layer."):
             copy(nn.LSTM(3, 4).stepper())
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "npz"])
+@pytest.mark.parametrize("prefix", ["", "model.rnn."])
+def test_a_file_with_more_than_an_lstm_is_not_read_as_an_lstm(tmp_path, prefix, ending):
+    """The arrays of layer normalisation or of a cell of the user's own stand beside Wx and Wh."""
+    norms = [mlx_lstm.Norm("sum"), mlx_lstm.Norm(None, c="state"), mlx_lstm.Norm(), mlx_lstm.Norm("recurrent")]
+    layers = [(nn.LSTM(3, 4, layer_norm=norm), "layer normalisation") for norm in norms]
+    layers += [(nn.GRU(3, 4, layer_norm=True), "layer normalisation"), (nn.RNN(3, 4, layer_norm=True), "layer norm")]
+    layers += [(nn.Pointwise(cells.peephole_lstm, 3, 4, gates=4, states=2, params=3), "the cell of a layer Pointwise")]
+    for layer, text in layers:
+        path = tmp_path / f"a.{ending}"
+        arrays = {prefix + name: array for name, array in tree_flatten(layer.parameters())}
+        if ending == "npz":
+            mx.savez(str(path), **arrays)
+        else:
+            mx.save_safetensors(str(path), arrays)
+        with pytest.raises(ValueError, match=f"{prefix}(norm_|params).* must not be there: no format holds {text}"):
+            convert.read(path)
 
 
 NORMAL, TURNED = (

@@ -97,7 +97,8 @@ def make_parser() -> argparse.ArgumentParser:
     help_ = f"run only these implementations, of {names}; default: all that work on this machine"
     add("--contenders", nargs="+", metavar="NAME", help=help_)
     add("--cases", nargs="+", metavar="TEXT", help="run only the cases whose name contains one of these texts")
-    add("--all", action="store_true", help="print every result; without it, only the worst of each pair is printed")
+    every = "print every result; without it, the worst result for each pair of implementations is printed"
+    add("--all", action="store_true", help=every)
     add("--json", metavar="FILE", help="write the report to FILE as JSON; - prints it instead")
     add("--plot", metavar="FILE", help="draw each error divided by the allowed error into FILE; needs matplotlib")
     settle = "answer the questions that Apple's documentation leaves open, by experiments; needs MPSGraph"

@@ -254,6 +254,8 @@ def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
         )
     for flag in FLAGS[case.op]:
         value = not case.descriptor.get(flag, False)
+        # Leave out two changes that mean nothing: `reverse` if both directions run, and no `reset_after` for a case
+        # with `secondary_bias`, which only a GRU with `reset_after` has.
         if (flag, case.bidirectional) != ("reverse", True) and not (
             flag == "reset_after" and "secondary_bias" in case.arrays
         ):

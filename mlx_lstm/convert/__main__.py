@@ -215,8 +215,8 @@ def add_choice(add: Callable[..., object]) -> None:
     stack = "stack these layers of SRC into one, as with num_layers=2 in PyTorch; A reads the input; may be repeated"
     add("--stack", action="append", metavar="A,B", help=stack)
     change = (
-        "rename layers and keys that start with OLD: they start with NEW then. Either may be empty: "
-        "model.lstm.=lstm. renames, model.= removes; may be repeated"
+        "replace OLD by NEW at the start of the names of layers and keys. For example, model.lstm.=lstm. shortens "
+        "names, and model.= removes the start; OLD may be empty, too. May be repeated"
     )
     add("--prefix", action="append", type=prefix, metavar="OLD=NEW", help=change)
 
@@ -224,8 +224,9 @@ def add_choice(add: Callable[..., object]) -> None:
 def add_names(add: Callable[..., object]) -> None:
     """Add the options that say how arrays are named in a file."""
     styles = (
-        "the usual names to write. torch (the default): weight_ih_l0; mlx: Wx, Wh, bias; two-biases: Wx, Wh, bias_ih, "
-        "bias_hh; keras: kernel; ops: Wx, Wh, b"
+        "whose names to write. torch (the default): weight_ih_l0; mlx, the layers of mlx.nn: Wx, Wh, bias; two-biases, "
+        "as mlx but with both biases of PyTorch: Wx, Wh, bias_ih, bias_hh; keras: kernel; ops, the functions of "
+        "mlx_lstm such as lstm: Wx, Wh, b"
     )
     add("--to", choices=STYLES, help=styles)
     keys = (

@@ -131,6 +131,7 @@ def write(
         path (str or Path): a file with one of the endings that `read` takes, or `.mlpackage`. `.keras` and `.h5` become
             complete Keras models of these layers. `.onnx` becomes a model in which each layer is a node; in a stack
             each node reads the output of the node before. Only `.safetensors` and `.npz` hold other arrays.
+            `.npz` and `.weights.h5` do not hold options such as `reset`: keep `weights.options`.
             `.mlpackage` is a Core ML model of LSTMs in float32 (with coremltools), which `read` cannot read. Its inputs
             are x [T, 1, I], h_0 and c_0, its outputs h, h_n and c_n. These names begin with the stack's name if it has
             one.

@@ -35,6 +35,13 @@ ENTRIES |= {"bias": "b", "b": "b", "bhn": "bhn", "recurrent_bias": "bh"}
 """The words for arrays in the keys of all formats, and the arrays' names in `Weights`. Two names are not in
 `Weights`: b, a single bias, and bhn, the candidate's second bias in a GRU."""
 
+REFUSED = dict.fromkeys(
+    ("gamma", *(f"norm{of}_{part}" for of in ("", "_input", "_c") for part in ("scale", "shift"))),
+    "no format holds layer normalisation (the options norm= and layer_norm= of mlx_lstm run it)",
+)
+REFUSED["params.0"] = "no format holds the cell of a layer Pointwise"
+"""Words for arrays without which a layer computes something else, and why they are refused."""
+
 PARTNERS = {"weight_ih": "weight_hh", "Wx": "Wh", "Wxh": "Whh", "kernel": "recurrent_kernel"}
 TORCH_LEAF = re.compile(r"(weight_ih|weight_hh|weight_hr|bias_ih|bias_hh)(?:_l(\d+))(_reverse)?")
 ANY_WORD = "|".join(sorted(ENTRIES, key=len, reverse=True))
@@ -260,10 +267,10 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
         if f"{key}_scales" in arrays:
             fail("convert", f"{key} must not be quantized: mx.dequantize it first,", f"{key}_scales beside it")
     mine = {leaf: as_mlx(arrays[key]) for leaf, key in group.keys.items()}
+    for leaf, why in REFUSED.items():
+        if group.title(leaf) in arrays and (leaf != "gamma" or "kernel" in mine):
+            fail("convert", f"{group.title(leaf)} must not be there: {why},", "this key")
     if "kernel" in mine:
-        if group.title("gamma") in arrays:
-            rule = f"{group.title('gamma')} must not be there: no cell normalises, but mlx_lstm.recurrent can,"
-            fail("convert", rule, "this key")
         return [keras_words(group, mine, order)]
     words: Arrays = {}
     for leaf, array in mine.items():

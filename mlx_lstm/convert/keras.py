@@ -60,7 +60,8 @@ def from_keras(*layers: Any) -> Weights:
     for layer in layers:
         kind = type(layer).__name__
         if kind not in (*KINDS, "Bidirectional") or not hasattr(layer, "get_weights"):
-            whole = ": convert.read takes a file with all layers," if hasattr(layer, "layers") else ""
+            is_read = hasattr(layer, "layers") or kind == "RNN"  # an RNN of Keras' cells
+            whole = ": convert.read takes a file with all layers," if is_read else ""
             whole = ": pass the layers one by one," if isinstance(layer, (list, tuple)) else whole
             fail(op, f"layers must be LSTM, GRU, SimpleRNN or Bidirectional of Keras{whole}", kind)
         config = {"class_name": kind, "config": layer.get_config()}

@@ -263,6 +263,7 @@ def layer_arguments(where: Layout, layer: int, weights: Arrays, x: mx.array, sta
     if where.G == 1:
         arrays["activation"] = where.mode.removeprefix("rnn_")
     if where.skip and layer == 0:
+        # Layer 0 skips the product with Wx: each gate of each direction adds x itself. So x has H features.
         return arrays | {"x": mx.tile(x, (1, 1, where.D * where.G)), "Wx": None}
     return arrays | {"x": x, "Wx": weights["Wx"]}
 

@@ -335,7 +335,8 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
 
 def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.array) -> list[mx.array]:
     """Call the cell with arrays in the order of `names_of`. Return the new states. Raise an error if their number,
-    type, shape or dtype is wrong."""
+    type, shape or dtype is wrong. apart: whether the cell gets each preactivation as a pair (input's part, recurrent
+    part) instead of their sum."""
     x, rest = arrays[: counts.gates], arrays[counts.gates :]
     a: Sequence[Any] = x
     if apart:

@@ -82,7 +82,8 @@ def gru(
     reset_after, and pass [b_ir + b_hr, b_iz + b_hz, b_in] as bias and b_hn as secondary_bias.
 
     Args:
-        source (array): [T, N, I]; without input_weight [T, N, 3H], which is added to the gates directly.
+        source (array): [T, N, I], T steps, N batch items, I inputs; H units. Without input_weight [T, N, 3H], which is
+            added to the gates directly.
         recurrent_weight (array): R, [3H, H].
         input_weight (array, optional): W, [3H, I].
         bias (array, optional): b, [3H].

@@ -83,7 +83,8 @@ def lstm(
     what MPSGraph computes, see `mlx_lstm.mpsgraph`.
 
     Args:
-        source (array): [T, N, I]; without input_weight [T, N, 4H], which is added to the gates directly.
+        source (array): [T, N, I], T steps, N batch items, I inputs; H units. Without input_weight [T, N, 4H], which is
+            added to the gates directly.
         recurrent_weight (array): R, [4H, H].
         input_weight (array, optional): W, [4H, I].
         bias (array, optional): [4H].
@@ -160,7 +161,8 @@ def lstm_gradients(
     """Return the gradients of `lstm`. Apple's name of the op is
     `LSTMGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:cellOutputFwd:stateGradient:cellGradient:...`.
 
-    Only two results of the forward pass are needed, z_state and cell_output_fwd. No gate is computed again.
+    Only two results of the forward pass are needed, z_state and cell_output_fwd. No gate is computed again. Sizes: T
+    steps, N batch items, H units.
 
     Args:
         source, recurrent_weight, input_weight, bias, init_state, init_cell, mask, peephole, descriptor,

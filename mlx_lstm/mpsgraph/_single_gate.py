@@ -67,7 +67,8 @@ def single_gate_rnn(
         h_t &= s(z_t)
 
     Args:
-        source (array): [T, N, I]; without input_weight [T, N, H], which is added to z directly.
+        source (array): [T, N, I], T steps, N batch items, I inputs; H units. Without input_weight [T, N, H], which is
+            added to z directly.
         recurrent_weight (array): R, [H, H].
         input_weight (array, optional): W, [H, I].
         bias (array, optional): b, [H].

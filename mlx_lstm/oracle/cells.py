@@ -236,7 +236,7 @@ def gru_step(
 
 def gru_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
     """Return the gradients of one GRU step. dh [B,H] is the total cotangent of the step's h, dgates [B,3H] the
-    cotangent of the step's gates."""
+    cotangent of the step's gates. A GRU has no c: it passes dc on unchanged."""
     y = blocks(p, s.gates)
     da = lambda k, gradient: through(p, k, y[k], gradient, dgates, fl)  # noqa: E731
     of_z, of_rest = fl(dh * y["z"]), fl(dh * fl(1.0 - y["z"]))
@@ -275,7 +275,7 @@ def rnn_step(
 
 def rnn_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
     """Return the gradients of one step of a plain RNN. dh [B,H] is the total cotangent of the step's h, dgates [B,H]
-    the cotangent of the preactivation."""
+    the cotangent of the preactivation. A plain RNN has no c: it passes dc on unchanged, as it passes c on."""
     d = fl(fl(dh * SLOPES[p.activation](s.h, fl)) + dgates)
     to_sum = through_norm(p, s, d, d, fl)
     return Step(dh_in=fl.dot(to_sum["drecurrent"], p.Wh), dh_direct=None, dc_prev=dc, to_sum=to_sum)

@@ -6,6 +6,8 @@ a check fails, look for the error in the engine.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -188,6 +190,23 @@ def keeps_off_kinks(case: Call, dtype: DTypeLike) -> bool:
     )
 
 
+FIRST = 2**16
+"""How many random errors of each seed are kept. Trials of all cases have the same few seeds, and small cases need no
+more errors."""
+
+
+def errors(rng: np.random.Generator, shape: int | tuple[int, ...]) -> Array:
+    """Return random numbers with random signs, whose sizes are between 1 / 2 and 1."""
+    part = rng.uniform(-1.0, 1.0, shape)
+    return (part + np.copysign(1.0, part)) / 2
+
+
+@lru_cache(64)
+def first_errors(seed: int) -> Array:
+    """Return the first FIRST random errors of a generator with this seed."""
+    return errors(np.random.default_rng(seed), FIRST)
+
+
 class Noise(Arithmetic):
     """float64 arithmetic that adds a random error to every result, as large as the error that an operation in
     `dtype` may have.
@@ -205,25 +224,34 @@ class Noise(Arithmetic):
         self.unit: float = self.gain * unit
         self.accumulator_unit: float = self.gain * accumulated.eps / 2
         self.underflow: float = max(stored.smallest, accumulated.tiny)
-        self.seed: int | None = seed if systematic else None  # with a seed, the random errors repeat at every time step
-        self.rng: np.random.Generator = np.random.default_rng(seed)
+        self.systematic: bool = systematic  # then the random errors repeat at every time step
+        self.seed: int = seed
+        self.drawn: int = 0  # how many errors were drawn
+        self.rng: np.random.Generator | None = None  # draws the errors after the first FIRST ones
 
     def start_step(self) -> None:
-        if self.seed is not None:
-            self.rng = np.random.default_rng(self.seed)
+        if self.systematic:
+            self.drawn, self.rng = 0, None
 
     def load(self, value: Array) -> Array:
         return np.asarray(value).astype(np.complex128 if np.iscomplexobj(value) else np.float64)
 
     def move(self, limit: Array) -> Array:
         """Return random errors with random signs, whose sizes are between limit / 2 and limit."""
-        part = self.rng.uniform(-1.0, 1.0, np.shape(limit))
-        return limit * (part + np.copysign(1.0, part)) / 2
+        shape = np.shape(limit)
+        start, self.drawn = self.drawn, self.drawn + prod(shape)
+        if self.drawn <= FIRST:
+            return limit * first_errors(self.seed)[start : self.drawn].reshape(shape)
+        if self.rng is None:
+            self.rng = np.random.Generator(np.random.PCG64(self.seed).advance(start))
+        return limit * errors(self.rng, shape)
 
     def __call__(self, value: Array | float, units: int = 0) -> Array:
-        limit = (self.unit + units * self.accumulator_unit) * np.abs(value) + self.underflow
-        # Keep an exact zero: a moved zero would cross the kink of relu.
-        return value + self.move(np.where(value == 0, 0.0, limit))
+        limit = (self.unit + units * self.accumulator_unit) * np.abs(value)
+        limit += self.underflow
+        if np.count_nonzero(value) < limit.size:  # keep an exact zero: a moved zero would cross the kink of relu
+            limit = np.where(value == 0, 0.0, limit)
+        return value + self.move(limit)
 
     def dot(self, a: Array, b: Array) -> Array:
         errors = np.sqrt(a.shape[-1]) * (np.abs(a) @ np.abs(np.real(b)))

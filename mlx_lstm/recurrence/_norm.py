@@ -15,10 +15,11 @@ SomeCell = TypeVar("SomeCell", bound=AnyCell)
 class Norm(NamedTuple):
     """Layer normalisation inside the steps of `lstm`, `gru`, `rnn` and `pointwise`.
 
-    LN(a) = scale (a - mean) / sqrt(variance + eps) + shift, with the mean and the variance (of all numbers, as in
-    torch) over the units of one item and one step. The preactivations of a step are, instead of x Wx^T + h Wh^T + b:
+    LN(a) = scale (a - mean) / sqrt(variance + eps) + shift. The mean and the variance are over the units of one batch
+    item at one step; the variance divides by their number, as `torch.nn.LayerNorm` does. Without a norm the
+    preactivations of a step are x Wx^T + h Wh^T + b. With it they are:
 
-        of="products"   LN(x Wx^T) + LN(h Wh^T) + b, each with arrays of its own
+        of="products"   LN(x Wx^T) + LN(h Wh^T) + b, each LN with its own scale and shift
         of="recurrent"  x Wx^T + LN(h Wh^T) + b
         of="sum"        LN(x Wx^T + h Wh^T + b)
 
@@ -31,15 +32,21 @@ class Norm(NamedTuple):
         TF1's LayerNormBasicLSTMCell                Norm("sum", gates="each", c="state", eps=1e-12)
         Dreamer's GRU                               Norm("sum", eps=1e-3) of a `pointwise` cell
 
-    of (str, optional): what is normalised, see above; None for c alone. Default: `"products"`. scale, shift [G H]: of
-    the recurrent product or of the sum. input_scale, input_shift [G H]: of x Wx^T, with `"products"`. c (str,
-    optional): for an LSTM, normalise c after its clip: for `"output"` only where h is computed from it, h = o
-    tanh(LN(c)); with `"state"` the normalised c is the state that the next step reads, and the output c. Default:
-    `None`, c is not normalised. c_scale, c_shift [H]: of c. gates (str): `"together"` takes the mean over all G H
-    numbers, `"each"` over the H numbers of each gate. eps (float): added to each variance. Default: 1e-5.
+    The fields, with G gates and H units:
 
-    An array that is None is 1 (a scale) or 0 (a shift). With both directions the arrays are [2, G H] and [2, H]. They
-    have the dtype of x. To get their gradient, make the `Norm` inside of the function that MLX differentiates.
+    - of (str, optional): what is normalised, see above. None: only c. Default: `"products"`.
+    - scale, shift [G H]: those of the recurrent product, or of the sum.
+    - input_scale, input_shift [G H]: those of x Wx^T, with `"products"` only.
+    - c (str, optional): whether an LSTM's c is normalised, after its clip. `"output"`: only where h is computed from
+      it, h = o tanh(LN(c)). `"state"`: the normalised c is also the output c, and the next step reads it. Default:
+      `None`, c is not normalised.
+    - c_scale, c_shift [H]: those of c.
+    - gates (str): which numbers share a mean and a variance. `"together"`: all G H numbers. `"each"`: the H numbers of
+      one gate. Default: `"together"`.
+    - eps (float): is added to each variance. Default: 1e-5.
+
+    If a scale is None, it is 1; if a shift is None, it is 0. With both directions the arrays are [2, G H] and [2, H].
+    They have the dtype of x. To get their gradient, make the `Norm` inside the function that MLX differentiates.
 
     Example:
         >>> import mlx.core as mx
@@ -96,8 +103,8 @@ def with_norm(op: str, cell: SomeCell, norm: Any, arrays: dict[str, Any]) -> tup
 
 
 def options_of(op: str, cell: Any, norm: Any) -> NormOptions:
-    """Check the options of a `Norm` for this cell, or a user's cell before it is traced. Return them as engines take
-    them."""
+    """Check the options of a `Norm` for this cell, and return them as engines take them. The cell may be a user's cell
+    that is not traced yet."""
     if not isinstance(norm, Norm):
         fail(op, 'norm must be a mlx_lstm.Norm, such as Norm() or Norm("sum", scale)', type(norm).__name__)
     check_option(op, "norm.of", norm.of, tuple(OF))
@@ -134,8 +141,8 @@ def layer_norm_of(op: str, cell: Any, layer_norm: Any) -> NormOptions | None:
 
 
 def layer_norm_arrays(norm: NormOptions, gates: int, H: int) -> dict[str, int]:
-    """Return the names of the parameters of a layer with layer normalisation, and their widths. A shift of a product
-    would do the same as the bias, so there is none."""
+    """Return the names of the parameters of a layer with layer normalisation, and their widths. A product has no shift,
+    because its shift and the bias would be added to the same preactivations."""
     found = {"norm_scale": gates * H} if norm.of is not None else {}
     found |= {"norm_input_scale": gates * H} if norm.of == "products" else {}
     found |= {"norm_shift": gates * H} if norm.of == "sum" else {}

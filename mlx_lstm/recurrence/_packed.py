@@ -17,8 +17,8 @@ class PackedSequence(NamedTuple):
 
     data: [P, ...], the P steps of all sequences: first step 0 of every sequence, the longest sequence first, then
     step 1 of every sequence that has one, and so on. batch_sizes: how many sequences have each step, a tuple of int
-    where torch has a tensor. sorted_indices [N]: which sequence of the batch comes first, second and so on; None: they
-    were sorted. unsorted_indices [N]: the inverse of sorted_indices.
+    where torch has a tensor. sorted_indices [N], for N sequences: which sequence of the batch comes first, second and
+    so on; None: they were sorted. unsorted_indices [N]: the inverse of sorted_indices.
     """
 
     data: mx.array
@@ -35,7 +35,7 @@ def pack_padded_sequence(
     Equals `torch.nn.utils.rnn.pack_padded_sequence`, with its gradient.
 
     Args:
-        input (array): [L, N, ...]; with `batch_first` [N, L, ...].
+        input (array): [L, N, ...], L steps of N sequences; with `batch_first` [N, L, ...].
         lengths (list or integer array): [N], the number of steps of each sequence, in 1..L.
         batch_first (bool): the order of the axes of input. Default: `False`.
         enforce_sorted (bool): whether the lengths must fall, the longest first. With `False` they may have any order.
@@ -89,7 +89,8 @@ def pad_packed_sequence(
 
     Args:
         sequence (PackedSequence): the sequences.
-        batch_first (bool): whether the result is [N, L, ...] or [L, N, ...]. Default: `False`, [L, N, ...].
+        batch_first (bool): whether the result is [N, L, ...] or [L, N, ...], for N sequences of L steps. Default:
+            `False`, [L, N, ...].
         padding_value (float): the value after a sequence's end. Default: 0.
         total_length (int, optional): L, at least the length of the longest sequence. Default: that length.
 

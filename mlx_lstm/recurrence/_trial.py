@@ -223,8 +223,9 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
         group = problem.packing.group_size if problem.packing and is_packed(weight, problem.names) else 1
         least = width % 32 + (32 if width % 32 < SMALL else 0)
         if group > 1 and stepwise_rows(problem.B, problem.cut) < 8:
-            # A loop in the kernel reads 128 or 256 quantized weights of a row in each iteration (turn). If the call's
-            # rows need several iterations, the trial's rows must, too, so that the same code is tested.
+            # If a threadgroup computes fewer than 8 batch items, a loop in the kernel reads 128 or 256 quantized
+            # weights of a row in each iteration. If the call's rows need several iterations, the trial's rows must,
+            # too, so that the same code is tested.
             least += 256 if width > 256 else 128 if width > 128 else 0
         return next((w for w in range(least, width, 32) if w % group == 0), width)
 

@@ -1,4 +1,7 @@
-"""Run one step of TensorFlow's GRU block cell, or compute its gradient."""
+"""Run one step of TensorFlow's GRU block cell, or compute its gradient.
+
+Letters in shapes: N batch items, I inputs, H units. Names are TensorFlow's: u is the update gate (our z), c the
+candidate (our n)."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +15,8 @@ from ._checks import check_gru_block_cell
 
 
 class GRUBlockCellOutput(NamedTuple):
-    """Outputs of `gru_block_cell`: r, u, c, h, each [N, H]. The gates r, u, c are values after activation."""
+    """Outputs of `gru_block_cell`: r, u, c, h, each [N, H] (N batch items, H units). The gates r, u and the candidate c
+    are values after activation."""
 
     r: mx.array
     u: mx.array
@@ -49,8 +53,8 @@ def gru_block_cell(
     h alone, the gradient equals the one that TensorFlow 1 had registered.
 
     Args:
-        x (array): [N, I].
-        h_prev (array): [N, H].
+        x (array): [N, I]: N batch items, I inputs.
+        h_prev (array): [N, H]: H units.
         w_ru (array): [I + H, 2H], the columns of r first.
         w_c (array): [I + H, H].
         b_ru (array): [2H].

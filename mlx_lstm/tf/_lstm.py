@@ -1,4 +1,8 @@
-"""Run TensorFlow's LSTM block ops, for one step or a sequence, and their gradients."""
+"""Run TensorFlow's LSTM block ops, for one step or a sequence, and their gradients.
+
+Letters in shapes: T steps, N batch items, I inputs, H units. Names are TensorFlow's: cs is the cell state before tanh,
+co after it, ci the candidate (our g), and wci, wcf, wco are the peepholes of i, f, o.
+"""
 
 from typing import Any, NamedTuple
 
@@ -17,8 +21,8 @@ ICFO, IFCO = TF["icfo"], TF["ifco"]
 
 
 class BlockLSTMOutput(NamedTuple):
-    """Outputs of the LSTM ops: i, cs, f, o, ci, co, h, each [T, N, H]; from `lstm_block_cell` [N, H]. The gates are
-    values after activation; cs is clipped, and co is tanh(cs)."""
+    """Outputs of the LSTM ops, each [T, N, H] (T steps, N batch items, H units); from `lstm_block_cell` [N, H]. The
+    gates i, f, o and ci (the candidate) are values after activation; cs is the clipped cell state, co is tanh(cs)."""
 
     i: mx.array
     cs: mx.array
@@ -30,8 +34,8 @@ class BlockLSTMOutput(NamedTuple):
 
 
 class LSTMBlockCellGradOutput(NamedTuple):
-    """Outputs of `lstm_block_cell_grad`: cs_prev_grad [N, H]; dicfo [N, 4H], the gradient of the preactivations;
-    wci_grad, wcf_grad, wco_grad [H]."""
+    """Outputs of `lstm_block_cell_grad`, for N batch items and H units: cs_prev_grad [N, H]; dicfo [N, 4H], the
+    gradient of the preactivations; wci_grad, wcf_grad, wco_grad [H]."""
 
     cs_prev_grad: mx.array
     dicfo: mx.array
@@ -42,7 +46,7 @@ class LSTMBlockCellGradOutput(NamedTuple):
 
 class BlockLSTMGradOutput(NamedTuple):
     """Outputs of `block_lstm_grad`: x_grad [T, N, I], cs_prev_grad, h_prev_grad [N, H], w_grad [I + H, 4H],
-    wci_grad, wcf_grad, wco_grad [H], b_grad [4H]."""
+    wci_grad, wcf_grad, wco_grad [H], b_grad [4H]. Sizes: T steps, N batch items, I inputs, H units."""
 
     x_grad: mx.array
     cs_prev_grad: mx.array
@@ -204,7 +208,7 @@ def block_lstm(
         seq_len_max (int or integer array of rank 0): the number of steps to run, 0..T, for the whole batch. x is never
             read after them. The last state is the state at step seq_len_max - 1. Inside `mx.compile` seq_len_max has to
             be an int.
-        x (array): [T, N, I].
+        x (array): [T, N, I]: T steps, N batch items, I inputs. H is the number of units.
         cs_prev, h_prev (array): the states before the first step, [N, H].
         w (array): the weights of x and h, [I + H, 4H].
         wci, wcf, wco (array): peepholes of i, f, o, [H]. Without `use_peephole` they are not used.
@@ -324,7 +328,7 @@ def block_lstm_v2(
     Args:
         seq_len_max (int or integer array of rank 0): the number of steps to run, 0..T, for the whole batch. Inside
             `mx.compile` it has to be an int.
-        x (array): [T, N, I].
+        x (array): [T, N, I]: T steps, N batch items, I inputs. H is the number of units.
         cs_prev, h_prev (array): the states before the first step, [N, H].
         w (array): the weights of x and h, [I + H, 4H], in the gate order i, f, c, o.
         wci, wcf, wco (array): peepholes of i, f, o, [H]. Without `use_peephole` they are not used.
@@ -390,12 +394,14 @@ def lstm_names(*arrays: mx.array) -> Arrays:
 
 
 def lstm_arguments(order: str, names: Arrays, use_peephole: bool) -> dict[str, Any]:
-    """Convert TensorFlow's arrays, with x [T, N, I], to the arguments of `mlx_lstm.lstm`; Wx and Wh are views of w."""
+    """Convert TensorFlow's arrays, with x [T, N, I], to the arguments of `mlx_lstm.lstm`; Wx and Wh are views of w.
+    order: the gate order of w and b."""
     x, w, I = names["x"], names["w"], names["x"].shape[-1]
     arrays = {"x": x, "Wx": w[:I].T, "Wh": w[I:].T, "b": names["b"], "h0": names["h_prev"], "c0": names["cs_prev"]}
     if I == 0:  # with I = 0 the input's part of the preactivations is 0
         arrays |= {"x": mx.zeros((*x.shape[:-1], w.shape[1]), x.dtype), "Wx": None}
     if use_peephole:
+        # `mlx_lstm.lstm` takes one vector for all gates. The candidate has no peephole, so its block is zeros.
         wci, wcf, wco = (names[name] for name in PEEPHOLES)
         arrays["peephole"] = mx.concatenate(in_order(order, wci, wcf, mx.zeros_like(wci), wco))
     return arrays | {"gate_order": order}

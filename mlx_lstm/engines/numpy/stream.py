@@ -81,7 +81,7 @@ class Stream:
         self.h: list[Array] = [self.outward(rows) for rows in last.h]
 
     def outward(self, rows: Array) -> Array:
-        """Return a view (*batch, F) of an array [F, B]."""
+        """Return a view (*batch, F) of an array [F, B] of F features. B is the product of the batch axes."""
         return rows.T.reshape(*self.batch, -1) if len(rows) else rows
 
     def __call__(self, x: Array, keep: Array | None = None, inputs: Array | None = None) -> Array:

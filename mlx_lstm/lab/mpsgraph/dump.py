@@ -23,8 +23,9 @@ ALWAYS = ("training", "produce_cell")
 
 
 class Dump(NamedTuple):
-    """Arrays that a user saved from an app, together with the sizes T, N, I, H, G, D that explain their shapes. The
-    arguments are in `case`, in the layouts of the user's file; the results are in `results`."""
+    """Arrays that a user saved from an app, together with the sizes that explain their shapes: T steps, N batch items,
+    I inputs, H units, G gates, D directions, and K, which is as large as H (see `groups`). The arguments are in `case`,
+    in the layouts of the user's file; the results are in `results`."""
 
     case: CompareCase
     results: Arrays
@@ -257,7 +258,7 @@ def shaped(dump: Dump) -> list[tuple[str, np.ndarray]]:
 
 def sized(case: CompareCase, results: Arrays, both: bool) -> Iterator[Dump]:
     """Yield a `Dump` for each choice of sizes that fits the number of elements of the weights and the axes of the
-    source. `both`: whether to assume two directions."""
+    source, the op's input. `both`: whether to assume two directions."""
     G, D, arrays = GATES[case.op], 2 if both else 1, case.arrays
     H = math.isqrt(arrays["recurrent_weight"].size // (D * G))
     if arrays["recurrent_weight"].size != D * G * H * H or arrays["source"].ndim != 3:

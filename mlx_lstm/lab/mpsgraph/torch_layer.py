@@ -111,7 +111,7 @@ def state(case: CompareCase, name: str, device: str) -> Any:
 
 
 def side_by_side(value: Any) -> Any:
-    """Convert a tensor from [D, N, H] to [N, D H]."""
+    """Convert a tensor from [D, N, H] to [N, D H]. Sizes: D directions, N batch items, H units."""
     import torch
 
     return torch.cat(list(value), dim=-1)
