@@ -98,8 +98,8 @@ def test_nodes_of_onnx(engine):
 
 
 def test_module_samples_of_torch():
-    """All samples in torch's own tests of nn.LSTM, GRU and RNN give torch's results. They run in training and
-    evaluation mode, with and without requires_grad.
+    """All samples in torch's own tests of nn.LSTM, GRU and RNN give torch's results. They run in training mode
+    with requires_grad, and in evaluation mode without.
 
     The samples run in a child process, because their imports crash a process that has imported TensorFlow.
     """
@@ -108,7 +108,7 @@ def test_module_samples_of_torch():
     code = "import test_peer_suites; print(test_peer_suites.check_module_samples())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.split() == ["320"]
+    assert found.stdout.split() == ["160"]
 
 
 def check_module_samples():
@@ -118,7 +118,7 @@ def check_module_samples():
 
     kinds, count = (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN), 0
     for info in (info for info in common_modules.module_db if info.module_cls in kinds):
-        for training, with_gradient in ((True, True), (True, False), (False, True), (False, False)):
+        for training, with_gradient in ((True, True), (False, False)):
             drawn = {"device": "cpu", "dtype": torch.float32, "requires_grad": with_gradient, "training": training}
             for sample in info.module_inputs_func(info, **drawn):
                 check_sample(torch, info.module_cls, sample, training)

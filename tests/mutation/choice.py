@@ -2,12 +2,14 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 TABLES = ("tests/machine_code/", "tests/mutation/", "tests/test_kernel_mutations.py")
 """Tests that compare the text of the sources with a table. They fail for any change, right or wrong."""
 
 
+@cache
 def module_path(root: Path, name: str) -> str:
     """Return the path of the file of a module's name, or "" if it is not in the repository."""
     parts = name.split(".")
@@ -18,6 +20,7 @@ def module_path(root: Path, name: str) -> str:
     return ""
 
 
+@cache  # one call of `tests_of` reads every file of the repository
 def imports(root: Path, path: str) -> set[str]:
     """Return the paths of the files of the repository that a file imports, or whose shader it names."""
     text = (root / path).read_text()
