@@ -57,7 +57,8 @@ void sum_of_own_unit(thread float (&sums)[SIZE]) {
 
 // The functions below compute operations of MLX that Metal lacks, or that Metal computes with a larger error.
 
-inline float own_sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
+// Return 0 for NaN, and a zero with its sign, as MLX does.
+inline float own_sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x == 0.0f ? x : 0.0f; }
 
 inline float own_max(float a, float b) { return a > b || a != a ? a : b; }
 
