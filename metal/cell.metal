@@ -7,20 +7,47 @@
 //   bits 23-    the cell's own options, listed in its file
 // Gates are numbered in the order i, f, g, o (LSTM) or r, z, n (GRU). The plain RNN cell has one gate, number 0.
 //
-// Kernels are templates over the struct, called Cell there. They use these members:
-//   GATES          the number of gates; a gate axis has GATES blocks of H numbers
-//   block(gate)    the position of a gate's block
-//   HAS_C          whether the cell has a state c besides h
-//   PASSES_H       whether a part of h reaches the next h without the recurrent product
-//   CONSTANTS      how many numbers a unit reads once per launch (peephole, bhn); constants(...) reads them
-//   forward        one step of one unit of one batch item: sums of products, preactivations -> gates, state, h
-//   backward       the same step in reverse: gradients of h and c -> gradients of the preactivations and of the state
-//                  before the step
+// A cell that a user wrote is a struct `Own` without parameter, which mlx_lstm/engines/metal/pointwise.py generates.
+//
+// Kernels are templates over the struct, called Cell there. A unit has one number in each block of H numbers of an
+// array. Kernels use these members:
+//   GATES          the number of preactivations; block(gate) is the position of a gate's block
+//   PRODUCTS       how many of them have a recurrent product: GATES, or 0 for a cell without one
+//   CARRIED        the number of states besides h (1 for c of an LSTM), which are stored in float
+//   PASSES_H       whether a step reads h, besides in the recurrent product
+//   READS_BEFORE, READS_AFTER   which states a backward step reads before and after the step: one bit per state, h first
+//   KEPT           how many numbers of a unit the forward pass saves for the backward pass (the gates)
+//   GRADIENTS      how many gradients of preactivations the backward pass stores, those of the products first
+//   INPUTS         how many numbers a unit reads at each step besides the preactivations (0 for the built-in cells)
+//   CONSTANTS      how many numbers p a unit reads once per launch; constants(...) reads them
+//   SUMMED         how many of them have a gradient that the backward pass sums over the steps
+//   forward        one step of one unit of one batch item, with the parameters
+//                    p     the constants        u   the inputs of the step
+//                    sums  the recurrent products
+//                    s     the states, h first: on entry those before the step, times `keep`; on return the new ones
+//                    y     on entry the input's parts of the preactivations, on return the numbers to save
+//   backward       the same step in reverse, with p, u, the saved numbers y and
+//                    before, after   the states before the step, times `keep`, and those after it
+//                    ds    on entry the gradients of the new states; on return those of `before`, without the part that
+//                          goes through the recurrent product
+//                    d     on entry the cotangents of y, on return the gradients of the preactivations
+//                    du    the gradients of u                 dp  the gradients of the SUMMED constants
+//                  A GRU, which has no inputs, gets in u[0] the recurrent product q of its candidate
 //   SEGMENTS       the number of parts into which the backward step divides the product dz Wh: 1 for all gates
 //                  together, or one part for each gate that has weights in this product
 //   product_gradient   the gradient of a gate's recurrent product; for a GRU's candidate it differs from the gradient
 //                      of the preactivation
 // All arithmetic is in float, even if the arrays store 16-bit numbers.
+
+// The size of an array for COUNT numbers. It is at least 1, because Metal has no arrays of size 0.
+template <int COUNT> constant constexpr int SIZE_FOR = COUNT == 0 ? 1 : COUNT;
+
+// The number of states whose gradients bypass the recurrent product, and the first of these states (h is number 0).
+template <class Cell> constant constexpr int CARRIES = int(Cell::CARRIED) + int(Cell::PASSES_H);
+template <class Cell> constant constexpr int FIRST_CARRY = 1 - int(Cell::PASSES_H);
+
+// The numbers of a unit that pass through `y` of a cell's forward step: preactivations, then saved numbers.
+template <class Cell> constant constexpr int VALUES = Cell::GATES > Cell::KEPT ? int(Cell::GATES) : int(Cell::KEPT);
 
 enum Activation { IDENTITY, RELU, TANH, SIGMOID, HARD_SIGMOID, HARD_SIGMOID_SIXTH };
 

@@ -13,7 +13,8 @@
 // A unit has one constant, its bias bhn, which is read once per launch. It is 0 if the reset comes before the product.
 template <int OPTIONS>
 struct GRUCell {
-  enum { GATE_R, GATE_Z, GATE_N, GATES = 3, CONSTANTS = 1, HAS_C = 0, PASSES_H = 1 };
+  enum { GATE_R, GATE_Z, GATE_N, GATES, PRODUCTS = 3, KEPT = 3, GRADIENTS = 3, CARRIED = 0, PASSES_H = 1 };
+  enum { READS_BEFORE = 1, READS_AFTER = 0, CONSTANTS = 1, INPUTS = 0, SUMMED = 0 };
   enum { RESETS_BEFORE = (OPTIONS >> 23) & 1, FLIPS_Z = (OPTIONS >> 24) & 1, SEGMENTS = RESETS_BEFORE ? 2 : 3 };
 
   static constexpr int block(int gate) { return block_of(OPTIONS, gate); }
@@ -22,7 +23,7 @@ struct GRUCell {
   // Read one unit's value of bhn, the bias of the candidate's recurrent product, from the array [D H], D directions
   // with H units each.
   template <class Index, class Arrays>
-  static void constants(thread const Arrays& a, int direction, int H, int unit, thread float (&bhn)[1]) {
+  static void constants(thread const Arrays& a, int direction, int H, int unit, thread float* bhn) {
     bhn[0] = value_at(a.bhn, Index(direction) * H + unit, 0.0f);
   }
 
@@ -42,15 +43,13 @@ struct GRUCell {
     return second + z * (first - second);
   }
 
-  // Compute one step, with the reset after the product, and return the new h. sums: the recurrent products. y: on entry
-  // the input's part of the preactivations, on return the gates.
-  static float forward(
-      thread const float (&sums)[3], thread const float (&bhn)[1], float, float, float h_prev, thread float&,
-      thread float (&y)[3]) {
+  // Compute one step, with the reset after the product. y: on return the gates.
+  static void forward(
+      thread const float* bhn, thread const float*, thread const float* sums, thread float* h, thread float* y) {
     y[GATE_R] = reset(y[GATE_R] + sums[GATE_R]);
     y[GATE_Z] = activate(activation(GATE_Z), y[GATE_Z] + sums[GATE_Z]);
     y[GATE_N] = candidate(y[GATE_N], y[GATE_R], sums[GATE_N] + bhn[0]);
-    return state(y[GATE_Z], y[GATE_N], h_prev);
+    h[0] = state(y[GATE_Z], y[GATE_N], h[0]);
   }
 
   // update_backward returns the gradient of z's preactivation. candidate_backward returns the gradient of n's
@@ -70,22 +69,20 @@ struct GRUCell {
   // the term is the masked h times the gradient of r h.
   static float reset_backward(float r, float dr) { return dr * slope(activation(GATE_R), r); }
 
-  // Compute one step in reverse. y: the gates. dh: on entry the gradient of the new h, on return the part of the
-  // gradient of h_prev that bypasses the products. dz: on entry the cotangents of the gates, on return the gradients of
-  // the preactivations. If the reset comes before the product, dz of gate r stays unchanged here, because its gradient
-  // needs another product.
+  // Compute one step in reverse. y: the gates. q: the candidate's recurrent product. If the reset comes before the
+  // product, dz of gate r stays unchanged here, because its gradient needs another product.
   static void backward(
-      thread const float (&y)[3], thread const float (&)[1], float h_prev, float, float q, float, thread float& dh,
-      thread float&, thread float (&dz)[3]) {
-    dz[GATE_Z] = update_backward(y[GATE_Z], y[GATE_N], h_prev, dh, dz[GATE_Z]);
-    dz[GATE_N] = candidate_backward(y[GATE_Z], y[GATE_N], dh, dz[GATE_N]);
-    dh = past_products(y[GATE_Z], dh);
-    if (!RESETS_BEFORE) dz[GATE_R] = reset_backward(y[GATE_R], dz[GATE_R] + dz[GATE_N] * q);
+      thread const float*, thread const float* q, thread const float* y, thread const float* h_prev,
+      thread const float*, thread float* dh, thread float* dz, thread float*, thread float*) {
+    dz[GATE_Z] = update_backward(y[GATE_Z], y[GATE_N], h_prev[0], dh[0], dz[GATE_Z]);
+    dz[GATE_N] = candidate_backward(y[GATE_Z], y[GATE_N], dh[0], dz[GATE_N]);
+    dh[0] = past_products(y[GATE_Z], dh[0]);
+    if (!RESETS_BEFORE) dz[GATE_R] = reset_backward(y[GATE_R], dz[GATE_R] + dz[GATE_N] * q[0]);
   }
 
   // Return the gradient of a gate's recurrent product. The candidate's product is multiplied by r before it enters the
   // preactivation, so its gradient is dz_n r.
-  static float product_gradient(int gate, thread const float (&y)[3], thread const float (&dz)[3]) {
+  static float product_gradient(int gate, thread const float* y, thread const float* dz) {
     return gate == GATE_N ? dz[GATE_N] * y[GATE_R] : dz[gate];
   }
 };

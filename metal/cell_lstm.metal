@@ -11,21 +11,25 @@
 //   bits 23-24   0 without peepholes; 1 if o reads the new c, 2 if o reads c_prev
 //   bit 25       1 if c is clipped
 //   bit 26       1 if the clip stops gradients
-// The constants of a unit are its peephole weights p, in the order i, f, g, o.
+// The constants of a unit are its peephole weights p in the order i, f, g, o, then the forget bias and the limit of c.
 template <int OPTIONS>
 struct LSTMCell {
-  enum { GATE_I, GATE_F, GATE_G, GATE_O, OUTPUT, GATES = 4, CONSTANTS = 4, SEGMENTS = 1, HAS_C = 1, PASSES_H = 0 };
+  enum { GATE_I, GATE_F, GATE_G, GATE_O, OUTPUT, FORGET_BIAS = 4, LIMIT, CONSTANTS };
+  enum { GATES = 4, PRODUCTS = 4, KEPT = 4, GRADIENTS = 4, SEGMENTS = 1, CARRIED = 1, PASSES_H = 0 };
+  enum { READS_BEFORE = 2, READS_AFTER = 2, INPUTS = 0, SUMMED = 0 };
   enum { NO_PEEPHOLE, O_SEES_CURRENT, O_SEES_PREVIOUS, PEEPHOLE = (OPTIONS >> 23) & 3 };
   enum { CLIPS = (OPTIONS >> 25) & 1, STOPS = (OPTIONS >> 26) & 1 };
 
   static constexpr int block(int gate) { return block_of(OPTIONS, gate); }
   static constexpr int activation(int gate) { return activation_of(OPTIONS, gate); }
 
-  // Read the four peephole weights p of one unit from the array [D, 4H].
+  // Read the four peephole weights of one unit from the array [D, 4H], then the two numbers of the cell.
   template <class Index, class Arrays>
-  static void constants(thread const Arrays& a, int direction, int H, int unit, thread float (&p)[4]) {
+  static void constants(thread const Arrays& a, int direction, int H, int unit, thread float* p) {
     for (int gate = 0; gate < 4; ++gate)
       p[gate] = value_at(a.peephole, (Index(4) * direction + block(gate)) * H + unit, 0.0f);
+    p[FORGET_BIAS] = value_at(a.numbers, 0, 0.0f);
+    p[LIMIT] = value_at(a.numbers, 1, 0.0f);
   }
 
   // Return a gate's preactivation: a, plus the peephole term p c and, for gate f, the forget bias. a: the parts of the
@@ -45,19 +49,17 @@ struct LSTMCell {
     return CLIPS ? within(-limit, c, limit) : c;
   }
 
-  // Compute one step and return m = o s_output(c), which is h unless there is a projection. sums: the recurrent
-  // products. y: on entry the input's part of the preactivations, on return the gates. c: on entry c_prev, on return
-  // the new c. The unnamed float parameter is h_prev, which only other cells need.
-  static float forward(
-      thread const float (&sums)[4], thread const float (&p)[4], float forget_bias, float limit, float,
-      thread float& c, thread float (&y)[4]) {
-    const float c_prev = c;
+  // Compute one step. Of the states s, s[1] is c, and s[0] becomes m = o s_output(c), which is h unless there is a
+  // projection. y: on return the gates.
+  static void forward(
+      thread const float* p, thread const float*, thread const float* sums, thread float* s, thread float* y) {
+    const float c_prev = s[1];
     for (int k = 0; k < 4; ++k) y[k] += sums[k];
-    for (int k = GATE_I; k < GATE_O; ++k) y[k] = gate(k, y[k], p[k], c_prev, forget_bias);
-    c = state(y[GATE_I], y[GATE_F], y[GATE_G], c_prev, limit);
-    const float seen = PEEPHOLE == O_SEES_CURRENT ? c : c_prev;
-    y[GATE_O] = gate(GATE_O, y[GATE_O], p[GATE_O], seen, forget_bias);
-    return y[GATE_O] * activate(activation(OUTPUT), c);
+    for (int k = GATE_I; k < GATE_O; ++k) y[k] = gate(k, y[k], p[k], c_prev, p[FORGET_BIAS]);
+    s[1] = state(y[GATE_I], y[GATE_F], y[GATE_G], c_prev, p[LIMIT]);
+    const float seen = PEEPHOLE == O_SEES_CURRENT ? s[1] : c_prev;
+    y[GATE_O] = gate(GATE_O, y[GATE_O], p[GATE_O], seen, p[FORGET_BIAS]);
+    s[0] = y[GATE_O] * activate(activation(OUTPUT), s[1]);
   }
 
   // Return the gradient of c after the step, without the terms of the peepholes. It has two parts: dc comes from the
@@ -77,26 +79,25 @@ struct LSTMCell {
   // cotangent of the gate. slope: the derivative of the gate's activation.
   static float gate_backward(float dy, float d, float other, float slope) { return (dy + d * other) * slope; }
 
-  // Compute one step in reverse. y: the gates. dm: on entry the gradient of m, on return 0, because h_prev is used only
-  // in the recurrent product. dc: on entry the gradient of the new c, on return the gradient of c_prev. dz: on entry
-  // the cotangents of the gates, on return the gradients of the preactivations. limit: the limit of c, which only a
-  // clip that stops gradients needs. The unnamed float parameter is q, which only a GRU needs.
+  // Compute one step in reverse. y: the gates. ds: the gradients of m and of the new c; on return 0, because h_prev is
+  // used only in the recurrent product, and the gradient of c_prev.
   static void backward(
-      thread const float (&y)[4], thread const float (&p)[4], float c_prev, float c, float, float limit,
-      thread float& dm, thread float& dc, thread float (&dz)[4]) {
-    const float s = activate(activation(OUTPUT), c);
+      thread const float* p, thread const float*, thread const float* y, thread const float* before,
+      thread const float* after, thread float* ds, thread float* dz, thread float*, thread float*) {
+    const float c_prev = before[1], s = activate(activation(OUTPUT), after[1]), dm = ds[0];
     dz[GATE_O] = gate_backward(dz[GATE_O], dm, s, slope(activation(GATE_O), y[GATE_O]));
-    dc = state_backward(dc, dm, y[GATE_O], s);
+    float dc = state_backward(ds[1], dm, y[GATE_O], s);
     if (PEEPHOLE == O_SEES_CURRENT) dc += dz[GATE_O] * p[GATE_O];
-    if (STOPS) dc = clip_backward(dc, y[GATE_I], y[GATE_F], y[GATE_G], c_prev, c, limit);
+    if (STOPS) dc = clip_backward(dc, y[GATE_I], y[GATE_F], y[GATE_G], c_prev, after[1], p[LIMIT]);
     dz[GATE_I] = gate_backward(dz[GATE_I], dc, y[GATE_G], slope(activation(GATE_I), y[GATE_I]));
     dz[GATE_F] = gate_backward(dz[GATE_F], dc, c_prev, slope(activation(GATE_F), y[GATE_F]));
     dz[GATE_G] = gate_backward(dz[GATE_G], dc, y[GATE_I], slope(activation(GATE_G), y[GATE_G]));
     dc *= y[GATE_F];
     if (PEEPHOLE != NO_PEEPHOLE) dc += dz[GATE_I] * p[GATE_I] + dz[GATE_F] * p[GATE_F] + dz[GATE_G] * p[GATE_G];
     if (PEEPHOLE == O_SEES_PREVIOUS) dc += dz[GATE_O] * p[GATE_O];
-    dm = 0.0f;
+    ds[0] = 0.0f;
+    ds[1] = dc;
   }
 
-  static float product_gradient(int gate, thread const float (&)[4], thread const float (&dz)[4]) { return dz[gate]; }
+  static float product_gradient(int gate, thread const float*, thread const float* dz) { return dz[gate]; }
 };

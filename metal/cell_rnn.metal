@@ -2,30 +2,29 @@
 // as the cell's only gate, so that all cells share the layout of gates.
 template <int OPTIONS>
 struct RNNCell {
-  enum { GATES = 1, CONSTANTS = 1, SEGMENTS = 1, HAS_C = 0, PASSES_H = 0 };
+  enum { GATES = 1, PRODUCTS = 1, KEPT = 1, GRADIENTS = 1, SEGMENTS = 1, CARRIED = 0, PASSES_H = 0 };
+  enum { READS_BEFORE = 0, READS_AFTER = 1, CONSTANTS = 0, INPUTS = 0, SUMMED = 0 };
 
   static constexpr int block(int) { return 0; }
   static constexpr int activation(int gate) { return activation_of(OPTIONS, gate); }
 
   template <class Index, class Arrays>
-  static void constants(thread const Arrays&, int, int, int, thread float (&p)[1]) { p[0] = 0.0f; }
+  static void constants(thread const Arrays&, int, int, int, thread float*) {}
 
-  // Compute one step and return h. y: on entry the input's part of the preactivation, on return the preactivation.
-  static float forward(
-      thread const float (&sums)[1], thread const float (&)[1], float, float, float, thread float&,
-      thread float (&y)[1]) {
+  // Compute one step. y: on return the preactivation.
+  static void forward(
+      thread const float*, thread const float*, thread const float* sums, thread float* h, thread float* y) {
     y[0] += sums[0];
-    return activate(activation(0), y[0]);
+    h[0] = activate(activation(0), y[0]);
   }
 
-  // Compute one step in reverse. h: the new h. dh: on entry the gradient of the new h, on return 0, because h_prev is
-  // used only in the recurrent product. da: on entry the cotangent of the preactivation, on return its whole gradient.
+  // Compute one step in reverse. h: the new h. dh: on return 0, because h_prev is used only in the recurrent product.
   static void backward(
-      thread const float (&)[1], thread const float (&)[1], float, float h, float, float, thread float& dh,
-      thread float&, thread float (&da)[1]) {
-    da[0] = dh * slope(activation(0), h) + da[0];
-    dh = 0.0f;
+      thread const float*, thread const float*, thread const float*, thread const float*, thread const float* h,
+      thread float* dh, thread float* da, thread float*, thread float*) {
+    da[0] = dh[0] * slope(activation(0), h[0]) + da[0];
+    dh[0] = 0.0f;
   }
 
-  static float product_gradient(int, thread const float (&)[1], thread const float (&da)[1]) { return da[0]; }
+  static float product_gradient(int, thread const float*, thread const float* da) { return da[0]; }
 };

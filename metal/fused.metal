@@ -7,6 +7,9 @@
 //   z, gates, dz  [T, B, D G H]     h  [T, B, D H]        h0, hT  [B, D H]     lengths   [B]
 //   mask          [T or 1, B, D H]  c  [T, B, D H] float  c0, cT  [B, D H]     peephole  [D, 4H]     bhn  [D H]
 //   keep          [T, B, D]
+//   The letters count blocks of H numbers. A cell that a user wrote has any number of blocks in some arrays: C states
+//   besides h, U inputs of a step, V parameters, K saved numbers, M stored gradients of preactivations:
+//   gates  [T, B, D K H]  dz  [T, B, D M H]  c, c0, cT  [., B, D C H]  inputs  [T, B, D U H]  params  [D V H]
 //   arranged      [D, simdgroups, COUNT, 32 lanes, 4]: the weights Wh [D, G H, H] in the order in which lanes read
 //                 them, written by fused_arrange.metal
 //   sizes         seven integers: start, stop (this launch runs the steps start ... stop - 1, counted in the order of
@@ -92,6 +95,26 @@ void distance_to_next(bool exists, thread const Place<Index>& step, thread Place
   distance.q = exists ? step.q : 0;
 }
 
+// Return the position of one block of a unit in an array whose rows have COUNT blocks of H numbers. at: the position of
+// the same row and unit in an array whose rows have H numbers. The compiler computes the term after + once, so a step
+// costs one multiply-add.
+template <int COUNT, int H, class Index>
+Index place_of(Index at, int block, int unit) { return at * COUNT + Index(block * H + unit - COUNT * unit); }
+
+// Load all COUNT values that an array has for one unit, step and item: value k into values[first + k].
+template <int COUNT, int H, class Index, class A, int SIZE>
+void load_all(A array, Index at, int unit, thread float (&values)[SIZE], int first) {
+#pragma clang loop unroll(full)
+  for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, place_of<COUNT, H>(at, k, unit), 0.0f);
+}
+
+// Store COUNT values of one unit, step and item: values[first + k] as value k.
+template <int COUNT, int H, class Index, class A>
+void store_all(A array, Index at, int unit, thread const float* values) {
+#pragma clang loop unroll(full)
+  for (int k = 0; k < COUNT; ++k) store(array, place_of<COUNT, H>(at, k, unit), values[k]);
+}
+
 // Return whether an item of this length has not ended at time index t.
 template <class L> bool is_live(L lengths, int t, int length) { return !is_present(lengths) || t < length; }
 
@@ -133,81 +156,97 @@ float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)
 // --- The backward pass of one unit of one batch item: its state, and the values it reads at each step besides the
 // gates ---
 //
-// Arrays in addition to those listed at the top: the cotangents of the outputs (dh, dgates, dhT and, for an LSTM, dc,
-// dcT), each in the shape of its output, and
-//   states, states0  [T, B, D H] and [B, D H]: c after each step and before the first step; h if there is no c
-//   q                [D, T, B, H]: the candidate's recurrent product of a GRU
-// At each backward step a unit reads several numbers from memory. If registers are left, the kernel reads them one step
-// early, before a product. So they arrive while the product is computed, and no step waits for them.
+// Arrays in addition to those listed at the top: the cotangents of the outputs (dh, dgates, dhT and, for states besides
+// h, dc, dcT), each in the shape of its output, and
+//   q   [D, T, B, H]: the candidate's recurrent product of a GRU
+// The kernels read the states h, c after each step, and the first ones h0, c0. A state that the cell's backward step
+// does not read is absent. At each backward step a unit reads several numbers from memory. If registers are left, the
+// kernel reads them one step early, before a product. So they arrive while the product is computed, and no step waits
+// for them.
 //
-// Fields of Item. at: the unit's positions in the arrays. dh, dc: the gradients from later steps. before: the state
-// before the step that was processed last. y: the lane's gate. d: first the cotangent of this gate, then the gradient
-// of its preactivation. past: the part of the gradient of h before the step that does not go through the
-// recurrent product. mask: the factor on the product.
-template <class Index>
+// Fields of Item. at: the unit's positions in the arrays. ds: the gradients of the states from later steps. states: the
+// states before the step that was processed last. In all three the first number belongs to h. y: the lane's gate. d:
+// first the cotangent of this gate, then the gradient of its preactivation. past: the part of the gradient of h before
+// the step that does not go through the recurrent product. mask: the factor on the product.
+template <class Cell, class Index>
 struct Item {
   Place<Index> at;
   int length;
-  float dh, dc, before, y, d, past, mask;
+  float ds[Cell::CARRIED + 1], states[Cell::CARRIED + 1], y, d, past, mask;
 };
 
-// Whether a step of the cell in reverse uses the state before the step. The plain RNN uses only the state after it.
-template <class Cell> constant constexpr bool USES_BEFORE = Cell::HAS_C || Cell::PASSES_H;
+// Whether a step of the cell in reverse uses states before the step. The plain RNN uses only the state after it.
+template <class Cell> constant constexpr bool USES_BEFORE = Cell::READS_BEFORE != 0;
 
-// What a unit reads at a step besides the gates: the state that the step uses, the cotangents dh and dc (or q), and the
-// factors `mask` and `keep`. If the caller does not have the array of a cotangent, the cotangent is 0; without the
-// array of a factor, the factor is 1.
+// What a unit reads at a step besides the gates: the states that the step uses, the cotangents of all states (ds), the
+// inputs of the step (or q), and the factors `mask` and `keep`. If the caller does not have the array of a cotangent,
+// the cotangent is 0; without the array of a factor, the factor is 1.
+template <class Cell>
 struct StepNumbers {
-  float state, dh, dc_or_q, mask, keep;
+  float states[Cell::CARRIED + 1], ds[Cell::CARRIED + 1], u[SIZE_FOR<Cell::INPUTS>], mask, keep;
 };
 
-// Compute the position of a batch item, and initialize its dh and dc with the cotangents of the final states. If b is
-// past the last batch item, the length is 0, so that every step is past the item's end. If b or the unit is past the
-// end (not `real`), the position is that of the last item or of unit 0, whose numbers may be read.
-template <class Index, class Arrays>
-void begin_item(
-    thread const Sweep& sweep, thread const Arrays& a, int b, int gates, int block, int H, int unit, bool real,
-    thread Item<Index>& item) {
-  const int own = min(b, sweep.B - 1);
-  const long place = place_in(sweep, own, 1, 0, H, real ? unit : 0);
-  first_place<true>(sweep, own, gates, block, H, real ? unit : 0, item.at);
-  item.length = b < sweep.B ? value_at(a.lengths, b, sweep.T) : 0;
-  item.dh = real ? value_at(a.dhT, place, 0.0f) : 0.0f;
-  item.dc = real ? value_at(a.dcT, place, 0.0f) : 0.0f;
+// Load the states of a unit from two arrays: h, and the others side by side. at: the unit's position in h.
+template <class Cell, int H, class Index, class A, class B>
+void load_states(A h, B c, Index at, int unit, thread float (&states)[Cell::CARRIED + 1]) {
+  load_all<1, H>(h, at, unit, states, 0);
+  load_all<Cell::CARRIED, H>(c, at, unit, states, 1);
 }
 
-// Read what a unit needs at step n besides the gates: a state, cotangents and factors. at: the unit's positions at this
-// step. at.state counts from the first time index of the launch, but the arrays `states`, dh and dc begin at time 0.
-// earlier: the number of their elements before the launch's first time index. step: the number of their elements from
-// one time index to the next.
-template <class Cell, class Index, class Arrays>
+// Compute the position of a batch item, and initialize its ds with the cotangents of the final states, and its states
+// with those after the last step. If b is past the last batch item, the length is 0, so that every step is past the
+// item's end. If b or the unit is past the end (not `real`), the position is that of the last item or of unit 0, whose
+// numbers may be read. earlier: the number of elements of h before the launch's first time index.
+template <class Cell, int H, class Index, class Arrays>
+void begin_item(
+    thread const Sweep& sweep, thread const Arrays& a, int b, int block, int unit, bool real, Index earlier,
+    thread Item<Cell, Index>& item) {
+  const int own = min(b, sweep.B - 1), own_unit = real ? unit : 0;
+  const long place = place_in(sweep, own, 1, 0, H, own_unit);
+  first_place<true>(sweep, own, Cell::GATES, block, H, own_unit, item.at);
+  item.length = b < sweep.B ? value_at(a.lengths, b, sweep.T) : 0;
+  load_states<Cell, H>(a.dhT, a.dcT, place, own_unit, item.ds);
+#pragma clang loop unroll(full)
+  for (int k = 0; k <= Cell::CARRIED; ++k) item.ds[k] = real ? item.ds[k] : 0.0f;
+  load_states<Cell, H>(a.h, a.c, item.at.state + earlier, own_unit, item.states);
+}
+
+// Read what a unit needs at step n besides the gates: states, cotangents, inputs and factors. at: the unit's positions
+// at this step. at.state counts from the first time index of the launch, but the arrays of states and cotangents begin
+// at time 0. earlier: the number of their elements before the launch's first time index. step: the number of their
+// elements from one time index to the next. Both count an array with one block per unit.
+template <class Cell, int H, class Index, class Arrays>
 void read_step(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread const Place<Index>& at, Index earlier, Index step,
-    thread StepNumbers& numbers) {
-  // The state before the step lies `back` elements from the state after it. At step 0 there is no earlier state: `back`
-  // is then 0, so that the address is valid, and use_states replaces the number that was read. `back` is also 0 for
-  // cells that do not use the state before.
-  const Index back = !USES_BEFORE<Cell> || n == 0 ? Index(0) : sweep.reverse ? step : -step;
-  numbers.state = float(a.states[at.state + earlier + back]);
-  numbers.dh = value_at(a.dh, at.state + earlier, 0.0f);
-  numbers.dc_or_q = is_present(a.q) ? value_at(a.q, at.q, 0.0f) : value_at(a.dc, at.state + earlier, 0.0f);
+    int unit, thread StepNumbers<Cell>& numbers) {
+  // The states before the step lie `back` elements from those after it. At step 0 there are no earlier states: `back`
+  // is then 0, so that the address is valid, and use_states replaces the numbers that were read. `back` is also 0 for
+  // cells that do not use the states before.
+  const Index now = at.state + earlier, back = !USES_BEFORE<Cell> || n == 0 ? Index(0) : sweep.reverse ? step : -step;
+  load_states<Cell, H>(a.h, a.c, now + back, unit, numbers.states);
+  load_states<Cell, H>(a.dh, a.dc, now, unit, numbers.ds);
+  load_all<Cell::INPUTS, H>(a.inputs, now, unit, numbers.u, 0);
+  if (Cell::INPUTS == 0) numbers.u[0] = value_at(a.q, at.q, 0.0f);
   numbers.mask = value_at(a.mask, at.mask, 1.0f);
   numbers.keep = value_at(a.keep, at.keep, 1.0f);
 }
 
-// Return the state after step n, and set item.before to the state before it. The steps run in reverse, so the state
-// after step n is the old item.before. state: the state before the step, as read_step read it.
-template <class Cell, class Index, class Arrays>
-float use_states(
-    thread const Sweep& sweep, thread const Arrays& a, int n, Index step, float state, thread Item<Index>& item) {
-  if (!USES_BEFORE<Cell>) return state;
+// Set `after` to the states after step n, and item.states to those before it. The steps run in reverse, so the states
+// after step n are the old item.states. states: the states before the step, as read_step read them.
+template <class Cell, int H, class Index, class Arrays>
+void use_states(
+    thread const Sweep& sweep, thread const Arrays& a, int n, Index step, int unit,
+    thread const float (&states)[Cell::CARRIED + 1], thread Item<Cell, Index>& item,
+    thread float (&after)[Cell::CARRIED + 1]) {
   const int t = time_of(sweep, n);
-  const float after = item.before;
-  item.before = n == 0 ? 0.0f : state;
-  // At an item's first step the state before it is states0. In a reverse direction an item's first step is at its own
-  // last time index, which depends on its length. So it is not step n = 0 for every item.
-  if (is_present(a.lengths) || is_present(a.states0))
+#pragma clang loop unroll(full)
+  for (int k = 0; k <= Cell::CARRIED; ++k) {
+    after[k] = USES_BEFORE<Cell> ? item.states[k] : states[k];
+    item.states[k] = n == 0 ? 0.0f : states[k];
+  }
+  // At an item's first step the states before it are h0 and c0. In a reverse direction an item's first step is at its
+  // own last time index, which depends on its length. So it is not step n = 0 for every item.
+  if (USES_BEFORE<Cell> && (is_present(a.lengths) || is_present(a.h0) || is_present(a.c0)))
     if (is_present(a.lengths) && sweep.reverse ? t + 1 == item.length : n == 0)
-      item.before = value_at(a.states0, item.at.state - Index(t - first_time(sweep)) * step, 0.0f);
-  return after;
+      load_states<Cell, H>(a.h0, a.c0, item.at.state - Index(t - first_time(sweep)) * step, unit, item.states);
 }

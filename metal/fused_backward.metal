@@ -43,14 +43,14 @@ void products_of_columns(
 // after n on this axis move up by one block (`rank`).
 template <class Cell, int H, int ROWS, int ROW, class S, class Index, class Arrays>
 void reset_back(
-    thread Item<Index> (&items)[ROWS], thread const float (&sum)[ROWS], int lane, int unit, bool real, int t,
+    thread Item<Cell, Index> (&items)[ROWS], thread const float (&sum)[ROWS], int lane, int unit, bool real, int t,
     thread const Arrays& a, threadgroup float4* vectors) {
   constexpr int LANES = Lanes<Cell>::LANES;
   const int row = Lanes<Cell>::operand_block(lane), rank = row > Lanes<Cell>::operand_block(LANES - 1) ? row - 1 : row;
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const float reset = of_lane<LANES>(items[r].y, 0), dr = sum[r] * items[r].mask;
-    if (lane == 0) items[r].d = Cell::reset_backward(reset, items[r].d + dr * items[r].before);
+    if (lane == 0) items[r].d = Cell::reset_backward(reset, items[r].d + dr * items[r].states[0]);
     items[r].past += dr * reset;
     const S result = S(is_live(a.lengths, t, items[r].length) ? items[r].d : 0.0f);
     if (real && lane == 0) a.dz[items[r].at.gate] = result;
@@ -59,43 +59,59 @@ void reset_back(
 }
 
 // Read the numbers of step n for ROWS items, and the lane's own gate with its cotangent. earlier: the number of
-// elements that `states`, dh and dc have before the launch's first time index. step: the number from one time index to
-// the next.
-template <class Cell, int ROWS, class Index, class Arrays>
+// elements that h, c, dh and dc have before the launch's first time index. step: the number from one time index to the
+// next. Both count an array with one block per unit.
+template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_rows(
-    thread const Sweep& sweep, thread const Arrays& a, int n, thread Item<Index> (&items)[ROWS], Index earlier,
-    Index step, thread StepNumbers (&numbers)[ROWS]) {
+    thread const Sweep& sweep, thread const Arrays& a, int n, thread Item<Cell, Index> (&items)[ROWS], Index earlier,
+    Index step, int unit, thread StepNumbers<Cell> (&numbers)[ROWS]) {
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     items[r].y = value_at(a.gates, items[r].at.gate + Index(Cell::GATES) * earlier, 0.0f);
     items[r].d = value_at(a.dgates, items[r].at.gate + Index(Cell::GATES) * earlier, 0.0f);
-    read_step<Cell>(sweep, a, n, items[r].at, earlier, step, numbers[r]);
+    read_step<Cell, H>(sweep, a, n, items[r].at, earlier, step, unit, numbers[r]);
+  }
+}
+
+// Begin step n: let items[r].states be the states before it, and `after` those after it; dc: the gradient of c from
+// later steps; items[r].past: the gradient of h.
+template <class Cell, int H, int ROWS, class Index, class Arrays>
+void begin_step(
+    thread const Sweep& sweep, thread const Arrays& a, int n, Index step, int unit,
+    thread const StepNumbers<Cell> (&numbers)[ROWS], thread Item<Cell, Index> (&items)[ROWS],
+    thread float (&after)[ROWS][Cell::CARRIED + 1], thread float (&dc)[ROWS]) {
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    use_states<Cell, H>(sweep, a, n, step, unit, numbers[r].states, items[r], after[r]);
+    dc[r] = items[r].ds[Cell::CARRIED];
+    items[r].past = items[r].ds[0] + numbers[r].ds[0];
+    items[r].mask = numbers[r].mask;
   }
 }
 
 // Set dh of each item to the gradient of h before step t: the product `sum` times the mask, and the part that bypasses
 // the product. An item that has ended keeps its dh.
-template <int ROWS, class Index, class Arrays>
+template <class Cell, int ROWS, class Index, class Arrays>
 void pass_to_h_before(
-    thread const Arrays& a, int t, thread const float (&sum)[ROWS], thread Item<Index> (&items)[ROWS]) {
+    thread const Arrays& a, int t, thread const float (&sum)[ROWS], thread Item<Cell, Index> (&items)[ROWS]) {
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const float dh = sum[r] * items[r].mask + items[r].past;
-    items[r].dh = is_live(a.lengths, t, items[r].length) ? dh : items[r].dh;
+    items[r].ds[0] = is_live(a.lengths, t, items[r].length) ? dh : items[r].ds[0];
   }
 }
 
-// Write dh0 and dc0 of a unit, which are complete after the pass over all steps. Lane 0 of the unit's LANES lanes has
-// dh, the last lane has dc. first: the threadgroup's first batch item.
-template <class S, int LANES, int ROWS, class Index, class Arrays>
+// Write dh0 and dc0 of a unit, which are complete after the pass over all steps. Lane 0 of the unit has dh, the last
+// lane has dc. first: the threadgroup's first batch item.
+template <class Cell, int H, class S, int ROWS, class Index, class Arrays>
 void store_first(
-    thread const Sweep& sweep, thread const Arrays& a, int first, int H, int unit, int lane,
-    thread const Item<Index> (&items)[ROWS]) {
+    thread const Sweep& sweep, thread const Arrays& a, int first, int lane, int unit,
+    thread const Item<Cell, Index> (&items)[ROWS]) {
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const long item = place_in(sweep, min(first + r, sweep.B - 1), 1, 0, H, unit);
-    if (lane == 0) a.dh0[item] = S(items[r].dh);
-    if (lane == LANES - 1) store(a.dc0, item, items[r].dc);
+    if (lane == 0) a.dh0[item] = S(items[r].ds[0]);
+    if (lane == Lanes<Cell>::LANES - 1) store(a.dc0, item, items[r].ds[Cell::CARRIED]);
   }
 }
 
@@ -103,7 +119,7 @@ template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, cla
 void fused_backward(
     thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   using Unit = Lanes<Cell>;
-  constexpr int GATES = Cell::GATES, LANES = Unit::LANES, GROUP = LANES * UNITS;
+  constexpr int GATES = Cell::GATES, C = Cell::CARRIED, LANES = Unit::LANES, GROUP = LANES * UNITS;
   constexpr bool TWO = Unit::TWO_PRODUCTS != 0;
   constexpr int FIRST = RUNS_OF<H, GROUP>, RUNS = RUNS_OF<(TWO ? GATES - 1 : GATES) * H, GROUP>;
   constexpr int ROW = GROUP * (TWO ? FIRST : RUNS), HALF = ROWS * ROW, SIZE = HALF + ROWS * GROUP * RUNS;
@@ -123,34 +139,29 @@ void fused_backward(
   load_resident<RESIDENT>(streamed, resident);
   fill_with_zeros(vectors, SIZE + norm_size<Cell, H, ROWS>(norm), index, threads);
   const float p = real ? Unit::constant_of(a, sweep.direction, lane, H, unit) : 0, limit = value_at(a.numbers, 1, 0.0f);
-  Item<Index> items[ROWS];
+  Item<Cell, Index> items[ROWS];
 #pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
-    begin_item(sweep, a, min(int(group.x) * ROWS + r, sweep.B - 1), GATES, block, H, unit, real, items[r]);
-    items[r].before = float(a.states[items[r].at.state + earlier]);
-  }
+  for (int r = 0; r < ROWS; ++r)
+    begin_item<Cell, H>(sweep, a, min(int(group.x) * ROWS + r, sweep.B - 1), block, unit, real, earlier, items[r]);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from d of the units
-  StepNumbers numbers[ROWS];
+  StepNumbers<Cell> numbers[ROWS];
   auto of_norm = norm_numbers<ROWS>(norm);
-  read_rows<Cell>(sweep, a, sweep.stop - 1, items, earlier, step, numbers);
+  const int read = real ? unit : 0;  // a lane without a unit reads the numbers of unit 0
+  read_rows<Cell, H>(sweep, a, sweep.stop - 1, items, earlier, step, read, numbers);
   read_norm<Cell>(a, items, earlier, block, of_norm);
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     const int t = time_of(sweep, n);
     threadgroup float4* current = vectors + (TWO ? 0 : n & 1) * HALF;
-    float sum[ROWS], after[ROWS], dc[ROWS];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
-      after[r] = use_states<Cell>(sweep, a, n, step, numbers[r].state, items[r]), dc[r] = items[r].dc;
-      items[r].past = items[r].dh + numbers[r].dh, items[r].mask = numbers[r].mask;
-    }
+    float sum[ROWS], after[ROWS][C + 1], dc[ROWS];
+    begin_step<Cell, H>(sweep, a, n, step, read, numbers, items, after, dc);
     states_backward<Cell, H>(norm, of_norm, a, t, p, items, numbers, after, dc);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, t, items[r].length);
       const float factor = numbers[r].keep;
-      unit_backward<Cell>(of_norm, r, lane, p, limit, after[r], numbers[r], items[r], dc[r]);
-      if (real && lane == 0) store(a.carry, items[r].at.state, live ? dc[r] + items[r].past : 0.0f);
-      items[r].dc = live ? factor * dc[r] : items[r].dc;
+      unit_backward<Cell>(of_norm, r, lane, p, limit, after[r][C], numbers[r], items[r], dc[r]);
+      if (real && lane == 0) store(a.carry, items[r].at.state, live ? (C > 0 ? dc[r] : items[r].past) : 0.0f);
+      if (C > 0) items[r].ds[C] = live ? factor * dc[r] : items[r].ds[C];
       items[r].past *= factor;
       const S result = S(live ? items[r].d : 0.0f);
       if (has_gate && (!TWO || lane != 0)) a.dz[items[r].at.gate] = result;
@@ -172,12 +183,12 @@ void fused_backward(
     distance_to_next(ahead != n, next, distance);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) advance(items[r].at, distance);
-    read_rows<Cell>(sweep, a, ahead, items, earlier, step, numbers);  // the last step reads its own numbers again
+    read_rows<Cell, H>(sweep, a, ahead, items, earlier, step, read, numbers);  // the last step reads its own again
     read_norm<Cell>(a, items, earlier, block, of_norm);
     constexpr int FROM = TWO ? FIRST * UNITS : 0;
     products_of_columns<Cell, UNITS, ROWS, RUNS, FROM, RESIDENT>(sum, resident, streamed, current + s);
     pass_to_h_before(a, t, sum, items);
     streamed += opaque_zero(sweep);
   }
-  if (real) store_first<S, LANES>(sweep, a, int(group.x) * ROWS, H, unit, lane, items);
+  if (real) store_first<Cell, H, S>(sweep, a, int(group.x) * ROWS, lane, unit, items);
 }

@@ -30,18 +30,20 @@ void add_products(
   }
 }
 
-// Read the numbers that a lane needs after the product: z and the mask of the next step, and `keep` of this step
-// (factor). The function is called before the product, so that the numbers arrive while it is computed. next: the
-// distance to the next step. If the launch has no next step (has_next is false), the function reads z and the mask of
-// this step again.
+// Copy z, which was read before, to y. Then read the numbers that a lane needs after the product: z and the mask of the
+// next step, and `keep` of this step (factor). The function is called before the product, so that the numbers arrive
+// while it is computed. next: the distance to the next step. If the launch has no next step (has_next is false), the
+// function reads z and the mask of this step again.
 template <int ROWS, class Index, class Arrays>
 void read_ahead(
     thread const Arrays& a, bool has_next, thread const Place<Index> (&at)[ROWS], thread const Place<Index>& next,
-    Index earlier, thread float (&z)[ROWS], thread float (&mask)[ROWS], thread float (&factor)[ROWS]) {
+    Index earlier, thread float (&y)[ROWS], thread float (&z)[ROWS], thread float (&mask)[ROWS],
+    thread float (&factor)[ROWS]) {
   Place<Index> distance;
   distance_to_next(has_next, next, distance);
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
+    y[r] = z[r];
     z[r] = float(a.z[at[r].gate + distance.gate + earlier]);
     mask[r] = value_at(a.mask, at[r].mask + distance.mask, 1.0f);
     factor[r] = value_at(a.keep, at[r].keep, 1.0f);
@@ -122,9 +124,7 @@ void fused_forward(
     threadgroup float4* before = vectors + (TWO ? 0 : n & 1) * HALF;
     threadgroup float4* after = vectors + (TWO ? 0 : ~n & 1) * HALF;
     float y[ROWS], mask[ROWS], factor[ROWS], given[ROWS], m[ROWS], states[ROWS], sums[ROWS][UNITS * GATES] = {};
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) y[r] = z[r];
-    read_ahead(a, n < sweep.stop - 1, at, next, earlier, z, mask, factor);
+    read_ahead(a, n < sweep.stop - 1, at, next, earlier, y, z, mask, factor);
     add_products<Cell, UNITS, ROWS, RUNS, Unit::FIRST, RESIDENT>(sums, resident, streamed, before + s, lane);
     if constexpr (TWO) {
       write_reset<Cell, ROW>(y, sums, writes, own, before, vectors + HALF);

@@ -152,23 +152,27 @@ void normalise_states(
     thread float (&)[ROWS]) {}
 
 template <class Cell, int ROWS, class Index, class Arrays>
-void read_norm(thread const Arrays&, thread const Item<Index> (&)[ROWS], Index, int, Absent) {}
+void read_norm(thread const Arrays&, thread const Item<Cell, Index> (&)[ROWS], Index, int, Absent) {}
 
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void states_backward(
-    Absent, Absent, thread const Arrays&, int, float, thread const Item<Index> (&)[ROWS],
-    thread const StepNumbers (&)[ROWS], thread const float (&)[ROWS], thread float (&)[ROWS]) {}
+    Absent, Absent, thread const Arrays&, int, float, thread const Item<Cell, Index> (&)[ROWS],
+    thread const StepNumbers<Cell> (&)[ROWS], thread const float (&)[ROWS][Cell::CARRIED + 1],
+    thread float (&)[ROWS]) {}
 
 template <class Cell, class Index>
 void unit_backward(
-    Absent, int, int lane, float p, float limit, float after, thread const StepNumbers& numbers,
-    thread Item<Index>& item, thread float& dc) {
+    Absent, int, int lane, float p, float limit, float after, thread const StepNumbers<Cell>& numbers,
+    thread Item<Cell, Index>& item, thread float& dc) {
+  constexpr int C = Cell::CARRIED;
+  const float dc_or_q = C > 0 ? numbers.ds[C] : numbers.u[0];
   Lanes<Cell>::backward(
-      lane, item.y, p, numbers.keep * item.before, numbers.dc_or_q, after, limit, item.past, dc, item.d);
+      lane, item.y, p, numbers.keep * item.states[C], dc_or_q, after, limit, item.past, dc, item.d);
 }
 
 template <class Cell> void write_operand(Absent, threadgroup float& operand, float value) { operand = value; }
 
 template <class Cell, int H, int ROW, class S, int ROWS, class Index, class Arrays>
 void products_backward(
-    Absent, Absent, thread const Arrays&, int, int, int, thread const Item<Index> (&)[ROWS], threadgroup float4*) {}
+    Absent, Absent, thread const Arrays&, int, int, int, thread const Item<Cell, Index> (&)[ROWS],
+    threadgroup float4*) {}

@@ -51,16 +51,29 @@ void product_of_matrices(
   }
 }
 
-// Read what a forward step needs for the two batch items of a lane: z, into y; `keep` as factor; and the mask of the
-// next step, which lies `distance` away. earlier: the number of elements of z before the launch's first time index.
+// Return the position of a unit's block number k in an array with COUNT blocks. at: the unit's position in block 0 of
+// an array with all gates; other arrays take a multiplication. earlier: how many elements an array with one block per
+// unit has before the launch's first time index.
+template <class Cell, int COUNT, int H, class Index>
+Index block_place(thread const Place<Index>& at, int k, int unit, Index earlier = 0) {
+  return COUNT == Cell::GATES ? at.gate + Index(COUNT) * earlier + Cell::block(k) * H
+                              : place_of<COUNT, H>(at.state + earlier, k, unit);
+}
+
+// Read what a forward step needs for the two batch items of a lane: z, into y; the inputs u of the step; `keep` as
+// factor; and the mask of the next step, which lies `distance` away. earlier: the number of elements of an array with
+// one block per unit before the launch's first time index.
 template <class Cell, int H, class Index, class Arrays>
 void read_inputs(
     thread const Arrays& a, thread const Place<Index> (&at)[2], thread const Place<Index>& distance, Index earlier,
-    thread float (&y)[2][Cell::GATES], thread float (&mask)[2], thread float (&factor)[2]) {
+    int unit, thread float (&y)[2][VALUES<Cell>], thread float (&u)[2][SIZE_FOR<Cell::INPUTS>],
+    thread float (&mask)[2], thread float (&factor)[2]) {
 #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
 #pragma clang loop unroll(full)
-    for (int m = 0; m < Cell::GATES; ++m) y[e][m] = float(a.z[at[e].gate + earlier + Cell::block(m) * H]);
+    for (int m = 0; m < Cell::GATES; ++m)
+      y[e][m] = float(a.z[at[e].gate + Index(Cell::GATES) * earlier + Cell::block(m) * H]);
+    load_all<Cell::INPUTS, H>(a.inputs, at[e].state + earlier, unit, u[e], 0);
     mask[e] = value_at(a.mask, at[e].mask + distance.mask, 1.0f);
     factor[e] = value_at(a.keep, at[e].keep, 1.0f);
   }
@@ -68,18 +81,19 @@ void read_inputs(
 
 // The forward pass: h = cell(z_t + (mask_t * h_prev) Wh^T, ...). `vectors` is a double buffer [2][padded H][8 items],
 // for the 8 batch items of a threadgroup: one half holds the masked h that the current step reads, the other the masked
-// h that it writes for the next step. One barrier per step separates the writes from the reads.
+// h that it writes for the next step. One barrier per step separates the writes from the reads. A lane without an item
+// reads the numbers of the last item, and a lane without a unit those of unit 0.
 template <class Cell, int H, int RESIDENT, class Index, class S, class Arrays>
 void fused_matrix_forward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
   constexpr int GATES = Cell::GATES, HALF = 64 * PARTS_OF<H>, COUNT = (PARTS_OF<H> + 1) / 2 * GATES;
+  constexpr int C = Cell::CARRIED, KEPT = Cell::KEPT;
   constexpr bool AHEAD = READS_AHEAD<RESIDENT>;
   Sweep sweep = {};
   read_sizes(a.sizes, group.y, sweep);
-  const float forget_bias = value_at(a.numbers, 0, 0.0f), limit = value_at(a.numbers, 1, 0.0f);
   const int unit = int(index) / 32 * 8 + row_of(int(lane)), column = column_of(int(lane));
-  const int b0 = int(group.x) * 8 + column;
-  const Index earlier = Index(first_time(sweep) * time_step(sweep, GATES, H));
+  const int b0 = int(group.x) * 8 + column, read = unit < H ? unit : 0;
+  const Index earlier = Index(first_time(sweep) * time_step(sweep, 1, H));
   Place<Index> next;
   between_steps<false>(sweep, GATES, H, next);
   const device vec<S, 4>* streamed = vectors_of_lane<COUNT, vec<S, 4>>(a.arranged, sweep.direction, index, threads);
@@ -88,48 +102,56 @@ void fused_matrix_forward(
   fill_with_zeros(vectors, 2 * HALF, index, threads);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from the units' own h
   int length[2];
-  float p[Cell::CONSTANTS] = {}, h_now[2], c_now[2];
+  float p[SIZE_FOR<Cell::CONSTANTS>], states[2][C + 1];
   bool real[2];
   Place<Index> at[2];
-  if (unit < H) Cell::template constants<long>(a, sweep.direction, H, unit, p);
+  Cell::template constants<long>(a, sweep.direction, H, read, p);
 #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
     const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
     real[e] = b0 + e < sweep.B && unit < H;
-    // A lane without an item or unit reads the last item or unit 0: no read leaves the arrays. It stores nothing.
-    first_place<false>(sweep, min(b0 + e, sweep.B - 1), GATES, 0, H, unit < H ? unit : 0, at[e]);
+    first_place<false>(sweep, min(b0 + e, sweep.B - 1), GATES, 0, H, read, at[e]);
     length[e] = b0 + e < sweep.B ? value_at(a.lengths, b0 + e, sweep.T) : 0;
-    h_now[e] = real[e] ? value_at(a.h0, item, 0.0f) : 0.0f;
-    c_now[e] = real[e] ? value_at(a.c0, item, 0.0f) : 0.0f;
-    if (real[e])
-      vectors[(sweep.start & 1) * HALF + 8 * unit + column + e] = h_now[e] * value_at(a.mask, at[e].mask, 1.0f);
+#pragma clang loop unroll(full)
+    for (int k = 0; k <= C; ++k) states[e][k] = 0.0f;
+    if (!real[e]) continue;
+    load_all<1, H>(a.h0, item, unit, states[e], 0);
+    load_all<C, H>(a.c0, item, unit, states[e], 1);
+    vectors[(sweep.start & 1) * HALF + 8 * unit + column + e] = states[e][0] * value_at(a.mask, at[e].mask, 1.0f);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the first h from the first product
   for (int n = sweep.start; n < sweep.stop; ++n) {
     simdgroup_float8x8 total[GATES];
-    float y[2][GATES], mask[2], factor[2];
+    float y[2][VALUES<Cell>], u[2][SIZE_FOR<Cell::INPUTS>], mask[2], factor[2];
     Place<Index> distance;
     distance_to_next(n < sweep.stop - 1, next, distance);
-    if (AHEAD) read_inputs<Cell, H>(a, at, distance, earlier, y, mask, factor);
+    if (AHEAD) read_inputs<Cell, H>(a, at, distance, earlier, read, y, u, mask, factor);
 #pragma clang loop unroll(full)
     for (int m = 0; m < GATES; ++m) total[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     product_of_matrices<GATES, 1, RESIDENT, H>(total, resident, streamed, vectors + (n & 1) * HALF);
-    if (!AHEAD) read_inputs<Cell, H>(a, at, distance, earlier, y, mask, factor);
+    if (!AHEAD) read_inputs<Cell, H>(a, at, distance, earlier, read, y, u, mask, factor);
 #pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) {
       if (!real[e]) continue;
       const bool live = is_live(a.lengths, time_of(sweep, n), length[e]);
-      float sums[GATES], state = factor[e] * c_now[e];
+      float sums[GATES], next_states[C + 1];
 #pragma clang loop unroll(full)
       for (int m = 0; m < GATES; ++m) sums[m] = total[m].thread_elements()[e];
-      const S result = S(Cell::forward(sums, p, forget_bias, limit, factor[e] * h_now[e], state, y[e]));
-      h_now[e] = live ? float(result) : h_now[e];
-      c_now[e] = live ? state : c_now[e];
 #pragma clang loop unroll(full)
-      for (int m = 0; m < GATES; ++m) store(a.gates, at[e].gate + Cell::block(m) * H, live ? y[e][m] : 0.0f);
-      store(a.c, at[e].state, live ? state : 0.0f);
+      for (int k = 0; k <= C; ++k) next_states[k] = factor[e] * states[e][k];
+      Cell::forward(p, u[e], sums, next_states, y[e]);
+      const S result = S(next_states[0]);
+      next_states[0] = float(result);
+#pragma clang loop unroll(full)
+      for (int k = 0; k <= C; ++k) {
+        states[e][k] = live ? next_states[k] : states[e][k];
+        next_states[k] = live ? next_states[k] : 0.0f;
+      }
+#pragma clang loop unroll(full)
+      for (int m = 0; m < KEPT; ++m) store(a.gates, block_place<Cell, KEPT, H>(at[e], m, unit), live ? y[e][m] : 0.0f);
+      store_all<C, H>(a.c, at[e].state, unit, next_states + 1);
       a.h[at[e].state] = live ? result : S(0.0f);
-      vectors[(~n & 1) * HALF + 8 * unit + column + e] = h_now[e] * mask[e];
+      vectors[(~n & 1) * HALF + 8 * unit + column + e] = states[e][0] * mask[e];
     }
 #pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) advance(at[e], next);
@@ -138,8 +160,9 @@ void fused_matrix_forward(
   }
   for (int e = 0; e < 2; ++e) {
     if (!real[e]) continue;
-    a.hT[place_in(sweep, b0 + e, 1, 0, H, unit)] = S(h_now[e]);
-    store(a.cT, place_in(sweep, b0 + e, 1, 0, H, unit), c_now[e]);
+    const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
+    a.hT[item] = S(states[e][0]);
+    store_all<C, H>(a.cT, item, unit, states[e] + 1);
   }
 }
 
@@ -161,23 +184,71 @@ void product_of_columns(
   }
 }
 
-// Read what the lane needs at step n for its two batch items: the gates y, their cotangents d, and in `numbers` a
-// state, cotangents and factors. earlier: the number of elements that `states`, dh and dc have before the launch's
-// first time index. step: the number from one time index to the next.
+// Read what the lane needs at step n for its two batch items: the saved numbers y, their cotangents d, and in `numbers`
+// states, cotangents, inputs and factors. earlier: the number of elements that h, c, dh and dc have before the launch's
+// first time index. step: the number from one time index to the next. Both count an array with one block per unit.
 template <class Cell, int H, class Index, class Arrays>
 void read_items(
-    thread const Sweep& sweep, thread const Arrays& a, int n, thread const Item<Index> (&items)[2], Index earlier,
-    Index step, thread float (&y)[2][Cell::GATES], thread float (&d)[2][Cell::GATES],
-    thread StepNumbers (&numbers)[2]) {
+    thread const Sweep& sweep, thread const Arrays& a, int n, thread const Item<Cell, Index> (&items)[2],
+    Index earlier, Index step, int unit, thread float (&y)[2][SIZE_FOR<Cell::KEPT>],
+    thread float (&d)[2][Cell::GRADIENTS], thread StepNumbers<Cell> (&numbers)[2]) {
+  constexpr int KEPT = Cell::KEPT;
 #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
-    read_step<Cell>(sweep, a, n, items[e].at, earlier, step, numbers[e]);
+    read_step<Cell, H>(sweep, a, n, items[e].at, earlier, step, unit, numbers[e]);
 #pragma clang loop unroll(full)
-    for (int m = 0; m < Cell::GATES; ++m) {
-      const Index at = items[e].at.gate + Index(Cell::GATES) * earlier + Cell::block(m) * H;
-      y[e][m] = value_at(a.gates, at, 0.0f);
-      d[e][m] = value_at(a.dgates, at, 0.0f);
-    }
+    for (int m = 0; m < KEPT; ++m)
+      y[e][m] = value_at(a.gates, block_place<Cell, KEPT, H>(items[e].at, m, unit, earlier), 0.0f);
+#pragma clang loop unroll(full)
+    for (int m = 0; m < Cell::GRADIENTS; ++m)
+      d[e][m] = value_at(a.dgates, items[e].at.gate + Index(Cell::GATES) * earlier + Cell::block(m) * H, 0.0f);
+  }
+}
+
+// Compute one step of one unit of an item backward, and store its gradients; past the item's end (not `live`) they are
+// 0. y, numbers: see read_items. after: the states after the step. d: on entry the cotangents of y, on return the
+// gradients of the preactivations. dp: the gradients of the parameters are added to it.
+template <class Cell, int H, class Index, class Arrays>
+void unit_backward(
+    thread const Arrays& a, bool live, int unit, thread const float* p, thread const float (&y)[SIZE_FOR<Cell::KEPT>],
+    thread const StepNumbers<Cell>& numbers, thread const float (&after)[Cell::CARRIED + 1],
+    thread Item<Cell, Index>& item, thread float (&d)[Cell::GRADIENTS], thread float (&dp)[SIZE_FOR<Cell::SUMMED>]) {
+  constexpr int C = Cell::CARRIED, FIRST = FIRST_CARRY<Cell>;
+  float before[C + 1], ds[C + 1], du[SIZE_FOR<Cell::INPUTS>], dp_now[SIZE_FOR<Cell::SUMMED>];
+#pragma clang loop unroll(full)
+  for (int k = 0; k <= C; ++k) {
+    before[k] = numbers.keep * item.states[k];
+    ds[k] = item.ds[k] + numbers.ds[k];
+  }
+  item.mask = numbers.mask;
+  Cell::backward(p, numbers.u, y, before, after, ds, d, du, dp_now);
+#pragma clang loop unroll(full)
+  for (int m = 0; m < Cell::GRADIENTS; ++m)
+    store(a.dz, block_place<Cell, Cell::GRADIENTS, H>(item.at, m, unit), live ? d[m] : 0.0f);
+#pragma clang loop unroll(full)
+  for (int k = 0; k < Cell::INPUTS; ++k)
+    store(a.du, place_of<Cell::INPUTS, H>(item.at.state, k, unit), live ? du[k] : 0.0f);
+#pragma clang loop unroll(full)
+  for (int k = FIRST; k <= C; ++k)
+    store(a.carry, place_of<CARRIES<Cell>, H>(item.at.state, k - FIRST, unit), live ? ds[k] : 0.0f);
+#pragma clang loop unroll(full)
+  for (int k = 1; k <= C; ++k) item.ds[k] = live ? numbers.keep * ds[k] : item.ds[k];
+#pragma clang loop unroll(full)
+  for (int k = 0; k < Cell::SUMMED; ++k) dp[k] += live ? dp_now[k] : 0.0f;
+  item.past = ds[0] * numbers.keep;
+}
+
+// Store the sums of the gradients of the parameters, over the steps and the 8 batch items of a threadgroup. The lanes
+// whose numbers are in the same row of a matrix have the same unit: they differ in bits 0 and 3.
+template <class Cell, int H, class Arrays>
+void store_sums(
+    thread const Arrays& a, thread const Sweep& sweep, uint group, int unit, bool writes,
+    thread float (&dp)[SIZE_FOR<Cell::SUMMED>]) {
+#pragma clang loop unroll(full)
+  for (int k = 0; k < Cell::SUMMED; ++k) {
+    dp[k] += simd_shuffle_xor(dp[k], 1);
+    dp[k] += simd_shuffle_xor(dp[k], 8);
+    if (writes) store(a.dw, place_in(sweep, int(group), Cell::SUMMED, k, H, unit), dp[k]);
   }
 }
 
@@ -189,12 +260,12 @@ template <class Cell, int H, int RESIDENT, int VECTORS, class Index, class S, cl
 void fused_matrix_backward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
   constexpr int GATES = Cell::GATES, K = GATES * H, HALF = 64 * PARTS_OF<K>, COUNT = (PARTS_OF<K> + 1) / 2;
+  constexpr int C = Cell::CARRIED;
   constexpr bool AHEAD = READS_AHEAD<RESIDENT>;
   Sweep sweep = {};
   read_sizes(a.sizes, group.y, sweep);
   const int unit = int(index) / 32 * 8 + row_of(int(lane)), column = column_of(int(lane));
-  const int b0 = int(group.x) * 8 + column;
-  const float limit = value_at(a.numbers, 1, 0.0f);
+  const int b0 = int(group.x) * 8 + column, read = unit < H ? unit : 0;
   const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
   Place<Index> next;
   between_steps<true>(sweep, GATES, H, next);
@@ -202,42 +273,34 @@ void fused_matrix_backward(
   vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
   fill_with_zeros(vectors, VECTORS * HALF, index, threads);
-  float p[Cell::CONSTANTS] = {};
+  float p[SIZE_FOR<Cell::CONSTANTS>], dp[SIZE_FOR<Cell::SUMMED>] = {};
   bool real[2];
-  Item<Index> items[2];
-  if (unit < H) Cell::template constants<long>(a, sweep.direction, H, unit, p);
+  Item<Cell, Index> items[2];
+  Cell::template constants<long>(a, sweep.direction, H, read, p);
 #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
     real[e] = b0 + e < sweep.B && unit < H;
-    begin_item(sweep, a, b0 + e, GATES, 0, H, unit, real[e], items[e]);
-    items[e].before = float(a.states[items[e].at.state + earlier]);
+    begin_item<Cell, H>(sweep, a, b0 + e, 0, unit, unit < H, earlier, items[e]);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from d of the units
-  float y[2][GATES], d[2][GATES];
-  StepNumbers numbers[2];
-  if (AHEAD) read_items<Cell, H>(sweep, a, sweep.stop - 1, items, earlier, step, y, d, numbers);
+  float y[2][SIZE_FOR<Cell::KEPT>], d[2][Cell::GRADIENTS];
+  StepNumbers<Cell> numbers[2];
+  if (AHEAD) read_items<Cell, H>(sweep, a, sweep.stop - 1, items, earlier, step, read, y, d, numbers);
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     threadgroup float* current = vectors + (VECTORS > 1 ? n & 1 : 0) * HALF;
-    if (!AHEAD) read_items<Cell, H>(sweep, a, n, items, earlier, step, y, d, numbers);
+    if (!AHEAD) read_items<Cell, H>(sweep, a, n, items, earlier, step, read, y, d, numbers);
 #pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) {
       if (!real[e]) continue;
       const bool live = is_live(a.lengths, time_of(sweep, n), items[e].length);
       const Index at = items[e].at.gate;
-      const float after = use_states<Cell>(sweep, a, n, step, numbers[e].state, items[e]), factor = numbers[e].keep;
-      float dc = items[e].dc + (Cell::HAS_C ? numbers[e].dc_or_q : 0.0f);
-      items[e].past = items[e].dh + numbers[e].dh;
-      items[e].mask = numbers[e].mask;
-      Cell::backward(y[e], p, factor * items[e].before, after, numbers[e].dc_or_q, limit, items[e].past, dc, d[e]);
-      store(a.carry, items[e].at.state, live ? dc + items[e].past : 0.0f);
-      items[e].dc = live ? factor * dc : items[e].dc;
-      items[e].past *= factor;
+      float after[C + 1];
+      use_states<Cell, H>(sweep, a, n, step, read, numbers[e].states, items[e], after);
+      unit_backward<Cell, H>(a, live, unit, p, y[e], numbers[e], after, items[e], d[e], dp);
 #pragma clang loop unroll(full)
       for (int m = 0; m < GATES; ++m) {
         const int block = Cell::block(m) * H;
-        const S result = S(live ? d[e][m] : 0.0f);
         const S operand = S(live ? Cell::product_gradient(m, y[e], d[e]) : 0.0f);
-        a.dz[at + block] = result;
         store(a.d_out, at + block, float(operand));
         current[8 * (block + unit) + column + e] = float(operand);
       }
@@ -249,13 +312,13 @@ void fused_matrix_backward(
     distance_to_next(ahead != n, next, distance);
 #pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) advance(items[e].at, distance);
-    if (AHEAD) read_items<Cell, H>(sweep, a, ahead, items, earlier, step, y, d, numbers);
+    if (AHEAD) read_items<Cell, H>(sweep, a, ahead, items, earlier, step, read, y, d, numbers);
     float sum[2];
     product_of_columns<RESIDENT, K>(sum, resident, streamed, current);
 #pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) {
       const bool live = is_live(a.lengths, time_of(sweep, n), items[e].length);
-      if (real[e] && live) items[e].dh = sum[e] * items[e].mask + items[e].past;
+      if (real[e] && live) items[e].ds[0] = sum[e] * items[e].mask + items[e].past;
     }
     if (VECTORS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the product from the next d
     streamed += opaque_zero(sweep);
@@ -263,7 +326,9 @@ void fused_matrix_backward(
 #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
     if (!real[e]) continue;
-    a.dh0[place_in(sweep, b0 + e, 1, 0, H, unit)] = S(items[e].dh);
-    store(a.dc0, place_in(sweep, b0 + e, 1, 0, H, unit), items[e].dc);
+    const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
+    a.dh0[item] = S(items[e].ds[0]);
+    store_all<C, H>(a.dc0, item, unit, items[e].ds + 1);
   }
+  store_sums<Cell, H>(a, sweep, group.x, unit, column == 0 && unit < H, dp);
 }

@@ -243,7 +243,7 @@ NormNumbers<ROWS> norm_numbers(thread const NormLane&) { return {}; }
 // of norm_c_y before the launch's first time index; norm_y has GATES times as many.
 template <class Cell, int ROWS, class Index, class Arrays>
 void read_norm(
-    thread const Arrays& a, thread const Item<Index> (&items)[ROWS], Index earlier, int block,
+    thread const Arrays& a, thread const Item<Cell, Index> (&items)[ROWS], Index earlier, int block,
     thread NormNumbers<ROWS>& numbers) {
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
@@ -261,8 +261,8 @@ void read_norm(
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void states_backward(
     thread const NormLane& norm, thread NormNumbers<ROWS>& saved, thread const Arrays& a, int t, float p,
-    thread const Item<Index> (&items)[ROWS], thread const StepNumbers (&numbers)[ROWS],
-    thread const float (&after)[ROWS], thread float (&dc)[ROWS]) {
+    thread const Item<Cell, Index> (&items)[ROWS], thread const StepNumbers<Cell> (&numbers)[ROWS],
+    thread const float (&after)[ROWS][Cell::CARRIED + 1], thread float (&dc)[ROWS]) {
   using N = Norm<Cell>;
   if constexpr (N::HAS_C != 0) {
     constexpr int LANES = Lanes<Cell>::LANES, O = Cell::GATE_O;
@@ -271,9 +271,9 @@ void states_backward(
     float d[ROWS];
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
-      const float seen = N::IN_STATE ? after[r] : saved.c_y[r] * norm.c_scale + norm.c_shift, dm = items[r].past;
+      const float seen = N::IN_STATE ? after[r][1] : saved.c_y[r] * norm.c_scale + norm.c_shift, dm = items[r].past;
       const float s = activate(Cell::activation(Cell::OUTPUT), seen);
-      dc[r] += numbers[r].dc_or_q;
+      dc[r] += numbers[r].ds[1];
       d[r] = Cell::state_backward(N::IN_STATE ? dc[r] : 0.0f, dm, of_lane<LANES>(items[r].y, O), s);
       if constexpr (Cell::PEEPHOLE == Cell::O_SEES_CURRENT) {
         const float of_o = of_lane<LANES>(
@@ -291,7 +291,7 @@ void states_backward(
     for (int r = 0; r < ROWS; ++r) {
       dc[r] = N::IN_STATE ? d[r] : dc[r] + d[r];
       saved.c_y[r] = activate(
-          Cell::activation(Cell::OUTPUT), N::IN_STATE ? after[r] : saved.c_y[r] * norm.c_scale + norm.c_shift);
+          Cell::activation(Cell::OUTPUT), N::IN_STATE ? after[r][1] : saved.c_y[r] * norm.c_scale + norm.c_shift);
     }
   }
 }
@@ -300,11 +300,11 @@ void states_backward(
 template <class Cell, int ROWS, class Index>
 void unit_backward(
     thread const NormNumbers<ROWS>& saved, int r, int lane, float p, float limit, float after,
-    thread const StepNumbers& numbers, thread Item<Index>& item, thread float& dc) {
+    thread const StepNumbers<Cell>& numbers, thread Item<Cell, Index>& item, thread float& dc) {
   using N = Norm<Cell>;
   if constexpr (N::HAS_C != 0) {
     constexpr int LANES = Lanes<Cell>::LANES;
-    const float before = numbers.keep * item.before;
+    const float before = numbers.keep * item.states[1];
     // The clip comes before the norm. If the state is normalised, c before the norm is computed again.
     float c = after;
     if constexpr (N::IN_STATE && Cell::STOPS)
@@ -328,7 +328,7 @@ void write_operand(thread const NormLane&, threadgroup float& operand, float val
 template <class Cell, int H, int ROW, class S, int ROWS, class Index, class Arrays>
 void products_backward(
     thread const NormLane& norm, thread const NormNumbers<ROWS>& saved, thread const Arrays& a, int t, int block,
-    int unit, thread const Item<Index> (&items)[ROWS], threadgroup float4* operands) {
+    int unit, thread const Item<Cell, Index> (&items)[ROWS], threadgroup float4* operands) {
   using N = Norm<Cell>;
   using M = NormMemory<Cell, H, ROWS>;
   if constexpr (N::OF != NOTHING) {

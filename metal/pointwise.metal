@@ -1,40 +1,22 @@
-// What the forward and the backward whole-sequence kernel of a cell written by the user share.
-//
-// The cell is a struct that mlx_lstm/engines/metal/pointwise.py generates from the user's function. The arrays consist
-// of blocks of H numbers, one number per unit. The letters count blocks: G gates; C = STATES - 1 states besides h; U
-// inputs of each step; V parameters; K blocks that the forward pass saves for the backward pass; D blocks of gradients.
-// Shapes, for one direction:
-//   z       [T, B, G H]      h     [T, B, H]         h0, hT  [B, H]        inputs  [T, B, U H]   lengths  [B]
-//   gates   [T, B, K H]      c     [T, B, C H] float c0, cT  [B, C H] float params [V H]         keep     [T, B]
-//   mask    [T or 1, B, H], which already includes `keep`
-//   arranged, sizes          as in fused.metal, with one direction
-//
-// Members of a cell's struct:
-//   GATES, STATES, INPUTS, PARAMS, KEPT, GRADIENTS   the numbers G, C + 1, U, V, K, D
-//   LANES      the lanes of a unit: 4, or 1 for a cell without a product
-//   PRODUCTS   the gates that have a recurrent product: GATES or 0
-//   SCATTERS   whether each of the four lanes gets only the recurrent product of one gate (lane k: gate k), in sums[0];
-//              otherwise all lanes get the products of all gates
-//   READS_H    whether the backward pass reads h before or after a step
-//   forward, backward   one step of one unit of one batch item. The lanes of a unit share the work: register j of a
-//              lane holds block LANES j + lane of z, of the saved blocks, and of the gradients d. The unit's states and
+// What the forward and the backward whole-sequence kernel in lanes of a cell written by the user share. fused.metal
+// describes their arrays, cell.metal the cell's struct `Own`. mlx_lstm/engines/metal/pointwise.py generates it, and
+// Lanes<Own>, which has these members:
+//   LANES        the lanes of a unit: 4, or 1 for a cell without a product
+//   SCATTERS     whether each of the four lanes gets only the recurrent product of one gate (lane k: gate k), in
+//                sums[0]; otherwise all lanes get the products of all gates
+//   TWO_PRODUCTS, slot_block    as in fused_lanes.metal
+//   forward, backward   like those of the cell, with `lane` as an additional first parameter. The lanes of a unit share
+//              the work: register j of a lane holds block 4 j + lane of y and of the gradients d. The unit's states and
 //              their gradients are in every lane.
 // A threadgroup owns ROWS batch items. If fewer are left, it computes the last item several times, with the same
 // results.
 
-// The number of registers that a lane needs if COUNT values of a unit are divided among LANES lanes. It is at least 1,
-// because Metal has no arrays of size 0.
+// The number of registers that a lane needs if COUNT values of a unit are divided among LANES lanes, at least 1.
 template <int COUNT, int LANES>
-constant constexpr int REGISTERS_OF = COUNT == 0 ? 1 : (COUNT + LANES - 1) / LANES;
+constant constexpr int REGISTERS_OF = SIZE_FOR<(COUNT + LANES - 1) / LANES>;
 
 // Overload for a cell without a recurrent product, which has no weights: return a null pointer, which is never read.
 template <int COUNT, class V> const device V* vectors_of_lane(Absent, int, uint, uint) { return (const device V*)0; }
-
-// Return a position in an array whose rows have COUNT blocks of H numbers: that of a unit in one block of one row. at:
-// the position of this row and unit in an array whose rows have H numbers. Only `at` changes from step to step. The
-// compiler computes the term after + once, so a step costs one multiply-add.
-template <int COUNT, int H, class Index>
-Index place_of(Index at, int block, int unit) { return at * COUNT + Index(block * H + unit - COUNT * unit); }
 
 // Load a lane's part of the COUNT values that an array has for one unit, step and item; the LANES lanes of a unit share
 // these values. values[j] gets value number LANES * j + lane, or the last value if there are fewer.
@@ -50,18 +32,11 @@ void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[R
 // Store a lane's part of the COUNT values that an array has for one unit, step and item; the LANES lanes of a unit
 // share these values. values[j] is value number LANES * j + lane.
 template <int COUNT, int LANES, int H, class Index, class A>
-void store_blocks(A array, Index at, int lane, int unit, thread const float (&values)[REGISTERS_OF<COUNT, LANES>]) {
+void store_blocks(A array, Index at, int lane, int unit, thread const float* values) {
 #pragma clang loop unroll(full)
   for (int j = 0; j < REGISTERS_OF<COUNT, LANES>; ++j)
     if (COUNT % LANES == 0 || LANES * j + lane < COUNT)
       store(array, place_of<COUNT, H>(at, LANES * j + lane, unit), values[j]);
-}
-
-// Load all COUNT values that an array has for one unit, step and item into every lane: value k into values[first + k].
-template <int COUNT, int H, class Index, class A, int SIZE>
-void load_all(A array, Index at, int unit, thread float (&values)[SIZE], int first) {
-#pragma clang loop unroll(full)
-  for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, place_of<COUNT, H>(at, k, unit), 0.0f);
 }
 
 // Add up the partial products of a unit's lanes. With SCATTERS each lane gets only the sum of its own gate, in sums[0].
@@ -70,19 +45,20 @@ void load_all(A array, Index at, int unit, thread float (&values)[SIZE], int fir
 // gates.
 template <class Cell, int SIZE>
 void sum_of_own_unit(thread float (&sums)[SIZE]) {
-  if constexpr (Cell::SCATTERS != 0) {
+  if constexpr (Lanes<Cell>::SCATTERS != 0) {
     sums[0] += simd_shuffle_xor(sums[2], 2);
     sums[1] += simd_shuffle_xor(sums[3], 2);
     sums[0] += simd_shuffle_xor(sums[1], 1);
   } else {
 #pragma clang loop unroll(full)
-    for (int n = 0; n < Cell::PRODUCTS; ++n) sums[n] = sum_over_lanes<Cell::LANES>(sums[n]);
+    for (int n = 0; n < Cell::PRODUCTS; ++n) sums[n] = sum_over_lanes<Lanes<Cell>::LANES>(sums[n]);
   }
 }
 
 // The functions below compute operations of MLX that Metal lacks, or that Metal computes with a larger error.
 
-inline float own_sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
+// Return 0 for NaN, and a zero with its sign, as MLX does.
+inline float own_sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x == 0.0f ? x : 0.0f; }
 
 inline float own_max(float a, float b) { return a > b || a != a ? a : b; }
 

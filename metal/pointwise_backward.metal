@@ -1,13 +1,12 @@
-// The backward pass of a cell written by the user, over a whole sequence. pointwise.metal describes the cell, the
-// arrays of the forward pass and the letters in shapes: C states besides h, U inputs, V parameters, G gates and D
-// gradients of preactivations, each with H numbers. A preactivation is a recurrent part plus an input part. Further
-// arrays:
-//   dh [T, B, H], dc [T, B, C H] float, dhT, dcT    cotangents, in the shapes of their outputs
-//   d        [T, B, D H]       gradients of all recurrent parts; then, for the gates in which the input part
+// The backward pass of a cell written by the user, over a whole sequence. fused.metal describes the arrays of the
+// forward pass and the letters in shapes. A preactivation is a recurrent part plus an input part. Further arrays:
+//   dh [T, B, D H], dc [T, B, D C H] float, dhT, dcT    cotangents, in the shapes of their outputs
+//   dz       [T, B, D M H]     gradients of all recurrent parts; then, for the gates in which the input part
 //                              has a different gradient, the gradients of the input parts
-//   du       [T, B, U H]       gradients of the inputs of each step
-//   dw       [groups, V H] float: gradients of the parameters, summed over the steps and items of a threadgroup
-//   carry    [T, B, (C + 1) H] float or absent: gradients of keep * state that bypass the product
+//   du       [T, B, D U H]       gradients of the inputs of each step
+//   dw       [groups, D V H] float: gradients of the parameters, summed over the steps and items of a threadgroup
+//   carry    [T, B, D N H] float or absent: gradients of keep * state that bypass the product, for the N states for
+//                              which there are any (N is C + 1, or C if h has only the product)
 //   dh0, dc0                   gradients of the first states
 // `vectors` holds the gradients of a step's recurrent products, which the product with Wh reads. It is a double buffer
 // [2][ROWS][padded G H] in threadgroup memory. One barrier per step separates writing the gradients from the product.
@@ -17,56 +16,56 @@
 // `mask`. If an array is absent, its cotangent is 0 and its factor is 1.
 template <class Cell>
 struct BackwardNumbers {
-  float saved[REGISTERS_OF<Cell::KEPT, Cell::LANES>], inputs[Cell::INPUTS == 0 ? 1 : Cell::INPUTS];
-  float before[Cell::STATES], outside[Cell::STATES], keep, mask;
+  float saved[REGISTERS_OF<Cell::KEPT, Lanes<Cell>::LANES>], inputs[SIZE_FOR<Cell::INPUTS>];
+  float before[Cell::CARRIED + 1], outside[Cell::CARRIED + 1], keep, mask;
 };
 
-// Read the numbers of step n, for ROWS batch items. now: the step's position in an array [T, B, H]. item: the unit's
-// positions in an array [B, H].
+// Read the numbers of step n, for ROWS batch items. now: the step's position in an array [T, B, D H]. item: the unit's
+// positions in an array [B, D H].
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_numbers(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index now, thread const Index (&item)[ROWS], uint group,
     int lane, int unit, thread BackwardNumbers<Cell> (&numbers)[ROWS]) {
-  constexpr int C = Cell::STATES - 1;
-  const Index step = Index(sweep.B) * H;
+  constexpr int C = Cell::CARRIED;
+  const Index step = Index(time_step(sweep, 1, H));
   // Step 0 has no step before it. Then read any valid numbers; use_first_states replaces them.
   const Index previous = n == 0 ? now : sweep.reverse ? now + step : now - step;
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group) * ROWS + r, sweep.B - 1);
-    load_blocks<Cell::KEPT, Cell::LANES, H>(a.gates, now + item[r], lane, unit, numbers[r].saved);
+    load_blocks<Cell::KEPT, Lanes<Cell>::LANES, H>(a.gates, now + item[r], lane, unit, numbers[r].saved);
     load_all<Cell::INPUTS, H>(a.inputs, now + item[r], unit, numbers[r].inputs, 0);
-    numbers[r].before[0] = Cell::READS_H != 0 ? float(a.h[previous + item[r]]) : 0.0f;
+    numbers[r].before[0] = value_at(a.h, previous + item[r], 0.0f);
     load_all<C, H>(a.c, previous + item[r], unit, numbers[r].before, 1);
     load_all<1, H>(a.dh, now + item[r], unit, numbers[r].outside, 0);
     load_all<C, H>(a.dc, now + item[r], unit, numbers[r].outside, 1);
-    numbers[r].keep = value_at(a.keep, time_of(sweep, n) * sweep.B + b, 1.0f);
+    numbers[r].keep = value_at(a.keep, (Index(time_of(sweep, n)) * sweep.B + b) * sweep.D + sweep.direction, 1.0f);
     numbers[r].mask = value_at(a.mask, item[r] + (sweep.masks_differ ? now : 0), 1.0f);
   }
 }
 
-// At an item's first step, set the states before the step to h0 and c0. item: the unit's position in an array [B, H].
+// At an item's first step, set the states before the step to h0 and c0. item: the unit's position in an array [B, D H].
 template <class Cell, int H, class Index, class Arrays>
 void use_first_states(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index item, int length, int unit,
-    thread float (&before)[Cell::STATES]) {
+    thread float (&before)[Cell::CARRIED + 1]) {
   // In reverse an item's first step is at its own last time index, which depends on its length.
   const bool last_index = is_present(a.lengths) && sweep.reverse && time_of(sweep, n) + 1 == length;
   if (n != 0 && !last_index) return;
-  if (Cell::READS_H != 0) before[0] = value_at(a.h0, item, 0.0f);
-  load_all<Cell::STATES - 1, H>(a.c0, item, unit, before, 1);
+  before[0] = value_at(a.h0, item, 0.0f);
+  load_all<Cell::CARRIED, H>(a.c0, item, unit, before, 1);
 }
 
 // Store the results of one step of a batch item, or zeros if the item has ended: d (the gradients of the
 // preactivations), du (of the inputs) and, from `back`, carry (of the states). at: the unit's position in an array
-// [steps, B, H]. Also store the gradients of the recurrent products in `operand`, which the product with Wh reads.
+// [steps, B, D H]. Also store the gradients of the recurrent products in `operand`, which the product with Wh reads.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_step(
     thread const Arrays& a, bool live, bool real, int lane, int unit, Index at,
-    thread float (&d)[REGISTERS_OF<Cell::GRADIENTS, Cell::LANES>],
-    thread const float (&du)[Cell::INPUTS == 0 ? 1 : Cell::INPUTS], thread const float (&back)[Cell::STATES],
+    thread float (&d)[REGISTERS_OF<Cell::GRADIENTS, Lanes<Cell>::LANES>],
+    thread const float (&du)[SIZE_FOR<Cell::INPUTS>], thread const float (&back)[Cell::CARRIED + 1],
     threadgroup float4* operand) {
-  constexpr int LANES = Cell::LANES;
+  constexpr int LANES = Lanes<Cell>::LANES;
 #pragma clang loop unroll(full)
   for (int j = 0; j < REGISTERS_OF<Cell::GRADIENTS, LANES>; ++j) {
     const int block = LANES * j + lane;
@@ -74,66 +73,68 @@ void store_step(
     if (real && block < Cell::PRODUCTS) number_at(operand, 0, block * H + unit) = d[j];
   }
   if (!real) return;
-  store_blocks<Cell::GRADIENTS, LANES, H>(a.d, at, lane, unit, d);
+  store_blocks<Cell::GRADIENTS, LANES, H>(a.dz, at, lane, unit, d);
   if (lane != 0) return;
 #pragma clang loop unroll(full)
   for (int k = 0; k < Cell::INPUTS; ++k)
     store(a.du, place_of<Cell::INPUTS, H>(at, k, unit), live ? du[k] : 0.0f);
 #pragma clang loop unroll(full)
-  for (int k = 0; k < Cell::STATES; ++k)
-    store(a.carry, place_of<Cell::STATES, H>(at, k, unit), live ? back[k] : 0.0f);
+  for (int k = 0; k < CARRIES<Cell>; ++k)
+    store(a.carry, place_of<CARRIES<Cell>, H>(at, k, unit), live ? back[FIRST_CARRY<Cell> + k] : 0.0f);
 }
 
 // After the last processed step, store the gradients of the first states (dh0, dc0) and of the parameters (dw).
 template <class Cell, int H, int ROWS, class S, class Index, class Arrays>
 void store_ends(
-    thread const Arrays& a, thread const Index (&item)[ROWS], uint group, bool writes, int unit,
-    thread const float (&ds)[ROWS][Cell::STATES], thread const float (&dw)[Cell::PARAMS == 0 ? 1 : Cell::PARAMS]) {
+    thread const Arrays& a, thread const Sweep& sweep, thread const Index (&item)[ROWS], uint group, bool writes,
+    int unit, thread const float (&ds)[ROWS][Cell::CARRIED + 1], thread const float (&dw)[SIZE_FOR<Cell::SUMMED>]) {
   if (!writes) return;
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     a.dh0[item[r]] = S(ds[r][0]);
 #pragma clang loop unroll(full)
-    for (int k = 1; k < Cell::STATES; ++k)
-      store(a.dc0, place_of<Cell::STATES - 1, H>(item[r], k - 1, unit), ds[r][k]);
+    for (int k = 1; k < Cell::CARRIED + 1; ++k)
+      store(a.dc0, place_of<Cell::CARRIED, H>(item[r], k - 1, unit), ds[r][k]);
   }
 #pragma clang loop unroll(full)
-  for (int k = 0; k < Cell::PARAMS; ++k) store(a.dw, (long(group) * Cell::PARAMS + k) * H + unit, dw[k]);
+  for (int k = 0; k < Cell::SUMMED; ++k) store(a.dw, place_in(sweep, int(group), Cell::SUMMED, k, H, unit), dw[k]);
 }
 
+// The backward pass. A threadgroup computes ROWS items. If fewer are left, the last item is computed several times. The
+// repetitions are left out of the sum dw, which would count the item more than once.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
-  constexpr int P = Cell::PRODUCTS, C = Cell::STATES - 1, LANES = Cell::LANES, GROUP = LANES * UNITS;
+  constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;
   constexpr int RUNS = P == 0 ? 0 : RUNS_OF<P * H, GROUP>, ROW = GROUP * RUNS, HALF = ROWS * ROW;
-  constexpr int ND = REGISTERS_OF<Cell::GRADIENTS, LANES>, V = Cell::PARAMS == 0 ? 1 : Cell::PARAMS;
-  constexpr int U = Cell::INPUTS == 0 ? 1 : Cell::INPUTS;
+  constexpr int ND = REGISTERS_OF<Cell::GRADIENTS, LANES>, V = SIZE_FOR<Cell::SUMMED>;
+  constexpr int U = SIZE_FOR<Cell::INPUTS>;
   Sweep sweep = {};
-  read_sizes(a.sizes, 0, sweep);
+  read_sizes(a.sizes, group.y, sweep);
   const int s = int(index) % GROUP, lane = s % LANES, own = int(index) / LANES;
   const bool real = H % (32 / LANES) == 0 || own < H;
   const int unit = real ? own : 0;
   const device vec<S, 4>* streamed =
-      vectors_of_lane<P == 0 ? 1 : RUNS * UNITS, vec<S, 4>>(a.arranged, 0, index, threads);
+      vectors_of_lane<P == 0 ? 1 : RUNS * UNITS, vec<S, 4>>(a.arranged, sweep.direction, index, threads);
   vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
   fill_with_zeros(vectors, 2 * HALF, index, threads);
-  const Index step = Index(sweep.B) * H, earlier = Index(first_time(sweep)) * step;
-  Index item[ROWS];  // the unit's position in an array [B, H]
+  const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
+  Index item[ROWS];  // the unit's position in an array [B, D H]
   float w[V], dw[V] = {}, ds[ROWS][C + 1], now[ROWS][C + 1];
   int length[ROWS];
-  load_all<Cell::PARAMS, H>(a.params, Index(unit), unit, w, 0);
+  load_all<Cell::SUMMED, H>(a.params, Index(sweep.direction * H + unit), unit, w, 0);
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1), t = time_of(sweep, sweep.stop - 1);
-    item[r] = Index(b) * H + Index(unit);
+    item[r] = Index(place_in(sweep, b, 1, 0, H, unit));
     length[r] = value_at(a.lengths, b, sweep.T);
     load_all<1, H>(a.dhT, item[r], unit, ds[r], 0);
     load_all<C, H>(a.dcT, item[r], unit, ds[r], 1);
-    now[r][0] = float(a.h[Index(t) * step + item[r]]);
+    load_all<1, H>(a.h, Index(t) * step + item[r], unit, now[r], 0);
     load_all<C, H>(a.c, Index(t) * step + item[r], unit, now[r], 1);
   }
   if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros from d of the units
-  Index now_at = Index(time_of(sweep, sweep.stop - 1)) * step;  // the step's position in an array [T, B, H]
+  Index now_at = Index(time_of(sweep, sweep.stop - 1)) * step;  // the step's position in an array [T, B, D H]
   const Index next_now = sweep.reverse ? step : -step;  // Index is unsigned: adding a negative distance wraps around
   BackwardNumbers<Cell> numbers[ROWS];
   read_numbers<Cell, H>(a, sweep, sweep.stop - 1, now_at, item, group.x, lane, unit, numbers);
@@ -145,16 +146,19 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
     for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, t, length[r]);
       thread BackwardNumbers<Cell>& mine = numbers[r];
-      float d[ND] = {}, du[U] = {}, dw_now[V] = {}, back[C + 1];
+      float d[ND] = {}, du[U] = {}, dw_now[V] = {}, back[C + 1], before[C + 1];
       use_first_states<Cell, H>(a, sweep, n, item[r], length[r], unit, mine.before);
 #pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) back[k] = ds[r][k] + mine.outside[k];
-      Cell::backward(lane, mine.saved, mine.before, mine.keep, mine.inputs, w, now[r], back, d, du, dw_now);
-      store_step<Cell, H, S>(a, live, real, lane, unit, now_at - earlier + item[r], d, du, back, current + r * ROW);
-      // A threadgroup computes ROWS items. If fewer are left, the last item is computed several times. The repetitions
-      // are left out here, because the sum dw would count the item more than once.
+      for (int k = 0; k <= C; ++k) {
+        back[k] = ds[r][k] + mine.outside[k];
+        before[k] = mine.keep * mine.before[k];
+      }
+      Lanes<Cell>::backward(lane, w, mine.inputs, mine.saved, before, now[r], back, d, du, dw_now);
 #pragma clang loop unroll(full)
-      for (int k = 0; k < Cell::PARAMS; ++k)
+      for (int k = 0; k <= C; ++k) now[r][k] = mine.before[k];
+      store_step<Cell, H, S>(a, live, real, lane, unit, now_at + (item[r] - earlier), d, du, back, current + r * ROW);
+#pragma clang loop unroll(full)
+      for (int k = 0; k < Cell::SUMMED; ++k)
         dw[k] += live && int(group.x) * ROWS + r < sweep.B ? dw_now[k] : 0.0f;
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) ds[r][k] = live ? mine.keep * back[k] : ds[r][k];
@@ -176,5 +180,5 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
     }
     streamed += opaque_zero(sweep);
   }
-  store_ends<Cell, H, ROWS, S>(a, item, group.x, real && lane == 0, unit, ds, dw);
+  store_ends<Cell, H, ROWS, S>(a, sweep, item, group.x, real && lane == 0, unit, ds, dw);
 }

@@ -7,29 +7,29 @@
 // mask are 1 if the call does not have them.
 template <class Cell>
 struct ForwardNumbers {
-  float z[REGISTERS_OF<Cell::GATES, Cell::LANES>], inputs[Cell::INPUTS == 0 ? 1 : Cell::INPUTS], keep, mask;
+  float z[REGISTERS_OF<Cell::GATES, Lanes<Cell>::LANES>], inputs[SIZE_FOR<Cell::INPUTS>], keep, mask;
 };
 
-// Read the numbers of step n for batch item b. now: the step's position in an array [T, B, H]. item: the unit's
-// position in an array [B, H].
+// Read the numbers of step n for batch item b. now: the step's position in an array [T, B, D H]. item: the unit's
+// position in an array [B, D H].
 template <class Cell, int H, class Index, class Arrays>
 void read_numbers(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index now, int b, Index item, int lane, int unit,
     thread ForwardNumbers<Cell>& numbers) {
   // The last step has no next step. It reads its own mask again, which nobody uses.
   const int next = time_of(sweep, min(n + 1, sweep.stop - 1));
-  load_blocks<Cell::GATES, Cell::LANES, H>(a.z, now + item, lane, unit, numbers.z);
+  load_blocks<Cell::GATES, Lanes<Cell>::LANES, H>(a.z, now + item, lane, unit, numbers.z);
   load_all<Cell::INPUTS, H>(a.inputs, now + item, unit, numbers.inputs, 0);
-  numbers.keep = value_at(a.keep, time_of(sweep, n) * sweep.B + b, 1.0f);
-  numbers.mask = value_at(a.mask, (sweep.masks_differ ? Index(next) * Index(sweep.B) * H : 0) + item, 1.0f);
+  numbers.keep = value_at(a.keep, (Index(time_of(sweep, n)) * sweep.B + b) * sweep.D + sweep.direction, 1.0f);
+  numbers.mask = value_at(a.mask, (sweep.masks_differ ? Index(next) * Index(time_step(sweep, 1, H)) : 0) + item, 1.0f);
 }
 
 // Store the outputs of one step at position `at`, or zeros if the item has ended. s: the states after the step.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_outputs(
-    thread const Arrays& a, bool live, int lane, int unit, Index at, thread const float (&s)[Cell::STATES],
-    thread float (&y)[REGISTERS_OF<Cell::KEPT, Cell::LANES>]) {
-  constexpr int C = Cell::STATES - 1, LANES = Cell::LANES;
+    thread const Arrays& a, bool live, int lane, int unit, Index at, thread const float (&s)[Cell::CARRIED + 1],
+    thread float (&y)[REGISTERS_OF<VALUES<Cell>, Lanes<Cell>::LANES>]) {
+  constexpr int C = Cell::CARRIED, LANES = Lanes<Cell>::LANES;
 #pragma clang loop unroll(full)
   for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;
   store_blocks<Cell::KEPT, LANES, H>(a.gates, at, lane, unit, y);
@@ -39,39 +39,41 @@ void store_outputs(
   for (int k = 0; k < C; ++k) store(a.c, place_of<C, H>(at, k, unit), live ? s[k + 1] : 0.0f);
 }
 
-template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
+// The forward pass. Past an item's end outputs are 0 and the states stay. They are selected, not multiplied, because
+// the new states may be NaN there.
+template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
-  constexpr int P = Cell::PRODUCTS, C = Cell::STATES - 1, LANES = Cell::LANES, GROUP = LANES * UNITS;
-  constexpr int RUNS = P == 0 ? 0 : RUNS_OF<H, GROUP>, ROW = GROUP * RUNS, HALF = ROWS * ROW;
+  constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;
+  using Share = LaneShare<V, H, GROUP, P == 0 ? 1 : UNITS * P>;
+  constexpr int RUNS = P == 0 ? 0 : int(Share::RUNS), ROW = GROUP * RUNS, HALF = ROWS * ROW;
   Sweep sweep = {};
-  read_sizes(a.sizes, 0, sweep);
+  read_sizes(a.sizes, group.y, sweep);
   const int s = int(index) % GROUP, lane = s % LANES, own = int(index) / LANES;
   const bool real = H % (32 / LANES) == 0 || own < H, writes = real && lane == LANES - 1;
   const int unit = real ? own : 0;  // padding lanes read the numbers of unit 0
-  const device vec<S, 4>* streamed =
-      vectors_of_lane<P == 0 ? 1 : RUNS * UNITS * P, vec<S, 4>>(a.arranged, 0, index, threads);
-  vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
+  const int place = place_in_row<Share::SPAN, GROUP>(own);  // of this unit's h in a row of `vectors`
+  const device V* streamed = vectors_of_lane<Share::COUNT, V>(a.arranged, sweep.direction, index, threads);
+  V resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
   fill_with_zeros(vectors, 2 * HALF, index, threads);
   if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros from the units' own h
-  const Index step = Index(sweep.B) * H, earlier = Index(first_time(sweep)) * step;
-  Index item[ROWS];  // the unit's position in an array [B, H]
-  float state[ROWS][C + 1], w[Cell::PARAMS == 0 ? 1 : Cell::PARAMS];
+  const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
+  Index item[ROWS];  // the unit's position in an array [B, D H]
+  float state[ROWS][C + 1], w[SIZE_FOR<Cell::SUMMED>];
   int length[ROWS];
-  load_all<Cell::PARAMS, H>(a.params, Index(unit), unit, w, 0);
+  load_all<Cell::SUMMED, H>(a.params, Index(sweep.direction * H + unit), unit, w, 0);
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1), t = time_of(sweep, sweep.start);
-    item[r] = Index(b) * H + Index(unit);
+    item[r] = (Index(b) * sweep.D + sweep.direction) * H + Index(unit);
     length[r] = value_at(a.lengths, b, sweep.T);
-    load_all<1, H>(a.h0, item[r], unit, state[r], 0);
-    load_all<C, H>(a.c0, item[r], unit, state[r], 1);
+    load_states<Cell, H>(a.h0, a.c0, item[r], unit, state[r]);
     const Index at = item[r] + (sweep.masks_differ ? Index(t) * step : 0);
     if (P > 0 && writes)
-      number_at(vectors, (sweep.start & 1) * HALF + r * ROW, own) = state[r][0] * value_at(a.mask, at, 1.0f);
+      number_at(vectors, (sweep.start & 1) * HALF + r * ROW, place) = state[r][0] * value_at(a.mask, at, 1.0f);
   }
   if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the first h from the first product
-  Index now = Index(time_of(sweep, sweep.start)) * step;  // the step's position in an array [T, B, H]
+  Index now = Index(time_of(sweep, sweep.start)) * step;  // the step's position in an array [T, B, D H]
   const Index next_now = sweep.reverse ? -step : step;  // Index is unsigned: adding a negative distance wraps around
   for (int n = sweep.start; n < sweep.stop; ++n) {
     threadgroup float4* before = vectors + (n & 1) * HALF;
@@ -97,16 +99,17 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, t, length[r]);
-      float y[REGISTERS_OF<Cell::KEPT, LANES>] = {}, next[C + 1];
+      float y[REGISTERS_OF<VALUES<Cell>, LANES>], next[C + 1];
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) next[k] = numbers[r].keep * state[r][k];
-      Cell::forward(lane, numbers[r].z, sums[r], numbers[r].inputs, w, next, y);
+#pragma clang loop unroll(full)
+      for (int j = 0; j < REGISTERS_OF<Cell::GATES, LANES>; ++j) y[j] = numbers[r].z[j];
+      Lanes<Cell>::forward(lane, w, numbers[r].inputs, sums[r], next, y);
       next[0] = float(S(next[0]));
-      // Past an item's end outputs are 0 and the state stays. A selection discards the new state, which may be NaN.
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) state[r][k] = live ? next[k] : state[r][k];
-      if (real) store_outputs<Cell, H, S>(a, live, lane, unit, now - earlier + item[r], next, y);
-      if (P > 0 && writes) number_at(after, r * ROW, own) = state[r][0] * numbers[r].mask;
+      if (real) store_outputs<Cell, H, S>(a, live, lane, unit, now + (item[r] - earlier), next, y);
+      if (P > 0 && writes) number_at(after, r * ROW, place) = state[r][0] * numbers[r].mask;
     }
     if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates new h from the next product
     now += next_now;
@@ -116,7 +119,6 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
   for (int r = 0; r < ROWS; ++r) {
     if (!writes) continue;
     a.hT[item[r]] = S(state[r][0]);
-#pragma clang loop unroll(full)
-    for (int k = 0; k < C; ++k) store(a.cT, place_of<C, H>(item[r], k, unit), state[r][k + 1]);
+    store_all<C, H>(a.cT, item[r], unit, state[r] + 1);
   }
 }

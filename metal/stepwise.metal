@@ -2,8 +2,8 @@
 // the operands of a product. S is the dtype of the call's arrays, D the number of directions.
 //
 // A launch writes one "row": a new array, because in MLX several launches cannot write to the same output. A row begins
-// with the states that stay in float (c, or gradients in the backward pass), [B, D H], if the cell has any. Behind them
-// are arrays of dtype S, [B, D width], such as h and the gates of this step. The elements of a row have the type X:
+// with the numbers that stay in float (c, or gradients in the backward pass), [B, D H] each, if the cell has any.
+// Behind them are arrays of dtype S, such as h and the gates of this step. The elements of a row have the type X:
 // float, or ushort if S has 16 bits; a float then takes two elements. A row has at least 8 elements, because Metal
 // would bind a shorter array as `constant`.
 //
@@ -136,10 +136,9 @@ float mask_at(thread const Step& s, M mask, int t, int b, int j, int width) {
   return value_at(mask, place(s, s.own_mask * t, b, width) + j, 1.0f);
 }
 
-// Return how many elements of type S the float states of `units` units take. They are at the beginning of a row (the
-// array that the launch of one step writes). Return 0 if the launch hands no state to the next step.
-template <class S, bool CARRIES>
-Index carried(Index units) { return CARRIES ? Index(sizeof(float) / sizeof(S)) * units : 0; }
+// Return how many elements of type S the floats at the beginning of a row take. (A row is the array that the launch of
+// one step writes.)
+template <class S> Index carried(Index floats) { return Index(sizeof(float) / sizeof(S)) * floats; }
 
 // Read or write one of the floats that a row (the array that one launch writes) carries to the next step. In a row of
 // ushort a float takes two elements.
@@ -153,6 +152,33 @@ inline void set_carry(device ushort* row, Index index, float value) {
   row[2 * index] = words.x;
   row[2 * index + 1] = words.y;
 }
+
+// Load or store COUNT floats of a row that the next step reads, `pitch` floats apart: values[first], values[first + 1],
+// ...
+template <int COUNT, class X, int SIZE>
+void take_carries(const device X* row, Index at, int pitch, thread float (&values)[SIZE], int first) {
+#pragma clang loop unroll(full)
+  for (int k = 0; k < COUNT; ++k) values[first + k] = carry_at(row, at + Index(k) * pitch);
+}
+template <int COUNT, class X, int SIZE>
+void set_carries(device X* row, Index at, int pitch, thread const float (&values)[SIZE], int first) {
+#pragma clang loop unroll(full)
+  for (int k = 0; k < COUNT; ++k) set_carry(row, at + Index(k) * pitch, values[first + k]);
+}
+
+// Load COUNT numbers of an array, `pitch` elements apart, into values[first], values[first + 1], ... If the array is
+// absent, load zeros.
+template <int COUNT, class A, int SIZE>
+void take_blocks(A array, Index at, int pitch, thread float (&values)[SIZE], int first) {
+#pragma clang loop unroll(full)
+  for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, at + Index(k) * pitch, 0.0f);
+}
+
+// A product that computes nothing, for a cell without a recurrent product.
+template <int HEIGHT, int WIDTH>
+struct NoProduct {
+  enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 256 };
+};
 
 // A row (the array of one launch) has at least 8 elements, so that Metal binds it as `device`. Unused ones become 0.
 template <class X>

@@ -4,19 +4,26 @@
 //
 // "next" is the step of an item that the forward pass processes after t. At an item's last step there is no next one,
 // and dhT replaces the product. With a projection, the kernel stepwise_dh computes dh_t [B, D P], and the product here
-// is dm = dh_t Wp. A "row" is the array that one launch writes. The "carry" is the gradient of c[t-1], or for a cell
-// without c the part of the gradient of h[t-1] that bypasses the products.
+// is dm = dh_t Wp. A "row" is the array that one launch writes. The "carries" are the gradients of the states before
+// the step that bypass the products: a part of the gradient of h, if the cell reads h besides in the product, and the
+// gradients of the other states. Letters count blocks of H numbers: G gates, C states besides h, N carries, K saved
+// numbers; in a cell that a user wrote also U inputs of a step and V parameters.
 //
 //   before    the row that the previous launch wrote, for the step processed after t in the forward pass
-//   after     the row that this launch writes: the carry [B, D H], then dz [B, D G H]. Past an item's end both are
-//             copied from `before`. With the option `keep` a third array [B, D H] follows: the carry before its
-//             multiplication by keep; it is 0 past an item's end
+//   after     the row that this launch writes, in this order:
+//             [B, D N H] float   the carries
+//             [B, D N H] float   with the option `keep`: the carries before their multiplication by keep
+//             [B, D V H] float   the gradients of the parameters, summed over all steps so far
+//             [B, D M H]         dz: the cell's M = GRADIENTS gradients of preactivations, first those of the products
+//             [B, D U H]         the gradients of the inputs
+//             Past an item's end the second and the last are 0, and the others are copied from `before`
 //   dh_now    [B, D P]      a row with dh_t, with a projection only
 //   weights   [D, H, K]     the transposed Wh, K = G H, or the transposed Wp, K = P
 //   rows      an array with the rows of several forward launches, which contain the gates, if `gates` is absent
 //   row       the index of this step's row in `rows`
-//   gates     [T, B, D G H]     states  [T, B, D H]: c, or h if there is no c     states0  [B, D H]: the first state
+//   gates     [T, B, D K H]     h, c, h0, c0: the states after each step and the first ones, if the cell reads them
 //   q         [D, T, B, H]  the candidate's recurrent products of a GRU        peephole [D, 4H]
+//   inputs    [T, B, D U H]     params  [D V H]
 //   mask      [T or 1, B, D P], including keep       keep  [T, B, D]  lengths [B]
 //   dh, dc, dgates, dhT, dcT    the cotangents of the outputs, each in the shape of its output
 //   numbers   [3]: the second is the limit of c, for a clip that stops gradients
@@ -54,13 +61,15 @@ inline int next_step(thread const Step& s, int length) {
 }
 
 // Let `row` point to the dz of batch item b in one segment: the product adds up its terms segment by segment. A cell
-// with one segment has all gates in it. A GRU has one segment per gate, in the order of memory, so that only the
-// candidate's dz is multiplied by r. If its reset comes before the product, it has segments for r and z only.
+// with one segment has all gates in it; behind them are the gradients that no product reads. A GRU has one segment per
+// gate, in the order of memory, so that only the candidate's dz is multiplied by r. If its reset comes before the
+// product, it has segments for r and z only.
 template <class Cell, class S, class Arrays>
 void find_row(thread const Following<Cell, S, Arrays>& x, int b, int segment, thread FollowingRow<S, Arrays>& row) {
   thread const Step& s = *x.s;
   if constexpr (Cell::SEGMENTS == 1 || Cell::SEGMENTS != Cell::GATES) {
-    row.dz = Cell::SEGMENTS == 1 ? x.dz + place(s, 0, b, s.K)
+    const int pitch = Cell::GRADIENTS == Cell::GATES ? s.K : Cell::GRADIENTS * x.H;
+    row.dz = Cell::SEGMENTS == 1 ? x.dz + place(s, 0, b, pitch)
                                  : x.dz + place(s, 0, b, 3 * x.H) + Cell::block(segment) * x.H;
     row.r = x.a->gates;
     row.candidate = false;
@@ -94,15 +103,30 @@ const device S* either(Absent, const device S* dz) { return dz; }
 template <class S, class X>
 const device S* either(const device X* row, const device S*) { return (const device S*)row; }
 
-// Return the gradient of h_t[b, j]. It is a sum: the part from the next step (at the item's last step dhT), plus the
-// cotangent dh of step t.
-template <class Arrays>
+// Return the gradient of h_t[b, j] without the carry. It is a sum: the part from the product of the next step (at the
+// item's last step dhT), plus the cotangent dh of step t.
+template <class Cell, class Arrays>
 float dh_sum(
     thread const Step& s, thread const Arrays& a, threadgroup const float* sum, int length, int b, int j, int width) {
   const float outside = value_at(a.dh, place(s, s.t, b, width) + j, 0.0f);
   const int next = next_step(s, length);
   if (next < 0) return outside + value_at(a.dhT, place(s, 0, b, width) + j, 0.0f);
-  return outside + *sum * mask_at(s, a.mask, next, b, j, width);
+  return Cell::PRODUCTS == 0 ? outside : outside + *sum * mask_at(s, a.mask, next, b, j, width);
+}
+
+// Return how many floats a unit has at the beginning of a row.
+template <class Cell, class Arrays>
+int floats_of(thread const Arrays& a) { return (is_present(a.keep) ? 2 : 1) * CARRIES<Cell> + int(Cell::SUMMED); }
+
+// Compute the product of a backward step with dz, which the previous launch wrote, or with dh_t.
+template <class Cell, class Product, class S, class Arrays>
+void product_with_dz(
+    thread const Step& s, thread const Arrays& a, const device S* dz, int width, int gate_width,
+    thread const Block& own) {
+  const Following<Cell, S, Arrays> x = {dz, &a, &s, gate_width};
+  if constexpr (Cell::PRODUCTS != 0)
+    Product::template product<OneBlock, 0, Product::COLUMNS, Cell::SEGMENTS>(
+        x, a.weights + Index(s.d) * width * s.K, s.B, width, s.K, own);
 }
 
 // Return one number of the gates that the forward pass computed. `rows` is an array with the rows (c, h and gates) that
@@ -114,65 +138,123 @@ float gate_in_row(const device X* rows, R row, Index length, Index at) {
   return float(((const device S*)rows)[row * length + at]);
 }
 
+// Load what a unit saved for step s.t: its numbers in `gates`, or, without this array, in the row of the forward
+// launch.
+template <class Cell, class S, class Arrays>
+void take_saved(thread const Step& s, thread const Arrays& a, int b, int j, thread float (&y)[SIZE_FOR<Cell::KEPT>]) {
+  constexpr int KEPT = Cell::KEPT;
+  const Index units = Index(s.B) * s.D * s.H, behind = carried<S>(Cell::CARRIED * units) + units;
+#pragma clang loop unroll(full)
+  for (int k = 0; k < KEPT; ++k) {
+    const Index block = j + Cell::block(k) * s.H;
+    const float in_row = gate_in_row<S>(
+        a.rows, a.row, max(behind + KEPT * units, Index(8)), behind + place(s, 0, b, KEPT * s.H) + block);
+    y[k] = value_at(a.gates, place(s, s.t, b, KEPT * s.H) + block, in_row);
+  }
+}
+
+// Load those states of a unit whose bits in READ are 1, h first: h from row t of one array, the others from row t of
+// another one. The other states, and those of an absent array, become 0.
+template <class Cell, int READ, class A, class B>
+void take_needed(
+    thread const Step& s, A h, B others, int t, int b, int j, thread float (&states)[Cell::CARRIED + 1]) {
+  constexpr int C = Cell::CARRIED;
+  states[0] = READ & 1 ? value_at(h, place(s, t, b, s.H) + j, 0.0f) : 0.0f;
+#pragma clang loop unroll(full)
+  for (int k = 1; k <= C; ++k)
+    states[k] = (READ >> k) & 1 ? value_at(others, place(s, t, b, C * s.H) + (k - 1) * s.H + j, 0.0f) : 0.0f;
+}
+
+// Load the states before step s.t and after it, as far as the cell reads them.
+template <class Cell, class Arrays>
+void take_both_states(
+    thread const Step& s, thread const Arrays& a, bool starts, int b, int j,
+    thread float (&before)[Cell::CARRIED + 1], thread float (&after)[Cell::CARRIED + 1]) {
+  constexpr int BEFORE = Cell::READS_BEFORE, AFTER = Cell::READS_AFTER;
+  if (starts) take_needed<Cell, BEFORE>(s, a.h0, a.c0, 0, b, j, before);
+  else take_needed<Cell, BEFORE>(s, a.h, a.c, s.reverse ? s.t + 1 : s.t - 1, b, j, before);
+  take_needed<Cell, AFTER>(s, a.h, a.c, s.t, b, j, after);
+}
+
+// Compute one step of one unit backward, for an item that has not ended. dh: the gradient of h without the carry. ds:
+// on entry the carries, on return those for the previous step; unscaled: the latter before their multiplication by
+// keep. d: on entry the cotangents of the gates. The other parameters are as in cell.metal; dp is added to.
+template <class Cell, class S, class Arrays>
+void live_unit_backward(
+    thread const Step& s, thread const Arrays& a, int b, int j, float dh, thread float (&ds)[Cell::CARRIED + 1],
+    thread float (&unscaled)[Cell::CARRIED + 1], thread float (&dp)[SIZE_FOR<Cell::SUMMED>],
+    thread float (&d)[Cell::GRADIENTS], thread float (&du)[SIZE_FOR<Cell::INPUTS>]) {
+  constexpr int C = Cell::CARRIED;
+  const int H = s.H, length = value_at(a.lengths, b, s.T);
+  float y[SIZE_FOR<Cell::KEPT>], before[C + 1], after[C + 1], dc[C + 1] = {};
+  float p[SIZE_FOR<Cell::CONSTANTS>], u[SIZE_FOR<Cell::INPUTS>], dp_now[SIZE_FOR<Cell::SUMMED>];
+  take_saved<Cell, S>(s, a, b, j, y);
+  take_both_states<Cell>(s, a, is_first(s, length), b, j, before, after);
+  take_blocks<C>(a.dc, place(s, s.t, b, C * H) + j, H, dc, 1);
+  take_blocks<Cell::INPUTS>(a.inputs, place(s, s.t, b, Cell::INPUTS * H) + j, H, u, 0);
+  if (Cell::INPUTS == 0) u[0] = value_at(a.q, place_by_direction(s, b, H) + j, 0.0f);
+  Cell::template constants<Index>(a, s.d, H, j, p);
+  const float factor = value_at(a.keep, place(s, s.t, b, 1), 1.0f);
+  ds[0] = Cell::PASSES_H ? ds[0] + dh : dh;
+#pragma clang loop unroll(full)
+  for (int k = 0; k <= C; ++k) {
+    if (k > 0) ds[k] += dc[k];
+    before[k] *= factor;
+  }
+  Cell::backward(p, u, y, before, after, ds, d, du, dp_now);
+#pragma clang loop unroll(full)
+  for (int k = 0; k <= C; ++k) unscaled[k] = ds[k], ds[k] *= factor;
+#pragma clang loop unroll(full)
+  for (int k = 0; k < Cell::SUMMED; ++k) dp[k] += dp_now[k];
+}
+
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_backward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
-  constexpr int GATES = Cell::GATES, ROWS = Product::ROWS, COLUMNS = Product::COLUMNS;
-  constexpr bool CARRIES = Cell::HAS_C || Cell::PASSES_H;
+  constexpr int C = Cell::CARRIED, N = CARRIES<Cell>, FIRST = FIRST_CARRY<Cell>, GRADIENTS = Cell::GRADIENTS;
+  constexpr int SUMMED = Cell::SUMMED, INPUTS = Cell::INPUTS, ROWS = Product::ROWS, COLUMNS = Product::COLUMNS;
   const Step s = step_of(a.step, a.sizes, group.z);
   const int B = s.B, H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
-  const Index units = Index(B) * s.D * H, start = carried<S, CARRIES>(units);
+  const Index units = Index(B) * s.D * H, start = carried<S>(floats_of<Cell>(a) * units);
+  const Index of_params = (is_present(a.keep) ? 2 : 1) * N * units;
   const device S* dz_before = (const device S*)a.before + start;
-  const Following<Cell, S, Arrays> x = {either(a.dh_now, dz_before), &a, &s, H};
+  device S* dz_after = (device S*)a.after + start;
   const Block own = {b0, j0, simdgroup, lane, sums};
   // The product is dz Wh, with dz of the step that the forward pass processes next. The first launch (`begins`) has no
   // such step, so it skips the product. With a projection every launch needs the product, because it is dh_t Wp
   // instead.
   const bool begins = s.n + 1 == s.T;
   if (!begins || is_present(a.dh_now))
-    Product::template product<OneBlock, 0, COLUMNS, Cell::SEGMENTS>(
-        x, a.weights + Index(s.d) * H * s.K, B, H, s.K, own);
+    product_with_dz<Cell, Product, S>(s, a, either(a.dh_now, dz_before), H, H, own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
     const int b = b0 + int(cell / COLUMNS), j = j0 + int(cell % COLUMNS);
     if (b >= B || j >= H) continue;
     const int length = value_at(a.lengths, b, s.T);
-    const Index at = place(s, 0, b, H) + j, now = place(s, s.t, b, H) + j;
     const bool live = s.t < length;
-    float y[GATES], dz[GATES], carry = 0.0f, unscaled = 0.0f;
-    if (CARRIES) carry = begins ? value_at(a.dcT, at, 0.0f) : carry_at(a.before, at);
-    for (int gate = 0; gate < GATES; ++gate) {
-      const Index block = j + Cell::block(gate) * H, gate_now = place(s, s.t, b, GATES * H) + block;
-      const float in_row = gate_in_row<S>(
-          a.rows, a.row, max(start + units * (1 + GATES), Index(8)), start + units + place(s, 0, b, GATES * H) + block);
-      y[gate] = live ? value_at(a.gates, gate_now, in_row) : 0.0f;
-      dz[gate] = live ? value_at(a.dgates, gate_now, 0.0f)
-          : begins    ? 0.0f
-                      : float(dz_before[place(s, 0, b, GATES * H) + block]);
+    const Index ds_at = place(s, 0, b, N * H) + j, dp_at = of_params + place(s, 0, b, SUMMED * H) + j;
+    const Index dz_at = place(s, 0, b, GRADIENTS * H) + j, now = place(s, s.t, b, GRADIENTS * H) + j;
+    float ds[C + 1] = {}, unscaled[C + 1] = {}, dp[SIZE_FOR<SUMMED>] = {}, d[GRADIENTS], du[SIZE_FOR<INPUTS>] = {};
+    if (begins) {
+      take_blocks<C>(a.dcT, place(s, 0, b, C * H) + j, H, ds, 1);
+    } else {
+      take_carries<N>(a.before, ds_at, H, ds, FIRST);
+      take_carries<SUMMED>(a.before, dp_at, H, dp, 0);
+    }
+    for (int k = 0; k < GRADIENTS; ++k) {
+      const int block = Cell::block(k) * H;
+      d[k] = live ? value_at(a.dgates, now + block, 0.0f) : begins ? 0.0f : float(dz_before[dz_at + block]);
     }
     if (live) {
-      const Index previous = place(s, s.reverse ? s.t + 1 : s.t - 1, b, H) + j;
-      float p[Cell::CONSTANTS];
-      float before = is_first(s, length) ? value_at(a.states0, at, 0.0f) : float(a.states[previous]);
-      const float dh_t = is_present(a.dh_now) ? sums[cell] : dh_sum(s, a, sums + cell, length, b, j, H);
-      const float factor = value_at(a.keep, place(s, s.t, b, 1), 1.0f);
-      carry += value_at(a.dc, now, 0.0f);
-      if (is_present(a.keep)) before *= factor;
-      // `carry` is what reaches the previous step without the recurrent product: dc of an LSTM, or a part of dh of a
-      // GRU (PASSES_H). A GRU's part of dh is added to dh_t, because both are gradients of the same h.
-      float dh_or_past = Cell::PASSES_H ? carry + dh_t : dh_t;
-      Cell::template constants<Index>(a, s.d, H, j, p);
-      const float q = value_at(a.q, place_by_direction(s, b, H) + j, 0.0f);
-      Cell::backward(
-          y, p, before, float(a.states[now]), q, value_at(a.numbers, 1, 0.0f), dh_or_past, carry, dz);
-      if (Cell::PASSES_H) carry = dh_or_past;
-      if (is_present(a.keep)) unscaled = carry, carry *= factor;
+      const float dh = is_present(a.dh_now) ? sums[cell] : dh_sum<Cell>(s, a, sums + cell, length, b, j, H);
+      live_unit_backward<Cell, S>(s, a, b, j, dh, ds, unscaled, dp, d, du);
     }
-    if (CARRIES) set_carry(a.after, at, carry);
-    for (int gate = 0; gate < GATES; ++gate)
-      ((device S*)a.after)[start + place(s, 0, b, GATES * H) + j + Cell::block(gate) * H] = S(dz[gate]);
-    if (is_present(a.keep)) ((device S*)a.after)[start + units * GATES + at] = S(unscaled);
+    set_carries<N>(a.after, ds_at, H, ds, FIRST);
+    if (is_present(a.keep)) set_carries<N>(a.after, N * units + ds_at, H, unscaled, FIRST);
+    set_carries<SUMMED>(a.after, dp_at, H, dp, 0);
+    for (int k = 0; k < GRADIENTS; ++k) dz_after[dz_at + Cell::block(k) * H] = S(d[k]);
+    for (int k = 0; k < INPUTS; ++k) dz_after[units * GRADIENTS + place(s, 0, b, INPUTS * H) + k * H + j] = S(du[k]);
   }
-  pad_row(a.after, start + units * (is_present(a.keep) ? GATES + 1 : GATES), group, 32 * simdgroup + lane);
+  pad_row(a.after, start + units * (GRADIENTS + INPUTS), group, 32 * simdgroup + lane);
 }
 
 // Compute dh_t [B, D P], the gradient of h_t (D directions, P numbers of h), from the dz that the previous launch
@@ -185,20 +267,17 @@ void stepwise_dh(
   constexpr int PRODUCT_GATES = Cell::SEGMENTS == 1 ? int(Cell::GATES) : int(Cell::SEGMENTS);
   const Step s = step_of(a.step, a.sizes, group.z);
   const int P = s.H, H = s.K / PRODUCT_GATES, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
-  const Index start = carried<S, Cell::HAS_C || Cell::PASSES_H>(Index(s.B) * s.D * H);
-  const Following<Cell, S, Arrays> x = {(const device S*)a.before + start, &a, &s, H};
+  const device S* dz = (const device S*)a.before + carried<S>(floats_of<Cell>(a) * (Index(s.B) * s.D * H));
   const Block own = {b0, j0, simdgroup, lane, sums};
-  if (s.n + 1 < s.T)
-    Product::template product<OneBlock, 0, COLUMNS, Cell::SEGMENTS>(
-        x, a.weights + Index(s.d) * P * s.K, s.B, P, s.K, own);
+  if (s.n + 1 < s.T) product_with_dz<Cell, Product>(s, a, dz, P, H, own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
     const int b = b0 + int(cell / COLUMNS), j = j0 + int(cell % COLUMNS);
     if (b >= s.B || j >= P) continue;
     const int length = value_at(a.lengths, b, s.T);
     const Index at = place(s, 0, b, P) + j;
     float sum = 0.0f;
-    if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);
-    if constexpr (Cell::PASSES_H != 0) sum += carry_at(a.before, at);
+    if (s.n < 0 || s.t < length) sum = dh_sum<Cell>(s, a, sums + cell, length, b, j, P);
+    if constexpr (Cell::PASSES_H != 0) sum += carry_at(a.before, place(s, 0, b, CARRIES<Cell> * P) + j);
     if (is_present(a.unclipped) && float(value_at(a.unclipped, place(s, s.t, b, P) + j, 0.0f)) == 0.0f) sum = 0.0f;
     ((device S*)a.after)[at] = S(sum);
   }

@@ -67,7 +67,7 @@ void stepwise_gru_candidate(
 // product.
 //   now_row  the array that stepwise_backward wrote for this step; `after`: a copy of it that includes both gradients
 //   weights  [D, H, H], the transposed Wh of the candidate
-// With the option `keep`, now_row has one more array after dz; it is copied unchanged to `after`.
+// With the option `keep`, now_row has more floats behind the carry; they are copied unchanged to `after`.
 // stepwise_backward.metal describes the other arrays.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_gru_reset_backward(
@@ -75,7 +75,7 @@ void stepwise_gru_reset_backward(
   constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS, R = Cell::GATE_R;
   const Step s = step_of(a.step, a.sizes, group.z);
   const int B = s.B, H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
-  const Index units = Index(B) * s.D * H, start = carried<S, true>(units);
+  const Index units = Index(B) * s.D * H, start = carried<S>(floats_of<Cell>(a) * units);
   const device S* dz = (const device S*)a.now_row + start;
   const Items<S> x = items_of(s, dz + Cell::block(Cell::GATE_N) * H, 3 * H);
   const Block own = {b0, j0, simdgroup, lane, sums};
@@ -88,17 +88,17 @@ void stepwise_gru_reset_backward(
     float carry = carry_at(a.now_row, at), dr = float(dz[gates_at + block]);
     if (s.t < length) {
       const Index previous = place(s, s.reverse ? s.t + 1 : s.t - 1, b, H) + j;
-      const float h = is_first(s, length) ? value_at(a.states0, at, 0.0f) : float(a.states[previous]);
+      const float h = is_first(s, length) ? value_at(a.h0, at, 0.0f) : float(a.h[previous]);
       const float r = float(a.gates[place(s, s.t, b, 3 * H) + block]), m = mask_at(s, a.mask, s.t, b, j, H);
       dr = Cell::reset_backward(r, dr + sums[cell] * h * m);
       carry += sums[cell] * r * m;
     }
     set_carry(a.after, at, carry);
-    if (is_present(a.keep)) ((device S*)a.after)[start + 3 * units + at] = dz[3 * units + at];
+    if (is_present(a.keep)) set_carry(a.after, units + at, carry_at(a.now_row, units + at));
     for (int gate = 0; gate < 3; ++gate) {
       const Index gate_at = gates_at + Cell::block(gate) * H + j;
       ((device S*)a.after)[start + gate_at] = gate == R ? S(dr) : dz[gate_at];
     }
   }
-  pad_row(a.after, start + (is_present(a.keep) ? 4 : 3) * units, group, 32 * simdgroup + lane);
+  pad_row(a.after, start + 3 * units, group, 32 * simdgroup + lane);
 }

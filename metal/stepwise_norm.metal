@@ -17,9 +17,10 @@
 //   norm_c    [2, D, H]: the scale and the shift of the norm of c, in the backward pass
 //   norm_r    [T, B, D R] float: 1 / sqrt(variance + eps) of each of the R norms; the norm of c is the last one
 //   after     the row that a launch writes: forward c, h and the gates, as without a norm. Backward, in this order:
-//               [B, D H]    the carry: the gradient of c before the step, or of h as far as it bypasses the products
+//               [B, D H]    float: the carry: the gradient of c before the step, or of h as far as it bypasses the
+//                           products
+//               [B, D H]    float, with `keep`: the carry before its multiplication by keep
 //               [B, D G H]  the gradients of the recurrent products
-//               [B, D H]    with `keep`: the carry before its multiplication by keep
 //               [B, D G H]  if the products are normalised: dz, the gradients of the preactivations
 //               [B, D H]    with a norm of c: the gradient of its result
 
@@ -83,14 +84,15 @@ void stepwise_norm_product(
   const Step s = step_of(a.step, a.sizes, group.z);
   const int width = Cell::GATES * s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
   const Block own = {b0, j0, simdgroup, lane, sums};
-  const Previous<S, Arrays> x = {h_of<S, Cell::HAS_C != 0>(s, a.before, a.h_before), &a, &s};
+  const Index start = carried<S>(Cell::CARRIED * (Index(s.B) * s.D * s.H));
+  const Previous<S, Arrays> x = {h_of<S>(a.before, start, a.h_before), &a, &s};
   Product::template product<OneBlock, 0, COLUMNS, 1>(
       x, rows_from(a.Wh, Index(s.d) * width, s.K), s.B, width, product_length(s, a), own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
     const int b = b0 + int(cell / COLUMNS), j = j0 + int(cell % COLUMNS);
     if (b < s.B && j < width) set_carry(a.after, place(s, 0, b, width) + j, sums[cell]);
   }
-  pad_row(a.after, carried<S, true>(Index(s.B) * s.D * width), group, 32 * simdgroup + lane);
+  pad_row(a.after, carried<S>(Index(s.B) * s.D * width), group, 32 * simdgroup + lane);
 }
 
 // Return the number of one gate and unit j that is normalised: the product, or its sum with the input's part.
@@ -101,15 +103,15 @@ float before_norm(thread const Step& s, thread const Arrays& a, int b, int gate,
   return Norm<Cell>::IS_SUM ? product + float(a.z[place(s, s.t, b, width) + block]) : product;
 }
 
-// Compute one unit without the norm of c, and return h. of: the moments of the numbers that are normalised. state: on
-// entry the state before the step, on return c. y: on return the gates. o: on return the last gate's preactivation,
-// without peephole.
+// Compute one unit without the norm of c. of: the moments of the numbers that are normalised. states: on entry those
+// before the step, on return the new ones. y: on return the gates. o: on return the last gate's preactivation, without
+// peephole.
 template <class Cell, class Arrays>
-float normed_unit(
+void normed_unit(
     thread const Step& s, thread const Arrays& a, int b, int j, thread const Moments (&of)[Norm<Cell>::GROUPS],
-    thread float& state, thread float (&y)[Cell::GATES], thread float& o) {
+    thread float (&states)[Cell::CARRIED + 1], thread float (&y)[Cell::GATES], thread float& o) {
   constexpr int GATES = Cell::GATES;
-  float q[GATES], p[Cell::CONSTANTS];
+  float q[GATES], p[SIZE_FOR<Cell::CONSTANTS>], u[1] = {};
   for (int gate = 0; gate < GATES; ++gate) {
     const Index block = Cell::block(gate) * s.H + j, at = Index(s.d) * GATES * s.H + block;
     y[gate] = Norm<Cell>::IS_SUM ? 0.0f : float(a.z[place(s, s.t, b, GATES * s.H) + block]);
@@ -122,19 +124,7 @@ float normed_unit(
   }
   o = y[GATES - 1] + q[GATES - 1];
   Cell::template constants<Index>(a, s.d, s.H, j, p);
-  return Cell::forward(q, p, value_at(a.numbers, 0, 0.0f), value_at(a.numbers, 1, 0.0f), state, state, y);
-}
-
-// Return the state of unit j before the step, times `keep`.
-template <class Cell, class S, class Arrays>
-float state_before(thread const Step& s, thread const Arrays& a, int b, int j, bool starts) {
-  const Index at = place(s, 0, b, s.H) + j;
-  float state = 0.0f;
-  if constexpr (Cell::HAS_C != 0)
-    state = starts ? value_at(a.c0, at, 0.0f) : carry_at(a.before, at);
-  else if constexpr (Cell::PASSES_H != 0)
-    state = starts ? value_at(a.h0, at, 0.0f) : float(((const device S*)a.before)[at]);
-  return state * value_at(a.keep, place(s, s.t, b, 1), 1.0f);
+  Cell::forward(p, u, q, states, y);
 }
 
 // Normalise c, and compute m = o s_output(norm(c)). o: o's preactivation, without peephole. y: the gates; that of o is
@@ -148,7 +138,7 @@ float normed_output(
   seen = seen * value_at(a.norm_c_scale, at, 1.0f) + value_at(a.norm_c_shift, at, 0.0f);
   if (Norm<Cell>::IN_STATE) c = seen;
   if constexpr (Norm<Cell>::IN_STATE && Cell::PEEPHOLE == Cell::O_SEES_CURRENT) {
-    float p[4];
+    float p[Cell::CONSTANTS];
     Cell::template constants<Index>(a, s.d, s.H, j, p);
     y[Cell::GATE_O] = Cell::gate(Cell::GATE_O, o, p[Cell::GATE_O], c, 0.0f);
   }
@@ -159,14 +149,14 @@ template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_norm_forward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   using N = Norm<Cell>;
-  constexpr int GATES = Cell::GATES;
-  constexpr bool CARRIES = Cell::HAS_C != 0;
+  constexpr int GATES = Cell::GATES, C = Cell::CARRIED;
   const Step s = step_of(a.step, a.sizes, group.z);
   const int H = s.H, b = int(group.y), first = 32 * simdgroup + lane, length = value_at(a.lengths, b, s.T);
-  const Index units = Index(s.B) * s.D * H, start = carried<S, CARRIES>(units);
+  const Index units = Index(s.B) * s.D * H, start = carried<S>(C * units);
   const bool starts = is_first(s, length), live = s.t < length;
+  const device S* h = (const device S*)a.before + start;
   Moments of[N::GROUPS] = {}, of_c[1] = {};
-  float y[GATES], o;
+  float states[C + 1], y[GATES], o;
   if constexpr (N::OF != NOTHING) {
     for (int j = first; j < H; j += ITEM_THREADS)
       for (int gate = 0; gate < GATES; ++gate) include(of[N::IS_EACH ? gate : 0], before_norm<Cell>(s, a, b, gate, j));
@@ -174,20 +164,20 @@ void stepwise_norm_forward(
   }
   if constexpr (N::HAS_C != 0) {
     for (int j = first; j < H; j += ITEM_THREADS) {
-      float c = state_before<Cell, S>(s, a, b, j, starts);
-      normed_unit<Cell>(s, a, b, j, of, c, y, o);
-      include(of_c[0], c);
+      take_states<Cell, S>(s, a, starts, h, b, j, states);
+      normed_unit<Cell>(s, a, b, j, of, states, y, o);
+      include(of_c[0], states[1]);
     }
     over_threadgroup(of_c, simdgroup, lane, sums + 3 * ITEM_SIMDGROUPS * N::GROUPS);
   }
   device S* arrays = (device S*)a.after + start;
   for (int j = first; j < H; j += ITEM_THREADS) {
     const Index at = place(s, 0, b, H) + j, gates_at = place(s, 0, b, GATES * H) + j;
-    float state = state_before<Cell, S>(s, a, b, j, starts);
-    float output = normed_unit<Cell>(s, a, b, j, of, state, y, o);
-    if constexpr (N::HAS_C != 0) output = normed_output<Cell>(s, a, j, o, of_c[0], state, y);
-    if (CARRIES) set_carry(a.after, at, live ? state : 0.0f);
-    arrays[at] = S(live ? output : 0.0f);
+    take_states<Cell, S>(s, a, starts, h, b, j, states);
+    normed_unit<Cell>(s, a, b, j, of, states, y, o);
+    if constexpr (N::HAS_C != 0) states[0] = normed_output<Cell>(s, a, j, o, of_c[0], states[1], y);
+    if (C > 0) set_carry(a.after, at, live ? states[C] : 0.0f);
+    arrays[at] = S(live ? states[0] : 0.0f);
     for (int gate = 0; SAVES && gate < GATES; ++gate)
       arrays[units + gates_at + Cell::block(gate) * H] = S(live ? y[gate] : 0.0f);
   }
@@ -201,7 +191,8 @@ void stepwise_norm_forward(
 // products.
 template <class Cell, bool PASSES>
 struct OfProducts {
-  enum { GATES = Cell::GATES, SEGMENTS = 1, HAS_C = Cell::HAS_C || Cell::PASSES_H, PASSES_H = PASSES };
+  enum { GATES = Cell::GATES, PRODUCTS = GATES, GRADIENTS = GATES, SEGMENTS = 1, SUMMED = 0 };
+  enum { CARRIED = int(Cell::CARRIED) + int(Cell::PASSES_H) - int(PASSES), PASSES_H = PASSES };
   static int block(int gate);  // named by code that never runs with one segment
 };
 
@@ -248,7 +239,7 @@ struct UnitGradients {
 // preactivation, and carry is 0 if it is part of of_c.
 template <class Cell>
 void norm_of_c_backward(
-    thread const float (&y)[4], thread const float (&p)[4], float seen, float dm, thread float& s,
+    thread const float (&y)[4], thread const float (&p)[Cell::CONSTANTS], float seen, float dm, thread float& s,
     thread UnitGradients<4>& d) {
   constexpr int O = Cell::GATE_O;
   s = activate(Cell::activation(Cell::OUTPUT), seen);
@@ -265,48 +256,48 @@ template <class Cell, class S, class Arrays>
 void unit_gradients(
     thread const Step& s, thread const Arrays& a, int b, int j, bool starts, bool has_sums,
     thread const float (&in_c)[2], thread UnitGradients<Cell::GATES>& d) {
-  constexpr int GATES = Cell::GATES;
-  constexpr bool CARRIES = Cell::HAS_C || Cell::PASSES_H;
+  constexpr int GATES = Cell::GATES, C = Cell::CARRIED;
   const int H = s.H;
   const Index at = place(s, 0, b, H) + j, now = place(s, s.t, b, H) + j;
-  const Index previous = place(s, s.reverse ? s.t + 1 : s.t - 1, b, H) + j;
-  float y[GATES], p[Cell::CONSTANTS];
+  float y[GATES], before[C + 1], after[C + 1], ds[C + 1] = {};
+  float p[SIZE_FOR<Cell::CONSTANTS>], u[1], du[1], dp[1];
   for (int gate = 0; gate < GATES; ++gate) {
     const Index gate_now = place(s, s.t, b, GATES * H) + j + Cell::block(gate) * H;
     y[gate] = value_at(a.gates, gate_now, 0.0f), d.dz[gate] = value_at(a.dgates, gate_now, 0.0f);
   }
   d.carry = d.of_c = 0.0f;
-  if (CARRIES) d.carry = s.n + 1 == s.T ? value_at(a.dcT, at, 0.0f) : carry_at(a.before, at);
+  if (CARRIES<Cell>) d.carry = s.n + 1 == s.T ? value_at(a.dcT, at, 0.0f) : carry_at(a.before, at);
   d.carry += value_at(a.dc, now, 0.0f);
-  const float before = (starts ? value_at(a.states0, at, 0.0f) : float(a.states[previous])) *
-                       value_at(a.keep, place(s, s.t, b, 1), 1.0f);
-  const float after = float(a.states[now]), limit = value_at(a.numbers, 1, 0.0f);
-  float dh = float(((const device S*)a.dh_now)[at]);
+  take_both_states<Cell>(s, a, starts, b, j, before, after);
+  const float factor = value_at(a.keep, place(s, s.t, b, 1), 1.0f);
+  for (int k = 0; k <= C; ++k) before[k] *= factor;
+  u[0] = value_at(a.q, place_by_direction(s, b, H) + j, 0.0f);
+  const float dh = float(((const device S*)a.dh_now)[at]);
   Cell::template constants<Index>(a, s.d, H, j, p);
   if constexpr (Norm<Cell>::HAS_C != 0) {
     const Index scale_at = Index(s.d) * H + j;
     const float normed = a.norm_c_y[now], scale = float(a.norm_c[scale_at]);
-    const float seen = Norm<Cell>::IN_STATE ? after : normed * scale + float(a.norm_c[Index(s.D) * H + scale_at]);
+    const float seen = Norm<Cell>::IN_STATE ? after[1] : normed * scale + float(a.norm_c[Index(s.D) * H + scale_at]);
     float output;
     norm_of_c_backward<Cell>(y, p, seen, dh, output, d);
     if (!has_sums) return;
     constexpr int NORMS = Norm<Cell>::OF == NOTHING ? 1 : Norm<Cell>::GROUPS + 1;
-    const float factor = a.norm_r[place(s, s.t, b, NORMS) + NORMS - 1];
-    d.carry += (d.of_c * scale - (in_c[0] + normed * in_c[1]) / H) * factor;
+    const float of_norm = a.norm_r[place(s, s.t, b, NORMS) + NORMS - 1];
+    ds[1] = d.carry + (d.of_c * scale - (in_c[0] + normed * in_c[1]) / H) * of_norm;
     // The clip comes before the norm. If the state is normalised, c before the norm is computed again.
-    const float clipped =
-        Norm<Cell>::IN_STATE ? y[Cell::GATE_F] * before + y[Cell::GATE_I] * y[Cell::GATE_G] : after;
+    if (Norm<Cell>::IN_STATE) after[1] = y[Cell::GATE_F] * before[1] + y[Cell::GATE_I] * y[Cell::GATE_G];
     // norm_of_c_backward has used the gradient of m: it is 0 here, and that of o's preactivation stays as it is.
     const float of_o = d.dz[Cell::GATE_O];
-    d.dz[Cell::GATE_O] = dh = 0.0f;
-    Cell::backward(y, p, before, clipped, 0.0f, limit, dh, d.carry, d.dz);
+    d.dz[Cell::GATE_O] = 0.0f;
+    Cell::backward(p, u, y, before, after, ds, d.dz, du, dp);
     d.dz[Cell::GATE_O] = of_o;
+    d.carry = ds[1];
     if (Cell::PEEPHOLE == Cell::O_SEES_PREVIOUS) d.carry += of_o * p[Cell::GATE_O];
   } else {
-    if (Cell::PASSES_H) dh += d.carry;
-    const float q = value_at(a.q, place_by_direction(s, b, H) + j, 0.0f);
-    Cell::backward(y, p, before, after, q, limit, dh, d.carry, d.dz);
-    if (Cell::PASSES_H) d.carry = dh;
+    ds[C] = d.carry;
+    ds[0] = Cell::PASSES_H ? dh + d.carry : dh;
+    Cell::backward(p, u, y, before, after, ds, d.dz, du, dp);
+    d.carry = CARRIES<Cell> ? ds[C] : 0.0f;
   }
 }
 
@@ -315,10 +306,11 @@ void stepwise_norm_backward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   using N = Norm<Cell>;
   constexpr int GATES = Cell::GATES, NORMS = N::GROUPS + N::HAS_C;
-  constexpr bool CARRIES = Cell::HAS_C || Cell::PASSES_H, OF_PRODUCTS = N::OF != NOTHING;
+  constexpr bool OF_PRODUCTS = N::OF != NOTHING;
+  constexpr int BLOCKS = (OF_PRODUCTS ? 2 : 1) * GATES;
   const Step s = step_of(a.step, a.sizes, group.z);
   const int H = s.H, b = int(group.y), first = 32 * simdgroup + lane, length = value_at(a.lengths, b, s.T);
-  const Index units = Index(s.B) * s.D * H, start = carried<S, CARRIES>(units);
+  const Index units = Index(s.B) * s.D * H, start = carried<S>(floats_of<Cell>(a) * units);
   const bool starts = is_first(s, length), live = s.t < length, begins = s.n + 1 == s.T;
   float in_c[2] = {}, of[2 * N::GROUPS] = {};
   if constexpr (N::HAS_C != 0) {
@@ -356,7 +348,7 @@ void stepwise_norm_backward(
     UnitGradients<GATES> d = {};
     float y[GATES], carry = 0.0f;
     if (live) unit_gradients<Cell, S>(s, a, b, j, starts, true, in_c, d), carry = d.carry * factor;
-    else if (CARRIES) carry = begins ? value_at(a.dcT, at, 0.0f) : carry_at(a.before, at);
+    else if (CARRIES<Cell>) carry = begins ? value_at(a.dcT, at, 0.0f) : carry_at(a.before, at);
     for (int gate = 0; gate < GATES; ++gate)
       y[gate] = live ? value_at(a.gates, place(s, s.t, b, GATES * H) + Cell::block(gate) * H + j, 0.0f) : 0.0f;
     for (int gate = 0; gate < GATES; ++gate) {
@@ -372,20 +364,18 @@ void stepwise_norm_backward(
       }
       if (!live && !begins) of_product = float(rows_before[block]);
       arrays[block] = S(of_product);
-      if (OF_PRODUCTS) arrays[units * (is_present(a.keep) ? GATES + 1 : GATES) + block] = S(d.dz[gate]);
+      if (OF_PRODUCTS) arrays[units * GATES + block] = S(d.dz[gate]);
     }
-    if (CARRIES) set_carry(a.after, at, carry);
-    if (is_present(a.keep)) arrays[units * GATES + at] = S(d.carry);
-    const Index last = units * ((OF_PRODUCTS ? 2 : 1) * GATES + (is_present(a.keep) ? 1 : 0));
-    if (N::HAS_C) arrays[last + at] = S(d.of_c);
+    if (CARRIES<Cell>) set_carry(a.after, at, carry);
+    if (is_present(a.keep)) set_carry(a.after, units + at, d.carry);
+    if (N::HAS_C) arrays[units * BLOCKS + at] = S(d.of_c);
   }
-  const Index blocks = (OF_PRODUCTS ? 2 : 1) * GATES + (is_present(a.keep) ? 1 : 0) + (N::HAS_C ? 1 : 0);
-  pad_row(a.after, start + units * blocks, group, first);
+  pad_row(a.after, start + units * (BLOCKS + N::HAS_C), group, first);
 }
 
 // Copy COUNT blocks from the rows of a backward pass into a sequence [T, B, D COUNT width], where width is the number
-// of units; write 0 past an item's end. The blocks begin at block number FIRST behind the carry.
-template <int COUNT, int FIRST, bool CARRIES, class S, class X, class Arrays, class A>
+// of units; write 0 past an item's end. The blocks begin at block number FIRST behind the FLOATS floats of a unit.
+template <int COUNT, int FIRST, int FLOATS, class S, class X, class Arrays, class A>
 void stepwise_norm_gradients(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, A sequence, uint3 thread_index) {
   const Step s = step_of(int(thread_index.y), a.sizes, thread_index.z);
@@ -393,7 +383,7 @@ void stepwise_norm_gradients(
   if (b >= s.B) return;
   const Index units = Index(s.B) * s.D * width;
   const device S* arrays =
-      (const device S*)row_of(rows, a.starts, kind, s.T - 1 - s.n) + carried<S, CARRIES>(units) + FIRST * units;
+      (const device S*)row_of(rows, a.starts, kind, s.T - 1 - s.n) + carried<S>(FLOATS * units) + FIRST * units;
   const bool live = s.t < value_at(a.lengths, b, s.T);
   for (int n = 0; n < COUNT; ++n)
     sequence[place(s, s.t, b, COUNT * width) + n * width + j] =

@@ -59,8 +59,8 @@ const device X* row_of(thread const Rows<X>& rows, const device int* starts, con
 
 // Copy the outputs of a forward pass from its rows (the arrays that the launches wrote) into sequences. hT and cT are
 // the states after an item's last step, or h0 and c0 if it has no step. An output may be absent; it is then not copied.
-// Template parameters: GATES is the number of gates in a row, CARRIES the number of float states (c); both are 0 if the
-// rows have none, such as the rows that a projection wrote.
+// Template parameters: GATES is the number of saved blocks (gates) in a row, CARRIES the number of float states (c);
+// both are 0 if the rows have none, such as the rows that a projection wrote.
 template <int GATES, int CARRIES, class S, class X, class Arrays>
 void stepwise_outputs(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {
@@ -71,7 +71,7 @@ void stepwise_outputs(
   const int steps = value_at(a.lengths, b, s.T);
   const bool ends = steps == 0 ? s.n == 0 : s.t == (s.reverse ? 0 : steps - 1);
   const device X* row = row_of(rows, a.starts, kind, s.n);
-  const device S* arrays = (const device S*)row + carried<S, CARRIES != 0>(CARRIES * units);
+  const device S* arrays = (const device S*)row + carried<S>(CARRIES * units);
   for (int k = 0; k < CARRIES; ++k) {
     const Index block = k * width + j, c_at = place(s, 0, b, CARRIES * width) + block;
     const float carry = carry_at(row, c_at);
@@ -86,49 +86,61 @@ void stepwise_outputs(
         float(arrays[units + place(s, 0, b, GATES * width) + gate * width + j]));
 }
 
-// Copy one float from `row`, the array that one launch wrote, to array[index]. index: the number's position among the
-// floats at the beginning of the row. Do nothing if the array is absent.
-template <class X> void store_carry(Absent, Index, const device X*) {}
-template <class A, class X>
-void store_carry(device A* array, Index index, const device X* row) { array[index] = A(carry_at(row, index)); }
-
-// Copy the results of a backward pass from its rows, the arrays that its launches wrote. width: the number of units.
-//    dz      [T, B, D G width]: the gradients of the preactivations; 0 past an item's end
-//    dc0     [B, D width]: the float gradient in the row of the launch that ran last
+// Copy the results of a backward pass from its rows, the arrays that its launches wrote. stepwise_backward.metal
+// describes a row; here CARRIED counts the states besides h, and the other template parameters are as in a cell's
+// struct.
+//    dz      [T, B, D M width]: the gradients of the preactivations, M = GRADIENTS; 0 past an item's end
+//    du      [T, B, D U width]: those of the inputs
 //    d_out   the gradient of a GRU's recurrent products: dz, with the candidate's block multiplied by the gate r
-//    carry   [T, B, D width]: with the option `keep`, the last array of a row
+//    carry   [T, B, D N width] float: the carries before their multiplication by keep; 0 past an item's end
+//    dc0     [B, D C width], dw [B, D V width]: from the row of the launch that ran last, the gradients of the first
+//            states and of the parameters
 // All but dz may be absent. CANDIDATE and RESET are the positions of the blocks of n and r on the gate axis. dh of a
 // projection lies in separate rows; a second call copies it as if it were the dz of a cell with one gate.
-template <int GATES, int CANDIDATE, int RESET, bool CARRIES, class S, class X, class Arrays>
+template <int GRADIENTS, int CANDIDATE, int RESET, int INPUTS, int CARRIED, int PASSES_H, int SUMMED, class S, class X,
+    class Arrays>
 void stepwise_gradients(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {
+  constexpr int N = CARRIED + PASSES_H;
   const Step s = step_of(int(thread_index.y), a.sizes, thread_index.z);
   const int width = kind[1], b = int(thread_index.x) / width, j = int(thread_index.x) % width;
   if (b >= s.B) return;
-  const Index units = Index(s.B) * s.D * width, at = place(s, 0, b, width) + j;
+  const Index units = Index(s.B) * s.D * width, of_params = (is_present(a.carry) ? 2 : 1) * N * units;
+  const Index ds_at = place(s, 0, b, N * width) + j, dz_at = place(s, 0, b, GRADIENTS * width) + j;
   const device X* row = row_of(rows, a.starts, kind, s.T - 1 - s.n);
-  const device S* arrays = (const device S*)row + carried<S, CARRIES>(units);
+  const device S* dz = (const device S*)row + carried<S>(of_params + SUMMED * units);
   const bool live = s.t < value_at(a.lengths, b, s.T);
-  if constexpr (CARRIES)
-    if (s.n == 0) store_carry(a.dc0, at, row);
-  if (is_present(a.carry)) store(a.carry, place(s, s.t, b, width) + j, live ? float(arrays[GATES * units + at]) : 0.0f);
-  for (int gate = 0; gate < GATES; ++gate) {
-    const Index block = gate * width + j, now = place(s, s.t, b, GATES * width);
-    const S dz = live ? arrays[place(s, 0, b, GATES * width) + block] : S(0.0f);
-    const float r = live && gate == CANDIDATE ? value_at(a.gates, now + RESET * width + j, 1.0f) : 1.0f;
-    a.dz[now + block] = dz;
-    store(a.d_out, now + block, r * float(dz));
+  for (int k = 0; k < GRADIENTS; ++k) {
+    const Index now = place(s, s.t, b, GRADIENTS * width) + j;
+    const S d = live ? dz[dz_at + k * width] : S(0.0f);
+    const float r = live && k == CANDIDATE ? value_at(a.gates, now + RESET * width, 1.0f) : 1.0f;
+    a.dz[now + k * width] = d;
+    store(a.d_out, now + k * width, r * float(d));
+  }
+  for (int k = 0; k < INPUTS; ++k) {
+    const Index block = k * width + j, at = units * GRADIENTS + place(s, 0, b, INPUTS * width) + block;
+    store(a.du, place(s, s.t, b, INPUTS * width) + block, live ? float(dz[at]) : 0.0f);
+  }
+  for (int k = 0; is_present(a.carry) && k < N; ++k)
+    store(a.carry, place(s, s.t, b, N * width) + k * width + j,
+        live ? carry_at(row, N * units + ds_at + k * width) : 0.0f);
+  if (s.n != 0) return;
+  for (int k = 0; k < CARRIED; ++k)
+    store(a.dc0, place(s, 0, b, CARRIED * width) + k * width + j, carry_at(row, ds_at + (k + PASSES_H) * width));
+  for (int k = 0; k < SUMMED; ++k) {
+    const Index at = place(s, 0, b, SUMMED * width) + k * width + j;
+    store(a.dw, at, carry_at(row, of_params + at));
   }
 }
 
 // Compute m = o * s_output(c) [D, T, B, H], the input of the projection, at every step; it is 0 past an item's end.
-// The kernel reads the gates [T, B, D 4H] and, from the array `states`, c [T, B, D H].
+// The kernel reads the gates [T, B, D 4H] and c [T, B, D H].
 template <class Cell, class S, class Arrays>
 void stepwise_projected(thread const Arrays& a, uint3 thread_index) {
   const Step s = step_of(int(thread_index.y), a.sizes, thread_index.z);
   const int b = int(thread_index.x) / s.H, j = int(thread_index.x) % s.H;
   if (b >= s.B) return;
   const float o = float(a.gates[place(s, s.t, b, 4 * s.H) + Cell::block(Cell::GATE_O) * s.H + j]);
-  const float output = activate(Cell::activation(Cell::OUTPUT), a.states[place(s, s.t, b, s.H) + j]);
+  const float output = activate(Cell::activation(Cell::OUTPUT), a.c[place(s, s.t, b, s.H) + j]);
   a.m[place_by_direction(s, b, s.H) + j] = S(s.t < value_at(a.lengths, b, s.T) ? o * output : 0.0f);
 }

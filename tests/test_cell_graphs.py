@@ -10,9 +10,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from on_metal import on_metal
 from pointwise_cases import ZOO, Form, assert_right, by_pointwise, by_recurrent, draw, judged, run
 
 from mlx_lstm import pointwise
+from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.captures import Captured
 from mlx_lstm.engines.cell_graph import FOLDS, REWRITES, CellGraph, Graph, from_json
 from mlx_lstm.engines.cell_tracer import values_of, verify
@@ -117,19 +119,23 @@ def test_zeros_of_a_cell_keep_their_signs(name):
         np.testing.assert_allclose(np.array(h), np.array(SIGNS[name](x)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("engine", ["numpy", "ops", *METAL_ENGINES])
 def test_the_sign_of_nan_is_that_of_mlx(engine):
     """MLX's sign of NaN is 0 on every device, and so the derivative of abs at NaN is 0."""
     x = mx.array([[[np.nan, -np.nan, 0.0, -0.0, 2.0, -3.0, np.inf, -np.inf]]])
+    products = {"sign": lambda x: x * mx.sign(x), "abs": lambda x: 2 * mx.abs(x)}
 
     def h(x, f):
         return pointwise(lambda a, state: (f(a[0]),), x, None, None, None, (mx.zeros((1, 8)),), engine=engine)[0]
 
+    def gradients(of):
+        return [np.array(mx.grad(lambda x, f=f: of(x, f).sum())(x)) for f in products.values()]
+
     with mx.stream(mx.cpu):
-        np.testing.assert_array_equal(np.array(h(x, mx.sign)), np.array(mx.sign(x)))
-        for f in (lambda x: x * mx.sign(x), lambda x: 2 * mx.abs(x)):
-            ours, theirs = (mx.grad(lambda x, g=g: g(x).sum())(x) for g in (lambda x, f=f: h(x, f), f))
-            np.testing.assert_array_equal(np.array(ours), np.array(theirs))
+        sign, derivatives = np.array(mx.sign(x)), gradients(lambda x, f: f(x))
+    with on_metal() if engine in METAL_ENGINES else mx.stream(mx.cpu):
+        np.testing.assert_array_equal(np.array(h(x, mx.sign)), sign)
+        np.testing.assert_array_equal(gradients(h), derivatives)
 
 
 def test_every_rewrite_has_a_case():

@@ -25,7 +25,6 @@ from mlx_lstm.engines.cells import GRUCell, LSTMCell, PointwiseCell, RNNCell
 from mlx_lstm.engines.choice import STEPWISE_GATES
 from mlx_lstm.engines.metal import fused as kernels_fused
 from mlx_lstm.engines.metal import kernel as kernels
-from mlx_lstm.engines.metal import pointwise_stepwise
 from mlx_lstm.engines.metal import stepwise as kernels_stepwise
 from mlx_lstm.engines.metal.rows import JOINED, LEFT, joined_beside, joins
 from mlx_lstm.engines.problem import LIMITS, Problem
@@ -72,7 +71,7 @@ def test_fused_stays_within_the_limits_of_metal(cell, itemsize):
             for sweep in (False, True):
                 tiling = kernels_fused.fused_tiling(kernels_fused.LayerSize(cell, B, H, itemsize, D), backward=sweep)
                 assert tiling.threads <= 1024 and tiling.bytes <= 32768
-                assert tiling.threads >= (4 if tiling.matrices else kernels_fused.LANES[cell.op]) * H
+                assert tiling.threads >= (4 if tiling.matrices else kernels_fused.lanes_of(cell)) * H
 
 
 def test_a_kernel_is_compiled_for_its_threads():
@@ -146,7 +145,8 @@ def graph_of(engine, T, projection=False, dtype=mx.float32, op="lstm", D=1):
     shapes |= {"c0": (B, D * H)} if op == "lstm" else {"bhn": (D * H,)} if op == "gru" else {}
     shapes |= {"Wp": (*own, P, H)} if projection else {}
     arrays = {name: mx.zeros(shape, dtype) for name, shape in shapes.items()}
-    problem, module = Problem(T, B, H, width, cell, bidirectional=D == 2), autodiff.ENGINE_MODULES[engine]
+    problem = Problem(T, B, H, width, cell, dtype, bidirectional=D == 2)
+    module = autodiff.ENGINE_MODULES[engine]
 
     def sweeps(*values):
         given = dict(zip(arrays, values, strict=True))
@@ -328,7 +328,7 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
         for B in (*range(1, 70), 1000):
             problem = Problem(1, B, 7, 7, CELLS[op])
             rows = kernels_stepwise.stepwise_rows(B)
-            forward = rows, kernels_stepwise.UNITS[op] * problem.cell.gates
+            forward = kernels_stepwise.forward_tile(problem)[:2]
             for high, columns in (forward, *kernels_stepwise.TILES.get(rows, [(rows, 8)])):
                 shape = {"tile": (high, columns), "units": (7, 7), "output": (8, mx.float32)}
                 kernels_stepwise.StepKernel(
@@ -351,7 +351,7 @@ def test_stepwise_stays_within_the_limits_of_metal_with_a_users_cell(gates):
     cell = PointwiseCell(Form(lambda a, state: (sum(a[1:], a[0]) + state[0],), gates).graph(2, 7))
     with patch.object(kernels_stepwise, "prepare", prepare):
         for B in (1, 3, 9, 33):
-            pointwise_stepwise.forward_kernel(Problem(1, B, 7, 7, cell), mx.float32, (), True)
+            kernels_stepwise.forward_kernel(Problem(1, B, 7, 7, cell), mx.float32, (), True)
     kernels.forget()
     assert len(seen) > 2
     assert all(threads <= 1024 and size <= 32768 for threads, size in seen), seen
@@ -391,7 +391,7 @@ def test_fused_moves_hardly_more_than_every_array_once(options):
     a gate of another lane; and the 8 x 8 matrices have room for eight sequences, so with a batch of 2 the lanes of six
     missing sequences load the numbers of the last sequence."""
     left_out, op = (*WEIGHTS, "sizes"), options.get("op")
-    shared, gates = ("states", "dh", "dc", "q", "mask"), ("z", "gates", "dgates")
+    shared, gates = ("h", "c", "dh", "dc", "q", "mask"), ("z", "gates", "dgates")
     by_all_lanes = dict.fromkeys(shared, 1 if op == "rnn" else 4) | dict.fromkeys(gates, 4 / 3 if op == "gru" else 1)
     if options.get("wide"):
         by_all_lanes = dict.fromkeys((*shared, *gates), 4)

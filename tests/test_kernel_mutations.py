@@ -62,7 +62,6 @@ USERS = {
     "pointwise": ({"fused": []}, ()),  # `trials` makes separate cases for cells given as a function
     "pointwise_forward": ({"fused": []}, ()),
     "pointwise_backward": ({"fused": []}, ()),
-    "pointwise_stepwise": ({"stepwise": []}, ()),
     "cell": ({"stepwise": ["projection"]}, (3,)),
     "cell_lstm": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3, 19)),
 }
@@ -107,6 +106,9 @@ NORMS = {
 FUNCTIONS = [(mx.erf, 6.0), (mx.expm1, 1e-3), (mx.expm1, 2.0), (lambda u: mx.sign(u) + mx.sign(u - u), 1.0)]
 BOTH_FORMS = ("cell_lstm", "fused", "fused_arrange")
 """Shader files used by both kinds of products: by lanes and by 8 x 8 matrices."""
+
+OF_OWN_CELLS = ("stepwise_forward", "stepwise_backward", "stepwise_rows", "fused_matrix")
+"""Shader files with code that only cells given as a Python function use, besides the files pointwise*.metal."""
 
 BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
 
@@ -177,7 +179,6 @@ HARMLESS = {
     # smaller bound a loop leaves out the last value. The backward pass reads no value after the end, so the gradients
     # are the same.
     "for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;  the bound of < is one less",
-    "for (int k = 0; k <= C; ++k) state[k] = live ? state[k] : 0.0f;  <= becomes <",
     # A lane whose block index LANES * j + lane is too large loads the last block, COUNT - 1. With the bound COUNT - 1
     # the condition changes only for the index COUNT - 1. Both branches of ?: then give block COUNT - 1.
     "const int block = COUNT % LANES == 0 || LANES * j + lane < COUNT ? LANES * j + lane : COUNT - 1;"
@@ -192,7 +193,7 @@ HARMLESS = {
     "  the bound of < is one less",
     # With <=, the loop also adds up the number in `sums` that follows the products of this unit. This number belongs to
     # another unit, and nothing here uses the sum. So the result is the same.
-    "for (int n = 0; n < Cell::PRODUCTS; ++n) sums[n] = sum_over_lanes<Cell::LANES>(sums[n]);  < becomes <=",
+    "for (int n = 0; n < Cell::PRODUCTS; ++n) sums[n] = sum_over_lanes<Lanes<Cell>::LANES>(sums[n]);  < becomes <=",
     # For tanh the function `squash` returns the formula `near` if z = x * x < 0.3, otherwise the formula `far`. With <=
     # it returns `near` at z = 0.3, where both are precise enough. The second change concerns only power = 126: both
     # branches of ?: then give 126.
@@ -236,7 +237,7 @@ HARMLESS = {
     "if constexpr (GROUP > 16) {  > becomes >=",
     # The line computes dh at the time step s.t if this step is before the end of the sequence. With <=, it also
     # computes dh at the first step after the end. Nothing reads this dh, so the gradients are the same.
-    "if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);  < becomes <=",
+    "if (s.n < 0 || s.t < length) sum = dh_sum<Cell>(s, a, sums + cell, length, b, j, P);  < becomes <=",
 }
 
 ENDLESS = {
@@ -291,7 +292,7 @@ def trials(file, kind):
         for engine in users if file != "norm" else NORMS:
             for name, sizes, options in NORMS[engine]:
                 yield "norm", engine, NORMED[name], sizes, options
-    if "pointwise" in file:
+    if "pointwise" in file or (file in OF_OWN_CELLS and kind == "bounds"):
         # In the additional case for `stepwise`, 8 sequences and 8 units fill the only tile of a step. In the other
         # cases a tile extends past the last sequence or unit, so some threads are left out.
         for cell, sizes in [*POINTWISE, *([("cifg", (2, 8, 2, 8))] if "stepwise" in file else [])]:
@@ -358,7 +359,9 @@ def notice(file, engine, case, cotangents, ref, limit, weights=MappingProxyType(
     if engine == "norm":
         return check_norm(case, cotangents, ref, limit)
     if engine == "pointwise":
-        return notice_pointwise("stepwise" if "stepwise" in file else "fused", case, cotangents, ref, limit, weights)
+        with matrices_from(1 if "matrix" in file else 1000):
+            notice_pointwise("stepwise" if "stepwise" in file else "fused", case, cotangents, ref, limit, weights)
+        return
     with (
         on_metal(),
         limited(launch_steps=3),

@@ -318,7 +318,7 @@ const Items<int> items = items_of(s, piece, {H});
 find_row(items, {b}, 0, row);
 *to++ = row.values - piece;
 *to++ = row_of(rows, starts, kind, {t}) - piece;
-*to++ = carried<half, true>(place(s, s.t, {b}, {H}));
+*to++ = carried<half>(place(s, s.t, {b}, {H}));
 """
     shaders = ("arrays", "cell", "stepwise", "stepwise_rows")
     inputs = {"piece": [0] * 8, "starts": [0] * 20 + [T], "kind": (length, H, 0)}

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from kernel_texts import name_of, noted
-from on_metal import in_turns, on_metal
+from on_metal import in_turns, matrices_from, on_metal
 from pointwise_cases import OPTIONS, ZOO, Form, assert_right, by_pointwise, draw_smooth, judged, run
 from slstm_reference import draw_extreme, slstm_by_softmax
 
@@ -20,7 +20,7 @@ from mlx_lstm.engines import METAL_ENGINES, choose
 from mlx_lstm.engines.cell_graph import CellGraph
 from mlx_lstm.engines.cells import PointwiseCell
 from mlx_lstm.engines.metal import statements
-from mlx_lstm.engines.metal.pointwise import struct_text
+from mlx_lstm.engines.metal.pointwise import lanes_text, struct_text
 from mlx_lstm.engines.problem import Problem
 from mlx_lstm.recurrence import _draw, _judge
 from mlx_lstm.recurrence._trial import trial_from, trial_of
@@ -41,16 +41,17 @@ REST = [
 
 def check(engine, form, options, sizes, dtype=np.float32, **emulator):
     """Check outputs and gradients of a Metal engine for a random call with this cell (`form`). They must differ from
-    the float64 oracle's by at most the error bounds."""
+    the float64 oracle's by at most the error bounds. Return the log of kernel launches."""
     case, cotangents = draw_smooth(np.random.default_rng(3), form, options, sizes)
     if dtype != np.float32:
         case = {n: a if n in ("lengths", "reverse") else a.astype(dtype).astype(float) for n, a in case.items()}
         cotangents = {name: d.astype(dtype) for name, d in cotangents.items()}
     exact, bounds = judged(form, case, cotangents, np.dtype(dtype).name)
     every = {name: options[name] for name in ("checkpoint_every",) if name in options}
-    with on_metal(**emulator):
+    with on_metal(**emulator) as log:
         got = run(form, case, cotangents, by_pointwise(engine, **every), dtype)
     assert_right(got, exact, bounds)
+    return log
 
 
 @pytest.mark.parametrize("engine, cell, option", CROSSED + REST)
@@ -75,7 +76,17 @@ def test_sizes_that_use_other_tilings_are_right(engine, cell, sizes):
     """Results are right with every tiling. A threadgroup of `fused` computes one, two or four sequences of the batch.
     `stepwise` computes its products in lanes, or in tiles of 8 or 32 sequences. H is not a multiple of 32, the number
     of lanes of a SIMD-group."""
-    check(engine, ZOO[cell], {"lengths": True}, sizes)
+    with matrices_from(1000):
+        check(engine, ZOO[cell], {"lengths": True}, sizes)
+
+
+@pytest.mark.parametrize("cell", ["slstm", "gru", "peephole_lstm"])
+def test_matrices_are_right(cell):
+    """Results are right with the kernels of `fused` that multiply 8 x 8 matrices. The last threadgroup has one sequence
+    only, and the sums of the parameters' gradients leave out the other seven."""
+    with matrices_from(1):
+        log = check("fused", ZOO[cell], {"lengths": True, "keep": True, "mask": True}, (3, 9, 2, 19))
+    assert any("fused_matrix" in launch.name for launch in log)
 
 
 @pytest.mark.parametrize(
@@ -173,9 +184,11 @@ def test_a_trial_gets_the_graph(engine, cell):
         assert _judge.verdict(again) == ""
     broken = {**statements.OPERATIONS, "mul": "{} * {} * 1.01f"}
     with on_metal(), patch.object(statements, "OPERATIONS", broken):
-        struct_text.cache_clear()
+        for text in (struct_text, lanes_text):
+            text.cache_clear()
         reason = _judge.verdict(again)
-        struct_text.cache_clear()
+        for text in (struct_text, lanes_text):
+            text.cache_clear()
     assert "wrong numbers" in reason
 
 
@@ -199,16 +212,27 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("cell, sizes, names, options", CALLS)
-def test_a_trial_on_stepwise_runs_the_kernels_of_the_call(cell, sizes, names, options):
-    """The trial (a small test run) of a call on `stepwise` launches every kernel that the call launches, with the same
-    source."""
+ON_FUSED = [
+    *(("slstm", sizes, {"lengths", "keep"}, BOTH) for sizes in ((30, 40, 100), (5, 1, 255), (1, 1, 3), (4, 2, 8))),
+    ("gru", (64, 128, 128), {"lengths", "mask"}, {"reverse": True, "masks_differ": True}),
+    ("zoneout_lstm", (25, 3, 103), {"keep"}, {"dtype": mx.bfloat16}),
+    *(("indrnn", sizes, {"keep"}, BOTH) for sizes in ((4, 2, 5), (50, 33, 7), (3, 9, 1000))),
+    ("cifg", (3, 17, 70), set(), {"training": False, "plain": True}),
+]
+
+
+@pytest.mark.parametrize(
+    "engine, cell, sizes, names, options",
+    [*(("stepwise", *call) for call in CALLS), *(("fused", *call) for call in ON_FUSED)],
+)
+def test_a_trial_runs_the_kernels_of_the_call(engine, cell, sizes, names, options):
+    """The trial (a small test run) of a call launches every kernel that the call launches, with the same source."""
     form, (T, B, H) = ZOO[cell], sizes
     names = NAMES | names | ({"Wh"} if form.recurrent else set()) | ({"c0"} if form.states > 1 else set())
     names |= ({"inputs"} if form.inputs else set()) | ({"params"} if form.params else set())
     own = PointwiseCell(form.graph(3, 19), form.recurrent)
     problem = Problem(T, B, H, H, own, names=tuple(sorted(names)), **options)
-    assert texts_of(problem, "stepwise") <= texts_of(trial_of("stepwise", problem).problem, "stepwise")
+    assert texts_of(problem, engine) <= texts_of(trial_of(engine, problem).problem, engine)
 
 
 def leaky(rate, order=1):
@@ -247,7 +271,8 @@ def test_a_name_has_one_text_for_cells_that_differ_in_one_part(engine):
         for text in found[-1]:
             assert texts.setdefault(name_of(text), text) == text
     # Each of the first five problems has another cell, so no kernel of one cell is a kernel of another.
-    own = [{text for text in each if "struct Own" in text} for each in found[:5]]
+    # Only the kernels that arrange the weights depend on the number of gates alone.
+    own = [{text for text in each if "struct Own" in text and "arrange" not in name_of(text)} for each in found[:5]]
     assert all(one.isdisjoint(other) for n, one in enumerate(own) for other in own[:n])
 
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import to_numpy
-from on_metal import on_metal
+from on_metal import matrices_from, on_metal
 from own_cells import Judge, filled, library, shapes_of
 
 from mlx_lstm import pointwise
@@ -60,7 +60,8 @@ def cell(a, s, u, p, q):
 
 class Path(NamedTuple):
     """A call of an engine. sizes: T, B, I, H. limits: those of `limited`, which the test lowers. options: those of the
-    call; "mask" is the number of its axes, or 1 for one row for all items."""
+    call; "mask" is the number of its axes, or 1 for one row for all items. matrices: whether `fused` multiplies 8 x 8
+    matrices."""
 
     engine: str
     cell: str
@@ -68,6 +69,7 @@ class Path(NamedTuple):
     limits: dict[str, int]
     options: dict[str, Any]
     dtype: mx.Dtype = mx.float32
+    matrices: bool = False
 
 
 EVERY = {"keep": True, "lengths": True, "mask": 3}
@@ -86,6 +88,16 @@ PATHS = {
         *("fused", "apart", (4, 66, 2, 6), {"launch_steps": 3}),
         {"lengths": True, "mask": 1, "Wx": None, "bidirectional": True},
         mx.float16,
+    ),
+    "matrices, launches, both": Path(
+        *("fused", "four gates", (7, 9, 2, 10), {"launch_steps": 3, "index": 0}, EVERY | {"bidirectional": True}),
+        matrices=True,
+    ),
+    "matrices, launches, reverse": Path(
+        *("fused", "apart", (7, 17, 2, 9), {"launch_steps": 3}),
+        EVERY | {"mask": 2, "hold": True, "b": None, "reverse": True},
+        mx.float16,
+        matrices=True,
     ),
     "launches without a product": Path(
         *("fused", "no product", (7, 3, 2, 5), {"launch_steps": 3}),
@@ -150,9 +162,9 @@ def test_options_on_every_path(name):
     """Outputs and gradients of all arrays are right on each path through the kernels, with many options at once."""
     path = PATHS[name]
     judge = Judge(case_of(path))
-    with on_metal() as log, limited(**path.limits):
+    with on_metal() as log, limited(**path.limits), matrices_from(1 if path.matrices else 1000):
         assert judge.verdict(library(judge.case, path.engine)) == "right"
-    assert log
+    assert any("fused_matrix" in launch.name for launch in log) == path.matrices and log
     if "index" in path.limits:
         assert any(re.search("Index = u?long;", launch.source) for launch in log)
 

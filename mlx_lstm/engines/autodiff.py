@@ -27,7 +27,7 @@ from .cells import AnyCell, PointwiseCell, normalises_input
 from .chunks import HALVES, SEQUENCES, Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
 from .definitions import UNBOUNDED
 from .input_norm import before_steps
-from .metal import fused, pointwise, pointwise_stepwise, stepwise
+from .metal import fused, stepwise
 from .numpy import sweep as numpy
 from .numpy.sweep import Saved
 from .ops import sweep as ops
@@ -38,13 +38,10 @@ from .tracing import MARKS_COME_FIRST, ZERO, custom_function, have_values, vjp, 
 
 ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
 
-OWN_MODULES = {"fused": pointwise, "stepwise": pointwise_stepwise, "numpy": numpy, "ops": ops}
-"""The module of each engine for a cell that the user wrote."""
-
 
 def module_of(problem: Problem, engine: str) -> Any:
     """Return the module of an engine, with the functions `forward` and `backward`."""
-    return (OWN_MODULES if problem.cell.op == "pointwise" else ENGINE_MODULES)[engine]
+    return ENGINE_MODULES[engine]
 
 
 TAPS = (("h",), ("c",), ("gates",), ("hT", "cT"))

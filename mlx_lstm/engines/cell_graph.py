@@ -331,6 +331,14 @@ class CellGraph:
         gradients = dict(zip(self.names, self.back, strict=True))
         return [gradients.get(f"p{k}", gradients[f"x{k}"]) for k in range(self.gates)]
 
+    @cached_property
+    def stored_gradients(self) -> list[int]:
+        """Return the nodes of the gradients of preactivations that a backward pass in Metal stores. First come those of
+        the recurrent parts of all gates. Then come the gradients of input parts that differ from them; mostly there are
+        none."""
+        products = self.of_product()
+        return [*products, *(n for n in dict.fromkeys(self.gradients("x")) if n not in products)]
+
     def known_after(self) -> dict[int, int]:
         """Return the new states that the backward pass can read from the outputs: {node: number of the state}."""
         return {n: k for k, n in enumerate(self.forward) if self.nodes[n].op not in ("const", "input")}

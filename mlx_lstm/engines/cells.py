@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from .cell_graph import CellGraph
+from .cell_graph import CellGraph, Node, needed
 
 Entry = TypeVar("Entry")
 
@@ -76,11 +76,15 @@ class LSTMCell(NamedTuple):
     # backward pass reads; a plain RNN's backward pass does not read its own. outputs: the names of an engine's outputs.
     # apart: whether a step reads the input's part and the recurrent part of the preactivations separately. recurrent:
     # whether h is multiplied by Wh. params: the name of the array with the numbers per unit that a step reads.
+    # gradients: how many gradients of preactivations a kernel's backward pass stores. inputs: how many blocks of H
+    # numbers a step reads besides the preactivations. summed: of how many numbers per unit a kernel sums the gradient.
+    # passes_h: whether a step reads h besides in the product. reads_h: whether its gradient reads h before or after it.
     op = "lstm"
-    gates = 4
+    gates = gradients = 4
     carried = 1
     kept = 4
-    apart = False
+    inputs = summed = 0
+    apart = passes_h = reads_h = False
     recurrent = reads_kept = True
     params = "peephole"
     reset = ""
@@ -119,10 +123,10 @@ class GRUCell(NamedTuple):
     norm: NormOptions | None = None
 
     op = "gru"
-    gates = 3
-    carried = 0
+    gates = gradients = 3
+    carried = inputs = summed = 0
     kept = 3
-    apart = recurrent = reads_kept = True
+    apart = recurrent = reads_kept = passes_h = reads_h = True
     params = output_peephole = ""
     forget_bias = NO_BIAS
     cell_clip = projection_clip = None
@@ -143,11 +147,11 @@ class RNNCell(NamedTuple):
     norm: NormOptions | None = None
 
     op = "rnn"
-    gates = 1
-    carried = 0
+    gates = gradients = 1
+    carried = inputs = summed = 0
     kept = 1
-    recurrent = True
-    apart = reads_kept = stops_c = stops_h = False
+    recurrent = reads_h = True
+    apart = reads_kept = passes_h = stops_c = stops_h = False
     params = reset = output_peephole = ""
     forget_bias = NO_BIAS
     cell_clip = projection_clip = None
@@ -212,6 +216,33 @@ class PointwiseCell(NamedTuple):
     def kept(self) -> int:
         """The number of values per unit that the forward pass saves for the backward pass."""
         return len(self.graph.saved)
+
+    @property
+    def gradients(self) -> int:
+        """The number of gradients of preactivations that a kernel's backward pass stores."""
+        return len(self.graph.stored_gradients)
+
+    @property
+    def inputs(self) -> int:
+        """The number of inputs of each step."""
+        return self.graph.inputs
+
+    @property
+    def summed(self) -> int:
+        """The number of parameters, whose gradients are summed over the steps."""
+        return self.graph.params
+
+    @property
+    def passes_h(self) -> bool:
+        """Whether a step reads h, besides in the recurrent product."""
+        graph = self.graph
+        forward = graph.number.get("s0", -1) in needed(graph.nodes, graph.forward)
+        return forward or graph.nodes[graph.gradients("s")[0]] != Node("const", (), 0.0)
+
+    @property
+    def reads_h(self) -> bool:
+        """Whether the gradient of a step reads h before or after the step."""
+        return self.graph.reads("s0") or self.graph.reads_after(0)
 
     @property
     def outputs(self) -> tuple[str, ...]:

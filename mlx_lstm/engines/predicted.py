@@ -90,7 +90,7 @@ def stepwise_cycles(
     size = field_of(packing) / 8 if packing else dtype.size
     total = BUILDING["forward" if packing else "both"]
     for backward in (False,) if packing else (False, True):
-        rows, units = tile_of(problem, H) if backward else (stepwise_rows(B), UNITS[cell.op])
+        rows, units = tile_of(problem, H) if backward else (stepwise_rows(B), UNITS.get(cell.gates, 8))
         down = -(-B // rows)
         groups = directions * down * -(-H // units)
         one = CYCLES[rows] * numbers * down * rows / groups

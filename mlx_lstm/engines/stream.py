@@ -10,7 +10,7 @@ from .autodiff import module_of
 from .cells import AnyCell
 from .chunks import for_engine
 from .input_norm import normalised_input
-from .metal import fused, pointwise
+from .metal import fused
 from .ops.packed import dequantized
 from .packing import Packing
 from .problem import Arrays, Problem
@@ -39,11 +39,8 @@ def launch_of(engine: str, problem: Problem, arrays: Arrays) -> Launch:
     arrays = for_engine(engine, arrays)
     if engine == "ops":
         arrays = dequantized(problem.packing, arrays)
-    elif engine == "fused":
-        if problem.cell.op != "pointwise":
-            arrays["arranged"] = fused.arranged(problem, arrays)
-        elif "Wh" in arrays:
-            arrays["arranged"] = pointwise.arranged("forward", problem, arrays["Wh"])
+    elif engine == "fused" and problem.cell.recurrent and not fused.runs_apart(problem):
+        arrays["arranged"] = fused.arranged(problem, arrays)
     mx.eval(arrays)
     return Launch(module_of(problem, engine), problem, arrays)
 

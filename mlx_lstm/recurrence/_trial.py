@@ -10,9 +10,9 @@ import numpy as np
 from ..engines import cells
 from ..engines.cell_graph import from_json
 from ..engines.cells import AnyCell, LSTMCell, PointwiseCell
-from ..engines.metal import fused, pointwise, pointwise_stepwise
-from ..engines.metal.fused import SWEEPS, index_of
-from ..engines.metal.stepwise import index_bits, stepwise_rows, tile_of
+from ..engines.metal import fused
+from ..engines.metal.fused import index_of
+from ..engines.metal.stepwise import forward_tile, index_bits, stepwise_rows, tile_of
 from ..engines.packing import Packing, is_packed
 from ..engines.problem import Chunks, Cut, Limits, Problem
 from ..oracle.arithmetic import ACTIVATIONS, Arithmetic
@@ -95,14 +95,9 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         limits = one.limits if problem.chunks.recomputes else one.limits._replace(unchunked=0)
         return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
     joins, limits, keep_size = False, problem.limits, problem.T * problem.B * problem.directions
-    if isinstance(problem.cell, PointwiseCell) and engine == "fused":
-        # Both directions run the same kernels, one after the other. So a test run of one direction tests all kernels.
-        problem, keep_size = problem._replace(bidirectional=False, reverse=False), problem.T * problem.B
-        wide = index_of(problem) == mx.uint64
-        if len(pointwise.division(problem, problem.masks_differ)) > 1:
-            limits = limits._replace(launch_steps=2)
-        B, H, P = smallest_pointwise(problem)
-    elif engine == "fused":
+    if engine == "fused" and fused.runs_apart(problem):
+        problem, keep_size = problem._replace(bidirectional=False), problem.T * problem.B
+    if engine == "fused":
         wide = index_of(problem) == mx.uint64
         if len(fused.division(problem, problem.masks_differ)) > 1:
             limits = limits._replace(launch_steps=2)
@@ -112,6 +107,9 @@ def trial_of(engine: str, problem: Problem) -> Trial:
             problem._replace(cut=Cut(rows, problem.cut.spare if problem.cut else 0)),
             limits._replace(cores=0),
         )
+        if isinstance(problem.cell, PointwiseCell):
+            # The float64 reference computes one direction of such a cell. Its kernels read the number of directions.
+            problem = problem._replace(bidirectional=False, reverse=False)
     else:
         wide, left = index_bits(problem) == 64, limits.rows_left // 2 if "Wp" in problem.names else limits.rows_left
         if joins := left < problem.T:
@@ -132,14 +130,11 @@ def trial_of(engine: str, problem: Problem) -> Trial:
 def without_matrices(engine: str, problem: Problem) -> Problem | None:
     """Return the problem such that this engine computes it without 8 x 8 matrices, which some virtual GPUs lack. Return
     None if its kernels multiply none."""
-    own = isinstance(problem.cell, PointwiseCell)
-    if engine == "stepwise" and own:
-        found = max(pointwise_stepwise.forward_tile(problem)[0], pointwise_stepwise.backward_tile(problem)[0]) >= 8
-    elif engine == "stepwise":
-        found = stepwise_rows(problem.B, problem.cut) >= 8
+    if engine == "stepwise":
+        found = max(forward_tile(problem)[0], tile_of(problem, problem.H)[0]) >= 8
     else:
         bare = fused.readable(problem, problem.names, problem.dtype)
-        found = not own and fused.tiling_of("forward", bare, bare.dtype).matrices
+        found = fused.tiling_of("forward", bare, bare.dtype).matrices
     spare = problem.cut.spare if problem.cut else 0
     return problem._replace(cut=Cut(4, spare)) if found else None
 
@@ -207,20 +202,6 @@ def rows_of(problem: Problem) -> int:
         return problem.cut.rows
     bare = fused.readable(problem, problem.names, problem.dtype)
     return fused.rows_for(fused.layer_size(problem, problem.dtype.size)._replace(packing=bare.packing))
-
-
-def smallest_pointwise(problem: Problem) -> tuple[int, int, int]:
-    """Return (B, H, P) for the test run of the kernels of a cell written by the user. B is the smallest batch size for
-    which threads divide the work as they do for the problem. H and P stay the same."""
-
-    cell = pointwise.own_cell(problem)
-
-    def tilings(B: int) -> list[object]:
-        return [pointwise.tiling_of(sweep, cell, B, problem.H, problem.dtype.size) for sweep in SWEEPS]
-
-    wanted = tilings(problem.B)
-    B = next((B for B in batches(problem) if B > 1 and tilings(B) == wanted), problem.B)
-    return B, problem.H, problem.P
 
 
 def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:

@@ -14,10 +14,10 @@ import mlx.core as mx
 from pointwise_cases import ZOO, Form
 
 from mlx_lstm.engines import METAL_ENGINES
-from mlx_lstm.engines.autodiff import OWN_MODULES
+from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.cells import PointwiseCell
 from mlx_lstm.engines.metal import fused
-from mlx_lstm.engines.problem import Problem
+from mlx_lstm.engines.problem import Cut, Problem
 from mlx_lstm.lab.timing.tasks import Size
 
 from .compiler import machine_code
@@ -28,16 +28,17 @@ from .times import ours
 SIZES = ((1, 128), (32, 128), (32, 256))
 
 
-def layer_of(form: Form, engine: str, B: int, H: int, T: int = 3) -> tuple[Problem, Graph]:
+def layer_of(form: Form, engine: str, B: int, H: int, T: int = 3, rows: int = 0) -> tuple[Problem, Graph]:
     """Return the `Problem` (sizes and options) of a call with this cell, and the kernel launches of its forward and
-    its backward pass on a Metal engine."""
+    its backward pass on a Metal engine. rows: the batch items of a threadgroup of `fused`, or 0 for the default."""
     G, C = form.gates, form.states - 1
     shapes = {"x": (T, B, 8), "Wx": (G * H, 8), "Wh": (G * H, H), "b": (G * H,), "h0": (B, H), "c0": (B, C * H)}
     shapes |= {"inputs": (T, B, form.inputs * H), "params": (form.params * H,)}
     absent = {name for name, shape in shapes.items() if 0 in shape} | (set() if form.recurrent else {"Wh"})
     given = {name: mx.zeros(shape) for name, shape in shapes.items() if name not in absent}
     cell = PointwiseCell(form.graph(B, H), form.recurrent)
-    problem, module = Problem(T, B, H, H, cell, names=tuple(given)), OWN_MODULES[engine]
+    problem, module = Problem(T, B, H, H, cell, names=tuple(given)), ENGINE_MODULES[engine]
+    problem = problem._replace(cut=Cut(rows) if rows else None)
 
     def passes(dh: mx.array, *values: mx.array) -> list[mx.array]:
         arrays = dict(zip(given, values, strict=True))
@@ -48,7 +49,7 @@ def layer_of(form: Form, engine: str, B: int, H: int, T: int = 3) -> tuple[Probl
     return problem, trace(passes, [mx.zeros((T, B, H)), *given.values()])
 
 
-ENDINGS = tuple(f"_{engine}_{sweep}" for engine in METAL_ENGINES for sweep in fused.SWEEPS)
+ENDINGS = tuple(f"_{form}_{sweep}" for form in (*METAL_ENGINES, "fused_matrix") for sweep in fused.SWEEPS)
 """The endings of the names of the kernels that run the time steps of a pass."""
 
 
@@ -84,7 +85,9 @@ def main(names: list[str]) -> None:
         # among lanes, and its threadgroups compute as many sequences of the batch as those of the generated kernels.
         with patch.object(fused, "rows_for", lambda *_: 1 if B <= 16 else 2):  # noqa: B023
             own = counted(ours(Size(3, B, 8, H), mx.float32, engine, "backward")[1])
-        rows = {"built-in LSTM": own} | {name: counted(layer_of(ZOO[name], engine, B, H)[1]) for name in names}
+        lanes = 0 if engine == "stepwise" else 1 if B <= 16 else 2
+        rows = {"built-in LSTM": own}
+        rows |= {name: counted(layer_of(ZOO[name], engine, B, H, rows=lanes)[1]) for name in names}
         for name, found in rows.items():
             lines = len(inspect.getsource(ZOO[name].cell).split('"""')[-1].strip().splitlines()) if name in ZOO else 0
             for which, c in found.items():

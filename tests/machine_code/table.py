@@ -129,7 +129,8 @@ def cases() -> Iterator[Case]:
     yield from (Case("fused", cell, "float16", 1, 128, rows=1) for cell in ("lstm-norm-0", "gru-norm-0"))
     yield from (Case("stepwise", cell, "float32", 32, 256) for cell in ("lstm-norm-4", "gru-norm-0"))
     for cell, engine, (B, H) in product(GENERATED, METAL_ENGINES, cells.SIZES):
-        yield Case(engine, cell, "float32", B, H)
+        yield Case(engine, cell, "float32", B, H, rows=0 if engine == "stepwise" else 1 if B == 1 else 2)
+    yield from (Case("fused", cell, "float32", at[8], 128, rows=8) for cell in GENERATED)
     yield Case("stepwise", "lstm", "float16", 1, 256, which="forward", packing=packings[3])
     yield Case("stepwise", "gru", "float32", 1, 256, which="forward", packing=packings[3])
 
@@ -155,7 +156,9 @@ def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
 def generated(case: Case) -> dict[Kernel, Launch]:
     """Return {key: launch} for the two kernels that are generated for a cell and run the time steps of a pass. The hash
     in a kernel's name is replaced by the name of the cell."""
-    problem, graph = cells.layer_of(ZOO[case.cell.removeprefix("generated_")], case.engine, case.B, case.H)
+    problem, graph = cells.layer_of(
+        ZOO[case.cell.removeprefix("generated_")], case.engine, case.B, case.H, rows=case.rows
+    )
     found = {}
     for launch in cells.kernels(graph):
         key = kernel_of(launch, problem)

@@ -177,20 +177,20 @@ def reads_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, f
     return buffer.bytes, buffer.bytes
 
 
-SEQUENCES = ("z", "gates", "dgates", "states", "dh", "dc", "q")
+SEQUENCES = ("z", "gates", "dgates", "h", "c", "dh", "dc", "q")
 """The names of the arrays with a time axis that a `fused` kernel reads."""
 
 
 def sequence_reads(buffer: Buffer, launch: Launch, problem: Problem) -> float:
     """Return the bytes that all threads of a `fused` kernel load from an array with a time axis. All lanes of a hidden
     unit load the unit's numbers, and lanes without a unit load as many. A kernel that loads the numbers of a step
-    before it needs them loads those of its last step twice. In the array `states`, one more state is loaded."""
+    before it needs them loads those of its last step twice. One more state is loaded."""
     tiling = tiling_of(launch, problem, itemsize(launch))
     each, back = tiling.rows, "backward" in launch.name
     if tiling.matrices:  # a lane computes all gates of two batch items
         each = 2 * (problem.cell.gates if buffer.name in ("z", "gates", "dgates") else 1)
     twice = reads_ahead(tiling) and (back or not tiling.matrices)
-    steps = launch.writes[0].shape[0] + twice + (buffer.name == "states")
+    steps = launch.writes[0].shape[0] + twice + (buffer.name in ("h", "c"))
     return launch.threads * prod(launch.groups) * each * steps * buffer.bytes / prod(buffer.shape)
 
 

@@ -108,7 +108,7 @@ def step_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, fl
     # all forward steps, e.g. c and h, which do not count here.
     if buffer.name == "rows":
         return twice(problem.cell.gates * problem.B * problem.directions * problem.H * itemsize(launch))
-    if buffer.name == "states":
+    if buffer.name in ("h", "c"):
         own, before = STATES[op]
         return twice((own + before * later) * step)
     if buffer.name == "gates":

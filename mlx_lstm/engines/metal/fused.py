@@ -4,17 +4,18 @@ A threadgroup computes all steps of a few batch items in one direction and keeps
 registers. MLX computes the products over all T * B rows. h and gates are stored in the dtype of the arrays, c in
 float32; all arithmetic is in float32. All results are lazy, so the engine also runs inside `mx.compile` and exports.
 It does not support a projection. Quantized recurrent weights stay quantized; a kernel that multiplies 8 x 8 matrices
-gets dequantized weights instead.
+gets dequantized weights instead. A cell written by the user runs through the same launches with a generated struct; its
+kernels in lanes have shaders of their own.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..cells import AnyCell, norm_blocks
-from ..directions import half
+from ..cells import AnyCell, PointwiseCell, norm_blocks
+from ..directions import half, join, join_gradients, one_direction, part
 from ..ops.packed import matrix, scales_of
 from ..ops.sweep import gradients_after_sweep
 from ..packing import Packing, field_of, is_packed
@@ -38,6 +39,8 @@ from .kernel import (
     struct_of,
     whole_mask,
 )
+from .pointwise import gradients_after as own_gradients
+from .pointwise import lanes_text, name_of, struct_text
 from .products import candidates, gradients_in_few_launches, is_plain, project, recurrent_input, takes_product
 
 SWEEPS = ("forward", "backward")
@@ -46,10 +49,13 @@ SWEEPS = ("forward", "backward")
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """Run the forward pass, with D directions and G gates. Return h [T, B, D H], gates [T, B, D G H] and hT [B, D
-    H]; for an LSTM also c [T, B, D H] and cT [B, D H], both in float32. Gates are returned only in training or if
-    the caller asks for them."""
-    dtype, mask = arrays["x"].dtype, whole_mask(problem, arrays)
+    """Run the forward pass, with D directions, C states besides h and K numbers per unit that the backward pass reads
+    (mostly the gates). Return h [T, B, D H], gates [T, B, D K H] and hT [B, D H]; if C > 0 also c [T, B, D C H] and cT
+    [B, D C H], both in float32. Gates are returned only in training or if the caller asks for them."""
+    if runs_apart(problem):
+        return join([forward(one_direction(problem, d), part(arrays, d)) for d in range(2)])
+    cell = problem.cell
+    dtype, mask = arrays["x"].dtype, whole_mask(problem, arrays) if cell.recurrent else None
     sweep = forward_sweep(problem, dtype, tuple(arrays), mask is not None and mask.shape[0] > 1)
     inputs: Inputs = {"mask": mask, "numbers": sweep.numbers} | norms.inputs_of(problem, arrays)
     for name in sweep.options:
@@ -57,9 +63,22 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     for name in ("h0", "c0", "lengths"):
         if name in arrays:
             inputs[name] = arrays[name]
+    if "c0" in inputs and isinstance(cell, PointwiseCell):
+        inputs["c0"] = arrays["c0"].astype(mx.float32)
     inputs["z"] = project(problem, arrays, launches=len(sweep.parts))
-    inputs["arranged"] = arrays["arranged"] if "arranged" in arrays else arranged(problem, arrays, sweep)
-    return run(problem, sweep.parts, inputs, {"hT": "h0", "cT": "c0"})
+    if cell.recurrent:
+        inputs["arranged"] = arrays["arranged"] if "arranged" in arrays else arranged(problem, arrays, sweep)
+    results = run(problem, sweep.parts, inputs, {"hT": "h0", "cT": "c0"})
+    if cell.kept == 0:
+        results["gates"] = mx.zeros((problem.T, problem.B, 0), dtype)
+    return results
+
+
+def runs_apart(problem: Problem) -> bool:
+    """Return whether both directions run one after the other: those of a user's cell with a small H. The trial of its
+    kernels has one direction (the float64 reference computes one), and its arrays would then be so small that Metal
+    binds them in another address space than those of the call, in kernels with another source."""
+    return problem.bidirectional and isinstance(problem.cell, PointwiseCell) and problem.H < 8
 
 
 def arranged(problem: Problem, arrays: Arrays, sweep: "Sweep | None" = None) -> mx.array:
@@ -75,6 +94,7 @@ def arranged(problem: Problem, arrays: Arrays, sweep: "Sweep | None" = None) -> 
         Wh = [matrix(problem.packing, arrays, "Wh", dtype)]
     else:
         Wh = [arrays["Wh"]]
+    assert sweep.arrange is not None
     return sweep.arrange(inputs=Wh)[0]
 
 
@@ -84,24 +104,16 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     saved: the outputs of the forward pass. cotangents: the gradients of some outputs, with the keys h, c, gates, hT,
     cT. If the gates were not saved, the forward pass runs again to compute them.
     """
-    cell, has_c = problem.cell, problem.cell.op == "lstm"
-    if saved.get("gates") is None and cell.op != "rnn":
+    cell = problem.cell
+    if saved.get("gates") is None and cell.reads_kept:
         saved = forward(problem._replace(training=True), arrays)
-    mask = whole_mask(problem, arrays)
+    if runs_apart(problem):
+        each = [[part(values, d) for values in (arrays, saved, cotangents)] for d in range(2)]
+        return join_gradients([backward(one_direction(problem, d), *values) for d, values in enumerate(each)], arrays)
+    mask = whole_mask(problem, arrays) if cell.recurrent else None
     differ = mask is not None and mask.shape[0] > 1
-    sweep = backward_sweep(problem, arrays["Wh"].dtype, tuple(arrays), differ, tuple(cotangents))
-    inputs: Inputs = {"mask": mask, "states": saved["c" if has_c else "h"]} | norms.inputs_of(problem, arrays)
-    if cell.op != "rnn":
-        inputs["gates"] = saved["gates"]
-    for name in sweep.options:
-        inputs[name] = contiguous(arrays[name])
-    for name, array in (("lengths", "lengths"), ("states0", "c0" if has_c else "h0")):
-        if array in arrays:
-            inputs[name] = arrays[array]
-    for name in cotangents:
-        inputs[f"d{name}"] = cotangents[name]
-    if sweep.numbers is not None:
-        inputs["numbers"] = sweep.numbers
+    sweep = backward_sweep(problem, saved["h"].dtype, tuple(arrays), differ, tuple(cotangents))
+    inputs = backward_inputs(problem, arrays, saved, cotangents, sweep) | {"mask": mask}
     operand: Arrays = {}
     if sweep.few or sweep.takes_product or norms.of_product(cell):
         operand = recurrent_input(problem, arrays, saved["h"], mask)
@@ -110,14 +122,42 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     if sweep.takes_product and "q" not in inputs:
         inputs["q"] = candidates(problem, arrays, operand["h_in"])
     if len(sweep.parts) > 1:
-        for name in ("gates", "states", "states0", "dh", "dc", "q", "dgates", *of_norms):
+        for name in ("gates", "h", "c", "h0", "c0", "dh", "dc", "q", "dgates", *of_norms):
             if name in inputs:
                 inputs[name] = contiguous(inputs[name])
-    inputs["arranged"] = sweep.arrange(inputs=[arrays["Wh"]])[0]
+    if sweep.arrange is not None:
+        inputs["arranged"] = sweep.arrange(inputs=[arrays["Wh"]])[0]
     results = run(problem, sweep.parts, inputs, {"dh0": "dhT", "dc0": "dcT"})
+    if isinstance(cell, PointwiseCell):
+        return own_gradients(problem, arrays, saved, results)
     if sweep.few:
         return gradients_in_few_launches(problem, arrays, results | operand)
     return gradients_after_sweep(problem, arrays, saved, norms.for_gradients(problem, results, of_norms))
+
+
+def backward_inputs(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, sweep: "Sweep") -> Inputs:
+    """Return the arrays that the launches of a backward pass read unchanged, apart from the mask and the weights."""
+    cell = problem.cell
+    inputs: Inputs = {name: saved[name] for name in states_of(cell)} | norms.inputs_of(problem, arrays)
+    if cell.reads_kept and cell.kept:
+        inputs["gates"] = saved["gates"]
+    for name in sweep.options:
+        inputs[name] = contiguous(arrays[name])
+    for name in ("lengths", *(f"{state}0" for state in states_of(cell))):
+        if name in arrays:
+            inputs[name] = arrays[name]
+    if "c0" in inputs and isinstance(cell, PointwiseCell):
+        inputs["c0"] = arrays["c0"].astype(mx.float32)
+    for name in cotangents:
+        inputs[f"d{name}"] = cotangents[name]
+    if sweep.numbers is not None:
+        inputs["numbers"] = sweep.numbers
+    return inputs
+
+
+def states_of(cell: AnyCell) -> tuple[str, ...]:
+    """Return the names of the states that the backward steps of a cell read."""
+    return (("h",) if cell.reads_h else ()) + (("c",) if cell.carried else ())
 
 
 class Part(NamedTuple):
@@ -133,7 +173,7 @@ class Part(NamedTuple):
 class Sweep(NamedTuple):
     """The launches of a forward or backward pass. First `arrange` copies Wh into the order in which lanes read it.
     Then the launches `parts` follow; each of them runs a range of the time steps. A backward pass begins with the
-    last steps.
+    last steps. A cell without Wh has no `arrange`.
 
     options: the names of the caller's arrays that the launches read as contiguous arrays. numbers: the array of an
     LSTM's forget bias and limits, if the launches read it. quantized: whether the launches read quantized weights. few:
@@ -141,7 +181,7 @@ class Sweep(NamedTuple):
     backward steps read the recurrent product of a GRU's candidate.
     """
 
-    arrange: Launch
+    arrange: Launch | None
     parts: tuple[Part, ...]
     options: tuple[str, ...]
     numbers: mx.array | None = None
@@ -154,12 +194,12 @@ def run(problem: Problem, parts: tuple[Part, ...], inputs: Inputs, carried: dict
     """Run the launches `parts` of a pass, one after the other, and return the results of the whole pass. carried:
     which result of a launch is an input of the next launch, as a dict from the result's name to the input's name."""
     pieces: list[Arrays] = []
-    for part in parts:
-        inputs["sizes"] = part.sizes
-        values = part.launch(inputs=[inputs[name] for name in part.inputs])
-        pieces.append(dict(zip(part.outputs, values, strict=True)))
+    for each in parts:
+        inputs["sizes"] = each.sizes
+        values = each.launch(inputs=[inputs[name] for name in each.inputs])
+        pieces.append(dict(zip(each.outputs, values, strict=True)))
         for name, as_input in carried.items():
-            if name in part.outputs:
+            if name in each.outputs:
                 inputs[as_input] = pieces[-1][name]
     results = pieces[-1]
     if len(pieces) > 1:
@@ -185,10 +225,6 @@ LAUNCH_CYCLES = 0.02 * 1.278e9
 """The longest predicted time of a launch in GPU cycles: 20 ms at the clock of an M1. MLX puts 40 to 50 operations into
 one command buffer, and macOS ends a command buffer that keeps the GPU from the display for too long."""
 
-LANES = {"lstm": 4, "gru": 4, "rnn": 1}
-"""The number of lanes of a simdgroup that share a hidden unit, by op. metal/fused_lstm.metal, fused_gru.metal and
-fused_rnn.metal say what each lane does."""
-
 VECTOR = "PackedVector<FIELD, GROUP, BIASED>"
 """The name of the Metal type in which lanes read quantized weights."""
 
@@ -204,9 +240,12 @@ ARRANGE_FILES = ("fused_matrix", "fused_arrange")
 in lanes and the product of 8 x 8 matrices."""
 
 INPUTS = {
-    "forward": ("z", "h0", "c0", "arranged", "peephole", "bhn", "mask", "keep", "lengths", "sizes", "numbers"),
+    "forward": (
+        *("z", "h0", "c0", "arranged", "peephole", "bhn", "inputs", "params", "mask", "keep", "lengths", "sizes"),
+        "numbers",
+    ),
     "backward": (
-        *("gates", "states", "states0", "arranged", "peephole", "bhn", "mask", "keep", "lengths"),
+        *("gates", "h", "c", "h0", "c0", "arranged", "peephole", "bhn", "inputs", "params", "mask", "keep", "lengths"),
         *("dh", "dc", "q", "dgates", "dhT", "dcT", "sizes", "numbers"),
     ),
 }
@@ -217,12 +256,13 @@ INPUTS = {
 def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool) -> Sweep:
     """Return the launches of the forward pass for arrays of these names. masks_differ: whether each step has its own
     mask."""
-    bare, has_c = readable(problem, names, dtype), problem.cell.op == "lstm"
-    there = {name: name in names for name in ("h0", "c0", "lengths")} | {"z": True, "arranged": True, "sizes": True}
-    there |= {"mask": "mask" in names or "keep" in names, "numbers": has_c}
+    bare, cell = readable(problem, names, dtype), problem.cell
+    there = {name: name in names for name in ("h0", "c0", "lengths")}
+    there |= {"z": True, "arranged": cell.recurrent, "sizes": True}
+    there |= {"mask": cell.recurrent and ("mask" in names or "keep" in names), "numbers": cell.op == "lstm"}
     present = {name for name in there if there[name]} | {*options_of(problem, names)}
     present |= norms.present(problem, names, "forward")
-    later = present | ({"h0", "c0"} if has_c else {"h0"})
+    later = present | ({"h0", "c0"} if cell.carried else {"h0"})
     parts = tuple(
         prepared_part("forward", bare, dtype, later if n else present, steps, sizes)
         for n, (steps, sizes) in enumerate(division(bare, masks_differ))
@@ -238,16 +278,18 @@ def backward_sweep(
 ) -> Sweep:
     """Return the launches of the backward pass for arrays and cotangents of these names. masks_differ: whether each
     step has its own mask."""
-    cell, has_c = problem.cell, problem.cell.op == "lstm"
-    few, product, bare = is_plain(problem, names), takes_product(cell), readable(problem)
+    cell, bare = problem.cell, readable(problem)
+    few, product = is_plain(problem, names) and not isinstance(cell, PointwiseCell), takes_product(cell)
     saves_d = product and (few or norms.of_product(cell))
-    there = {"states": True, "arranged": True, "sizes": True, "lengths": "lengths" in names, "q": product}
-    there |= {"mask": "mask" in names or "keep" in names, "gates": cell.op != "rnn"}
-    there["numbers"] = cell.stops_c
-    there |= {"states0": ("c0" if has_c else "h0") in names} | {f"d{name}": True for name in cotangents}
+    there = {"arranged": cell.recurrent, "sizes": True, "lengths": "lengths" in names, "q": product}
+    there |= {"mask": cell.recurrent and ("mask" in names or "keep" in names)}
+    there |= {"gates": cell.reads_kept and cell.kept > 0, "numbers": cell.stops_c}
+    for state in states_of(cell):
+        there |= {state: True, f"{state}0": f"{state}0" in names}
+    there |= {f"d{name}": True for name in cotangents}
     present = {name for name in there if there[name]} | {*options_of(problem, names)}
     present |= norms.present(problem, names, "backward")
-    later = present | ({"dhT", "dcT"} if has_c else {"dhT"})
+    later = present | ({"dhT", "dcT"} if cell.carried else {"dhT"})
     parts = tuple(
         prepared_part("backward", bare, dtype, later if n else present, steps, sizes, saves_d=saves_d)
         for n, (steps, sizes) in enumerate(reversed(division(bare, masks_differ)))
@@ -259,9 +301,9 @@ def backward_sweep(
 
 def options_of(problem: Problem, names: Collection[str]) -> tuple[str, ...]:
     """Return the names in `names` of the optional arrays that the kernels of both passes read: peephole, bhn (a
-    GRU's bias of the candidate's recurrent product) and keep (factors on the states). A plain RNN does not read
-    `keep`: its only state is h, and the mask on h already includes `keep`."""
-    options = ("peephole", "bhn") if problem.cell.op == "rnn" else ("peephole", "bhn", "keep")
+    GRU's bias of the candidate's recurrent product), inputs and params (of a user's cell) and keep (factors on the
+    states). A plain RNN does not read `keep`: its only state is h, and the mask on h already includes `keep`."""
+    options = ("peephole", "bhn", "inputs", "params", *(() if problem.cell.op == "rnn" else ("keep",)))
     return tuple(name for name in options if name in names)
 
 
@@ -283,21 +325,11 @@ def readable(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx
 
 
 def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
-    """Divide the steps of a pass with a built-in cell into launches. Return, for each launch, the number of its
-    steps and its input array `sizes`, which metal/fused.metal describes."""
+    """Divide the steps of a pass into launches. Return, for each launch in the order of processing, the number of its
+    steps and its input array `sizes`, which metal/fused.metal describes. Both passes are divided into the same
+    launches. masks_differ: whether each step has its own mask."""
+    # The array has fewer than 8 elements, so that MLX binds it in constant memory.
     tilings = [tiling_of(sweep, problem, problem.dtype) for sweep in SWEEPS]
-    return launches_of_pass(problem, tilings, masks_differ)
-
-
-def launches_of_pass(
-    problem: Problem, tilings: "Iterable[FusedTiling]", masks_differ: bool
-) -> list[tuple[int, mx.array]]:
-    """Return, for each launch in the order of processing, its number of steps and its array of sizes.
-    metal/fused.metal lists the sizes. The array has fewer than 8 elements, so that MLX binds it in constant memory.
-
-    tilings: the tilings of the forward and of the backward pass; both passes are divided into the same launches.
-    masks_differ: whether each step has its own mask.
-    """
     T, B, D, size = problem.T, problem.B, problem.directions, problem.dtype.size
     groups = [(tiling, D * -(-B // tiling.rows)) for tiling in tilings]
     cycles = max(pass_cycles(tiling, count, problem.cores, size, problem.packing) for tiling, count in groups)
@@ -309,8 +341,10 @@ def launches_of_pass(
 
 def index_of(problem: Problem) -> mx.Dtype:
     """Return the dtype that kernels use for indices into a launch's arrays: 64 bits if the largest array, the one
-    with all gates, has too many elements for 32 bits."""
-    elements = problem.T * problem.B * problem.directions * problem.cell.gates * problem.H
+    with all gates or another one with more blocks, has too many elements for 32 bits."""
+    cell = problem.cell
+    blocks = max(cell.gates, cell.kept, cell.gradients, cell.inputs, cell.carried + 1)
+    elements = problem.T * problem.B * problem.directions * blocks * problem.H
     return mx.uint32 if elements < problem.limits.index else mx.uint64
 
 
@@ -318,25 +352,52 @@ def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, keep: bool, steps:
     """Return the shape and dtype of each output of the kernel of a pass, in the order of the kernel's struct of
     arrays. An entry is None if the launch does not write this output.
 
-    keep: whether the call has the option `keep`. The backward pass then also writes `carry` [steps, B, D H]: the
-    gradient of the carried state (c, or h if there is no c), without the part that flows through the recurrent
-    product. saves_d: whether the backward pass writes d_out [steps, B, D G H], the gradient of the recurrent
-    product. D is the number of directions, G the number of gates.
+    keep: whether the call has the option `keep`. The backward pass then also writes `carry` [steps, B, D N H]: the
+    gradients of the N states that bypass the recurrent product. saves_d: whether the backward pass writes d_out
+    [steps, B, D G H], the gradient of the recurrent product. D is the number of directions, G the number of gates.
     """
     B, H, D, cell = problem.B, problem.H, problem.directions, problem.cell
-    wide, all_gates = (steps, B, D * H), ((steps, B, D * cell.gates * H), dtype)
-    h, c, has_c = ((B, D * H), dtype), ((B, D * H), mx.float32), "c" in cell.outputs
-    outputs: Outputs
+
+    def array(lead: tuple[int, ...], blocks: int, kind: mx.Dtype) -> tuple[tuple[int, ...], mx.Dtype] | None:
+        return ((*lead, D * blocks * H), kind) if blocks else None
+
+    wide, h, c = (steps, B), array((B,), 1, dtype), array((B,), cell.carried, mx.float32)
     if sweep == "backward":
-        carry = (wide, mx.float32) if keep else None
-        outputs = {"dz": all_gates, "d_out": all_gates if saves_d else None, "carry": carry}
+        outputs: Outputs = {"dz": array(wide, cell.gradients, dtype), "d_out": None, "carry": None}
+        if saves_d:
+            outputs["d_out"] = array(wide, cell.gates, dtype)
+        if keep:
+            outputs["carry"] = array(wide, cell.carried + cell.passes_h, mx.float32)
         if cell.norm is not None:
-            outputs["d_product"] = all_gates if norms.of_product(cell) else None
-            outputs["d_norm_c"] = (wide, mx.float32) if norms.of_state(cell) else None
-        return outputs | {"dh0": h, "dc0": c if has_c else None}
-    outputs = {"h": (wide, dtype), "c": (wide, mx.float32) if has_c else None}
-    outputs["gates"] = all_gates if problem.training or problem.return_gates else None
-    return outputs | {"hT": h, "cT": c if has_c else None}
+            outputs["d_product"] = array(wide, cell.gates, dtype) if norms.of_product(cell) else None
+            outputs["d_norm_c"] = array(wide, 1, mx.float32) if norms.of_state(cell) else None
+        groups = -(-B // tiling_of(sweep, problem, dtype).rows)
+        outputs |= {"du": array(wide, cell.inputs, dtype), "dw": array((groups,), cell.summed, mx.float32)}
+        return outputs | {"dh0": h, "dc0": c}
+    kept = cell.kept if problem.training or problem.return_gates else 0
+    outputs = {"h": array(wide, 1, dtype), "c": array(wide, cell.carried, mx.float32)}
+    return outputs | {"gates": array(wide, kept, dtype), "hT": h, "cT": c}
+
+
+class Shader(NamedTuple):
+    """What the source of a kernel needs for a cell: the expression of the cell's struct, the files that define it, the
+    generated source of a user's cell, and the beginning of the kernel's name."""
+
+    struct: str
+    files: tuple[str, ...]
+    own: str
+    name: str
+
+
+def shader_of(cell: AnyCell, lanes: bool, computes: bool = True) -> Shader:
+    """Return the struct of a cell for a kernel. lanes: whether the product is in lanes, which share the work on a unit.
+    computes: whether the kernel computes steps."""
+    if isinstance(cell, PointwiseCell):
+        own = lanes_text(cell, computes) if lanes else struct_text(cell)
+        files = (*LANE_FILES, "pointwise") if lanes else ("pointwise",)
+        return Shader("Own", ("arrays", "cell", "fused", *files), own, name_of(own))
+    files = ("arrays", "cell", f"cell_{cell.op}", "fused", *((*LANE_FILES, f"fused_{cell.op}") if lanes else ()))
+    return Shader(STRUCTS[cell.op], files, "", cell.op)
 
 
 def prepared_part(
@@ -354,32 +415,32 @@ def prepared_part(
     has_norm = problem.cell.norm is not None
     inputs = {name: name in present for name in (*INPUTS[sweep], *(norms.READ[sweep] if has_norm else ()))}
     outputs = outputs_of(sweep, problem, dtype, "keep" in present, steps, saves_d)
-    op, D, back = problem.cell.op, problem.directions, sweep == "backward"
+    cell, back = problem.cell, sweep == "backward"
     tiling, quantized = tiling_of(sweep, problem, dtype, present), problem.packing is not None and not back
-    template: Template = {"OPTIONS": cell_number(problem.cell, "peephole" in present), "H": problem.H}
+    struct, files, own, name = shader_of(cell, lanes=not tiling.matrices)
+    options: Template = {} if own else {"OPTIONS": cell_number(cell, "peephole" in present)}
+    template: Template = {"H": problem.H}
     if tiling.matrices:
-        shader, element, files = f"fused_matrix_{sweep}", "float", ("fused_matrix",)
+        shader, element, files = f"fused_matrix_{sweep}", "float", (*files, "fused_matrix")
         template |= {"RESIDENT": tiling.resident} | ({"VECTORS": tiling.vectors} if back else {})
     else:
-        shader, element = f"fused_{sweep}", "vec<float, 4>"
-        files = (*LANE_FILES, *(QUANTIZED_FILES if quantized else ()), f"fused_{op}")
-        files += (*(NORM_FILES if has_norm else ()), shader)
+        shader, element = f"{'pointwise' if own else 'fused'}_{sweep}", "vec<float, 4>"
+        files = (*files, *(QUANTIZED_FILES if quantized else ()), *(NORM_FILES if has_norm else ()), shader)
         template |= {"UNITS": tiling.units, "ROWS": tiling.rows, "RESIDENT": tiling.resident}
     template |= {"Index": index_of(problem), "S": dtype}
-    arguments = [STRUCTS[op], *list(template)[1:]]
+    arguments = [struct, *template]
     if not back and not tiling.matrices:
         arguments.append(VECTOR if quantized else "vec<S, 4>")
-    if quantized:
-        template |= packing_template(problem)
+    template = options | template | (packing_template(problem) if quantized else {})
     written = [name for name, output in outputs.items() if output is not None]
     fields = fields_of((*inputs, *outputs), {*present, *written})
-    body = struct_of(fields if has_norm or tiling.matrices else fields | {"norm_eps": "absent"})
-    body += f"threadgroup {element} vectors[{tiling.bytes // (4 if tiling.matrices else 16)}];\n"
+    body = struct_of(fields if has_norm or own or tiling.matrices else fields | {"norm_eps": "absent"})
+    body += f"threadgroup {element} vectors[{max(1, tiling.bytes // (4 if tiling.matrices else 16))}];\n"
     threads = "thread_position_in_threadgroup.x, threads_per_threadgroup.x"
     threads += ", thread_index_in_simdgroup" if tiling.matrices else ""
     body += f"{shader}<{', '.join(arguments)}>(a, vectors, threadgroup_position_in_grid.xy, {threads});"
-    groups = (-(-problem.B // tiling.rows), D)
-    source = Source(f"{op}_{shader}", ("arrays", "cell", f"cell_{op}", "fused", *files), body)
+    groups = (-(-problem.B // tiling.rows), problem.directions)
+    source = Source(f"{name}_{shader.replace('pointwise', 'fused')}", files, body, own=own)
     launch = prepare(source, template, inputs, outputs, groups, tiling.threads)
     return Part(launch, sizes, tuple(name for name in inputs if inputs[name]), tuple(written))
 
@@ -393,22 +454,29 @@ def packing_template(problem: Problem) -> Template:
 def arrange(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
     """Return Wh, copied into the order in which lanes (threads of a simdgroup) read it. The axes of the result are:
     directions, simdgroups, vectors of a lane, the 32 lanes of a simdgroup, the 4 weights of a vector."""
-    return arrange_launch(sweep, problem, Wh.dtype)(inputs=[Wh])[0]
+    launch = arrange_launch(sweep, problem, Wh.dtype)
+    assert launch is not None
+    return launch(inputs=[Wh])[0]
 
 
 @cached
-def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch:
+def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch | None:
     """Return the launch that copies the weights of a forward or backward pass into the order in which lanes read
-    them."""
-    op, D, tiling = problem.cell.op, problem.directions, tiling_of(sweep, problem, dtype)
+    them. Return None if the cell has none."""
+    if not problem.cell.recurrent:
+        return None
+    D, tiling = problem.directions, tiling_of(sweep, problem, dtype)
+    struct, files, own, name = shader_of(problem.cell, lanes=True, computes=False)
     outputs: Outputs = {"arranged": ((D, tiling.threads // 32, tiling.weights, 32, 4), dtype)}
-    template: Template = {"OPTIONS": layout_number(problem.cell), "UNITS": 1 if tiling.matrices else tiling.units}
+    template: Template = {"UNITS": 1 if tiling.matrices else tiling.units}
     template |= {"BACK": sweep == "backward", "MATRICES": tiling.matrices, "S": dtype}
     body = struct_of({name: name for name in ("Wh", "sizes", "arranged")})
-    arguments = ", ".join([STRUCTS[op], *list(template)[1:]])
+    arguments = ", ".join([struct, *template])
+    if not own:
+        template = {"OPTIONS": layout_number(problem.cell)} | template
     body += f"fused_arrange<{arguments}>(a, thread_position_in_grid.xy, threads_per_threadgroup.x);"
-    files = ("arrays", "cell", f"cell_{op}", "fused", *LANE_FILES, f"fused_{op}", *ARRANGE_FILES)
-    source, inputs = Source(f"{op}_fused_arrange", files, body), {"Wh": True, "sizes": True}
+    source = Source(f"{name}_fused_arrange", (*files, *ARRANGE_FILES), body, own=own)
+    inputs = {"Wh": True, "sizes": True}
     launch = prepare(source, template, inputs, outputs, (tiling.weights, D), tiling.threads)
     sizes = constant((problem.H, tiling.weights), mx.int32)
     return lambda inputs: launch(inputs=[*inputs, sizes])
@@ -419,18 +487,19 @@ def arrange_quantized(problem: Problem, names: tuple[str, ...], dtype: mx.Dtype)
     """Return the launch that copies quantized weights into the order in which lanes read them. The axes of the copy
     are: directions, simdgroups, vectors of a lane, the 32 lanes of a simdgroup, the 4 words of a vector. A word has 32
     bits. metal/fused_quantized.metal describes what a lane's words contain."""
-    op, D, tiling = problem.cell.op, problem.directions, tiling_of("forward", problem, dtype)
+    D, tiling = problem.directions, tiling_of("forward", problem, dtype)
+    struct, files, own, name = shader_of(problem.cell, lanes=True, computes=False)
     inputs = {"Wh": True, "Wh_scales": True, "Wh_biases": "Wh_biases" in names}
     outputs: Outputs = {"arranged": ((D, tiling.threads // 32, tiling.weights, 32, 4), mx.uint32)}
-    template: Template = {"OPTIONS": cell_number(problem.cell), "H": problem.H, "UNITS": tiling.units}
+    template: Template = {} if own else {"OPTIONS": cell_number(problem.cell)}
+    template |= {"H": problem.H, "UNITS": tiling.units}
     template |= {"COUNT": tiling.weights, "BITS": problem.packing.bits if problem.packing else 32}
     template |= packing_template(problem) | {"S": dtype}
     present = [*(name for name in inputs if inputs[name]), "arranged"]
     body = struct_of(fields_of((*inputs, "arranged"), present))
-    arguments = f"{STRUCTS[op]}, H, UNITS, COUNT, FIELD, {VECTOR}"
+    arguments = f"{struct}, H, UNITS, COUNT, FIELD, {VECTOR}"
     body += f"fused_arrange_quantized<{arguments}>(a, thread_position_in_grid.xy, threads_per_threadgroup.x);"
-    files = ("arrays", "cell", f"cell_{op}", "fused", *LANE_FILES, *QUANTIZED_FILES, f"fused_{op}", *ARRANGE_FILES)
-    source = Source(f"{op}_fused_arrange_quantized", files, body)
+    source = Source(f"{name}_fused_arrange_quantized", (*files, *QUANTIZED_FILES, *ARRANGE_FILES), body, own=own)
     return prepare(source, template, inputs, outputs, (tiling.weights, D), tiling.threads)
 
 
@@ -447,11 +516,13 @@ WORKING_REGISTERS = {
     ("gru", "backward"): {1: 52, 2: 76, 4: 118, 8: 70},
     ("rnn", "forward"): {1: 40, 2: 60, 4: 98, 8: 56},
     ("rnn", "backward"): {1: 44, 2: 60, 4: 96, 8: 56},
+    ("pointwise", "forward"): {1: 44, 2: 64, 4: 92, 8: 62},
+    ("pointwise", "backward"): {1: 48, 2: 68, 4: 108, 8: 74},
 }
 """The number of registers that a thread needs besides its resident weights, by cell, pass and batch items of a
 threadgroup (8: it multiplies 8 x 8 matrices). They hold sums, operands, loaded weights, states and indices. The
 numbers come from machine code that Mesa's compiler generates for the M1, at H = 96 to 256. Apple's compiler may
-differ."""
+differ. A user's cell needs more registers for its states, inputs, gates and parameters: see `own_registers`."""
 
 PACKED_REGISTERS = {1: 12, 2: 20, 4: 40}
 """The number of additional registers of a thread if weights are quantized, by batch items of a threadgroup. They
@@ -534,8 +605,10 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
     vectors of four: four weights or, if they are quantized, four 32-bit words of packed weights.
     """
     cell, H, itemsize, packing = layer.cell, layer.H, layer.itemsize, layer.packing
-    lanes, gates = LANES[cell.op], cell.gates
+    lanes, gates = lanes_of(cell), cell.gates
     sweep = "backward" if backward else "forward"
+    if not cell.recurrent:  # one lane per unit, and no weights
+        return FusedTiling(False, 1, 1, 32 * -(-H // 32), 1, 16, 0, 0, 1.0, working_registers(cell, sweep, 1, False))
     wanted = cut.rows if cut else rows_for(layer)
     matrices = wanted == 8 and fits_matrices(cell, H) and packing is None
     # lengths: for each product of a step, how many terms one output sums. The first product backward of a GRU whose
@@ -547,7 +620,9 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
     else:
         units = 8 // lanes * (2 if backward and lanes > 1 else 1)
         threads, piece = 32 * -(-(-(-H // units) * lanes * units) // 32), 4 * lanes * units
-        rows = rows_of(cell, sweep, min(wanted, 4), threads, packing is not None)
+        length = gates * H if backward else H
+        one = 8 * piece * -(-length // piece)  # bytes of the double buffer of one batch item
+        rows = rows_of(cell, sweep, min(wanted, 4, max(1, THREADGROUP_BYTES // one)), threads, packing is not None)
         slots = units * (1 if backward else gates)
         weights = slots * sum(-(-length // piece) for length in lengths)
     if packing:
@@ -585,8 +660,13 @@ def rows_for(layer: LayerSize) -> int:
     more threadgroups, so that all cores have work. The result is the smallest number of items whose predicted time is
     nearly the shortest (see SIMPLER).
     """
-    fits = fits_matrices(layer.cell, layer.H) and WIDEST_MATRICES[layer.itemsize] >= layer.H
-    matrices = fits and layer.packing is None
+    if not layer.cell.recurrent:
+        return 1
+    widest = WIDEST_MATRICES[layer.itemsize]
+    fits = fits_matrices(layer.cell, layer.H) and widest >= layer.H
+    # At the largest H an LSTM uses all registers. A cell that needs more registers has a smaller largest H.
+    least = registers_of(4 * widest) + own_registers(layer.cell, 8)
+    matrices = fits and layer.packing is None and registers_of(32 * -(-layer.H // 8)) >= least
     times = {rows: step_cycles(layer, rows) for rows in (1, 2, 8 if matrices else 4)}
     return next(rows for rows, time in times.items() if time <= SIMPLER * min(times.values()))
 
@@ -637,7 +717,24 @@ def rows_of(cell: AnyCell, sweep: str, wanted: int, threads: int, packed: bool) 
 
 def working_registers(cell: AnyCell, sweep: str, rows: int, packed: bool) -> int:
     """Return the number of registers that a thread needs besides those for resident weights and optional inputs."""
-    return WORKING_REGISTERS[cell.op, sweep][rows] + (PACKED_REGISTERS[rows] if packed else 0)
+    own = own_registers(cell, rows)
+    return WORKING_REGISTERS[cell.op, sweep][rows] + own + (PACKED_REGISTERS[rows] if packed else 0)
+
+
+def own_registers(cell: AnyCell, rows: int) -> int:
+    """Return how many more registers a thread needs for the states, inputs, gates and parameters of a user's cell. A
+    thread computes all batch items of a threadgroup (`rows`), or 2 of 8 with 8 x 8 matrices; it then also holds the
+    states of the next step."""
+    if not isinstance(cell, PointwiseCell):
+        return 0
+    each = (4 if rows == 8 else 2) * max(0, cell.carried - 1) + cell.inputs + 2 * max(0, cell.gates - 4)
+    return (2 if rows == 8 else rows) * each + cell.summed
+
+
+def lanes_of(cell: AnyCell) -> int:
+    """Return how many lanes of a simdgroup share a hidden unit: 4, or 1 for a plain RNN and for a cell without a
+    recurrent product. metal/fused_lanes.metal and metal/pointwise.metal say what each lane does."""
+    return 4 if cell.recurrent and cell.op != "rnn" else 1
 
 
 def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[str] = ()) -> FusedTiling:
@@ -669,6 +766,7 @@ def registers_of(threads: int) -> int:
 
 def fits_matrices(cell: AnyCell, H: int) -> bool:
     """Return whether `fused` can multiply 8 x 8 matrices for this cell and H. A threadgroup has at most 32
-    simdgroups with 8 units each. A GRU whose reset comes before the candidate's product is not supported, because it
-    has two products per step; nor is a cell with a norm, whose sums over all units are written for lanes only."""
-    return H <= 256 and not two_products(cell) and cell.norm is None
+    simdgroups with 8 units each, and memory for 1024 gradients of each of 8 items. A GRU whose reset comes before the
+    candidate's product is not supported, because it has two products per step; nor is a cell with a norm, whose sums
+    over all units are written for lanes only."""
+    return H <= 256 and cell.gates * H <= 1024 and cell.recurrent and not two_products(cell) and cell.norm is None

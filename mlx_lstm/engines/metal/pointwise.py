@@ -1,66 +1,27 @@
-"""Run a cell written by the user on the engine `fused`. This module generates the cell's Metal struct, which
-metal/pointwise.metal describes, from the graph of the cell's operations. It also builds the launches of the forward
-and the backward pass. The module `pointwise_stepwise` runs such a cell on the engine `stepwise`.
-
-If a call runs both directions, they run one after the other, each on its part of the arrays.
+"""A cell written by the user, in Metal. This module generates the source of the cell's struct, which metal/cell.metal
+describes, from the graph of the cell's operations. It also computes the gradients that remain after the backward steps.
+The modules `fused` and `stepwise` run such a cell like the built-in ones.
 """
 
-from collections.abc import Collection
 from functools import lru_cache
 from hashlib import blake2b
 
 import mlx.core as mx
-import numpy as np
 
-from ..cell_graph import CellGraph
 from ..cells import PointwiseCell
-from ..directions import join, join_gradients, one_direction, part
+from ..directions import half, join_gradients, one_direction, part
 from ..ops import sweep as ops
 from ..problem import Arrays, Problem
-from .fused import SWEEPS, THREADGROUP_BYTES, FusedTiling, Part, index_of, launches_of_pass, registers_of, run
-from .kernel import Inputs, Outputs, Source, Template, cached, contiguous, fields_of, prepare, struct_of, whole_mask
-from .products import column_sums, project
+from .products import column_sums
 from .statements import HELPERS, Statements
-
-WORKING_REGISTERS = {
-    "forward": {1: 44, 2: 64, 4: 92},
-    "backward": {1: 48, 2: 68, 4: 108},
-}
-"""The number of registers that a thread needs, by pass and batch items of a threadgroup. It does not include the
-registers for resident weights, nor those whose number grows with the cell's states, inputs, gates and parameters:
-`tiling_of` adds both. The numbers come from machine code that Mesa's compiler generates for the M1."""
-
-FILES = ("arrays", "cell", "fused", "fused_lanes", "pointwise")
-
-INPUTS = {
-    "forward": ("z", "h0", "c0", "arranged", "inputs", "params", "mask", "keep", "lengths", "sizes"),
-    "backward": (
-        *("gates", "h", "c", "h0", "c0", "arranged", "inputs", "params", "mask", "keep", "lengths"),
-        *("dh", "dc", "dhT", "dcT", "sizes"),
-    ),
-}
 
 # --- The generated struct ---
 
 
-def lanes_of(cell: PointwiseCell) -> int:
-    """Return how many lanes (GPU threads) share a hidden unit: 4, or 1 for a cell without a recurrent product."""
-    return 4 if cell.recurrent else 1
-
-
-def scatters(cell: PointwiseCell, lanes: int = 4) -> bool:
+def scatters(cell: PointwiseCell) -> bool:
     """Return whether each of a unit's four lanes gets the recurrent product of one gate only: lane k gets the product
     of gate k. Otherwise all lanes get the products of all gates, which takes more additions."""
-    return lanes == 4 and cell.recurrent and cell.gates == 4 and not cell.graph.apart
-
-
-def gradient_nodes(graph: CellGraph) -> list[int]:
-    """Return the nodes of the cell's graph (values of its computation) that the backward pass stores: gradients of
-    preactivations. A preactivation is the sum of a recurrent part (from h) and an input part (from x and b). First
-    come the gradients of the recurrent parts of all gates. Then come those gradients of input parts that differ from
-    them; mostly there are none."""
-    products = graph.of_product()
-    return [*products, *(n for n in dict.fromkeys(graph.gradients("x")) if n not in products)]
+    return cell.recurrent and cell.gates == 4 and not cell.graph.apart
 
 
 def grouped(letter: str, nodes: list[int], lanes: int) -> list[tuple[str, list[int]]]:
@@ -73,20 +34,52 @@ def grouped(letter: str, nodes: list[int], lanes: int) -> list[tuple[str, list[i
 
 
 @lru_cache(512)
-def struct_text(cell: PointwiseCell, lanes: int) -> str:
-    """Return the Metal source of a cell's struct, which has the name `Own`. metal/pointwise.metal lists the members
-    of this struct. lanes: how many lanes share a unit, 4 or 1."""
+def struct_text(cell: PointwiseCell) -> str:
+    """Return the Metal source of a cell's struct, which has the name `Own`. metal/cell.metal lists its members. One
+    thread computes a unit."""
+    return own_text(cell, helpers_text(cell) + forward_text(cell, 1) + backward_text(cell, 1))
+
+
+@lru_cache(512)
+def lanes_text(cell: PointwiseCell, computes: bool = True) -> str:
+    """Return the source of the structs of a cell whose units are shared by lanes: `Own`, without its functions, and
+    `Lanes<Own>`, which metal/pointwise.metal describes. computes: whether it has the functions of a step; the launches
+    that only move weights do without."""
+    lanes = 4 if cell.recurrent else 1
+    enum = f"enum {{ LANES = {lanes}, SCATTERS = {int(scatters(cell))}, TWO_PRODUCTS = 0 }};\n"
+    enum += "static constexpr int slot_block(int n, int lane) { return SCATTERS ? n ^ lane : n; }\n"
+    functions = helpers_text(cell) + forward_text(cell, lanes, "int lane, ") + backward_text(cell, lanes, "int lane, ")
+    return f"{own_text(cell)}\ntemplate <> struct Lanes<Own> {{\n{enum}{functions if computes else ''}}};\n"
+
+
+def own_text(cell: PointwiseCell, functions: str = "") -> str:
+    """Return the source of a cell's struct with these functions."""
     graph = cell.graph
     numbers = {
-        "GATES": graph.gates, "STATES": graph.states, "INPUTS": graph.inputs, "PARAMS": graph.params,
-        "KEPT": len(graph.saved), "GRADIENTS": len(gradient_nodes(graph)), "LANES": lanes,
-        "PRODUCTS": graph.gates if cell.recurrent else 0, "SCATTERS": int(scatters(cell, lanes)),
-        "READS_H": int(graph.reads("s0") or graph.reads_after(0)),
+        "GATES": cell.gates, "CARRIED": cell.carried, "INPUTS": cell.inputs, "SUMMED": cell.summed,
+        "CONSTANTS": cell.summed, "KEPT": cell.kept, "GRADIENTS": cell.gradients, "SEGMENTS": 1,
+        "PRODUCTS": cell.gates if cell.recurrent else 0, "PASSES_H": int(cell.passes_h),
+        "READS_BEFORE": sum(graph.reads(f"s{k}") << k for k in range(graph.states)),
+        "READS_AFTER": sum(graph.reads_after(k) << k for k in range(graph.states)),
     }  # fmt: skip
     enum = ", ".join(f"{name} = {value}" for name, value in numbers.items())
-    helpers = "".join(text for op, text in HELPERS.items() if any(node.op == op for node in graph.nodes))
-    functions = forward_text(cell, lanes) + backward_text(cell, lanes)
-    return f"struct Own {{\nenum {{ {enum} }};\n{helpers}{functions}}};\n"
+    return f"struct Own {{\nenum {{ {enum} }};\n{MEMBERS}{functions}}};\n"
+
+
+def helpers_text(cell: PointwiseCell) -> str:
+    """Return the source of the functions that the cell's operations call and Metal lacks."""
+    return "".join(text for op, text in HELPERS.items() if any(node.op == op for node in cell.graph.nodes))
+
+
+MEMBERS = """\
+static constexpr int block(int k) { return k; }
+template <class Index, class Arrays>
+static void constants(thread const Arrays& a, int direction, int H, int unit, thread float* p) {
+for (int k = 0; k < SUMMED; ++k) p[k] = value_at(a.params, (Index(SUMMED) * direction + k) * H + unit, 0.0f);
+}
+static float product_gradient(int k, thread const float*, thread const float* d) { return d[k]; }
+"""
+"""The members that all generated structs have in common."""
 
 
 def function_text(head: str, lines: list[str]) -> str:
@@ -108,14 +101,15 @@ def name_of(text: str) -> str:
     return f"pointwise_{blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
-def forward_text(cell: PointwiseCell, lanes: int) -> str:
-    """Return the source of the Metal function that computes one forward step. Its parameter s holds the states: on
-    entry those before the step, on return the new ones."""
+def forward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
+    """Return the source of the Metal function that computes one forward step; metal/cell.metal lists its parameters.
+    lanes: how many lanes share a unit. first: an additional first parameter."""
     graph = cell.graph
     lines: list[str] = []
     number, gates = graph.number, [graph.number.get(f"x{k}", -1) for k in range(graph.gates)]
     uniform = {n: f"{name[0]}_in{name[1:]}" for name, n in number.items() if name[0] in "suw"}
-    lines += [f"const float {name} = {name[0]}[{name[4:]}];" for name in uniform.values()]
+    arrays = {"s": "s", "u": "u", "w": "p"}
+    lines += [f"const float {name} = {arrays[name[0]]}[{name[4:]}];" for name in uniform.values()]
     count = -(-graph.gates // lanes)
     for j in range(count):
         own = [f"sums[{k}]" for k in range(lanes * j, min(lanes * (j + 1), graph.gates))]
@@ -123,10 +117,10 @@ def forward_text(cell: PointwiseCell, lanes: int) -> str:
             ""
             if not cell.recurrent or graph.apart
             else " + sums[0]"
-            if scatters(cell, lanes)
+            if lanes > 1 and scatters(cell)
             else f" + ({of_lane(own, lanes)})"
         )
-        lines.append(f"const float a{j} = z[{j}]{product};")
+        lines.append(f"const float a{j} = y[{j}]{product};")
     if graph.apart:
         uniform |= {number[f"p{k}"]: f"sums[{k}]" for k in range(graph.gates) if f"p{k}" in number}
     code = Statements(graph, lanes, uniform, grouped("a", gates, lanes))
@@ -135,105 +129,39 @@ def forward_text(cell: PointwiseCell, lanes: int) -> str:
     saved = code.in_lanes(graph.saved)
     lines += [*code.lines, *(f"y[{j}] = {name};" for j, name in enumerate(saved))]
     lines += [f"s[{k}] = {name};" for k, name in enumerate(new)]
-    head = "forward(int lane, thread const float* z, thread const float* sums, thread const float* u, "
-    return function_text(head + "thread const float* w, thread float* s, thread float* y)", lines)
+    head = f"forward({first}"
+    head += "thread const float* p, thread const float* u, thread const float* sums, thread float* s, thread float* y)"
+    return function_text(head, lines)
 
 
-def backward_text(cell: PointwiseCell, lanes: int) -> str:
-    """Return the source of the Metal function that computes one backward step of a unit, whose gates are distributed
-    over several lanes. The function's parameters are:
-
-    - y: this lane's values of what the forward pass saved
-    - before: the states before the step, the same in all lanes
-    - factor: the value of the option `keep`, by which the forward step multiplied the states first
-    - u, w: the inputs of the step, and the parameters
-    - now: on entry the states after the step, on return the states before it
-    - back: on entry the gradients of the states after the step; on return the gradients of keep * (the states before
-      it), without the part that flows through the recurrent product
-    - d: on return this lane's gradients of the preactivations. `gradient_nodes` lists the gradients of all lanes
-    - du, dw: on return the gradients of u and w
-    """
+def backward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
+    """Return the source of the Metal function that computes one backward step; metal/cell.metal lists its parameters.
+    lanes: how many lanes share a unit. first: an additional first parameter."""
     graph = cell.graph
     after, number = graph.known_after(), graph.number
     uniform = {n: f"n_in{k}" for n, k in after.items()}
-    lines = [f"const float n_in{k} = now[{k}];" for k in after.values()]
+    lines = [f"const float n_in{k} = after[{k}];" for k in after.values()]
     uniform |= {n: f"{name[0]}_in{name[1:]}" for name, n in number.items() if name[0] in "uwd"}
-    arrays = {"u": "u", "w": "w", "d": "back"}
+    arrays = {"u": "u", "w": "p", "d": "ds"}
     lines += [f"const float {n[0]}_in{n[1:]} = {arrays[n[0]]}[{n[1:]}];" for n in number if n[0] in "uwd"]
     states = [k for k in range(graph.states) if f"s{k}" in number]
-    lines += [f"const float s_in{k} = factor * before[{k}];" for k in states]
+    lines += [f"const float s_in{k} = before[{k}];" for k in states]
     uniform |= {number[f"s{k}"]: f"s_in{k}" for k in states}
     lines += [f"const float y{j} = y[{j}];" for j in range(-(-len(graph.saved) // lanes))]
     code = Statements(graph, lanes, uniform, grouped("y", list(graph.saved), lanes))
     code.divide_work(graph.back)
-    results = {"d": code.in_lanes(gradient_nodes(graph))}
-    for letter, name in (("s", "back"), ("u", "du"), ("w", "dw")):
+    results = {"d": code.in_lanes(graph.stored_gradients)}
+    for letter, name in (("s", "ds"), ("u", "du"), ("w", "dp")):
         results[name] = [code.as_float(n, code.everywhere(n)) for n in graph.gradients(letter)]
     lines += code.lines
     lines += [f"{name}[{k}] = {value};" for name, values in results.items() for k, value in enumerate(values)]
-    lines += [f"now[{k}] = before[{k}];" for k in range(graph.states) if graph.reads_after(k)]
-    head = "backward(int lane, thread const float* y, thread const float* before, float factor, "
-    head += "thread const float* u, thread const float* w, thread float* now, thread float* back, thread float* d, "
-    return function_text(head + "thread float* du, thread float* dw)", lines)
+    head = f"backward({first}thread const float* p, thread const float* u, thread const float* y, "
+    head += "thread const float* before, "
+    head += "thread const float* after, thread float* ds, thread float* d, thread float* du, thread float* dp)"
+    return function_text(head, lines)
 
 
-# --- Tiling ---
-
-
-@lru_cache(1024)
-def tiling_of(sweep: str, cell: PointwiseCell, B: int, H: int, itemsize: int) -> FusedTiling:
-    """Return how a pass with this cell is divided among threads: lanes per unit, batch items per threadgroup, weights
-    in registers and so on. sweep: "forward" or "backward"."""
-    lanes, back, G = lanes_of(cell), sweep == "backward", cell.gates
-    if not cell.recurrent:
-        threads = 32 * -(-H // 32)
-        return FusedTiling(False, 1, 1, threads, 1, 16, 0, 0, 1.0, WORKING_REGISTERS[sweep][1])
-    units = 4 if back else 2
-    threads = 32 * -(-(-(-H // units) * lanes * units) // 32)
-    most = registers_of(threads)
-
-    def working(rows: int) -> int:
-        per_row = 2 * max(0, cell.carried - 1) + cell.graph.inputs + 2 * max(0, G - 4)
-        return WORKING_REGISTERS[sweep][rows] + rows * per_row + cell.graph.params
-
-    length, group = G * H if back else H, 4 * lanes * units
-    runs = -(-length // group)
-    rows = 1 if B <= 16 else 2 if B <= 64 else 4
-    while rows > 1 and (working(rows) > most or 8 * rows * group * runs > THREADGROUP_BYTES):
-        rows //= 2
-    weights = runs * units * (1 if back else G)
-    resident = max(0, min(weights, (most - working(rows)) // itemsize))
-    used = working(rows) + resident * itemsize
-    size = 4 * rows * group * runs
-    return FusedTiling(False, units, rows, threads, 2, 2 * size, weights, resident, resident / weights, used)
-
-
-@lru_cache(256)
-def arrangement(sweep: str, cell: PointwiseCell, H: int, tiling: FusedTiling) -> mx.array:
-    """Return an array of indices that bring the recurrent weights into the order in which the lanes read them. Entry
-    n is the index, in the flattened Wh [G H, H], of the weight that is number n in this order, which
-    metal/fused_lanes.metal describes. Padding has the index G H H, one past the last weight; the caller appends a
-    zero there."""
-    back, G = sweep == "backward", cell.gates
-    lanes, units = lanes_of(cell), tiling.units
-    index, vector, e = np.ogrid[: tiling.threads, : tiling.weights, :4]
-    s, per = index % (lanes * units), 1 if back else G
-    slot, run_ = vector % (units * per), vector // (units * per)
-    unit = index // (lanes * units) * units + ((slot // per) ^ (s // lanes))
-    gate = slot % per ^ (s % lanes) if scatters(cell) and not back else slot % per
-    k = 4 * (s + lanes * units * run_) + e
-    place = k * H + unit if back else (gate * H + unit) * H + k
-    place = np.where((unit < H) & (k < (G * H if back else H)), place, G * H * H)
-    shape = (tiling.threads // 32, 32, tiling.weights, 4)
-    return mx.array(place.reshape(shape).transpose(0, 2, 1, 3).reshape(-1).astype(np.uint32))
-
-
-def arranged(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
-    """Return the recurrent weights Wh in the order in which the lanes of a pass read them, with zeros as padding."""
-    cell = own_cell(problem)
-    tiling = tiling_of(sweep, cell, problem.B, problem.H, Wh.dtype.size)
-    padded = mx.concatenate([Wh.reshape(-1), mx.zeros((1,), Wh.dtype)])
-    return padded[arrangement(sweep, cell, problem.H, tiling)]
+# --- The gradients after the backward steps ---
 
 
 def own_cell(problem: Problem) -> PointwiseCell:
@@ -242,141 +170,18 @@ def own_cell(problem: Problem) -> PointwiseCell:
     return problem.cell
 
 
-# --- Launches ---
-
-
-def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
-    """Divide the steps of a pass with a user's cell into launches. Return (number of steps, array of sizes) for each
-    launch, in the order in which the forward pass runs them."""
-    tilings = [tiling_of(sweep, own_cell(problem), problem.B, problem.H, problem.dtype.size) for sweep in SWEEPS]
-    return launches_of_pass(problem, tilings, masks_differ)
-
-
-def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, steps: int, names: Collection[str]) -> Outputs:
-    """Return the shape and dtype of each output of a launch by name, or None for an output that is not written.
-    steps: the number of steps that the launch runs. names: the names of the launch's inputs."""
-    cell, B, H, floats = own_cell(problem), problem.B, problem.H, mx.float32
-    graph, C = cell.graph, cell.carried
-
-    def array(lead: tuple[int, ...], blocks: int, kind: mx.Dtype) -> tuple[tuple[int, ...], mx.Dtype] | None:
-        return ((*lead, blocks * H), kind) if blocks else None
-
-    h, c = ((B, H), dtype), array((B,), C, floats)
-    if sweep == "forward":
-        saves = problem.training or problem.return_gates
-        kept = array((steps, B), cell.kept, dtype) if saves else None
-        return {"h": ((steps, B, H), dtype), "c": array((steps, B), C, floats), "gates": kept, "hT": h, "cT": c}
-    groups = -(-B // tiling_of(sweep, cell, B, H, dtype.size).rows)
-    outputs: Outputs = {"d": array((steps, B), len(gradient_nodes(graph)), dtype)}
-    outputs |= {"du": array((steps, B), graph.inputs, dtype), "dw": array((groups,), graph.params, floats)}
-    outputs["carry"] = array((steps, B), graph.states, floats) if "keep" in names else None
-    return outputs | {"dh0": h, "dc0": c}
-
-
-@cached
-def sweep_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], differ: bool) -> tuple[Part, ...]:
-    """Return the launches of a forward or backward pass. names: the names of the inputs that this call has. differ:
-    whether each step has its own mask."""
-    back, pieces = sweep == "backward", division(problem, differ)
-    first = {*names, "sizes"}
-    later = (
-        first | ({"dhT", "dcT"} if back else {"h0", "c0"})
-        if problem.cell.carried
-        else first | {"dhT" if back else "h0"}
-    )
-    ordered = reversed(pieces) if back else pieces
-    return tuple(
-        prepared_part(sweep, problem, dtype, later if n else first, steps, sizes)
-        for n, (steps, sizes) in enumerate(ordered)
-    )
-
-
-def prepared_part(
-    sweep: str, problem: Problem, dtype: mx.Dtype, present: Collection[str], steps: int, sizes: mx.array
-) -> Part:
-    """Return one launch that runs `steps` steps of a forward or backward pass, with its array `sizes` and the names
-    of its inputs and outputs. present: the names of the arrays that the launch gets."""
-    cell = own_cell(problem)
-    text, tiling = struct_text(cell, lanes_of(cell)), tiling_of(sweep, cell, problem.B, problem.H, dtype.size)
-    inputs = {name: name in present for name in INPUTS[sweep]}
-    outputs = outputs_of(sweep, problem, dtype, steps, present)
-    written = [name for name, output in outputs.items() if output is not None]
-    fields = fields_of((*inputs, *outputs), {*present, *written})
-    template: Template = {"H": problem.H, "UNITS": tiling.units, "ROWS": tiling.rows, "RESIDENT": tiling.resident}
-    template |= {"Index": index_of(problem), "S": dtype}
-    body = struct_of(fields) + f"threadgroup vec<float, 4> vectors[{max(1, tiling.bytes // 16)}];\n"
-    body += f"pointwise_{sweep}<Own, {', '.join(template)}>(a, vectors, threadgroup_position_in_grid.xy, "
-    body += "thread_position_in_threadgroup.x, threads_per_threadgroup.x);"
-    source = Source(f"{name_of(text)}_fused_{sweep}", (*FILES, f"pointwise_{sweep}"), body, own=text)
-    groups = (-(-problem.B // tiling.rows), 1)
-    launch = prepare(source, template, inputs, outputs, groups, tiling.threads)
-    return Part(launch, sizes, tuple(name for name in inputs if inputs[name]), tuple(written))
-
-
-# --- The forward and the backward pass ---
-
-
-def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """Run the forward pass. Return h [T, B, D H], hT [B, D H], and gates [T, B, D K H]: the K numbers per unit that
-    the backward pass needs. If the cell has states besides h, also return them as c and cT."""
-    if problem.bidirectional:
-        return join([forward(one_direction(problem, d), part(arrays, d)) for d in range(2)])
-    mask = whole_mask(problem, arrays)
-    inputs: Inputs = given(problem, arrays, mask)
-    inputs["z"] = project(problem, arrays)
-    if "Wh" in arrays:
-        # A stepper passes the weights in this order, so that they are arranged only once.
-        inputs["arranged"] = arrays["arranged"] if "arranged" in arrays else arranged("forward", problem, arrays["Wh"])
-    names = tuple(name for name, array in inputs.items() if array is not None)
-    parts = sweep_of("forward", problem, arrays["x"].dtype, names, mask is not None and mask.shape[0] > 1)
-    results = run(problem, parts, inputs, {"hT": "h0", "cT": "c0"})
-    if own_cell(problem).kept == 0:
-        results["gates"] = mx.zeros((problem.T, problem.B, 0), arrays["x"].dtype)
-    return results
-
-
-def given(problem: Problem, arrays: Arrays, mask: mx.array | None) -> Inputs:
-    """Return a dict of the arrays that the kernels of both passes read, under the names that the kernels use. mask:
-    the factor on h in the recurrent product (mask times `keep`), or None."""
-    inputs: Inputs = {"mask": mask}
-    for name in ("h0", "inputs", "params", "lengths"):
-        if name in arrays:
-            inputs[name] = contiguous(arrays[name])
-    if "c0" in arrays:
-        inputs["c0"] = arrays["c0"].astype(mx.float32)
-    if "keep" in arrays:
-        inputs["keep"] = contiguous(arrays["keep"].reshape(problem.T, problem.B))
-    return inputs
-
-
-def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """Run the backward pass. Return the gradients of all arrays, by name. saved: the outputs of the forward pass.
-    cotangents: the gradients of some outputs."""
-    if saved.get("gates") is None:
-        saved = forward(problem._replace(training=True), arrays)
-    if problem.bidirectional:
-        each = [[part(values, d) for values in (arrays, saved, cotangents)] for d in range(2)]
-        return join_gradients([backward(one_direction(problem, d), *values) for d, values in enumerate(each)], arrays)
-    mask, cell = whole_mask(problem, arrays), own_cell(problem)
-    inputs = given(problem, arrays, mask)
-    for name in ("h", "c", "gates"):
-        if name in saved and saved[name].size:
-            inputs[name] = contiguous(saved[name])
-    for name in cotangents:
-        inputs[f"d{name}"] = contiguous(cotangents[name])
-    if "Wh" in arrays:
-        inputs["arranged"] = arranged("backward", problem, arrays["Wh"])
-    names = tuple(name for name, array in inputs.items() if array is not None)
-    parts = sweep_of("backward", problem, arrays["x"].dtype, names, mask is not None and mask.shape[0] > 1)
-    results = run(problem, parts, inputs, {"dh0": "dhT", "dc0": "dcT"})
-    return gradients_after(problem, cell, arrays, saved, results)
-
-
-def gradients_after(problem: Problem, cell: PointwiseCell, arrays: Arrays, saved: Arrays, swept: Arrays) -> Arrays:
+def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arrays) -> Arrays:
     """Return the gradients of all arrays. They are computed from the results of the backward kernels (`swept`) with
     products and sums over all steps. saved: the outputs of the forward pass."""
+    if problem.bidirectional:
+        parts = []
+        for d in range(2):
+            of_direction = part(arrays, d), part(saved, d), {name: half(array, d) for name, array in swept.items()}
+            parts.append(gradients_after(one_direction(problem, d), *of_direction))
+        return join_gradients(parts, arrays)
+    cell = own_cell(problem)
     graph, G, H = cell.graph, cell.gates, problem.H
-    d, stored = swept["d"], gradient_nodes(graph)
+    d, stored = swept["dz"], graph.stored_gradients
     x = [stored.index(n) for n in graph.gradients("x")]
     dz = d if x == list(range(len(stored))) else mx.concatenate([d[..., k * H : (k + 1) * H] for k in x], axis=-1)
     gradients = ops.input_gradients(problem, {n: a for n, a in arrays.items() if n != "b"}, dz)
@@ -390,9 +195,12 @@ def gradients_after(problem: Problem, cell: PointwiseCell, arrays: Arrays, saved
         dp = ops.flat(d[..., : G * H])
         gradients |= product_gradients(problem, arrays, before["h"], dp)
     if "keep" in arrays:
-        states = mx.concatenate([before[name].astype(mx.float32) for name in ("h", "c") if name in before], axis=-1)
-        states = ops.without_padding(arrays.get("lengths"), states)
-        total = (swept["carry"] * states).sum(axis=-1, keepdims=True)
+        names = [name for name in ("h", "c") if name in before and (name == "c" or cell.passes_h)]
+        total = mx.zeros((problem.T, problem.B, 1))
+        if names:
+            states = mx.concatenate([before[name].astype(mx.float32) for name in names], axis=-1)
+            states = ops.without_padding(arrays.get("lengths"), states)
+            total = (swept["carry"] * states).sum(axis=-1, keepdims=True)
         gradients["keep"] = total + gradients.pop("keep", 0)
     if "inputs" in arrays:
         gradients["inputs"] = swept["du"]

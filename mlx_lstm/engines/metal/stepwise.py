@@ -37,6 +37,7 @@ from .kernel import (
     struct_of,
     whole_mask,
 )
+from .pointwise import gradients_after as own_gradients
 from .pointwise import name_of, struct_text
 from .products import candidates, gradients_in_few_launches, is_plain, project, recurrent_input, takes_product
 from .rows import LEFT, Join, Rows, joined_beside, starts_of
@@ -45,17 +46,17 @@ from .rows import LEFT, Join, Rows, joined_beside, starts_of
 
 
 def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
-    """Run the forward pass, with D directions, G gates and P numbers of h per item. Return h [T, B, D P] and hT [B,
-    D P]; for an LSTM also c [T, B, D H] and cT [B, D H], both in float32. In training, or if the caller asks for
-    them, also return gates [T, B, D G H].
+    """Run the forward pass, with D directions, P numbers of h per item, C states besides h and K numbers per unit that
+    the backward pass reads (mostly the gates). Return h [T, B, D P] and hT [B, D P]; if C > 0 also c [T, B, D C H] and
+    cT [B, D C H], both in float32. In training, or if the caller asks for them, also return gates [T, B, D K H].
 
     If only the backward pass will read the gates (`keeps_rows`), they are not copied into a sequence. The result
     `ROWS` then replaces them: a list of the arrays that the steps wrote, which contain the gates.
     """
     T, H, P, cell, Wp = problem.T, problem.H, problem.P, problem.cell, arrays.get("Wp")
-    mask, z = whole_mask(problem, arrays), project(problem, arrays)
+    mask, z = whole_mask(problem, arrays) if cell.recurrent else None, project(problem, arrays)
     row = nothing(row_type(z.dtype))
-    inputs = options(problem, arrays, ("Wh", "Wp", "peephole", "bhn"))
+    inputs = options(problem, arrays, ("Wh", "Wp", "peephole", "bhn", "inputs", "params"))
     inputs |= {"z": z, "mask": mask, "sizes": sizes(problem, mask, H, P), "before": row, "reset_row": row}
     inputs["numbers"] = numbers_of(cell)
     if problem.packing is not None:
@@ -80,9 +81,11 @@ def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
             h = project_row(n, row)
     kinds = [(rows, H)] if Wp is None else [(rows, H), (projected, P)]
     keeps = keeps_rows(problem, arrays)
-    with_gates = (problem.training or problem.return_gates) and not keeps
+    with_gates = (problem.training or problem.return_gates) and not keeps and cell.kept > 0
     names = frozenset(name for name in cell.outputs if name != "gates" or with_gates)
     results = after_sweep(outputs_launch, problem, inputs, kinds, names)
+    if cell.kept == 0:
+        results["gates"] = mx.zeros((T, problem.B, 0), z.dtype)
     return results | {ROWS: rows.pieces} if keeps else results
 
 
@@ -111,13 +114,18 @@ def backward(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents
     saved: the outputs of the forward pass. cotangents: the gradients of some outputs. If the gates were not saved,
     or if their rows were already used (see `taken_rows`), the forward pass runs again to compute them.
     """
-    if saved.get("gates") is None and problem.cell.op != "rnn" and not saved.get(ROWS):
+    cell = problem.cell
+    if saved.get("gates") is None and cell.reads_kept and not saved.get(ROWS):
         saved = forward(problem._replace(training=True), arrays)
-    few, product, mask = is_plain(problem, arrays), takes_product(problem.cell), whole_mask(problem, arrays)
+    mask = whole_mask(problem, arrays) if cell.recurrent else None
+    if isinstance(cell, PointwiseCell):
+        results = sweep_backward(problem, arrays, saved, cotangents, mask, None, wants_m=False)
+        return own_gradients(problem, arrays, {name: saved[name] for name in saved if name != ROWS}, results)
+    few, product = is_plain(problem, arrays), takes_product(cell)
     operand: Arrays = {}
-    if few or product or norms.of_product(problem.cell):
+    if few or product or norms.of_product(cell):
         operand = recurrent_input(problem, arrays, saved["h"], mask)
-    if problem.cell.norm is not None:
+    if cell.norm is not None:
         results = normed_backward(problem, arrays, saved, cotangents, mask, operand.get("h_in"))
         return gradients_after_sweep(problem, arrays, saved, results)
     q = candidates(problem, arrays, operand["h_in"]) if product else None
@@ -138,28 +146,35 @@ def sweep_backward(
     *,
     wants_m: bool,
 ) -> Arrays:
-    """Run the backward steps, with D directions, G gates and P numbers of h per item. Return the results by name:
+    """Run the backward steps, with D directions and P numbers of h per item. The letters count blocks of H numbers: C
+    states besides h, M stored gradients of preactivations; in a user's cell also U inputs and V parameters. Return the
+    results by name:
 
-    - dz [T, B, D G H]: the gradient of the preactivations
-    - dh0 [B, D P], dc0 [B, D H]: the gradients of h0 and c0, each if the call has this array
-    - carry [T, B, D H], for an LSTM or GRU if the call has `keep`: the gradient of keep * c (LSTM) or keep * h (GRU)
-      before each step, without the part that flows through the recurrent product
+    - dz [T, B, D M H]: the gradients of the preactivations
+    - du [T, B, D U H]: the gradients of the inputs
+    - dh0 [B, D P], dc0 [B, D C H]: the gradients of h0 and c0, each if the call has this array
+    - dw [B, D V H]: the gradients of the parameters, not yet summed over the batch
+    - carry [T, B, D N H] in float32, if the call has `keep`: the gradients of keep * (the states before each step),
+      without the part that flows through the recurrent product, for the N states that have another part
     - dh [T, B, D P], with a projection: the gradient of h
     - m [D, T, B, H], with a projection and if `wants_m`: the vector that the projection multiplies with Wp
     - d_out [T, B, D 3H], for a GRU whose reset comes after the product: the gradient of the recurrent product
     """
     T, B, H, P = problem[:4]
     D, cell = problem.directions, problem.cell
-    state, before, projects = "c" if cell.op == "lstm" else "h", resets_before(problem), "Wp" in arrays
-    row, K = nothing(row_type(arrays["Wh"].dtype)), (2 if before else cell.gates) * H
-    inputs = options(problem, arrays, ("peephole",))
-    inputs |= {"mask": mask, "states": contiguous(saved[state]), "q": q, "before": row}
+    before, projects = resets_before(problem), "Wp" in arrays
+    row, K = nothing(row_type(saved["h"].dtype)), (2 if before else cell.gates) * H
+    inputs = options(problem, arrays, ("peephole", "inputs", "params"))
+    inputs |= {"mask": mask, "q": q, "before": row}
+    for name in ("h", "c") if cell.reads_h else ("c",):
+        inputs[name] = contiguous(saved.get(name))
+    if not cell.reads_h:
+        inputs.pop("h0", None)
     inputs |= {f"d{name}": contiguous(cotangents[name]) for name in cotangents}
-    inputs["gates"] = contiguous(saved["gates"]) if "gates" in saved and cell.op != "rnn" else None
+    inputs["gates"] = contiguous(saved["gates"]) if "gates" in saved and cell.reads_kept and cell.kept else None
     kept = taken_rows(problem, saved)
     inputs |= {"rows": row, "row": step_number(0)} if kept else {}
-    inputs["states0"] = inputs.get(f"{state}0")
-    inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, H, K)}
+    inputs |= {"weights": transposed(arrays["Wh"]) if cell.recurrent else None, "sizes": sizes(problem, mask, H, K)}
     of_dh = inputs | {"sizes": sizes(problem, mask, P, K)}
     if cell.stops_c:
         inputs["numbers"] = numbers_of(cell)
@@ -184,6 +199,7 @@ def sweep_backward(
         for n in reversed(range(T)):
             row = step(n, row, *(kept.pop() if kept else ()))
     wanted = {"dc0": "c0" in arrays, "d_out": takes_product(cell), "m": wants_m, "carry": "keep" in inputs}
+    wanted |= {"du": cell.inputs > 0, "dw": cell.summed > 0}
     kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
     results = after_sweep(gradients_launch, problem, inputs, kinds, frozenset(n for n in wanted if wanted[n]))
     if "h0" in arrays:
@@ -207,12 +223,13 @@ def normed_backward(
     D, cell, projects = problem.directions, problem.cell, "Wp" in arrays
     row, K = nothing(row_type(arrays["Wh"].dtype)), cell.gates * H
     numbers = norms.numbers_before_sweep(problem, arrays, saved, h_in)
-    state = "c" if cell.op == "lstm" else "h"
     inputs = options(problem, arrays, ("peephole",)) | norms.inputs_of(problem, arrays)
-    inputs |= {"mask": mask, "states": contiguous(saved[state]), "before": row, "q": numbers.get("q")}
+    state = "h" if cell.reads_h else "c"
+    if not cell.reads_h:
+        inputs.pop("h0", None)
+    inputs |= {"mask": mask, state: contiguous(saved[state]), "before": row, "q": numbers.get("q")}
     inputs |= {f"d{name}": contiguous(cotangents[name]) for name in cotangents}
     inputs["gates"] = contiguous(saved["gates"]) if cell.op != "rnn" else None
-    inputs["states0"] = inputs.get(f"{state}0")
     inputs |= {name: contiguous(array) for name, array in norms.joined(problem, arrays, numbers).items()}
     inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, P, K)}
     of_cell = inputs | {"sizes": sizes(problem, mask, H, K), "dh_now": row}
@@ -264,7 +281,7 @@ def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
     needs the gates of all steps in one launch.
     """
     cell = problem.cell
-    reads_rows = cell.kept > 0 if isinstance(cell, PointwiseCell) else cell.op == "lstm" and "Wp" not in names
+    reads_rows = cell.kept > 0 and cell.op in ("lstm", "pointwise") and "Wp" not in names
     return problem.training and not problem.return_gates and reads_rows and cell.norm is None
 
 
@@ -338,8 +355,8 @@ def transposed(weights: mx.array) -> mx.array | None:
 
 # --- Sizes ---
 
-UNITS = {"lstm": 8, "gru": 8, "rnn": 32}
-"""How many hidden units a threadgroup computes in the forward pass, by op."""
+UNITS = {1: 32, 2: 16}
+"""How many hidden units a threadgroup computes in the forward pass, by the number of gates. With more gates it is 8."""
 
 SLICES = {8: 4, 16: 2}
 """How many simdgroups share the work on eight columns of the product in tiles, by the number of columns of a
@@ -358,15 +375,33 @@ def stepwise_rows(B: int, cut: Cut | None = None) -> int:
     return min(rows, cut.rows) if cut else rows
 
 
+def forward_tile(problem: Problem) -> tuple[int, int, int]:
+    """Return how a forward step is divided among threadgroups: the batch items of a threadgroup, the columns of its
+    product, and its units. Without a product each thread computes one unit."""
+    cell, rows = problem.cell, stepwise_rows(problem.B, problem.cut)
+    if not cell.recurrent:
+        return 1, 256, 256
+    units = UNITS.get(cell.gates, 8)
+    # With 4 batch items a thread has one sum per gate and item, so many gates need too many registers. 8 x 8 matrices
+    # replace these sums from 8 items on. With 32 items the sums of many gates exceed the 32 KB of a threadgroup.
+    if rows == 4 and cell.gates > 8:
+        rows = 1 if problem.cut else 8
+    if rows == 32 and cell.gates > 15:
+        rows = 16
+    return rows, units * cell.gates, units
+
+
 def tile_of(problem: Problem, width: int) -> tuple[int, int]:
     """Return (rows, columns): how many batch items and how many columns of the recurrent product one threadgroup
-    computes. width: the number of columns, one per unit.
+    computes. width: the number of columns, one per unit. A cell without a product has a thread per unit.
 
     For fewer than 8 batch items the lanes of a threadgroup compute 8 columns by matrix-vector products. For more items
     it multiplies 8 x 8 matrices; then it gets the largest tile for which there are still enough threadgroups for all
     GPU cores.
     """
     rows = stepwise_rows(problem.B, problem.cut)
+    if not problem.cell.recurrent:
+        return 1, 256
     if rows < 8:
         return rows, 8
     # Smaller tiles give more threadgroups, but read operands and weights more often. We assume, but have not measured,
@@ -468,11 +503,9 @@ class StepKernel:
         shader, fields, saves, cell = step
         rows, columns = tile
         self.problem: Problem = problem
-        own = struct_text(problem.cell, 1) if isinstance(problem.cell, PointwiseCell) else ""
+        own = struct_text(problem.cell) if isinstance(problem.cell, PointwiseCell) else ""
         self.own: str = own
-        self.name: str = shader if "gru" in shader else f"{problem.cell.op}_{shader}"
-        if own:
-            self.name = shader.replace("pointwise", name_of(own))
+        self.name: str = shader if "gru" in shader else f"{name_of(own) if own else problem.cell.op}_{shader}"
         self.output: tuple[int, mx.Dtype] = output
         self.inputs: dict[str, bool] = {field: field in present for field in fields.split()}
         self.names: list[str] = [field for field, is_there in self.inputs.items() if is_there]
@@ -481,7 +514,7 @@ class StepKernel:
         self.threads: int = (64 if quantized else 256) if lanes else 4 * columns * slices
         self.groups: tuple[int, ...] = -(-units[0] // units[1]), -(-problem.B // rows), problem.directions
         product = "QuantizedByLanes" if lanes and quantized else "ByLanes" if lanes else "ByTiles"
-        if isinstance(problem.cell, PointwiseCell) and not problem.cell.recurrent:
+        if not problem.cell.recurrent:
             product = "NoProduct"
         product += "<ROWS, COLUMNS>" if lanes else "<ROWS, COLUMNS, SLICES>"
         arguments = (["Own" if own else STRUCTS[problem.cell.op]] if cell else []) + [product]
@@ -559,16 +592,12 @@ SHADERS = {
     "stepwise_gru_reset": ("stepwise_forward", "stepwise_gru"),
     "stepwise_gru_candidate": ("stepwise_forward", "stepwise_gru"),
     "stepwise_backward": ("stepwise_backward",),
-    "stepwise_gru_reset_backward": ("stepwise_gru",),
+    "stepwise_gru_reset_backward": ("stepwise_backward", "stepwise_gru"),
     "stepwise_dh": ("stepwise_backward",),
     **{
         f"stepwise_norm_{name}": ("norm", "stepwise_forward", "stepwise_backward", "stepwise_norm")
         for name in ("product", "forward", "dh", "dm", "backward", "dh0")
     },
-    **dict.fromkeys(
-        ("pointwise_stepwise_forward", "pointwise_stepwise_backward", "pointwise_stepwise_dh0"),
-        ("stepwise_forward", "stepwise_backward", "pointwise_stepwise"),
-    ),
 }
 """The files that each shader of a step needs, in addition to the files that all of them need."""
 
@@ -627,12 +656,9 @@ def step_number(n: int) -> mx.array:
     return mx.array(n, mx.int32)
 
 
-def there(inputs: Inputs) -> tuple[Arrays, mx.Dtype]:
-    """Return a dict of the inputs that are not None, and the dtype of the call's float arrays. The dtype is taken
-    from z in a forward pass and from the transposed weights in a backward pass, because Wh may be an array of
-    quantized weights."""
-    present = {name: array for name, array in inputs.items() if array is not None}
-    return present, next(present[name].dtype for name in ("z", "weights", "h") if name in present)
+def there(inputs: Inputs) -> Arrays:
+    """Return a dict of the inputs that are not None."""
+    return {name: array for name, array in inputs.items() if array is not None}
 
 
 Make = Callable[[Problem, mx.Dtype, tuple[str, ...], bool], StepKernel]
@@ -641,8 +667,8 @@ Make = Callable[[Problem, mx.Dtype, tuple[str, ...], bool], StepKernel]
 def each_step(make: Make, problem: Problem, inputs: Inputs, rows: Rows | None = None) -> StepLaunch:
     """Return a callable that launches, at each step, the kernel that `make` builds for these inputs. If `rows` is
     given, the written arrays are appended to `rows`."""
-    present, dtype = there(inputs)
-    return StepLaunch(make(problem, dtype, tuple(present), rows is not None), present, rows)
+    present = there(inputs)
+    return StepLaunch(make(problem, problem.dtype, tuple(present), rows is not None), present, rows)
 
 
 # The functions below return the kernels of a step. Their arguments are the problem, the dtype of the arrays, the names
@@ -653,17 +679,18 @@ def each_step(make: Make, problem: Problem, inputs: Inputs, rows: Rows | None = 
 def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
     """Return the kernel of a forward step. At each step it writes one array (a row). metal/stepwise_forward.metal lists
     the kernel's inputs and the contents of the row."""
-    H, cell, units = problem.H, problem.cell, UNITS[problem.cell.op]
+    H, cell, (rows, columns, units) = problem.H, problem.cell, forward_tile(problem)
     saves = problem.training or problem.return_gates
-    length = row_length(problem, H, 1 + cell.gates if saves else 1, "c" in cell.outputs, dtype)
+    length = row_length(problem, H, 1 + cell.kept if saves else 1, cell.carried, dtype)
     return StepKernel(
         *(problem, dtype, present),
         StepShader(
             "stepwise_forward",
-            "step before h_before z Wh Wh_scales Wh_biases h0 c0 peephole bhn mask keep lengths sizes numbers",
+            "step before h_before z Wh Wh_scales Wh_biases h0 c0 peephole bhn inputs params mask keep lengths sizes "
+            "numbers",
             saves=saves,
         ),
-        tile=(stepwise_rows(problem.B, problem.cut), units * cell.gates),
+        tile=(rows, columns),
         units=(H, units),
         output=(length, row_type(dtype)),
     )
@@ -722,20 +749,27 @@ def product_kernel(
 
 @cached
 def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel of a backward step. It writes one array (a row) with the gradients of this step: the carried
-    gradient, then the gradients dz of the preactivations. metal/stepwise_backward.metal describes its inputs."""
-    tile, arrays = tile_of(problem, problem.H), problem.cell.gates + ("keep" in present)
+    """Return the kernel of a backward step. It writes one array (a row) with the gradients of this step.
+    metal/stepwise_backward.metal describes its inputs, and what a row contains."""
+    tile = tile_of(problem, problem.H)
     return StepKernel(
         *(problem, dtype, present),
         StepShader(
             "stepwise_backward",
-            "step before dh_now rows row weights gates states states0 q peephole bhn mask keep lengths dh dc dgates "
-            "dhT dcT sizes numbers",
+            "step before dh_now rows row weights gates h c h0 c0 q peephole bhn inputs params mask keep lengths dh dc "
+            "dgates dhT dcT sizes numbers",
         ),
         tile=tile,
         units=(problem.H, tile[1]),
-        output=(row_length(problem, problem.H, arrays, problem.cell.op != "rnn", dtype), row_type(dtype)),
+        output=(backward_length(problem, present, dtype), row_type(dtype)),
     )
+
+
+def backward_length(problem: Problem, present: Collection[str], dtype: mx.Dtype) -> int:
+    """Return the number of elements of the row that a backward step writes."""
+    cell = problem.cell
+    floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
+    return row_length(problem, problem.H, cell.gradients + cell.inputs, floats, dtype)
 
 
 @cached
@@ -744,17 +778,17 @@ def gru_reset_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[
     multiplies the candidate's gradient with Wh, and computes the gradient of the gate r and a part of the gradient
     of h. It reads the array that the first kernel (`backward_kernel`) wrote, and writes a copy that includes both
     gradients. The shader is in metal/stepwise_gru.metal."""
-    tile, arrays = tile_of(problem, problem.H), 3 + ("keep" in present)
+    tile = tile_of(problem, problem.H)
     return StepKernel(
         *(problem, dtype, present),
-        StepShader("stepwise_gru_reset_backward", "step now_row weights gates states states0 mask keep lengths sizes"),
+        StepShader("stepwise_gru_reset_backward", "step now_row weights gates h h0 mask keep lengths sizes"),
         tile=tile,
         units=(problem.H, tile[1]),
-        output=(row_length(problem, problem.H, arrays, True, dtype), row_type(dtype)),
+        output=(backward_length(problem, present, dtype), row_type(dtype)),
     )
 
 
-DH_INPUTS = "step before weights gates mask lengths dh dhT unclipped sizes"
+DH_INPUTS = "step before weights gates mask keep lengths dh dhT unclipped sizes"
 """The inputs of the kernels that compute the gradient of h."""
 
 
@@ -792,7 +826,7 @@ def norm_product_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, .
 def norm_forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
     """Return the second kernel of a forward step. It reads the products, and writes what `forward_kernel` writes."""
     cell, saves = problem.cell, problem.training or problem.return_gates
-    length = row_length(problem, problem.H, 1 + cell.gates if saves else 1, "c" in cell.outputs, dtype)
+    length = row_length(problem, problem.H, 1 + cell.gates if saves else 1, cell.carried, dtype)
     return StepKernel(
         *(problem, dtype, present),
         StepShader(
@@ -837,17 +871,18 @@ def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
     """Return the last kernel of a backward step. It writes a row with the gradients of this step, which
     metal/stepwise_norm.metal describes."""
     cell = problem.cell
-    blocks = cell.gates * (2 if norms.of_product(cell) else 1) + ("keep" in present) + norms.of_state(cell)
+    blocks = cell.gates * (2 if norms.of_product(cell) else 1) + norms.of_state(cell)
+    floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1)
     return StepKernel(
         *(problem, dtype, present),
         StepShader(
             "stepwise_norm_backward",
-            "step before dh_now gates states states0 q peephole bhn keep lengths dc dgates dcT sizes numbers "
+            "step before dh_now gates h c h0 c0 q peephole bhn keep lengths dc dgates dcT sizes numbers "
             "norm_scale norm_c norm_y norm_r norm_c_y",
         ),
         tile=ITEM,
         units=(1, 1),
-        output=(row_length(problem, problem.H, blocks, cell.op != "rnn", dtype), row_type(dtype)),
+        output=(row_length(problem, problem.H, blocks, floats, dtype), row_type(dtype)),
     )
 
 
@@ -885,8 +920,8 @@ def after_sweep(
     for rows, _ in kinds:
         left += rows.pieces
     layout = tuple([(rows.steps, rows.pieces[-1].size, width) for rows, width in kinds])
-    present, dtype = there(inputs)
-    sequences = make(problem, dtype, tuple(present), layout, names)
+    present = there(inputs)
+    sequences = make(problem, problem.dtype, tuple(present), layout, names)
     arrays = [present[name] for name in sequences.inputs] + left + left[-1:] * (LEFT - len(left)) + sequences.sizes
     return dict(zip(sequences.outputs, sequences.launch(inputs=arrays), strict=True))
 
@@ -966,41 +1001,43 @@ def gradients_launch(
     contains them, it also writes
 
     - dc0, the gradient of the initial state c0
+    - du and dw, the gradients of the inputs and of the parameters of a user's cell
     - d_out, the gradient of a GRU's recurrent products
-    - carry, the gradient of the carried state (c, or h) without the part that flows through the recurrent product
+    - carry, the gradients of the states without the parts that flow through the recurrent product
     - m, the vector that a projection multiplies with Wp, which this launch computes from the gates and c
     """
     (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
+    carries = cell.carried + cell.passes_h
     shapes = {
-        "dz": ((T, B, D * cell.gates * H), dtype),
-        "dc0": ((B, D * H), dtype),
+        "dz": ((T, B, D * cell.gradients * H), dtype),
+        "du": ((T, B, D * cell.inputs * H), dtype),
+        "dc0": ((B, D * cell.carried * H), mx.float32 if cell.op == "pointwise" else dtype),
+        "dw": ((B, D * cell.summed * H), mx.float32),
         "d_out": ((T, B, D * cell.gates * H), dtype),
-        "carry": ((T, B, D * H), dtype),
+        "carry": ((T, B, D * carries * H), mx.float32),
         "dh": ((T, B, D * P), dtype),
         "m": ((D, T, B, H), dtype),
     }
     names = names | {"dz"} | ({"dh"} if projects else frozenset())
+    if carries == 0:
+        names = names - {"carry"}
     outputs: Outputs = {name: shape if name in names else None for name, shape in shapes.items()}
-    read = (
-        {"lengths", "sizes"}
-        | ({"gates"} if names & {"d_out", "m"} else set())
-        | ({"states"} if "m" in names else set())
-    )
-    inputs = {name: name in read and name in present for name in ("gates", "states", "lengths", "sizes")}
+    read = {"lengths", "sizes"} | ({"gates"} if names & {"d_out", "m"} else set()) | ({"c"} if "m" in names else set())
+    inputs = {name: name in read and name in present for name in ("gates", "c", "lengths", "sizes")}
     candidate, reset = (cell.gate_order.index(gate) for gate in "nr") if "d_out" in names else (0, 0)
-    template: Template = {"GATES": cell.gates, "CANDIDATE": candidate, "RESET": reset}
-    template |= {"CARRIES": cell.op != "rnn"}
+    template: Template = {"GRADIENTS": cell.gradients, "CANDIDATE": candidate, "RESET": reset, "INPUTS": cell.inputs}
+    template |= {"CARRIED": cell.carried, "PASSES_H": int(cell.passes_h), "SUMMED": cell.summed}
     there = {*names, "starts", "kinds", *(name for name in inputs if inputs[name])}
     fields = fields_of((*inputs, "starts", "kinds", *outputs), there)
     start, end = "stepwise_gradients<{}>(rows, kinds", "thread_position_in_grid);\n"
-    body = struct_of(fields) + f"{start.format('GATES, CANDIDATE, RESET, CARRIES, S')}, a, {end}"
+    body = struct_of(fields) + f"{start.format(', '.join([*template, 'S']))}, a, {end}"
     if projects:
         # Separate launches wrote dh. Their arrays have the layout of the dz of a cell with one gate, so a second call
         # of the shader copies dh under the name dz. The other outputs are marked as absent, so this call writes
         # nothing else.
         of_dh = fields | dict.fromkeys(("gates", "dc0", "d_out", "carry", "m"), "absent") | {"dz": "dh"}
         body += struct_of(of_dh, "Projected", "projected")
-        body += f"{start.format('1, 0, 0, false, S')} + 3, projected, {end}"
+        body += f"{start.format('1, 0, 0, 0, 0, 0, 0, S')} + 3, projected, {end}"
     if "m" in names:
         template |= {"OPTIONS": cell_number(cell)}
         body += f"stepwise_projected<{STRUCTS[cell.op]}, S>(a, {end}"
@@ -1024,26 +1061,26 @@ def norm_gradients_launch(
         "d_norm_c": wide if states else None,
         "dh": ((T, B, D * P), dtype) if projects else None,
         "dc0": ((B, D * H), dtype) if "dc0" in names else None,
-        "carry": wide if keep else None,
+        "carry": ((T, B, D * H), mx.float32) if keep else None,
     }
     inputs = {name: name in present for name in ("lengths", "sizes")}
     written = [name for name, output in outputs.items() if output is not None]
     read = [name for name in inputs if inputs[name]]
     fields = fields_of((*inputs, "starts", "kinds", *outputs), {*read, *written, "starts", "kinds"})
-    fields |= dict.fromkeys(("gates", "d_out"), "absent")
-    first, carries = ("d_product" if products else "dz"), str(cell.op != "rnn").lower()
+    fields |= dict.fromkeys(("gates", "d_out", "du", "dw"), "absent")
+    first, floats = ("d_product" if products else "dz"), (cell.carried + cell.passes_h) * (1 + keep)
     # The first block of a row has the place of dz in the row of a cell without a norm, so the same shader copies it.
     body = struct_of(fields | {"dz": first})
     end = "thread_position_in_grid);\n"
-    body += f"stepwise_gradients<{G}, 0, 0, {carries}, S>(rows, kinds, a, {end}"
+    body += f"stepwise_gradients<{G}, 0, 0, 0, {cell.carried}, {int(cell.passes_h)}, 0, S>(rows, kinds, a, {end}"
     if products:
-        body += f"stepwise_norm_gradients<{G}, {G + keep}, {carries}, S>(rows, kinds, a, dz, {end}"
+        body += f"stepwise_norm_gradients<{G}, {G}, {floats}, S>(rows, kinds, a, dz, {end}"
     if states:
-        body += f"stepwise_norm_gradients<1, {G * (1 + products) + keep}, {carries}, S>(rows, kinds, a, d_norm_c, {end}"
+        body += f"stepwise_norm_gradients<1, {G * (1 + products)}, {floats}, S>(rows, kinds, a, d_norm_c, {end}"
     if projects:
         only_dh = fields | dict.fromkeys(("dc0", "carry"), "absent") | {"dz": "dh"}
         body += struct_of(only_dh, "Projected", "projected")
-        body += f"stepwise_gradients<1, 0, 0, false, S>(rows, kinds + 3, projected, {end}"
+        body += f"stepwise_gradients<1, 0, 0, 0, 0, 0, 0, S>(rows, kinds + 3, projected, {end}"
     template: Template = {"OPTIONS": number_of_norm(cell)}
     files = ("norm", "stepwise_forward", "stepwise_backward", "stepwise_norm")
     source = Source(f"{cell.op}_stepwise_norm_gradients", files, body)
