@@ -190,7 +190,8 @@ def test_a_stepper_cannot_be_copied():
 @pytest.mark.parametrize("ending", ["safetensors", "npz"])
 @pytest.mark.parametrize("prefix", ["", "model.rnn."])
 def test_a_file_with_more_than_an_lstm_is_not_read_as_an_lstm(tmp_path, prefix, ending):
-    """The arrays of layer normalisation or of a cell of the user's own stand beside Wx and Wh."""
+    """A file has Wx and Wh, and in addition arrays of layer normalisation or of a cell that the user wrote. Reading it
+    as a plain LSTM would lose these arrays, so it is refused."""
     norms = [mlx_lstm.Norm("sum"), mlx_lstm.Norm(None, c="state"), mlx_lstm.Norm(), mlx_lstm.Norm("recurrent")]
     layers = [(nn.LSTM(3, 4, layer_norm=norm), "layer normalisation") for norm in norms]
     layers += [(nn.GRU(3, 4, layer_norm=True), "layer normalisation"), (nn.RNN(3, 4, layer_norm=True), "layer norm")]

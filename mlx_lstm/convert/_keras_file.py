@@ -400,9 +400,8 @@ def write_new(file: Any, made: Mapping[str, list[KerasLayer]]) -> None:
 
 
 def write_legacy(file: Any, made: Mapping[str, list[KerasLayer]], config: dict[str, Any]) -> None:
-    """Write an `.h5` file in the older layout of Keras: a group for each layer or model, and in
-    each group the list of its arrays' names. made: the layers of each stack, by the stack's name. config: the
-    description of the model."""
+    """Write an `.h5` file in the older layout of Keras: a group for each layer or model, and in each group the list of
+    its arrays' names. made: the layers of each stack, by the stack's name. config: the description of the model."""
     file.attrs["model_config"], file.attrs["keras_version"] = json.dumps(config), VERSION
     root = file.create_group("model_weights")
     groups = {name: each for name, each in made.items()} if len(made) > 1 else {}

@@ -240,7 +240,7 @@ def check_weights(op: str, weights: object) -> Weights:
 
 @contextmanager
 def of_layer(name: str) -> Iterator[None]:
-    """Add the name of a file's layer to the text of a ValueError from inside the block."""
+    """If the code inside this `with` block raises a ValueError, add to its text which layer of the file was meant."""
     try:
         yield
     except ValueError as error:

@@ -63,7 +63,8 @@ class Captured:
             self.enter(value, names, depth + 1)
 
     def enter(self, value: Any, names: tuple[str, ...], depth: int) -> None:
-        """Search the parts of an object that is not a single value. names, depth: as for `visit`."""
+        """Search the parts of an object that is not a single value. names: the names in the code that reads the object;
+        the search follows no other attributes. depth: how many objects lead from the function to these parts."""
         if isinstance(value, MethodType):
             self.visit(value.__func__, names, depth)
             self.visit(value.__self__, names_in(value.__func__.__code__), depth)

@@ -741,7 +741,8 @@ def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
 def product_kernel(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], shader: StepShader, width: int, written: mx.Dtype
 ) -> StepKernel:
-    """Return a kernel whose result is a product: it writes one array [B, D width] of the type `written`."""
+    """Return a kernel that computes a matrix product and writes it as one array [B, D width] of the type `written`. D
+    is the number of directions, `width` the number of columns for each of them."""
     tile = tile_of(problem, width)
     output = row_length(problem, width, 1, False, dtype), written
     return StepKernel(problem, dtype, present, shader, tile=tile, units=(width, tile[1]), output=output)

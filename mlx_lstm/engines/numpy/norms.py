@@ -107,8 +107,8 @@ class Normalisation:
         self.dscale, self.dshift = (np.zeros_like(self.column) if wanted else None for wanted in (scale, shift))
 
     def add_gradients(self, products: WeightGradients, scale: str, shift: str) -> None:
-        """Add the gradients of scale and shift, summed over the steps and the batch, to those of the call, which have
-        these names."""
+        """Add the gradients of scale and shift, which are sums over the steps and the batch, to the gradients of the
+        call. scale, shift: the names that the scale and the shift have in the call."""
         for name, d in ((scale, self.dscale), (shift, self.dshift)):
             if d is not None and name in products.out:
                 products.add(name, d[:, 0])
@@ -144,17 +144,9 @@ class OneColumn(Normalisation):
         np.multiply(self.scratch, r.item(), out)
 
 
-def normalisation_of(
-    sizes: tuple[int, int, int],
-    eps: float,
-    dtype: np.dtype,
-    scale: Array | None,
-    shift: Array | None,
-    centred: bool = False,
-) -> Normalisation:
-    """Return a `Normalisation` with these arguments, of the class that takes the least time."""
-    kind = OneColumn if sizes[0] == sizes[2] == 1 else Normalisation
-    return kind(sizes, eps, dtype, scale, shift, centred)
+def kind_for(sizes: tuple[int, int, int]) -> type[Normalisation]:
+    """Return the class that normalises arrays of these sizes (blocks, n, B) in the least time."""
+    return OneColumn if sizes[0] == sizes[2] == 1 else Normalisation
 
 
 class NormOfC:
@@ -165,7 +157,8 @@ class NormOfC:
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         assert cell.norm is not None
         arrays = v.get("norm_c_scale"), v.get("norm_c_shift")
-        self.norm: Normalisation = normalisation_of((1, H, B), cell.norm.eps, dtype, *arrays)
+        sizes = (1, H, B)
+        self.norm: Normalisation = kind_for(sizes)(sizes, cell.norm.eps, dtype, *arrays)
         self.kept: Array = np.empty((H + 1, B), dtype)
         self.is_kept: bool = False  # whether `kept` belongs to the c of this step; a step sets it to False at first
         self.norm.sum_gradients(np.empty((H, B), dtype), scale=True, shift=True)
@@ -240,7 +233,7 @@ def norm_of_preactivations(problem: Problem, v: Views) -> Normalisation | None:
         shift = np.zeros(n, dtype) if shift is None else shift.copy()
         shift[cell.block("f", H)] += cell.forget_bias
     sizes = (norm_blocks(cell), n, B)
-    return normalisation_of(sizes, cell.norm.eps, dtype, v.get("norm_scale"), shift, centres(problem, v))
+    return kind_for(sizes)(sizes, cell.norm.eps, dtype, v.get("norm_scale"), shift, centres(problem, v))
 
 
 def norm_of_input(problem: Problem, v: Views, bias: Array | None) -> Normalisation:
@@ -252,7 +245,7 @@ def norm_of_input(problem: Problem, v: Views, bias: Array | None) -> Normalisati
     shift = bias if shift is None else shift if bias is None else shift + bias
     sizes = (norm_blocks(cell), cell.gates * H, B)
     is_centred = "Wx" in v and centres(problem, v)
-    return normalisation_of(sizes, cell.norm.eps, dtype, v.get("norm_input_scale"), shift, is_centred)
+    return kind_for(sizes)(sizes, cell.norm.eps, dtype, v.get("norm_input_scale"), shift, is_centred)
 
 
 class InputNormOfSteps:
@@ -278,7 +271,7 @@ class InputNormOfSteps:
         return self.y
 
     def products(self, x: Array, out: Array) -> None:
-        """Write to `out` [steps, G H, B] the products of x [steps, B, I]."""
+        """Multiply the input x [steps, B, I] of some steps by Wx. Write the products to `out` [steps, G H, B]."""
         if self.Wx is None:
             np.copyto(out, x.transpose(0, 2, 1))
         else:
