@@ -10,11 +10,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty, Queue
-from threading import Thread
+from selectors import EVENT_READ, DefaultSelector
 from time import monotonic
 from typing import IO, Any, cast
 
@@ -27,8 +25,8 @@ counts as hung and is killed. Every request has a limit."""
 MOST = 1000
 """The number of characters that an error text quotes from a failed child. A compiler may have printed pages."""
 
-KEPT = 5000
-"""How many of the first and of the last lines of a child's stderr are stored."""
+KEPT = 500_000
+"""How many of the first and of the last bytes of a child's stderr are stored."""
 
 
 class ChildError(RuntimeError):
@@ -45,40 +43,52 @@ class ChildError(RuntimeError):
         self.hung = hung
 
 
+class NoAnswer(Exception):
+    """Raised when a child has not answered in time. Only this module raises it, so no signal handler can."""
+
+
 class Child:
     """A running child process that answers requests by `serve`. Creating it raises OSError if the process cannot be
-    started."""
+    started.
+
+    No thread reads the pipes: a signal handler may raise an exception at any moment, and Python's queues and locks
+    between threads then raise another one.
+    """
 
     def __init__(self, command: list[str]):
         pipe = subprocess.PIPE
         self.owner: int = os.getpid()
-        self.process: subprocess.Popen[str] = subprocess.Popen(
-            command, text=True, errors="replace", env=child_environment(), stdin=pipe, stdout=pipe, stderr=pipe
+        self.process: subprocess.Popen[bytes] = subprocess.Popen(
+            command, env=child_environment(), stdin=pipe, stdout=pipe, stderr=pipe
         )
         self.requests, self.answers, self.stderr = (
-            cast(IO[str], stream) for stream in (self.process.stdin, self.process.stdout, self.process.stderr)
+            cast(IO[bytes], stream) for stream in (self.process.stdin, self.process.stdout, self.process.stderr)
         )
-        self.lines: Queue[str] = Queue()
+        self.open: list[IO[bytes]] = [self.answers, self.stderr]
+        self.unread: bytes = b""
         self.asked: int = 0
         self.ended: bool = False
-        self.first_errors: list[str] = []
-        self.last_errors: deque[str] = deque(maxlen=KEPT)
-        # Two threads read the pipes, because a read from a pipe has no time limit.
-        reads = (self.read_answers, self.read_errors)
-        self.readers: list[Thread] = [Thread(target=read, daemon=True) for read in reads]
-        for reader in self.readers:
-            reader.start()
+        self.first_errors: bytes = b""
+        self.last_errors: bytes = b""
 
-    def read_answers(self) -> None:
-        """Put each line of the child's standard output into the queue `lines`, and "" when the output has ended."""
-        for line in self.answers:
-            self.lines.put(line)
-        self.lines.put("")
-
-    def read_errors(self) -> None:
-        """Store the first and the last lines of the child's standard error."""
-        for line in self.stderr:
-            (self.first_errors if len(self.first_errors) < KEPT else self.last_errors).append(line)
+    def receive(self, until: float) -> bool:
+        """Wait until the child writes to one of its open pipes or closes one, and store what it wrote. Return False if
+        it did neither before the time `until`."""
+        with DefaultSelector() as pipes:
+            for stream in self.open:
+                pipes.register(stream, EVENT_READ)
+            ready = pipes.select(max(0.0, until - monotonic()))
+        for key, _ in ready:
+            text = os.read(key.fd, 65536)
+            if not text:
+                self.open = [stream for stream in self.open if stream.fileno() != key.fd]
+            elif key.fd == self.answers.fileno():
+                self.unread += text
+            elif len(self.first_errors) < KEPT:
+                self.first_errors += text
+            else:
+                self.last_errors = (self.last_errors + text)[-KEPT:]
+        return bool(ready)
 
     def serves(self) -> bool:
         """Return whether the child can take a request: it still runs, and this process started it. After a fork the
@@ -97,14 +107,14 @@ class Child:
         begin = monotonic()
         try:
             with suppress(BrokenPipeError):  # the child has ended, which `answer` notices
-                self.requests.write(json.dumps({"number": self.asked, "request": request}) + "\n")
+                self.requests.write(json.dumps({"number": self.asked, "request": request}).encode() + b"\n")
                 self.requests.flush()
             if notice is not None and notice[0] < limit:
-                with suppress(Empty):
+                with suppress(NoAnswer):
                     return self.answer(begin + notice[0])
                 notice[1]()
             return self.answer(begin + limit)
-        except Empty:
+        except NoAnswer:
             self.end()
             raise ChildError(f"no answer after {limit:g} seconds", lost=True, hung=True) from None
         except ChildError:
@@ -115,14 +125,20 @@ class Child:
 
     def answer(self, until: float) -> dict[str, Any]:
         """Return the answer to the last request. Raise ChildError if the request failed or the child ended, and
-        queue.Empty if there is no answer at the time `until`."""
+        NoAnswer if there is no answer at the time `until`."""
         while True:
-            line = self.lines.get(timeout=max(0.0, until - monotonic()))
-            if not line:
-                self.lines.put("")  # the next call finds the end of the output again
-                code = self.end()
-                text = shortened(f"the process ended {ended(code)}:\n{self.said() or 'it said nothing'}")
-                raise ChildError(text, lost=True, code=code)
+            line, newline, rest = self.unread.partition(b"\n")
+            if not newline:
+                if self.answers not in self.open:
+                    code = self.end()
+                    text = shortened(f"the process ended {ended(code)}:\n{self.said() or 'it said nothing'}")
+                    raise ChildError(text, lost=True, code=code)
+                # A child that only writes to stderr must not be waited for without end.
+                late = monotonic() > until
+                if not self.receive(until) or (late and b"\n" not in self.unread):
+                    raise NoAnswer
+                continue
+            self.unread = rest
             try:
                 reply = json.loads(line)
                 # An answer to an earlier request, for which nobody waits any more, is not the answer to this one.
@@ -130,11 +146,12 @@ class Child:
                     return reply["answer"] if "answer" in reply else fail(reply["error"])
             except (ValueError, KeyError, TypeError):
                 self.end()
-                raise ChildError(shortened(f"the process gave a broken answer:\n{line}"), lost=True) from None
+                text = shortened(f"the process gave a broken answer:\n{line.decode(errors='replace')}")
+                raise ChildError(text, lost=True) from None
 
     def said(self) -> str:
-        """Return the text that the child has written to stderr. Lines in the middle of a long text are missing."""
-        return "".join([*self.first_errors, *self.last_errors]).strip()
+        """Return the text that the child has written to stderr. The middle of a long text is missing."""
+        return (self.first_errors + self.last_errors).decode(errors="replace").strip()
 
     def end(self, patience: float = 0.0) -> int:
         """End the child: close its input, and kill it if it still runs after `patience` seconds. Return its exit code,
@@ -142,24 +159,34 @@ class Child:
         self.ended = True  # first, so that a child whose end is interrupted gets no more requests
         with suppress(OSError):
             self.requests.close()
-        if not self.readers[0].is_alive():
+        if self.answers not in self.open:
             patience = max(patience, 1.0)  # the child has closed its output, so it is about to end
-        for wait in (patience, 5.0):
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=wait)
+        for seconds in (patience, 5.0):
+            if self.wait(seconds):
                 break
             self.process.kill()
-        for reader in self.readers:
-            reader.join(timeout=1)
+        until = monotonic() + 1
+        while self.open and monotonic() < until and self.receive(until):
+            pass  # the last that the child wrote; its own children may keep the pipes open
+        self.open = []
+        self.answers.close()
+        self.stderr.close()
         return self.process.returncode or 0
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end of the child and return whether it has ended. Read its pipes meanwhile, because a child
+        cannot end while it writes to a full pipe."""
+        until = monotonic() + seconds
+        while self.open and self.process.poll() is None and (now := monotonic()) < until:
+            self.receive(min(until, now + 0.02))
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=max(0.0, until - monotonic()))
+        return self.process.returncode is not None
 
     def close(self) -> str:
         """End the child process and return what it wrote to stderr. A child that still runs after two seconds is
         killed."""
         self.end(patience=2)
-        for reader, stream in zip(self.readers, (self.answers, self.stderr), strict=True):
-            if not reader.is_alive():
-                stream.close()
         return self.said()
 
 
