@@ -35,8 +35,7 @@ from mlx_lstm.lab.cases import (  # noqa: F401 (other test files import these na
 )
 from mlx_lstm.oracle import OUTPUTS as OUTPUTS_OF
 from mlx_lstm.oracle import evaluate
-from mlx_lstm.oracle.arithmetic import Arithmetic
-from mlx_lstm.oracle.closeness import SAFETY, TRIALS, Noise, exact_and_bounds, float_of
+from mlx_lstm.oracle.closeness import SAFETY, TRIALS, Changes, exact_and_bounds
 from mlx_lstm.oracle.judge import Case
 from mlx_lstm.oracle.verdict import Judge
 
@@ -240,14 +239,9 @@ def elementwise_bounds(case, dtype, cotangents):
     single element may cancel. Therefore this function runs four times as many trials as `bounds`, which takes the
     largest error of a whole array.
     """
-    exact = joined(evaluate(case, cotangents, Arithmetic(np.float64)))
-    moved = {name: np.zeros_like(value) for name, value in exact.items()}
-    for trial in range(4 * TRIALS):
-        noise = Noise(dtype, seed=trial, systematic=trial % 2 == 1)
-        for name, value in joined(evaluate(case, cotangents, noise)).items():
-            moved[name] = np.maximum(moved[name], np.abs(value - exact[name]) / noise.gain)
-    eps = float_of(dtype).eps
-    return {name: SAFETY * moved[name] + eps * np.abs(exact[name]) + noise.underflow for name in exact}
+    changes = Changes(lambda fl: joined(evaluate(case, cotangents, fl)), dtype)
+    moved = changes.of(4 * TRIALS)
+    return {name: SAFETY * moved[name] + changes.floor(np.abs(value)) for name, value in changes.exact.items()}
 
 
 def joined(results):

@@ -1,10 +1,13 @@
 """A reference for layer normalisation inside the step, apart from the library: plain loops in PyTorch's float64, whose
 gradients PyTorch derives. `Rounded` adds random rounding errors to every operation, from which error bounds follow."""
 
+from functools import partial
+
 import numpy as np
 import torch
 
-from mlx_lstm.oracle.closeness import SAFETY, TRIALS, float_of
+from mlx_lstm.oracle.closeness import FEW, SAFETY, TRIALS, float_of
+from mlx_lstm.oracle.verdict import Bound
 
 ACTS = {
     "tanh": torch.tanh,
@@ -159,11 +162,13 @@ def exact_and_bounds(cell, arrays, cotangents, dtype, **ways):
     """Return (exact results, error bounds): a bound is SAFETY times the largest change that random rounding errors of
     `dtype` make in any element of an array, plus one rounding of the result."""
     eps, gain = float_of(dtype).eps, 2.0**12 if dtype == "float32" else 1.0
-    exact = evaluate(cell, arrays, cotangents, **ways)
-    bounds = {name: eps * np.abs(value).max(initial=0) for name, value in exact.items()}
-    changes = dict.fromkeys(exact, 0.0)
-    for seed in range(TRIALS):
-        moved = evaluate(cell, arrays, cotangents, fl=Rounded(eps, seed, gain), **ways)
-        for name, value in moved.items():
-            changes[name] = max(changes[name], np.abs(value - exact[name]).max(initial=0) / gain)
-    return exact, {name: bounds[name] + SAFETY * changes[name] for name in exact}
+    exact, changes = evaluate(cell, arrays, cotangents, **ways), []
+
+    def bound(name, trials):
+        while len(changes) < trials:
+            moved = evaluate(cell, arrays, cotangents, fl=Rounded(eps, len(changes), gain), **ways)
+            changes.append({name: np.abs(value - exact[name]).max(initial=0) / gain for name, value in moved.items()})
+        largest = max(change[name] for change in changes)
+        return eps * np.abs(exact[name]).max(initial=0) + SAFETY * largest
+
+    return exact, {name: Bound(bound(name, FEW), partial(bound, name, TRIALS)) for name in exact}

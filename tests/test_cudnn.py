@@ -16,7 +16,7 @@ from mlx_lstm import cudnn, rnn
 from mlx_lstm.convert.cudnn import GATES, layer_arrays
 from mlx_lstm.cudnn._buffer import Attributes, layout
 from mlx_lstm.cudnn._stack import dropout_factors
-from mlx_lstm.oracle.closeness import assert_within, bounds_of
+from mlx_lstm.oracle.closeness import assert_within, exact_and_bounds
 
 
 def assert_double(got, expected):
@@ -48,7 +48,7 @@ def check(seed, dtype, *engines, **fixed):
     (`checkpoint_every`)."""
     every = (None, 2, 1, "auto")[seed % 4]
     case = draw_for(seed, dtype, **fixed)
-    exact, limit = by_oracle(case), bounds_of(lambda fl: by_oracle(case, fl), dtype)
+    exact, limit = exact_and_bounds(lambda fl: by_oracle(case, fl), dtype)
     for engine in engines:
         outputs, gradients = ours(case, dtype, engine)
         assert (outputs | gradients).keys() >= exact.keys()

@@ -45,7 +45,8 @@ from mlx_lstm.lab.mpsgraph import judge as mpsgraph_judge
 from mlx_lstm.lab.mpsgraph import ours as mpsgraph_ours
 from mlx_lstm.oracle import evaluate, forward
 from mlx_lstm.oracle.arithmetic import ACTIVATION_UNITS
-from mlx_lstm.oracle.closeness import TRIALS, assert_within, exact_and_bounds, float_of, keeps_off_kinks
+from mlx_lstm.oracle.closeness import assert_within, exact_and_bounds, float_of, keeps_off_kinks
+from mlx_lstm.oracle.verdict import widest
 
 # Some random cases have infinities. NumPy's warnings about them are ignored.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -85,26 +86,20 @@ def pick(rng, values):
 def judged(values, dtype, *found):
     """Check that each dict of results in `found` lies within the error bounds around the exact values. `values`
     computes the exact results in a given `Arithmetic`.
-
-    An error bound comes from repeated evaluations with random rounding errors, called trials. The trials take most
-    of the test's time. Therefore the results are first compared with bounds from two trials, which are never wider
-    than the bounds from all trials. All trials run only if a result lies outside.
     """
-    for trials in (2, TRIALS):
-        exact, limit = exact_and_bounds(values, dtype, trials)
-        in_range(exact, dtype)
-        in_range(limit, dtype)
-        try:
-            for results in found:
-                assert results.keys() & exact.keys()
-                for name in results.keys() & exact.keys():
-                    assert results[name].dtype == dtype, name
-                    assert_within(name, results[name], exact[name], limit[name])
-            return
-        except AssertionError:
-            if trials == TRIALS:
-                first_order(exact, limit, dtype)
-                raise
+    exact, limit = exact_and_bounds(values, dtype)
+    in_range(exact, dtype)
+    in_range(limit, dtype)
+    try:
+        for results in found:
+            assert results.keys() & exact.keys()
+            for name in results.keys() & exact.keys():
+                assert results[name].dtype == dtype, name
+                assert_within(name, results[name], exact[name], limit[name])
+    except AssertionError:
+        in_range(widest(limit), dtype)
+        first_order(exact, widest(limit), dtype)
+        raise
 
 
 def first_order(exact, limit, dtype):

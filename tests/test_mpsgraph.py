@@ -13,7 +13,7 @@ from mlx_lstm.lab.mpsgraph import judge, ours
 from mlx_lstm.lab.mpsgraph.cases import ACTIVATION_PROPERTIES, COTANGENTS, GATES, RESULTS, CompareCase, draw
 from mlx_lstm.lab.mpsgraph.grid import draw_until
 from mlx_lstm.mpsgraph.layouts import ACTIVATIONS, LEADING_ONE, layouts, title
-from mlx_lstm.oracle.closeness import TRIALS, assert_within, bounds_of
+from mlx_lstm.oracle.closeness import assert_within, bounds_of, exact_and_bounds
 
 ROUNDING_MARGIN = 1e-4  # smallest allowed distance of relu and hard_sigmoid arguments from their kinks
 CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}
@@ -59,17 +59,13 @@ def check(case, by_engine, **readings):
     for results in by_engine.values():
         assert list(results) == case.results
         assert {value.dtype for value in results.values()} == {np.dtype(np.float32)}
-    exact = judge.expected(case, **readings)
-    # Error bounds come from repeated evaluations with random rounding (trials), which take most of the test's time.
-    # Bounds from two trials are never wider than those from all trials. All trials run only if a result lies outside.
-    try:
-        check_within(case, by_engine, exact, limits(case, trials=2, **readings))
-    except AssertionError:
-        check_within(case, by_engine, exact, limits(case, **readings))
+    exact, limit = within(case, **readings)
+    check_within(case, by_engine, exact, limit)
 
 
-def limits(case, trials=TRIALS, **readings):
-    return bounds_of(lambda fl: judge.evaluated(case, fl, **readings), np.float32, trials)
+def within(case, **readings):
+    """Return the oracle's results of a case and their error bounds."""
+    return exact_and_bounds(lambda fl: judge.evaluated(case, fl, **readings), np.float32)
 
 
 def check_within(case, by_engine, exact, limit):
@@ -133,7 +129,7 @@ def test_gradients_of_the_forward_op_are_those_of_the_gradient_op(op):
     rng = np.random.default_rng(3)
     for number in range(20):
         case = random_case(rng, op)
-        expected, descriptor = judge.expected(case), ours.make_descriptor(case)
+        (expected, limit), descriptor = within(case), ours.make_descriptor(case)
         how = {"engine": ("ops", "numpy")[number % 2], "checkpoint_every": (None, 1, 2, "auto")[number // 2 % 4]}
         arrays = {name: mx.array(array) for name, array in case.arrays.items()}
         fixed = {"mask": arrays["mask"]} if "mask" in arrays else {}
@@ -154,7 +150,6 @@ def test_gradients_of_the_forward_op_are_those_of_the_gradient_op(op):
 
         cotangents = [arrays[name] for name in COTANGENTS[op] if name in arrays]
         _, gradients = mx.vjp(outputs, [arrays[name] for name in case.gradients], cotangents)
-        limit = limits(case)
         for name, gradient in zip(case.gradients, gradients, strict=True):
             assert_within(name, np.array(gradient), expected[f"d{name}"], limit[f"d{name}"])
 

@@ -6,9 +6,9 @@ a check fails, look for the error in the engine.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -16,14 +16,15 @@ from numpy.typing import ArrayLike, DTypeLike
 from .arithmetic import ACTIVATION_UNITS, Arithmetic, Array, Tensors
 from .case import Call, Cotangents
 from .recurrence import KINKS, activation_arguments, evaluate
-from .verdict import Judge, judged, largest
+from .verdict import Bound, Judge, judged, largest, widest
 
 Values = Callable[[Arithmetic], Tensors]
 
 TRIALS = 8
 SAFETY = 4
 LARGE, FEW = 100_000, 2
-"""For a tensor with at least LARGE elements, FEW evaluations with random errors are enough to find its error bound."""
+"""For a tensor with at least LARGE elements, FEW evaluations with random errors are enough to find its error bound. For
+each other tensor, the rest of the TRIALS evaluations run only if a result differs by more than the bound from FEW."""
 
 
 class Float(NamedTuple):
@@ -121,11 +122,10 @@ def bounds(case: Call, dtype: DTypeLike, cotangents: Cotangents | None = None) -
     return bounds_of(values, dtype)
 
 
-def bounds_of(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> dict[str, float]:
+def bounds_of(values: Values, dtype: DTypeLike) -> dict[str, float]:
     """Return {name: bound}: the largest error that each result of `values` may have in `dtype`. `bounds` explains
-    how. `values` is a function that computes the results in an `Arithmetic`. `trials`: the number of evaluations
-    with random errors. A bound is the largest change in any of them, so fewer trials give equal or narrower bounds."""
-    return exact_and_bounds(values, dtype, trials)[1]
+    how. `values` is a function that computes the results in an `Arithmetic`."""
+    return widest(exact_and_bounds(values, dtype).bounds)
 
 
 def trials_for(elements: int) -> int:
@@ -136,32 +136,53 @@ def trials_for(elements: int) -> int:
 
 def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> Judge:
     """Return a `Judge` (exact, bounds), two dicts by name: the results that `values` computes in float64, and for each
-    result the largest error that it may have in `dtype`, as one number."""
-    exact, moved, underflow = sampled(values, dtype, trials)
-    eps = float_of(dtype).eps
-    bounds = {name: SAFETY * largest(moved[name]) + eps * largest(exact[name]) + underflow for name in exact}
-    return Judge(exact, bounds)
+    result the largest error that it may have in `dtype`, as a `Bound`. trials: the number of evaluations with random
+    errors. A bound is the largest change in any of them, so fewer evaluations give equal or narrower bounds."""
+    changes = Changes(values, dtype)
+
+    def bound(name: str, trials: int) -> float:
+        return SAFETY * largest(changes.of(trials)[name]) + changes.floor(largest(changes.exact[name]))
+
+    names = [*changes.exact]
+    return Judge(changes.exact, {k: Bound(bound(k, min(FEW, trials)), partial(bound, k, trials)) for k in names})
 
 
 def exact_and_element_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> Judge:
     """Return a `Judge` (exact, bounds) as `exact_and_bounds` does, with a bound for each element. It comes from the
     changes of this element alone, so it may be narrower than the bound of the whole tensor."""
-    exact, moved, underflow = sampled(values, dtype, trials)
-    eps = float_of(dtype).eps
-    return Judge(exact, {name: SAFETY * moved[name] + eps * np.abs(exact[name]) + underflow for name in exact})
+    changes = Changes(values, dtype)
+    moved = changes.of(trials)
+    return Judge(changes.exact, {k: SAFETY * moved[k] + changes.floor(np.abs(a)) for k, a in changes.exact.items()})
 
 
-def sampled(values: Values, dtype: DTypeLike, trials: int) -> tuple[Tensors, Tensors, float]:
-    """Evaluate the function `values` in float64, once exactly and `trials` times with random errors added to each
-    operation. Return (exact, moved, underflow): the exact results; for each element of the results the largest
-    change in any of the evaluations; the error that underflow may add."""
-    exact = values(Arithmetic(np.float64))
-    moved = {name: np.zeros(np.shape(value)) for name, value in exact.items()}
-    for trial in range(trials):
-        noise = Noise(dtype, seed=trial, systematic=trial % 2 == 1)
-        for name, value in values(noise).items():
-            moved[name] = np.maximum(moved[name], np.abs(value - exact[name]) / noise.gain)  # np.maximum keeps NaN
-    return exact, moved, noise.underflow
+class Changes:
+    """The results of the function `values` in float64, and how much random errors change them.
+
+    exact: the results without errors.
+    """
+
+    def __init__(self, values: Values, dtype: DTypeLike):
+        self.values, self.dtype = values, dtype
+        self.exact: Tensors = values(Arithmetic(np.float64))
+        self.moved: Tensors = {name: np.zeros(np.shape(value)) for name, value in self.exact.items()}
+        self.done: int = 0
+
+    def of(self, trials: int) -> Tensors:
+        """Evaluate until there are `trials` evaluations with random errors added to each operation. Return for each
+        element of the results the largest change in any of them."""
+        for trial in range(self.done, trials):
+            noise = Noise(self.dtype, seed=trial, systematic=trial % 2 == 1)
+            for name, value in self.values(noise).items():
+                # np.maximum keeps NaN.
+                self.moved[name] = np.maximum(self.moved[name], np.abs(value - self.exact[name]) / noise.gain)
+            self.done = trial + 1
+        return self.moved
+
+    def floor(self, size: Any) -> Any:
+        """Return what belongs to the bound of a number of this size without any change: a rounding, and the error that
+        underflow may add."""
+        stored = float_of(self.dtype)
+        return stored.eps * size + Noise(self.dtype, seed=0, systematic=False).underflow
 
 
 def keeps_off_kinks(case: Call, dtype: DTypeLike) -> bool:
@@ -181,7 +202,7 @@ def keeps_off_kinks(case: Call, dtype: DTypeLike) -> bool:
     exact, limit = exact_and_bounds(
         lambda fl: {str(n): a for n, (_, a) in enumerate(activation_arguments(fl=fl, **case))}, dtype
     )
-    noise = Noise(dtype, seed=0, systematic=False)
+    noise, limit = Noise(dtype, seed=0, systematic=False), widest(limit)
     own = noise.unit + ACTIVATION_UNITS * noise.accumulator_unit
     return all(
         (np.abs(exact[str(n)][exact[str(n)] != 0] - kink) > noise.gain * limit[str(n)] + 2 * abs(kink) * own).all()

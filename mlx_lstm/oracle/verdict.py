@@ -4,7 +4,7 @@ The function `judged` is the only place that refuses a result. It refuses a resu
 has a wrong shape or dtype, that is NaN or shares memory with the reference, or whose error is above its bound.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,23 @@ from .arithmetic import Array, Tensors
 
 TINY = float(np.finfo(np.float64).tiny)
 """The least divisor of an error, so that a bound may be 0."""
+
+
+class Bound(float):
+    """The largest error that a result may have, found by the first few evaluations with random errors. `widest()`
+    finds it by all of them: that bound is never narrower, so it is needed only for a result beyond this one."""
+
+    widest: Callable[[], float]
+
+    def __new__(cls, value: float, widest: Callable[[], float]) -> "Bound":
+        bound = super().__new__(cls, value)
+        bound.widest = widest
+        return bound
+
+
+def widest(bounds: dict[str, Any]) -> dict[str, Any]:
+    """Return bounds by name, each found by all evaluations with random errors."""
+    return {name: bound.widest() if isinstance(bound, Bound) else bound for name, bound in bounds.items()}
 
 
 class Verdict(NamedTuple):
@@ -62,6 +79,8 @@ def judged(
     beyond = np.argwhere((error > allowed) | ~np.isfinite(error))
     if not len(beyond):
         return Verdict(name, float(error[at]), float(allowed[at]), "", at)
+    if isinstance(bound, Bound) and np.isfinite(error).all():
+        return judged(name, got, exact, bound.widest(), dtype)
     refusal = f"error {error[at]:.3g} > bound {allowed[at]:.3g}"
     if not np.isfinite(error[at]):
         refusal = "NaN" if np.isnan(got).any() else "infinite"

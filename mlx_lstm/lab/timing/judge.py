@@ -23,7 +23,7 @@ import numpy as np
 from ...oracle.arithmetic import Arithmetic, Tensors
 from ...oracle.closeness import SAFETY, exact_and_bounds, float_of, trials_for
 from ...oracle.judge import Case
-from ...oracle.verdict import Judge, largest
+from ...oracle.verdict import Judge, largest, widest
 
 PART = 128
 
@@ -40,7 +40,7 @@ def judge_layer(
         first = numbers | {name: numbers[name][:PART] for name in ("x", "dh")}
     values = partial(evaluate or evaluate_lstm, first, backward=backward)
     judge = exact_and_bounds(values, dtype, trials_for(first["dh"].size))
-    exact, bounds = judge.exact, dict(judge.bounds)
+    exact, bounds = judge.exact, widest(judge.bounds)
     if first is not numbers:
         exact = evaluate_in_parts(numbers, backward=backward)
     stored, growth = float_of(dtype).eps / 2 * np.sqrt(T), (T / len(first["dh"])) ** 1.5
