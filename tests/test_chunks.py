@@ -85,11 +85,11 @@ def test_each_option_in_sequences_that_are_cut_for_their_length(option):
 ON_METAL = [(n, *case) for n, case in enumerate(CROSSED_BATCHES)]
 
 
-@pytest.mark.parametrize("number, engine, name, B", ON_METAL[::9])
+@pytest.mark.parametrize("number, engine, name, B", ON_METAL[::13])
 def test_options_crossed_on_metal(number, engine, name, B):
     """Combined options give the right results on Metal engines, both for chunks that are recomputed and for chunks
     that are saved. The chunks are evaluated together or one by one."""
-    check_on_metal(number // 9, engine, at_batch(CROSSED[engine, name], B), B)
+    check_on_metal(number // 13, engine, at_batch(CROSSED[engine, name], B), B)
 
 
 @pytest.mark.slow

@@ -111,6 +111,8 @@ OF_OWN_CELLS = ("stepwise_forward", "stepwise_backward", "stepwise_rows", "fused
 """Shader files with code that only cells given as a Python function use, besides the files pointwise*.metal."""
 
 BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
+QUICK = ("fused_backward", "pointwise_backward")
+"""The files with barriers of which each can be removed within seconds, so that no slow test is needed for it."""
 
 # Damages that change no result, so that no test can notice them. The comment above an entry, or above several entries,
 # gives the reason.
@@ -455,7 +457,7 @@ def test_every_damage_of_the_lists_can_be_made():
 
 
 @pytest.mark.parametrize(
-    "file", [pytest.param(file, marks=pytest.mark.slow if "stepwise" in file else []) for file in BARRIERS]
+    "file", [pytest.param(file, marks=[] if file in QUICK else pytest.mark.slow) for file in BARRIERS]
 )
 def test_every_barrier_is_needed(file):
     assert unnoticed(file, "barriers") == set()

@@ -137,17 +137,21 @@ def cases():
     """Return pytest parameters (path, name). A path of `PATHS` is a variant of the kernels; a name is the key of a
     set of options in `ROWS`.
 
-    Paths that are not rare are slow tests here, because `test_options_crossed` already runs every option on them.
-    The code that reads quantized weights is the same for all options. So each path with quantized weights runs only
-    one set of options per cell.
+    Paths that are not rare are slow tests here, because `test_options_crossed` already runs every option on them. Of
+    the rare paths of an engine, those by lanes and those by matrices or tiles take the rows in turns; the others are
+    slow tests. The code that reads quantized weights is the same for all options. So each path with quantized weights
+    runs only one set of options per cell.
     """
     found = []
     for path in PATHS:
-        for name in ROWS:
+        for n, name in enumerate(ROWS):
             enough = "packed" not in path.product or name == cell_of(name)
             never = (path.product, cell_of(name)) in NEVER or (path.product == "matrices" and "norm" in ROWS[name])
             if enough and not never:
-                found.append(pytest.param(path, name, marks=[] if path.rare else pytest.mark.slow))
+                # A row that only lanes can compute is always their turn.
+                other = path.product == "lanes" and (("matrices", cell_of(name)) in NEVER or "norm" in ROWS[name])
+                turn = "packed" in path.product or other or (n + (path.product == "lanes")) % 2 == 0
+                found.append(pytest.param(path, name, marks=[] if path.rare and turn else pytest.mark.slow))
     return found
 
 
