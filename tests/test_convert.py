@@ -955,6 +955,25 @@ def in_cudnn_s_layout(arrays):
     return [kernel, recurrent_kernel, np.concatenate(each["bx"] + each["bh"])]
 
 
+def test_a_file_of_keras_with_many_layers(tmp_path):
+    """The lists of names in an `.h5` file are texts of any length, of which each may be as long as the whole file. So
+    a long list is not read: the names are those of the groups and arrays."""
+    h5py = pytest.importorskip("h5py")
+    layers = {f"l{n}": one_bias(PLAIN["rnn" if n else "gru"].each()[0]) for n in range(12)}
+    convert.write(path := tmp_path / "a.h5", layers)
+    with h5py.File(path, "a") as file:
+        top = file["model_weights"].create_group("top_level_model_weights")
+        top["state:0"] = np.arange(2)
+        top.attrs["weight_names"] = [b"state:0"]
+        file["model_weights"].attrs["layer_names"] = list(file["model_weights"].attrs["layer_names"]) * 50
+        assert file["model_weights"].attrs["layer_names"].size * path.stat().st_size > 4 * path.stat().st_size + 2**25
+    found = convert.read(path)
+    assert found.layers.keys() == layers.keys()
+    for name, weights in layers.items():
+        assert_same(weights, found.layers[name])
+    assert [key for key in found.rest if "state" in key] == list(found.rest)
+
+
 @pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("cell", [LSTMCell(), GRUCell()], ids=["LSTM", "GRU"])
 def test_cudnn_layers_of_keras_2(cell, directions, tmp_path):
