@@ -57,7 +57,9 @@ struct Place {
   Index state, gate, mask, keep, q;
 };
 
-// Compute the positions of the launch's first step or, if BACK, of its last step, where the backward pass begins.
+// Compute the positions of the launch's first step or, if BACK, of its last step, where the backward pass begins. They
+// are those of unit `unit` of batch item b. In arrays with several blocks of H numbers per item, `blocks` blocks such
+// as an LSTM's four gates, they are in block `block`.
 template <bool BACK, class Index>
 void first_place(
     thread const Sweep& sweep, int b, int blocks, int block, int H, int unit, thread Place<Index>& place) {

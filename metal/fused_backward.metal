@@ -8,8 +8,8 @@
 // gates dz, the gradient of the preactivation, but dz_n r for a GRU's candidate, whose product is multiplied by r.
 // Besides dz, dh0 and dc0 the kernel writes:
 //   d_out   [T, B, D G H] or absent: d
-//   carry   [T, B, D H] float or absent: the gradient of keep * c, or the part of the gradient of keep * h that
-//                                         bypasses the product
+//   carry   [T, B, D H] float or absent: for an LSTM the gradient of keep * c; for the other cells the part of the
+//                                         gradient of keep * h that bypasses the product
 //
 // `vectors` in threadgroup memory holds d of the current step, the operand of the product with Wh. It is a double
 // buffer [2][ROWS][padded G H]. For a GRU whose reset comes before the product, a step has two products, and `vectors`

@@ -51,9 +51,10 @@ void product_of_matrices(
   }
 }
 
-// Return the position of a unit's block number k in an array with COUNT blocks. at: the unit's position in block 0 of
-// an array with all gates; other arrays take a multiplication. earlier: how many elements an array with one block per
-// unit has before the launch's first time index.
+// Return the position of a unit's number k in an array with COUNT numbers per unit, in COUNT blocks of H numbers per
+// batch item. at: the unit's positions, which give that of any gate by an addition; for another COUNT it takes a
+// multiplication. earlier: if the array begins at time index 0, the number of elements that an array with one number
+// per unit, such as h, has before the launch's first time index. 0 for an array of the launch's own steps.
 template <class Cell, int COUNT, int H, class Index>
 Index block_place(thread const Place<Index>& at, int k, int unit, Index earlier = 0) {
   return COUNT == Cell::GATES ? at.gate + Index(COUNT) * earlier + Cell::block(k) * H

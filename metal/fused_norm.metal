@@ -322,9 +322,11 @@ void write_operand(thread const NormLane&, threadgroup float& operand, float val
   if (Norm<Cell>::OF == NOTHING) operand = value;
 }
 
-// Compute the gradients of the recurrent products from those of their normalised values, items[r].d. Write them to
-// d_product, and to `operands` [ROWS][ROW], where the product with Wh reads them. block: the lane's part of an operand,
-// or -1.
+// Compute the gradients of the recurrent products from items[r].d, which is the gradient of the normalised product of
+// the lane's gate and unit, for batch item r. Write them to d_product, and to `operands` in threadgroup memory, where
+// the product with Wh reads them: an operand is a row of ROW floats, one for each of the ROWS batch items. block: the
+// gate's block of H floats in an operand, or -1 for a lane without a gate. A lane `counts` if it has a unit and a gate
+// of its own; the other lanes take part in the sums with 0, and write nothing.
 template <class Cell, int H, int ROW, class S, int ROWS, class Index, class Arrays>
 void products_backward(
     thread const NormLane& norm, thread const NormNumbers<ROWS>& saved, thread const Arrays& a, int t, int block,

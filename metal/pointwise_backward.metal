@@ -5,8 +5,8 @@
 //                              has a different gradient, the gradients of the input parts
 //   du       [T, B, D U H]       gradients of the inputs of each step
 //   dw       [groups, D V H] float: gradients of the parameters, summed over the steps and items of a threadgroup
-//   carry    [T, B, D N H] float or absent: gradients of keep * state that bypass the product, for the N states for
-//                              which there are any (N is C + 1, or C if h has only the product)
+//   carry    [T, B, D N H] float or absent: the parts of the gradients of keep * state that bypass the product, of
+//                              N states: of h and the C states of c, or only of c if h has no such part
 //   dh0, dc0                   gradients of the first states
 // `vectors` holds the gradients of a step's recurrent products, which the product with Wh reads. It is a double buffer
 // [2][ROWS][padded G H] in threadgroup memory. One barrier per step separates writing the gradients from the product.
@@ -57,7 +57,7 @@ void use_first_states(
 }
 
 // Store the results of one step of a batch item, or zeros if the item has ended: d (the gradients of the
-// preactivations), du (of the inputs) and, from `back`, carry (of the states). at: the unit's position in an array
+// preactivations), du (of the inputs) and the array carry (`back`, of the states). at: the unit's position in an array
 // [steps, B, D H]. Also store the gradients of the recurrent products in `operand`, which the product with Wh reads.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_step(

@@ -127,7 +127,8 @@ Items<S> items_of(thread const Step& s, const device S* values, int width) {
   return {values + place(s, 0, 0, width), Index(s.D) * width};
 }
 
-// Return the pointer to row `row` of the weights.
+// Return a pointer to the weights from row `row` on. K: the number of columns, which is the length of each sum of the
+// product.
 template <class W> W rows_from(W weights, Index row, int K) { return weights + row * K; }
 
 // Return the mask's factor on h[b, j] in the product of the step at time index t. width: the width of h.

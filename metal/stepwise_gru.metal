@@ -67,8 +67,8 @@ void stepwise_gru_candidate(
 // product.
 //   now_row  the array that stepwise_backward wrote for this step; `after`: a copy of it that includes both gradients
 //   weights  [D, H, H], the transposed Wh of the candidate
-// With the option `keep`, now_row has more floats behind the carry; they are copied unchanged to `after`.
-// stepwise_backward.metal describes the other arrays.
+// With the option `keep`, now_row has more floats after the carry (the part of the gradient of h_before that bypasses
+// the products). They are copied unchanged to `after`. stepwise_backward.metal describes the other arrays.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_gru_reset_backward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

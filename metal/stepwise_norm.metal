@@ -17,9 +17,9 @@
 //   norm_c    [2, D, H]: the scale and the shift of the norm of c, in the backward pass
 //   norm_r    [T, B, D R] float: 1 / sqrt(variance + eps) of each of the R norms; the norm of c is the last one
 //   after     the row that a launch writes: forward c, h and the gates, as without a norm. Backward, in this order:
-//               [B, D H]    float: the carry: the gradient of c before the step, or of h as far as it bypasses the
-//                           products
-//               [B, D H]    float, with `keep`: the carry before its multiplication by keep
+//               [B, D H]    float: the carry, which the step before reads: an LSTM's gradient of c, or the part of a
+//                           GRU's or RNN's gradient of h that does not come through the products
+//               [B, D H]    float, with `keep` only: the carry before its multiplication by keep
 //               [B, D G H]  the gradients of the recurrent products
 //               [B, D G H]  if the products are normalised: dz, the gradients of the preactivations
 //               [B, D H]    with a norm of c: the gradient of its result
@@ -227,8 +227,9 @@ void stepwise_norm_dm(
   pad_row(a.after, Index(s.B) * s.D * s.H, group, 32 * simdgroup + lane);
 }
 
-// The gradients of one unit at one step. dz: of its preactivations. carry: of the state before the step, as far as it
-// bypasses the products, before the multiplication by `keep`. of_c: of the result of the norm of c.
+// The gradients of one unit at one step. dz: the gradients of its preactivations. carry: the gradient of c or h before
+// the step; that of h leaves out what comes through the products. It is not multiplied by `keep` yet. of_c: the
+// gradient of the result of the norm of c.
 template <int GATES>
 struct UnitGradients {
   float dz[GATES], carry, of_c;

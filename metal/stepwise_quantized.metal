@@ -8,7 +8,8 @@
 // stepwise_tiles.metal computes the product with 8 x 8 matrices, and each lane dequantizes its weights in registers
 // just before.
 
-// Return the quantized weights from row `row` on.
+// Return the quantized weights from row `row` on. K: the number of columns, which is the length of each sum of the
+// product.
 template <int BITS, int GROUP, class A, class B>
 Packed<BITS, GROUP, A, B> rows_from(Packed<BITS, GROUP, A, B> weights, Index row, int K) {
   const Index groups = row * (K / GROUP);

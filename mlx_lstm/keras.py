@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'mlx_lstm.keras' has no attribute {name!r}")
 
 
-def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None) -> dict[str, Any]:
+def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, *more: Any) -> dict[str, Any]:
     """Return the weights of a `keras.layers.LSTM` as arguments of `mlx_lstm.lstm` and `mlx_lstm.nn.LSTM`.
 
     Keras' gate order i, f, c, o is the default `gate_order` here. The kernels are transposed. The effect of
@@ -43,6 +43,7 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None)
 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 4H], [H, 4H], [4H] or absent.
+        more: must be absent.
 
     Returns:
         dict: `Wx` [4H, I], `Wh` [4H, H] and, if there is a bias, `b` [4H], each in the dtype of Keras' array. MLX
@@ -56,7 +57,7 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None)
         >>> Wx, Wh, b = keras.lstm_from_keras(*weights).values()
         >>> layer = nn.LSTM(3, 4).update({"Wx": Wx, "Wh": Wh, "bias": b})
     """
-    return one_direction("lstm_from_keras", "lstm", (kernel, recurrent_kernel, bias), [4])
+    return one_direction("lstm_from_keras", "lstm", (kernel, recurrent_kernel, bias, *more), [4])
 
 
 def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
@@ -73,7 +74,7 @@ def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list
     return into_keras(LSTMCell(), Wx, Wh, b, None)
 
 
-def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None) -> dict[str, Any]:
+def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, *more: Any) -> dict[str, Any]:
     """Return the weights of a `keras.layers.GRU` as arguments of `mlx_lstm.gru`, and of `mlx_lstm.nn.GRU`.
 
     A layer with `reset_after=True`, Keras' default, equals `gru` with default options; a layer with `reset_after=False`
@@ -83,6 +84,7 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None) 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`. kernel is [I, 3H], recurrent_kernel [H, 3H], bias
             [2, 3H], or [3H] with `reset_after=False`, or absent.
+        more: must be absent.
 
     Returns:
         dict: `Wx` [3H, I] and `Wh` [3H, H]. If there is a bias, also `b` [3H] and, with `reset_after=True`, `bhn` [H].
@@ -96,7 +98,7 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None) 
         >>> gru(mx.ones((10, 2, 3)), **keras.gru_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
-    return one_direction("gru_from_keras", "gru", (kernel, recurrent_kernel, bias), [3], [2, 3])
+    return one_direction("gru_from_keras", "gru", (kernel, recurrent_kernel, bias, *more), [3], [2, 3])
 
 
 def gru_to_keras(
@@ -126,11 +128,12 @@ def gru_to_keras(
     return into_keras(GRUCell(reset="after" if reset_after else "before"), Wx, Wh, b, bhn)
 
 
-def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None) -> dict[str, Any]:
+def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, *more: Any) -> dict[str, Any]:
     """Return the weights of a `keras.layers.SimpleRNN` as arguments of `mlx_lstm.rnn`; pass the layer's `activation`.
 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, H], [H, H], [H] or absent.
+        more: must be absent.
 
     Returns:
         dict: `Wx` [H, I], `Wh` [H, H] and, if there is a bias, `b` [H], each in the dtype of Keras' array. In
@@ -144,7 +147,7 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None) 
         >>> rnn(mx.ones((10, 2, 3)), **keras.rnn_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
-    return one_direction("rnn_from_keras", "rnn", (kernel, recurrent_kernel, bias), [1])
+    return one_direction("rnn_from_keras", "rnn", (kernel, recurrent_kernel, bias, *more), [1])
 
 
 def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
@@ -218,6 +221,9 @@ def bidirectional_to_keras(convert: Callable[..., list[np.ndarray]], arrays: Arr
 def one_direction(op: str, kind: str, weights: Sequence[Any], *biases: list[int]) -> Arrays:
     """Return Keras' weights of one direction as arguments of `mlx_lstm.lstm`, `gru` or `rnn`. `biases`: the allowed
     shapes of the bias, with the last axis counted in H; for a GRU [3] means shape [3H], [2, 3] means [2, 3H]."""
+    if len(weights) > 3:
+        rule = f"the arrays must be those of one layer (bidirectional_from_keras({op}, weights) takes both directions),"
+        fail(op, rule, f"{len(weights)} arrays")
     if weights[1] is None:
         fail(
             op,

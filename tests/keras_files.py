@@ -41,7 +41,8 @@ def whole():
     chain = [layers.LSTM(H, name="lstm1", **more), layers.Dropout(0.1), layers.LSTM(H, name="lstm2", **more), inner]
     chain += [layers.GRU(H, reset_after=False, recurrent_activation="hard_sigmoid", name="before", **more)]
     chain += [layers.SimpleRNN(H, activation="relu", name="plain", **more)]
-    chain += [layers.RNN(layers.LSTMCell(H), name="of_cell", **more), layers.Dense(2, name="head")]
+    chain += [layers.RNN(layers.LSTMCell(H), name="of_cell", **more)]
+    chain += [layers.TimeDistributed(layers.Dense(2), name="head")]
     x = y = keras.Input((T, I))
     outputs = {}
     for layer in chain:

@@ -2,8 +2,10 @@
 number of chunks. Other tests check the memory, the cache and the floating-point warnings of engine `numpy`."""
 
 import gc
+import sys
 import tracemalloc
 import weakref
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -546,3 +548,15 @@ def test_the_functions_of_openblas_are_found():
     finally:
         found.set(before)
     assert found.get() == before
+
+
+def test_a_call_without_a_norm_enters_no_code_of_norms():
+    """Neither a call, nor its gradient, nor a stepper."""
+    entered = set()
+    layer, x = nn.LSTM(3, 4, engine="numpy"), mx.ones((2, 5, 3))
+    sys.setprofile(lambda frame, event, _: entered.add(Path(frame.f_code.co_filename).name))
+    try:
+        mx.eval(mx.grad(lambda x: layer(x)[0].sum())(x), layer.stepper(batch=2)(x[:, 0]))
+    finally:
+        sys.setprofile(None)
+    assert "passes.py" in entered and "norms.py" not in entered

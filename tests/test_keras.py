@@ -218,6 +218,14 @@ def test_wrong_shapes_and_integers_are_refused():
         keras.rnn_from_keras(kernel.T, recurrent)
     with pytest.raises(ValueError, match=r"bias must have shape \[H\] but got shape \[1, 4\]"):
         keras.rnn_from_keras(kernel, recurrent, np.ones((1, H)))
+    for name, G in (("rnn", 1), ("gru", 3), ("lstm", 4)):  # a Bidirectional, with and without biases
+        one = [np.ones((I, G * H)), np.ones((H, G * H)), np.ones(G * H)]
+        for way in (one, one[:2]):
+            rule = (
+                rf"^\[{name}_from_keras\] the arrays must be those of one layer \(bidirectional_from_keras\({name}_from"
+            )
+            with pytest.raises(ValueError, match=rule):
+                getattr(keras, f"{name}_from_keras")(*way, *way)
     for weights in ([kernel, recurrent, kernel], [kernel, recurrent, recurrent, kernel], []):
         with pytest.raises(ValueError, match="weights must be those of two layers of the same shapes but got shapes"):
             keras.bidirectional_from_keras(keras.rnn_from_keras, weights)

@@ -510,8 +510,14 @@ def test_gru_and_rnn_bad_arguments():
     layer.nonlinearity = "tanh"
     with pytest.raises(ValueError, match=r"\[nn.RNN\] nonlinearity must be a function of an array"):
         layer(mx.zeros((2, 5, D)))
-    with pytest.raises(ValueError, match="must compute each number by itself"):
+    text = r"^\[nn.RNN\] nonlinearity must compute each number by itself \(a step that mixes .*\) but got \w+\.$"
+    with pytest.raises(ValueError, match=text):
         nn.RNN(D, H, nonlinearity=mx.softmax)(mx.zeros((2, 5, D)))
+    with pytest.raises(ValueError, match=r"^\[nn.RNN\] nonlinearity must keep the shape of state 0, .* but got \["):
+        nn.RNN(D, H, nonlinearity=lambda a: a[:, :2])(mx.zeros((2, 5, D)))
+    with pytest.raises(ValueError, match=r"^invalid literal") as raised:  # the function's own error keeps its traceback
+        nn.RNN(D, H, nonlinearity=lambda a: int("a"))(mx.zeros((2, 5, D)))
+    assert raised.traceback[-1].name == "<lambda>"
     with pytest.raises(ValueError, match=r"\[nn.RNN\] nonlinearity must be MLX's tanh, relu or sigmoid here"):
         nn.RNN(D, H, nonlinearity=mx.exp).stepper()
 

@@ -399,8 +399,18 @@ def test_layers_are_quantized_replaced_and_refused_with_their_norm():
         (lambda a: lstm(**a, norm=Norm(eps=0.0)), "norm.eps must be above 0"),
         (lambda a: lstm(**a, norm=Norm(gates="all")), "norm.gates must be"),
         (lambda a: lstm(**a, norm=Norm(scale=mx.ones(4))), r"norm_scale must .*\[8\]"),
-        (lambda a: lstm(**a, norm=Norm("sum", input_scale=mx.ones(8))), "norm.input_scale must be None"),
-        (lambda a: lstm(**a, norm=Norm(c_scale=mx.ones(2))), "norm.c_scale must be None"),
+        (
+            lambda a: lstm(**a, norm=Norm("sum", input_scale=mx.ones(8))),
+            "must be None unless norm.of is 'products' but got an array",
+        ),
+        (
+            lambda a: lstm(**a, norm=Norm(c_scale=mx.ones(2))),
+            "norm.c_scale must be None unless norm.c is 'output' or 'state'",
+        ),
+        (
+            lambda a: lstm(**a, norm=Norm(None, mx.ones(8), c="output")),
+            "norm.scale must be None unless norm.of is 'prod",
+        ),
         (lambda a: rnn(a["x"], a["Wx"][:2], a["Wh"][:2], norm=Norm(c="state")), "norm.c must be None"),
         (lambda a: gru(a["x"], a["Wx"][:6], a["Wh"][:6], norm=Norm("sum")), "the candidate's parts are apart"),
         (lambda a: gru(a["x"], a["Wx"][:6], a["Wh"][:6], reset="before", norm=Norm()), "the candidate's parts are"),

@@ -140,3 +140,12 @@ def test_commands_end_quietly_where_nobody_reads_on():
     for command in ("bench", "check", "compare", "convert"):
         text = (ROOT / f"mlx_lstm/{command}/__main__.py").read_text()
         assert text.endswith('if __name__ == "__main__":\n    run_command(main)\n')
+
+
+def test_the_module_of_children_sends_users_to_the_commands(monkeypatch, capsys):
+    from mlx_lstm.lab.__main__ import main
+
+    for words in ([], ["--help"], ["engines"], ["other", "default"]):
+        monkeypatch.setattr(sys, "argv", ["lab", *words])
+        assert main() == 2
+        assert capsys.readouterr().err == "mlx_lstm.lab serves the commands of mlx-lstm: run mlx-lstm --help\n"

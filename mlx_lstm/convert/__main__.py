@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..ground.budget import shown
 from ..ground.checks import fail
 from ..ground.machine import VERSION, run_command
-from ._files import Model, ending_of, read, replace, write, write_to
+from ._files import Model, ending_of, read, replace, some, title, write, write_to
 from ._keys import STYLES, WAYS
 from .weights import describe, differences, stacked
 
@@ -95,7 +95,8 @@ def model_of(options: argparse.Namespace) -> Model:
     """Read the source file with the command's options; return its layers and arrays."""
     source = options.source
     words = {"keys": options.from_keys, "ways": tuple(options.ways or WAYS), "order": options.order}
-    model = read(source, **words, nonlinearity=options.nonlinearity, external_data=options.external_data)
+    words |= {"nonlinearity": options.nonlinearity, "external_data": options.external_data}
+    model = read(source, only=options.only, **words)
     if not model.layers:
         raise ValueError(f"{source} holds no LSTM, GRU or RNN layer; its arrays: {some(list(model.rest))}")
     plain = any(weights.cell.op == "rnn" for weights in model.layers.values())
@@ -109,11 +110,9 @@ def chosen(model: Model, options: argparse.Namespace) -> Model:
     """Return the layers and arrays that the command's options select, joined into stacks and renamed as
     the options say."""
     layers, keys = dict(model.layers), dict(model.keys)
-    for wanted in [*(options.only or []), *(name for names in options.stack or [] for name in names.split(","))]:
+    for wanted in (name for names in options.stack or [] for name in names.split(",")):
         if wanted not in layers:
             raise ValueError(f"no recurrent layer is called {wanted!r}; there are {some(map(title, layers))}")
-    if options.only:
-        layers = {name: layers[name] for name in layers if name in options.only}
     for names in options.stack or []:
         first, *others = names.split(",")
         layers[first] = stacked("--stack", [layers[name] for name in (first, *others)])
@@ -151,22 +150,9 @@ def comparison(model: Model, again: Model) -> list[str]:
             found = [each for each in found if each != "forget_bias" and (each != "bx" or "bh" in found)]
         for each in found:
             text = each if " is now " in each else f"{each} is not the same in the new file"
-            if each in old.options:
-                text = f"{each}={old.options[each]!r} has no place in the new file: set it where you use the weights"
             if text := LOSSES.get(each, text):
                 lines.append(f"  {title(name)}: {text}")
     return list(dict.fromkeys(lines)) or ["  read back: the same to the last bit"]
-
-
-def title(name: str) -> str:
-    """Return a layer's name for printing; "(no name)" if it is empty."""
-    return shown(name) or "(no name)"
-
-
-def some(names: Iterable[str], most: int = 6) -> str:
-    """Return the first few names as a text, with the number of the names left out."""
-    names = list(names)
-    return ", ".join(map(shown, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class Parser(argparse.ArgumentParser):

@@ -3,7 +3,7 @@
 import json
 import os
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from ..ground.budget import Budget, shown
 from ..ground.checks import check_flag, check_option, fail
 from ..ground.files import (
     DTYPES,
+    Foreign,
     broken,
     foreign,
     read_npz,
@@ -28,7 +29,14 @@ from .weights import Weights, check_weights, in_bias
 ENDINGS = (".safetensors", ".npz", ".weights.h5", ".h5", ".keras", ".onnx")
 
 METADATA = "mlx_lstm"
-"""The key, in the metadata of a safetensors file, under which the options of the layers' cells are stored as JSON."""
+"""The key, in the metadata of a safetensors file and in the comment of an .npz file, under which the options of the
+layers' cells are stored as JSON."""
+
+COMMENT = b'{"mlx_lstm":'
+"""The first bytes of the comment of an .npz file that `write_npz` wrote. Any other comment is ignored."""
+
+LONGEST = 2**16 - 1
+"""The most bytes of the comment of a zip file."""
 
 
 class Model(NamedTuple):
@@ -54,8 +62,12 @@ def read(
     order: str | None = None,
     nonlinearity: str | None = None,
     external_data: bool = False,
+    only: Sequence[str] | None = None,
 ) -> Model:
     """Return all recurrent layers of a file, and its other arrays.
+
+    The names and shapes of the arrays tell what a layer is, except in `.keras`, `.h5` and `.onnx`. A `Pointwise` layer
+    with four gates and without `params` looks like an LSTM.
 
     Args:
         path (str or Path): a file that ends in `.safetensors` or `.npz`, with keys as in torch, MLX, Keras or
@@ -68,6 +80,8 @@ def read(
         nonlinearity (str, optional): the nonlinearity of plain RNNs, if the file does not name it. Default: tanh.
         external_data (bool): read the files that an `.onnx` file names for its arrays, from the folder of the file
             only. Default: `False`: a file with external data raises a ValueError.
+        only (sequence of str, optional): the names of the layers to read. All others are left out, also those that
+            cannot be read, such as a layer with layer normalisation. Default: all layers.
 
     Returns:
         Model: `layers`, `rest`, `keys`, `notes`, `metadata`.
@@ -94,16 +108,40 @@ def read(
     for name, value in options.items():
         if ending not in (".safetensors", ".npz") and value is not None and name != "ways":
             fail("convert", f"{name} must be left out for {path.name}, which says it itself,", repr(value))
+    if only is not None and (isinstance(only, str) or not all(isinstance(name, str) for name in only)):
+        fail("convert", "only must be a list of names of layers", repr(only))
     with foreign(path) as file:
         if ending == ".onnx":
-            return Model(*_onnx_file.read(file, external_data), metadata={})
+            return selected(Model(*_onnx_file.read(file, external_data, only), metadata={}), only)
         if ending not in (".safetensors", ".npz"):
-            return Model(*_keras_file.read(file), metadata={})
-        arrays, metadata = read_safetensors(file) if ending == ".safetensors" else (read_npz(file), {})
-        layers, used = _keys.layers_of(arrays, told_options(file.budget, metadata), **options)
+            return selected(Model(*_keras_file.read(file, only), metadata={}), only)
+        arrays, metadata = read_safetensors(file) if ending == ".safetensors" else (read_npz(file), comment_of(file))
+        layers, used = _keys.layers_of(arrays, told_options(file.budget, metadata), only=only, **options)
         taken = {key for found in used.values() for key in found}
         rest = {key: array for key, array in arrays.items() if key not in taken}
-        return Model(layers, rest, used, [], {key: text for key, text in metadata.items() if key != METADATA})
+        metadata = {key: text for key, text in metadata.items() if key != METADATA}
+        return selected(Model(layers, rest, used, [], metadata), only)
+
+
+def selected(model: Model, only: Sequence[str] | None) -> Model:
+    """Return a model with the layers in `only`, or with all if it is None. Raise ValueError if one is missing."""
+    names = list(model.layers) if only is None else only
+    for name in names:
+        if name not in model.layers:
+            raise ValueError(f"no recurrent layer is called {name!r}; there are {some(map(title, model.layers))}")
+    layers, keys = ({name: held[name] for name in held if name in names} for held in (model.layers, model.keys))
+    return model._replace(layers=layers, keys=keys)
+
+
+def title(name: str) -> str:
+    """Return a layer's name for printing; "(no name)" if it is empty."""
+    return shown(name) or "(no name)"
+
+
+def some(names: Iterable[str], most: int = 6) -> str:
+    """Return the first few names as a text, with the number of the names left out."""
+    names = list(names)
+    return ", ".join(map(shown, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def check_names(keys: object, ways: object) -> None:
@@ -131,7 +169,9 @@ def write(
         path (str or Path): a file with one of the endings that `read` takes, or `.mlpackage`. `.keras` and `.h5` become
             complete Keras models of these layers. `.onnx` becomes a model in which each layer is a node; in a stack
             each node reads the output of the node before. Only `.safetensors` and `.npz` hold other arrays.
-            `.npz` and `.weights.h5` do not hold options such as `reset`: keep `weights.options`.
+            Options such as `reset`, which the arrays do not show, are stored for `read`: in the metadata of a
+            `.safetensors` file, in the zip comment of an `.npz` file, as `model_config` in a `.weights.h5` file.
+            Other programs ignore these texts.
             `.mlpackage` is a Core ML model of LSTMs in float32 (with coremltools), which `read` cannot read. Its inputs
             are x [T, 1, I], h_0 and c_0, its outputs h, h_n and c_n. These names begin with the stack's name if it has
             one.
@@ -192,18 +232,22 @@ def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Seque
     if ending not in (".safetensors", ".npz"):
         writer = _onnx_file.write if ending == ".onnx" else _keras_file.write
         return writer(path, ending, model.layers)
-    arrays = dict(model.rest)
+    arrays, told = dict(model.rest), {}
     # The metadata must not tell a forget bias that the bias contains: a reader would add it again.
     layers = model.layers if style == "ops" else {name: in_bias(weights) for name, weights in model.layers.items()}
     for name, weights in layers.items():
+        options = {option: value for option, value in weights.options.items() if option != "bidirectional"}
         for key, array in _keys.keys_of(name, weights, style, keys=keys, ways=ways).items():
             if key in arrays:
                 rule = f"{shown(key)} must be one array: give a form of keys, or another prefix,"
                 fail("convert", rule, "two")
             arrays[key] = array
+            if options and array.ndim > 1:
+                told[key] = options
+    metadata = {METADATA: json.dumps(told)} if told else {}
     if ending == ".npz":
-        return write_npz(path, arrays)
-    write_safetensors(path, arrays, model.metadata | told_by(layers))
+        return write_npz(path, arrays, metadata)
+    write_safetensors(path, arrays, model.metadata | metadata)
 
 
 TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
@@ -235,17 +279,15 @@ def ending_of(path: Path, *, writes: bool = False) -> str:
     fail("convert", f"{path.name} must end in {', '.join(known)}{more}", repr(path.suffix))
 
 
-def told_by(layers: Mapping[str, Weights]) -> dict[str, str]:
-    """Return the metadata for a safetensors file: for each layer, as JSON, the options of its cell that differ from
-    the defaults."""
-    options = {name: weights.options for name, weights in layers.items()}
-    options = {name: {key: o[key] for key in o if key != "bidirectional"} for name, o in options.items()}
-    options = {name: found for name, found in options.items() if found}
-    return {METADATA: json.dumps(options)} if options else {}
+def comment_of(file: Foreign) -> dict[str, str]:
+    """Return the metadata that `write_npz` stored in the comment of a zip file; {} without such a comment."""
+    with zipfile.ZipFile(file.stream) as archive:
+        comment = archive.comment
+    return file.budget.json(comment) if comment.startswith(COMMENT) else {}
 
 
 def told_options(budget: Budget, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Read from the metadata of a safetensors file the options of each layer's cell, as `told_by` wrote them."""
+    """Read from a file's metadata the options of the layers' cells, by the keys of the layers' matrices."""
     try:
         return {str(name): dict(options) for name, options in budget.json(metadata.get(METADATA, "{}")).items()}
     except (ValueError, TypeError, AttributeError):
@@ -275,13 +317,18 @@ def write_safetensors(path: Path, arrays: Mapping[str, Any], metadata: Mapping[s
             file.write(values.tobytes())
 
 
-def write_npz(path: Path, arrays: Mapping[str, Any]) -> None:
-    """Write arrays as an .npz file, a zip of NumPy files. A key becomes a file name when the zip is unpacked, so a
-    key that contains a path is refused."""
+def write_npz(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Write arrays as an .npz file, a zip of NumPy files, and the metadata as the zip's comment. A key becomes a file
+    name when the zip is unpacked, so a key that contains a path is refused."""
+    comment = json.dumps(dict(metadata), separators=(",", ":")).encode() if metadata else b""
+    if len(comment) > LONGEST:
+        rule = f"the options of all layers must take at most {LONGEST} bytes in .npz: take .safetensors,"
+        fail("convert", rule, len(comment))
     for key in arrays:
         if key.startswith("..") or any(c in key for c in "/\\\0"):
             fail("convert", "keys in .npz must have no '/', '\\', '..' or NUL: take .safetensors,", repr(shown(key)))
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
+        file.comment = comment
         for key, array in arrays.items():
             if isinstance(array, mx.array) and array.dtype == mx.bfloat16:
                 fail(

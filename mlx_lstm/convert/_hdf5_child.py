@@ -90,11 +90,28 @@ def texts_of(item: Any, budget: Any) -> Texts:
             if kind is None:
                 continue
             # Texts of any length may share their bytes, so each of them may be as long as the whole file.
-            longest = about.dtype.itemsize if kind.length else budget.stored
-            budget.check(prod(about.shape or (1,)) * longest, name)
-            values = np.asarray(item.attrs[name]).reshape(-1)
-            found[name] = [each.decode() if isinstance(each, bytes) else str(each) for each in values]
+            size = prod(about.shape or (1,)) * (about.dtype.itemsize if kind.length else budget.stored)
+            if size > budget.left and name in ("layer_names", "weight_names"):
+                found[name] = names_below(item, name)
+            else:
+                budget.check(size, name)
+                values = np.asarray(item.attrs[name]).reshape(-1)
+                found[name] = [each.decode() if isinstance(each, bytes) else str(each) for each in values]
             budget.take(len(json.dumps(found[name])), name)
+    return found
+
+
+def names_below(group: Any, name: str) -> list[str]:
+    """Return the texts of an attribute of Keras, which cannot be read safely, from the paths below the group: the
+    layers of a model, or the arrays of a layer. The order of these texts has no meaning here."""
+    found: list[str] = []
+
+    def visit(path: str, item: Any) -> None:
+        is_layer = path != "top_level_model_weights" and any(each.startswith("weight_names") for each in item.attrs)
+        if is_layer if name == "layer_names" else isinstance(item, h5py.Dataset):
+            found.append(path)
+
+    group.visititems(visit)
     return found
 
 

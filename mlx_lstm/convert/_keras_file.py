@@ -3,8 +3,8 @@ Keras.
 
 In Keras 3 the path of a layer's arrays contains the layer's class and its number in the container:
 `layers/lstm_1/cell/vars/0`. In `.h5` the path contains the layer's name:
-`model_weights/encoder/encoder/lstm_cell/kernel`. The model's configuration has the options of the layers. `.weights.h5`
-has no configuration: there the shapes identify the cell, and its options are assumed to be the defaults.
+`model_weights/encoder/encoder/lstm_cell/kernel`. The model's configuration has the options of the layers. Keras writes
+no configuration into `.weights.h5`: there the shapes identify the cell, and its options are assumed to be the defaults.
 """
 
 import io
@@ -13,7 +13,7 @@ import re
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,9 +50,9 @@ def load() -> Any:
     return h5py
 
 
-def read(file: Foreign) -> Found:
+def read(file: Foreign, only: Sequence[str] | None = None) -> Found:
     """Read a Keras file. Return its layers by name, all other arrays, the keys of each layer, and notes on what was
-    not read."""
+    not read. only: the layers that must be readable; others are left out where they are not."""
     _hdf5.load()
     config, budget = None, file.budget
     if file.path.suffix == ".keras":
@@ -69,11 +69,11 @@ def read(file: Foreign) -> Found:
         version = [*held.texts("/", "keras_version"), *held.texts(root, "keras_version"), VERSION][0]
         arrays = by_layer(held, "" if root == "/" else f"{root}/", layers)
         slope = "x/5" if version.startswith(("1", "2")) else "x/6"
-        found = gathered(arrays, names_in_legacy(arrays), {each.name: each for each in known}, slope)
+        found = gathered(arrays, names_in_legacy(arrays), {each.name: each for each in known}, slope, only)
     else:
         if not held.arrays:
             raise ValueError("it must hold a model of Keras, or its weights, but got no arrays")
-        found = gathered(held.arrays, names_in_new(held, budget), {each.place: each for each in known}, "x/6")
+        found = gathered(held.arrays, names_in_new(held, budget), {each.place: each for each in known}, "x/6", only)
     layers, rest, keys, notes = found
     return layers, rest, keys, [*held.notes, *notes, *notes_on(known, rest)]
 
@@ -99,8 +99,12 @@ def notes_on(known: list[Known], rest: dict[str, Any]) -> list[str]:
         if kind == "Bidirectional" and mode != "concat":
             advice = "mlx_lstm.nn.stack(..., merge='sum') adds them" if mode == "sum" else "merge them in your model"
             notes.append(f"{shown(each.name)}: merge_mode is {shown(mode)}. A call returns both halves: {advice}")
-        if isinstance(kind, str) and kind in COUNTERPARTS:
-            notes.append(f"{shown(each.name)}: {kind} is {COUNTERPARTS[kind]}")
+        wrapped = each.config["config"].get("layer") if kind == "TimeDistributed" else None
+        own = wrapped.get("class_name") if isinstance(wrapped, Mapping) else kind
+        if isinstance(own, str) and own in COUNTERPARTS and (own == kind or own != "Conv1D"):
+            # mlx.nn's layers work on the last axis, so each step is by itself. Only a Conv1d would mix the steps.
+            title = own if own == kind else f"TimeDistributed({own})"
+            notes.append(f"{shown(each.name)}: {title} is {COUNTERPARTS[own]}")
     if notes and any(key.endswith("vars.0") for key in rest):
         notes.append("vars.0 of a layer is its kernel, embeddings or gamma, and vars.1 its bias or beta")
     more = len(notes) - MOST_NOTES
@@ -220,7 +224,13 @@ def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
     return directions
 
 
-def gathered(arrays: Mapping[str, Any], directions: list[Direction], known: Mapping[str, Known], slope: str) -> Found:
+def gathered(
+    arrays: Mapping[str, Any],
+    directions: list[Direction],
+    known: Mapping[str, Known],
+    slope: str,
+    only: Sequence[str] | None,
+) -> Found:
     """Build `Weights` from the arrays of all directions. Return (layers, others, keys, notes): the layers in the
     order of the model's configuration, the arrays that belong to no recurrent layer, the keys of each layer, and notes.
     Arrays of the optimizer and of random generators are left out; a note says how many.
@@ -243,7 +253,11 @@ def gathered(arrays: Mapping[str, Any], directions: list[Direction], known: Mapp
         name = place.replace("/", ".") if name in found else name
         config = known[place].config if place in known and can_tell(known[place].config) else None
         numbers = [[arrays[key] for key in way.keys] for way in ways]
-        found[name] = from_arrays("convert", numbers, config, name, slope=slope)
+        try:
+            found[name] = from_arrays("convert", numbers, config, name, slope=slope)
+        except ValueError:
+            if only is None or name in only:
+                raise
         keys[name] = [key.replace("//", "/") for way in ways for key in way.keys]
     taken = {key for each in directions for key in each.keys}
     rest = {key: array for key, array in arrays.items() if key not in taken}
@@ -300,6 +314,8 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
             write_legacy(file, made, config)
         else:
             write_new(file, made)
+        if ending == ".weights.h5" and any(weights.options.keys() - {"bidirectional"} for weights in layers.values()):
+            file.attrs["model_config"] = json.dumps(config)  # Keras ignores it here, `read` finds the options in it
     if ending != ".keras":
         path.write_bytes(data.getbuffer())
         return

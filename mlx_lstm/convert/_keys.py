@@ -145,9 +145,12 @@ def layers_of(
     ways: Sequence[str] = WAYS,
     order: str | None = None,
     nonlinearity: str | None = None,
+    only: Sequence[str] | None = None,
 ) -> tuple[dict[str, Weights], dict[str, list[str]]]:
     """Return all recurrent layers among a file's arrays, and the keys of each. Numbered layers whose sizes fit
-    become one stack, and two directions become one layer."""
+    become one stack, and two directions become one layer. options: the options of a layer's cell, by the keys of its
+    matrices. only: the layers that must be readable; others are left out where they are not, except for their
+    keys."""
     buckets: dict[str, list[Group]] = {}
     for group in groups_of(arrays, keys, ways):
         buckets.setdefault(group.name, []).append(group)
@@ -155,13 +158,29 @@ def layers_of(
     totals = Counter(name for names in counted.values() for name in names)
     layers, used = {}, {}
     for name, groups in buckets.items():
-        parts = {group.form: words_of(group, arrays, order) for group in groups}
-        own = sum(name in counted[key] for group in groups for key in group.keys.values())
-        for label, where in arranged(name, groups, parts, alone=own == totals[name]):
-            own_options = dict(options.get(label, {})) | ({} if nonlinearity is None else {"activation": nonlinearity})
-            layers[label] = one_layer(where, parts, own_options)
-            used[label] = [key for group in where.values() for key in group.keys.values()]
+        found: list[tuple[str, list[str], Weights]] = []
+        try:
+            parts = {group.form: words_of(group, arrays, order) for group in groups}
+            own = sum(name in counted[key] for group in groups for key in group.keys.values())
+            for label, where in arranged(name, groups, parts, alone=own == totals[name]):
+                mine = [key for group in where.values() for key in group.keys.values()]
+                told = next((options[key] for key in mine if key in options), {})
+                act = {} if nonlinearity is None else {"activation": nonlinearity}
+                found.append((label, mine, one_layer(where, parts, {**told, **act})))
+        except ValueError:
+            names = {name, *(f"{name}.{group.layer}".lstrip(".") for group in groups), *(group.own for group in groups)}
+            if only is None or names & set(only):
+                raise
+            used[name] = [key for key in arrays if any(is_of(group, key) for group in groups)]
+            continue
+        layers |= {label: weights for label, _, weights in found}
+        used |= {label: mine for label, mine, _ in found}
     return layers, used
+
+
+def is_of(group: Group, key: str) -> bool:
+    """Return whether a key is that of an array of this layer, even of one that no format holds."""
+    return key in (*group.keys.values(), *map(group.title, REFUSED)) or key.startswith(group.title("params."))
 
 
 def from_names(arrays: Mapping[str, Any], *, nonlinearity: str | None = None) -> Weights:
@@ -269,7 +288,8 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
     mine = {leaf: as_mlx(arrays[key]) for leaf, key in group.keys.items()}
     for leaf, why in REFUSED.items():
         if group.title(leaf) in arrays and (leaf != "gamma" or "kernel" in mine):
-            fail("convert", f"{group.title(leaf)} must not be there: {why},", "this key")
+            rule = f"{group.title(leaf)} must not be there: {why}; only= and --only read the others,"
+            fail("convert", rule, "this key")
     if "kernel" in mine:
         return [keras_words(group, mine, order)]
     words: Arrays = {}
@@ -364,7 +384,8 @@ def one_layer(
     three = directions[0, 0]["Wh"].shape[0] == 3 * directions[0, 0]["Wh"].shape[1]
     if three and "bx" in directions[0, 0] and "bh" not in directions[0, 0]:
         if "kernel" not in first.keys and options.get("reset") != "before":
-            fail("convert", f"{first.title('bhn')} must be there, beside {', '.join(first.keys)}", "no such key")
+            rule = f"{first.title('bhn')} must be there, beside {', '.join(first.keys)}"
+            fail("convert", f"{rule} (from_ops reads a GRU without it),", "no such key")
         options = {**options, "reset": "before"}
     return assembled("convert", directions, title, options, lenient=True)
 

@@ -1,6 +1,6 @@
 """Read and write ONNX models that contain LSTM, GRU and RNN nodes. This needs the package onnx."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,10 @@ def load() -> Any:
     return onnx
 
 
-def read(file: Foreign, external_data: bool) -> Found:
+def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) -> Found:
     """Read an ONNX file. Return its layers by node name, the other initializers, the keys of each layer's arrays,
-    and notes on inputs that are not weights."""
+    and notes on inputs that are not weights. only: the layers that must be readable; others are left out where they are
+    not."""
     onnx, data = load(), file.read()
     check_count(data, onnx.ModelProto.DESCRIPTOR, file.budget)
     try:
@@ -66,18 +67,14 @@ def read(file: Foreign, external_data: bool) -> Found:
             continue
         name = file.budget.name(node.name or f"{node.op_type}_{n}").strip("/").replace("/", ".")
         names = {word: node.input[k] for word, k in INPUTS.items() if k < len(node.input) and node.input[k]}
-        arrays = weights_of(onnx, name, names, constants, file.budget)
-        attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
-        layers[name] = from_node(
-            "convert", node.op_type, arrays, attributes, lambda word, names=names: names.get(word, word)
-        )
-        H = layers[name].hidden_size
-        for word in ("initial_h", "initial_c"):
-            sizes = list(constants[names[word]].dims) if names.get(word) in constants else [H]
-            if sizes[-1:] != [H]:  # torch.onnx.export drops an LSTM's projection, but the states keep its width
-                fail("convert", f"{word} of {name} must be of the width H = {H}: was there a projection?", sizes)
-        keys[name] = [names[word] for word in arrays]
-        used |= set(keys[name])
+        used |= {names[word] for word in ("W", "R", "B", "P") if word in names}
+        try:
+            layers[name] = layer_of(onnx, node, name, names, constants, file.budget)
+        except ValueError:
+            if only is None or name in only:
+                raise
+            continue
+        keys[name] = [names[word] for word in ("W", "R", "B", "P") if word in names]
         if runtime := [word for word in ("sequence_lens", "initial_h", "initial_c") if word in names]:
             notes.append(f"{name}: {', '.join(runtime)} are no weights: pass lengths and states to the call")
     # A file that `write` wrote holds zeros for first states that are not passed. They are no weights.
@@ -87,6 +84,21 @@ def read(file: Foreign, external_data: bool) -> Found:
     if others := [key for key, array in rest.items() if array is None]:
         notes.append(f"{len(others)} tensors without numbers are left out")
     return layers, {key: array for key, array in rest.items() if array is not None}, keys, notes
+
+
+def layer_of(
+    onnx: Any, node: Any, name: str, names: Mapping[str, str], constants: Mapping[str, Any], budget: Budget
+) -> Weights:
+    """Return the weights of a node. names, constants: as in `weights_of`."""
+    arrays = weights_of(onnx, name, names, constants, budget)
+    attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+    weights = from_node("convert", node.op_type, arrays, attributes, lambda word: names.get(word, word))
+    for word in ("initial_h", "initial_c"):
+        H = weights.hidden_size
+        sizes = list(constants[names[word]].dims) if names.get(word) in constants else [H]
+        if sizes[-1:] != [H]:  # torch.onnx.export drops an LSTM's projection, but the states keep its width
+            fail("convert", f"{word} of {name} must be of the width H = {H}: was there a projection?", sizes)
+    return weights
 
 
 def weights_of(

@@ -15,6 +15,9 @@ MODULES = {"engines": "comparison", "timing": "worker", "mpsgraph": "contenders"
 def main() -> int:
     """Answer requests until the parent closes the pipe. Kernels run without the usual small test before their first
     use, because all results are compared with float64 anyway."""
+    if len(sys.argv) != 3 or sys.argv[1] not in MODULES:
+        print("mlx_lstm.lab serves the commands of mlx-lstm: run mlx-lstm --help", file=sys.stderr)
+        return 2
     kind, argument = sys.argv[1:]
     module = import_module(f"{__package__}.{kind}.{MODULES[kind]}")
     with unguarded():

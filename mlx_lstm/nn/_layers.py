@@ -601,16 +601,18 @@ class RNN(Layer):
             return [mx.zeros((*batch, H) if is_step else (*batch, L, H), dtype)]
         steps = whole_steps(op, keep, hold, (*batch, L), "[..., L]")
         options: dict[str, Any] = {name: array.reshape(-1, L).T for name, array in steps.items()}
-        h, _ = pointwise(
-            *(Activated(self.nonlinearity), arrays["x"].reshape(-1, L, D).swapaxes(0, 1)),
-            *(arrays["Wx"], arrays["Wh"], arrays.get("b"), [arrays["h0"].reshape(-1, H)]),
-            **options,
-            norm=None if self._norm is None else norm_given(self._norm, arrays),
-            lengths=flat_lengths(op, lengths, tuple(batch)),
-            checkpoint_every=self.checkpoint_every,
-            training=self.training,
-            engine=self.engine,
-        )
+        options |= {"norm": None if self._norm is None else norm_given(self._norm, arrays)}
+        options |= {"lengths": flat_lengths(op, lengths, tuple(batch)), "checkpoint_every": self.checkpoint_every}
+        given = arrays["Wx"], arrays["Wh"], arrays.get("b"), [arrays["h0"].reshape(-1, H)]
+        cell, x = Activated(self.nonlinearity), arrays["x"].reshape(-1, L, D).swapaxes(0, 1)
+        try:
+            h, _ = pointwise(cell, x, *given, **options, training=self.training, engine=self.engine)
+        except ValueError as error:  # the user passed a nonlinearity, not the cell that the text names
+            begin, named, rule = str(error).partition("[pointwise] the cell must")
+            if begin or not named:
+                raise
+            rule, cell_named, _ = rule.partition(f" in {Activated.__name__}")
+            raise ValueError(f"[{op}] nonlinearity must{rule}" + "." * bool(cell_named)) from None
         h = h.swapaxes(0, 1).reshape(*batch, L, H)
         return [h[..., 0, :] if is_step else h]
 

@@ -95,9 +95,12 @@ def with_norm(op: str, cell: SomeCell, norm: Any, arrays: dict[str, Any]) -> tup
         return cell, arrays
     options = options_of(op, cell, norm)
     for name in NAMES:
-        used = options.c if name[:2] == "c_" else options.of if name[:5] != "input" else options.of == "products"
-        if getattr(norm, name) is not None and not used:
-            fail(op, f"norm.{name} must be None where nothing is normalised that it belongs to", "an array")
+        field = "c" if name[:2] == "c_" else "of"
+        values = ("products",) if name[:5] == "input" else ("products", "recurrent", "sum")
+        values = ("output", "state") if field == "c" else values
+        if getattr(norm, name) is not None and getattr(norm, field) not in values:
+            rule = f"norm.{name} must be None unless norm.{field} is {' or '.join(map(repr, values))}"
+            fail(op, rule, f"an array and {getattr(norm, field)!r}")
     given = {argument: getattr(norm, name) for name, argument in NAMES.items() if getattr(norm, name) is not None}
     return cell._replace(norm=options), arrays | given
 

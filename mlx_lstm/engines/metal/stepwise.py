@@ -424,10 +424,11 @@ def index_bits(problem: Problem) -> int:
     """Return the number of bits of the integers that index arrays in the kernels: 32, or 64 if an array may have too
     many elements. 64 bits are avoided because a step then needs twice as many instructions besides the multiply-adds
     of the recurrent product."""
-    # The array that one launch writes holds for each unit its gates, one element for m, and c in float32. In an array
-    # of 16-bit elements c takes two elements. So a unit takes at most 1 + 2 = 3 elements besides its gates.
+    # `blocks` is the most elements that an array holds for one unit of one batch item. The array that a launch writes
+    # (a row) holds the unit's gates, h before a projection, and c in float32. In a row of 16-bit elements c takes two
+    # elements, so these are gates + 1 + 2.
     width, cell, blocks = max(problem.H, problem.P), problem.cell, problem.cell.gates + 3
-    if isinstance(cell, PointwiseCell):  # its rows may hold more; no array has more blocks than this sum
+    if isinstance(cell, PointwiseCell):  # a row also holds further states, inputs and parameters, and their gradients
         blocks += 2 * cell.gates + 4 * cell.graph.states + 2 * cell.graph.params + cell.graph.inputs + cell.kept
     largest = problem.directions * blocks * width * max(problem.T * problem.B, width)
     return 32 if largest < problem.limits.index else 64

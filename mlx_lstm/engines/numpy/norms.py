@@ -11,9 +11,15 @@ from math import sqrt
 import numpy as np
 from numpy import dot
 
-from ..cells import norm_blocks, normalises_input
+from ..cells import NormOptions, norm_blocks
 from ..problem import Problem
 from .products import AHEAD_ROWS, WIDE_BATCH, Array, Views, WeightGradients, bias_of, columns_buffer, matrix
+
+
+def norm_options(problem: Problem) -> NormOptions:
+    """Return how the cell uses layer normalisation. A call without it enters nothing of this module."""
+    assert problem.cell.norm is not None
+    return problem.cell.norm
 
 
 class Normalisation:
@@ -154,11 +160,10 @@ class NormOfC:
 
     def __init__(self, problem: Problem, v: Views):
         """Allocate the memory for arrays [H, B]. v: the arrays of the call."""
-        (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
-        assert cell.norm is not None
+        (_, B, H, _, _), dtype = problem[:5], v["x"].dtype
         arrays = v.get("norm_c_scale"), v.get("norm_c_shift")
         sizes = (1, H, B)
-        self.norm: Normalisation = kind_for(sizes)(sizes, cell.norm.eps, dtype, *arrays)
+        self.norm: Normalisation = kind_for(sizes)(sizes, norm_options(problem).eps, dtype, *arrays)
         self.kept: Array = np.empty((H + 1, B), dtype)
         self.is_kept: bool = False  # whether `kept` belongs to the c of this step; a step sets it to False at first
         self.norm.sum_gradients(np.empty((H, B), dtype), scale=True, shift=True)
@@ -180,6 +185,11 @@ class NormOfC:
         self.norm.add_gradients(products, "norm_c_scale", "norm_c_shift")
 
 
+def norm_of_state(problem: Problem, v: Views) -> NormOfC | None:
+    """Return the layer normalisation of c, or None if c is not normalised."""
+    return NormOfC(problem, v) if norm_options(problem).c is not None else None
+
+
 def centred(blocks: int, array: Array) -> Array:
     """Return an array whose rows [n, .] are weights or a bias, minus the mean over the rows of each block."""
     parts = array.reshape(blocks, len(array) // blocks, -1)
@@ -196,10 +206,9 @@ def centres(problem: Problem, v: Views) -> bool:
     This pays if there are as many rows (steps x batch) as columns in the weights. It is impossible if a part of the
     sum is no product.
     """
-    norm = problem.cell.norm
+    norm = norm_options(problem)
     return (
-        norm is not None
-        and norm.of is not None
+        norm.of is not None
         and (norm.of != "sum" or "Wx" in v)
         and max([v[name].shape[1] for name in ("Wh", "Wx") if name in v]) <= problem.T * problem.B
     )
@@ -207,8 +216,8 @@ def centres(problem: Problem, v: Views) -> bool:
 
 def with_centred_weights(problem: Problem, v: Views) -> Views:
     """Return the arrays with weights as `centres` says, which the forward pass and the backward pass read."""
-    norm = problem.cell.norm
-    if norm is None or norm.of is None or not centres(problem, v):
+    norm = norm_options(problem)
+    if norm.of is None or not centres(problem, v):
         return v
     return v | {name: centred(norm_blocks(problem.cell), v[name]) for name in CENTRED[norm.of] if name in v}
 
@@ -216,36 +225,35 @@ def with_centred_weights(problem: Problem, v: Views) -> Views:
 def centre_gradients(problem: Problem, out: Views) -> None:
     """Subtract from the gradients of weights what those of `with_centred_weights` have too much. Other gradients have a
     mean of 0 already, so this does not change them."""
-    norm, blocks = problem.cell.norm, norm_blocks(problem.cell)
-    for name in CENTRED[norm.of] if norm is not None and norm.of is not None else ():
+    norm, blocks = norm_options(problem), norm_blocks(problem.cell)
+    for name in CENTRED[norm.of] if norm.of is not None else ():
         if name in out:
             out[name][...] = centred(blocks, out[name])
 
 
 def norm_of_preactivations(problem: Problem, v: Views) -> Normalisation | None:
-    """Return the layer normalisation of the recurrent product, or of its sum with the input's part. Return None if the
-    cell has none. An LSTM's forget bias is added after the norm: with the sum it is a part of the shift."""
-    (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
-    if cell.norm is None or cell.norm.of is None:
+    """Return the layer normalisation of the recurrent product, or of its sum with the input's part. Return None if only
+    c is normalised. An LSTM's forget bias is added after the norm: with the sum it is a part of the shift."""
+    (_, B, H, _, cell), dtype, norm = problem[:5], v["x"].dtype, norm_options(problem)
+    if norm.of is None:
         return None
     shift, n = v.get("norm_shift"), cell.gates * H
-    if cell.norm.of == "sum" and cell.forget_bias:
+    if norm.of == "sum" and cell.forget_bias:
         shift = np.zeros(n, dtype) if shift is None else shift.copy()
         shift[cell.block("f", H)] += cell.forget_bias
     sizes = (norm_blocks(cell), n, B)
-    return kind_for(sizes)(sizes, cell.norm.eps, dtype, v.get("norm_scale"), shift, centres(problem, v))
+    return kind_for(sizes)(sizes, norm.eps, dtype, v.get("norm_scale"), shift, centres(problem, v))
 
 
 def norm_of_input(problem: Problem, v: Views, bias: Array | None) -> Normalisation:
     """Return the layer normalisation of the input's product at one step, with the bias [G H], or None, as a part of its
     shift. v: the arrays of the call, from `with_centred_weights`."""
     (_, B, H, _, cell), dtype = problem[:5], v["Wh"].dtype
-    assert cell.norm is not None
     shift = v.get("norm_input_shift")
     shift = bias if shift is None else shift if bias is None else shift + bias
     sizes = (norm_blocks(cell), cell.gates * H, B)
     is_centred = "Wx" in v and centres(problem, v)
-    return kind_for(sizes)(sizes, cell.norm.eps, dtype, v.get("norm_input_scale"), shift, is_centred)
+    return kind_for(sizes)(sizes, norm_options(problem).eps, dtype, v.get("norm_input_scale"), shift, is_centred)
 
 
 class InputNormOfSteps:
@@ -302,9 +310,9 @@ class InputNormOfSteps:
 
 
 def input_norm_of(problem: Problem, v: Views) -> "InputNormOfSteps | InputNorm | None":
-    """Return the layer normalisation of the input's product, or None if the cell has none. v: the arrays of the call,
-    from `with_centred_weights`."""
-    if not normalises_input(problem.cell):
+    """Return the layer normalisation of the input's product, or None if it is not normalised by itself. v: the arrays
+    of the call, from `with_centred_weights`."""
+    if norm_options(problem).of != "products":
         return None
     return InputNormOfSteps(problem, v) if problem.B >= WIDE_BATCH else InputNorm(problem, v)
 
@@ -319,11 +327,10 @@ class InputNorm:
         """Prepare the weights and the shift of one direction. v: the arrays of the call, from
         `with_centred_weights`."""
         cell, dtype, n = problem.cell, v["x"].dtype, problem.cell.gates * problem.H
-        assert cell.norm is not None
         blocks = norm_blocks(cell)
         self.blocks: int = blocks
         self.row: Array = np.full((1, n // blocks), blocks / n, dtype)
-        self.eps: Array = np.array(cell.norm.eps, dtype)
+        self.eps: Array = np.array(norm_options(problem).eps, dtype)
         self.scale: Array | None = v.get("norm_input_scale")
         shift, bias = v.get("norm_input_shift"), bias_of(problem, v)
         self.shift: Array | None = bias if shift is None else shift if bias is None else shift + bias
@@ -399,8 +406,7 @@ class NormBackward:
         input's part has another gradient."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         self.norm, self.kept, self.dz, rows = norm, kept, dz, len(dz)
-        assert cell.norm is not None
-        self.dp: Array = dz if cell.norm.of == "sum" else columns_buffer(rows, dz.shape[1], B, dtype)
+        self.dp: Array = dz if norm_options(problem).of == "sum" else columns_buffer(rows, dz.shape[1], B, dtype)
         self.d: Array = np.zeros((rows, B), dtype)
         # The norm of the input's product, if each step computes it. Then `dz` gets the gradients of this product.
         self.of_input: InputNormOfSteps | None = of_input if isinstance(of_input, InputNormOfSteps) else None

@@ -107,7 +107,8 @@ class BackwardSweep:
         the memory of all gradients. v: the arrays of the call by name. saved: the outputs h, c, gates and norms of the
         forward pass. dv: the cotangents of some outputs by name."""
         dtype, (_, B, H, P), carried = v["x"].dtype, problem[:4], problem.cell.carried
-        v = with_centred_weights(problem, v)
+        if problem.cell.norm is not None:
+            v = with_centred_weights(problem, v)
         self.problem, self.v, self.dv, self.h = problem, v, dv, saved["h"]
         self.ends: Ends = Ends(problem, v)
         self.mask: Any = step_mask(v, problem)

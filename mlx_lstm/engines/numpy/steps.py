@@ -16,12 +16,11 @@ from ..cell_tracer import graph_of
 from ..cells import AnyCell, form_of
 from ..problem import Problem
 from .norms import (
-    InputNorm,
     InputNormOfSteps,
     NormBackward,
-    NormOfC,
     input_norm_of,
     norm_of_preactivations,
+    norm_of_state,
     with_centred_weights,
 )
 from .products import (
@@ -230,23 +229,22 @@ class Step:
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         plan = plan_of(cell, graph_arrays(v), problem.return_gates)
         self.apart: bool = plan.graph.apart
+        norm = of_input = norm_of_c = None
         if cell.norm is not None:
             many = problem._replace(T=problem.P) if streamed else problem  # a stream uses its weights often
-            v, norm = with_centred_weights(many, v), norm_of_preactivations(many, v)
-        else:
-            norm = None
+            v = with_centred_weights(many, v)
+            norm, norm_of_c = norm_of_preactivations(many, v), norm_of_state(problem, v)
+            of_input = (
+                None if streamed else input_norm_of(problem, v)
+            )  # in a stream the caller computes the input's part
         apart = self.apart or not cell.recurrent or (cell.norm is not None and cell.norm.of in ("product", "products"))
         negatable = plan.negatable if norm is None else ""
-        # In a stream the caller computes the input's part.
-        of_input = None if streamed else input_norm_of(problem, v)
         self.products: Any = (
             SeparateProducts(problem, v, mask, of_input)
             if apart
             else input_products(problem, v, mask, negatable, streamed)
         )
-        products, more = self.products, constants_of(plan, cell, v, B) | {"normalise": norm}
-        if plan.graph.has_norm():
-            more["N0"] = NormOfC(problem, v)
+        products, more = self.products, constants_of(plan, cell, v, B) | {"normalise": norm, "N0": norm_of_c}
         z = np.empty((cell.gates * H, B), dtype)
         weights, product = None, z
         if plan.whole:
@@ -405,9 +403,12 @@ class StepBackward:
         self.cell, self.H = cell, H
         self.dz: Array = columns_buffer(cell.gates * H, n, B, dtype)
         self.by_column: list[Array] = [self.dz]
-        self.of_input: InputNorm | InputNormOfSteps | None = input_norm_of(problem, v)
         self.norm: NormBackward | None = None
-        if (norm := norm_of_preactivations(problem, v)) is not None:
+        self.of_input, norm, self.norm_of_c = None, None, None
+        if cell.norm is not None:
+            self.of_input, norm = input_norm_of(problem, v), norm_of_preactivations(problem, v)
+            self.norm_of_c = norm_of_state(problem, v)
+        if norm is not None:
             kept = saved["norms"].transpose(FEATURE_MAJOR)
             self.norm = NormBackward(problem, v, norm, self.of_input, plan.other, kept, self.dz)
             self.by_column.append(self.norm.dp)
@@ -423,7 +424,6 @@ class StepBackward:
         if plan.recomputed:
             self.q = more["all_q"] = columns_buffer(len(plan.recomputed) * H, n, B, dtype)
         self.bhn: Array | None = v.get("bhn")
-        self.norm_of_c: NormOfC | None = NormOfC(problem, v) if graph.has_norm() else None
         more["N0"] = self.norm_of_c
         if plan.passes_h:
             self.direct = more["direct"] = np.empty((H, B), dtype)

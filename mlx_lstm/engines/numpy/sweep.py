@@ -157,7 +157,8 @@ def backward(
                 backward_in_segments(one, parts, products, own, own_saved, own_hidden, own_dv)
             else:
                 BackwardSweep(one, products, own, own_saved, own_dv).run()
-            centre_gradients(one, own_out)
+            if problem.cell.norm is not None:
+                centre_gradients(one, own_out)
             factors |= in_mlx(arrays, products.factors)
     return factors | {name: array.to_mlx() for name, array in new.items()}
 
