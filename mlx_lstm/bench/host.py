@@ -98,7 +98,7 @@ def as_on_a_mac() -> Iterator[None]:
         kernel.forget()
 
 
-def measure_host(size: Size, dtype: str, rounds: int = ROUNDS) -> list[Cost]:
+def measure_host(size: Size, dtype: str) -> list[Cost]:
     """Return, for all layers and both passes, the time that the host takes to build the graph of a call."""
     calls, arrays = layer_calls(size, DTYPES[dtype])
     times: dict[tuple[str, str], list[float]] = {
@@ -106,7 +106,7 @@ def measure_host(size: Size, dtype: str, rounds: int = ROUNDS) -> list[Cost]:
     }
 
     def timed(*values: mx.array) -> list[mx.array]:
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             for name, which in times:
                 times[name, which] += [seconds(calls[name], which, list(values)) for _ in range(CALLS)]
         return [values[0]]

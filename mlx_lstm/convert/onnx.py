@@ -83,7 +83,7 @@ def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapp
     direction = options.pop("direction", "forward")
     check_option(op, "direction", direction, DIRECTIONS)
     D, G = 2 if direction == "bidirectional" else 1, GATES[kind]
-    cell = cell_of_node(op, kind, options, D, "P" in arrays)
+    cell = cell_of_node(op, kind, options, D)
     check_array(op, name("R"), arrays.get("R"), [D, f"{G}H", "H"])
     H = arrays["R"].shape[2]
     for word, columns in (("R", H), ("W", "I")):
@@ -113,7 +113,7 @@ def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapp
     return checked(op, Weights(cell, [layer], direction == "reverse"), lambda k, d, word: name(titles.get(word, "B")))
 
 
-def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int, peeps: bool) -> Cell:
+def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int) -> Cell:
     """Return the cell that an ONNX node's attributes describe, and remove these attributes from the dict
     `attributes`."""
     for name in ("clip", "input_forget"):

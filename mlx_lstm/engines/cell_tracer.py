@@ -145,7 +145,7 @@ def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[in
         except NotPointwise as error:
             refuse(cell, step, given, error.what)
         cell_of = cell_graph(graph, counts, apart, forward, back)
-        verify(cell_of, step, shape, dtype)
+        verify(cell_of, step, shape)
         cell_of.function = step
         return cell_of
 
@@ -199,7 +199,7 @@ AS_MLX = OPERATIONS | {"sigmoid": mx.sigmoid}
 comparison of two numbers that differ by rounding only."""
 
 
-def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int], dtype: mx.Dtype) -> None:
+def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int]) -> None:
     """Compare a graph with the function, and its gradients with MLX's forward-mode derivative of the function, at
     random numbers in float64. The graph was made from the other mode, which MLX computes by other formulas.
 

@@ -48,8 +48,6 @@ from ..recurrence import (
 
 Self = TypeVar("Self", bound="Layer")
 
-OPTIONS_OF_TORCH = ("num_layers", "bidirectional", "batch_first", "dropout", "proj_size")
-
 
 class Layer(Advised):
     """Base class of `LSTM`, `GRU` and `RNN`. It has the constructor, the checks of arguments, and the method that

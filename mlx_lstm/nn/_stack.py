@@ -394,7 +394,7 @@ def read(name: str, layer: Any, now: bool, may_drop: bool) -> Depths:
     may_drop: whether a layer with dropout in training mode is accepted, because the caller runs none."""
     found = describe(OP, name, layer)
     if isinstance(layer, Pointwise):
-        return [read_own(name, layer, now)]
+        return [read_own(name, layer)]
     if found.drops and not may_drop:
         rule = f"{name} must have dropout 0 or be in evaluation mode, as stack drops nothing between its layers,"
         fail(OP, rule, f"dropout={layer.dropout}")
@@ -458,7 +458,7 @@ def check_nonlinearity(name: str, cell: Cell, act: str | None) -> None:
         check_option(OP, f"{name}.nonlinearity", act, allowed)
 
 
-def read_own(name: str, layer: Pointwise, now: bool) -> list[Depth]:
+def read_own(name: str, layer: Pointwise) -> list[Depth]:
     """Return the directions of a layer whose cell the user wrote."""
     both, cell = layer._directions == 2, layer._own_cell
     if layer.reverse and not name.startswith("reverse"):

@@ -184,7 +184,7 @@ def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arra
     d, stored = swept["dz"], graph.stored_gradients
     x = [stored.index(n) for n in graph.gradients("x")]
     dz = d if x == list(range(len(stored))) else mx.concatenate([d[..., k * H : (k + 1) * H] for k in x], axis=-1)
-    gradients = ops.input_gradients(problem, {n: a for n, a in arrays.items() if n != "b"}, dz)
+    gradients = ops.input_gradients({n: a for n, a in arrays.items() if n != "b"}, dz)
     if "b" in arrays:
         rows = ops.flat(dz)
         gradients["b"] = column_sums(rows, None if rows.dtype == mx.float32 else mx.ones((1, len(rows)), rows.dtype))
@@ -193,7 +193,7 @@ def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arra
         before = ops.states_before(problem, arrays, saved)
     if "Wh" in arrays:
         dp = ops.flat(d[..., : G * H])
-        gradients |= product_gradients(problem, arrays, before["h"], dp)
+        gradients |= product_gradients(arrays, before["h"], dp)
     if "keep" in arrays:
         names = [name for name in ("h", "c") if name in before and (name == "c" or cell.passes_h)]
         total = mx.zeros((problem.T, problem.B, 1))
@@ -210,7 +210,7 @@ def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arra
     return {name: gradient.astype(arrays[name].dtype) for name, gradient in gradients.items() if name in arrays}
 
 
-def product_gradients(problem: Problem, arrays: Arrays, h: mx.array, dp: mx.array) -> Arrays:
+def product_gradients(arrays: Arrays, h: mx.array, dp: mx.array) -> Arrays:
     """Return the gradients of Wh and mask, and the part of the gradient of `keep` (the factor on the states) that
     flows through the recurrent product. h [T, B, H]: h before each step. dp [T B, G H]: the gradient of the
     recurrent product."""

@@ -129,7 +129,7 @@ def gradients_in_few_launches(problem: Problem, arrays: Arrays, sweep: Arrays) -
     if "x_in" in sweep:
         without_b["x"] = sweep["x_in"]
         del without_b["lengths"]
-    gradients |= ops.input_gradients(problem, without_b, sweep["dz"])
+    gradients |= ops.input_gradients(without_b, sweep["dz"])
     for name in gradients:
         gradients[name] = gradients[name].astype(arrays[name].dtype)
     return gradients

@@ -406,7 +406,7 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
         carry [T, B, D H]   with the option `keep`, a factor on the states: the gradient of keep * c (LSTM), or the part
                             of the gradient of keep * h that bypasses the recurrent product (GRU)
     """
-    gradients = input_gradients(problem, arrays, sweep["dz"])
+    gradients = input_gradients(arrays, sweep["dz"])
     if problem.bidirectional:
         each = [[part(values, d) for values in (arrays, saved, sweep)] for d in range(2)]
         parts = [recurrent_gradients(one_direction(problem, d), *values) for d, values in enumerate(each)]
@@ -417,7 +417,7 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
     return {name: gradient.astype(arrays[name].dtype) for name, gradient in gradients.items() if name in arrays}
 
 
-def input_gradients(problem: Problem, arrays: Arrays, dz: Array) -> Arrays:
+def input_gradients(arrays: Arrays, dz: Array) -> Arrays:
     """Return the gradients of x, Wx and b, computed from dz [T, B, D G H]. Each is one matrix product or sum over
     all T * B rows."""
     x, Wx = arrays["x"], arrays.get("Wx")
