@@ -27,7 +27,6 @@ from .engines import cells
 from .engines.at_once import Run, by_mlx, by_numpy, computes_now, derived
 from .engines.choice import Engine, check_engine
 from .engines.directions import join
-from .engines.packing import Weight
 from .engines.problem import Arrays
 from .ground.advice import Advised, advised, missing
 from .ground.checks import (
@@ -68,8 +67,6 @@ __all__ += ["PackedSequence", "from_weights", "pack_padded_sequence", "pad_packe
 
 Input = TypeVar("Input", mx.array, PackedSequence)
 
-
-Self = TypeVar("Self", bound="Layers")
 
 MOST_LAYERS = 65536
 """The most layers of a module. Without a limit a mistyped number would draw parameters until memory is full."""
@@ -140,15 +137,6 @@ class Layers(Advised):
             for ending in self.endings:
                 for name, shape in self.shapes(layer).items():
                     self[self.key(name, layer, ending)] = mx.random.uniform(-scale, scale, shape)
-
-    def train(self: Self, mode: bool = True) -> Self:
-        """Set training mode, or with `False` evaluation mode; return the layer."""
-        super().train(mode)
-        return self
-
-    def eval(self: Self) -> Self:
-        """Set evaluation mode; return the layer."""
-        return self.train(False)
 
     @property
     def endings(self) -> tuple[str, ...]:
@@ -336,13 +324,6 @@ class Layers(Advised):
         if len(directions) == 1:
             return self.with_one_bias(directions[0], by_numpy if now else by_mlx)
         return derived(now, self.op, directions, lambda both: join([self.with_one_bias(one, by_mlx) for one in both]))
-
-    def _parameter(self, name: str) -> Weight:
-        """Return the parameter of this name. A quantized layer returns a weight as `Quantized`."""
-        array: Any = self.get(name)
-        if not isinstance(array, mx.array):  # for example a NumPy array, which MLX does not count as a parameter
-            check_array(self.op, name, getattr(self, name, array), ())
-        return array
 
     def with_one_bias(self, arrays: dict[str, Any], small: Run) -> dict[str, Any]:
         """Return the parameters of one direction by the argument names of `mlx_lstm.lstm`, `gru` or `rnn`, with

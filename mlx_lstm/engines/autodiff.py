@@ -36,7 +36,7 @@ from .packing import packed_names
 from .problem import Arrays, Problem
 from .tracing import MARKS_COME_FIRST, ZERO, custom_function, have_values, vjp, with_graphs_kept
 
-MODULES: dict[str, Any] = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
+ENGINE_MODULES: dict[str, Any] = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
 """The module of each engine, with the functions `forward` and `backward`."""
 
 
@@ -70,14 +70,14 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
     else:
         if arrays["x"].ndim == 2:
             arrays = arrays | {"x": arrays["x"][None]}
-        chunked = None if problem.chunks is None else divided(problem, arrays, engine, MODULES[engine])
+        chunked = None if problem.chunks is None else divided(problem, arrays, engine, ENGINE_MODULES[engine])
         if chunked is None and dtype in HALVES:
             arrays = for_engine(engine, arrays)
         if batch_first:
             arrays = arrays | {"x": mx.swapaxes(arrays["x"], 0, 1)}
         of_graph = engine == "ops" and chunked is None and has_plain_gradient(problem)
         if problem.plain or of_graph:
-            outputs = (chunked or MODULES[engine]).forward(problem, arrays)
+            outputs = (chunked or ENGINE_MODULES[engine]).forward(problem, arrays)
         else:
             if problem.packing is not None:
                 arrays = with_quantized_constant(problem, arrays)
@@ -145,7 +145,7 @@ def differentiable(
     None of the functions inside refers to the custom function. So the graph, the gradient function and all arrays
     that they hold are freed with the last reference to the outputs, without waiting for the garbage collector.
     """
-    names, sweeps = tuple(arrays), chunked or MODULES[engine]
+    names, sweeps = tuple(arrays), chunked or ENGINE_MODULES[engine]
     visible, hidden = saved_of(problem, engine, names) if chunked is None else chunked.saved_of(problem)
     saved: Saved = {}  # the arrays named in `hidden`, which only the backward pass sees
     used = set() if problem.training else set(visible)  # names of outputs that have a cotangent; taps add them
@@ -389,7 +389,7 @@ def engine_gradients(
     `numpy` can compute only with arrays that have values. In a Jacobian by mx.vmap the cotangents have none; then the
     engine `ops` computes the gradients.
     """
-    sweeps = chunked or MODULES[engine]
+    sweeps = chunked or ENGINE_MODULES[engine]
     if engine != "numpy":
         floats = arrays if problem.packing is None else dequantized(problem.packing, arrays)
         return sweeps.backward(problem, floats, saved, cotangents)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .autodiff import MODULES
+from .autodiff import ENGINE_MODULES
 from .cells import AnyCell
 from .chunks import for_engine
 from .input_norm import normalised_input
@@ -42,7 +42,7 @@ def launch_of(engine: str, problem: Problem, arrays: Arrays) -> Launch:
     elif engine == "fused" and problem.cell.recurrent and not fused.runs_apart(problem):
         arrays["arranged"] = fused.arranged(problem, arrays)
     mx.eval(arrays)
-    return Launch(MODULES[engine], problem, arrays)
+    return Launch(ENGINE_MODULES[engine], problem, arrays)
 
 
 class MLXStream:

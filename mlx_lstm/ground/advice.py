@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+import mlx.core as mx
 import mlx.nn as nn
 
-from .checks import fail
+from .checks import check_array, fail
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Self = TypeVar("Self", bound="Advised")
 
 SIZES: dict[str, str] = dict.fromkeys(
     ("units", "num_units", "hidden_dim", "hidden_dims", "n_hidden"), "it is called hidden_size here"
@@ -84,6 +86,22 @@ class Advised(nn.Module):
     """Base class of layers. A method that only other frameworks have raises an AttributeError that names ours."""
 
     op: str  # the layer's name in errors
+
+    def train(self: Self, mode: bool = True) -> Self:
+        """Set training mode, or with `False` evaluation mode; return the layer."""
+        super().train(mode)
+        return self
+
+    def eval(self: Self) -> Self:
+        """Set evaluation mode; return the layer."""
+        return self.train(False)
+
+    def _parameter(self, name: str) -> Any:
+        """Return the parameter of this name. A quantized layer returns a weight as `Quantized`."""
+        array: Any = self.get(name)
+        if not isinstance(array, mx.array):  # for example a NumPy array, which MLX does not count as a parameter
+            check_array(self.op, name, getattr(self, name, array), ())
+        return array
 
     def __getattr__(self, key: str) -> Any:
         if key not in ATTRIBUTES or key in self:

@@ -7,7 +7,7 @@ and the names that its parameters have in `mlx.nn`.
 import math
 from collections.abc import Callable, Sequence
 from operator import methodcaller
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,7 +21,6 @@ from ..engines.packing import Quantized, Weight
 from ..ground.advice import Advised, advised
 from ..ground.checks import (
     NO_UNITS,
-    check_array,
     check_every,
     check_flag,
     check_integer,
@@ -45,8 +44,6 @@ from ..recurrence import (
     pointwise,
     whole_steps,
 )
-
-Self = TypeVar("Self", bound="Layer")
 
 
 class Layer(Advised):
@@ -87,15 +84,6 @@ class Layer(Advised):
         for name, width in layer_norm_arrays(norm, self._gates, self.hidden_size).items():
             setattr(self, name, first_value(name, [width]))
 
-    def train(self: Self, mode: bool = True) -> Self:
-        """Set training mode, or with `False` evaluation mode; return the layer."""
-        super().train(mode)
-        return self
-
-    def eval(self: Self) -> Self:
-        """Set evaluation mode; return the layer."""
-        return self.train(False)
-
     def stepper(self, batch: int | Sequence[int] = ()) -> Stepper:
         """Return a `Stepper`: an object that runs one time step per call and keeps the states inside. It computes the
         same as the method `step` with much less work per step, but has no gradient.
@@ -135,13 +123,6 @@ class Layer(Advised):
     def _cell(self) -> Cell:
         """Return the cell: the formula that the recurrence computes at each step."""
         raise NotImplementedError
-
-    def _parameter(self, name: str) -> Weight:
-        """Return the parameter of this name. A quantized layer returns a weight as `Quantized`."""
-        array: Any = self.get(name)
-        if not isinstance(array, mx.array):  # for example a NumPy array, which MLX does not count as a parameter
-            check_array(self.op, name, getattr(self, name, array), ())
-        return array
 
     def _arrays(self) -> dict[str, Any]:
         """Return the parameters as a dict by the argument names of `mlx_lstm.lstm`, `gru` or `rnn`, without biases
