@@ -18,7 +18,6 @@ from operator import itemgetter, methodcaller
 from typing import Any, TypeVar
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from .convert import Weights
 from .convert.layers import class_of
@@ -429,11 +428,6 @@ class LSTM(Layers):
         options = (dropout, bidirectional, proj_size, checkpoint_every, engine)
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
 
-    def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """Return `QuantizedLSTM.from_layer(self, ...)`. Only `mlx_lstm.nn.quantize` calls this method;
-        `mlx.nn.quantize` ignores it."""
-        return QuantizedLSTM.from_layer(self, group_size, bits, mode)
-
     @advised
     def __call__(
         self,
@@ -523,11 +517,6 @@ class GRU(Layers):
         options = (dropout, bidirectional, 0, checkpoint_every, engine)
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
 
-    def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """Return `QuantizedGRU.from_layer(self, ...)`. Only `mlx_lstm.nn.quantize` calls this method; `mlx.nn.quantize`
-        ignores it."""
-        return QuantizedGRU.from_layer(self, group_size, bits, mode)
-
     @advised
     def __call__(
         self,
@@ -605,11 +594,6 @@ class RNN(Layers):
         options = (dropout, bidirectional, 0, checkpoint_every, engine)
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
         self.nonlinearity: str = nonlinearity
-
-    def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """Return `QuantizedRNN.from_layer(self, ...)`. Only `mlx_lstm.nn.quantize` calls this method; `mlx.nn.quantize`
-        ignores it."""
-        return QuantizedRNN.from_layer(self, group_size, bits, mode)
 
     @advised
     def __call__(

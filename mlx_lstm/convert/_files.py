@@ -67,7 +67,8 @@ def read(
     """Return all recurrent layers of a file, and its other arrays.
 
     The names and shapes of the arrays tell what a layer is, except in `.keras`, `.h5` and `.onnx`. A `Pointwise` layer
-    with four gates and without `params` looks like an LSTM.
+    without `params` looks like an LSTM if it has four gates, like a plain RNN if it has one, and like a GRU if it has
+    three and no bias.
 
     Args:
         path (str or Path): a file that ends in `.safetensors` or `.npz`, with keys as in torch, MLX, Keras or

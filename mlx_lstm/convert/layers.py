@@ -25,7 +25,7 @@ OF_MLX = (nn.LSTM, nn.GRU, nn.RNN)
 SCALARS = {bool, int, float, str, type(None)}
 """Types of most attributes that hold no array. They are skipped first, to save time in every call of `stack`."""
 
-HARMLESS = {"op", "stepper", "into_quantized", "train", "eval", "_extra_repr"}
+HARMLESS = {"op", "stepper", "train", "eval", "_extra_repr"}
 """The names that a subclass of a layer may redefine without changing what the layer computes."""
 
 DEFAULTS: dict[str, list[Any]] = {

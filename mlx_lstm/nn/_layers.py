@@ -264,11 +264,6 @@ class LSTM(Layer):
         super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
         self._add_norm(LSTMCell(), layer_norm)
 
-    def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """Return `QuantizedLSTM.from_layer(self, ...)`. Only `mlx_lstm.nn.quantize` calls this method;
-        `mlx.nn.quantize` ignores it."""
-        return QuantizedLSTM.from_layer(self, group_size, bits, mode)
-
     @advised
     def __call__(
         self,
@@ -407,11 +402,6 @@ class GRU(Layer):
         super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
         self._add_norm(GRUCell(), layer_norm)
 
-    def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """Return `QuantizedGRU.from_layer(self, ...)`. Only `mlx_lstm.nn.quantize` calls this method; `mlx.nn.quantize`
-        ignores it."""
-        return QuantizedGRU.from_layer(self, group_size, bits, mode)
-
     @advised
     def __call__(
         self,
@@ -520,11 +510,6 @@ class RNN(Layer):
 
     def _extra_repr(self) -> str:
         return super()._extra_repr(f"nonlinearity={self.nonlinearity}, ")
-
-    def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """Return `QuantizedRNN.from_layer(self, ...)`. Only `mlx_lstm.nn.quantize` calls this method; `mlx.nn.quantize`
-        ignores it."""
-        return QuantizedRNN.from_layer(self, group_size, bits, mode)
 
     @advised
     def __call__(

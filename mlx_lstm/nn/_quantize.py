@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
 from ..ground.checks import fail
-from ..recurrence import QuantizedLayer
+from ..recurrence import QUANTIZED, QuantizedLayer
 from ._from_weights import Recurrence
 from ._replace import OURS, THEIRS, kind_of_parameters, look_alike, modules_of, name_of
 
@@ -69,7 +69,7 @@ def quantize(
         if result and id(layer) not in quantized:
             options = {"group_size": group_size, "bits": bits, "mode": mode} if result is True else result
             try:
-                quantized[id(layer)] = layer.into_quantized(**options)
+                quantized[id(layer)] = QUANTIZED[type(layer)].from_layer(layer, **options)
             except ValueError as error:
                 raise ValueError(f"{error} The layer is {path} of the model.") from None
 
@@ -107,6 +107,5 @@ def float_layer(path: str, layer: nn.Module) -> str:
 
 
 def quantizes(layer: object) -> bool:
-    """Return whether this layer of `mlx_lstm` can be quantized: only if its class itself, not a base, defines
-    `into_quantized`."""
-    return "into_quantized" in vars(type(layer))
+    """Return whether this layer of `mlx_lstm` can be quantized. A layer of a subclass cannot."""
+    return type(layer) in QUANTIZED

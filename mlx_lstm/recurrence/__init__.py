@@ -11,7 +11,8 @@ For users, and exported by `mlx_lstm`:
 For the modules above this one: the layers, and the functions in the style of other libraries:
 
 - `Call` checks arguments, chooses an engine and runs it. `engine_used` is the property of a layer that returns the
-  engine of its latest call; `QuantizedLayer` is the base of layers with quantized weights.
+  engine of its latest call; `QuantizedLayer` is the base of layers with quantized weights, and `QUANTIZED`
+  has the quantized class of each class of layers.
 - `by_layer`, `of_layers`, `split_states`, `join_states` and `join_biases` translate the states and biases of stacks of
   layers. `common_dtype`, `in_dtype` and `in_common_dtype` bring arrays into one dtype. `whole_steps` checks a
   layer's options `keep` (a factor on the state) and `hold` (steps that leave the state unchanged), `whole_lengths` its
@@ -32,7 +33,7 @@ from ._lstm import lstm, lstm_gradients
 from ._norm import Norm, first_value, layer_norm_arrays, layer_norm_of, norm_given
 from ._packed import PackedSequence, check_packed, pack_padded_sequence, pad_packed_sequence
 from ._pointwise import OwnCell, apart_again, pointwise, side_by_side
-from ._quantized import QuantizedLayer
+from ._quantized import QUANTIZED, QuantizedLayer
 from ._recognise import recognise
 from ._recurrent import recurrent
 from ._rnn import RNNOutput as RNNOutput
@@ -42,6 +43,7 @@ from ._stepper import Stepper
 from ._steps import whole_steps
 
 __all__ = [
+    "QUANTIZED",
     "Call",
     "Hold",
     "Lengths",

@@ -16,6 +16,10 @@ RECURRENT = ("Wh", "weight_hh")
 """Prefixes of the parameter names of recurrent weights, in MLX and in torch."""
 
 
+QUANTIZED: dict[type[nn.Module], type["QuantizedLayer"]] = {}
+"""The quantized class of each class of float layers."""
+
+
 class QuantizedLayer(nn.Module):
     """Base class of quantized layers such as `QuantizedLSTM`. The class of a quantized layer inherits from this
     class first, then from the class of the float layer."""
@@ -30,6 +34,7 @@ class QuantizedLayer(nn.Module):
         super().__init_subclass__(**options)
         if "of" not in vars(cls):
             return
+        QUANTIZED[cls.of] = cls
 
         def constructor(self: QuantizedLayer, *sizes: Any, **options: Any) -> None:
             QuantizedLayer.__init__(self, *sizes, **options)
