@@ -26,6 +26,7 @@ from .engines import cells
 from .engines.at_once import Run, by_mlx, by_numpy, computes_now, derived
 from .engines.choice import Engine, check_engine
 from .engines.directions import join
+from .engines.packing import Weight
 from .engines.problem import Arrays
 from .ground.advice import Advised, advised, missing
 from .ground.checks import (
@@ -323,6 +324,13 @@ class Layers(Advised):
         if len(directions) == 1:
             return self.with_one_bias(directions[0], by_numpy if now else by_mlx)
         return derived(now, self.op, directions, lambda both: join([self.with_one_bias(one, by_mlx) for one in both]))
+
+    def _parameter(self, name: str) -> Weight:
+        """Return the parameter of this name. A quantized layer returns a weight as `Quantized`."""
+        array: Any = self.get(name)
+        if not isinstance(array, mx.array):  # for example a NumPy array, which MLX does not count as a parameter
+            check_array(self.op, name, getattr(self, name, array), ())
+        return array
 
     def with_one_bias(self, arrays: dict[str, Any], small: Run) -> dict[str, Any]:
         """Return the parameters of one direction by the argument names of `mlx_lstm.lstm`, `gru` or `rnn`, with

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-import mlx.core as mx
 import mlx.nn as nn
 
-from .checks import check_array, fail
+from .checks import fail
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Self = TypeVar("Self", bound="Advised")
@@ -95,13 +94,6 @@ class Advised(nn.Module):
     def eval(self: Self) -> Self:
         """Set evaluation mode; return the layer."""
         return self.train(False)
-
-    def _parameter(self, name: str) -> Any:
-        """Return the parameter of this name. A quantized layer returns a weight as `Quantized`."""
-        array: Any = self.get(name)
-        if not isinstance(array, mx.array):  # for example a NumPy array, which MLX does not count as a parameter
-            check_array(self.op, name, getattr(self, name, array), ())
-        return array
 
     def __getattr__(self, key: str) -> Any:
         if key not in ATTRIBUTES or key in self:

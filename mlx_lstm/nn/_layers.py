@@ -21,6 +21,7 @@ from ..engines.packing import Quantized, Weight
 from ..ground.advice import Advised, advised
 from ..ground.checks import (
     NO_UNITS,
+    check_array,
     check_every,
     check_flag,
     check_integer,
@@ -123,6 +124,13 @@ class Layer(Advised):
     def _cell(self) -> Cell:
         """Return the cell: the formula that the recurrence computes at each step."""
         raise NotImplementedError
+
+    def _parameter(self, name: str) -> Weight:
+        """Return the parameter of this name. A quantized layer returns a weight as `Quantized`."""
+        array: Any = self.get(name)
+        if not isinstance(array, mx.array):  # for example a NumPy array, which MLX does not count as a parameter
+            check_array(self.op, name, getattr(self, name, array), ())
+        return array
 
     def _arrays(self) -> dict[str, Any]:
         """Return the parameters as a dict by the argument names of `mlx_lstm.lstm`, `gru` or `rnn`, without biases
