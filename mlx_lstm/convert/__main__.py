@@ -196,7 +196,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def add_choice(add: Callable[..., object]) -> None:
     """Add the options that select, join and rename layers, by the method `add_argument` of a group."""
-    add("--only", nargs="+", metavar="NAME", help="convert only the layers with these names")
+    only = "convert only the layers with these names; the others may then be layers that cannot be read"
+    add("--only", nargs="+", metavar="NAME", help=only)
     add("--layers-only", action="store_true", help="do not copy the arrays of other layers, such as an embedding")
     stack = "stack these layers of SRC into one, as with num_layers=2 in PyTorch; A reads the input; may be repeated"
     add("--stack", action="append", metavar="A,B", help=stack)
