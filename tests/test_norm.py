@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import combination, draw, draw_cotangents, is_in_range, poison_scratch, random_norm
 
-from mlx_lstm import Norm, convert, gru, lstm, pointwise, rnn
+from mlx_lstm import Norm, convert, gru, lstm, lstm_gradients, pointwise, rnn
 from mlx_lstm.engines.cells import NormOptions
 from mlx_lstm.lab import cases
 from mlx_lstm.nn import GRU, LSTM, RNN, Pointwise, QuantizedLSTM, replace, stack
@@ -412,6 +412,7 @@ def test_layers_are_quantized_replaced_and_refused_with_their_norm():
             "norm.scale must be None unless norm.of is 'prod",
         ),
         (lambda a: rnn(a["x"], a["Wx"][:2], a["Wh"][:2], norm=Norm(c="state")), "norm.c must be None"),
+        (lambda a: lstm_gradients(norm=Norm()), "None, as MLX's mx.vjp of lstm has its gradient, but got Norm"),
         (lambda a: gru(a["x"], a["Wx"][:6], a["Wh"][:6], norm=Norm("sum")), "the candidate's parts are apart"),
         (lambda a: gru(a["x"], a["Wx"][:6], a["Wh"][:6], reset="before", norm=Norm()), "the candidate's parts are"),
         (lambda a: LSTM(3, 4, layer_norm=Norm(scale=mx.ones(16))), "a Norm without arrays"),

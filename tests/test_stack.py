@@ -159,6 +159,8 @@ def test_dtypes_modes_and_engines():
     with pytest.raises(ValueError, match="engine must be one of"):
         stack(layers, x)
     assert stack(layers, x, engine="ops")[0].shape == (2, T, H)
+    with mx.stream(mx.cpu), pytest.raises(ValueError, match=r"\[nn.stack\] engine='fused' cannot run"):
+        stack(layers, x, engine="fused")
     relu = [mlx.nn.RNN(D, H, nonlinearity=mlx.nn.relu), mlx.nn.RNN(H, H)]
     np.testing.assert_allclose(np.array(stack(relu, x)[0]), np.array(relu[1](relu[0](x))), rtol=0, atol=4e-6)
 

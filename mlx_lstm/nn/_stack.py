@@ -269,7 +269,7 @@ def run_group(group: "Depth", arrays: Arrays, steps: Arrays, options: dict[str, 
     if isinstance(group.cell, OwnCell):
         return run_own_group(group, group.cell, arrays, states, steps, options)
     arrays |= {f"{name}0": state for name, state in states.items()} | steps
-    call = Call(group.cell, engine=group.engine, **options)
+    call = Call(group.cell, engine=group.engine, op=OP, **options)
     outputs, choice = call.forward(arrays, return_gates=False, training=group.training)
     for layer in group.owners:
         vars(layer)["_engine_used"] = choice
@@ -289,7 +289,7 @@ def run_own_group(
     options = options | {"batch_first": False, "hold": None if hold is None else mx.swapaxes(hold, 0, 1)}
     others_joined = {"c0": side_by_side(others, D)} if others else {}
     given: dict[str, Any] = arrays | {"x": x, "h0": h0} | others_joined | in_time
-    call = Call(own.traced(x.shape[1], group.H, x.dtype), engine=group.engine, **options)
+    call = Call(own.traced(x.shape[1], group.H, x.dtype), engine=group.engine, op=OP, **options)
     outputs, _ = call.forward(given, return_gates=False, training=group.training)
     last = zip(state_names(own)[1:], apart_again(outputs.get("cT"), len(others), D), strict=True)
     return {"h": mx.swapaxes(outputs["h"], 0, 1), "hT": outputs["hT"]} | {f"{name}T": array for name, array in last}

@@ -10,7 +10,7 @@ from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_gru
 from ._call import Call, Hold, Lengths, given
-from ._norm import Norm, with_norm
+from ._norm import Norm, with_norm, without_norm
 
 
 class GRUOutput(NamedTuple):
@@ -103,6 +103,7 @@ def gru(
     return GRUOutput(**call.forward(arrays, return_gates=return_gates, training=training)[0])
 
 
+@without_norm
 def gru_gradients(
     x: mx.array,
     Wx: Weight | None,

@@ -10,7 +10,7 @@ from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import Clips, check_lstm
 from ._call import Call, Hold, Lengths, given
-from ._norm import Norm, with_norm
+from ._norm import Norm, with_norm, without_norm
 
 
 class LSTMOutput(NamedTuple):
@@ -164,6 +164,7 @@ def lstm(
     return LSTMOutput(**call.forward(arrays, return_gates=return_gates, training=training)[0])
 
 
+@without_norm
 def lstm_gradients(
     x: mx.array,
     Wx: Weight | None,

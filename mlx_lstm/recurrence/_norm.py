@@ -1,8 +1,9 @@
 """Layer normalisation inside the step: the argument `norm` of the functions and the option `layer_norm` of layers, with
 their checks. `engines.input_norm` computes the part of it that comes before the steps, except for `numpy`."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 
@@ -10,6 +11,7 @@ from ..engines.cells import AnyCell, GRUCell, LSTMCell, NormOptions
 from ..ground.checks import check_number, check_option, fail
 
 SomeCell = TypeVar("SomeCell", bound=AnyCell)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Norm(NamedTuple):
@@ -86,6 +88,20 @@ NAMES = {
 
 OF = {"products": "products", "recurrent": "product", "sum": "sum", None: None}
 """From the value of `Norm.of` that the user writes to the value of `NormOptions.of` that engines read."""
+
+
+def without_norm(function: Function) -> Function:
+    """Return a gradient op that refuses the argument `norm` and says what to use instead."""
+
+    @wraps(function)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        if "norm" in options and (norm := options.pop("norm")) is not None:
+            op = function.__name__
+            whole = op.removesuffix("_gradients")
+            fail(op, f"norm must be None, as MLX's mx.vjp of {whole} has its gradient,", type(norm).__name__)
+        return function(*arguments, **options)
+
+    return cast(Function, checked)
 
 
 def with_norm(op: str, cell: SomeCell, norm: Any, arrays: dict[str, Any]) -> tuple[SomeCell, dict[str, Any]]:

@@ -9,7 +9,7 @@ from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_rnn
 from ._call import Call, Hold, Lengths, given
-from ._norm import Norm, with_norm
+from ._norm import Norm, with_norm, without_norm
 
 
 class RNNOutput(NamedTuple):
@@ -84,6 +84,7 @@ def rnn(
     return RNNOutput(**call.forward(arrays, return_gates=return_gates, training=training)[0])
 
 
+@without_norm
 def rnn_gradients(
     x: mx.array,
     Wx: Weight | None,
