@@ -16,13 +16,13 @@
 // How the lanes read the sums of all simdgroups. Every EVERY-th lane of a simdgroup has numbers of the same norm; PEERS
 // is the number of these lanes. They divide the simdgroups among themselves: each lane reads the sums of TURNS
 // simdgroups, whose numbers are PEERS apart. The sums lie in memory as [EVERY][PLACES][ROWS] pairs. If the number of
-// simdgroups divides PEERS, each sum is read by several lanes.
+// simdgroups divides PEERS, each sum is read by several lanes: by COPIES lanes.
 template <int H, int LANES, int EVERY>
 struct Peers {
   enum { UNITS = 32 / LANES, SIMDGROUPS = (H + UNITS - 1) / UNITS, PEERS = 32 / EVERY };
   enum { TURNS = (SIMDGROUPS + PEERS - 1) / PEERS, PLACES = PEERS * TURNS };
   enum { IS_WHOLE = H % UNITS == 0, REPEATS = IS_WHOLE && PEERS % SIMDGROUPS == 0 };
-  enum { IS_EVEN = REPEATS || (IS_WHOLE && SIMDGROUPS == PLACES) };
+  enum { IS_EVEN = REPEATS || (IS_WHOLE && SIMDGROUPS == PLACES), COPIES = REPEATS ? PEERS / SIMDGROUPS : 1 };
 
   // Return the number of the simdgroup whose sums the lane with this number reads first.
   static uint first(uint lane) { return REPEATS ? lane / EVERY % SIMDGROUPS : lane / EVERY; }
@@ -110,20 +110,11 @@ void share(
   }
 }
 
-// Replace x[r] by (x[r] - mean) / sqrt(variance + eps), for ROWS batch items. counts: 1 if the lane's number belongs to
-// the norm; otherwise 0, and x[r] must be 0. EVERY: the distance of the lanes whose numbers are normalised together.
-// EACH: how many of these numbers a unit has. part: the part of all units that the simdgroup has whose sums this lane
-// reads first.
-template <int H, int LANES, int EVERY, int EACH, int ROWS>
-void standardise(
-    thread float (&x)[ROWS], float counts, float part, float eps, uint index, threadgroup float4* memory) {
-  using P = Peers<H, LANES, EVERY>;
-  Pair own[ROWS], all[P::TURNS][ROWS];
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
-    const float mean = sum_of_every<EVERY>(x[r]) * (P::share(index / 32) * (1.0f / EACH)), away = x[r] - mean * counts;
-    own[r] = float2(mean, sum_of_every<EVERY>(away * away) * (1.0f / (EACH * H)));
-  }
+// Replace own[r], the mean and the squares of one simdgroup, by the mean of all numbers and 1 / sqrt(variance + eps), for
+// ROWS batch items. part: the part of all units that the simdgroup has whose sums this lane reads first.
+template <class P, int EVERY, int ROWS>
+void moments_of_all(thread Pair (&own)[ROWS], float part, float eps, uint index, threadgroup float4* memory) {
+  Pair all[P::TURNS][ROWS];
   share<P, EVERY>(own, index, memory, all);
   const uint first = P::first(index % 32);
 #pragma clang loop unroll(full)
@@ -138,7 +129,40 @@ void standardise(
       constexpr float once = P::REPEATS ? float(P::SIMDGROUPS) / P::PEERS : 1.0f;
       variance += away * away * P::part(first, part, turn) + all[turn][r][1] * once;
     }
-    x[r] = (x[r] - mean) * rsqrt(sum_of_every<EVERY>(variance) + eps);
+    own[r] = float2(mean, rsqrt(sum_of_every<EVERY>(variance) + eps));
+  }
+}
+
+// Replace x[r] by (x[r] - mean) / sqrt(variance + eps), for ROWS batch items. counts: 1 if the lane's number belongs to
+// the norm; otherwise 0, and x[r] must be 0. EVERY: the distance of the lanes whose numbers are normalised together.
+// EACH: how many of these numbers a unit has. part: as in moments_of_all.
+template <int H, int LANES, int EVERY, int EACH, int ROWS>
+void standardise(
+    thread float (&x)[ROWS], float counts, float part, float eps, uint index, threadgroup float4* memory) {
+  using P = Peers<H, LANES, EVERY>;
+  Pair own[ROWS];
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    const float mean = sum_of_every<EVERY>(x[r]) * (P::share(index / 32) * (1.0f / EACH)), away = x[r] - mean * counts;
+    own[r] = float2(mean, sum_of_every<EVERY>(away * away) * (1.0f / (EACH * H)));
+  }
+  moments_of_all<P, EVERY>(own, part, eps, index, memory);
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) x[r] = (x[r] - own[r][0]) * own[r][1];
+}
+
+// Replace own[r], two sums over one simdgroup, by the sums over all simdgroups, for ROWS batch items. Several lanes may
+// read one sum; the result is then the sum times P::COPIES.
+template <class P, int EVERY, int ROWS>
+void sums_of_all(thread Pair (&own)[ROWS], uint index, threadgroup float4* memory) {
+  Pair all[P::TURNS][ROWS];
+  share<P, EVERY>(own, index, memory, all);
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    Pair sum = all[0][r];
+#pragma clang loop unroll(full)
+    for (int turn = 1; turn < P::TURNS; ++turn) sum += all[turn][r];
+    own[r] = float2(sum_of_every<EVERY>(sum[0]), sum_of_every<EVERY>(sum[1]));
   }
 }
 
@@ -150,17 +174,13 @@ void standardise_backward(
     thread float (&d)[ROWS], thread const float (&y)[ROWS], thread const float (&factor)[ROWS], uint index,
     threadgroup float4* memory) {
   using P = Peers<H, LANES, EVERY>;
-  constexpr float COPIES = P::REPEATS ? float(P::PEERS) / P::SIMDGROUPS : 1.0f;
-  Pair own[ROWS], all[P::TURNS][ROWS];
+  Pair own[ROWS];
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) own[r] = float2(sum_of_every<EVERY>(d[r]), sum_of_every<EVERY>(d[r] * y[r]));
-  share<P, EVERY>(own, index, memory, all);
+  sums_of_all<P, EVERY>(own, index, memory);
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
-    Pair sum = all[0][r];
-#pragma clang loop unroll(full)
-    for (int turn = 1; turn < P::TURNS; ++turn) sum += all[turn][r];
-    d[r] -= (sum_of_every<EVERY>(sum[0]) + y[r] * sum_of_every<EVERY>(sum[1])) * (1.0f / (N * COPIES));
+    d[r] -= (own[r][0] + y[r] * own[r][1]) * (1.0f / (N * P::COPIES));
     d[r] *= factor[r];
   }
 }

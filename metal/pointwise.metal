@@ -4,6 +4,7 @@
 //   LANES        the lanes of a unit: 4, or 1 for a cell without a product
 //   SCATTERS     whether each of the four lanes gets only the recurrent product of one gate (lane k: gate k), in
 //                sums[0]; otherwise all lanes get the products of all gates
+//   NORMALISES   whether the cell has a layer normalisation
 //   TWO_PRODUCTS, slot_block    as in fused_lanes.metal
 //   forward, backward   like those of the cell, with `lane` as an additional first parameter. The lanes of a unit share
 //              the work: register j of a lane holds block 4 j + lane of y and of the gradients d. The unit's states and
@@ -54,6 +55,28 @@ void sum_of_own_unit(thread float (&sums)[SIZE]) {
     for (int n = 0; n < Cell::PRODUCTS; ++n) sums[n] = sum_over_lanes<Lanes<Cell>::LANES>(sums[n]);
   }
 }
+
+// Layer normalisation. For a cell without a norm these functions do nothing; fused_norm_own.metal has the overloads for
+// the other cells.
+
+template <class Cell, int H, class Arrays>
+Absent own_norm_of_lane(Absent, thread const Arrays&, int, int, int, bool, uint, threadgroup float4*) { return absent; }
+
+template <class Cell, int H, int ROWS> int own_norm_size(Absent) { return 0; }
+template <int ROWS> Absent own_norm_numbers(Absent) { return absent; }
+
+template <class Cell, int H, int ROWS, class Numbers, int SIZE>
+void normalise_gates(Absent, int, thread Numbers (&)[ROWS], thread float (&)[ROWS][SIZE]) {}
+
+template <class Cell, int H, int ROWS, class Index, class Arrays>
+void read_gates(
+    thread const Arrays&, thread const Sweep&, int, Index, thread const Index (&)[ROWS], uint, int, int, Absent) {}
+
+template <int SIZE> void keep_gradients(bool, int, thread const float (&)[SIZE], Absent) {}
+
+template <class Cell, int H, int ROW, class S, int ROWS, class Index, class Arrays>
+void own_products_backward(
+    Absent, Absent, thread const Arrays&, Index, Index, thread const Index (&)[ROWS], int, int, threadgroup float4*) {}
 
 // The functions below compute operations of MLX that Metal lacks, or that Metal computes with a larger error.
 

@@ -58,7 +58,8 @@ void use_first_states(
 
 // Store the results of one step of a batch item, or zeros if the item has ended: d (the gradients of the
 // preactivations), du (of the inputs) and the array carry (`back`, of the states). at: the unit's position in an array
-// [steps, B, D H]. Also store the gradients of the recurrent products in `operand`, which the product with Wh reads.
+// [steps, B, D H]. Also store the gradients of the recurrent products in `operand`, which the product with Wh reads; with
+// a norm own_products_backward does this.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_step(
     thread const Arrays& a, bool live, bool real, int lane, int unit, Index at,
@@ -70,7 +71,7 @@ void store_step(
   for (int j = 0; j < REGISTERS_OF<Cell::GRADIENTS, LANES>; ++j) {
     const int block = LANES * j + lane;
     d[j] = float(S(live ? d[j] : 0.0f));
-    if (real && block < Cell::PRODUCTS) number_at(operand, 0, block * H + unit) = d[j];
+    if (real && block < Cell::PRODUCTS && !Lanes<Cell>::NORMALISES) number_at(operand, 0, block * H + unit) = d[j];
   }
   if (!real) return;
   store_blocks<Cell::GRADIENTS, LANES, H>(a.dz, at, lane, unit, d);
@@ -100,14 +101,20 @@ void store_ends(
   for (int k = 0; k < Cell::SUMMED; ++k) store(a.dw, place_in(sweep, int(group), Cell::SUMMED, k, H, unit), dw[k]);
 }
 
+// Return the sum of a lane's own unit, from the partial sums of the units of a group, as add_product computed them.
+template <int UNITS, int LANES>
+float sum_of_unit(thread float (&sums)[UNITS]) {
+  sum_over_units<UNITS, 1, 1, LANES>(sums);
+  return sum_over_lanes<LANES>(sums[0]);
+}
+
 // The backward pass. A threadgroup computes ROWS items. If fewer are left, the last item is computed several times. The
 // repetitions are left out of the sum dw, which would count the item more than once.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;
   constexpr int RUNS = P == 0 ? 0 : RUNS_OF<P * H, GROUP>, ROW = GROUP * RUNS, HALF = ROWS * ROW;
-  constexpr int ND = REGISTERS_OF<Cell::GRADIENTS, LANES>, V = SIZE_FOR<Cell::SUMMED>;
-  constexpr int U = SIZE_FOR<Cell::INPUTS>;
+  constexpr int ND = REGISTERS_OF<Cell::GRADIENTS, LANES>, V = SIZE_FOR<Cell::SUMMED>, U = SIZE_FOR<Cell::INPUTS>;
   Sweep sweep = {};
   read_sizes(a.sizes, group.y, sweep);
   const int s = int(index) % GROUP, lane = s % LANES, own = int(index) / LANES;
@@ -117,7 +124,7 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
       vectors_of_lane<P == 0 ? 1 : RUNS * UNITS, vec<S, 4>>(a.arranged, sweep.direction, index, threads);
   vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
-  fill_with_zeros(vectors, 2 * HALF, index, threads);
+  fill_with_zeros(vectors, 2 * HALF + own_norm_size<Cell, H, ROWS>(a.norm_eps), index, threads);
   const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
   Index item[ROWS];  // the unit's position in an array [B, D H]
   float w[V], dw[V] = {}, ds[ROWS][C + 1], now[ROWS][C + 1];
@@ -128,20 +135,22 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1), t = time_of(sweep, sweep.stop - 1);
     item[r] = Index(place_in(sweep, b, 1, 0, H, unit));
     length[r] = value_at(a.lengths, b, sweep.T);
-    load_all<1, H>(a.dhT, item[r], unit, ds[r], 0);
-    load_all<C, H>(a.dcT, item[r], unit, ds[r], 1);
-    load_all<1, H>(a.h, Index(t) * step + item[r], unit, now[r], 0);
-    load_all<C, H>(a.c, Index(t) * step + item[r], unit, now[r], 1);
+    load_states<Cell, H>(a.dhT, a.dcT, item[r], unit, ds[r]);
+    load_states<Cell, H>(a.h, a.c, Index(t) * step + item[r], unit, now[r]);
   }
   if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros from d of the units
   Index now_at = Index(time_of(sweep, sweep.stop - 1)) * step;  // the step's position in an array [T, B, D H]
   const Index next_now = sweep.reverse ? step : -step;  // Index is unsigned: adding a negative distance wraps around
+  const auto norm =
+      own_norm_of_lane<Cell, H>(a.norm_eps, a, sweep.direction, lane, unit, real, index, vectors + 2 * HALF);
   BackwardNumbers<Cell> numbers[ROWS];
+  auto of_norm = own_norm_numbers<ROWS>(norm);
   read_numbers<Cell, H>(a, sweep, sweep.stop - 1, now_at, item, group.x, lane, unit, numbers);
+  read_gates<Cell, H>(a, sweep, sweep.stop - 1, now_at, item, group.x, lane, unit, of_norm);
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     const int t = time_of(sweep, n);
     threadgroup float4* current = vectors + (n & 1) * HALF;
-    float sums[ROWS][UNITS] = {}, mask[ROWS];
+    float mask[ROWS];
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, t, length[r]);
@@ -149,13 +158,11 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
       float d[ND] = {}, du[U] = {}, dw_now[V] = {}, back[C + 1], before[C + 1];
       use_first_states<Cell, H>(a, sweep, n, item[r], length[r], unit, mine.before);
 #pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) {
-        back[k] = ds[r][k] + mine.outside[k];
-        before[k] = mine.keep * mine.before[k];
-      }
+      for (int k = 0; k <= C; ++k) back[k] = ds[r][k] + mine.outside[k], before[k] = mine.keep * mine.before[k];
       Lanes<Cell>::backward(lane, w, mine.inputs, mine.saved, before, now[r], back, d, du, dw_now);
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) now[r][k] = mine.before[k];
+      keep_gradients(live, r, d, of_norm);
       store_step<Cell, H, S>(a, live, real, lane, unit, now_at + (item[r] - earlier), d, du, back, current + r * ROW);
 #pragma clang loop unroll(full)
       for (int k = 0; k < Cell::SUMMED; ++k)
@@ -164,19 +171,19 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
       for (int k = 0; k <= C; ++k) ds[r][k] = live ? mine.keep * back[k] : ds[r][k];
       mask[r] = mine.mask;
     }
+    own_products_backward<Cell, H, ROW, S>(norm, of_norm, a, now_at, earlier, item, lane, unit, current);
     if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates d of all units from the product
     if (n > sweep.start) now_at += next_now;
     // Read the next step's numbers before the product, so that they arrive while the product is computed. The last step
     // reads its own numbers again.
     read_numbers<Cell, H>(a, sweep, max(n - 1, sweep.start), now_at, item, group.x, lane, unit, numbers);
+    read_gates<Cell, H>(a, sweep, max(n - 1, sweep.start), now_at, item, group.x, lane, unit, of_norm);
     if constexpr (P > 0) {
+      float sums[ROWS][UNITS] = {};
       add_product<ROWS, UNITS, RUNS, GROUP, 0, 1, 1, RESIDENT, ROW>(sums, resident, streamed, current + s);
 #pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; ++r) {
-        sum_over_units<UNITS, 1, 1, LANES>(sums[r]);
-        const float dh = sum_over_lanes<LANES>(sums[r][0]) * mask[r];
-        ds[r][0] += is_live(a.lengths, t, length[r]) ? dh : 0.0f;
-      }
+      for (int r = 0; r < ROWS; ++r)
+        ds[r][0] += is_live(a.lengths, t, length[r]) ? sum_of_unit<UNITS, LANES>(sums[r]) * mask[r] : 0.0f;
     }
     streamed += opaque_zero(sweep);
   }

@@ -39,6 +39,20 @@ void store_outputs(
   for (int k = 0; k < C; ++k) store(a.c, place_of<C, H>(at, k, unit), live ? s[k + 1] : 0.0f);
 }
 
+// Compute the recurrent products of ROWS batch items. On return sums[r] has those of the lane's own unit, as
+// sum_of_own_unit leaves them. The other arguments are those of add_product.
+template <class Cell, int UNITS, int RUNS, int RESIDENT, int ROWS, int SIZE, class V>
+void products_of_unit(
+    thread const V* resident, const device V* streamed, threadgroup const float4* x, thread float (&sums)[ROWS][SIZE]) {
+  constexpr int P = Cell::PRODUCTS, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS, ALL = (1 << P) - 1;
+  add_product<ROWS, UNITS * P, RUNS, GROUP, 0, P, ALL, RESIDENT, GROUP * RUNS>(sums, resident, streamed, x);
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    sum_over_units<UNITS, P, ALL, LANES>(sums[r]);
+    sum_of_own_unit<Cell>(sums[r]);
+  }
+}
+
 // The forward pass. Past an item's end outputs are 0 and the states stay. They are selected, not multiplied, because
 // the new states may be NaN there.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
@@ -55,7 +69,9 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
   const device V* streamed = vectors_of_lane<Share::COUNT, V>(a.arranged, sweep.direction, index, threads);
   V resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
-  fill_with_zeros(vectors, 2 * HALF, index, threads);
+  const auto norm =
+      own_norm_of_lane<Cell, H>(a.norm_eps, a, sweep.direction, lane, unit, real, index, vectors + 2 * HALF);
+  fill_with_zeros(vectors, 2 * HALF + own_norm_size<Cell, H, ROWS>(a.norm_eps), index, threads);
   if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros from the units' own h
   const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
   Index item[ROWS];  // the unit's position in an array [B, D H]
@@ -88,13 +104,8 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
       read_numbers<Cell, H>(a, sweep, n, now, b, item[r], lane, unit, numbers[r]);
     }
     if constexpr (P > 0) {
-      constexpr int ALL = (1 << P) - 1;
-      add_product<ROWS, UNITS * P, RUNS, GROUP, 0, P, ALL, RESIDENT, ROW>(sums, resident, streamed, before + s);
-#pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; ++r) {
-        sum_over_units<UNITS, P, ALL, LANES>(sums[r]);
-        sum_of_own_unit<Cell>(sums[r]);
-      }
+      products_of_unit<Cell, UNITS, RUNS, RESIDENT>(resident, streamed, before + s, sums);
+      normalise_gates<Cell, H>(norm, lane, numbers, sums);
     }
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {

@@ -109,9 +109,9 @@ float before_norm(thread const Step& s, thread const Arrays& a, int b, int gate,
 template <class Cell, class Arrays>
 void normed_unit(
     thread const Step& s, thread const Arrays& a, int b, int j, thread const Moments (&of)[Norm<Cell>::GROUPS],
-    thread float (&states)[Cell::CARRIED + 1], thread float (&y)[Cell::GATES], thread float& o) {
-  constexpr int GATES = Cell::GATES;
-  float q[GATES], p[SIZE_FOR<Cell::CONSTANTS>], u[1] = {};
+    thread float (&states)[Cell::CARRIED + 1], thread float (&y)[VALUES<Cell>], thread float& o) {
+  constexpr int GATES = Cell::GATES, INPUTS = Cell::INPUTS;
+  float q[GATES], p[SIZE_FOR<Cell::CONSTANTS>], u[SIZE_FOR<INPUTS>] = {};
   for (int gate = 0; gate < GATES; ++gate) {
     const Index block = Cell::block(gate) * s.H + j, at = Index(s.d) * GATES * s.H + block;
     y[gate] = Norm<Cell>::IS_SUM ? 0.0f : float(a.z[place(s, s.t, b, GATES * s.H) + block]);
@@ -123,6 +123,7 @@ void normed_unit(
     }
   }
   o = y[GATES - 1] + q[GATES - 1];
+  take_blocks<INPUTS>(a.inputs, place(s, s.t, b, INPUTS * s.H) + j, s.H, u, 0);
   Cell::template constants<Index>(a, s.d, s.H, j, p);
   Cell::forward(p, u, q, states, y);
 }
@@ -149,14 +150,14 @@ template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_norm_forward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   using N = Norm<Cell>;
-  constexpr int GATES = Cell::GATES, C = Cell::CARRIED;
+  constexpr int GATES = Cell::GATES, C = Cell::CARRIED, KEPT = SAVES ? int(Cell::KEPT) : 0;
   const Step s = step_of(a.step, a.sizes, group.z);
   const int H = s.H, b = int(group.y), first = 32 * simdgroup + lane, length = value_at(a.lengths, b, s.T);
   const Index units = Index(s.B) * s.D * H, start = carried<S>(C * units);
   const bool starts = is_first(s, length), live = s.t < length;
   const device S* h = (const device S*)a.before + start;
   Moments of[N::GROUPS] = {}, of_c[1] = {};
-  float states[C + 1], y[GATES], o;
+  float states[C + 1], y[VALUES<Cell>], o;
   if constexpr (N::OF != NOTHING) {
     for (int j = first; j < H; j += ITEM_THREADS)
       for (int gate = 0; gate < GATES; ++gate) include(of[N::IS_EACH ? gate : 0], before_norm<Cell>(s, a, b, gate, j));
@@ -172,16 +173,16 @@ void stepwise_norm_forward(
   }
   device S* arrays = (device S*)a.after + start;
   for (int j = first; j < H; j += ITEM_THREADS) {
-    const Index at = place(s, 0, b, H) + j, gates_at = place(s, 0, b, GATES * H) + j;
+    const Index kept_at = place(s, 0, b, KEPT * H) + j;
     take_states<Cell, S>(s, a, starts, h, b, j, states);
     normed_unit<Cell>(s, a, b, j, of, states, y, o);
     if constexpr (N::HAS_C != 0) states[0] = normed_output<Cell>(s, a, j, o, of_c[0], states[1], y);
-    if (C > 0) set_carry(a.after, at, live ? states[C] : 0.0f);
-    arrays[at] = S(live ? states[0] : 0.0f);
-    for (int gate = 0; SAVES && gate < GATES; ++gate)
-      arrays[units + gates_at + Cell::block(gate) * H] = S(live ? y[gate] : 0.0f);
+    for (int k = 0; k <= C; ++k) states[k] = live ? states[k] : 0.0f;
+    set_carries<C>(a.after, place(s, 0, b, C * H) + j, H, states, 1);
+    arrays[place(s, 0, b, H) + j] = S(states[0]);
+    for (int k = 0; k < KEPT; ++k) arrays[units + kept_at + Cell::block(k) * H] = S(live ? y[k] : 0.0f);
   }
-  pad_row(a.after, start + units * (SAVES ? 1 + GATES : 1), group, first);
+  pad_row(a.after, start + units * (1 + KEPT), group, first);
 }
 
 // --- Backward ---
@@ -191,7 +192,7 @@ void stepwise_norm_forward(
 // products.
 template <class Cell, bool PASSES>
 struct OfProducts {
-  enum { GATES = Cell::GATES, PRODUCTS = GATES, GRADIENTS = GATES, SEGMENTS = 1, SUMMED = 0 };
+  enum { GATES = Cell::GATES, PRODUCTS = GATES, GRADIENTS = GATES, SEGMENTS = 1, SUMMED = Cell::SUMMED };
   enum { CARRIED = int(Cell::CARRIED) + int(Cell::PASSES_H) - int(PASSES), PASSES_H = PASSES };
   static int block(int gate);  // named by code that never runs with one segment
 };

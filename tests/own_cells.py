@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 from cases import to_numpy
 
-from mlx_lstm import pointwise
+from mlx_lstm import Norm, pointwise
 
 UNARY = (
     *(
@@ -245,7 +245,7 @@ def both_directions(case, cell, a, shaken):
 
 def of_direction(place, array, d):
     """Return the part of direction d of an array of both directions: its rows for a weight, else its last axis."""
-    if place == "Wh":
+    if place in ("Wh", "scale", "shift"):
         return array[d]
     axis = 0 if place == "Wx" else -1
     return array if array.ndim == 0 or array.shape[axis] == 1 else mx.split(array, 2, axis=axis)[d]
@@ -290,6 +290,12 @@ def one_step(case, cell, a, t, at, state, shaken):
             mask = mask[t] if mask.ndim == 3 else mask
             h = h * mx.broadcast_to(mask, (len(a["s0"]), shape[1]))[at]
         product = mx.split(shaken(h @ a["Wh"].T), case.gates, axis=-1)
+        norm = case.options.get("norm")
+        if norm is not None and norm["of"] == "sum":
+            z = normed(case, a, [x + p for x, p in zip(z, product, strict=True)], shaken)
+            product = [mx.zeros_like(p) for p in product]
+        elif norm is not None:
+            product = normed(case, a, product, shaken)
         pairs = list(zip(z, product, strict=True))
         z = pairs if case.options["apart"] else [x + p for x, p in pairs]
     T, B = case.cotangents[0].shape[:2]
@@ -297,6 +303,21 @@ def one_step(case, cell, a, t, at, state, shaken):
     more += [mx.broadcast_to(a[f"w{k}"], shape) for k in range(case.params)]
     new = cell(tuple(z), tuple(state), *[shaken(each) for each in more])
     return [mx.broadcast_to(s, shape) for s in ((new,) if isinstance(new, mx.array) else new)]
+
+
+def normed(case, a, parts, shaken):
+    """Return the layer normalisation of a step's product or sum, one array per gate."""
+    groups = [[part] for part in parts] if case.options["norm"]["gates"] == "each" else [parts]
+    found = []
+    for group in groups:
+        x = mx.concatenate(group, axis=-1)
+        away = x - x.mean(axis=-1, keepdims=True)
+        y = away / mx.sqrt((away * away).mean(axis=-1, keepdims=True) + case.options["norm"]["eps"])
+        found += mx.split(shaken(y), len(group), axis=-1)
+    y = mx.concatenate(found, axis=-1)
+    y = y * a["scale"] if "scale" in a else y
+    y = y + a["shift"] if "shift" in a else y
+    return mx.split(y, case.gates, axis=-1)
 
 
 # --- The library, and the comparison ---
@@ -310,6 +331,8 @@ def library(case, engine):
         a = {place: values[names.index(name)] for place, name in case.places.items()}
         states, inputs, params = ([a[f"{p}{k}"] for k in range(n)] for p, n in zip("suw", counts, strict=True))
         options = {"mask": a.get("mask"), "keep": a.get("keep")} | case.options
+        if "norm" in options:
+            options["norm"] = Norm(**options["norm"], scale=a.get("scale"), shift=a.get("shift"))
         weights = [a.get(name) for name in ("x", "Wx", "Wh", "b")]
         h, last = pointwise(cell, *weights, states, inputs=inputs, params=params, engine=engine, **options)
         return [h, *last]

@@ -9,6 +9,8 @@ from on_metal import on_metal
 from quantized_cases import matrix_of
 
 from mlx_lstm import Norm, Quantized, gru, lstm, rnn
+from mlx_lstm.engines.cell_tracer import Counts, traced
+from mlx_lstm.engines.cells import NormOptions, PointwiseCell
 from mlx_lstm.engines.metal import kernel, norms
 from mlx_lstm.engines.problem import Problem
 from mlx_lstm.oracle.closeness import assert_within
@@ -38,6 +40,29 @@ def test_trials_accept_the_kernels(engine, name, P):
     assert trial_from(trial.text()) == trial
     with on_metal(), mx.stream(METAL):
         assert _judge.verdict(trial) == ""
+
+
+OWN = [("fused", NormOptions("sum", "each"), False), ("stepwise", NormOptions("product"), True)]
+
+
+@pytest.mark.parametrize("engine, norm, apart", OWN)
+def test_trials_accept_the_kernels_of_a_cell_of_the_users_own(engine, norm, apart, monkeypatch):
+    """So do those of a cell of the user's own; kernels that normalise with another eps are refused."""
+
+    def cell(a, state):
+        (r, c, z), (h,) = [sum(pair) for pair in a] if apart else a, state
+        return (mx.sigmoid(z) * mx.tanh(r * c) + (1 - mx.sigmoid(z)) * h,)
+
+    graph = traced(cell, Counts(3, 1, 0, 0), apart, (3, 9), mx.float32)
+    names = ("x", "Wx", "Wh", "b", "h0", "mask", "keep", "lengths", "norm_scale", "norm_shift")
+    trial = trial_of(engine, Problem(T, 3, 9, 9, PointwiseCell(graph, True, norm), mx.float32, names))
+    assert trial_from(trial.text()) == trial
+    with on_metal(), mx.stream(METAL):
+        assert _judge.verdict(trial) == ""
+    if engine == "fused":
+        monkeypatch.setattr(norms, "constant", lambda numbers, dtype: kernel.constant((0.1,), dtype))
+        with on_metal(), mx.stream(METAL):
+            assert "error" in _judge.verdict(trial)
 
 
 def test_a_trial_refuses_a_norm_with_the_wrong_eps(monkeypatch):

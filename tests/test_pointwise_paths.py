@@ -20,6 +20,8 @@ from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.cell_tracer import Counts, traced
 from mlx_lstm.engines.metal.statements import OPERATIONS
 from mlx_lstm.engines.problem import limited
+from mlx_lstm.oracle.arithmetic import Arithmetic
+from mlx_lstm.oracle.pointwise import evaluate_graph
 
 ENGINES = ("ops", "numpy", *METAL_ENGINES)
 
@@ -48,6 +50,33 @@ def cell(a, s, u, v, p):
 """,
         (2, 2, 2, 1),
     ),
+    "three gates": (
+        """
+def cell(a, s, u):
+    r, c, z = a
+    z = mx.sigmoid(z - 1)
+    return z * mx.tanh(mx.sigmoid(r) * c + u) + (1 - z) * s[0]
+""",
+        (3, 1, 1, 0),
+    ),
+    "six gates": (
+        """
+def cell(a, s, p):
+    i, f, g, o, k, l = a
+    c = mx.sigmoid(f) * s[1] + mx.sigmoid(i) * mx.tanh(g + p) + 0.5 * mx.sin(k)
+    return mx.sigmoid(o) * mx.tanh(c), mx.tanh(c * l)
+""",
+        (6, 2, 0, 1),
+    ),
+    "five gates apart": (
+        """
+def cell(a, s):
+    (i, pi), (f, pf), (g, pg), (o, po), (k, pk) = a
+    c = mx.sigmoid(f + pf) * s[1] + mx.sigmoid(i * pi) * mx.tanh(g + pg)
+    return mx.sigmoid(o + 2 * po) * mx.tanh(c), c + mx.tanh(k) * pk
+""",
+        (5, 2, 0, 0),
+    ),
     "no product": (
         """
 def cell(a, s, u, p, q):
@@ -73,6 +102,8 @@ class Path(NamedTuple):
 
 
 EVERY = {"keep": True, "lengths": True, "mask": 3}
+BOTH = EVERY | {"bidirectional": True}
+SCALED, TOGETHER = ("scale", "shift"), "together"
 PATHS = {
     # A launch of 3 steps starts at an odd step, so the two halves of the double buffer change places. `fused` computes
     # 1 row of the batch per threadgroup up to B = 16, 2 up to B = 64, then 4.
@@ -131,6 +162,54 @@ PATHS = {
         *("stepwise", "four gates", (7, 2, 2, 5), {"unchunked": 3, "rows_left": 2}),
         EVERY | {"mask": 2, "bidirectional": True},
     ),
+    # Layer normalisation: of all gates or of each one, with one to six gates, so that a lane has one or two of them.
+    "norm of a sum, joins, both": Path(
+        *("stepwise", "four gates", (7, 3, 2, 9), {"rows_left": 2, "index": 0}),
+        BOTH | {"norm": ("sum", TOGETHER, *SCALED)},
+    ),
+    "norm of each gate, reverse": Path(
+        *("stepwise", "apart", (6, 9, 2, 9), {"rows_left": 2}),
+        EVERY | {"mask": 2, "hold": True, "b": None, "reverse": True, "norm": ("recurrent", "each", *SCALED)},
+    ),
+    "norm of six gates, small, step by step": Path(
+        *("stepwise", "six gates", (1, 1, 2, 3), {}), {"norm": ("sum", "each"), "keep": True}
+    ),
+    "norm, 1 row, launches, both": Path(
+        *("fused", "four gates", (7, 3, 2, 9), {"launch_steps": 3, "index": 0}),
+        BOTH | {"norm": ("sum", TOGETHER, *SCALED)},
+    ),
+    "norm of each gate, 2 rows, reverse": Path(
+        *("fused", "apart", (7, 17, 2, 9), {"launch_steps": 3}),
+        EVERY | {"mask": 2, "hold": True, "b": None, "reverse": True, "norm": ("recurrent", "each", *SCALED)},
+    ),
+    "norm of six gates, 4 rows": Path(
+        *("fused", "six gates", (3, 65, 2, 5), {}), {"keep": True, "mask": 3, "norm": ("sum", "each", *SCALED)}
+    ),
+    "norm of six gates, many simdgroups": Path(
+        *("fused", "six gates", (2, 1, 2, 70), {}), {"norm": ("sum", TOGETHER, "scale"), "keep": True}
+    ),
+    "norm of three gates, whole simdgroups": Path(
+        *("fused", "three gates", (3, 1, 2, 32), {}), {"norm": ("sum", TOGETHER, *SCALED), "Wx": None, "lengths": True}
+    ),
+    "norm of each of four gates": Path(
+        *("fused", "four gates", (3, 20, 2, 70), {}),
+        {"keep": True, "norm": ("recurrent", "each", "scale")},
+        mx.bfloat16,
+    ),
+    "norm in 16 bits, both": Path(
+        *("fused", "five gates apart", (4, 2, 2, 6), {"launch_steps": 3}),
+        BOTH | {"norm": ("recurrent", "each")},
+        mx.float16,
+    ),
+    "norm of a wide layer": Path(
+        *("stepwise", "three gates", (3, 2, 2, 300), {}),
+        {"norm": ("sum", TOGETHER, *SCALED), "Wx": None, "lengths": True},
+    ),
+    "norm in 16 bits, step by step": Path(
+        *("stepwise", "five gates apart", (3, 5, 2, 10), {"unchunked": 2}),
+        EVERY | {"norm": ("recurrent", TOGETHER)},
+        mx.float16,
+    ),
 }
 
 
@@ -148,7 +227,12 @@ def case_of(path):
         shapes["mask"] = {1: (1, width), 2: (B, width), 3: (T, B, width)}[given["mask"]]
     if "keep" in given:
         shapes["keep"] = (T, B, 2) if both else (T, B)
-    options = {"apart": path.cell == "apart", "bidirectional": both, "reverse": given.get("reverse", False)}
+    options = {"apart": "apart" in path.cell, "bidirectional": both, "reverse": given.get("reverse", False)}
+    if "norm" in given:
+        of, gates, *arrays = given["norm"]
+        options["norm"] = {"of": of, "gates": gates, "eps": 1e-3}
+        width = counts[0] * H
+        shapes |= {place: (2, width) if both else (width,) for place in arrays}
     if "lengths" in given:
         options["lengths"] = [(T, 3, 1, T - 1, 0, T)[n % 6] for n in range(B)]
     if "hold" in given:
@@ -167,6 +251,48 @@ def test_options_on_every_path(name):
     assert any("fused_matrix" in launch.name for launch in log) == path.matrices and log
     if "index" in path.limits:
         assert any(re.search("Index = u?long;", launch.source) for launch in log)
+
+
+NORMED = {
+    "norm of a sum": ("a, b, c = x", False, ("sum", TOGETHER, *SCALED)),
+    "norm of each product": ("a, b, c = [p + q for p, q in x]", True, ("recurrent", "each", *SCALED)),
+}
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_norms_without_kernels(name):
+    """The engines without kernels, too, and the float64 oracle, whose gradients are its finite differences."""
+    first, apart, norm = NORMED[name]
+    # MLX computes a float64 sigmoid in float32, so the cell has tanh only.
+    text = (
+        f"def cell(x, s, u, w):\n    {first}\n    return mx.tanh(a * b + c * s[0] + u), 0.5 * w * s[1] + mx.tanh(c)\n"
+    )
+    CELLS["apart, only tanh" if apart else "only tanh"] = (text, (3, 2, 1, 1))
+    path = Path("ops", "apart, only tanh" if apart else "only tanh", (4, 5, 2, 3), {}, EVERY | {"norm": norm})
+    judge = Judge(case := case_of(path))
+    for engine in ("ops", "numpy"):
+        with mx.stream(mx.cpu):
+            assert judge.verdict(library(case, engine)) == "right"
+    names = {"s0": "h0", "s1": "c0", "u0": "inputs", "w0": "params", "scale": "norm_scale", "shift": "norm_shift"}
+    a = {names.get(place, place): array for place, array in case.arrays.items()}
+    a["keep"] = a["keep"][..., None]
+    of, gates, *_ = norm
+    options = {"norm": ("product" if of == "recurrent" else of, gates, None, 1e-3), "lengths": case.options["lengths"]}
+    d = dict(zip(("h", "hT", "cT"), case.cotangents, strict=True))
+    graph, fl = traced(case.cell, Counts(3, 2, 1, 1), apart, (5, 3), mx.float32), Arithmetic(np.float64)
+
+    def loss(arrays):
+        outputs, _ = evaluate_graph(graph, arrays | options, None, fl)
+        return sum((outputs[name] * d[name]).sum() for name in d)
+
+    _, gradients = evaluate_graph(graph, a | options, d, fl)
+    assert gradients.keys() == a.keys()
+    for place, array in case.arrays.items():
+        which, rng = names.get(place, place), np.random.default_rng(1)
+        np.testing.assert_allclose(gradients[which].reshape(array.shape), judge.exact[f"d{place}"], 1e-6, 1e-9)
+        along = rng.normal(size=a[which].shape)
+        ends = [loss(a | {which: a[which] + step * along}) for step in (1e-5, -1e-5)]
+        np.testing.assert_allclose((ends[0] - ends[1]) / 2e-5, (gradients[which] * along).sum(), 1e-5, 1e-7)
 
 
 # --- Operations ---

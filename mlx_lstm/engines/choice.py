@@ -215,9 +215,6 @@ def obstacles(cell: AnyCell, H: int, place: Place, projection: bool) -> dict[str
         reasons["fused"] = reasons["stepwise"] = "Metal shaders run on the GPU and the stream's device is cpu"
     elif not metal:
         reasons["fused"] = reasons["stepwise"] = "MLX has no Metal back end on this machine"
-    if cell.norm is not None and isinstance(cell, PointwiseCell):
-        of_own = "its kernels have no layer normalisation of a cell of your own"
-        reasons |= {name: of_own for name in METAL_ENGINES if name not in reasons}
     if isinstance(cell, PointwiseCell) and "erf" in [node.op for node in cell.graph.nodes]:
         reasons.setdefault("numpy", "NumPy has no erf")
     if "fused" in reasons:

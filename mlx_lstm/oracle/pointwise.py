@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from .arithmetic import ACTIVATION_UNITS, Arithmetic, Array, Tensors
+from .case import Side, Step
+from .cells import joined_parts, through_norm
 
 EXACT: dict[str, Callable[..., Array]] = {
     "neg": np.negative, "max": np.maximum, "min": np.minimum, "abs": np.abs, "sign": np.sign, "floor": np.floor,
@@ -50,8 +52,9 @@ class Run:
 
         case: a dict of arrays and options. The arrays are x [T, B, I] (without Wx: x Wx^T [T, B, G H]), Wx, Wh, b, h0,
         c0, inputs [T, B, U H] (the cell's inputs at each step), params [V H], mask, and keep [T, B, 1] (factor on the
-        carried states). The options are lengths, reverse and hold (bool [T, B]: steps that leave the states
-        unchanged).
+        carried states). The options are lengths, reverse, hold (bool [T, B]: steps that leave the states unchanged)
+        and norm (a tuple (of, gates, c, eps), as `NormOptions` of the engines). With a norm there may be norm_scale
+        and norm_shift [G H].
         """
         self.graph, self.fl = graph, fl
         load = {name: fl.load(np.asarray(a, np.float64)) for name, a in case.items() if name not in NOT_FLOATS}
@@ -63,6 +66,10 @@ class Run:
         self.held: Array = np.zeros((self.T, self.B), bool) if case.get("hold") is None else np.asarray(case["hold"])
         self.times: list[int] = list(range(self.T))[:: -1 if case.get("reverse") else 1]
         self.values: dict[int, dict[int, Array]] = {}
+        of, gates, _, eps = case.get("norm") or (None, "together", None, 0.0)
+        arrays = {name: load.get(name) for name in ("norm_scale", "norm_shift")}
+        self.norm = Side(gate_order=range(graph.gates), norm_of=of, norm_gates=gates, norm_eps=eps, **arrays)
+        self.normed: dict[int, Step] = {}
 
     def alive(self, t: int) -> Array:
         """Return for each sequence of the batch whether it has not ended at step t, bool [B, 1]."""
@@ -127,11 +134,13 @@ class Run:
         a, fl, graph, G = self.a, self.fl, self.graph, self.graph.gates
         x = np.where(on, a["x"][t], 0)
         z = x if "Wx" not in a else fl.dot(x, a["Wx"].T)
-        parts = self.blocks(z if "b" not in a else fl(z + a["b"]), G)
+        z = z if "b" not in a else fl(z + a["b"])
         products: list[Array] = []
         if "Wh" in a:
             h_in = state[0] if "mask" not in a else fl(state[0] * self.mask_at(t))
-            products = self.blocks(fl.dot(h_in, a["Wh"].T), G)
+            z, product, kept = joined_parts(self.norm, z, fl.dot(h_in, a["Wh"].T), fl)
+            products, self.normed[t] = self.blocks(product, G), Step(**kept)
+        parts = self.blocks(z, G)
         if products and not graph.apart:
             parts, products = [fl(p + q) for p, q in zip(parts, products, strict=True)], []
         steps = self.blocks(np.where(on, a["inputs"][t], 0) if "inputs" in a else None, graph.inputs)
@@ -169,6 +178,10 @@ class Run:
             }
             row = {letter: np.concatenate(each, -1) if each else zeros[:, :0] for letter, each in by_letter.items()}
             row["p"] = row["p"] if graph.apart else row["x"]
+            if self.norm.norm_of is not None:
+                through = through_norm(self.norm, self.normed[t], row["x"], row["p"], fl)
+                row |= {"x": through["da"], "p": through["drecurrent"]}
+                row |= {name: through[f"d{name}"] for name in ("norm_scale", "norm_shift")}
             state, before = self.before[t]
             ds = by_letter["s"]
             if "Wh" in a:
@@ -203,6 +216,8 @@ class Run:
             found["Wh"] = fl.dot(flat(whole["p"]).T, flat(whole["entered"]))
         found["b"] = fl.total(whole["x"], (0, 1))[0, 0]
         found["params"] = fl.total(whole["w"], (0, 1))[0, 0]
+        if self.norm.norm_of is not None:
+            found |= {name: fl.total(whole[name], (0, 1))[0, 0] for name in ("norm_scale", "norm_shift")}
         if len(d) > 1:
             found["c0"] = np.concatenate(d[1:], axis=-1)
         if "keep" in a:
@@ -215,7 +230,7 @@ class Run:
         return {name: gradient for name, gradient in found.items() if name in a}
 
 
-NOT_FLOATS = ("lengths", "reverse", "hold")
+NOT_FLOATS = ("lengths", "reverse", "hold", "norm")
 
 
 def evaluate_graph(

@@ -80,7 +80,8 @@ def draw_pointwise(problem: Problem, cell: PointwiseCell, rng: np.random.Generat
         if n % 2:
             values |= {name: np.abs(values[name]) + 0.5 for name in {"h0", "c0", "inputs", "params"} & values.keys()}
         arrays = {name: mx.array(a.astype(np.float32)).astype(problem.dtype) for name, a in values.items()}
-        call: dict[str, Any] = {name: float64(array) for name, array in arrays.items()} | {"reverse": problem.reverse}
+        call: dict[str, Any] = {name: float64(array) for name, array in arrays.items()}
+        call |= {"reverse": problem.reverse, "norm": cell.norm}
         if "lengths" in problem.names:
             call["lengths"] = np.array([T - n % (T + 1) for n in range(B)])
         case = Case(call | {"graph": graph}, dtype=dtype_word(problem))

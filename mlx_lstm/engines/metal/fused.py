@@ -129,7 +129,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
         inputs["arranged"] = sweep.arrange(inputs=[arrays["Wh"]])[0]
     results = run(problem, sweep.parts, inputs, {"dh0": "dhT", "dc0": "dcT"})
     if isinstance(cell, PointwiseCell):
-        return own_gradients(problem, arrays, saved, results)
+        return own_gradients(problem, arrays, saved, norms.for_gradients(problem, results, of_norms))
     if sweep.few:
         return gradients_in_few_launches(problem, arrays, results | operand)
     return gradients_after_sweep(problem, arrays, saved, norms.for_gradients(problem, results, of_norms))
@@ -232,8 +232,8 @@ LANE_FILES, QUANTIZED_FILES = ("fused_lanes",), ("quantized", "fused_quantized")
 """The shader files of the product in lanes (each lane multiplies a part of the weights), and the additional files for
 quantized weights."""
 
-NORM_FILES = ("norm", "fused_norm")
-"""The additional shader files of a cell with layer normalisation."""
+NORM_FILES, OWN_NORM_FILES = ("norm", "fused_norm"), ("norm", "fused_norm", "fused_norm_own")
+"""The additional shader files of a cell with layer normalisation, and of such a cell of the user's own."""
 
 ARRANGE_FILES = ("fused_matrix", "fused_arrange")
 """The shader files of the launches that copy weights into the order in which lanes read them. They serve the product
@@ -425,7 +425,8 @@ def prepared_part(
         template |= {"RESIDENT": tiling.resident} | ({"VECTORS": tiling.vectors} if back else {})
     else:
         shader, element = f"{'pointwise' if own else 'fused'}_{sweep}", "vec<float, 4>"
-        files = (*files, *(QUANTIZED_FILES if quantized else ()), *(NORM_FILES if has_norm else ()), shader)
+        of_norm = (OWN_NORM_FILES if own else NORM_FILES) if has_norm else ()
+        files = (*files, *(QUANTIZED_FILES if quantized else ()), *of_norm, shader)
         template |= {"UNITS": tiling.units, "ROWS": tiling.rows, "RESIDENT": tiling.resident}
     template |= {"Index": index_of(problem), "S": dtype}
     arguments = [struct, *template]
@@ -434,7 +435,7 @@ def prepared_part(
     template = options | template | (packing_template(problem) if quantized else {})
     written = [name for name, output in outputs.items() if output is not None]
     fields = fields_of((*inputs, *outputs), {*present, *written})
-    body = struct_of(fields if has_norm or own or tiling.matrices else fields | {"norm_eps": "absent"})
+    body = struct_of(fields if has_norm or tiling.matrices else fields | {"norm_eps": "absent"})
     body += f"threadgroup {element} vectors[{max(1, tiling.bytes // (4 if tiling.matrices else 16))}];\n"
     threads = "thread_position_in_threadgroup.x, threads_per_threadgroup.x"
     threads += ", thread_index_in_simdgroup" if tiling.matrices else ""

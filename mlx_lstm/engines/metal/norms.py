@@ -141,6 +141,8 @@ def for_gradients(problem: Problem, results: Arrays, numbers: Arrays, gates: mx.
     if cell.norm is None:
         return results
     found = results.copy()
+    if cell.op == "pointwise":
+        return found | {"y": numbers["norm_y"]}
     if of_product(cell):
         da = results.get("d_out", results["dz"])
         if cell.op == "gru" and gates is not None:
@@ -166,6 +168,7 @@ def memory_of(cell: AnyCell, H: int, lanes: int, rows: int) -> int:
     metal/fused_norm.metal describes it. lanes: the lanes of a unit. rows: the batch items of a threadgroup."""
     simdgroups = -(-H * lanes // 32)
     every = lanes if norm_blocks(cell) > 1 else 1
-    places = [every * -(-simdgroups // (32 // every)) * (32 // every)] if of_product(cell) else []
+    gates = -(-cell.gates // lanes) if every > 1 else 1  # a lane has as many norms
+    places = gates * [every * -(-simdgroups // (32 // every)) * (32 // every)] if of_product(cell) else []
     places += [32] if of_state(cell) else []
     return sum(-(-count * rows // 2) * 16 for count in places)

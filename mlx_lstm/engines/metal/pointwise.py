@@ -8,10 +8,11 @@ from hashlib import blake2b
 
 import mlx.core as mx
 
-from ..cells import PointwiseCell
+from ..cells import PointwiseCell, norm_blocks
 from ..directions import half, join_gradients, one_direction, part
 from ..ops import sweep as ops
 from ..problem import Arrays, Problem
+from .kernel import number_of_norm
 from .products import column_sums
 from .statements import HELPERS, Statements
 
@@ -46,10 +47,12 @@ def lanes_text(cell: PointwiseCell, computes: bool = True) -> str:
     `Lanes<Own>`, which metal/pointwise.metal describes. computes: whether it has the functions of a step; the launches
     that only move weights do without."""
     lanes = 4 if cell.recurrent else 1
-    enum = f"enum {{ LANES = {lanes}, SCATTERS = {int(scatters(cell))}, TWO_PRODUCTS = 0 }};\n"
+    enum = f"enum {{ LANES = {lanes}, SCATTERS = {int(scatters(cell))}, TWO_PRODUCTS = 0, "
+    enum += f"NORMALISES = {int(cell.norm is not None)} }};\n"
     enum += "static constexpr int slot_block(int n, int lane) { return SCATTERS ? n ^ lane : n; }\n"
     functions = helpers_text(cell) + forward_text(cell, lanes, "int lane, ") + backward_text(cell, lanes, "int lane, ")
-    return f"{own_text(cell)}\ntemplate <> struct Lanes<Own> {{\n{enum}{functions if computes else ''}}};\n"
+    struct = f"{own_text(cell)}\ntemplate <> struct Lanes<Own> {{\n{enum}{functions if computes else ''}}};\n"
+    return struct + norm_text(cell) if computes else struct
 
 
 def own_text(cell: PointwiseCell, functions: str = "") -> str:
@@ -64,6 +67,19 @@ def own_text(cell: PointwiseCell, functions: str = "") -> str:
     }  # fmt: skip
     enum = ", ".join(f"{name} = {value}" for name, value in numbers.items())
     return f"struct Own {{\nenum {{ {enum} }};\n{MEMBERS}{functions}}};\n"
+
+
+def norm_text(cell: PointwiseCell) -> str:
+    """Return the source of `Norm<Own>`, which says what a cell normalises, as metal/norm.metal describes; "" for a cell
+    without a norm."""
+    if cell.norm is None:
+        return ""
+    numbers = {
+        "OF": number_of_norm(cell), "OF_C": 0, "IN_STATE": 0, "HAS_C": 0, "IS_SUM": int(cell.norm.of == "sum"),
+        "IS_EACH": int(cell.norm.gates == "each"), "GROUPS": norm_blocks(cell),
+    }  # fmt: skip
+    enum = ", ".join(f"{name} = {value}" for name, value in numbers.items())
+    return f"template <> struct Norm<Own> {{\nenum {{ {enum} }};\n}};\n"
 
 
 def helpers_text(cell: PointwiseCell) -> str:
@@ -172,7 +188,10 @@ def own_cell(problem: Problem) -> PointwiseCell:
 
 def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arrays) -> Arrays:
     """Return the gradients of all arrays. They are computed from the results of the backward kernels (`swept`) with
-    products and sums over all steps. saved: the outputs of the forward pass."""
+    products and sums over all steps. saved: the outputs of the forward pass.
+
+    With a norm the gradients of the first G preactivations in dz are those of its result, d_product [T, B, D G H] has
+    those of the recurrent products, and y has the normalised numbers."""
     if problem.bidirectional:
         parts = []
         for d in range(2):
@@ -182,8 +201,11 @@ def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arra
     cell = own_cell(problem)
     graph, G, H = cell.graph, cell.gates, problem.H
     d, stored = swept["dz"], graph.stored_gradients
+    of_products = swept.get("d_product", d[..., : G * H])
     x = [stored.index(n) for n in graph.gradients("x")]
     dz = d if x == list(range(len(stored))) else mx.concatenate([d[..., k * H : (k + 1) * H] for k in x], axis=-1)
+    if cell.norm is not None and cell.norm.of == "sum":
+        dz = of_products
     gradients = ops.input_gradients({n: a for n, a in arrays.items() if n != "b"}, dz)
     if "b" in arrays:
         rows = ops.flat(dz)
@@ -192,8 +214,9 @@ def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arra
     if {"Wh", "keep"} & arrays.keys():
         before = ops.states_before(problem, arrays, saved)
     if "Wh" in arrays:
-        dp = ops.flat(d[..., : G * H])
-        gradients |= product_gradients(arrays, before["h"], dp)
+        gradients |= product_gradients(arrays, before["h"], ops.flat(of_products))
+    if "y" in swept:
+        gradients |= ops.norm_gradients(cell, {"da": d[..., : G * H], "y": swept["y"]})
     if "keep" in arrays:
         names = [name for name in ("h", "c") if name in before and (name == "c" or cell.passes_h)]
         total = mx.zeros((problem.T, problem.B, 1))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..cells import PointwiseCell
+from ..cells import AnyCell, PointwiseCell, norm_blocks
 from ..directions import half, part
 from ..ops.packed import scales_of
 from ..ops.sweep import gradients_after_sweep, through_projection_clip
@@ -38,7 +38,7 @@ from .kernel import (
     whole_mask,
 )
 from .pointwise import gradients_after as own_gradients
-from .pointwise import name_of, struct_text
+from .pointwise import name_of, norm_text, struct_text
 from .products import candidates, gradients_in_few_launches, is_plain, project, recurrent_input, takes_product
 from .rows import LEFT, Join, Rows, joined_beside, starts_of
 
@@ -118,7 +118,7 @@ def backward(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents
     if saved.get("gates") is None and cell.reads_kept and not saved.get(ROWS):
         saved = forward(problem._replace(training=True), arrays)
     mask = whole_mask(problem, arrays) if cell.recurrent else None
-    if isinstance(cell, PointwiseCell):
+    if isinstance(cell, PointwiseCell) and cell.norm is None:
         results = sweep_backward(problem, arrays, saved, cotangents, mask, None, wants_m=False)
         return own_gradients(problem, arrays, {name: saved[name] for name in saved if name != ROWS}, results)
     few, product = is_plain(problem, arrays), takes_product(cell)
@@ -127,6 +127,8 @@ def backward(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents
         operand = recurrent_input(problem, arrays, saved["h"], mask)
     if cell.norm is not None:
         results = normed_backward(problem, arrays, saved, cotangents, mask, operand.get("h_in"))
+        if isinstance(cell, PointwiseCell):
+            return own_gradients(problem, arrays, saved, results)
         return gradients_after_sweep(problem, arrays, saved, results)
     q = candidates(problem, arrays, operand["h_in"]) if product else None
     results = sweep_backward(problem, arrays, saved, cotangents, mask, q, wants_m=few and "Wp" in arrays)
@@ -218,18 +220,21 @@ def normed_backward(
 ) -> Arrays:
     """Run the backward steps of a cell with a norm. Each has two launches: one computes the gradient of h, the next one
     the cell and the norms. With a projection one between them multiplies this gradient with Wp. Return what
-    `gradients_after_sweep` takes. h_in: the input of the recurrent product at each step."""
+    `gradients_after_sweep` takes or, for a cell written by the user, what `pointwise.gradients_after` takes. h_in: the
+    input of the recurrent product at each step."""
     T, B, H, P = problem[:4]
     D, cell, projects = problem.directions, problem.cell, "Wp" in arrays
     row, K = nothing(row_type(arrays["Wh"].dtype)), cell.gates * H
     numbers = norms.numbers_before_sweep(problem, arrays, saved, h_in)
-    inputs = options(problem, arrays, ("peephole",)) | norms.inputs_of(problem, arrays)
-    state = "h" if cell.reads_h else "c"
+    inputs = options(problem, arrays, ("peephole", "inputs", "params")) | norms.inputs_of(problem, arrays)
+    own = isinstance(cell, PointwiseCell)
+    states = ("h", "c") if own and cell.reads_h else ("h",) if cell.reads_h else ("c",)
     if not cell.reads_h:
         inputs.pop("h0", None)
-    inputs |= {"mask": mask, state: contiguous(saved[state]), "before": row, "q": numbers.get("q")}
+    inputs |= {name: contiguous(saved.get(name)) for name in states}
+    inputs |= {"mask": mask, "before": row, "q": numbers.get("q")}
     inputs |= {f"d{name}": contiguous(cotangents[name]) for name in cotangents}
-    inputs["gates"] = contiguous(saved["gates"]) if cell.op != "rnn" else None
+    inputs["gates"] = contiguous(saved["gates"]) if cell.op != "rnn" and cell.kept else None
     inputs |= {name: contiguous(array) for name, array in norms.joined(problem, arrays, numbers).items()}
     inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, P, K)}
     of_cell = inputs | {"sizes": sizes(problem, mask, H, K), "dh_now": row}
@@ -238,14 +243,14 @@ def normed_backward(
     rows, dh_rows = rows_of(problem, projects)
     unchanged = unclipped(problem, arrays, saved) if projects else None
     dh = each_step(norm_dh_kernel, problem, inputs | {"unclipped": unchanged}, dh_rows if projects else None)
-    step = each_step(norm_backward_kernel, problem, of_cell, rows)
+    step = each_step(norm_own_backward_kernel if own else norm_backward_kernel, problem, of_cell, rows)
     if projects:
         of_m = {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, H, P)}
         dm = each_step(norm_dm_kernel, problem, of_cell | of_m)
     for n in reversed(range(T)):
         now = dh(n, row)
         row = step(n, row, dm(n, now) if projects else now)
-    wanted = {"dc0": "c0" in arrays, "carry": "keep" in inputs}
+    wanted = {"dc0": "c0" in arrays, "carry": "keep" in inputs, "du": cell.inputs > 0, "dw": cell.summed > 0}
     kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
     results = after_sweep(norm_gradients_launch, problem, inputs, kinds, frozenset(n for n in wanted if wanted[n]))
     if "h0" in arrays:
@@ -504,7 +509,7 @@ class StepKernel:
         shader, fields, saves, cell = step
         rows, columns = tile
         self.problem: Problem = problem
-        own = struct_text(problem.cell) if isinstance(problem.cell, PointwiseCell) else ""
+        own = struct_text(problem.cell) + norm_text(problem.cell) if isinstance(problem.cell, PointwiseCell) else ""
         self.own: str = own
         self.name: str = shader if "gru" in shader else f"{name_of(own) if own else problem.cell.op}_{shader}"
         self.output: tuple[int, mx.Dtype] = output
@@ -599,6 +604,9 @@ SHADERS = {
         f"stepwise_norm_{name}": ("norm", "stepwise_forward", "stepwise_backward", "stepwise_norm")
         for name in ("product", "forward", "dh", "dm", "backward", "dh0")
     },
+    "stepwise_norm_own_backward": (
+        *("norm", "stepwise_forward", "stepwise_backward", "stepwise_norm", "stepwise_norm_own"),
+    ),
 }
 """The files that each shader of a step needs, in addition to the files that all of them need."""
 
@@ -805,9 +813,11 @@ def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_r
 
 # --- The launches of a step with layer normalisation ---
 
-ITEM = (1, 128)
-"""The tile of kernels in which each threadgroup computes all units of one batch item. Its size is that of the memory
-in which simdgroups exchange sums, in floats; metal/stepwise_norm.metal describes it."""
+
+def item_tile(cell: AnyCell) -> tuple[int, int]:
+    """Return the tile of kernels in which each threadgroup computes all units of one batch item. Its size is that of
+    the memory in which simdgroups exchange sums, in floats; metal/stepwise_norm.metal describes it."""
+    return 1, max(128, 24 * norm_blocks(cell))
 
 
 @cached
@@ -828,15 +838,16 @@ def norm_product_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, .
 def norm_forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
     """Return the second kernel of a forward step. It reads the products, and writes what `forward_kernel` writes."""
     cell, saves = problem.cell, problem.training or problem.return_gates
-    length = row_length(problem, problem.H, 1 + cell.gates if saves else 1, cell.carried, dtype)
+    length = row_length(problem, problem.H, 1 + cell.kept if saves else 1, cell.carried, dtype)
     return StepKernel(
         *(problem, dtype, present),
         StepShader(
             "stepwise_norm_forward",
-            "step before product z h0 c0 peephole bhn keep lengths sizes numbers " + " ".join(norms.READ["forward"]),
+            "step before product z h0 c0 peephole bhn inputs params keep lengths sizes numbers "
+            + " ".join(norms.READ["forward"]),
             saves=saves,
         ),
-        tile=ITEM,
+        tile=item_tile(cell),
         units=(1, 1),
         output=(length, row_type(dtype)),
     )
@@ -882,7 +893,27 @@ def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
             "step before dh_now gates h c h0 c0 q peephole bhn keep lengths dc dgates dcT sizes numbers "
             "norm_scale norm_c norm_y norm_r norm_c_y",
         ),
-        tile=ITEM,
+        tile=item_tile(cell),
+        units=(1, 1),
+        output=(row_length(problem, problem.H, blocks, floats, dtype), row_type(dtype)),
+    )
+
+
+@cached
+def norm_own_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
+    """Return the last kernel of a backward step of a cell written by the user. metal/stepwise_norm_own.metal describes
+    the row that it writes."""
+    cell = problem.cell
+    floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
+    blocks = cell.gates + cell.inputs + cell.gradients
+    return StepKernel(
+        *(problem, dtype, present),
+        StepShader(
+            "stepwise_norm_own_backward",
+            "step before dh_now rows row gates h c h0 c0 q inputs params keep lengths dc dcT sizes "
+            "norm_scale norm_y norm_r",
+        ),
+        tile=item_tile(cell),
         units=(1, 1),
         output=(row_length(problem, problem.H, blocks, floats, dtype), row_type(dtype)),
     )
@@ -1053,37 +1084,42 @@ def norm_gradients_launch(
 ) -> Sequences:
     """Return the launch that copies the results of a backward pass with a norm from its rows into sequences. It
     writes, under the names of the kernels of `fused`, d_product and dz, or only dz if the products are not normalised;
-    with a norm of c also d_norm_c; with a projection dh. If `names` contains them, it writes dc0 and carry."""
+    with a norm of c also d_norm_c; with a projection dh. If `names` contains them, it writes dc0, carry, du and dw."""
     (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
     products, states, G, keep = norms.of_product(cell), norms.of_state(cell), cell.gates, "carry" in names
+    C, U, V, M, carries = cell.carried, cell.inputs, cell.summed, cell.gradients, cell.carried + cell.passes_h
     wide, all_gates = ((T, B, D * H), dtype), ((T, B, D * G * H), dtype)
     outputs: Outputs = {
-        "dz": all_gates,
+        "dz": ((T, B, D * M * H), dtype),
         "d_product": all_gates if products else None,
         "d_norm_c": wide if states else None,
         "dh": ((T, B, D * P), dtype) if projects else None,
-        "dc0": ((B, D * H), dtype) if "dc0" in names else None,
-        "carry": ((T, B, D * H), mx.float32) if keep else None,
+        "dc0": ((B, D * C * H), mx.float32 if cell.op == "pointwise" else dtype) if "dc0" in names else None,
+        "carry": ((T, B, D * carries * H), mx.float32) if keep and carries else None,
+        "du": ((T, B, D * U * H), dtype) if "du" in names else None,
+        "dw": ((B, D * V * H), mx.float32) if "dw" in names else None,
     }
     inputs = {name: name in present for name in ("lengths", "sizes")}
     written = [name for name, output in outputs.items() if output is not None]
     read = [name for name in inputs if inputs[name]]
     fields = fields_of((*inputs, "starts", "kinds", *outputs), {*read, *written, "starts", "kinds"})
-    fields |= dict.fromkeys(("gates", "d_out", "du", "dw"), "absent")
-    first, floats = ("d_product" if products else "dz"), (cell.carried + cell.passes_h) * (1 + keep)
+    fields |= dict.fromkeys(("gates", "d_out"), "absent")
+    first, floats = ("d_product" if products else "dz"), carries * (1 + keep) + V
     # The first block of a row has the place of dz in the row of a cell without a norm, so the same shader copies it.
     body = struct_of(fields | {"dz": first})
     end = "thread_position_in_grid);\n"
-    body += f"stepwise_gradients<{G}, 0, 0, 0, {cell.carried}, {int(cell.passes_h)}, 0, S>(rows, kinds, a, {end}"
+    body += f"stepwise_gradients<{G}, 0, 0, {U}, {C}, {int(cell.passes_h)}, {V}, S>(rows, kinds, a, {end}"
     if products:
-        body += f"stepwise_norm_gradients<{G}, {G}, {floats}, S>(rows, kinds, a, dz, {end}"
+        body += f"stepwise_norm_gradients<{M}, {G + U}, {floats}, S>(rows, kinds, a, dz, {end}"
     if states:
         body += f"stepwise_norm_gradients<1, {G * (1 + products)}, {floats}, S>(rows, kinds, a, d_norm_c, {end}"
     if projects:
-        only_dh = fields | dict.fromkeys(("dc0", "carry"), "absent") | {"dz": "dh"}
+        only_dh = fields | dict.fromkeys(("dc0", "carry", "du", "dw"), "absent") | {"dz": "dh"}
         body += struct_of(only_dh, "Projected", "projected")
         body += f"stepwise_gradients<1, 0, 0, 0, 0, 0, 0, S>(rows, kinds + 3, projected, {end}"
     template: Template = {"OPTIONS": number_of_norm(cell)}
+    if cell.op == "pointwise":  # kernels with other numbers of blocks need other names
+        template |= {"GATES": G, "GRADIENTS": M, "INPUTS": U, "CARRIED": C, "PASSES_H": int(cell.passes_h), "SUMMED": V}
     files = ("norm", "stepwise_forward", "stepwise_backward", "stepwise_norm")
     source = Source(f"{cell.op}_stepwise_norm_gradients", files, body)
     return prepare_sequences(problem, dtype, layout, source, template, inputs, outputs)

@@ -470,7 +470,7 @@ def norm_gradients(cell: AnyCell, sweep: Arrays) -> Arrays:
         if d in sweep:
             gradients[f"{name}_scale"] = total(sweep[d] * sweep[y], axis=(0, 1))
             gradients[f"{name}_shift"] = total(sweep[d], axis=(0, 1))
-    if cell.apart and "da" in sweep:
+    if cell.op == "gru" and "da" in sweep:
         gradients["bhn"] = total(by_gate(cell, sweep["da"])["n"], axis=(0, 1))
     return gradients
 

@@ -1,0 +1,227 @@
+// Layer normalisation of a cell written by the user, in the whole-sequence kernels with the product in lanes.
+// fused_norm.metal describes the sums over all simdgroups, and norm.metal the arrays.
+//
+// The lanes of a unit divide its gates among themselves, as in pointwise.metal: number j of a lane belongs to gate
+// LANES * j + lane. With SCATTERS a lane has the product of its own gate only; otherwise all lanes have all products.
+
+// What a lane needs for the norm; the fields with COUNT numbers are for the lane's gates. counts: 1 if the lane has a
+// gate and a unit for this number, else 0. part: as in NormLane. memory: the threadgroup memory for the sums.
+template <int COUNT>
+struct OwnNormLane {
+  float scale[COUNT], shift[COUNT], counts[COUNT], eps, part;
+  uint index;
+  threadgroup float4* memory;
+};
+
+// Where the sums lie, in vectors of 4 floats. COUNT: how many gates a lane has. Numbers of each gate by itself take
+// SIZE vectors for each of them; otherwise all numbers of a lane are in one sum.
+template <class Cell, int H, int ROWS>
+struct OwnNormMemory {
+  enum { LANES = Lanes<Cell>::LANES, COUNT = REGISTERS_OF<Cell::GATES, LANES> };
+  enum { IS_EACH = Norm<Cell>::IS_EACH, EVERY = IS_EACH ? int(LANES) : 1 };
+  enum { SIZE = (EVERY * Peers<H, LANES, EVERY>::PLACES * ROWS + 1) / 2, END = (IS_EACH ? int(COUNT) : 1) * SIZE };
+};
+
+// Return the size of the threadgroup memory for the sums, in vectors of 4 floats, of a call with the array norm_eps.
+template <class Cell, int H, int ROWS, class E> int own_norm_size(E) { return OwnNormMemory<Cell, H, ROWS>::END; }
+
+template <class Cell, int H, class E, class Arrays>
+OwnNormLane<OwnNormMemory<Cell, H, 1>::COUNT> own_norm_of_lane(
+    E eps, thread const Arrays& a, int direction, int lane, int unit, bool real, uint index,
+    threadgroup float4* memory) {
+  using M = OwnNormMemory<Cell, H, 1>;
+  using P = Peers<H, M::LANES, M::EVERY>;
+  OwnNormLane<M::COUNT> norm = {};
+#pragma clang loop unroll(full)
+  for (int j = 0; j < M::COUNT; ++j) {
+    const int gate = min(M::LANES * j + lane, int(Cell::GATES) - 1);
+    const long at = (long(Cell::GATES) * direction + gate) * H + unit;
+    norm.scale[j] = value_at(a.norm_scale, at, 1.0f), norm.shift[j] = value_at(a.norm_shift, at, 0.0f);
+    norm.counts[j] = real && M::LANES * j + lane < Cell::GATES ? 1.0f : 0.0f;
+  }
+  norm.eps = float(eps[0]), norm.part = P::part_of(int(P::first(index % 32)));
+  norm.index = index, norm.memory = memory;
+  return norm;
+}
+
+// Copy number j of a lane from all ROWS batch items, or back.
+template <int ROWS, int COUNT>
+void take_number(thread const float (&x)[ROWS][COUNT], int j, thread float (&one)[ROWS]) {
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) one[r] = x[r][j];
+}
+template <int ROWS, int COUNT>
+void put_number(thread const float (&one)[ROWS], int j, thread float (&x)[ROWS][COUNT]) {
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) x[r][j] = one[r];
+}
+
+// Replace the numbers x of all gates by (x - mean) / sqrt(variance + eps). Numbers that do not count must be 0.
+template <class Cell, int H, int ROWS, int COUNT>
+void standardise_gates(thread const OwnNormLane<COUNT>& norm, thread float (&x)[ROWS][COUNT]) {
+  using M = OwnNormMemory<Cell, H, ROWS>;
+  using P = Peers<H, M::LANES, M::EVERY>;
+  if constexpr (M::IS_EACH != 0) {
+#pragma clang loop unroll(full)
+    for (int j = 0; j < COUNT; ++j) {
+      float one[ROWS];
+      take_number(x, j, one);
+      standardise<H, M::LANES, M::EVERY, 1>(
+          one, norm.counts[j], norm.part, norm.eps, norm.index, norm.memory + j * M::SIZE);
+      put_number(one, j, x);
+    }
+  } else {
+    constexpr int GATES = Cell::GATES;
+    Pair own[ROWS];
+#pragma clang loop unroll(full)
+    for (int r = 0; r < ROWS; ++r) {
+      float sum = 0.0f, squares = 0.0f;
+#pragma clang loop unroll(full)
+      for (int j = 0; j < COUNT; ++j) sum += x[r][j];
+      const float mean = simd_sum(sum) * (P::share(norm.index / 32) * (1.0f / GATES));
+#pragma clang loop unroll(full)
+      for (int j = 0; j < COUNT; ++j) {
+        const float away = x[r][j] - mean * norm.counts[j];
+        squares += away * away;
+      }
+      own[r] = float2(mean, simd_sum(squares) * (1.0f / (GATES * H)));
+    }
+    moments_of_all<P, 1>(own, norm.part, norm.eps, norm.index, norm.memory);
+#pragma clang loop unroll(full)
+    for (int r = 0; r < ROWS; ++r)
+#pragma clang loop unroll(full)
+      for (int j = 0; j < COUNT; ++j) x[r][j] = (x[r][j] - own[r][0]) * own[r][1];
+  }
+}
+
+// Normalise the products or, with a norm of the sum, their sums with numbers[r].z, the input's part of the
+// preactivations. On return `sums` has the results, and z is 0 if it is part of them.
+template <class Cell, int H, int ROWS, class Numbers, int SIZE, int COUNT>
+void normalise_gates(
+    thread const OwnNormLane<COUNT>& norm, int lane, thread Numbers (&numbers)[ROWS],
+    thread float (&sums)[ROWS][SIZE]) {
+  constexpr int LANES = Lanes<Cell>::LANES, GATES = Cell::GATES;
+  float x[ROWS][COUNT];
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r)
+#pragma clang loop unroll(full)
+    for (int j = 0; j < COUNT; ++j) {
+      float product = sums[r][Lanes<Cell>::SCATTERS ? 0 : LANES * j];
+#pragma clang loop unroll(full)
+      for (int k = 1; k < LANES && !Lanes<Cell>::SCATTERS; ++k)
+        product = lane == k ? sums[r][min(LANES * j + k, GATES - 1)] : product;
+      x[r][j] = norm.counts[j] == 0.0f ? 0.0f : Norm<Cell>::IS_SUM ? product + numbers[r].z[j] : product;
+    }
+  standardise_gates<Cell, H>(norm, x);
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r)
+#pragma clang loop unroll(full)
+    for (int j = 0; j < COUNT; ++j) {
+      const float result = x[r][j] * norm.scale[j] + norm.shift[j];
+      if (Norm<Cell>::IS_SUM) numbers[r].z[j] = 0.0f;
+      if (Lanes<Cell>::SCATTERS) sums[r][0] = result;
+#pragma clang loop unroll(full)
+      for (int k = 0; k < LANES && LANES * j + k < GATES && !Lanes<Cell>::SCATTERS; ++k)
+        sums[r][LANES * j + k] = of_lane<LANES>(result, k);
+    }
+}
+
+// --- Backward ---
+//
+// The kernel reads norm_y [T, B, D G H] and norm_r, and writes d_product [., B, D G H], as in fused_norm.metal.
+
+// What the backward step of a lane needs for its gates. y: the normalised numbers. r: 1 / sqrt(variance + eps) of their
+// norms. d: the gradient of the norm's result.
+template <int ROWS, int COUNT>
+struct OwnNormNumbers {
+  float y[ROWS][COUNT], r[ROWS][COUNT], d[ROWS][COUNT];
+};
+
+template <int ROWS, int COUNT>
+OwnNormNumbers<ROWS, COUNT> own_norm_numbers(thread const OwnNormLane<COUNT>&) { return {}; }
+
+// Read y and r of step n. now: the step's position in an array [T, B, D H]. item: the unit's positions in an array [B,
+// D H]. group: the threadgroup's number.
+template <class Cell, int H, int ROWS, int COUNT, class Index, class Arrays>
+void read_gates(
+    thread const Arrays& a, thread const Sweep& sweep, int n, Index now, thread const Index (&item)[ROWS], uint group,
+    int lane, int unit, thread OwnNormNumbers<ROWS, COUNT>& numbers) {
+  constexpr int LANES = Lanes<Cell>::LANES, GATES = Cell::GATES;
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    const int b = min(int(group) * ROWS + r, sweep.B - 1);
+    const Index at = (Index(time_of(sweep, n)) * sweep.B + b) * sweep.D + sweep.direction;
+    load_blocks<GATES, LANES, H>(a.norm_y, now + item[r], lane, unit, numbers.y[r]);
+#pragma clang loop unroll(full)
+    for (int j = 0; j < COUNT; ++j)
+      numbers.r[r][j] = a.norm_r[Norm<Cell>::IS_EACH ? at * GATES + min(LANES * j + lane, GATES - 1) : at];
+  }
+}
+
+// Keep d, the gradients of the preactivations of batch item number r, of which the first are those of the norm's
+// result. Numbers of ended items become 0.
+template <int ROWS, int COUNT, int SIZE>
+void keep_gradients(bool live, int r, thread const float (&d)[SIZE], thread OwnNormNumbers<ROWS, COUNT>& numbers) {
+#pragma clang loop unroll(full)
+  for (int j = 0; j < COUNT; ++j) numbers.d[r][j] = live ? d[j] : 0.0f;
+}
+
+// Replace d, the gradients of the normalised numbers, by those of the numbers before the norm. Gradients that do not
+// count must be 0.
+template <class Cell, int H, int ROWS, int COUNT>
+void standardise_gates_backward(thread const OwnNormLane<COUNT>& norm, thread OwnNormNumbers<ROWS, COUNT>& numbers) {
+  using M = OwnNormMemory<Cell, H, ROWS>;
+  using P = Peers<H, M::LANES, M::EVERY>;
+  if constexpr (M::IS_EACH != 0) {
+#pragma clang loop unroll(full)
+    for (int j = 0; j < COUNT; ++j) {
+      float d[ROWS], y[ROWS], factor[ROWS];
+      take_number(numbers.d, j, d), take_number(numbers.y, j, y), take_number(numbers.r, j, factor);
+      standardise_backward<H, M::LANES, M::EVERY, H>(d, y, factor, norm.index, norm.memory + j * M::SIZE);
+      put_number(d, j, numbers.d);
+    }
+  } else {
+    Pair own[ROWS];
+#pragma clang loop unroll(full)
+    for (int r = 0; r < ROWS; ++r) {
+      Pair sum = 0.0f;
+#pragma clang loop unroll(full)
+      for (int j = 0; j < COUNT; ++j) sum += float2(numbers.d[r][j], numbers.d[r][j] * numbers.y[r][j]);
+      own[r] = float2(simd_sum(sum[0]), simd_sum(sum[1]));
+    }
+    sums_of_all<P, 1>(own, norm.index, norm.memory);
+#pragma clang loop unroll(full)
+    for (int r = 0; r < ROWS; ++r)
+#pragma clang loop unroll(full)
+      for (int j = 0; j < COUNT; ++j) {
+        const float away = own[r][0] + numbers.y[r][j] * own[r][1];
+        numbers.d[r][j] = (numbers.d[r][j] - away * (1.0f / (int(Cell::GATES) * H * P::COPIES))) * numbers.r[r][j];
+      }
+  }
+}
+
+// Compute the gradients of the recurrent products from those that keep_gradients kept. Write them to d_product, and to
+// `operands` in threadgroup memory, where the product with Wh reads them: an operand is a row of ROW vectors, one for
+// each batch item. now, item: as in read_gates. earlier: the number of elements of such an array before the launch's
+// first time index.
+template <class Cell, int H, int ROW, class S, int ROWS, int COUNT, class Index, class Arrays>
+void own_products_backward(
+    thread const OwnNormLane<COUNT>& norm, thread OwnNormNumbers<ROWS, COUNT>& numbers, thread const Arrays& a,
+    Index now, Index earlier, thread const Index (&item)[ROWS], int lane, int unit, threadgroup float4* operands) {
+  constexpr int LANES = Lanes<Cell>::LANES;
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r)
+#pragma clang loop unroll(full)
+    for (int j = 0; j < COUNT; ++j)
+      numbers.d[r][j] = norm.counts[j] == 0.0f ? 0.0f : numbers.d[r][j] * norm.scale[j];
+  standardise_gates_backward<Cell, H>(norm, numbers);
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r)
+#pragma clang loop unroll(full)
+    for (int j = 0; j < COUNT; ++j) {
+      if (norm.counts[j] == 0.0f) continue;
+      const S result = S(numbers.d[r][j]);
+      a.d_product[place_of<Cell::GATES, H>(now + (item[r] - earlier), LANES * j + lane, unit)] = result;
+      number_at(operands, r * ROW, (LANES * j + lane) * H + unit) = float(result);
+    }
+}
