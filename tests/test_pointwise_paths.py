@@ -77,6 +77,13 @@ def cell(a, s):
 """,
         (5, 2, 0, 0),
     ),
+    "thirty gates": (
+        """
+def cell(a, s):
+    return mx.tanh(0.1 * sum(a[:15]) + a[29] * s[0] - a[20])
+""",
+        (30, 1, 0, 0),
+    ),
     "no product": (
         """
 def cell(a, s, u, p, q):
@@ -200,6 +207,9 @@ PATHS = {
         *("fused", "five gates apart", (4, 2, 2, 6), {"launch_steps": 3}),
         BOTH | {"norm": ("recurrent", "each")},
         mx.float16,
+    ),
+    "norm of each of thirty gates": Path(
+        *("stepwise", "thirty gates", (2, 1, 2, 2), {}), {"norm": ("sum", "each", *SCALED)}
     ),
     "norm of a wide layer": Path(
         *("stepwise", "three gates", (3, 2, 2, 300), {}),
