@@ -13,10 +13,13 @@ from metal_emulator.findings import KernelError
 from norm_cases import CELLS as NORMED
 from norm_cases import check as check_norm
 from on_metal import matrices_from, on_metal
+from own_cells import Judge as OwnJudge
+from own_cells import library
 from pointwise_cases import ZOO, Form, assert_right, by_pointwise, draw_smooth, judged
 from pointwise_cases import draw as draw_arrays
 from pointwise_cases import run as run_cell
 from quantized_cases import quantized_case
+from test_pointwise_paths import PATHS, case_of
 
 from mlx_lstm.engines.metal import fused as kernels_fused
 from mlx_lstm.engines.metal import kernel as kernels
@@ -59,6 +62,8 @@ USERS = {
     "norm": ({"fused": []}, ()),  # `trials` makes separate cases for layer normalisation
     "fused_norm": ({"fused": []}, ()),
     "stepwise_norm": ({"stepwise": []}, ()),
+    "fused_norm_own": ({"fused": []}, ()),
+    "stepwise_norm_own": ({"stepwise": []}, ()),
     "pointwise": ({"fused": []}, ()),  # `trials` makes separate cases for cells given as a function
     "pointwise_forward": ({"fused": []}, ()),
     "pointwise_backward": ({"fused": []}, ()),
@@ -290,7 +295,11 @@ def trials(file, kind):
             op = "rnn" if sizes[3] in (80, 512) else "lstm"
             case, cotangents, weights, ref, limit = quantized_case(packing, sizes=sizes, quantize=("Wh",), op=op)
             yield "fused" if "fused" in file else "stepwise", case, cotangents, ref, limit, weights
-    if "norm" in file:
+    if file.endswith("norm_own"):
+        for path in PATHS.values():
+            if "norm" in path.options and path.engine == next(iter(users)):
+                yield "path", path, OwnJudge(case_of(path)), None, None
+    elif "norm" in file:
         for engine in users if file != "norm" else NORMS:
             for name, sizes, options in NORMS[engine]:
                 yield "norm", engine, NORMED[name], sizes, options
@@ -360,6 +369,10 @@ def notice(file, engine, case, cotangents, ref, limit, weights=MappingProxyType(
     the kernel."""
     if engine == "norm":
         return check_norm(case, cotangents, ref, limit)
+    if engine == "path":
+        with on_metal(), limited(**case.limits):
+            assert cotangents.verdict(library(cotangents.case, case.engine)) == "right"
+        return
     if engine == "pointwise":
         with matrices_from(1 if "matrix" in file else 1000):
             notice_pointwise("stepwise" if "stepwise" in file else "fused", case, cotangents, ref, limit, weights)
