@@ -159,6 +159,11 @@ HARMLESS = {
     # Weights with an index n below RESIDENT are in registers. With the bound RESIDENT - 1, the last of these weights is
     # read from memory instead. It has the same value there, so the product is the same.
     "if (n < RESIDENT) weights = float4(resident[n]);  the bound of < is one less",
+    # `sums` also has room for the products of other units, which nothing reads any more: with <= GATES the loop writes
+    # one of them.
+    "for (int k = 0; k < LANES && LANES * j + k < GATES && !Lanes<Cell>::SCATTERS; ++k)  < becomes <=",
+    # No lane of a unit has the number LANES.
+    "for (int k = 1; k < LANES && !Lanes<Cell>::SCATTERS; ++k)  < becomes <=",
     # In this branch `lane` is never equal to GATE_N, so > and >= choose the same block.
     "return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);  > becomes >=",
     # With <=, one more matrix is read, but no product uses it. So the result is the same.
