@@ -318,16 +318,22 @@ def test_what_stepwise_cannot_run_is_refused_with_the_reason():
     assert choose(cell=cell._replace(recurrent=False), **here).engine == "stepwise"
 
 
+def trying(forms, normed):
+    """Make the command that `check --full` runs try these cells only."""
+    return patch.multiple(check_cells, FORMS=forms, NORMED=normed)
+
+
 def test_check_tries_the_zoo(tmp_path, capsys):
-    """The command that `check --full` runs tries every cell of `mlx_lstm.cells` on both Metal engines, and reports each
-    cell that an engine refuses."""
+    """The command that `check --full` runs tries every cell of `mlx_lstm.cells` on both Metal engines, also
+    cells with a norm, and reports each cell that an engine refuses."""
     assert {form.cell.__name__ for form in check_cells.FORMS} == set(cells.__all__)
     assert [tuple(form) for form in check_cells.FORMS] == [tuple(form) for form in ZOO.values()]
-    with on_metal() as log, patch.object(check_cells, "FORMS", check_cells.FORMS[:1]):
+    with on_metal() as log, trying(check_cells.FORMS[:1], check_cells.NORMED[:1]):
         assert check_cells.main(["--json", str(tmp_path / "cells.json")]) == 0
     for engine in METAL_ENGINES:
         assert any(engine in launch.name and "backward" in launch.name for launch in log), "no gradient was computed"
-    assert json.loads((tmp_path / "cells.json").read_text()) == {"lstm, fused": "", "lstm, stepwise": ""}
-    with patch.object(check_cells, "FORMS", check_cells.FORMS[-1:]), mx.stream(mx.cpu):
+    found = [f"{name}, {engine}" for name in ("lstm", "lstm with a norm") for engine in METAL_ENGINES]
+    assert json.loads((tmp_path / "cells.json").read_text()) == dict.fromkeys(found, "")
+    with trying(check_cells.FORMS[-1:], ()), mx.stream(mx.cpu):
         assert check_cells.main(["--json", str(tmp_path / "cells.json")]) == 1
     assert "minimal_gru_log, stepwise   [pointwise] engine='stepwise' cannot run" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Run the cells of `mlx_lstm.cells` in generated kernels on this machine, for `check --full`:
+"""Run the cells of `mlx_lstm.cells`, two of them also with a norm, in generated kernels, for `check --full`:
 
     python -m mlx_lstm.check.cells --json FILE
 
@@ -18,7 +18,7 @@ import mlx.core as mx
 from .. import cells
 from ..engines import METAL_ENGINES
 from ..engines.choice import Engine
-from ..recurrence import pointwise
+from ..recurrence import Norm, pointwise
 
 B, H = 3, 40
 
@@ -26,7 +26,8 @@ B, H = 3, 40
 class Form(NamedTuple):
     """The arguments that a cell needs. gates, states, inputs, params: how many gates, states, inputs per step and
     parameter vectors the cell has. apart: whether the cell gets two numbers for each gate, the part from x and the
-    part from h, in place of their sum. recurrent: whether h is multiplied by a matrix Wh."""
+    part from h, in place of their sum. recurrent: whether h is multiplied by a matrix Wh. norm: the layer normalisation
+    inside the step."""
 
     cell: Callable[..., Any]
     gates: int
@@ -35,6 +36,12 @@ class Form(NamedTuple):
     params: int = 0
     apart: bool = False
     recurrent: bool = True
+    norm: Norm | None = None
+
+    @property
+    def title(self) -> str:
+        """Return the name of the cell."""
+        return self.cell.__name__ + (" with a norm" if self.norm else "")
 
 
 FORMS = (
@@ -52,6 +59,12 @@ FORMS = (
 )
 """All cells of `mlx_lstm.cells`, with the arguments that each needs."""
 
+NORMED = (
+    Form(cells.lstm, 4, 2, norm=Norm("sum", gates="each")),
+    Form(cells.gru, 3, apart=True, norm=Norm("recurrent")),
+)
+"""Cells with layer normalisation, which has shader files of its own."""
+
 
 def verdict(form: Form, engine: Engine) -> str:
     """Run the forward and the backward pass of a cell on a Metal engine. Return why the cell's kernels are refused, or
@@ -61,9 +74,8 @@ def verdict(form: Form, engine: Engine) -> str:
 
     def loss(x: mx.array) -> mx.array:
         state = [mx.zeros((B, H))] * form.states
-        h, _ = pointwise(
-            form.cell, x, Wx, Wh, None, state, inputs=inputs, params=params, apart=form.apart, engine=engine
-        )
+        more = {"inputs": inputs, "params": params, "apart": form.apart, "norm": form.norm}
+        h, _ = pointwise(form.cell, x, Wx, Wh, None, state, engine=engine, **more)
         return h.sum()
 
     try:
@@ -78,7 +90,7 @@ def main(words: list[str]) -> int:
     file. Return 1 if a cell is refused, else 0."""
     parser = argparse.ArgumentParser(prog="python -m mlx_lstm.check.cells", description=__doc__)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="where the verdicts are written")
-    verdicts = {f"{form.cell.__name__}, {name}": verdict(form, name) for form in FORMS for name in METAL_ENGINES}
+    verdicts = {f"{form.title}, {name}": verdict(form, name) for form in FORMS + NORMED for name in METAL_ENGINES}
     parser.parse_args(words).json.write_text(json.dumps(verdicts))
     for name, reason in verdicts.items():
         print(f"{name:28}{reason or 'right'}")
