@@ -110,8 +110,8 @@ void share(
   }
 }
 
-// Replace own[r], the mean and the squares of one simdgroup, by the mean of all numbers and 1 / sqrt(variance + eps), for
-// ROWS batch items. part: the part of all units that the simdgroup has whose sums this lane reads first.
+// Replace own[r], the mean and the squares of one simdgroup, by the mean of all numbers and 1 / sqrt(variance + eps),
+// for ROWS batch items. part: the part of all units that the simdgroup has whose sums this lane reads first.
 template <class P, int EVERY, int ROWS>
 void moments_of_all(thread Pair (&own)[ROWS], float part, float eps, uint index, threadgroup float4* memory) {
   Pair all[P::TURNS][ROWS];

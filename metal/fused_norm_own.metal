@@ -44,7 +44,7 @@ OwnNormLane<OwnNormMemory<Cell, H, 1>::COUNT> own_norm_of_lane(
   return norm;
 }
 
-// Copy number j of a lane from all ROWS batch items, or back.
+// `take_number` copies number j of each of the ROWS batch items from x to `one`; `put_number` copies them back.
 template <int ROWS, int COUNT>
 void take_number(thread const float (&x)[ROWS][COUNT], int j, thread float (&one)[ROWS]) {
 #pragma clang loop unroll(full)
@@ -94,8 +94,8 @@ void standardise_gates(thread const OwnNormLane<COUNT>& norm, thread float (&x)[
   }
 }
 
-// Normalise the products or, with a norm of the sum, their sums with numbers[r].z, the input's part of the
-// preactivations. On return `sums` has the results, and z is 0 if it is part of them.
+// Normalise the recurrent products of all gates, or each product plus the input's part numbers[r].z if the norm is one
+// of the sum. On return `sums` has the results; z is then 0 if it is part of them.
 template <class Cell, int H, int ROWS, class Numbers, int SIZE, int COUNT>
 void normalise_gates(
     thread const OwnNormLane<COUNT>& norm, int lane, thread Numbers (&numbers)[ROWS],

@@ -58,8 +58,8 @@ void use_first_states(
 
 // Store the results of one step of a batch item, or zeros if the item has ended: d (the gradients of the
 // preactivations), du (of the inputs) and the array carry (`back`, of the states). at: the unit's position in an array
-// [steps, B, D H]. Also store the gradients of the recurrent products in `operand`, which the product with Wh reads; with
-// a norm own_products_backward does this.
+// [steps, B, D H]. Also store the gradients of the recurrent products in `operand`, which the product with Wh reads;
+// with a norm own_products_backward does this.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_step(
     thread const Arrays& a, bool live, bool real, int lane, int unit, Index at,

@@ -1,7 +1,8 @@
 // The backward step of a cell written by the user whose products, or their sums with the input's part, are normalised.
 // stepwise_norm.metal describes the launches of a step, and the arrays norm_scale, norm_y and norm_r.
 //
-//   after     the row that this launch writes, in this order. The letters are those of stepwise_backward.metal:
+//   after     the row that this launch writes, in this order. N: number of carries. V: parameters that need a gradient.
+//             G: gates. U: inputs of a step. M: gradients of preactivations.
 //               [B, D N H]  float: the carries
 //               [B, D N H]  float, with `keep` only: the carries before their multiplication by keep
 //               [B, D V H]  float: the gradients of the parameters, summed over all steps so far
@@ -16,7 +17,8 @@ struct OwnGradients {
   float d[Cell::GRADIENTS], du[SIZE_FOR<Cell::INPUTS>];
 };
 
-// Compute the gradients g of unit j, zeros on entry. of_params: the position of the gradients of the parameters in a row.
+// Compute the gradients g of unit j, which are zeros on entry. of_params: where the gradients of the parameters begin
+// in a row.
 template <class Cell, class S, class Arrays>
 void own_gradients(
     thread const Step& s, thread const Arrays& a, int b, int j, bool live, Index of_params,

@@ -43,7 +43,7 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None,
 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 4H], [H, 4H], [4H] or absent.
-        more: must be absent.
+        more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
 
     Returns:
         dict: `Wx` [4H, I], `Wh` [4H, H] and, if there is a bias, `b` [4H], each in the dtype of Keras' array. MLX
@@ -84,7 +84,7 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`. kernel is [I, 3H], recurrent_kernel [H, 3H], bias
             [2, 3H], or [3H] with `reset_after=False`, or absent.
-        more: must be absent.
+        more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
 
     Returns:
         dict: `Wx` [3H, I] and `Wh` [3H, H]. If there is a bias, also `b` [3H] and, with `reset_after=True`, `bhn` [H].
@@ -133,7 +133,7 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, H], [H, H], [H] or absent.
-        more: must be absent.
+        more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
 
     Returns:
         dict: `Wx` [H, I], `Wh` [H, H] and, if there is a bias, `b` [H], each in the dtype of Keras' array. In

@@ -1,4 +1,4 @@
-"""Run the cells of `mlx_lstm.cells`, two of them also with a norm, in generated kernels, for `check --full`:
+"""Run the cells of `mlx_lstm.cells`, two also with layer normalisation, in generated kernels, for `check --full`:
 
     python -m mlx_lstm.check.cells --json FILE
 

@@ -288,7 +288,7 @@ def comment_of(file: Foreign) -> dict[str, str]:
 
 
 def told_options(budget: Budget, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Read from a file's metadata the options of the layers' cells, by the keys of the layers' matrices."""
+    """Return {key: options}, read from a file's metadata: for each key of a matrix, the options of its layer's cell."""
     try:
         return {str(name): dict(options) for name, options in budget.json(metadata.get(METADATA, "{}")).items()}
     except (ValueError, TypeError, AttributeError):

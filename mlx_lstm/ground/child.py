@@ -64,7 +64,7 @@ class Child:
         self.requests, self.answers, self.stderr = (
             cast(IO[bytes], stream) for stream in (self.process.stdin, self.process.stdout, self.process.stderr)
         )
-        self.open: list[IO[bytes]] = [self.answers, self.stderr]
+        self.pipes: list[IO[bytes]] = [self.answers, self.stderr]  # those that the child has not closed
         self.unread: bytes = b""
         self.asked: int = 0
         self.ended: bool = False
@@ -74,14 +74,14 @@ class Child:
     def receive(self, until: float) -> bool:
         """Wait until the child writes to one of its open pipes or closes one, and store what it wrote. Return False if
         it did neither before the time `until`."""
-        with DefaultSelector() as pipes:
-            for stream in self.open:
-                pipes.register(stream, EVENT_READ)
-            ready = pipes.select(max(0.0, until - monotonic()))
+        with DefaultSelector() as selector:
+            for stream in self.pipes:
+                selector.register(stream, EVENT_READ)
+            ready = selector.select(max(0.0, until - monotonic()))
         for key, _ in ready:
             text = os.read(key.fd, 65536)
             if not text:
-                self.open = [stream for stream in self.open if stream.fileno() != key.fd]
+                self.pipes = [stream for stream in self.pipes if stream.fileno() != key.fd]
             elif key.fd == self.answers.fileno():
                 self.unread += text
             elif len(self.first_errors) < KEPT:
@@ -129,7 +129,7 @@ class Child:
         while True:
             line, newline, rest = self.unread.partition(b"\n")
             if not newline:
-                if self.answers not in self.open:
+                if self.answers not in self.pipes:
                     code = self.end()
                     text = shortened(f"the process ended {ended(code)}:\n{self.said() or 'it said nothing'}")
                     raise ChildError(text, lost=True, code=code)
@@ -159,16 +159,16 @@ class Child:
         self.ended = True  # first, so that a child whose end is interrupted gets no more requests
         with suppress(OSError):
             self.requests.close()
-        if self.answers not in self.open:
+        if self.answers not in self.pipes:
             patience = max(patience, 1.0)  # the child has closed its output, so it is about to end
         for seconds in (patience, 5.0):
             if self.wait(seconds):
                 break
             self.process.kill()
         until = monotonic() + 1
-        while self.open and monotonic() < until and self.receive(until):
+        while self.pipes and monotonic() < until and self.receive(until):
             pass  # the last that the child wrote; its own children may keep the pipes open
-        self.open = []
+        self.pipes = []
         self.answers.close()
         self.stderr.close()
         return self.process.returncode or 0
@@ -177,7 +177,7 @@ class Child:
         """Wait for the end of the child and return whether it has ended. Read its pipes meanwhile, because a child
         cannot end while it writes to a full pipe."""
         until = monotonic() + seconds
-        while self.open and self.process.poll() is None and (now := monotonic()) < until:
+        while self.pipes and self.process.poll() is None and (now := monotonic()) < until:
             self.receive(min(until, now + 0.02))
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=max(0.0, until - monotonic()))

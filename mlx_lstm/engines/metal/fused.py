@@ -232,7 +232,8 @@ LANE_FILES, QUANTIZED_FILES = ("fused_lanes",), ("quantized", "fused_quantized")
 """The shader files of the product in lanes (each lane multiplies a part of the weights), and the additional files for
 quantized weights."""
 
-NORM_FILES, OWN_NORM_FILES = ("norm", "fused_norm"), ("norm", "fused_norm", "fused_norm_own")
+NORM_FILES = ("norm", "fused_norm")
+OWN_NORM_FILES = (*NORM_FILES, "fused_norm_own")
 """The additional shader files of a cell with layer normalisation, and of such a cell of the user's own."""
 
 ARRANGE_FILES = ("fused_matrix", "fused_arrange")

@@ -592,6 +592,9 @@ stepwise_join(pieces, join, group, thread_index_in_threadgroup);
         return launch, [starts, first]
 
 
+STEP_NORM_FILES = ("norm", "stepwise_forward", "stepwise_backward", "stepwise_norm")
+"""The additional shader files of a step with layer normalisation."""
+
 SHADERS = {
     "stepwise_forward": ("stepwise_forward",),
     "stepwise_project": ("stepwise_forward",),
@@ -600,13 +603,8 @@ SHADERS = {
     "stepwise_backward": ("stepwise_backward",),
     "stepwise_gru_reset_backward": ("stepwise_backward", "stepwise_gru"),
     "stepwise_dh": ("stepwise_backward",),
-    **{
-        f"stepwise_norm_{name}": ("norm", "stepwise_forward", "stepwise_backward", "stepwise_norm")
-        for name in ("product", "forward", "dh", "dm", "backward", "dh0")
-    },
-    "stepwise_norm_own_backward": (
-        *("norm", "stepwise_forward", "stepwise_backward", "stepwise_norm", "stepwise_norm_own"),
-    ),
+    **{f"stepwise_norm_{name}": STEP_NORM_FILES for name in ("product", "forward", "dh", "dm", "backward", "dh0")},
+    "stepwise_norm_own_backward": (*STEP_NORM_FILES, "stepwise_norm_own"),
 }
 """The files that each shader of a step needs, in addition to the files that all of them need."""
 
@@ -1120,6 +1118,6 @@ def norm_gradients_launch(
     template: Template = {"OPTIONS": number_of_norm(cell)}
     if cell.op == "pointwise":  # kernels with other numbers of blocks need other names
         template |= {"GATES": G, "GRADIENTS": M, "INPUTS": U, "CARRIED": C, "PASSES_H": int(cell.passes_h), "SUMMED": V}
-    files = ("norm", "stepwise_forward", "stepwise_backward", "stepwise_norm")
+    files = STEP_NORM_FILES
     source = Source(f"{cell.op}_stepwise_norm_gradients", files, body)
     return prepare_sequences(problem, dtype, layout, source, template, inputs, outputs)
