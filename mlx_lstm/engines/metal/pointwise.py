@@ -206,45 +206,18 @@ def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arra
     dz = d if x == list(range(len(stored))) else mx.concatenate([d[..., k * H : (k + 1) * H] for k in x], axis=-1)
     if cell.norm is not None and cell.norm.of == "sum":
         dz = of_products
-    gradients = ops.input_gradients({n: a for n, a in arrays.items() if n != "b"}, dz)
-    if "b" in arrays:
-        rows = ops.flat(dz)
-        gradients["b"] = column_sums(rows, None if rows.dtype == mx.float32 else mx.ones((1, len(rows)), rows.dtype))
-    before = {}
-    if {"Wh", "keep"} & arrays.keys():
-        before = ops.states_before(problem, arrays, saved)
-    if "Wh" in arrays:
-        gradients |= product_gradients(arrays, before["h"], ops.flat(of_products))
-    if "y" in swept:
-        gradients |= ops.norm_gradients(cell, {"da": d[..., : G * H], "y": swept["y"]})
-    if "keep" in arrays:
-        names = [name for name in ("h", "c") if name in before and (name == "c" or cell.passes_h)]
-        total = mx.zeros((problem.T, problem.B, 1))
-        if names:
-            states = mx.concatenate([before[name].astype(mx.float32) for name in names], axis=-1)
-            states = ops.without_padding(arrays.get("lengths"), states)
-            total = (swept["carry"] * states).sum(axis=-1, keepdims=True)
-        gradients["keep"] = total + gradients.pop("keep", 0)
-    if "inputs" in arrays:
-        gradients["inputs"] = swept["du"]
-    if "params" in arrays:
-        gradients["params"] = swept["dw"].sum(axis=0)
-    gradients |= {name: swept[f"d{name}"] for name in ("h0", "c0") if name in arrays}
-    return {name: gradient.astype(arrays[name].dtype) for name, gradient in gradients.items() if name in arrays}
+    sweep = {name: swept[name] for name in ("y", "carry", "dh0", "dc0") if name in swept}
+    sweep |= {"dz": dz, "dp": of_products}
+    if cell.norm is not None:
+        sweep["da"] = d[..., : G * H]
+    # What the built-in cells do not have is computed here, and the sum for b without a copy of 16-bit rows in float32.
+    own = {"inputs": lambda: swept["du"], "params": lambda: swept["dw"].sum(axis=0), "b": lambda: bias_gradient(dz)}
+    shared = {name: array for name, array in arrays.items() if name not in own}
+    gradients = ops.gradients_after_sweep(problem, shared, saved, sweep)
+    return gradients | {name: own[name]().astype(arrays[name].dtype) for name in own if name in arrays}
 
 
-def product_gradients(arrays: Arrays, h: mx.array, dp: mx.array) -> Arrays:
-    """Return the gradients of Wh and mask, and the part of the gradient of `keep` (the factor on the states) that
-    flows through the recurrent product. h [T, B, H]: h before each step. dp [T B, G H]: the gradient of the
-    recurrent product."""
-    lengths, mask = arrays.get("lengths"), arrays.get("mask")
-    h = ops.without_padding(lengths, h)
-    kept = ops.times_keep(arrays, h)
-    gradients = {"Wh": dp.T @ ops.flat(kept if mask is None else kept * mask)}
-    if {"mask", "keep"} & arrays.keys():
-        dh = (dp @ arrays["Wh"]).reshape(h.shape)
-        if mask is not None:
-            gradients["mask"], dh = ops.sum_to_shape(dh * kept, mask.shape), dh * mask
-        if "keep" in arrays:
-            gradients["keep"] = (dh * h).astype(mx.float32).sum(axis=-1, keepdims=True)
-    return gradients
+def bias_gradient(dz: mx.array) -> mx.array:
+    """Return the gradient of b, the sum of dz [T, B, .] over all steps and items."""
+    rows = ops.flat(dz)
+    return column_sums(rows, None if rows.dtype == mx.float32 else mx.ones((1, len(rows)), rows.dtype))

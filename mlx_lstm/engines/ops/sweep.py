@@ -404,7 +404,8 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
                             h Wh^T, and the numbers with mean 0 and variance 1, before scale and shift
         dn, yc              with a norm of c: da and y of this norm
         carry [T, B, D H]   with the option `keep`, a factor on the states: the gradient of keep * c (LSTM), or the part
-                            of the gradient of keep * h that bypasses the recurrent product (GRU)
+                            of the gradient of keep * h that bypasses the recurrent product (GRU). A cell written by
+                            the user may have both, and several states in c: [T, B, D N H]
     """
     gradients = input_gradients(arrays, sweep["dz"])
     if problem.bidirectional:
@@ -437,14 +438,18 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
     gradient is one product or one sum over all T * B rows."""
     cell, mask, h, lengths = problem.cell, arrays.get("mask"), saved["h"], arrays.get("lengths")
     dz = sweep.get("dp", sweep["dz"])  # the gradient of the recurrent product
+    if not {"Wh", "keep"} & arrays.keys():  # a cell written by the user may have no recurrent product
+        return {}
     before = states_before(problem, arrays, saved)
     h_prev = times_keep(arrays, before["h"])
     h_in = without_padding(lengths, h_prev if mask is None else h_prev * mask)
     dh_in = None
     if cell.apart and "dp" not in sweep:
         gradients, dh_in = gru_recurrent_gradients(cell, arrays, saved["gates"], h_in, dz)
-    else:
+    elif "Wh" in arrays:
         gradients = {"Wh": flat(dz).T @ flat(h_in)} | norm_gradients(cell, sweep)
+    else:
+        return {"keep": keep_gradient(cell, before, None, sweep.get("carry"))}
     if "peephole" in arrays:
         of_gates = sweep.get("da", dz)
         gradients["peephole"] = peephole_gradient(cell, of_gates, times_keep(arrays, before["c"]), saved["c"])
@@ -456,7 +461,7 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
         if mask is not None:
             gradients["mask"], dh_in = sum_to_shape(dh_in * h_prev, mask.shape), dh_in * mask
         if "keep" in arrays:
-            gradients["keep"] = keep_gradient(before, without_padding(lengths, dh_in), sweep.get("carry"))
+            gradients["keep"] = keep_gradient(cell, before, without_padding(lengths, dh_in), sweep.get("carry"))
     if "Wp" in arrays:
         m = projected_vector(cell, arrays, saved).astype(h.dtype)
         gradients["Wp"] = flat(sweep["dh"]).T @ flat(m)
@@ -475,16 +480,18 @@ def norm_gradients(cell: AnyCell, sweep: Arrays) -> Arrays:
     return gradients
 
 
-def keep_gradient(before: Arrays, dh: Array, carry: Array | None) -> Array:
+def keep_gradient(cell: AnyCell, before: Arrays, dh: Array | None, carry: Array | None) -> Array:
     """Return the gradient of the option `keep`, [T, B, 1].
 
-    before: the states h and c before each step. dh [T, B, P]: the gradient of keep * h through the recurrent
-    product. carry [T, B, H]: the gradient of keep * c (LSTM), or the part of the gradient of keep * h that bypasses
-    the recurrent product (GRU).
+    before: the states h and c before each step. dh [T, B, P]: the gradient of keep * h through the recurrent product,
+    None without a product. carry [T, B, N H]: the gradients of keep * (the N states that reach the next step by
+    another way than the product): of h if the cell `passes_h`, of all states in c.
     """
-    gradient = total(dh * before["h"], axis=-1)
+    gradient = mx.zeros(before["h"].shape[:2]) if dh is None else total(dh * before["h"], axis=-1)
     if carry is not None:
-        gradient = gradient + total(carry * before["c" if "c" in before else "h"], axis=-1)
+        states = [before[name] for name in "hc" if name in before and (name == "c" or cell.passes_h)]
+        beside = states[0] if len(states) == 1 else mx.concatenate(states, axis=-1)
+        gradient = gradient + total(carry * beside, axis=-1)
     return gradient[..., None]
 
 
