@@ -37,12 +37,14 @@
 //                  together, or one part for each gate that has weights in this product
 //   product_gradient   the gradient of a gate's recurrent product; for a GRU's candidate it differs from the gradient
 //                      of the preactivation
-// All arithmetic is in float, even if the arrays store 16-bit numbers.
+// All arithmetic is in float, even if the arrays store 16-bit numbers. A cotangent is the gradient that the caller
+// gives for an output of the call, such as the gates; the backward step adds it to what the equations give.
 
 // The size of an array for COUNT numbers. It is at least 1, because Metal has no arrays of size 0.
 template <int COUNT> constant constexpr int SIZE_FOR = COUNT == 0 ? 1 : COUNT;
 
-// The number of states whose gradients bypass the recurrent product, and the first of these states (h is number 0).
+// CARRIES: the number of states whose gradients bypass the recurrent product, because a step reads these states besides
+// in the product. FIRST_CARRY: the first of these states, 0 (h) or 1.
 template <class Cell> constant constexpr int CARRIES = int(Cell::CARRIED) + int(Cell::PASSES_H);
 template <class Cell> constant constexpr int FIRST_CARRY = 1 - int(Cell::PASSES_H);
 
@@ -51,6 +53,8 @@ template <class Cell> constant constexpr int VALUES = Cell::GATES > Cell::KEPT ?
 
 enum Activation { IDENTITY, RELU, TANH, SIGMOID, HARD_SIGMOID, HARD_SIGMOID_SIXTH };
 
+// Read a cell's template parameter OPTIONS: the position of a gate's block (bits 0-7, two per gate), and the Activation
+// of a gate (from bit 8 on, three bits each).
 constexpr int block_of(int options, int gate) { return (options >> (2 * gate)) & 3; }
 constexpr int activation_of(int options, int gate) { return (options >> (8 + 3 * gate)) & 7; }
 
@@ -67,7 +71,7 @@ inline float within(float least, float x, float most) { return x < least ? least
 // units in the last place (ulp). Exception: for a sigmoid with x < -4 it is up to |x| ulp, because the argument of exp2
 // is rounded.
 inline float squash(bool is_tanh, float x) {
-  const float power = x * (is_tanh ? -2.88539008f : -1.44269504f);
+  const float power = x * (is_tanh ? -2.88539008f : -1.44269504f);  // -2 log2 e and -log2 e
   // The exponent is limited to 126, because the reciprocal of numbers above 2^126 may be inexact. NaN stays NaN.
   const float y = fast::divide(1.0f, 1.0f + exp2(power > 126.0f ? 126.0f : power));
   const float z = x * x;
@@ -76,6 +80,7 @@ inline float squash(bool is_tanh, float x) {
   return is_tanh && z < 0.3f ? near : far;
 }
 
+// Return the activation of x. name: a value of the enum Activation.
 inline float activate(int name, float x) {
   switch (name) {
     case IDENTITY: return x;
@@ -86,7 +91,7 @@ inline float activate(int name, float x) {
   }
 }
 
-// Return the derivative of the activation with number `name`, computed from the activation's output y.
+// Return the derivative of an activation, computed from its output y. name: a value of the enum Activation.
 inline float slope(int name, float y) {
   switch (name) {
     case IDENTITY: return 1.0f;

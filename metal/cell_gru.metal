@@ -13,6 +13,8 @@
 // A unit has one constant, its bias bhn, which is read once per launch. It is 0 if the reset comes before the product.
 template <int OPTIONS>
 struct GRUCell {
+  // The members that cell.metal lists. SEGMENTS: the product dz Wh has one part per gate, because the candidate's dz is
+  // multiplied by r; if the reset comes before the product, the candidate has a product of its own.
   enum { GATE_R, GATE_Z, GATE_N, GATES, PRODUCTS = 3, KEPT = 3, GRADIENTS = 3, CARRIED = 0, PASSES_H = 1 };
   enum { READS_BEFORE = 1, READS_AFTER = 0, CONSTANTS = 1, INPUTS = 0, SUMMED = 0 };
   enum { RESETS_BEFORE = (OPTIONS >> 23) & 1, FLIPS_Z = (OPTIONS >> 24) & 1, SEGMENTS = RESETS_BEFORE ? 2 : 3 };
@@ -52,8 +54,9 @@ struct GRUCell {
     h[0] = state(y[GATE_Z], y[GATE_N], h[0]);
   }
 
-  // update_backward returns the gradient of z's preactivation. candidate_backward returns the gradient of n's
-  // preactivation. dh: the gradient of the new h. dy: the cotangent of gate z or n.
+  // update_backward returns the gradient of z's preactivation, candidate_backward that of n's: the gradient of the gate
+  // times the slope of its activation. dh: the gradient of the new h. dy: the cotangent of gate z or n, which is the
+  // gradient that the caller gives for the gates as outputs. FLIPS_Z: z and 1 - z have changed places in h.
   static float update_backward(float z, float n, float h_prev, float dh, float dy) {
     return (dy + dh * (FLIPS_Z ? n - h_prev : h_prev - n)) * slope(activation(GATE_Z), z);
   }
@@ -61,16 +64,19 @@ struct GRUCell {
     return (dy + dh * (FLIPS_Z ? z : 1.0f - z)) * slope(activation(GATE_N), n);
   }
 
-  // Return the part of the gradient of h_prev that bypasses the recurrent products.
+  // Return the part of the gradient of h_prev that bypasses the recurrent products: h contains z h_prev, or (1 - z)
+  // h_prev if FLIPS_Z. dh: the gradient of the new h.
   static float past_products(float z, float dh) { return dh * (FLIPS_Z ? 1.0f - z : z); }
 
-  // Return the gradient of r's preactivation. dr: the gradient of the gate r, which is the sum of r's cotangent and one
-  // more term. If the reset comes after the candidate's product q, the term is dz_n q. If the reset comes before it,
-  // the term is the masked h times the gradient of r h.
+  // Return the gradient of r's preactivation. dr: the gradient of the gate r. It is what the caller gives for r as an
+  // output (its cotangent), plus one term. If r multiplies the candidate's product q, the term is q times the gradient
+  // of n's preactivation. If r multiplies h before the product, the term is the masked h times the gradient of r h.
   static float reset_backward(float r, float dr) { return dr * slope(activation(GATE_R), r); }
 
-  // Compute one step in reverse. y: the gates. q: the candidate's recurrent product. If the reset comes before the
-  // product, dz of gate r stays unchanged here, because its gradient needs another product.
+  // Compute one step in reverse. y: the gates. q: the candidate's recurrent product. dh: on entry the gradient of the
+  // new h, on return the part of that of h_prev that bypasses the products. dz: on entry the cotangents of the gates,
+  // on return the gradients of their preactivations. If the reset comes before the product, dz of gate r stays
+  // unchanged here, because its gradient needs another product.
   static void backward(
       thread const float*, thread const float* q, thread const float* y, thread const float* h_prev,
       thread const float*, thread float* dh, thread float* dz, thread float*, thread float*) {

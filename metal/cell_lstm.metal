@@ -14,6 +14,9 @@
 // The constants of a unit are its peephole weights p in the order i, f, g, o, then the forget bias and the limit of c.
 template <int OPTIONS>
 struct LSTMCell {
+  // The members that cell.metal lists; FORGET_BIAS and LIMIT are positions behind the four peephole weights. OUTPUT,
+  // the activation of c, stands behind those of the gates in OPTIONS. READS_...: 2 is the bit of c, which follows that
+  // of h.
   enum { GATE_I, GATE_F, GATE_G, GATE_O, OUTPUT, FORGET_BIAS = 4, LIMIT, CONSTANTS };
   enum { GATES = 4, PRODUCTS = 4, KEPT = 4, GRADIENTS = 4, SEGMENTS = 1, CARRIED = 1, PASSES_H = 0 };
   enum { READS_BEFORE = 2, READS_AFTER = 2, INPUTS = 0, SUMMED = 0 };
@@ -39,6 +42,7 @@ struct LSTMCell {
     return a + (PEEPHOLE == NO_PEEPHOLE ? 0.0f : p * c);
   }
 
+  // Return a gate after its activation. The parameters are those of `preactivation`.
   static float gate(int gate, float a, float p, float c, float forget_bias) {
     return activate(activation(gate), preactivation(gate, a, p, c, forget_bias));
   }
@@ -76,11 +80,13 @@ struct LSTMCell {
 
   // Return the gradient of a gate's preactivation. In the forward step the gate is multiplied by one factor, for
   // example i by g in c = f c_prev + i g. other: this factor. d: the gradient of c, or of m for gate o. dy: the
-  // cotangent of the gate. slope: the derivative of the gate's activation.
+  // cotangent of the gate, the gradient that the caller gives for it as an output. slope: the derivative of the gate's
+  // activation.
   static float gate_backward(float dy, float d, float other, float slope) { return (dy + d * other) * slope; }
 
-  // Compute one step in reverse. y: the gates. ds: the gradients of m and of the new c; on return 0, because h_prev is
-  // used only in the recurrent product, and the gradient of c_prev.
+  // Compute one step in reverse. y: the gates. ds: on entry the gradients of m and of the new c; on return ds[0] is 0,
+  // because h_prev is used only in the recurrent product, and ds[1] is the gradient of c_prev. dz: on entry the
+  // cotangents of the gates, on return the gradients of their preactivations.
   static void backward(
       thread const float* p, thread const float*, thread const float* y, thread const float* before,
       thread const float* after, thread float* ds, thread float* dz, thread float*, thread float*) {
@@ -99,5 +105,6 @@ struct LSTMCell {
     ds[1] = dc;
   }
 
+  // Return the gradient of a gate's recurrent product, which is that of its preactivation: the product is added to it.
   static float product_gradient(int gate, thread const float*, thread const float* dz) { return dz[gate]; }
 };

@@ -2,6 +2,7 @@
 // as the cell's only gate, so that all cells share the layout of gates.
 template <int OPTIONS>
 struct RNNCell {
+  // The members that cell.metal lists. READS_AFTER: bit 0, h; the slope of the activation is computed from the new h.
   enum { GATES = 1, PRODUCTS = 1, KEPT = 1, GRADIENTS = 1, SEGMENTS = 1, CARRIED = 0, PASSES_H = 0 };
   enum { READS_BEFORE = 0, READS_AFTER = 1, CONSTANTS = 0, INPUTS = 0, SUMMED = 0 };
 
@@ -18,7 +19,9 @@ struct RNNCell {
     h[0] = activate(activation(0), y[0]);
   }
 
-  // Compute one step in reverse. h: the new h. dh: on return 0, because h_prev is used only in the recurrent product.
+  // Compute one step in reverse. h: the new h. dh: on entry the gradient of h, on return 0, because h_prev is used only
+  // in the recurrent product. da: on entry the cotangent of the preactivation (the gradient that the caller gives for
+  // it as an output), on return its whole gradient.
   static void backward(
       thread const float*, thread const float*, thread const float*, thread const float*, thread const float* h,
       thread float* dh, thread float* da, thread float*, thread float*) {

@@ -23,6 +23,9 @@
 // write the same results.
 //
 // Index is the unsigned integer type that counts the elements of a launch's arrays: 32 bits if that is enough, else 64.
+// Cell is the struct of a cell (cell.metal): GATES is the number G, CARRIED the number of states besides h. S is the
+// dtype of the arrays, V a vector of 4 weights. In a simdgroup 32 lanes run together. A cotangent is the gradient that
+// the caller gives for an output.
 
 // What one launch processes in one direction: the steps start ... stop - 1 of all T steps, counted in the order of
 // processing, for B batch items. D: the number of directions. masks_differ: whether each step has its own mask.
@@ -31,6 +34,7 @@ struct Sweep {
   bool reverse, masks_differ;
 };
 
+// Fill `sweep` from the array `sizes`, which the head of this file describes. Direction 1 always runs in reverse.
 inline void read_sizes(const constant int* sizes, uint direction, thread Sweep& sweep) {
   sweep.start = sizes[0], sweep.stop = sizes[1], sweep.T = sizes[2], sweep.B = sizes[3], sweep.D = sizes[4];
   sweep.direction = int(direction), sweep.reverse = direction == 1 || sizes[5] != 0;
@@ -50,8 +54,9 @@ inline long place_in(thread const Sweep& sweep, int b, int blocks, int block, in
 inline long time_step(thread const Sweep& sweep, int blocks, int H) { return long(sweep.B) * sweep.D * blocks * H; }
 
 // Positions of one unit of one batch item in several arrays, at one step; or the distances by which these positions
-// advance from step to step. `state` ([., B, D H]) and `gate` ([., B, D G H]) are for arrays that contain only the
-// launch's own steps; `mask`, `keep` and `q` ([D, T, B, H]) are for arrays with all T steps.
+// advance from step to step. D: directions. G: gates. `state` is a position in h, c and their gradients, [steps, B, D
+// H]; `gate` in z, gates and dz, [steps, B, D G H]. Both count the launch's own steps only. `mask` [T, B, D H], `keep`
+// [T, B, D] and `q` [D, T, B, H], the candidate's recurrent product of a GRU, are positions in arrays of all T steps.
 template <class Index>
 struct Place {
   Index state, gate, mask, keep, q;
@@ -82,6 +87,7 @@ void between_steps(thread const Sweep& sweep, int blocks, int H, thread Place<In
   step.keep = Index(sign * sweep.B * sweep.D);
 }
 
+// Move the positions of a unit to the next processed step.
 template <class Index>
 void advance(thread Place<Index>& place, thread const Place<Index>& step) {
   place.state += step.state, place.gate += step.gate, place.mask += step.mask, place.q += step.q;
@@ -122,13 +128,15 @@ template <class L> bool is_live(L lengths, int t, int length) { return !is_prese
 
 // Return a pointer to the first weight vector of lane `index` of a threadgroup of `threads`. The vectors of one lane
 // lie 32 vectors apart, because the vectors that the 32 lanes of a simdgroup read at the same time lie side by side.
+// COUNT: how many vectors a lane has.
 template <int COUNT, class V, class W>
 const device V* vectors_of_lane(W arranged, int direction, uint index, uint threads) {
   const uint simdgroup = direction * threads / 32 + index / 32;
   return (const device V*)arranged + simdgroup * (32 * COUNT) + index % 32;
 }
 
-// Load the first RESIDENT weight vectors into registers, where they stay for all steps.
+// Load the first RESIDENT weight vectors of a lane into registers, where they stay for all steps. streamed: the lane's
+// vectors in memory, 32 vectors apart, because those of the simdgroup's other lanes lie between them.
 template <int RESIDENT, class V, int SIZE>
 void load_resident(const device V* streamed, thread V (&resident)[SIZE]) {
 #pragma clang loop unroll(full)
@@ -146,12 +154,13 @@ inline threadgroup float& number_at(threadgroup float4* vectors, int row, int n)
   return ((threadgroup float*)(vectors + row))[n];
 }
 
+// Set `count` vectors of threadgroup memory to 0. index: the thread's number among the `threads` of its threadgroup.
 template <class V>
 void fill_with_zeros(threadgroup V* vectors, int count, uint index, uint threads) {
   for (int n = int(index); n < count; n += int(threads)) vectors[n] = V(0.0f);
 }
 
-// N lanes share a unit. Return the value that `mine` has in lane n of these N lanes.
+// N lanes (1 or 4) share a unit. Return the value that `mine` has in lane n of these N lanes.
 template <int N>
 float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)) : mine; }
 
@@ -161,10 +170,10 @@ float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)
 // Arrays in addition to those listed at the top: the cotangents of the outputs (dh, dgates, dhT and, for states besides
 // h, dc, dcT), each in the shape of its output, and
 //   q   [D, T, B, H]: the candidate's recurrent product of a GRU
-// The kernels read the states h, c after each step, and the first ones h0, c0. A state that the cell's backward step
-// does not read is absent. At each backward step a unit reads several numbers from memory. If registers are left, the
-// kernel reads them one step early, before a product. So they arrive while the product is computed, and no step waits
-// for them.
+// (a cotangent is the gradient that the caller gives for an output). The kernels read the states h, c after each step,
+// and the first ones h0, c0. A state that the cell's backward step does not read is absent. At each backward step a
+// unit reads several numbers from memory. If registers are left, the kernel reads them one step early, before a
+// product. So they arrive while the product is computed, and no step waits for them.
 //
 // Fields of Item. at: the unit's positions in the arrays. ds: the gradients of the states from later steps. states: the
 // states before the step that was processed last. In all three the first number belongs to h. y: the lane's gate. d:
@@ -188,7 +197,7 @@ struct StepNumbers {
   float states[Cell::CARRIED + 1], ds[Cell::CARRIED + 1], u[SIZE_FOR<Cell::INPUTS>], mask, keep;
 };
 
-// Load the states of a unit from two arrays: h, and the others side by side. at: the unit's position in h.
+// Load the states of a unit from two arrays: h, and the CARRIED others side by side. at: the unit's position in h.
 template <class Cell, int H, class Index, class A, class B>
 void load_states(A h, B c, Index at, int unit, thread float (&states)[Cell::CARRIED + 1]) {
   load_all<1, H>(h, at, unit, states, 0);

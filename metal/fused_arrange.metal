@@ -5,6 +5,9 @@
 //
 // H and COUNT (the vectors of a lane) come from the array `sizes`, not from template parameters, so that one compiled
 // kernel serves layers of any size.
+//
+// D: directions. G: gates. S: the dtype of the weights. Cell: the struct of a cell (cell.metal). UNITS: the units of a
+// group of lanes. BACK: the order for the backward pass. MATRICES: that for products of 8 x 8 matrices.
 
 // Return the k-th weight of the product that computes one number for `unit`, or 0 past the end.
 // Forward the product computes one gate: the weights are the row of Wh of this unit and of the gate at position
@@ -31,7 +34,7 @@ float weight_of(W Wh, int H, int unit, int block, int k) {
 template <class Cell, int UNITS, bool BACK>
 void place_in_lanes(int H, int index, int vector, thread int& unit, thread int& block, thread int& k) {
   constexpr int LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS, PER = BACK ? 1 : int(Cell::GATES);
-  const int first = (H + 4 * GROUP - 1) / (4 * GROUP);  // the candidate's product has this number of runs
+  const int first = (H + 4 * GROUP - 1) / (4 * GROUP);  // the candidate's product has this number of runs of 4 weights
   const int s = index % GROUP, slot = vector % (UNITS * PER), run = vector / (UNITS * PER);
   unit = index / GROUP * UNITS + ((slot / PER) ^ (s / LANES));
   block = BACK ? int(ALL) : Lanes<Cell>::slot_block(slot % PER, s % LANES);
@@ -53,6 +56,9 @@ void place_in_matrices(int index, int vector, thread int& unit, thread int& bloc
   k = 16 * (vector / PER) + column_of(index % 32);
 }
 
+// Copy one vector of 4 weights per thread. place.x counts the vectors of all lanes in the order [simdgroups, COUNT, 32
+// lanes], place.y the directions. index: the lane's number among all `threads` of a threadgroup. In matrices the third
+// and fourth weight are those of the next 8 x 8 matrix, 8 numbers further: n + 6 is 8, 9.
 template <class Cell, int UNITS, bool BACK, bool MATRICES, class S, class Arrays>
 void fused_arrange(thread const Arrays& a, uint2 place, uint threads) {
   const int H = a.sizes[0], COUNT = a.sizes[1];
@@ -73,7 +79,7 @@ void fused_arrange(thread const Arrays& a, uint2 place, uint threads) {
 // describes it. Units past H and weights past a row's end are zeros. A lane reads vectors of 4 words; if its words do
 // not fill the last vector, this vector ends with words that no kernel uses.
 
-// Return the BITS bits of weight k of a row of packed words.
+// Return the BITS bits of weight k of a row of packed words. A weight may begin in one word and end in the next.
 template <int BITS>
 uint bits_of(const device uint* words, int k) {
   const int word = k * BITS / 32, shift = k * BITS % 32;

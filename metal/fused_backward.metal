@@ -17,12 +17,17 @@
 // [ROWS][padded 2 H], for the second product. The lanes of a unit share its gates. Each lane has its own gate and a
 // copy of the unit's dh, dc and state in registers.
 //
+// G: gates. D: directions. ROWS: batch items of a threadgroup. RUNS: runs of 4 numbers that a lane has of an operand of
+// ROW vectors. RESIDENT: weight vectors in registers; the others are `streamed`, read at every step. A cotangent is the
+// gradient that the caller gives for an output.
+//
 // Barriers: one per step, between writing d and the product that reads it. The halves of the double buffer alternate,
 // so no lane overwrites numbers that another lane still reads. With two products there is a second barrier, between r's
 // gradient and the second product.
 
 // Multiply x, an operand in threadgroup memory, with the columns of Wh that belong to the units of this group of lanes
-// (the lanes that share UNITS units). sum[r]: the result for batch item r and the lane's own unit.
+// (the lanes that share UNITS units). sum[r]: the result for batch item r and the lane's own unit. FROM: the lane's
+// first weight vector for this product. 1, 1: a column belongs to a unit, not to a gate, so each unit has one sum.
 template <class Cell, int UNITS, int ROWS, int RUNS, int FROM, int RESIDENT, class V>
 void products_of_columns(
     thread float (&sum)[ROWS], thread const V* resident, const device V* streamed, threadgroup const float4* x) {
@@ -73,8 +78,8 @@ void read_rows(
   }
 }
 
-// Begin step n: let items[r].states be the states before it, and `after` those after it; dc: the gradient of c from
-// later steps; items[r].past: the gradient of h.
+// Begin step n, backward: let items[r].states be the states before it, and `after` those after it; dc: the gradient of
+// c from later steps; items[r].past: the gradient of h.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void begin_step(
     thread const Sweep& sweep, thread const Arrays& a, int n, Index step, int unit,
@@ -115,6 +120,9 @@ void store_first(
   }
 }
 
+// The parameters are those of fused_forward: the threadgroup's number and direction, the thread's number. TWO: whether
+// a step has two products; FIRST: the runs of the first one, which has H numbers. real: whether the lane has a unit.
+// has_gate: whether it also has a gate (lane 3 of a GRU has none). row: the block of the operand that it writes, or -1.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void fused_backward(
     thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {

@@ -9,6 +9,9 @@
 // h_prev. One lane of each unit, WRITER, has the unit's h and c in registers. `gates` may be absent. z contains all
 // time indices; `earlier` is the number of its elements before the launch's first time index.
 //
+// Template parameters: ROWS batch items of a threadgroup; UNITS units of a group of lanes; RUNS runs of 4 numbers per
+// lane; RESIDENT weight vectors in registers, the others are `streamed`, read at every step; ROW vectors per operand.
+//
 // Barriers: one per step, after the new h is written and before any lane reads it. The halves alternate, so no lane
 // overwrites numbers that another lane still reads. With two products there is a second barrier, between writing r h
 // and the second product.
@@ -59,12 +62,13 @@ void write_reset(
     threadgroup float4* h, threadgroup float4* operand) {
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
-    const float reset = simd_shuffle_xor(Cell::reset(y[r] + sums[r][0]), 2);
+    const float reset = simd_shuffle_xor(Cell::reset(y[r] + sums[r][0]), 2);  // lane 2, which writes, gets r of lane 0
     if (writes) number_at(operand, r * ROW, own) = reset * number_at(h, r * ROW, own);
   }
 }
 
 // Write hT and cT of a unit after the launch's last step. first: the threadgroup's first batch item. h, c: the states.
+// Past the last batch item the copies write the last item's states again.
 template <class S, int ROWS, class Arrays>
 void store_last(
     thread const Sweep& sweep, thread const Arrays& a, int first, int H, int unit, thread const float (&h)[ROWS],
@@ -77,6 +81,9 @@ void store_last(
   }
 }
 
+// group: the threadgroup's number along the batch, and the direction. index: the thread's number among `threads`. s:
+// its number in its group of lanes. real: whether the lane has a unit; a lane past H only takes part in the product.
+// own: where the unit's h lies in an operand. h_now, c_now: the states of the unit, valid in its lane WRITER.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void fused_forward(
     thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {

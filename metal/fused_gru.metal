@@ -3,8 +3,14 @@
 template <int OPTIONS>
 struct Lanes<GRUCell<OPTIONS>> {
   using Cell = GRUCell<OPTIONS>;
+  // WRITER: the lane that has the state h and writes it, the one of n. FIRST: the gates of the step's first product,
+  // one bit each: r and z only (3) if the reset comes before the candidate's product, which then needs r; otherwise all
+  // (7).
   enum { LANES = 4, WRITER = 2, TWO_PRODUCTS = Cell::RESETS_BEFORE, FIRST = TWO_PRODUCTS ? 3 : 7 };
 
+  // Which block of H numbers belongs to a lane, or -1: of z, gates and dz (gate_block), and of the gradients that the
+  // backward product reads (operand_block), where lane 3 stands for the candidate. slot_block: the rows of Wh in slot
+  // n.
   static constexpr int gate_block(int lane) { return lane <= Cell::GATE_N ? Cell::block(lane) : -1; }
   static constexpr int operand_block(int lane) {
     return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);

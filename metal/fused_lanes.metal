@@ -25,8 +25,12 @@
 //   constant_of       reads a lane's constant (its peephole weight, or bhn), once per launch
 //   sum_of_unit       sums over the lanes of a unit
 //   forward, backward one step; each lane computes its own gate
+//
+// ROWS: the batch items of a threadgroup. RESIDENT: how many of a lane's weight vectors stay in registers; the others
+// are `streamed`, read from memory at every step. simd_shuffle_xor(x, n) returns x of lane (own ^ n).
 template <class Cell> struct Lanes;
 
+// How many runs of 4 numbers a lane has, if the GROUP lanes of a group divide LENGTH numbers among themselves.
 template <int LENGTH, int GROUP>
 constant constexpr int RUNS_OF = (LENGTH + 4 * GROUP - 1) / (4 * GROUP);
 
@@ -80,9 +84,11 @@ float slope_own(int gate, float y) {
 
 // Add this lane's part of a product to sums[r][slot]: row number `slot` of its weights times vector r of ROWS vectors x
 // in threadgroup memory, which are STRIDE apart. The lane has RUNS runs of 4 neighbouring weights of each row. It reads
-// run after run; for each run it has one weight vector per slot, from vector FROM on. The weight vectors below RESIDENT
-// are in registers; the others are read from memory. Slots whose bit (slot % PER) in WANTED is 0 are skipped, because
-// not every product needs all gates.
+// run after run; for each run it has one weight vector per slot, from vector FROM on. The first RESIDENT weight vectors
+// are in registers; the others are read from memory, 32 vectors apart, because those of the other lanes of the
+// simdgroup lie between them. PER: the slots of one unit, one per gate. Slots whose bit (slot % PER) in WANTED is 0 are
+// skipped, because not every product needs all gates. GROUP lanes share the product, so a lane's runs are GROUP runs
+// apart.
 template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, class V>
 void add_product(
     thread float (&sums)[ROWS][SLOTS], thread const V* resident, const device V* streamed,
@@ -110,11 +116,11 @@ void add_product(
   }
 }
 
-// Add up the partial sums of the UNITS units of a group of lanes. A unit has N lanes. On entry a lane has PER sums for
-// each unit of the group, its own unit first. In each round two lanes exchange sums: each sends the second half of its
-// sums, because these belong to the other lane's units, and adds the received sums to its first half. On return a lane
-// has only the sums of its own unit, added up over one lane of each unit. The N lanes of a unit still have different
-// parts; sum_of_unit adds them up later.
+// Add up the partial sums of the UNITS units of a group of lanes. A unit has N lanes. On entry a lane has PER sums (one
+// per gate, of which those with a bit in WANTED are needed) for each unit of the group, its own unit first. In each
+// round two lanes exchange sums: each sends the second half of its sums, because these belong to the other lane's
+// units, and adds the received sums to its first half. On return a lane has only the sums of its own unit, added up
+// over one lane of each unit. The N lanes of a unit still have different parts; sum_of_unit adds them up later.
 template <int UNITS, int PER, int WANTED, int N>
 void sum_over_units(thread float (&values)[UNITS * PER]) {
 #pragma clang loop unroll(full)
@@ -160,6 +166,9 @@ void states_backward(
     thread const StepNumbers<Cell> (&)[ROWS], thread const float (&)[ROWS][Cell::CARRIED + 1],
     thread float (&)[ROWS]) {}
 
+// Run the cell of one lane in reverse. p: the lane's constant. limit: the clip of c. after: c after the step. C: the
+// states besides h. An LSTM (C = 1) needs the cotangent of c; a GRU (C = 0) gets its candidate's recurrent product q in
+// the same parameter.
 template <class Cell, class Index>
 void unit_backward(
     Absent, int, int lane, float p, float limit, float after, thread const StepNumbers<Cell>& numbers,
@@ -170,6 +179,8 @@ void unit_backward(
       lane, item.y, p, numbers.keep * item.states[C], dc_or_q, after, limit, item.past, dc, item.d);
 }
 
+// Write one number of the operand of the next product. With a norm of the products, products_backward does this
+// instead.
 template <class Cell> void write_operand(Absent, threadgroup float& operand, float value) { operand = value; }
 
 template <class Cell, int H, int ROW, class S, int ROWS, class Index, class Arrays>

@@ -2,8 +2,12 @@
 template <int OPTIONS>
 struct Lanes<LSTMCell<OPTIONS>> {
   using Cell = LSTMCell<OPTIONS>;
+  // WRITER: the lane that has the states c and h and writes them. FIRST: the gates of the step's product, one bit each:
+  // all four (15).
   enum { LANES = 4, WRITER = 3, TWO_PRODUCTS = 0, FIRST = 15 };
 
+  // Which block of H numbers belongs to a lane in z, gates and dz, and in the operand of the backward product. Slot n
+  // of a lane holds weights of gate n ^ lane, so slot 0 belongs to the lane's own gate.
   static constexpr int gate_block(int lane) { return Cell::block(lane); }
   static constexpr int operand_block(int lane) { return Cell::block(lane); }
   static constexpr int slot_block(int n, int lane) { return Cell::block(n ^ lane); }

@@ -7,7 +7,12 @@
 // items, and the lane computes the cell of this unit for both items. The index e, 0 or 1, says which of the two. A
 // vector of 4 weights contains the lane's numbers of two successive left matrices. `vectors` in threadgroup memory
 // holds the right side of the product, [length, padded to 8][8 items].
+//
+// A lane's weight vectors: the first RESIDENT stay in registers (`resident`), the others are read from memory at every
+// step (`streamed`). Cell is the struct of a cell (cell.metal), Index an unsigned type that counts elements, S the
+// dtype of the arrays. A cotangent is the gradient that the caller gives for an output.
 
+// How many matrices with 8 columns hold LENGTH columns.
 template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
 
 // Whether the kernels read ahead: they load the numbers that they use after the product already before it. These
@@ -16,14 +21,16 @@ template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
 template <int RESIDENT> constant constexpr bool READS_AHEAD = RESIDENT > 0;
 
 // row_of and column_of return the position of a lane's two numbers in an 8 x 8 matrix: the row, and the first of two
-// columns.
+// columns. The order is that of a GPU's simdgroup_float8x8: bits 1, 2 and 4 of `lane` are the row, bits 0 and 3 select
+// the columns.
 inline int row_of(int lane) { return (lane >> 2 & 4) + (lane >> 1 & 3); }
 inline int column_of(int lane) { return (lane >> 2 & 2) * 2 + (lane & 1) * 2; }
 
 // Multiply TILES matrices, each with 8 rows of weights, by `vectors`, a matrix with LENGTH rows and 8 columns. The
 // terms are added in parts of 8 x 8 matrices. The product of tile m is the sum of CHAINS partial sums, total[m CHAINS]
 // ... total[m CHAINS + CHAINS - 1]. Successive parts are added to different partial sums, so that an addition need not
-// wait for the previous one.
+// wait for the previous one. The lane's first RESIDENT weight vectors are in `resident`, the others in `streamed`, 32
+// vectors apart, because those of the other lanes lie between them. A vector has the lane's numbers of two parts.
 template <int TILES, int CHAINS, int RESIDENT, int LENGTH, class V>
 void product_of_matrices(
     thread simdgroup_float8x8 (&total)[TILES * CHAINS], thread const V* resident, const device V* streamed,
@@ -83,7 +90,8 @@ void read_inputs(
 // The forward pass: h = cell(z_t + (mask_t * h_prev) Wh^T, ...). `vectors` is a double buffer [2][padded H][8 items],
 // for the 8 batch items of a threadgroup: one half holds the masked h that the current step reads, the other the masked
 // h that it writes for the next step. One barrier per step separates the writes from the reads. A lane without an item
-// reads the numbers of the last item, and a lane without a unit those of unit 0.
+// reads the numbers of the last item, and a lane without a unit those of unit 0, so that no read leaves the arrays.
+// column: the lane's first batch item in the threadgroup, b0: in the batch. C: the states besides h.
 template <class Cell, int H, int RESIDENT, class Index, class S, class Arrays>
 void fused_matrix_forward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
@@ -168,8 +176,9 @@ void fused_matrix_forward(
 }
 
 // Multiply `vectors`, LENGTH numbers of each of 8 batch items, by the columns of Wh that belong to the 8 units of this
-// simdgroup. sum[e]: the result for the lane's unit and for the first or second of its two batch items. The function
-// computes four independent sums and adds them at the end, so that no addition waits for another.
+// simdgroup. sum[e]: the result for the lane's unit and for the first or second of its two batch items. resident: the
+// lane's first RESIDENT weight vectors, in registers; streamed: all of them, in memory. There is one matrix of results
+// (1), but four sums of it (4), which are added at the end, so that no addition waits for the one before.
 template <int RESIDENT, int LENGTH, class V>
 void product_of_columns(
     thread float (&sum)[2], thread const V* resident, const device V* streamed, threadgroup const float* vectors) {
@@ -207,8 +216,9 @@ void read_items(
 }
 
 // Compute one step of one unit of an item backward, and store its gradients; past the item's end (not `live`) they are
-// 0. y, numbers: see read_items. after: the states after the step. d: on entry the cotangents of y, on return the
-// gradients of the preactivations. dp: the gradients of the parameters are added to it.
+// 0. p: the unit's constants. y: the numbers that the forward pass saved. numbers: what else read_step read. after: the
+// states after the step. d: on entry the cotangents of y, on return the gradients of the preactivations. dp: the
+// gradients of the parameters are added to it.
 template <class Cell, int H, class Index, class Arrays>
 void unit_backward(
     thread const Arrays& a, bool live, int unit, thread const float* p, thread const float (&y)[SIZE_FOR<Cell::KEPT>],
@@ -239,8 +249,9 @@ void unit_backward(
   item.past = ds[0] * numbers.keep;
 }
 
-// Store the sums of the gradients of the parameters, over the steps and the 8 batch items of a threadgroup. The lanes
-// whose numbers are in the same row of a matrix have the same unit: they differ in bits 0 and 3.
+// Store the sums of the gradients dp of the parameters, over the steps and the 8 batch items of a threadgroup. The
+// lanes whose numbers are in the same row of a matrix have the same unit. They differ in bits 0 and 3 of the lane's
+// number, so exchanges over the distances 1 and 8 add them up. SUMMED: how many parameters a unit has.
 template <class Cell, int H, class Arrays>
 void store_sums(
     thread const Arrays& a, thread const Sweep& sweep, uint group, int unit, bool writes,
@@ -256,7 +267,8 @@ void store_sums(
 // The backward pass; fused_backward.metal describes its arrays and equation. `vectors` [VECTORS][padded G H][8 items]
 // holds the gradients d of the recurrent products at the current step, the operand of the product with Wh. VECTORS is 2
 // (a double buffer), or 1 if threadgroup memory has no space for two. Barriers: one per step, between writing d and the
-// product; with a single buffer a second one, between the product and the writes of the next step.
+// product; with a single buffer a second one, between the product and the writes of the next step. column: the lane's
+// first batch item in the threadgroup, b0: in the batch. read: the lane's unit, or 0 past the end.
 template <class Cell, int H, int RESIDENT, int VECTORS, class Index, class S, class Arrays>
 void fused_matrix_backward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {

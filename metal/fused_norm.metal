@@ -12,6 +12,11 @@
 // Barriers: one for each norm of a step, between the writes of the simdgroups' sums and their reads. The step's last
 // barrier separates these reads from the writes of the next step. Each norm has its own part of the memory, because no
 // barrier separates the reads of one from the writes of the other.
+//
+// Template parameters: H units, of which a simdgroup has 32 / LANES; LANES lanes per unit; ROWS batch items of a
+// threadgroup; EVERY: every EVERY-th lane has numbers of the same norm (1: all lanes), LANES if each gate has its norm.
+// Norm<Cell> (norm.metal) holds the options, Lanes<Cell> (fused_lanes.metal) says which lane has which gate, and
+// sum_of_every<EVERY> sums over the lanes of one norm. A cotangent is the gradient that the caller gives for an output.
 
 // How the lanes read the sums of all simdgroups. Every EVERY-th lane of a simdgroup has numbers of the same norm; PEERS
 // is the number of these lanes. They divide the simdgroups among themselves: each lane reads the sums of TURNS
@@ -34,7 +39,8 @@ struct Peers {
   }
   static float part_of(int simdgroup) { return float(clamp(H - UNITS * simdgroup, 0, int(UNITS))) * (1.0f / H); }
 
-  // Return 1 / (the number of units of a simdgroup).
+  // Return 1 / (the number of units of this simdgroup): UNITS, or fewer in the last one if H is not a multiple of
+  // UNITS. At least 1, so that a simdgroup of padding lanes does not divide by 0.
   static float share(uint simdgroup) {
     return IS_WHOLE ? 1.0f / UNITS : 1.0f / float(clamp(H - UNITS * int(simdgroup), 1, int(UNITS)));
   }
@@ -63,6 +69,8 @@ struct NormMemory {
 template <class Cell, int H, int ROWS>
 int norm_size(thread const NormLane&) { return NormMemory<Cell, H, ROWS>::END; }
 
+// Return what a lane needs for its norms. block: the position of its gate. counts: whether it has a number of the
+// product. eps: the array norm_eps. memory: threadgroup memory for the sums.
 template <class Cell, int H, class E, class Arrays>
 NormLane norm_of_lane(
     E eps, thread const Arrays& a, int direction, int block, int unit, bool counts, uint index,
@@ -77,11 +85,12 @@ NormLane norm_of_lane(
       OfC::part_of(int(OfC::first(lane))), index, memory};
 }
 
-// Two results of one simdgroup: forward the mean and the squares of the distances from it; backward the sums of d, d y.
+// Two results of one simdgroup: forward the mean and the squares of the distances from it; backward the sums of d and d
+// y, where y is a normalised number and d its gradient.
 using Pair = float2;
 
 // Write this simdgroup's pairs of sums to memory. After a barrier, read the lane's share of the pairs of all
-// simdgroups.
+// simdgroups. P: the struct Peers, which says whose sums a lane reads. index: the thread's number in the threadgroup.
 template <class P, int EVERY, int ROWS>
 void share(
     thread const Pair (&own)[ROWS], uint index, threadgroup float4* memory, thread Pair (&all)[P::TURNS][ROWS]) {
@@ -111,7 +120,8 @@ void share(
 }
 
 // Replace own[r], the mean and the squares of one simdgroup, by the mean of all numbers and 1 / sqrt(variance + eps),
-// for ROWS batch items. part: the part of all units that the simdgroup has whose sums this lane reads first.
+// for ROWS batch items. part: the part of all units that the simdgroup has whose sums this lane reads first. If several
+// lanes read the sums of one simdgroup (P::REPEATS), each adds only its share `once` of the squares.
 template <class P, int EVERY, int ROWS>
 void moments_of_all(thread Pair (&own)[ROWS], float part, float eps, uint index, threadgroup float4* memory) {
   Pair all[P::TURNS][ROWS];

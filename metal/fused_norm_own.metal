@@ -3,6 +3,9 @@
 //
 // The lanes of a unit divide its gates among themselves, as in pointwise.metal: number j of a lane belongs to gate
 // LANES * j + lane. With SCATTERS a lane has the product of its own gate only; otherwise all lanes have all products.
+//
+// H: units. ROWS: batch items of a threadgroup. COUNT: numbers of a lane. EVERY: every EVERY-th lane has numbers of the
+// same norm (1: all lanes). Pair and Peers (here P) come from fused_norm.metal, the options Norm<Cell> from norm.metal.
 
 // What a lane needs for the norm; the fields with COUNT numbers are for the lane's gates. counts: 1 if the lane has a
 // gate and a unit for this number, else 0. part: as in NormLane. memory: the threadgroup memory for the sums.
@@ -25,6 +28,7 @@ struct OwnNormMemory {
 // Return the size of the threadgroup memory for the sums, in vectors of 4 floats, of a call with the array norm_eps.
 template <class Cell, int H, int ROWS, class E> int own_norm_size(E) { return OwnNormMemory<Cell, H, ROWS>::END; }
 
+// Return what a lane needs for the norm. Past the last gate it reads the scale of the last one, and does not count.
 template <class Cell, int H, class E, class Arrays>
 OwnNormLane<OwnNormMemory<Cell, H, 1>::COUNT> own_norm_of_lane(
     E eps, thread const Arrays& a, int direction, int lane, int unit, bool real, uint index,
@@ -56,7 +60,8 @@ void put_number(thread const float (&one)[ROWS], int j, thread float (&x)[ROWS][
   for (int r = 0; r < ROWS; ++r) x[r][j] = one[r];
 }
 
-// Replace the numbers x of all gates by (x - mean) / sqrt(variance + eps). Numbers that do not count must be 0.
+// Replace the numbers x of all gates by (x - mean) / sqrt(variance + eps). Numbers that do not count (norm.counts is 0:
+// the lane has no gate or unit for them) must be 0. If each gate is normalised by itself, one norm after the other.
 template <class Cell, int H, int ROWS, int COUNT>
 void standardise_gates(thread const OwnNormLane<COUNT>& norm, thread float (&x)[ROWS][COUNT]) {
   using M = OwnNormMemory<Cell, H, ROWS>;
@@ -158,16 +163,16 @@ void read_gates(
   }
 }
 
-// Keep d, the gradients of the preactivations of batch item number r, of which the first are those of the norm's
-// result. Numbers of ended items become 0.
+// Copy d, the gradients of the preactivations of batch item number r, to `numbers` for own_products_backward. The first
+// of them are those of the norm's result. Numbers of ended items become 0.
 template <int ROWS, int COUNT, int SIZE>
 void keep_gradients(bool live, int r, thread const float (&d)[SIZE], thread OwnNormNumbers<ROWS, COUNT>& numbers) {
 #pragma clang loop unroll(full)
   for (int j = 0; j < COUNT; ++j) numbers.d[r][j] = live ? d[j] : 0.0f;
 }
 
-// Replace d, the gradients of the normalised numbers, by those of the numbers before the norm. Gradients that do not
-// count must be 0.
+// Replace d, the gradients of the normalised numbers, by those of the numbers before the norm, with the formula of
+// standardise_backward (fused_norm.metal). Gradients that do not count (no gate or unit for them) must be 0.
 template <class Cell, int H, int ROWS, int COUNT>
 void standardise_gates_backward(thread const OwnNormLane<COUNT>& norm, thread OwnNormNumbers<ROWS, COUNT>& numbers) {
   using M = OwnNormMemory<Cell, H, ROWS>;
@@ -200,10 +205,10 @@ void standardise_gates_backward(thread const OwnNormLane<COUNT>& norm, thread Ow
   }
 }
 
-// Compute the gradients of the recurrent products from those that keep_gradients kept. Write them to d_product, and to
-// `operands` in threadgroup memory, where the product with Wh reads them: an operand is a row of ROW vectors, one for
-// each batch item. now, item: as in read_gates. earlier: the number of elements of such an array before the launch's
-// first time index.
+// Compute the gradients of the recurrent products from those that keep_gradients copied. Write them to d_product, and
+// to `operands` in threadgroup memory, where the product with Wh reads them: an operand is a row of ROW vectors, one
+// for each batch item. now, item: as in read_gates. earlier: the number of elements of such an array before the
+// launch's first time index.
 template <class Cell, int H, int ROW, class S, int ROWS, int COUNT, class Index, class Arrays>
 void own_products_backward(
     thread const OwnNormLane<COUNT>& norm, thread OwnNormNumbers<ROWS, COUNT>& numbers, thread const Arrays& a,

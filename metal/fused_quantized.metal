@@ -7,12 +7,18 @@
 // are stored in the order in which it needs them, piece after piece. A piece consists of:
 //   - eight weights of every row, then the next eight weights of every row, and so on to the end of the piece
 //   - the scale and, if BIASED, the bias of every row, as floats
+//
+// A slot is one of the SLOTS rows: one gate of one unit. GROUP lanes divide a row of LENGTH weights. ROWS: the batch
+// items of a threadgroup. RESIDENT: how many of a lane's vectors of 4 words stay in registers.
 
+// The type V of weights that selects the functions of this file: a vector of 4 words with quantized weights.
 template <int FIELD, int SIZE, bool BIASED>
 struct PackedVector {
   uint4 words;
 };
 
+// How many weights and words a lane has. PIECES pieces of PIECE weights of each row; FACTORS scales and biases per row;
+// EACH words per piece, of which OF_WEIGHTS hold weights (eight weights fill WORDS words). COUNT: vectors of 4 words.
 template <int FIELD, int SIZE, bool BIASED, int LENGTH, int GROUP, int SLOTS>
 struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
   enum {
@@ -32,6 +38,8 @@ struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
   };
 };
 
+// Load the first RESIDENT vectors of a lane into registers. They lie 32 vectors apart, because those of the 32 lanes of
+// the simdgroup lie side by side.
 template <int RESIDENT, int FIELD, int SIZE, bool BIASED, int COUNT>
 void load_resident(
     const device PackedVector<FIELD, SIZE, BIASED>* streamed,
@@ -69,7 +77,9 @@ template <> struct Biases<false> { using type = Absent; };
 // A lane computes with several rows of the weights, one per slot. For each batch item r and each slot, multiply eight
 // neighbouring weights of the slot's row by the same eight numbers of x, and add the products to products[r][slot].
 // Also add the eight numbers of x to x_sums[r]: the caller multiplies this sum by the biases of the weights. first: the
-// index of the first of the lane's words that contain these weights.
+// index of the first of the lane's words that contain these weights. x: two vectors of 4, GROUP vectors apart, for each
+// item; items are STRIDE vectors apart. Slots whose bit (slot % PER) in WANTED is 0 are skipped: not every product
+// needs all gates.
 template <int ROWS, int SLOTS, int GROUP, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD, int SIZE,
     bool BIASED>
 void add_eight(
@@ -101,7 +111,7 @@ void add_eight(
 // Add a lane's part of a product with quantized weights to sums[r][slot], for batch item r and row `slot` of the lane's
 // weights. A quantized weight is scale * q + bias, with the same scale and bias for all weights of a piece. So for each
 // piece the function adds up x, and x times q (as number_at returns it). Then of_group applies scale and bias to both
-// sums.
+// sums. The parameters are those of add_product in fused_lanes.metal; -1: no vector of words has been read yet.
 template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD,
     int SIZE, bool BIASED>
 void add_product(

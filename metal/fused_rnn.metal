@@ -1,6 +1,8 @@
 // The plain RNN step with one lane per unit.
 template <int OPTIONS>
 struct Lanes<RNNCell<OPTIONS>> {
+  // fused_lanes.metal describes the members. There is one gate and one lane, so each block is number 0, there is no
+  // constant, and no sum over lanes.
   using Cell = RNNCell<OPTIONS>;
   enum { LANES = 1, WRITER = 0, TWO_PRODUCTS = 0, FIRST = 1 };
 
@@ -22,7 +24,7 @@ struct Lanes<RNNCell<OPTIONS>> {
   }
 
   // Compute one step in reverse. h: the new h. dh: on entry the gradient of h, on return 0. d: on entry the cotangent
-  // of the preactivation, on return its whole gradient.
+  // of the preactivation (the gradient that the caller gives for it as an output), on return its whole gradient.
   static void backward(
       int, float, float, float, float, float h, float, thread float& dh, thread float&, thread float& d) {
     d = dh * slope(Cell::activation(0), h) + d;

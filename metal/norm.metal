@@ -5,15 +5,20 @@
 // taken over all G H numbers of a batch item, or over the H numbers of each gate. An LSTM may also normalise the H
 // numbers of c. metal/README.md has the equations of the gradients.
 //
+// `Cell` is the struct of a cell (cell.metal), with its options as the integer OPTIONS. A lane is one of the 32 threads
+// of a simdgroup, which run together.
+//
 // The kernels of a cell with a norm have the array `norm_eps`, which the others lack. Their other arrays, with D
 // directions and G gates:
 //   norm_scale, norm_shift  [D, G H]   norm_c_scale, norm_c_shift  [D, H]; without these arrays 1 and 0
 //   norm_eps                [1]
 //
-// Bits 27 to 30 of a cell's OPTIONS are a number: 0 to 4 is a value of Of, and 5 or 10 are added if c is normalised
-// for the output h only, or also in the state that the next step gets.
+// Bits 27 to 30 of a cell's OPTIONS are a number: 0 to 4 is a value of NormOf, and 5 or 10 are added if c is normalised
+// for the output h only (OF_C below), or also in the state that the next step gets (IN_STATE).
 enum NormOf { NOTHING, PRODUCT, PRODUCT_OF_EACH, SUM, SUM_OF_EACH };
 
+// What a cell normalises, read from its OPTIONS. IS_SUM: the product plus the input's part, not the product alone.
+// IS_EACH: each gate by itself. HAS_C: also c. GROUPS: how many norms the gates have.
 template <class Cell> struct Norm {};
 template <template <int> class Kind, int OPTIONS>
 struct Norm<Kind<OPTIONS>> {

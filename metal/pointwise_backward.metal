@@ -10,6 +10,10 @@
 //   dh0, dc0                   gradients of the first states
 // `vectors` holds the gradients of a step's recurrent products, which the product with Wh reads. It is a double buffer
 // [2][ROWS][padded G H] in threadgroup memory. One barrier per step separates writing the gradients from the product.
+//
+// A cotangent is the gradient that the caller gives for an output. Cell: the generated struct of the cell (cell.metal);
+// LANES lanes share a unit. ROWS: batch items of a threadgroup. D: directions, G: gates, H: units; the other letters
+// count blocks of H numbers: C states besides h, U inputs, V parameters, M gradients of preactivations.
 
 // What a lane reads at a step, for one unit of one batch item: its part of the values that the forward pass saved, the
 // inputs of the step, the states before it, the cotangents of all states (`outside`), and the factors `keep` and
@@ -59,7 +63,8 @@ void use_first_states(
 // Store the results of one step of a batch item, or zeros if the item has ended: d (the gradients of the
 // preactivations), du (of the inputs) and the array carry (`back`, of the states). at: the unit's position in an array
 // [steps, B, D H]. Also store the gradients of the recurrent products in `operand`, which the product with Wh reads;
-// with a norm own_products_backward does this.
+// with a norm own_products_backward does this. d is rounded to the dtype S first, so that dh is computed from the dz
+// that the caller gets. The lanes share d, but all have du and `back`, which lane 0 writes.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_step(
     thread const Arrays& a, bool live, bool real, int lane, int unit, Index at,
@@ -109,7 +114,9 @@ float sum_of_unit(thread float (&sums)[UNITS]) {
 }
 
 // The backward pass. A threadgroup computes ROWS items. If fewer are left, the last item is computed several times. The
-// repetitions are left out of the sum dw, which would count the item more than once.
+// repetitions are left out of the sum dw, which would count the item more than once. ds: the gradients of the states
+// from later steps. now: the states after the step. back: the gradients of the states after the step, then of those
+// before it. w, dw: the parameters and their gradients.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;

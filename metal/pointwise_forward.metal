@@ -1,6 +1,11 @@
 // The forward pass of a cell written by the user, over a whole sequence. pointwise.metal describes the arrays and the
 // cell. `vectors` in threadgroup memory holds h of all units, times the mask, as a double buffer [2][ROWS][padded H].
 // If the cell has a recurrent product, one barrier per step separates writing h from the next product, which reads h.
+//
+// Cell: the generated struct of the cell (cell.metal lists its members). LANES lanes share a unit, and a group of lanes
+// UNITS units. ROWS: batch items of a threadgroup. RUNS: runs of 4 numbers that a lane has of an operand; the operands
+// of the items are ROW vectors apart. RESIDENT: weight vectors in registers; the others are `streamed`, read at every
+// step.
 
 // What a lane reads at a step, for one unit of one batch item: its part of z, the inputs of the step, `keep` of this
 // step, and the mask of the next step: this step writes h times that mask, for the product of the next step. `keep` and
@@ -24,7 +29,8 @@ void read_numbers(
   numbers.mask = value_at(a.mask, (sweep.masks_differ ? Index(next) * Index(time_step(sweep, 1, H)) : 0) + item, 1.0f);
 }
 
-// Store the outputs of one step at position `at`, or zeros if the item has ended. s: the states after the step.
+// Store the outputs of one step at position `at`, or zeros if the item has ended (not `live`). s: the states after the
+// step. y: the lane's part of the values that the backward pass reads. All lanes have the states; the last one writes.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_outputs(
     thread const Arrays& a, bool live, int lane, int unit, Index at, thread const float (&s)[Cell::CARRIED + 1],
@@ -40,7 +46,8 @@ void store_outputs(
 }
 
 // Compute the recurrent products of ROWS batch items. On return sums[r] has those of the lane's own unit, as
-// sum_of_own_unit leaves them. The other arguments are those of add_product.
+// sum_of_own_unit leaves them. P: how many gates have a product; ALL: one bit for each of them, as all are needed.
+// resident, streamed: the lane's weight vectors in registers and in memory. x: the operand in threadgroup memory.
 template <class Cell, int UNITS, int RUNS, int RESIDENT, int ROWS, int SIZE, class V>
 void products_of_unit(
     thread const V* resident, const device V* streamed, threadgroup const float4* x, thread float (&sums)[ROWS][SIZE]) {
@@ -54,7 +61,8 @@ void products_of_unit(
 }
 
 // The forward pass. Past an item's end outputs are 0 and the states stay. They are selected, not multiplied, because
-// the new states may be NaN there.
+// the new states may be NaN there. s: the lane's number in its group. own: its unit. real: whether there is such a
+// unit.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;

@@ -1,7 +1,8 @@
 // Compute the input of the recurrent product at every step, mask * h_prev, from which the gradient of Wh is computed.
 // It is 0 past an item's end. Also write two more arrays. `ones` has a 1 per row, so that sums over all rows can be
-// computed as products. `x_in` is x with zeros past an item's end, because NaN there would spoil the gradient of Wx.
-// Thread (k, t, d) computes number k % H of batch item k / H, at time index t in direction d.
+// computed as products. `x_in` is x with zeros past an item's end, because NaN there would spoil the gradient of Wx. D:
+// directions. H: the width of h. I: that of x. S: the dtype of the arrays. Thread (k, t, d) computes number k % H of
+// batch item k / H, at time index t in direction d.
 //
 //   h     [T, B, D H]         h0  [B, D H]               lengths  [B]
 //   mask  [T or 1, B, D H]    h_in  [D, T, B, H], output  ones  [T, B], output, may be absent
@@ -27,7 +28,7 @@ void recurrent_input(thread const Arrays& a, uint3 thread_index) {
   a.h_in[(long(direction) * T * B + row) * H + j] = S(seen);
   if (direction != 0) return;
   if (j == 0) store(a.ones, row, 1.0f);
-  for (int k = j; k < a.sizes[6]; k += H) {
+  for (int k = j; k < a.sizes[6]; k += H) {  // the H threads of an item divide the I numbers of x
     const long at = row * a.sizes[6] + k;
     store(a.x_in, at, t < length ? value_at(a.x, at, 0.0f) : 0.0f);
   }

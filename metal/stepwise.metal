@@ -10,6 +10,10 @@
 //   sizes  seven integers: T; B; H; K, the number of terms of each sum of the product; D; 1 if the only direction is
 //          the reverse one; 1 if each step has its own mask
 //
+// Other letters: T steps, B batch items, H units, G gates. Cell: the struct of a cell (cell.metal). Product: the struct
+// that computes the product, ByLanes, ByTiles, QuantizedByLanes or NoProduct, for ROWS batch items and COLUMNS columns
+// (units and gates) per threadgroup of THREADS threads.
+//
 // Index is the integer type that counts the elements of an array: int, or long if an array may have 2^31 elements. The
 // generated source declares it before the definitions of these files.
 
@@ -19,6 +23,7 @@ struct Step {
   bool reverse;
 };
 
+// Describe step n of one direction. sizes: see the head of this file. Direction 1 always runs in reverse.
 inline Step step_of(int n, const constant int* sizes, uint direction) {
   const bool reverse = direction == 1 || sizes[5] != 0;
   const int t = reverse ? sizes[0] - 1 - n : n;
@@ -36,8 +41,9 @@ inline Index place_by_direction(thread const Step& s, int b, int width) {
   return ((Index(s.d) * s.T + s.t) * s.B + b) * width;
 }
 
-// Return whether the states before this step are h0 and c0. They are at step n = 0. An item that runs in reverse and is
-// shorter than T begins later, at its own last time index; at this step the result is also true.
+// Return whether the states before this step of an item are h0 and c0. length: the item's number of steps. This is so
+// at step n = 0, which is the first in the order of processing. In reverse, an item that is shorter than T begins at a
+// later n, at its own last time index length - 1; there it is so, too. (Before it, the item's numbers are not used.)
 inline bool is_first(thread const Step& s, int length) { return s.n == 0 || (s.reverse && s.t + 1 == length); }
 
 // A threadgroup's part of the output: the batch items from b0 on and the units from j0 on. `sums` is threadgroup memory
@@ -92,7 +98,8 @@ template <class A> A from(A array, Index index) { return array + index; }
 
 // A product multiplies rows of x, one per batch item, with rows of weights. It reads x through a row type with three
 // functions: find_row initializes a row, move() advances it along K, and operands_at() reads N of its numbers. So one
-// product serves for a stored x, for mask * h and for r * dz.
+// product serves for a stored x, for mask * h (forward) and for the dz of a GRU's candidate times its gate r
+// (backward).
 
 // The simplest way to read a row of x: all its numbers are stored in an array. `values` points to the next number that
 // the product will read.
@@ -101,11 +108,13 @@ struct ItemsRow {
   A values;
 };
 
+// Read N numbers of the row, from number k on.
 template <int N, class A>
 void operands_at(thread const ItemsRow<A>& row, int k, thread float (&values)[N]) {
   take<N>(row.values, k, 0.0f, values);
 }
 
+// Advance the row by n numbers.
 template <class A>
 void move(thread ItemsRow<A>& row, int n) { row.values += n; }
 
@@ -117,11 +126,13 @@ struct Items {
   Index pitch;
 };
 
+// Let `row` point to the numbers of batch item b. The number of a segment is not used: they lie in one piece.
 template <class S>
 void find_row(thread const Items<S>& x, int b, int, thread ItemsRow<const device S*>& row) {
   row.values = x.first + b * x.pitch;
 }
 
+// Return the operands of step s's direction in an array [B, D width], whose rows have `width` numbers per direction.
 template <class S>
 Items<S> items_of(thread const Step& s, const device S* values, int width) {
   return {values + place(s, 0, 0, width), Index(s.D) * width};
@@ -175,7 +186,8 @@ void take_blocks(A array, Index at, int pitch, thread float (&values)[SIZE], int
   for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, at + Index(k) * pitch, 0.0f);
 }
 
-// A product that computes nothing, for a cell without a recurrent product.
+// A product that computes nothing, for a cell without a recurrent product. A threadgroup then only has a part of the
+// batch items (ROWS) and units (COLUMNS), which its THREADS threads compute.
 template <int HEIGHT, int WIDTH>
 struct NoProduct {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 256 };

@@ -31,7 +31,9 @@
 //
 // A threadgroup computes COLUMNS units of Product::ROWS batch items. First all its threads compute the product, into
 // `sums` [ROWS][COLUMNS] in threadgroup memory; then every thread computes some cells. The product ends with a barrier
-// between the two parts.
+// between the two parts. A "cell" in a loop is one unit of one batch item. Cell is the struct with its equations
+// (cell.metal), S the dtype of the arrays, Step s the time step, Index the type that counts elements (stepwise.metal).
+// A cotangent is the gradient that the caller gives for an output.
 
 // How the product reads one row of its operand, the row of one batch item. The operand is dz, which the previous launch
 // wrote. Exception: with a projection it is dh_t. If the reset of a GRU comes after the candidate's product, the
@@ -118,7 +120,8 @@ float dh_sum(
 template <class Cell, class Arrays>
 int floats_of(thread const Arrays& a) { return (is_present(a.keep) ? 2 : 1) * CARRIES<Cell> + int(Cell::SUMMED); }
 
-// Compute the product of a backward step with dz, which the previous launch wrote, or with dh_t.
+// Compute the product of a backward step with dz, which the previous launch wrote, or with dh_t. width: the columns of
+// the result, units or numbers of h. gate_width: how many numbers of dz each gate has. own: the part of a threadgroup.
 template <class Cell, class Product, class S, class Arrays>
 void product_with_dz(
     thread const Step& s, thread const Arrays& a, const device S* dz, int width, int gate_width,
@@ -178,7 +181,8 @@ void take_both_states(
 
 // Compute one step of one unit backward, for an item that has not ended. dh: the gradient of h without the carry. ds:
 // on entry the carries, on return those for the previous step; unscaled: the latter before their multiplication by
-// keep. d: on entry the cotangents of the gates. The other parameters are as in cell.metal; dp is added to.
+// keep. d: on entry the cotangents of the gates, on return the gradients of the preactivations. du: those of the inputs
+// of the step. dp: the gradients of the parameters are added to it.
 template <class Cell, class S, class Arrays>
 void live_unit_backward(
     thread const Step& s, thread const Arrays& a, int b, int j, float dh, thread float (&ds)[Cell::CARRIED + 1],
@@ -208,6 +212,8 @@ void live_unit_backward(
   for (int k = 0; k < Cell::SUMMED; ++k) dp[k] += dp_now[k];
 }
 
+// of_params: where the gradients of the parameters begin in a row; start: where dz begins, in elements of S. FIRST: the
+// first state with a carry, h (0) or the one after it (1); C: the states besides h.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_backward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

@@ -17,7 +17,9 @@
 //
 // A threadgroup computes all gates of UNITS units of Product::ROWS batch items. First all its threads compute the
 // product, into `sums` [ROWS][gates][UNITS] in threadgroup memory; then every thread computes some cells. The product
-// ends with a barrier between the two parts. Product is ByLanes, ByTiles, QuantizedByLanes or NoProduct.
+// ends with a barrier between the two parts. Product is ByLanes, ByTiles, QuantizedByLanes or NoProduct. A "cell" in a
+// loop is one unit of one batch item. Cell is the struct with its equations (cell.metal), S the dtype of the arrays,
+// Step s the time step, Index the type that counts elements (stepwise.metal).
 
 // How the product reads one row of its operand: mask * h_before of one batch item. At the item's first step h_before is
 // h0. Without h0 it is zero: at step n = 0 no product is computed. An item that runs in reverse and is shorter than T
@@ -28,6 +30,7 @@ struct PreviousRow {
   decltype(Arrays::mask) mask;
 };
 
+// The operand of the product: mask * h_before of all batch items. find_row selects one item.
 template <class S, class Arrays>
 struct Previous {
   using Row = PreviousRow<S, Arrays>;
@@ -99,6 +102,8 @@ void take_states(
   for (int k = 0; k <= C; ++k) states[k] *= factor;
 }
 
+// SAVES: whether the row gets what a backward pass reads. group: the threadgroup's number along units, batch items and
+// directions. b0, j0: its first batch item and unit. KEPT: how many blocks of H numbers are saved, mostly the gates.
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_forward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

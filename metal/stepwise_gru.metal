@@ -1,4 +1,7 @@
-// One step of a GRU whose reset comes before the candidate's product: two launches forward, and two backward.
+// One step of a GRU whose reset comes before the candidate's product: n = s(z_n + (r mask h) Wh_n^T). This product
+// needs the gate r of all units, so a step has two launches forward, and two backward. stepwise.metal describes
+// Product, Step s, Index and rows; D: directions, H: units, S: the dtype of the arrays. A cell here is one batch item's
+// unit.
 
 // First launch of a forward step: compute r, z, and r * mask * h_before, the operand of the candidate's product.
 //   after  [3, B, D H]: r * mask * h_before, then r, then z. The second launch reads this array as `reset_row`
@@ -68,7 +71,8 @@ void stepwise_gru_candidate(
 //   now_row  the array that stepwise_backward wrote for this step; `after`: a copy of it that includes both gradients
 //   weights  [D, H, H], the transposed Wh of the candidate
 // With the option `keep`, now_row has more floats after the carry (the part of the gradient of h_before that bypasses
-// the products). They are copied unchanged to `after`. stepwise_backward.metal describes the other arrays.
+// the products). They are copied unchanged to `after`. stepwise_backward.metal describes the other arrays. An item that
+// has ended (t >= length) keeps its numbers.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_gru_reset_backward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

@@ -14,6 +14,9 @@
 // Each of the 8 simdgroups computes every eighth column for all rows. Its 32 lanes divide the K terms of a sum: each
 // multiplies four neighbouring terms at a time. At the end the lanes' sums are added up. Batch items and units past the
 // end repeat the last ones; their results are not used.
+//
+// R: a row type of x, see find_row in stepwise.metal. W: a pointer to weights. OWN: how many columns a simdgroup
+// computes. A lane is one of the 32 threads of a simdgroup.
 
 // Multiply the next N numbers of each row of x with the next N numbers of each of this lane's columns (OWN rows of
 // weights), and add the products to partial[column][row]. Then move the pointers of rows and columns by `step` numbers.
@@ -49,6 +52,8 @@ void add_products(
   for (; k < length; ++k) accumulate<1>(rows, columns, 1, partial);
 }
 
+// The product of ROWS batch items and COLUMNS columns by 256 threads, 8 simdgroups. k: the number of terms of a sum
+// (K).
 template <int HEIGHT, int WIDTH>
 struct ByLanes {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 256 };

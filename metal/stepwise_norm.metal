@@ -24,6 +24,9 @@
 //               [B, D G H]  if the products are normalised: dz, the gradients of the preactivations
 //               [B, D H]    with a norm of c: the gradient of its result
 
+// `Cell` is the struct of a cell (cell.metal), Norm<Cell> its norms (norm.metal): OF says what is normalised, GROUPS
+// how many norms the gates have. Letters: D directions, G gates, H units, K the width of h. S is the dtype of the
+// arrays. A row is the array that one launch writes; carry_at and set_carry read and write one of its floats.
 constant constexpr int ITEM_THREADS = 256, ITEM_SIMDGROUPS = ITEM_THREADS / 32;
 
 // The moments of some numbers: how many they are, their mean, and the sum of the squares of their distances from it.
@@ -40,14 +43,17 @@ inline void include(thread Moments& of, float x) {
   of.squares += distance * (x - of.mean);
 }
 
-// Replace the moments of a lane's numbers by those of all numbers of its simdgroup.
+// Replace the moments of a lane's numbers by those of all numbers of its simdgroup. The squares of a part count from
+// its own mean, so count * (distance of the two means)^2 is added. max(count, 1): no lane may have a number.
 inline void over_simdgroup(thread Moments& of) {
   const float count = simd_sum(of.count), mean = simd_sum(of.count * of.mean) / max(count, 1.0f);
   of.squares = simd_sum(of.squares + of.count * (of.mean - mean) * (of.mean - mean));
   of.count = count, of.mean = mean;
 }
 
-// Replace the moments of a thread's numbers, for N norms, by those of all numbers of the threadgroup.
+// Replace the moments of a thread's numbers, for N norms, by those of all numbers of the threadgroup. `memory` has
+// three floats for each norm and simdgroup. After the barrier lane n reads those of simdgroup n, and the other lanes
+// count 0.
 template <int N>
 void over_threadgroup(thread Moments (&of)[N], int simdgroup, int lane, threadgroup float* memory) {
   for (int n = 0; n < N; ++n) {
@@ -146,6 +152,8 @@ float normed_output(
   return y[Cell::GATE_O] * activate(Cell::activation(Cell::OUTPUT), seen);
 }
 
+// The second launch of a forward step: compute the norms and the cell. A threadgroup has one batch item, a thread the
+// units first, first + 256, ... SAVES: whether the gates are written for a backward pass.
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_norm_forward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -211,7 +219,8 @@ void stepwise_norm_dh0(
   stepwise_dh<OfProducts<Cell, Cell::PASSES_H != 0>, Product, S>(a, sums, group, simdgroup, lane);
 }
 
-// Compute dm [B, D H] = dh_t Wp, with a projection. `dh_now` is the row with dh_t [B, D K].
+// Compute dm [B, D H] = dh_t Wp, with a projection Wp [K, H]; m is what it multiplies, and K the width of h. `dh_now`
+// is the row with dh_t [B, D K].
 template <class Product, class S, class Arrays>
 void stepwise_norm_dm(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -303,6 +312,9 @@ void unit_gradients(
   }
 }
 
+// The second launch of a backward step. A first loop over the units computes the two sums that the norm of c needs, a
+// second loop those of the norms of the products, a third loop the results. of[2 n], of[2 n + 1]: for norm n the sums
+// of d and of d y, where y is a normalised number and d its gradient. Past an item's end nothing is summed.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_norm_backward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -376,7 +388,9 @@ void stepwise_norm_backward(
 }
 
 // Copy COUNT blocks from the rows of a backward pass into a sequence [T, B, D COUNT width], where width is the number
-// of units; write 0 past an item's end. The blocks begin at block number FIRST behind the FLOATS floats of a unit.
+// of units; write 0 past an item's end. The blocks begin at block number FIRST behind the FLOATS floats of a unit. kind
+// and row_of: see stepwise_rows.metal; kind[1] is the width. The backward pass runs from the last step to the first, so
+// step n is in row T - 1 - n.
 template <int COUNT, int FIRST, int FLOATS, class S, class X, class Arrays, class A>
 void stepwise_norm_gradients(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, A sequence, uint3 thread_index) {

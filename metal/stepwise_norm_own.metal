@@ -10,15 +10,20 @@
 //               [B, D U H]  the gradients of the inputs
 //               [B, D M H]  the gradients of the preactivations: the first G are those of the norm's results
 
-// The gradients of one unit at one step. ds, unscaled, dp, d, du: as in live_unit_backward.
+// Two loops over the units: the first one computes the two sums that each norm needs, the second one the results. Both
+// compute the gradients of a unit, because a thread has too many units to keep them. ITEM_THREADS (256) threads share
+// one batch item.
+
+// The gradients of one unit at one step. ds: of the states, h first, times `keep`; unscaled: before this
+// multiplication. dp: of the parameters, summed over the steps so far. d: of the preactivations. du: of the inputs.
 template <class Cell>
 struct OwnGradients {
   float ds[Cell::CARRIED + 1], unscaled[Cell::CARRIED + 1], dp[SIZE_FOR<Cell::SUMMED>];
   float d[Cell::GRADIENTS], du[SIZE_FOR<Cell::INPUTS>];
 };
 
-// Compute the gradients g of unit j, which are zeros on entry. of_params: where the gradients of the parameters begin
-// in a row.
+// Compute the gradients g of unit j of batch item b, which are zeros on entry. If the item has ended (not `live`), g
+// gets only what the launch before has written. of_params: where the gradients of the parameters begin in a row.
 template <class Cell, class S, class Arrays>
 void own_gradients(
     thread const Step& s, thread const Arrays& a, int b, int j, bool live, Index of_params,
@@ -34,6 +39,8 @@ void own_gradients(
   if (live) live_unit_backward<Cell, S>(s, a, b, j, dh, g.ds, g.unscaled, g.dp, g.d, g.du);
 }
 
+// of[2 n], of[2 n + 1]: for norm n the sums over all units of d and of d y, where y is a normalised number and d its
+// gradient.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_norm_own_backward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

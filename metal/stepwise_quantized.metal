@@ -7,6 +7,10 @@
 // adds up the products of x and the quantized numbers, and applies scale and bias to these sums. With many batch items,
 // stepwise_tiles.metal computes the product with 8 x 8 matrices, and each lane dequantizes its weights in registers
 // just before.
+//
+// BITS: the bits of a weight. GROUP: the weights that share a scale. ROWS: batch items of a threadgroup. OWN: the
+// columns of a team. R: a row type of x, see find_row in stepwise.metal. A, B: the types of scales and biases; B is
+// Absent without biases. number_at, of_group, scale_of: see quantized.metal.
 
 // Return the quantized weights from row `row` on. K: the number of columns, which is the length of each sum of the
 // product.
@@ -90,6 +94,8 @@ void multiply(
   }
 }
 
+// The product of ROWS batch items and COLUMNS columns by 64 threads: 8 teams of 8 lanes. SHARE: how many lanes share a
+// quantization group; their sums are added up before its scale is applied, which only the first of them has read.
 template <int HEIGHT, int WIDTH>
 struct QuantizedByLanes {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 64 };
@@ -210,6 +216,7 @@ void load_columns(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, bool in
   own.k += TURN;
 }
 
+// Read the lane's weights of a whole turn: no lane is past the end.
 template <int BITS, int GROUP, class A, class B>
 void load_turn(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own) { load_columns(own, true); }
 

@@ -14,6 +14,8 @@ struct Pieces {
   const device X* rows[COUNT];
 };
 
+// Join COUNT pieces. Thread number `own` copies the elements own, own + (the number of all joining threads), ... of
+// each.
 template <int COUNT, class X, class Arrays>
 void stepwise_join(thread const Pieces<COUNT, X>& pieces, thread const Arrays& a, uint3 group, uint thread_index) {
   if (group.y + group.z > 0) return;
@@ -38,9 +40,10 @@ struct Rows {
   const device X* pieces[20];
 };
 
-// Return a pointer to row number m of one kind (rows of the cells, or of the projection). A row is the array that one
-// launch wrote; one array of `rows` may hold several rows. starts[n]: the index of the first row of array n. kind[0]:
-// the elements of a row. kind[2]: the index of the first row of this kind.
+// Return a pointer to row number m of one kind (rows of the cells, or of the projection). A row is what one launch
+// wrote. `rows.pieces` are up to 20 arrays (what a launch can bind besides its other arrays), each of one or more rows;
+// row starts[n] of all rows is the first one of piece n. kind: three numbers, [0] the elements of a row and [2] the
+// index of the first row of this kind. The loop has no exit, so that it can be unrolled: pieces stay in registers.
 template <class X>
 const device X* row_of(thread const Rows<X>& rows, const device int* starts, const constant int* kind, int m) {
   const device X* piece = rows.pieces[0];
@@ -60,7 +63,8 @@ const device X* row_of(thread const Rows<X>& rows, const device int* starts, con
 // Copy the outputs of a forward pass from its rows (the arrays that the launches wrote) into sequences. hT and cT are
 // the states after an item's last step, or h0 and c0 if it has no step. An output may be absent; it is then not copied.
 // Template parameters: GATES is the number of saved blocks (gates) in a row, CARRIES the number of float states (c);
-// both are 0 if the rows have none, such as the rows that a projection wrote.
+// both are 0 if the rows have none, such as the rows that a projection wrote. S: the dtype of the sequences. X: the
+// type of a row's elements. ends: whether this is the step after which the item's states are hT and cT.
 template <int GATES, int CARRIES, class S, class X, class Arrays>
 void stepwise_outputs(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {
@@ -87,8 +91,10 @@ void stepwise_outputs(
 }
 
 // Copy the results of a backward pass from its rows, the arrays that its launches wrote. stepwise_backward.metal
-// describes a row; here CARRIED counts the states besides h, and the other template parameters are as in a cell's
-// struct.
+// describes a row. The template parameters are as in a cell's struct (cell.metal): CARRIED counts the states besides h,
+// INPUTS the inputs of a step (U), SUMMED the parameters (V); PASSES_H says whether h is read besides in the product.
+// The carries are the gradients of the states that bypass the product. A backward pass wrote the row of step n as
+// number T - 1 - n.
 //    dz      [T, B, D M width]: the gradients of the preactivations, M = GRADIENTS; 0 past an item's end
 //    du      [T, B, D U width]: those of the inputs
 //    d_out   the gradient of a GRU's recurrent products: dz, with the candidate's block multiplied by the gate r

@@ -23,6 +23,9 @@
 // copies, or the writes of the sums; at the end one between these writes and the reads of the sums.
 //
 // Batch items and units past the end repeat the last ones; their results are not used. Terms past K are zeros.
+//
+// S: the dtype of the arrays. R: a row type of x, see find_row in stepwise.metal. C, W: the lane's weights. QUADS: how
+// many quads of a turn a simdgroup multiplies.
 
 // The distance between the rows of a tile is 132 instead of 128, so that the rows begin in different banks of
 // threadgroup memory.
@@ -70,8 +73,9 @@ void weights_of(thread const LaneColumns<const device S*, SLICES>& own, int n, t
 }
 
 // Copy the next 128 numbers of COUNT rows of x into a tile in threadgroup memory. This simdgroup copies the rows number
-// first, first + STEP, ...; a lane copies 4 numbers of each. own: where this lane's 4 numbers of the first row go. Then
-// advance the pointers in `rows` by 128 numbers.
+// first, first + STEP, ..., OWN of them; a lane copies 4 numbers of each. own: where this lane's 4 numbers of the first
+// row go. Then advance the pointers in `rows` by 128 numbers. If STEP does not divide COUNT, some simdgroups have a row
+// less.
 template <int COUNT, int STEP, int OWN, class R>
 void copy_turn(thread R (&rows)[OWN], int first, threadgroup float4* own) {
 #pragma clang loop unroll(full)
@@ -165,6 +169,8 @@ void multiply_rest(
   }
 }
 
+// The product of ROWS batch items and COLUMNS columns. A simdgroup (32 threads) computes eight columns, or with SLICES
+// > 1 a part of their terms; so there are 32 / 8 = 4 threads for each column and slice.
 template <int HEIGHT, int WIDTH, int SLICES>
 struct ByTiles {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 4 * WIDTH * SLICES };
