@@ -10,7 +10,7 @@ from cases import ROUNDING_MARGIN, device_of, to_mlx, to_numpy
 from mlx_lstm import cudnn
 from mlx_lstm.convert.cudnn import GATES
 from mlx_lstm.oracle import activation_arguments, evaluate
-from mlx_lstm.oracle.arithmetic import Arithmetic
+from mlx_lstm.oracle.arithmetic import Rounding
 
 MODES = tuple(GATES)
 INPUTS = ("input", "input_h", "input_c", "params")
@@ -141,7 +141,7 @@ def torch_names(layers):
 def by_oracle(case, fl=None):
     """Return the oracle's outputs and gradients in one dict under the cuDNN ops' names. The oracle computes in the
     arithmetic `fl` (float64 by default)."""
-    fl = fl or Arithmetic(np.float64)
+    fl = fl or Rounding(np.float64)
     layers, x = [], case.inputs["input"]
     for layer in range(case.L):
         layers.append(layer_case(case, layer, x, fl))
@@ -239,7 +239,7 @@ def draw_for(seed, dtype, **fixed):
 
 def kink_distance(case):
     """Return the smallest distance of any argument of an activation from 0, the kink of relu."""
-    fl, x, nearest = Arithmetic(np.float64), case.inputs["input"], np.inf
+    fl, x, nearest = Rounding(np.float64), case.inputs["input"], np.inf
     for layer in range(case.L):
         here = layer_case(case, layer, x, fl)
         nearest = min([nearest, *(np.abs(a).min(initial=np.inf) for _, a in activation_arguments(**here))])

@@ -6,7 +6,7 @@ import numpy as np
 from cases import draw_away_from_kinks, judge, run, to_mlx
 
 from mlx_lstm import Quantized
-from mlx_lstm.engines.ops.packed import judged
+from mlx_lstm.engines.ops.packed import matrix_for_oracle
 from mlx_lstm.engines.packing import WIDTHS
 from mlx_lstm.oracle import ARRAYS
 from mlx_lstm.oracle.closeness import assert_within
@@ -44,7 +44,7 @@ def quantized_case(
             for some in (case, cotangents)
         )
         weights = {n: packed(to_mlx(case[n], dtype), *packing) for n in quantize if case.get(n) is not None}
-        case |= {n: judged(weight.packing, weight.arrays(n), n) for n, weight in weights.items()}
+        case |= {n: matrix_for_oracle(weight.packing, weight.arrays(n), n) for n, weight in weights.items()}
     return case, cotangents, weights, *judge(case, dtype, cotangents)
 
 

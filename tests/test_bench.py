@@ -27,10 +27,10 @@ from mlx_lstm.lab.timing.report import PAUSE_HINT, THREADS_HINT, group_text
 from mlx_lstm.lab.timing.rounds import Measurement, Plan, needed_bytes, peak_ratio, plan, ratio, take_turn
 from mlx_lstm.lab.timing.tasks import PASSES, Size, Task, parse_size
 from mlx_lstm.lab.timing.worker import PeakMemory
-from mlx_lstm.oracle.arithmetic import Arithmetic
+from mlx_lstm.oracle.arithmetic import Rounding
 
 TINY = Size(5, 3, 4, 8)
-DOUBLE = Arithmetic(np.float64)
+DOUBLE = Rounding(np.float64)
 FEW = ["--seconds", "0.02", "--rounds", "2", "--patience", "0", "--device", "cpu"]
 
 PLANTED = """

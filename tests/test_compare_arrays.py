@@ -11,7 +11,7 @@ from mlx_lstm.compare import __main__ as command
 from mlx_lstm.compare.experiments import preactivations
 from mlx_lstm.lab.mpsgraph import judge
 from mlx_lstm.lab.mpsgraph.cases import draw
-from mlx_lstm.oracle.arithmetic import Arithmetic
+from mlx_lstm.oracle.arithmetic import Rounding
 
 LSTM = {"absent": ("mask", "peephole")}
 
@@ -110,7 +110,7 @@ def test_batch_first_by_h_alone(tmp_path, capsys):
 
 def test_open_readings(tmp_path, capsys):
     case = draw(np.random.default_rng(0), "lstm", (2, 3, 5, 6), **LSTM)
-    arrays = dumped() | {"zState": preactivations(case, Arithmetic(np.float64)).astype(np.float32)}
+    arrays = dumped() | {"zState": preactivations(case, Rounding(np.float64)).astype(np.float32)}
     assert "if z_state is before the activations" in told(tmp_path, capsys, arrays)[1]
     both = '{"bidirectional": true}'
     arrays = dumped(bidirectional=True, absent=("mask",), readings={"output_peephole": "current"}.items())

@@ -85,7 +85,7 @@ def pick(rng, values):
 
 def judged(values, dtype, *found):
     """Check that each dict of results in `found` lies within the error bounds around the exact values. `values`
-    computes the exact results in a given `Arithmetic`.
+    computes the exact results in a given `Rounding`.
     """
     exact, limit = exact_and_bounds(values, dtype)
     in_range(exact, dtype)

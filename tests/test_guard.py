@@ -32,7 +32,7 @@ from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.problem import Cut, Limits, Problem
 from mlx_lstm.engines.tuning import Table
 from mlx_lstm.oracle import clip_shift, evaluate, forward
-from mlx_lstm.oracle.arithmetic import Arithmetic
+from mlx_lstm.oracle.arithmetic import Rounding
 from mlx_lstm.oracle.closeness import assert_within, bounds
 from mlx_lstm.recurrence import _call, _child, _draw, _guard, _judge, unguarded
 from mlx_lstm.recurrence._trial import trial_from, trial_of, without_numbers
@@ -108,7 +108,7 @@ def assert_trained(layer, x, weights):
     arrays = {"x": mx.swapaxes(x, 0, 1), "Wx": layer.Wx, "Wh": layer.Wh, "b": layer.bias}
     case = {name: np.array(array) for name, array in arrays.items()}
     cotangents = {"h": np.array(mx.swapaxes(weights, 0, 1))}
-    exact, limit = evaluate(case, cotangents, Arithmetic(np.float64))[1], bounds(case, np.float32, cotangents)
+    exact, limit = evaluate(case, cotangents, Rounding(np.float64))[1], bounds(case, np.float32, cotangents)
     for name, word in {"Wx": "Wx", "Wh": "Wh", "bias": "b"}.items():
         assert_within(name, np.array(found[name]), exact[word], limit[word])
 
@@ -212,7 +212,7 @@ def assert_right_without(kernel, monkeypatch, said, kind):
         assert chosen[-1][0].engine == ("fused" if lanes else left)
         with nullcontext() if lanes else pytest.raises(ValueError, match="cannot run: its trial on this machine"):
             run(case, engines.split()[0], np.float32, cotangents, device=METAL)
-    exact, limit = evaluate(case, cotangents, Arithmetic(np.float64)), bounds(case, np.float32, cotangents)
+    exact, limit = evaluate(case, cotangents, Rounding(np.float64)), bounds(case, np.float32, cotangents)
     for name, value in (outputs | found).items():
         assert_within(name, value, (exact[0] | exact[1])[name], limit[name])
     assert [text.split("'")[1] for text in said] == (["fused with 8 x 8 matrices"] if lanes else engines.split())
@@ -247,7 +247,7 @@ def test_a_gpu_without_matrices_keeps_the_engine(call, monkeypatch, said, tried)
     assert f"engine='{engine} with 8 x 8 matrices' is not used on" in said[0] and "wrong numbers" in said[0]
     assert f"engine='{engine} without them' takes over" in said[0]
     assert any(re.search(MATRICES, launch.name + launch.source) for launch in log)
-    exact, limit = evaluate(case, cotangents, Arithmetic(np.float64)), bounds(case, np.float32, cotangents)
+    exact, limit = evaluate(case, cotangents, Rounding(np.float64)), bounds(case, np.float32, cotangents)
     for outputs, found in results:
         for name, value in (outputs | found).items():
             assert_within(name, value, (exact[0] | exact[1])[name], limit[name])
@@ -1046,7 +1046,7 @@ def test_the_numbers_of_a_trial_stay_in_range(dtype, T):
     """The results of a kernel's trial run do not overflow. A trial run that overflows would refuse correct kernels."""
     for cell in every_cell():
         drawn = _draw.draw(problem(T=T, B=2, H=4, P=4, cell=cell, dtype=dtype), np.random.default_rng(0))
-        outputs, _ = evaluate(drawn.case.call, None, Arithmetic(np.float64))
+        outputs, _ = evaluate(drawn.case.call, None, Rounding(np.float64))
         assert drawn.smooth and all(np.abs(array).max() < _draw.LARGEST for array in outputs.values()), cell
 
 

@@ -16,7 +16,7 @@ from on_metal import matrices_from, on_metal
 from quantized_cases import packed
 
 from mlx_lstm.engines.cells import NormOptions
-from mlx_lstm.engines.ops.packed import judged
+from mlx_lstm.engines.ops.packed import matrix_for_oracle
 from mlx_lstm.engines.problem import limited
 from mlx_lstm.lab.cases import EVERY_OPTION
 from mlx_lstm.lab.cases import T as T_OF_OPTIONS
@@ -206,7 +206,7 @@ def drawn(path, name):
     weights = {}
     if "packed" in path.product:
         weights = {n: packed(to_mlx(case[n], dtype), 16, 4, "nvfp4") for n in ("Wh", "Wp") if n in case}
-        case |= {n: judged(weight.packing, weight.arrays(n), n) for n, weight in weights.items()}
+        case |= {n: matrix_for_oracle(weight.packing, weight.arrays(n), n) for n, weight in weights.items()}
     return case, cotangents, weights, dtype
 
 

@@ -15,7 +15,7 @@ from mlx_lstm.engines.cells import NormOptions
 from mlx_lstm.lab import cases
 from mlx_lstm.nn import GRU, LSTM, RNN, Pointwise, QuantizedLSTM, replace, stack
 from mlx_lstm.oracle import evaluate
-from mlx_lstm.oracle.arithmetic import Arithmetic
+from mlx_lstm.oracle.arithmetic import Rounding
 from mlx_lstm.oracle.case import ARRAYS
 from mlx_lstm.oracle.closeness import assert_within, keeps_off_kinks
 from mlx_lstm.oracle.judge import Case
@@ -248,7 +248,7 @@ def drawn(seed, op, dtype):
             name: value if value is None or name not in ARRAYS else np.asarray(value, np.float64)
             for name, value in case.items()
         }
-        outputs, _ = evaluate(call, None, Arithmetic(np.float64))
+        outputs, _ = evaluate(call, None, Rounding(np.float64))
         if is_in_range(outputs) and keeps_off_kinks(call, dtype):
             return case, draw_cotangents(rng, outputs, dtype)
 
@@ -283,7 +283,7 @@ def test_chunks_and_inference_and_many_lengths(engine, op):
     norm = NormOptions("product", "together", "state" if op == "lstm" else None)
     options = {"op": op, "sizes": (12, 18, 3, 5, 3), "dtype": "float32", "norm": norm}
     case = draw(rng, lengths=rng.integers(0, 13, 18), mask=(12, 18, "P"), keep=True, **options)
-    cotangents = draw_cotangents(rng, evaluate(case, None, Arithmetic(np.float64))[0], "float32")
+    cotangents = draw_cotangents(rng, evaluate(case, None, Rounding(np.float64))[0], "float32")
     judge_case(case, cotangents, "float32", engine)
     judge_case(case, cotangents, "float32", engine, checkpoint_every=4)
     judge_case(case, cotangents, "float32", engine, training=False)

@@ -9,7 +9,7 @@ import pytest
 from cases import BOTH, CELLS, OPTIONS, SIZES, combination, draw, draw_away_from_kinks, draw_cotangents
 
 from mlx_lstm.oracle import ARRAYS, OUTPUTS, activation_arguments, backward, clip_shift, forward, kink_distance
-from mlx_lstm.oracle.arithmetic import ACTIVATIONS, SLOPES, Arithmetic
+from mlx_lstm.oracle.arithmetic import ACTIVATIONS, SLOPES, Rounding
 from mlx_lstm.oracle.closeness import (
     FIRST,
     FLOATS,
@@ -181,10 +181,10 @@ def test_sigmoid_has_all_its_digits():
     may have four rounding errors: two of e, one of 1 + e, and one of the quotient."""
     x = np.linspace(-700, 40, 1481)
     exact = np.array([float(1 / (1 + (-Decimal(value)).exp())) for value in x.tolist()])
-    s = ACTIVATIONS["sigmoid"](x, Arithmetic(np.float64))
+    s = ACTIVATIONS["sigmoid"](x, Rounding(np.float64))
     assert_within("sigmoid", s / exact, np.ones_like(x), 4 * 2.0**-53)
     s, exact = s[x < 0], exact[x < 0]  # without x >= 0, where 1 - s loses digits by cancellation
-    slope = SLOPES["sigmoid"](s, Arithmetic(np.float64))
+    slope = SLOPES["sigmoid"](s, Rounding(np.float64))
     assert_within("slope", slope / (exact * (1 - exact)), np.ones_like(s), 16 * 2.0**-53)
 
 

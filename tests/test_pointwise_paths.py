@@ -20,7 +20,7 @@ from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.cell_tracer import Counts, traced
 from mlx_lstm.engines.metal.statements import OPERATIONS
 from mlx_lstm.engines.problem import limited
-from mlx_lstm.oracle.arithmetic import Arithmetic
+from mlx_lstm.oracle.arithmetic import Rounding
 from mlx_lstm.oracle.pointwise import evaluate_graph
 
 ENGINES = ("ops", "numpy", *METAL_ENGINES)
@@ -289,7 +289,7 @@ def test_norms_without_kernels(name):
     of, gates, *_ = norm
     options = {"norm": ("product" if of == "recurrent" else of, gates, None, 1e-3), "lengths": case.options["lengths"]}
     d = dict(zip(("h", "hT", "cT"), case.cotangents, strict=True))
-    graph, fl = traced(case.cell, Counts(3, 2, 1, 1), apart, (5, 3), mx.float32), Arithmetic(np.float64)
+    graph, fl = traced(case.cell, Counts(3, 2, 1, 1), apart, (5, 3), mx.float32), Rounding(np.float64)
 
     def loss(arrays):
         outputs, _ = evaluate_graph(graph, arrays | options, None, fl)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_lstm.engines.definitions import UNBOUNDED
-from mlx_lstm.oracle.arithmetic import ACTIVATIONS, Arithmetic
+from mlx_lstm.oracle.arithmetic import ACTIVATIONS, Rounding
 from mlx_lstm.recurrence._draw import is_never_negative
 
 ROOT = Path(__file__).parents[1]
@@ -89,7 +89,7 @@ def test_a_recipe_names_every_file_that_reads_an_option(name):
 
 def test_lists_of_activations_follow_from_their_formulas():
     """`UNBOUNDED` has the activations without a limit: the step of a GRU has another formula for them."""
-    fl = Arithmetic(np.float64)
+    fl = Rounding(np.float64)
     without_limit = {name for name, formula in ACTIVATIONS.items() if np.abs(formula(np.array(1e6), fl)) > 1e3}
     assert set(UNBOUNDED) == without_limit
 

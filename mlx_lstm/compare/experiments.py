@@ -9,7 +9,7 @@ import numpy as np
 from ..lab.mpsgraph.cases import CompareCase, draw
 from ..lab.mpsgraph.judge import call_of, evaluated
 from ..oracle import evaluate
-from ..oracle.arithmetic import Arithmetic
+from ..oracle.arithmetic import Rounding
 from ..oracle.case import complete, sides
 from ..oracle.recurrence import unroll
 from .settle import Experiment, count, result, shape, value
@@ -43,7 +43,7 @@ def of_saved_state(rng: np.random.Generator) -> Iterator[Experiment]:
     yield Experiment("output_count", "training without produceCell gives", case, "h, c, zState", readings)
 
 
-def preactivations(case: CompareCase, fl: Arithmetic, **readings: str) -> np.ndarray:
+def preactivations(case: CompareCase, fl: Rounding, **readings: str) -> np.ndarray:
     """Return the preactivations of the gates, [T, N, D G H], computed by the oracle. T: steps, N: batch, D:
     directions, G: gates, H: units."""
     parts = []
@@ -110,12 +110,12 @@ def swapped(array: np.ndarray, axis: int) -> np.ndarray:
     return np.concatenate([one, three, two, four], axis=axis)
 
 
-def in_order(case: CompareCase, fl: Arithmetic, gate_order: str, tensor: str) -> np.ndarray:
+def in_order(case: CompareCase, fl: Rounding, gate_order: str, tensor: str) -> np.ndarray:
     """Return one result of the oracle, computed as if all arrays of the case had the gate order `gate_order`."""
     return oracle_result(case, fl, tensor, gate_order=gate_order)
 
 
-def oracle_result(case: CompareCase, fl: Arithmetic, tensor: str, **options: Any) -> np.ndarray:
+def oracle_result(case: CompareCase, fl: Rounding, tensor: str, **options: Any) -> np.ndarray:
     """Return one result of the oracle. The keywords `options` replace options of the oracle that the case's descriptor
     would set."""
     cotangents = {"h": case.arrays["source_gradient"]}
@@ -210,7 +210,7 @@ def of_gru(rng: np.random.Generator) -> Iterator[Experiment]:
         yield Experiment("gru_flavours", f"shape of {tensor}", case, "its argument's", readings)
 
 
-def with_product(case: CompareCase, fl: Arithmetic) -> np.ndarray:
+def with_product(case: CompareCase, fl: Rounding) -> np.ndarray:
     """Return [T, N, 3H]: the gates z and r, and the recurrent product of the candidate. The case is a GRU without
     mask that resets after the product."""
     results, H = evaluated(case, fl), case.hidden

@@ -18,7 +18,7 @@ from ..lab.progress import Progress
 from ..mpsgraph.layouts import ACTIVATIONS
 from ..oracle import verdict
 from ..oracle.arithmetic import ACTIVATIONS as FUNCTIONS
-from ..oracle.arithmetic import Arithmetic
+from ..oracle.arithmetic import Rounding
 from ..oracle.closeness import exact_and_element_bounds
 from .experiments import preactivations, with_product
 
@@ -142,7 +142,7 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
         places = {name: range(min(FEW, dump.sizes["N"])) for name in results}
     try:
         with np.errstate(all="ignore"):
-            values = predicted(case, Arithmetic(np.float64), readings)
+            values = predicted(case, Rounding(np.float64), readings)
     except ValueError:  # the mask's shape does not fit
         return np.inf
     total = 0.0
@@ -215,7 +215,7 @@ OTHERWISE = {
 the names that `predicted` returns, such as "c squashed"."""
 
 
-def predicted(case: CompareCase, fl: Arithmetic, readings: dict[str, str]) -> Arrays:
+def predicted(case: CompareCase, fl: Rounding, readings: dict[str, str]) -> Arrays:
     """Return by name the documented results of a case. Return also arrays that a user's app may have saved in place
     of a result. For example, "c squashed" is c after the last activation, which an app may have saved in place of c."""
     results = evaluated(case, fl, **readings)

@@ -12,7 +12,7 @@ from ..lab.mpsgraph.judge import evaluated
 from ..lab.mpsgraph.measure import without_leading_ones
 from ..lab.mpsgraph.report import brief, figure
 from ..lab.report import table
-from ..oracle.arithmetic import Arithmetic
+from ..oracle.arithmetic import Rounding
 from ..oracle.closeness import bounds_of
 from ..oracle.verdict import judged
 
@@ -62,15 +62,15 @@ def settle(experiment: Experiment, outcome: Outcome) -> Finding:
     return Finding(*known, verdict, verdict == experiment.default, distances)
 
 
-def value(case: CompareCase, tensor: str, reading: Callable[[Arithmetic], np.ndarray]) -> Distance:
+def value(case: CompareCase, tensor: str, reading: Callable[[Rounding], np.ndarray]) -> Distance:
     """Return a function that takes an outcome (what MPSGraph returned for a case). It returns the error of the
     result `tensor`, divided by its error bound, under one interpretation of Apple's documentation. `reading`: a
-    function that computes the values of this interpretation in an `Arithmetic`."""
+    function that computes the values of this interpretation in a `Rounding`."""
 
     def distance(outcome: Outcome) -> float:
         if tensor not in outcome.results:
             return np.inf
-        exact = reading(Arithmetic(np.float64))
+        exact = reading(Rounding(np.float64))
         bound = bounds_of(lambda fl: {"": reading(fl)}, case.arrays["source"].dtype)[""]
         got, _ = without_leading_ones(outcome.results[tensor], exact.shape)
         return judged(tensor, got, exact, bound).ratio

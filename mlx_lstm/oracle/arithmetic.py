@@ -1,9 +1,9 @@
-"""The arithmetic of the float64 oracle (the slow reference implementation): operations that are rounded to a dtype,
+"""The rounding of the float64 oracle (the slow reference implementation): operations that are rounded to a dtype,
 activations, and slopes of activations.
 
-The oracle's formulas take an `Arithmetic` called `fl`; `fl(...)` marks the rounding of one operation. For float64 `fl`
+The oracle's formulas take a `Rounding` called `fl`; `fl(...)` marks the rounding of one operation. For float64 `fl`
 does nothing. For another dtype it rounds, so that the same formula is computed in that dtype. `closeness` passes an
-`Arithmetic` that adds random errors, in order to derive bounds on the errors of results.
+`Rounding` that adds random errors, in order to derive bounds on the errors of results.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ ACTIVATION_UNITS = 8
 units of the last place."""
 
 
-class Arithmetic:
-    """Arithmetic of one dtype. Values are float64 arrays, and each operation's result is rounded to `dtype`.
+class Rounding:
+    """The arithmetic of one dtype. Values are float64 arrays, and each operation's result is rounded to `dtype`.
 
     This equals computing in `dtype`, since float64 has more than twice the digits of the other dtypes. A dot product or
     a sum is one operation: accumulated in float32 (in float64 if `dtype` is float64), then rounded once.
@@ -63,13 +63,13 @@ class Arithmetic:
         """Do nothing. The oracle calls this method before each time step; the subclass `Noise` overrides it."""
 
 
-def sigmoid(x: Array, fl: Arithmetic) -> Array:
+def sigmoid(x: Array, fl: Rounding) -> Array:
     """Return 1 / (1 + exp(-x)), computed from an exponential that cannot overflow."""
     e = fl(np.exp(-np.abs(x)))
     return fl(np.where(x >= 0, 1.0, e) / fl(1.0 + e), ACTIVATION_UNITS)
 
 
-Activation = Callable[[Array, Arithmetic], Array]
+Activation = Callable[[Array, Rounding], Array]
 ACTIVATIONS: dict[str, Activation] = {
     "identity": lambda x, fl: x,
     "relu": lambda x, fl: np.maximum(x, 0.0),

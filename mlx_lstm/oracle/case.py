@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from .arithmetic import Arithmetic, Array, Tensors
+from .arithmetic import Array, Rounding, Tensors
 
 Call = Mapping[str, Any]
 Cotangents = Mapping[str, Array | None]
-Side = SimpleNamespace  # one direction of a case, with sizes and defaults filled in
+OneDirection = SimpleNamespace  # one direction of a case, with sizes and defaults filled in
 Step = SimpleNamespace  # the inputs and results of one time step
 
 ARRAYS = ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp", "bhn")
@@ -105,7 +105,7 @@ def half(case: Call, array: Array, d: int) -> Array:
     return np.split(np.asarray(array), 2, axis=-1)[d] if case.get("bidirectional") else array
 
 
-def join_sides(case: Call, results: list[tuple[Tensors, Tensors]], fl: Arithmetic) -> tuple[Tensors, Tensors]:
+def join_sides(case: Call, results: list[tuple[Tensors, Tensors]], fl: Rounding) -> tuple[Tensors, Tensors]:
     """Join the (outputs, gradients) of both directions. Outputs are joined along the last axis; each gradient gets
     the layout of its argument. The gradient of an array that both directions share is the sum of both gradients."""
     (outputs, gradients), (outputs_reverse, gradients_reverse) = results
@@ -122,7 +122,7 @@ def join_sides(case: Call, results: list[tuple[Tensors, Tensors]], fl: Arithmeti
     return outputs, joined
 
 
-def complete(case: Call, fl: Arithmetic) -> Side:
+def complete(case: Call, fl: Rounding) -> OneDirection:
     """Return the case with sizes and defaults filled in. Defaults: an absent state is 0, an absent mask is 1, absent
     lengths are T. Without `hold`, no step is held (holding a step leaves the states unchanged)."""
     op = case.get("op", "lstm")
@@ -130,7 +130,7 @@ def complete(case: Call, fl: Arithmetic) -> Side:
     unknown = set(case) - set(TAKEN[op]) - set(options) - {"op"}
     if unknown:
         raise TypeError(f"[oracle] unknown arguments {sorted(unknown)} of {op}")
-    p = Side(**dict.fromkeys(ARRAYS), **options, op=op)
+    p = OneDirection(**dict.fromkeys(ARRAYS), **options, op=op)
     for name, value in case.items():
         if value is not None:
             setattr(p, name, fl.load(value) if name in ARRAYS else value)

@@ -1,47 +1,49 @@
 """One time step of each cell (LSTM, GRU, plain RNN), forward and backward. `recurrence` runs the steps over time.
 
-Letters in shapes: B batch, I input, H hidden, P width of h (H without projection), G gates. The gates are i f g o of
-an LSTM and r z n of a GRU; the only gate of a plain RNN is called h. An axis GH holds the gates in the order
-`gate_order`. `p` is one direction of a case, with all sizes and defaults filled in.
+Letters in shapes: B batch, I input, H hidden, P width of h (H without projection), G gates. The gates are i f g o of an
+LSTM and r z n of a GRU; the only gate of a plain RNN is called h. An axis GH holds the gates in the order `gate_order`.
+`p` is one direction of a case, with all sizes and defaults filled in. `fl(value)` rounds the result of one operation.
+h_in is h_prev times the mask, which the recurrent product multiplies. A step returns its values by name, and
+`norm_values` are those that the gradient of layer normalisation needs.
 """
 
 import numpy as np
 
-from .arithmetic import ACTIVATIONS, SLOPES, Arithmetic, Array, Tensors
-from .case import Side, Step
+from .arithmetic import ACTIVATIONS, SLOPES, Array, Rounding, Tensors
+from .case import OneDirection, Step
 
 
-def block(p: Side, array: Array, gate: str) -> Array:
+def block(p: OneDirection, array: Array, gate: str) -> Array:
     """Return the block [..., H] of one gate in an array [..., GH], which holds the blocks of all G gates side by
     side."""
     start = p.H * p.gate_order.index(gate)
     return array[..., start : start + p.H]
 
 
-def blocks(p: Side, array: Array) -> Tensors:
+def blocks(p: OneDirection, array: Array) -> Tensors:
     """Split an array [..., GH] into a dict from the letter of each gate to the gate's block [..., H]."""
     return {k: block(p, array, k) for k in p.gate_order}
 
 
-def rows(p: Side, gate: str) -> Array:
+def rows(p: OneDirection, gate: str) -> Array:
     """Return the rows [H,P] of one gate in the recurrent matrix Wh [GH,P], which holds the rows of all G gates."""
     return block(p, p.Wh.T, gate).T
 
 
-def join(p: Side, named: Tensors) -> Array:
+def join(p: OneDirection, named: Tensors) -> Array:
     """Join a dict from the letter of each gate to its block [..., H] into one array [..., GH], in gate_order."""
     return np.concatenate([named[k] for k in p.gate_order], axis=-1)
 
 
-def input_part(p: Side, x: Array, fl: Arithmetic) -> Array:
+def input_part(p: OneDirection, x: Array, fl: Rounding) -> Array:
     """Return the input's part of the preactivations: x Wx^T + b [B,GH]. Without Wx, x is already the product x Wx^T."""
     a = x if p.Wx is None else fl.dot(x, p.Wx.T)
     return a if p.b is None else fl(a + p.b)
 
 
-def normalised(a: Array, count: int, eps: float, fl: Arithmetic) -> tuple[Array, Array]:
+def normalised(a: Array, count: int, eps: float, fl: Rounding) -> tuple[Array, Array]:
     """Return (y, r) for a [B,n] with n = count * k: y [B,count,k] is a with mean 0 and variance 1 over each of its
-    `count` blocks, and r [B,count,1] is 1 / sqrt(variance + eps)."""
+    `count` blocks, and r [B,count,1] is 1 / sqrt(variance + eps). fl(...) rounds the result of one operation."""
     parts = a.reshape(len(a), count, -1)
     k = parts.shape[-1]
     centred = fl(parts - fl(fl.total(parts, (2,)) / k))
@@ -50,36 +52,36 @@ def normalised(a: Array, count: int, eps: float, fl: Arithmetic) -> tuple[Array,
     return fl(centred * r), r
 
 
-def unnormalised(d: Array, y: Array, r: Array, fl: Arithmetic) -> Array:
-    """Return the gradient of a [B,n], where `normalised(a)` returned (y, r) and d [B,n] is the gradient of y."""
+def unnormalised(d: Array, y: Array, r: Array, fl: Rounding) -> Array:
+    """Return the gradient of a [B,n], where `normalised(a)` returned (y, r) and d [B,n] is the gradient of y. It is r
+    (d - mean(d) - y mean(d y)), with means over each block of k numbers; fl(...) rounds the result of one operation."""
     d, k = d.reshape(y.shape), y.shape[-1]
-    means = (fl(fl.total(terms, (2,)) / k) for terms in (d, fl(d * y)))
-    mean, slope = means
-    return fl(fl(fl(d - mean) - fl(y * slope)) * r).reshape(len(d), -1)
+    mean, mean_dy = (fl(fl.total(terms, (2,)) / k) for terms in (d, fl(d * y)))
+    return fl(fl(fl(d - mean) - fl(y * mean_dy)) * r).reshape(len(d), -1)
 
 
-def scaled(y: Array, scale: Array | None, shift: Array | None, fl: Arithmetic) -> Array:
+def scaled(y: Array, scale: Array | None, shift: Array | None, fl: Rounding) -> Array:
     """Return y [B,count,k] as [B,n], times a scale [n] plus a shift [n], if they are given."""
     y = y.reshape(len(y), -1)
     y = y if scale is None else fl(y * scale)
     return y if shift is None else fl(y + shift)
 
 
-def joined_parts(p: Side, z: Array, product: Array, fl: Arithmetic) -> tuple[Array, Array, Tensors]:
-    """Return (z, product, kept) from the input's part z and the recurrent product, both [B,GH]: the two parts of the
-    preactivations after layer normalisation, of which the second is 0 if their sum was normalised. kept: what the
-    gradient needs."""
+def joined_parts(p: OneDirection, z: Array, product: Array, fl: Rounding) -> tuple[Array, Array, Tensors]:
+    """Return (z, product, norm_values) from the input's part z and the recurrent product, both [B,GH]: the two parts of
+    the preactivations after layer normalisation, of which the second is 0 if their sum was normalised. norm_values:
+    what the gradient needs."""
     if p.norm_of is None:
         return z, product, {}
     count = len(p.gate_order) if p.norm_gates == "each" else 1
     a = fl(z + product) if p.norm_of == "sum" else product
     y, r = normalised(a, count, p.norm_eps, fl)
     result = scaled(y, p.norm_scale, p.norm_shift, fl)
-    kept = {"norm_y": y, "norm_r": r}
-    return (result, np.zeros_like(result), kept) if p.norm_of == "sum" else (z, result, kept)
+    norm_values = {"norm_y": y, "norm_r": r}
+    return (result, np.zeros_like(result), norm_values) if p.norm_of == "sum" else (z, result, norm_values)
 
 
-def through_norm(p: Side, s: Step, dinput: Array, drecurrent: Array, fl: Arithmetic) -> Tensors:
+def through_norm(p: OneDirection, s: Step, dinput: Array, drecurrent: Array, fl: Rounding) -> Tensors:
     """Return the gradients of the input's part ("da"), of the recurrent product ("drecurrent"), and the terms of those
     of scale and shift. dinput, drecurrent [B,GH]: the gradients of both parts after layer normalisation."""
     if p.norm_of is None:
@@ -90,7 +92,7 @@ def through_norm(p: Side, s: Step, dinput: Array, drecurrent: Array, fl: Arithme
     return dict(da=da, drecurrent=back, dnorm_scale=terms, dnorm_shift=drecurrent)
 
 
-def through(p: Side, gate: str, y: Array, gradient: Array, dgates: Array, fl: Arithmetic) -> Array:
+def through(p: OneDirection, gate: str, y: Array, gradient: Array, dgates: Array, fl: Rounding) -> Array:
     """Return the gradient of a gate's preactivation, from the gradient of the gate's value y after its activation.
     The gradient of y is `gradient` plus this gate's columns of `dgates` [B,GH]. `dgates` is the cotangent of the
     output `gates`, which has H columns for each of G gates."""
@@ -98,81 +100,86 @@ def through(p: Side, gate: str, y: Array, gradient: Array, dgates: Array, fl: Ar
 
 
 def lstm_step(
-    p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Tensors | None
+    p: OneDirection, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding, shift: Tensors | None
 ) -> Step:
     """Run one LSTM step and return its values. Inputs are x [B,I] (or x Wx^T [B,4H]), h_in [B,P], which is h_prev times
     the mask, and c_prev [B,H]. If `shift` is given, its arrays "c" [B,H] and "h" [B,P] are added to c and h in place of
     clipping them."""
-    a, kept = lstm_preactivations(p, x, h_in, c_prev, fl)
+    a, norm_values = lstm_preactivations(p, x, h_in, c_prev, fl)
     gates = {k: ACTIVATIONS[p.act[k]](a[k], fl) for k in "ifg"}
     c_raw = fl(fl(gates["f"] * c_prev) + fl(gates["i"] * gates["g"]))
     c = unclipped = clipped(c_raw, p.cell_clip, fl) if shift is None else c_raw + shift["c"]
     shown = c  # what h is computed from
     if p.norm_c is not None:
-        kept["norm_c_y"], kept["norm_c_r"] = normalised(c, 1, p.norm_eps, fl)
-        shown = scaled(kept["norm_c_y"], p.norm_c_scale, p.norm_c_shift, fl)
+        norm_values["norm_c_y"], norm_values["norm_c_r"] = normalised(c, 1, p.norm_eps, fl)
+        shown = scaled(norm_values["norm_c_y"], p.norm_c_scale, p.norm_c_shift, fl)
         c = shown if p.norm_c == "state" else c
     if peeps_ahead(p):
         a["o"] = fl(a["o"] + fl(block(p, p.peephole, "o") * c))
     gates["o"] = ACTIVATIONS[p.act["o"]](a["o"], fl)
+    # m is the h without a projection Wp. The names with "raw" are values before a clip.
     squashed = ACTIVATIONS[p.act["output"]](shown, fl)
     m = fl(gates["o"] * squashed)
     h_raw = m if p.Wp is None else fl.dot(m, p.Wp.T)
     h = clipped(h_raw, p.projection_clip, fl) if shift is None else h_raw + shift["h"]
     made = dict(h=h, c=c, gates=join(p, gates), squashed=squashed, m=m)
-    made |= dict(h_raw=h_raw, c_raw=c_raw, clip_shift={"c": unclipped - c_raw, "h": h - h_raw}) | kept
+    made |= dict(h_raw=h_raw, c_raw=c_raw, clip_shift={"c": unclipped - c_raw, "h": h - h_raw}) | norm_values
     # Where a clip stops gradients, its argument in units of the limit has kinks at -1 and 1.
     limits = {"clip_c": (c_raw, p.cell_clip), "clip_h": (h_raw, p.projection_clip)}
     stopping = {k: raw / limit for k, (raw, limit) in limits.items() if stops(p, limit)}
     return Step(a=a | {"output": shown} | stopping, **made)
 
 
-def clipped(raw: Array, limit: float | None, fl: Arithmetic) -> Array:
+def clipped(raw: Array, limit: float | None, fl: Rounding) -> Array:
     """Return the array, limited to [-limit, limit]. A limit of 0 or less, or None, is no limit."""
     return fl(np.clip(raw, -limit, limit)) if limit and limit > 0 else raw
 
 
-def stops(p: Side, limit: float | None) -> bool:
+def stops(p: OneDirection, limit: float | None) -> bool:
     """Return whether the clip with this limit exists and stops gradients where it changes its argument."""
     return p.clip_gradient == "zero" and limit is not None and limit > 0
 
 
-def before_clip(p: Side, raw: Array, limit: float | None, gradient: Array) -> Array:
+def before_clip(p: OneDirection, raw: Array, limit: float | None, gradient: Array) -> Array:
     """Return the gradient of a clip's argument `raw`. It is `gradient`, or 0 where a clip that stops gradients changed
     the argument. At the limit itself the gradient passes, as in torch.clamp."""
     return np.where(np.abs(raw) <= limit, gradient, 0.0) if stops(p, limit) else gradient
 
 
 def lstm_preactivations(
-    p: Side, x: Array, h_in: Array, c_prev: Array, fl: Arithmetic
+    p: OneDirection, x: Array, h_in: Array, c_prev: Array, fl: Rounding
 ) -> tuple[Tensors, dict[str, Array]]:
-    """Return an LSTM's preactivations [B,H] by gate, and what the gradient of layer normalisation needs. If the output
+    """Return an LSTM's preactivations [B,H] by gate, and what the gradient of layer normalisation needs. h_in: the h
+    before the step, times the mask. c_prev: the c before it. fl(...) rounds the result of one operation. If the output
     gate has a peephole to the c of the same step, this peephole is not included, because that c is not known yet."""
-    z, product, kept = joined_parts(p, input_part(p, x, fl), fl.dot(h_in, p.Wh.T), fl)
+    # z and product: x Wx^T + b and h_in Wh^T, after layer normalisation if there is one.
+    z, product, norm_values = joined_parts(p, input_part(p, x, fl), fl.dot(h_in, p.Wh.T), fl)
     a = blocks(p, fl(z + product))
     a["f"] = fl(a["f"] + fl(p.forget_bias))
     for k in peeping_back(p):
         a[k] = fl(a[k] + fl(block(p, p.peephole, k) * c_prev))
-    return a, kept
+    return a, norm_values
 
 
-def peeps_ahead(p: Side) -> bool:
+def peeps_ahead(p: OneDirection) -> bool:
     """Return whether the LSTM's output gate has a peephole to the c of the same time step."""
     return p.peephole is not None and p.output_peephole == "current"
 
 
-def peeping_back(p: Side) -> str:
+def peeping_back(p: OneDirection) -> str:
     """Return the letters of the gates that have a peephole to the previous step's c."""
     return "" if p.peephole is None else "ifgo" if p.output_peephole == "previous" else "ifg"
 
 
-def lstm_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
+def lstm_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array, fl: Rounding) -> Step:
     """Return the gradients of one LSTM step. dh [B,P] and dc [B,H] are the total cotangents of the step's h and c,
     dgates [B,4H] the cotangent of the step's gates.
 
         h = m Wp^T      m = o act_out(c)      o = act(a_o + p_o c)      c = f c_prev + i g
 
-    `before_clip` is the gradient of the clips of h and c.
+    `before_clip` is the gradient of the clips of h and c. y: the gates by letter. da(k, ...): the gradient of gate k's
+    preactivation. dshown: the gradient of what the output's activation reads, which is c or the normalised c. to_sum:
+    what the gradients of the parameters sum over all steps. fl(...) rounds the result of one operation.
     """
     dh = before_clip(p, s.h_raw, p.projection_clip, dh)
     y = blocks(p, s.gates)
@@ -200,7 +207,7 @@ def lstm_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ar
     return Step(dh_in=fl.dot(to_sum["drecurrent"], p.Wh), dh_direct=None, dc_prev=dc_prev, to_sum=to_sum)
 
 
-def through_norm_of_c(p: Side, s: Step, d: Array, fl: Arithmetic) -> tuple[Array, Tensors]:
+def through_norm_of_c(p: OneDirection, s: Step, d: Array, fl: Rounding) -> tuple[Array, Tensors]:
     """Return the gradient of c [B,H] before its layer normalisation, and the terms of the gradients of scale and shift.
     d [B,H]: the gradient of the normalised c."""
     terms = dict(dnorm_c_scale=fl(d * s.norm_c_y.reshape(d.shape)), dnorm_c_shift=d)
@@ -208,7 +215,7 @@ def through_norm_of_c(p: Side, s: Step, d: Array, fl: Arithmetic) -> tuple[Array
 
 
 def gru_step(
-    p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Tensors | None
+    p: OneDirection, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding, shift: Tensors | None
 ) -> Step:
     """Run one GRU step and return its values. Inputs are x [B,I] (or x Wx^T [B,3H]), h_prev [B,H], and h_in, which is
     h_prev times the mask.
@@ -218,9 +225,9 @@ def gru_step(
     h = z h_prev + (1 - z) n,  or with flip_z  (1 - z) h_prev + z n
     """
     z = input_part(p, x, fl)
-    a, y, kept, products = blocks(p, z), {}, {}, {}
+    a, y, norm_values, products = blocks(p, z), {}, {}, {}
     if p.norm_of is not None:
-        _, product, kept = joined_parts(p, z, fl.dot(h_in, p.Wh.T), fl)
+        _, product, norm_values = joined_parts(p, z, fl.dot(h_in, p.Wh.T), fl)
         products = blocks(p, product)
     for k in "rz":
         a[k] = fl(a[k] + (products[k] if products else fl.dot(h_in, rows(p, k).T)))
@@ -231,12 +238,17 @@ def gru_step(
     a["n"] = fl(a["n"] + (fl(y["r"] * q) if p.reset == "after" else q))
     y["n"] = ACTIVATIONS[p.act["n"]](a["n"], fl)
     h = fl.blend(y["z"], y["n"], h_prev) if p.flip_z else fl.blend(y["z"], h_prev, y["n"])
-    return Step(h=h, c=c_prev, gates=join(p, y), a=a, entered=entered, q=q, **kept)
+    return Step(h=h, c=c_prev, gates=join(p, y), a=a, entered=entered, q=q, **norm_values)
 
 
-def gru_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
+def gru_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array, fl: Rounding) -> Step:
     """Return the gradients of one GRU step. dh [B,H] is the total cotangent of the step's h, dgates [B,3H] the
-    cotangent of the step's gates. A GRU has no c: it passes dc on unchanged."""
+    cotangent of the step's gates (the gradient that the caller gives for them). A GRU has no c: it passes dc on
+    unchanged.
+
+    y: the gates by letter. da(k, ...): the gradient of gate k's preactivation. h is z h_prev + (1 - z) n, so to_h and
+    to_n are dh times these factors; flip_z exchanges them. entered: what the matrix of the candidate n multiplies.
+    """
     y = blocks(p, s.gates)
     da = lambda k, gradient: through(p, k, y[k], gradient, dgates, fl)  # noqa: E731
     of_z, of_rest = fl(dh * y["z"]), fl(dh * fl(1.0 - y["z"]))
@@ -264,16 +276,16 @@ def gru_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ari
 
 
 def rnn_step(
-    p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Tensors | None
+    p: OneDirection, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding, shift: Tensors | None
 ) -> Step:
     """Run one step of a plain RNN and return its values. Inputs are x [B,I] (or x Wx^T [B,H]) and h_in [B,H], which is
     h_prev times the mask. In the result, `gates` is the preactivation."""
-    z, product, kept = joined_parts(p, input_part(p, x, fl), fl.dot(h_in, p.Wh.T), fl)
+    z, product, norm_values = joined_parts(p, input_part(p, x, fl), fl.dot(h_in, p.Wh.T), fl)
     a = fl(z + product)
-    return Step(h=ACTIVATIONS[p.activation](a, fl), c=c_prev, gates=a, a={"h": a}, **kept)
+    return Step(h=ACTIVATIONS[p.activation](a, fl), c=c_prev, gates=a, a={"h": a}, **norm_values)
 
 
-def rnn_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
+def rnn_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array, fl: Rounding) -> Step:
     """Return the gradients of one step of a plain RNN. dh [B,H] is the total cotangent of the step's h, dgates [B,H]
     the cotangent of the preactivation. A plain RNN has no c: it passes dc on unchanged, as it passes c on."""
     d = fl(fl(dh * SLOPES[p.activation](s.h, fl)) + dgates)

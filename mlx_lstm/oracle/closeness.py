@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from .arithmetic import ACTIVATION_UNITS, Arithmetic, Array, Tensors
+from .arithmetic import ACTIVATION_UNITS, Array, Rounding, Tensors
 from .case import Call, Cotangents
 from .recurrence import KINKS, activation_arguments, evaluate
 from .verdict import Bound, Judge, judged, largest, widest
 
-Values = Callable[[Arithmetic], Tensors]
+Values = Callable[[Rounding], Tensors]
 
 TRIALS = 8
 SAFETY = 4
@@ -88,7 +88,7 @@ def bounds(case: Call, dtype: DTypeLike, cotangents: Cotangents | None = None) -
 
     First-order error analysis says that the error of a result is the sum, over all operations, of the operation's error
     times the result's sensitivity to this error. The errors have known limits, with u the unit roundoff of `dtype` and
-    v the unit roundoff of the accumulator (`Arithmetic`):
+    v the unit roundoff of the accumulator (`Rounding`):
 
         + - * /, storing        u |result|
         activation              4 ulp = 8 v |result|, then stored
@@ -115,7 +115,7 @@ def bounds(case: Call, dtype: DTypeLike, cotangents: Cotangents | None = None) -
     which all their errors have the same sign. Another eps max|result| is added in case all random errors cancel.
     """
 
-    def values(fl: Arithmetic) -> Tensors:
+    def values(fl: Rounding) -> Tensors:
         outputs, gradients = evaluate(case, cotangents, fl)
         return outputs | gradients
 
@@ -124,7 +124,7 @@ def bounds(case: Call, dtype: DTypeLike, cotangents: Cotangents | None = None) -
 
 def bounds_of(values: Values, dtype: DTypeLike) -> dict[str, float]:
     """Return {name: bound}: the largest error that each result of `values` may have in `dtype`. `bounds` explains
-    how. `values` is a function that computes the results in an `Arithmetic`."""
+    how. `values` is a function that computes the results in a `Rounding`."""
     return widest(exact_and_bounds(values, dtype).bounds)
 
 
@@ -163,7 +163,7 @@ class Changes:
 
     def __init__(self, values: Values, dtype: DTypeLike):
         self.values, self.dtype = values, dtype
-        self.exact: Tensors = values(Arithmetic(np.float64))
+        self.exact: Tensors = values(Rounding(np.float64))
         self.moved: Tensors = {name: np.zeros(np.shape(value)) for name, value in self.exact.items()}
         self.done: int = 0
 
@@ -228,7 +228,7 @@ def first_errors(seed: int) -> Array:
     return errors(np.random.default_rng(seed), FIRST)
 
 
-class Noise(Arithmetic):
+class Noise(Rounding):
     """float64 arithmetic that adds a random error to every result, as large as the error that an operation in
     `dtype` may have.
 

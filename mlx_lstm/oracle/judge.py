@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .arithmetic import Arithmetic, Array, Tensors
+from .arithmetic import Array, Rounding, Tensors
 from .case import ARRAYS, OUTPUTS, Call
 from .closeness import exact_and_bounds, trials_for
 from .pointwise import evaluate_graph
@@ -48,7 +48,7 @@ class Case(NamedTuple):
         gradients = [f"d{name}" for name in self.arrays if name not in self.weights]
         return [*(name for name in OUTPUTS[self.op] if name in self.cotangents), *gradients]
 
-    def results(self, fl: Arithmetic) -> Tensors:
+    def results(self, fl: Rounding) -> Tensors:
         """Return all outputs by name, and all gradients as "d" + name, computed in the arithmetic `fl`."""
         if "graph" in self.call:
             arguments = {name: value for name, value in self.call.items() if name != "graph"}

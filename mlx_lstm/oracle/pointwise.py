@@ -1,5 +1,5 @@
 """Reference implementation of a cell that a user defines: it runs the cell's graph of operations
-(`mlx_lstm.engines.cell_graph.CellGraph`) over a sequence, forward and backward, in NumPy float64. An `Arithmetic`
+(`mlx_lstm.engines.cell_graph.CellGraph`) over a sequence, forward and backward, in NumPy float64. A `Rounding` `fl`
 rounds the result of each operation.
 
 Letters in shapes: T time steps, B batch, H hidden units, G gates (blocks of H preactivations), C states besides h, U
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from .arithmetic import ACTIVATION_UNITS, Arithmetic, Array, Tensors
-from .case import Side, Step
+from .arithmetic import ACTIVATION_UNITS, Array, Rounding, Tensors
+from .case import OneDirection, Step
 from .cells import joined_parts, through_norm
 
 EXACT: dict[str, Callable[..., Array]] = {
@@ -47,8 +47,8 @@ class Run:
     """A run of a cell's graph over a sequence in one direction. The object holds the arrays in float64, and the values
     that the graph's nodes had at every step."""
 
-    def __init__(self, graph: Any, case: dict[str, Any], fl: Arithmetic):
-        """Prepare a run of `graph`. fl: how each result is rounded (`Arithmetic`).
+    def __init__(self, graph: Any, case: dict[str, Any], fl: Rounding):
+        """Prepare a run of `graph`. fl: how each result is rounded (`Rounding`).
 
         case: a dict of arrays and options. The arrays are x [T, B, I] (without Wx: x Wx^T [T, B, G H]), Wx, Wh, b, h0,
         c0, inputs [T, B, U H] (the cell's inputs at each step), params [V H], mask, and keep [T, B, 1] (factor on the
@@ -68,7 +68,7 @@ class Run:
         self.values: dict[int, dict[int, Array]] = {}
         of, gates, _, eps = case.get("norm") or (None, "together", None, 0.0)
         arrays = {name: load.get(name) for name in ("norm_scale", "norm_shift")}
-        self.norm = Side(gate_order=range(graph.gates), norm_of=of, norm_gates=gates, norm_eps=eps, **arrays)
+        self.norm = OneDirection(gate_order=range(graph.gates), norm_of=of, norm_gates=gates, norm_eps=eps, **arrays)
         self.normed: dict[int, Step] = {}
 
     def alive(self, t: int) -> Array:
@@ -138,8 +138,8 @@ class Run:
         products: list[Array] = []
         if "Wh" in a:
             h_in = state[0] if "mask" not in a else fl(state[0] * self.mask_at(t))
-            z, product, kept = joined_parts(self.norm, z, fl.dot(h_in, a["Wh"].T), fl)
-            products, self.normed[t] = self.blocks(product, G), Step(**kept)
+            z, product, norm_values = joined_parts(self.norm, z, fl.dot(h_in, a["Wh"].T), fl)
+            products, self.normed[t] = self.blocks(product, G), Step(**norm_values)
         parts = self.blocks(z, G)
         if products and not graph.apart:
             parts, products = [fl(p + q) for p, q in zip(parts, products, strict=True)], []
@@ -150,12 +150,17 @@ class Run:
         return {n: named[name] for name, n in graph.number.items() if name in named}
 
     def mask_at(self, t: int) -> Array:
-        """Return the mask of step t, which broadcasts to [B, H]."""
+        """Return the mask (the factor on h in the recurrent product) of step t, which broadcasts to [B, H]."""
         mask = self.a["mask"]
         return mask if mask.ndim < 3 else mask[t if len(mask) > 1 else 0]
 
     def backward(self, cotangents: Tensors) -> Tensors:
-        """Run all steps in reverse order. Return the gradients of all arrays, by name."""
+        """Run all steps in reverse order. Return the gradients of all arrays, by name.
+
+        d: the gradients of the states from later steps, h first. now: with the cotangents of step t (`outside`, the
+        gradients that the caller gives for the outputs) added. row: the gradients of step t by the letter of the input:
+        x preactivations, p recurrent products, s states, u inputs of the step, w parameters.
+        """
         a, fl, graph, H = self.a, self.fl, self.graph, self.H
         zeros = np.zeros((self.B, H))
         cot = {name: fl.load(value) for name, value in cotangents.items()}
@@ -177,6 +182,7 @@ class Run:
                 for letter in "xpsuw"
             }
             row = {letter: np.concatenate(each, -1) if each else zeros[:, :0] for letter, each in by_letter.items()}
+            # A cell that adds input and product has one gradient for both; apart: it gets them as two arguments.
             row["p"] = row["p"] if graph.apart else row["x"]
             if self.norm.norm_of is not None:
                 through = through_norm(self.norm, self.normed[t], row["x"], row["p"], fl)
@@ -234,14 +240,14 @@ NOT_FLOATS = ("lengths", "reverse", "hold", "norm")
 
 
 def evaluate_graph(
-    graph: Any, case: dict[str, Any], cotangents: Tensors | None, fl: Arithmetic
+    graph: Any, case: dict[str, Any], cotangents: Tensors | None, fl: Rounding
 ) -> tuple[Tensors, Tensors]:
     """Run a cell's graph over a sequence in one direction. Return (outputs, gradients) as dicts of float64 arrays. The
     outputs are h [T, B, H], hT [B, H] and, if the cell has C states besides h, c [T, B, C H] and cT [B, C H]. There is
     one gradient for each array of the case, and none if `cotangents` is None.
 
     graph: a `CellGraph`. case: a dict of the call's arrays and options, such as x, Wh and lengths. fl: how results are
-    rounded (`Arithmetic`).
+    rounded (`Rounding`).
     """
     with np.errstate(all="ignore"):
         run = Run(graph, case, fl)
@@ -255,7 +261,7 @@ def comparison_distance(graph: Any, case: dict[str, Any]) -> float:
     distance from the argument of floor, ceil, round, sign or abs, or from the quotient of a remainder's operands, to
     the nearest point where this function or its slope jumps."""
     with np.errstate(all="ignore"):
-        run = Run(graph, case, Arithmetic(np.float64))
+        run = Run(graph, case, Rounding(np.float64))
         run.forward()
         nearest = np.inf
         for values in run.values.values():

@@ -1,7 +1,8 @@
 """The ops of `mlx_lstm.recurrence` in NumPy float64. The code is slow and simple, and shares no code with the engines.
 
 Other modules of this package: `case` defines the arguments and the letters in shapes, `cells` defines one time step of
-each cell, `arithmetic` defines the rounded operations, called `fl`.
+each cell, `arithmetic` defines the rounded operations: `fl(value)` rounds the result of one operation to a dtype. The
+letter p stands for one direction of a case, with all arguments and sizes.
 """
 
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .arithmetic import Arithmetic, Array, Tensors
-from .case import OUTPUTS, Call, Cotangents, Side, Step, complete, half, join_sides, sides
+from .arithmetic import Array, Rounding, Tensors
+from .case import OUTPUTS, Call, Cotangents, OneDirection, Step, complete, half, join_sides, sides
 from .cells import STEPS, block
 
 
@@ -22,7 +23,7 @@ def forward(*, dtype: DTypeLike = np.float64, frozen_clip: Tensors | None = None
     differences need them if gradients pass through the clips, because the gradient then treats clipping as the addition
     of a constant. So they compute these constants once by `clip_shift`, and add the same constants at all points.
     """
-    fl = Arithmetic(dtype)
+    fl = Rounding(dtype)
     return fl.store(evaluate(case, None, fl, frozen_clip)[0])
 
 
@@ -31,12 +32,12 @@ def backward(case: Call, cotangents: Cotangents, *, dtype: DTypeLike = np.float6
 
     `cotangents` has the cotangents by output name, each in the shape of the output; an absent cotangent is zero.
     """
-    fl = Arithmetic(dtype)
+    fl = Rounding(dtype)
     return fl.store(evaluate(case, cotangents, fl)[1])
 
 
 def evaluate(
-    case: Call, cotangents: Cotangents | None, fl: Arithmetic, frozen_clip: Tensors | None = None
+    case: Call, cotangents: Cotangents | None, fl: Rounding, frozen_clip: Tensors | None = None
 ) -> tuple[Tensors, Tensors]:
     """Run a case (a dict of an op's arguments) in the arithmetic `fl`. Return (outputs, gradients) as float64 arrays.
     If cotangents is None, there are no gradients."""
@@ -56,7 +57,7 @@ def evaluate(
 def clip_shift(**case: Any) -> Tensors:
     """Return the changes that clipping made at each step, of "c" [T,B,DH] and "h" [T,B,DP]; 0 where the values were
     within the limits."""
-    fl, shifts = Arithmetic(np.float64), []
+    fl, shifts = Rounding(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
         shift = {"c": np.zeros((p.T, p.B, p.H)), "h": np.zeros((p.T, p.B, p.P))}
         for t, s in unroll(p, fl)[1].items():
@@ -66,11 +67,11 @@ def clip_shift(**case: Any) -> Tensors:
     return {name: np.concatenate([shift[name] for shift in shifts], axis=-1) for name in ("c", "h")}
 
 
-def activation_arguments(*, fl: Arithmetic | None = None, **case: Any) -> list[tuple[str, Array]]:
+def activation_arguments(*, fl: Rounding | None = None, **case: Any) -> list[tuple[str, Array]]:
     """Return a list of (activation's name, its arguments), one entry for each activation at each time step. A clip that
     stops gradients counts as the activation "clip" of its argument divided by the limit. The arguments leave out
     sequences of the batch that are held at the step or have ended."""
-    fl, seen = fl or Arithmetic(np.float64), []
+    fl, seen = fl or Rounding(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
         for t, s in unroll(p, fl)[1].items():
             seen += [(p.act[k], a[p.active[t][:, 0]]) for k, a in s.a.items()]
@@ -96,9 +97,9 @@ def kink_distance(**case: Any) -> float:
     return float(min(distances, default=np.inf))
 
 
-def unroll(p: Side, fl: Arithmetic, frozen_clip: Tensors | None = None) -> tuple[Tensors, dict[int, Step]]:
+def unroll(p: OneDirection, fl: Rounding, frozen_clip: Tensors | None = None) -> tuple[Tensors, dict[int, Step]]:
     """Run one direction of a case over time. Return (outputs, tape). The tape is a dict from t to the values of time
-    step t."""
+    step t. fl: how results are rounded. frozen_clip: arrays that are added to c and h in place of clipping them."""
     step = STEPS[p.op][0]
     widths = {"h": p.P, "c": p.H, "gates": len(p.gate_order) * p.H}
     outputs = {name: np.zeros((p.T, p.B, width)) for name, width in widths.items()}
@@ -106,6 +107,7 @@ def unroll(p: Side, fl: Arithmetic, frozen_clip: Tensors | None = None) -> tuple
     h, c = p.h0, p.c0
     for t in p.times:
         fl.start_step()
+        # alive: the sequences that have not ended. on: of these, the ones that the option `hold` does not skip at t.
         on, alive = p.active[t], p.alive[t]
         x, mask, last = padded(on, p.x[t]), padded(on, p.mask[t]), (h, c)
         h, c = times_keep(p, t, h, fl), times_keep(p, t, c, fl)
@@ -126,14 +128,16 @@ def padded(on: Array, value: Array) -> Array:
     return np.where(on, value, 0.0)
 
 
-def times_keep(p: Side, t: int, value: Array, fl: Arithmetic) -> Array:
-    """Return a state, or the gradient of a state, times the argument `keep` (the factor on the carried state) at time
-    t. Sequences of the batch that have ended stay unchanged."""
+def times_keep(p: OneDirection, t: int, value: Array, fl: Rounding) -> Array:
+    """Return a state, or the gradient of a state, times the argument `keep` of the direction p (the factor on the
+    states that a step gets) at time t, rounded by `fl`. Sequences of the batch that have ended stay unchanged."""
     return value if p.keep is None else np.where(p.alive[t], fl(p.keep[t] * value), value)
 
 
-def unroll_back(p: Side, tape: dict[int, Step], cotangents: Tensors, fl: Arithmetic) -> Tensors:
-    """Run backpropagation through time over the tape; return the gradients of the arrays that the case has."""
+def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl: Rounding) -> Tensors:
+    """Run backpropagation through time over the tape (the values of each time step). Return the gradients of the arrays
+    that the case has. fl: how results are rounded. dh, dc: the gradients of h and c from later steps; dh_t, dc_t: with
+    the cotangents of step t added."""
     step_back = STEPS[p.op][1]
     cot = {name: fl.load(value) for name, value in cotangents.items()}
     dh = cot.get("hT", np.zeros((p.B, p.P)))
@@ -152,6 +156,7 @@ def unroll_back(p: Side, tape: dict[int, Step], cotangents: Tensors, fl: Arithme
         dh_prev, dc_prev = np.where(on, dh_prev, dh_t), np.where(on, back.dc_prev, dc_t)
         dh, dc = times_keep(p, t, dh_prev, fl), times_keep(p, t, dc_prev, fl)
         da = back.to_sum["da"]
+        # row: the gradients of this step, and the arrays that the gradients of the weights multiply them by.
         row = back.to_sum | {"dx": da if p.Wx is None else fl.dot(da, p.Wx)}
         row |= {"dmask": fl(back.dh_in * s.h_prev), "x": s.x, "h_in": s.h_in}
         row = {name: padded(on, value) for name, value in row.items()}
@@ -162,9 +167,10 @@ def unroll_back(p: Side, tape: dict[int, Step], cotangents: Tensors, fl: Arithme
     return {name: value for name, value in collect(p, rows, dh, dc, fl).items() if name in p.given}
 
 
-def collect(p: Side, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl: Arithmetic) -> Tensors:
-    """Return the gradients of all arguments. `rows`: for each time step a pair (t, gradients [B, ...] of this step
-    by name)."""
+def collect(p: OneDirection, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl: Rounding) -> Tensors:
+    """Return the gradients of all arguments. `rows`: for each time step a pair (t, gradients [B, ...] of this step by
+    name): da of the preactivations, drecurrent of the recurrent product, dx of the input, and so on. `entered` is what
+    a GRU's matrix of the candidate n multiplies; h_in is what the other rows of Wh multiply."""
 
     def sequence(name: str, width: int) -> Array:
         out = np.zeros((p.T, p.B, width))
@@ -204,7 +210,7 @@ def collect(p: Side, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl
     return gradients
 
 
-def unbroadcast(gradient: Array, shape: tuple[int, ...], fl: Arithmetic) -> Array:
+def unbroadcast(gradient: Array, shape: tuple[int, ...], fl: Rounding) -> Array:
     """Return the gradient of an array that was broadcast to the shape of `gradient`, which has three axes. Sum over
     the axes along which the array was repeated. `shape`: the shape of the array before the broadcast, which the
     result has."""

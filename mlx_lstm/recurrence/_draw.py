@@ -7,11 +7,11 @@ import mlx.core as mx
 import numpy as np
 
 from ..engines.cells import PointwiseCell
-from ..engines.ops.packed import judged
+from ..engines.ops.packed import matrix_for_oracle
 from ..engines.packing import is_packed
 from ..engines.problem import Problem
 from ..oracle import kink_distance
-from ..oracle.arithmetic import ACTIVATIONS, Arithmetic, Array, Tensors
+from ..oracle.arithmetic import ACTIVATIONS, Array, Rounding, Tensors
 from ..oracle.closeness import float_of
 from ..oracle.judge import Case
 from ..oracle.pointwise import comparison_distance
@@ -61,7 +61,7 @@ def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
             drawn = assembled(problem, parts, 0.5**n)
         with np.errstate(all="ignore"):  # unbounded activations may overflow float64
             distance = kink_distance(**drawn[0].call) if has_kinks else np.inf
-            outputs = drawn[0].results(Arithmetic(np.float64))
+            outputs = drawn[0].results(Rounding(np.float64))
         if distance > margin and all(largest(array) < LARGEST for array in outputs.values()):
             return Drawn(*drawn, True, outputs)
     return Drawn(*drawn, False, outputs)
@@ -85,10 +85,10 @@ def draw_pointwise(problem: Problem, cell: PointwiseCell, rng: np.random.Generat
         if "lengths" in problem.names:
             call["lengths"] = np.array([T - n % (T + 1) for n in range(B)])
         case = Case(call | {"graph": graph}, dtype=dtype_word(problem))
-        outputs = case.results(Arithmetic(np.float64))
+        outputs = case.results(Rounding(np.float64))
         drawn = Drawn(case, arrays, True, outputs)
         ones = {name: np.ones_like(array) for name, array in outputs.items()}
-        results = case._replace(cotangents=ones).results(Arithmetic(np.float64))
+        results = case._replace(cotangents=ones).results(Rounding(np.float64))
         if all(largest(a) < LARGEST for a in results.values()) and comparison_distance(graph, call) > margin:
             return drawn
     assert drawn is not None
@@ -131,7 +131,7 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
 
 def is_never_negative(activation: str) -> bool:
     """Return whether an activation, which never falls, has no negative values."""
-    return float(ACTIVATIONS[activation](np.array(-100.0), Arithmetic(np.float64))) >= 0
+    return float(ACTIVATIONS[activation](np.array(-100.0), Rounding(np.float64))) >= 0
 
 
 def away_from_limits(problem: Problem, parts: Tensors, signs: Array, rng: np.random.Generator) -> tuple[Tensors, Array]:
@@ -226,7 +226,7 @@ def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[Case, dic
     call: dict[str, Any] = {name: float64(array) for name, array in arrays.items()}
     if problem.packing:
         arrays = quantized(problem, arrays)
-        call |= {name: judged(problem.packing, arrays, name) for name in call if is_packed(name, arrays)}
+        call |= {name: matrix_for_oracle(problem.packing, arrays, name) for name in call if is_packed(name, arrays)}
     options = problem.cell._asdict()
     if problem.cell.op == "rnn":
         options = {"activation": problem.cell.activations[-1], "norm": problem.cell.norm}

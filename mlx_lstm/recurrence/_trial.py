@@ -15,7 +15,7 @@ from ..engines.metal.fused import index_of
 from ..engines.metal.stepwise import forward_tile, index_bits, stepwise_rows, tile_of
 from ..engines.packing import Packing, is_packed
 from ..engines.problem import Chunks, Cut, Limits, Problem
-from ..oracle.arithmetic import ACTIVATIONS, Arithmetic
+from ..oracle.arithmetic import ACTIVATIONS, Rounding
 
 STEPS = 3
 JOINING_STEPS, JOINING_LEFT = 10, 9
@@ -191,7 +191,7 @@ def without_numbers(cell: AnyCell) -> AnyCell:
 def gate_at_steer(cell: LSTMCell, gate: str, bias: float) -> float:
     """Return the value of a gate whose preactivation is STEER, and for gate f in addition the forget bias."""
     argument = np.array(STEER + (bias if gate == "f" else 0.0))
-    return float(ACTIVATIONS[cell.activation(gate)](argument, Arithmetic(np.float64)))
+    return float(ACTIVATIONS[cell.activation(gate)](argument, Rounding(np.float64)))
 
 
 def rows_of(problem: Problem) -> int:

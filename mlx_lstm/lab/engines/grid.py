@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from ...engines.cells import Cell, GRUCell, LSTMCell, NormOptions, RNNCell
-from ...engines.ops.packed import judged
+from ...engines.ops.packed import matrix_for_oracle
 from ...engines.packing import WEIGHTS, WIDTHS, Packing
 from ...engines.problem import limited
 from ...oracle.judge import Case
@@ -99,7 +99,7 @@ class GridCase(NamedTuple):
             return case
         given = {name: to_mlx(case.arrays[name], DTYPES[self.dtype]) for name in WEIGHTS if name in case.arrays}
         weights = {name: self.packing.quantize(array) for name, array in given.items()}
-        rounded = {name: judged(self.packing, weight.arrays(name), name) for name, weight in weights.items()}
+        rounded = {name: matrix_for_oracle(self.packing, weight.arrays(name), name) for name, weight in weights.items()}
         return case._replace(call={**call, **rounded}, weights=weights)
 
     def hindrance(self, engine: str, **machine: Any) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ...oracle import kink_distance as distance
-from ...oracle.arithmetic import Arithmetic
+from ...oracle.arithmetic import Rounding
 from ...oracle.judge import Case
 from .cases import Arrays, CompareCase, through_layers
 
@@ -21,16 +21,16 @@ HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
 def expected(case: CompareCase, **readings: str) -> Arrays:
     """Return all results of a case (a call of an op) in float64 by name, in MPSGraph's layouts. `readings`: how to
     interpret the points that Apple's documentation leaves open, for example `hard_sigmoid="x/6"`."""
-    return evaluated(case, Arithmetic(np.float64), **readings)
+    return evaluated(case, Rounding(np.float64), **readings)
 
 
-def evaluated(case: CompareCase, fl: Arithmetic, **readings: str) -> Arrays:
+def evaluated(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
     """Return all results of a case, computed by the oracle. `fl` is the arithmetic: it rounds each operation to its
     dtype, or adds random errors."""
     return through_layers(case, lambda layer: of_layer(layer, fl, **readings))
 
 
-def of_layer(case: CompareCase, fl: Arithmetic, **readings: str) -> Arrays:
+def of_layer(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
     """Return the results of one layer, computed by the oracle. `fl` is the arithmetic: it rounds each operation to its
     dtype, or adds random errors."""
     cotangents = {COTANGENTS[name]: array for name, array in case.arrays.items() if name in COTANGENTS}

@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from ...oracle.arithmetic import Arithmetic, Tensors
+from ...oracle.arithmetic import Rounding, Tensors
 from ...oracle.closeness import SAFETY, exact_and_bounds, float_of, trials_for
 from ...oracle.judge import Case
 from ...oracle.verdict import Judge, largest, widest
@@ -33,7 +33,7 @@ def judge_layer(
 ) -> Judge:
     """Return a `Judge`, which compares the results of a layer with float64. `numbers` holds the layer's inputs,
     weights and gradients of outputs by name. The layer is an LSTM, unless `evaluate(numbers, arithmetic, backward=)`
-    computes the results of another layer in an `Arithmetic` (which sets how operations round)."""
+    computes the results of another layer in a `Rounding` (which sets how operations round)."""
     T = len(numbers["dh"])
     first = numbers
     if evaluate is None and T > PART:
@@ -49,7 +49,7 @@ def judge_layer(
     return Judge(exact, bounds)
 
 
-def evaluate_lstm(numbers: Tensors, fl: Arithmetic, *, backward: bool) -> Tensors:
+def evaluate_lstm(numbers: Tensors, fl: Rounding, *, backward: bool) -> Tensors:
     """Return the results of an LSTM by name: h, and with `backward` also dx, dWx, dWh, db. If the inputs contain the
     states h0 and c0, hT and cT are added, and with `backward` dh0 and dc0."""
     call = {name: numbers[name] for name in ("x", "Wx", "Wh", "b", "h0", "c0") if name in numbers}
@@ -63,7 +63,7 @@ def evaluate_in_parts(numbers: Tensors, *, backward: bool) -> Tensors:
     """Return the results of `evaluate_lstm` in float64. To save memory, the sequence is computed in parts of PART
     time steps. The forward pass saves only the states between the parts; the backward pass computes each part again
     from them."""
-    fl, (T, B, H), weights = Arithmetic(np.float64), numbers["dh"].shape, {n: numbers[n] for n in ("Wx", "Wh", "b")}
+    fl, (T, B, H), weights = Rounding(np.float64), numbers["dh"].shape, {n: numbers[n] for n in ("Wx", "Wh", "b")}
     states, results = dict.fromkeys(("h0", "c0"), np.zeros((B, H))), {"h": np.empty((T, B, H))}
     parts = []
     for start in range(0, T, PART):

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from ....oracle.arithmetic import Arithmetic, Tensors
+from ....oracle.arithmetic import Rounding, Tensors
 from ....oracle.recurrence import evaluate as evaluate_case
 from ....oracle.verdict import Judge
 from ..judge import judge_layer
@@ -22,7 +22,7 @@ def judge_stack(cell: str, numbers: Tensors, dtype: str, *, backward: bool) -> J
     return judge_layer(numbers, dtype, backward=backward, evaluate=partial(evaluate, cell))
 
 
-def evaluate(cell: str, numbers: Tensors, fl: Arithmetic, *, backward: bool) -> Tensors:
+def evaluate(cell: str, numbers: Tensors, fl: Rounding, *, backward: bool) -> Tensors:
     """Return h [T, B, 2H] of the upper layer and, with `backward`, dx and dWx, dWh, db, dbh by layer and direction."""
     lower, upper = (layer(cell, numbers, suffixes, fl) for suffixes in SUFFIXES)
     upper["x"] = evaluate_case(lower | {"x": numbers["x"]}, None, fl)[0]["h"]
@@ -36,7 +36,7 @@ def evaluate(cell: str, numbers: Tensors, fl: Arithmetic, *, backward: bool) -> 
     return results
 
 
-def layer(cell: str, numbers: Tensors, suffixes: tuple[str, str], fl: Arithmetic) -> Tensors:
+def layer(cell: str, numbers: Tensors, suffixes: tuple[str, str], fl: Rounding) -> Tensors:
     """Return the arguments for the float64 oracle of one layer, without x. The two biases are added, except the
     recurrent bias of a GRU's candidate, which stays separate."""
     both = {name: [numbers[name + suffix] for suffix in suffixes] for name in ("Wx", "Wh", "b", "bh")}
