@@ -153,7 +153,8 @@ class Layers(Advised):
         return self.proj_size or self.hidden_size
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters of one direction of a layer, in torch's order."""
+        """Return the shapes of the parameters of one direction of a layer, in torch's order. A layer above the first
+        one reads h of both directions."""
         rows = self.gates * self.hidden_size
         columns = len(self.endings) * self.width if layer else self.input_size
         shapes = {"weight_ih": (rows, columns), "weight_hh": (rows, self.width)}

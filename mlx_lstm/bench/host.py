@@ -99,7 +99,8 @@ def as_on_a_mac() -> Iterator[None]:
 
 
 def measure_host(size: Size, dtype: str) -> list[Cost]:
-    """Return, for all layers and both passes, the time that the host takes to build the graph of a call."""
+    """Return, for all layers and both passes, the time that the host takes to build the graph of a call. The calls run
+    while MLX exports a function: only then can our Metal kernels be called on a machine without Metal."""
     calls, arrays = layer_calls(size, DTYPES[dtype])
     times: dict[tuple[str, str], list[float]] = {
         (name, which): [] for which in ("forward", "backward") for name in calls
@@ -111,9 +112,10 @@ def measure_host(size: Size, dtype: str) -> list[Cost]:
                 times[name, which] += [seconds(calls[name], which, list(values)) for _ in range(CALLS)]
         return [values[0]]
 
+    # Let malloc keep freed memory; otherwise mapping new memory for each graph would be most of what is measured.
     with suppress(AttributeError):  # only glibc has mallopt
         ctypes.CDLL(None).mallopt(TRIM_THRESHOLD, 2**30)
-    with as_on_a_mac():
+    with as_on_a_mac():  # so that our layers choose the Metal engines
         mx.export_function(lambda node: None, timed, *arrays)
     middle = {key: median(each) for key, each in times.items()}
     return [

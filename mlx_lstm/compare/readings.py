@@ -280,11 +280,12 @@ def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
 
 def of_layouts(dump: Dump) -> Iterator[Change]:
     """Yield changes that convert an argument from another layout than the documented one: one change for each layout
-    that the shape of the argument allows. If the op has two directions, also yield the change that exchanges them."""
+    that the shape of the argument allows. If the op has two directions, also yield the change that exchanges them. A
+    mask has its own experiments, because it may also be broadcast."""
     case = dump.case
     for name, value in ((name, value) for name, value in case.arrays.items() if name != "mask"):
-        for layout, back in possible_layouts(dump, name, value)[1:]:
-            changed = lambda c, n=name, v=value, b=back: c._replace(arrays=c.arrays | {n: b(v)})  # noqa: E731
+        for layout, to_documented in possible_layouts(dump, name, value)[1:]:  # the first one is the documented layout
+            changed = lambda c, n=name, v=value, to=to_documented: c._replace(arrays=c.arrays | {n: to(v)})  # noqa: E731
             yield Change("layout", f"{name} is {layout}", changed)
     if case.bidirectional:
         yield Change("directions", "the reverse direction comes first", lambda c: exchanged(dump, c))

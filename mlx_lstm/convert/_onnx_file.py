@@ -213,17 +213,17 @@ class Graph:
             self.constant(name, numbers)
 
     def node(self, op_type: str, inputs: list[str], output: str, **attributes: Any) -> str:
-        """Add a node with one output."""
+        """Add a node that has one output. Return the output's name, which another node takes as an input."""
         self.nodes.append(self.onnx.helper.make_node(op_type, inputs, [output], **attributes))
         return output
 
     def constant(self, name: str, numbers: list[int]) -> str:
-        """Add a constant array of integers."""
+        """Add a node whose output is a constant array of integers. Return the output's name."""
         value = self.onnx.numpy_helper.from_array(np.array(numbers, np.int64), name)
         return self.node("Constant", [], name, value=value)
 
     def initializer(self, name: str, array: np.ndarray) -> str:
-        """Add an array that the file holds."""
+        """Store an array in the file, as a tensor with this name. Return the name, which a node takes as an input."""
         self.tensors.append(self.onnx.numpy_helper.from_array(array, name))
         return name
 

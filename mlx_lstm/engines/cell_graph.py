@@ -300,8 +300,13 @@ class CellGraph:
         saved: tuple[int, ...],
         names: tuple[str, ...] | None = None,
     ):
-        """Create the graph from its parts. counts: the numbers of gates, states, inputs of each step and parameters.
-        names: the inputs that are differentiated, if they are others than those of a user's cell."""
+        """Create the graph from its parts. The numbers in forward, back and saved are indices of nodes.
+
+        counts: the numbers of gates, states, inputs of each step and parameters. apart: whether the cell reads the
+        input's part and the recurrent part of a preactivation as two values. forward: the new states. back: the
+        gradients of the inputs that `names` lists. saved: what the forward pass saves for the backward pass. names: by
+        default the inputs of a user's cell that are differentiated; a built-in cell has more of them.
+        """
         self.nodes, self.apart, self.forward, self.back, self.saved = nodes, apart, forward, back, saved
         self.gates, self.states, self.inputs, self.params = counts
         self.number: dict[str, int] = {node.value: n for n, node in enumerate(nodes) if node.op == "input"}
@@ -329,6 +334,7 @@ class CellGraph:
         """Return one node per preactivation: the gradient of its recurrent part, h Wh^T, or of the whole if the graph
         has no such part."""
         gradients = dict(zip(self.names, self.back, strict=True))
+        # The names of inputs: x0 is the first gate's preactivation (or its input's part), p0 its recurrent part.
         return [gradients.get(f"p{k}", gradients[f"x{k}"]) for k in range(self.gates)]
 
     @cached_property
@@ -340,7 +346,8 @@ class CellGraph:
         return [*products, *(n for n in dict.fromkeys(self.gradients("x")) if n not in products)]
 
     def known_after(self) -> dict[int, int]:
-        """Return the new states that the backward pass can read from the outputs: {node: number of the state}."""
+        """Return the new states that the backward pass can read from the outputs: {node: number of the state}. A state
+        that is a constant or an unchanged input is left out, because its node says the value already."""
         return {n: k for k, n in enumerate(self.forward) if self.nodes[n].op not in ("const", "input")}
 
     def reads(self, name: str) -> bool:
@@ -356,11 +363,11 @@ class CellGraph:
         return self.forward[k] in self.known_after() and self.forward[k] in needed(self.nodes, self.back, leaves)
 
     def has_product(self) -> bool:
-        """Return whether a step has a second product, besides that with Wh."""
+        """Return whether a step has a second product, besides that with Wh: its matrix is the input "W0T"."""
         return "W0T" in self.number
 
     def has_norm(self) -> bool:
-        """Return whether c is normalised."""
+        """Return whether c is normalised: the normalisation is the input "N0"."""
         return "N0" in self.number
 
     def norm_operand(self, op: str) -> int:
@@ -413,7 +420,8 @@ def cell_graph(
     names: tuple[str, ...] | None = None,
 ) -> CellGraph:
     """Return the graph of a cell. Nodes that neither its results nor its gradients need are removed, and the nodes that
-    the forward pass saves for the backward pass are chosen, unless they are given."""
+    the forward pass saves for the backward pass are chosen, unless they are given as `saved`. The parameters are those
+    of `CellGraph`: forward are the nodes of the new states, back those of the gradients."""
     whole = needed(graph.nodes, [*forward, *back, *(saved or [])])
     number = {n: k for k, n in enumerate(whole)}
     nodes = tuple(graph.nodes[n]._replace(args=tuple(number[k] for k in graph.nodes[n].args)) for n in whole)
@@ -435,7 +443,7 @@ def to_save(cell: CellGraph) -> list[int]:
     free, saved = set(cell.known_after()), []
     order = needed(cell.nodes, cell.back, free)
     gradients = entered_by_gradients(cell.nodes)
-    for name in cell.names:
+    for name in cell.names:  # x: preactivations, p: their recurrent parts
         if name[0] not in "xp" or cell.number.get(name) not in order:
             continue
         last = cell.number[name]
@@ -455,7 +463,7 @@ def to_save(cell: CellGraph) -> list[int]:
 def entered_by_gradients(nodes: tuple[Node, ...]) -> set[int]:
     """Return the nodes that depend on a gradient of the new states."""
     found: set[int] = set()
-    for n, node in enumerate(nodes):
+    for n, node in enumerate(nodes):  # inputs d*, e*: the gradients of the new states and of the gates
         if (node.op == "input" and node.value[0] in "de") or not found.isdisjoint(node.args):
             found.add(n)
     return found

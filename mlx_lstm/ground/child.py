@@ -73,14 +73,15 @@ class Child:
 
     def receive(self, until: float) -> bool:
         """Wait until the child writes to one of its open pipes or closes one, and store what it wrote. Return False if
-        it did neither before the time `until`."""
+        it did neither before the time `until`. Of a long text in stderr only the first and the last KEPT bytes stay,
+        where the reason of an error stands, so that a child that writes without end does not fill the memory."""
         with DefaultSelector() as selector:
             for stream in self.pipes:
                 selector.register(stream, EVENT_READ)
             ready = selector.select(max(0.0, until - monotonic()))
         for key, _ in ready:
             text = os.read(key.fd, 65536)
-            if not text:
+            if not text:  # the child closed the pipe
                 self.pipes = [stream for stream in self.pipes if stream.fileno() != key.fd]
             elif key.fd == self.answers.fileno():
                 self.unread += text

@@ -336,6 +336,7 @@ class Pointwise(nn.Module):
 
 
 def check_one_way(reverse: bool, bidirectional: bool) -> None:
-    """Raise an error if a layer has both options: with both directions there is no other order."""
+    """Raise an error if a layer has both options: `reverse` exchanges forward and reverse order, and a layer with both
+    directions runs in both orders anyway."""
     if reverse and bidirectional:
         fail(OP, "reverse must be False with bidirectional=True, which runs both directions,", "True")

@@ -296,8 +296,12 @@ def run_own_group(
 
 
 def call_between(between: Between, n: int, x: mx.array, axes: tuple[int, ...], D: int) -> mx.array:
-    """Call the caller's function `between` with the output x of layer n. Return its result, which is the input of
-    the next layer, as [B, T, D]. axes: the sizes of all axes of x but the last."""
+    """Call the caller's function `between` with the output x [B, T, .] of layer n. Return its result, which is the
+    input of the next layer, as [B, T, D], where D is the number of features that this layer reads.
+
+    axes: the sizes of the axes before the features in the arrays that the caller passed, (T,) without a batch or (B,
+    T). The function gets and returns arrays with these axes.
+    """
     result: object = between(n, x.reshape(*axes, -1))
     if not isinstance(result, mx.array) or result.shape != (*axes, D) or not mx.issubdtype(result.dtype, mx.floating):
         kind = f"{result.dtype}, shape {list(result.shape)}" if isinstance(result, mx.array) else type(result).__name__

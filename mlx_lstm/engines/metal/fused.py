@@ -1,11 +1,11 @@
 """Engine `fused`: run the recurrence on the GPU, with all steps of a pass in one launch of a Metal shader.
 
-A threadgroup computes all steps of a few batch items in one direction and keeps the recurrent weights in its
-registers. MLX computes the products over all T * B rows. h and gates are stored in the dtype of the arrays, c in
-float32; all arithmetic is in float32. All results are lazy, so the engine also runs inside `mx.compile` and exports.
-It does not support a projection. Quantized recurrent weights stay quantized; a kernel that multiplies 8 x 8 matrices
-gets dequantized weights instead. A cell written by the user runs through the same launches with a generated struct; its
-kernels in lanes have shaders of their own.
+A threadgroup computes all steps of a few batch items in one direction and keeps the recurrent weights in its registers.
+MLX computes the products over all T * B rows. A lane is one of the 32 threads of a simdgroup. h and gates are stored in
+the dtype of the arrays, c in float32; all arithmetic is in float32. All results are lazy, so the engine also runs
+inside `mx.compile` and exports. It does not support a projection. Quantized recurrent weights stay quantized; a kernel
+that multiplies 8 x 8 matrices gets dequantized weights instead. A cell written by the user runs through the same
+launches with a generated struct; its kernels in lanes have shaders of their own.
 """
 
 from collections.abc import Collection
@@ -341,9 +341,11 @@ def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]
 
 
 def index_of(problem: Problem) -> mx.Dtype:
-    """Return the dtype that kernels use for indices into a launch's arrays: 64 bits if the largest array, the one
-    with all gates or another one with more blocks, has too many elements for 32 bits."""
+    """Return the dtype that kernels use for indices into a launch's arrays: 64 bits if the largest array has too many
+    elements for 32 bits. An array [T, B, D n H] has n blocks of H numbers, such as one for each gate; the largest array
+    is the one with most blocks."""
     cell = problem.cell
+    # carry has a block for each state, h included: carried + 1.
     blocks = max(cell.gates, cell.kept, cell.gradients, cell.inputs, cell.carried + 1)
     elements = problem.T * problem.B * problem.directions * blocks * problem.H
     return mx.uint32 if elements < problem.limits.index else mx.uint64
@@ -767,8 +769,12 @@ def registers_of(threads: int) -> int:
 
 
 def fits_matrices(cell: AnyCell, H: int) -> bool:
-    """Return whether `fused` can multiply 8 x 8 matrices for this cell and H. A threadgroup has at most 32
-    simdgroups with 8 units each, and memory for 1024 gradients of each of 8 items. A GRU whose reset comes before the
-    candidate's product is not supported, because it has two products per step; nor is a cell with a norm, whose sums
-    over all units are written for lanes only."""
+    """Return whether `fused` can multiply 8 x 8 matrices for this cell and H; otherwise single threads (lanes)
+    multiply.
+
+    A threadgroup has at most 32 simdgroups with 8 units each: 32 * 8 = 256 units. Its 32 KB of memory hold 1024
+    gradients, in float32, of each of 8 items. A cell without a recurrent product has nothing to multiply. A GRU whose
+    reset comes before the candidate's product is not supported, because it has two products per step; nor is a cell
+    with a norm, whose sums over all units are written for lanes only.
+    """
     return H <= 256 and cell.gates * H <= 1024 and cell.recurrent and not two_products(cell) and cell.norm is None

@@ -56,7 +56,13 @@ def lanes_text(cell: PointwiseCell, computes: bool = True) -> str:
 
 
 def own_text(cell: PointwiseCell, functions: str = "") -> str:
-    """Return the source of a cell's struct with these functions."""
+    """Return the source of a cell's struct. functions: the Metal text of the functions in it.
+
+    metal/cell.metal says what the numbers are. SUMMED and CONSTANTS are equal: the numbers that a unit reads once per
+    launch are its parameters, and each of them has a gradient. SEGMENTS is 1, because the product dz Wh reads the
+    gradients of all gates as they are. READS_BEFORE and READS_AFTER have one bit per state, h first: whether a backward
+    step reads the state before or after the step.
+    """
     graph = cell.graph
     numbers = {
         "GATES": cell.gates, "CARRIED": cell.carried, "INPUTS": cell.inputs, "SUMMED": cell.summed,
@@ -119,7 +125,11 @@ def name_of(text: str) -> str:
 
 def forward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
     """Return the source of the Metal function that computes one forward step; metal/cell.metal lists its parameters.
-    lanes: how many lanes share a unit. first: an additional first parameter."""
+    lanes: how many lanes share a unit. first: an additional first parameter.
+
+    The letters of a graph's inputs: x preactivations, p their recurrent parts, s states, u inputs of the step, w
+    parameters, d gradients of the new states. uniform: the values that all lanes of a unit have.
+    """
     graph = cell.graph
     lines: list[str] = []
     number, gates = graph.number, [graph.number.get(f"x{k}", -1) for k in range(graph.gates)]
@@ -152,7 +162,8 @@ def forward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
 
 def backward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
     """Return the source of the Metal function that computes one backward step; metal/cell.metal lists its parameters.
-    lanes: how many lanes share a unit. first: an additional first parameter."""
+    lanes: how many lanes share a unit. first: an additional first parameter. The letters are those of
+    `forward_text`."""
     graph = cell.graph
     after, number = graph.known_after(), graph.number
     uniform = {n: f"n_in{k}" for n, k in after.items()}

@@ -134,13 +134,15 @@ def in_blocks(weights: Array, B: int, streamed: bool = False) -> Array:
 
 def transposed_product(Wh: Array, problem: Problem) -> Callable[[Array, Array], Any]:
     """Return the function multiply(dz, out), which every step of the backward pass calls with dz [GH, B], the gradient
-    of the preactivations. It writes Wh^T @ dz, the gradient of the h that Wh [GH, P] multiplied, to `out` [P, B].
+    of the preactivations. It writes Wh^T @ dz, the gradient of the h that Wh [GH, P] multiplied, to `out` [P, B], for B
+    batch items, G gates, H units and h of width P.
 
-    For a narrow batch the rows of Wh are divided into blocks. Each block gives one term of the product, and the terms
+    For a batch of a few items (`NARROW_BATCH`) the rows of Wh are divided into blocks, because BLAS would copy a large
+    matrix at every step, which takes longer than the product. Each block gives one term of the product, and the terms
     are added.
     """
     blocks = in_blocks(Wh, problem.B)
-    if blocks.ndim < 3:
+    if blocks.ndim < 3:  # Wh is not divided
         return partial(np.matmul, transposed(Wh, problem))
     weights, terms = blocks.transpose(0, 2, 1), np.empty((len(blocks), blocks.shape[2], problem.B), Wh.dtype)
 
@@ -206,8 +208,9 @@ class SeparateProducts:
         self.operands: list[Array] = self.h_rows
 
     def load(self, start: int) -> Array:
-        """Return the input's part of the preactivations [GH, n B], bias included, for the block of n steps that
-        begins at `start`."""
+        """Return the input's part of the preactivations [GH, n B], bias included, for the block of n steps that begins
+        at `start`. The ways in turn: a normalised product of one step or of the block; x that is projected already;
+        Wx x, where the bias may be a column of Wx."""
         if self.by_step:
             return self.norm(self.x[start])
         if self.norm is not None:
@@ -345,8 +348,8 @@ class WeightGradients:
 
     def of_segment(self, own: Views) -> "WeightGradients":
         """Return an object that collects the weight gradients of a segment (some steps of some batch items) and adds
-        them to the gradients of `self`. own: separate memory for gradients that belong to the segment alone, such as
-        that of x."""
+        them to the gradients of `self`, because both write to the same memory. own: separate memory for gradients that
+        belong to the segment alone, such as that of x."""
         part = WeightGradients(self.out | own, set())
         part.begun = self.begun
         return part

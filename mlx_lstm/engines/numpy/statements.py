@@ -1,8 +1,9 @@
 """Turn the graph of a cell into NumPy statements that write in place.
 
 A step's arrays are feature-major, [n H, B]: n blocks of H hidden units side by side. A value of the graph lies in one
-block, its place. Where the same operation is applied to neighbouring blocks, such as the sigmoid to the gates i and f,
-one statement computes all of them (a group).
+block, its place (a `Place`: the array's name and the row, which is the block's number in it). Where the same operation
+is applied to neighbouring blocks, such as the sigmoid to the gates i and f, one statement computes all of them (a
+group).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -106,13 +107,13 @@ def lowered(
     known: Mapping[int, Place],
     rewrites: Rewrites,
 ) -> tuple[Graph, dict[int, int]]:
-    """Return the graph in operations that NumPy has, and for each node its number there. Nodes in `known` become
-    inputs."""
+    """Return the graph in operations that NumPy has, and for each node its number there. Nodes in `known`, whose values
+    exist already, become inputs: node 7 becomes the input "n7", or "-n7" if its place holds the negated value."""
     negated, squares, divided = rewrites
     graph, number = Graph(), dict[int, int]()
     one = graph.constant(1)
 
-    def negative(n: int) -> int:
+    def negative(n: int) -> int:  # -n without an operation if n, or one operand of a sum n, is there negated
         node = graph.nodes[n]
         if node.op == "input" and node.value in signs:
             return graph.input(signs[node.value])
@@ -191,8 +192,9 @@ class Groups:
         self.of: dict[int, tuple[int, ...]] = {}
         self.block: dict[int, Place] = {}
         self.sizes: dict[str, int] = {}
-        # For each node that is a function of one block of the known arrays: the row of the block, and the function.
-        self.lane: dict[int, tuple[int, str]] = {
+        # For each node that is a function of one block of the known arrays: the row of the block, and the function as
+        # text, such as "mul(y,y)". Nodes with the same text and neighbouring rows may be one group.
+        self.by_row: dict[int, tuple[int, str]] = {
             n: (place.row, place.array) for n, place in known.items() if lengths[place.array] > 1
         }
         self.uses: dict[int, list[int]] = {}
@@ -205,35 +207,41 @@ class Groups:
             self.side_by_side([n for _, (_, n) in run])
 
     def along_gates(self) -> None:
-        """Group nodes that compute the same function of neighbouring blocks of known arrays, such as the derivatives
-        of the gates' activations."""
-        found: dict[str, list[tuple[int, int]]] = {}
+        """Group nodes that compute the same function of neighbouring blocks of known arrays (values that exist before
+        the statements), such as the derivatives of the gates' activations: one statement then computes all of them,
+        with one call of NumPy and one pass over memory. A block's row is its number in its array."""
+        found: dict[str, list[tuple[int, int]]] = {}  # the function as text: pairs (row, node)
         for n in self.order:
             op, args = self.nodes[n].op, self.nodes[n].args
-            given = [k for k in args if self.nodes[k].op != "const"]
-            if op not in UFUNCS or op in CONDITIONS or not given:
+            varying = [k for k in args if self.nodes[k].op != "const"]
+            if op not in UFUNCS or op in CONDITIONS or not varying:
                 continue
-            if all(k in self.lane for k in given) and len({self.lane[k][0] for k in given}) == 1:
-                texts = [self.lane[k][1] if k in self.lane else str(self.nodes[k].value) for k in args]
-                self.lane[n] = self.lane[given[0]][0], f"{op}({','.join(sorted(texts) if op in COMMUTES else texts)})"
-                found.setdefault(self.lane[n][1], []).append((self.lane[n][0], n))
-            elif (root := self.root(n, given)) is not None:
-                self.block[n], self.lane[n] = self.known[root], (self.known[root].row, "a sum")
+            if all(k in self.by_row for k in varying) and len({self.by_row[k][0] for k in varying}) == 1:
+                # All operands are functions of one row, so node n is one, too.
+                texts = [self.by_row[k][1] if k in self.by_row else str(self.nodes[k].value) for k in args]
+                text = f"{op}({','.join(sorted(texts) if op in COMMUTES else texts)})"
+                self.by_row[n] = self.by_row[varying[0]][0], text
+                found.setdefault(text, []).append((self.by_row[n][0], n))
+            elif (z := self.preactivation_in(n, varying)) is not None:
+                # A preactivation plus something else, such as a peephole's term: the sum takes the place of the
+                # preactivation. What else is in it does not matter to the nodes that read it.
+                self.block[n], self.by_row[n] = self.known[z], (self.known[z].row, "a sum")
         for pairs in found.values():
+            # Divide the pairs into runs of successive rows: row - position is then the same number.
             numbered = enumerate(sorted(pairs))
             for _, run in groupby(numbered, key=lambda item: (self.offset(item[1][1]), item[1][0] - item[0])):
                 self.group([n for _, (_, n) in run])
 
-    def root(self, n: int, args: list[int]) -> int | None:
-        """Return the preactivation to which node n adds something else, if nothing else reads this preactivation. The
-        sum then takes its place."""
-        roots = [k for k in args if k in self.known and self.known[k].array == "z" and self.uses[k] == [n]]
-        return roots[0] if len(roots) == 1 and len(args) == 2 and n not in self.into else None
+    def preactivation_in(self, n: int, args: list[int]) -> int | None:
+        """Return the preactivation (a block of the array z) to which node n adds something else, if nothing else reads
+        this preactivation, else None. The sum can then take its place. args: the operands of n without constants."""
+        found = [k for k in args if k in self.known and self.known[k].array == "z" and self.uses[k] == [n]]
+        return found[0] if len(found) == 1 and len(args) == 2 and n not in self.into else None
 
     def offset(self, n: int) -> Any:
         """Return what all nodes of one group have in common: the array in which they shall lie, and their distance
         from the block that they are computed from."""
-        return (self.into[n].array, self.into[n].row - self.lane[n][0]) if n in self.into else None
+        return (self.into[n].array, self.into[n].row - self.by_row[n][0]) if n in self.into else None
 
     def group(self, members: list[int]) -> None:
         """Make groups of these nodes, as large as possible: all at once, unless one depends on another."""
@@ -278,7 +286,8 @@ class Groups:
         for row, of_row in zip(rows, kinds, strict=True):
             if op in COMMUTES and of_row != kinds[0] and of_row[::-1] == kinds[0]:
                 row.reverse()
-        for column in zip(*rows, strict=True):
+        for column in zip(*rows, strict=True):  # the first operands of all nodes, then the second ones
+            # Neighbours have the same array, and rows that grow by 1; a constant or a new value has the row -1.
             spots = [self.spot(k) for k in column]
             found = {(kind, row - n) if row >= 0 else (kind, row) for n, (kind, row) in enumerate(spots)}
             is_new = spots[0] == (NEW, -1)
@@ -293,7 +302,7 @@ class Groups:
         if self.nodes[n].op == "const":
             return self.nodes[n].value, -1
         place = self.known.get(n) or self.into.get(n) or self.block.get(n)
-        return place or (("", self.lane[n][0]) if n in self.lane else (NEW, -1))
+        return place or (("", self.by_row[n][0]) if n in self.by_row else (NEW, -1))
 
 
 def ordered(
@@ -501,11 +510,13 @@ class Writer:
         return next(self.place[k].row for k in self.nodes[n].args if k in self.place)
 
     def overwritable(self, place: Place) -> bool:
-        """Return whether the statements may overwrite this array with other values."""
+        """Return whether the statements may overwrite this place's array with other values: it is a scratch array, or
+        the caller allows it."""
         return place.array in self.scratch or place.array in self.may_overwrite
 
     def write_one(self, t: int, n: int, unit: Sequence[int]) -> None:
-        """Append the statement of one node."""
+        """Append the statement of node n, which belongs to the group `unit`, number t. Its result goes to its target;
+        else over an operand that no later statement reads; else to a scratch array."""
         node, kind = self.nodes[n], Scratch(1, self.nodes[n].op in CONDITIONS, n in self.wide)
         place = self.into.get(n)
         if place is not None and not self.can_write(t, unit, n, place):
@@ -544,6 +555,6 @@ class Writer:
         return None
 
     def settle(self, nodes: Sequence[int], blocks: Sequence[Place]) -> None:
-        """Note that these nodes now lie in these blocks."""
+        """Note that the values of these nodes now lie in these blocks, one after the other."""
         self.place.update(zip(nodes, blocks, strict=True))
         self.holds.update(zip(blocks, nodes, strict=True))

@@ -4,6 +4,11 @@ The engine runs on any device and inside `mx.compile`, `mx.vmap` and exports. Si
 input features, H hidden units, P the width of h (H, or the width of the projection), G gates of the cell, D
 directions. Two directions run one after the other, each on its part of the arrays. Every function takes and returns
 MLX arrays; nothing is evaluated.
+
+Letters of gradients: dz belongs to the input's part of the preactivations, dp to their recurrent part h Wh^T, da to the
+result of a layer normalisation. A cell reads both parts `apart` if it needs them as two values, as a GRU does, whose r
+multiplies the candidate's recurrent part; else dz is the gradient of both. A carry is the gradient of a state that
+reaches the step before without the recurrent product. A cotangent is the gradient that the caller gives for an output.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -117,7 +122,9 @@ def by_time(sequence: Array) -> list[Array]:
 def step(
     problem: Problem, arrays: Arrays, t: int, z: Array, h_in: Array, h: Array, c: Array
 ) -> tuple[Array, Array, Array]:
-    """Run step t of the problem's cell. Return (gates, c, h).
+    """Run step t of the problem's cell. Return (gates, c, h). The inputs of a step have the names of the cell's graph:
+    x0, x1, ... are the gates' preactivations (or the input's part), p0, ... their recurrent part, s0 and s1 the states
+    h and c, w0, ... the peephole weights, k0 and k1 the limits of c and h, i0 is h_in, W0 a second matrix.
 
     z [B, G H]: the input's part of the preactivations. h_in: h times the mask. c: the cell state of an LSTM; other
     cells return it unchanged.
@@ -435,29 +442,31 @@ def input_gradients(arrays: Arrays, dz: Array) -> Arrays:
 
 def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
     """Return the gradients of Wh, bhn, peephole, mask, keep, Wp and of the norms' arrays for one direction. Each
-    gradient is one product or one sum over all T * B rows."""
+    gradient is one product or one sum over all T * B rows. saved: the outputs of the forward pass. sweep: what the
+    backward steps returned; `gradients_after_sweep` lists its arrays."""
     cell, mask, h, lengths = problem.cell, arrays.get("mask"), saved["h"], arrays.get("lengths")
-    dz = sweep.get("dp", sweep["dz"])  # the gradient of the recurrent product
+    # The gradient of the recurrent product: that of the whole preactivation, unless a norm or the cell separates them.
+    dp = sweep.get("dp", sweep["dz"])
     if not {"Wh", "keep"} & arrays.keys():  # a cell written by the user may have no recurrent product
         return {}
     before = states_before(problem, arrays, saved)
     h_prev = times_keep(arrays, before["h"])
     h_in = without_padding(lengths, h_prev if mask is None else h_prev * mask)
     dh_in = None
-    if cell.apart and "dp" not in sweep:
-        gradients, dh_in = gru_recurrent_gradients(cell, arrays, saved["gates"], h_in, dz)
+    if cell.apart and "dp" not in sweep:  # a GRU: the gradient of the candidate's product is dz_n r
+        gradients, dh_in = gru_recurrent_gradients(cell, arrays, saved["gates"], h_in, dp)
     elif "Wh" in arrays:
-        gradients = {"Wh": flat(dz).T @ flat(h_in)} | norm_gradients(cell, sweep)
+        gradients = {"Wh": flat(dp).T @ flat(h_in)} | norm_gradients(cell, sweep)
     else:
         return {"keep": keep_gradient(cell, before, None, sweep.get("carry"))}
     if "peephole" in arrays:
-        of_gates = sweep.get("da", dz)
+        of_gates = sweep.get("da", dp)  # the peephole's term is added after a norm
         gradients["peephole"] = peephole_gradient(cell, of_gates, times_keep(arrays, before["c"]), saved["c"])
     if {"mask", "keep"} & arrays.keys():
         # dh_in is the gradient of mask * keep * h. A GRU has computed it already; for other cells it is None and
         # computed here. The gradient continues through the mask, then through `keep`.
         if dh_in is None:
-            dh_in = (flat(dz) @ arrays["Wh"]).reshape(h_prev.shape)
+            dh_in = (flat(dp) @ arrays["Wh"]).reshape(h_prev.shape)
         if mask is not None:
             gradients["mask"], dh_in = sum_to_shape(dh_in * h_prev, mask.shape), dh_in * mask
         if "keep" in arrays:

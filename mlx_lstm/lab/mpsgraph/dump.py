@@ -48,8 +48,9 @@ class Dump(NamedTuple):
         return groups
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the documented shape of an argument or result."""
-        return tuple(math.prod(self.sizes[part] for part in parts) for parts in self.groups(name))
+        """Return the documented shape of an argument or result. The size of an axis is the product of the sizes of its
+        letters: an axis [G, H] of 4 gates with H units has 4 H elements."""
+        return tuple(math.prod(self.sizes[letter] for letter in letters) for letters in self.groups(name))
 
 
 Layout = tuple[str, Callable[[np.ndarray], np.ndarray]]
