@@ -72,8 +72,8 @@ def base_case(dump: Dump) -> tuple[CompareCase, list[str]]:
     arrays, words = dict(dump.case.arrays), []
     for name, value in arrays.items():
         if name != "mask":
-            layout, back = possible_layouts(dump, name, value)[0]
-            arrays[name] = back(value)
+            layout, to_documented = possible_layouts(dump, name, value)[0]  # the documented one comes first if it fits
+            arrays[name] = to_documented(value)
             words += [f"{name} is {layout}"] if layout else []
     return dump.case._replace(arrays=arrays), words
 
@@ -280,8 +280,8 @@ def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
 
 def of_layouts(dump: Dump) -> Iterator[Change]:
     """Yield changes that convert an argument from another layout than the documented one: one change for each layout
-    that the shape of the argument allows. If the op has two directions, also yield the change that exchanges them. A
-    mask has its own experiments, because it may also be broadcast."""
+    that the shape of the argument allows. If the op has two directions, also yield the change that exchanges them.
+    The layout of a mask is one of the open points that `of_options` tries."""
     case = dump.case
     for name, value in ((name, value) for name, value in case.arrays.items() if name != "mask"):
         for layout, to_documented in possible_layouts(dump, name, value)[1:]:  # the first one is the documented layout

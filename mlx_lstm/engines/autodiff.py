@@ -12,6 +12,10 @@ a graph. So each run is an `mx.custom_function` that tells MLX what to do instea
 
 There is one exception: if `numpy` runs a single step of a plain RNN, `ops` runs the backward pass (see `is_rnn_step`).
 
+A cotangent is the gradient of an output that comes from outside, from the loss. A rule is a function that MLX calls
+instead of its own derivative: vjp for the gradient, jvp for forward mode. MLX sees the outputs that are `visible`;
+`hidden` ones are saved in Python for the backward pass. `chunked` runs an engine in chunks of time, or is None.
+
 A derivative that is refused must also be refused inside mx.vmap. But the default rule of MLX for mx.vmap drops all
 other rules of a custom function; `without_derivatives` keeps them.
 """

@@ -1,5 +1,10 @@
 """Trace a recurrent cell that a user wrote with MLX's operations, and MLX's own derivative of it, into a `CellGraph`.
-Refuse a cell that is not pointwise, with an error that names the operation and its line."""
+Refuse a cell that is not pointwise, with an error that names the operation and its line.
+
+A graph is a list of nodes; a node is an operation on other nodes, by number. A cell gets the preactivations as sums, or
+with `apart` as pairs of the input's part and the recurrent part. Built-in cells are traced like a user's cell; their
+inputs have the names that `CellGraph` lists, a letter and a number: x, p, s, u, w, d, e, i, k, W, N.
+"""
 
 import linecache
 import re
@@ -267,7 +272,8 @@ def graph_of(cell: AnyCell, names: Collection[str], exposes: bool) -> CellGraph:
 
 
 def straight_through(x: mx.array, value: mx.array) -> mx.array:
-    """Return `value`, with the gradient of x. `cell_graph.add_difference` makes it `value` alone in a graph."""
+    """Return `value`, with the gradient of x, as a sum whose second term has no gradient. The rewrite
+    `cell_graph.add_difference` makes it `value` alone in a graph, so that no step computes the sum."""
     return x + mx.stop_gradient(value - x)
 
 
@@ -303,6 +309,7 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
     gates, before = cell.gate_order, cell.reset == "before"
     products = [k for k, gate in enumerate(gates) if cell.apart and not (before and gate == "n")]
     peepholes = [f"w{k}" for k in range(cell.gates)] if "peephole" in names else []
+    # first: the inputs that have a gradient. given: all inputs. before: a GRU's second product reads h_in (i0) itself.
     first = [*(f"x{k}" for k in range(cell.gates)), *(f"p{k}" for k in products)]
     first += [*(f"s{k}" for k in range(cell.carried + 1)), *peepholes, *(["i0"] if before else [])]
     more = {"k0": cell.cell_clip is not None, "k1": cell.projection_clip is not None, "W0": before or "Wp" in names}
@@ -459,14 +466,19 @@ def captured_arrays(content: Exported, again: Exported) -> set[str]:
 
 
 def address(array: mx.array) -> int:
-    """Return the address of an array's memory."""
+    """Return the address of an array's memory, which NumPy tells. NumPy has no bfloat16; a view of uint16 has the same
+    memory."""
     if array.dtype == mx.bfloat16:
         array = array.view(mx.uint16)
     return np.array(array, copy=False).__array_interface__["data"][0]
 
 
 def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], captured: set[str]) -> int:
-    """Add one operation of MLX's graph to `graph`. Return its node."""
+    """Add one operation of MLX's graph to `graph`. Return its node. item: the operation, as mx.export_function lists
+    it. found: the nodes of earlier results by MLX's key. captured: the keys of arrays from outside of the function.
+
+    In a built-in cell a matrix is an input, such as W0. Its transpose becomes another input, W0T; back again, W0.
+    """
     name, arguments = item["name"], item["arguments"]
     keys = [key for key, *_ in item["inputs"]]
     supported = {*UNARY, *BINARY, *VIEWS, "AsType", "Square", "Sqrt", "Log", "BitwiseBinary", "Select", "FloorDivide"}

@@ -170,7 +170,7 @@ class Chunked:
 
     def starts(self, problem: Problem, arrays: Arrays, outputs: Arrays) -> Arrays:
         """Return h_starts and c_starts, the states at the start of each chunk, read from the outputs of all steps."""
-        by_d = []
+        by_d = []  # by direction
         for d, own, (own_arrays,) in by_direction(problem, arrays):
             first: Arrays = dict(zip(("h0", "c0"), initial_states(own, own_arrays), strict=True))
             mx.eval(first)
@@ -203,6 +203,7 @@ class Chunked:
             states = {name: outputs[f"{name[0]}T"] for name in states}
             self.write(sequences, d, start, stop, outputs, states)
             states = self.prepared(states)
+        # The names of a state: h0 first, h_starts at the start of each chunk, hT last; its letter is name[0].
         last = {f"{name[0]}T": state for name, state in states.items()}
         in_time = [starts[start] for start in sorted(starts)]
         return last | {f"{name[0]}_starts": mx.stack([each[name] for each in in_time]) for name in states}
@@ -252,6 +253,7 @@ class Chunked:
         """Run the chunks of direction d backward. Write the gradients of sequences, and return the gradients of the
         other arrays."""
         starts, sums = {name: f"{name[0]}_starts" for name in states_of(problem)}, {}
+        # shared: what all chunks read. ..._by_step: what has one row per step, so that a chunk gets its part.
         shared = self.shared_by_steps(arrays)
         by_step, d_by_step, saved_by_step = (self.by_step(values) for values in (arrays, cotangents, saved))
         # The cotangents of the states after a chunk. For the last chunk they are the caller's cotangents of hT and cT,

@@ -278,7 +278,9 @@ def backward_sweep(
     problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, cotangents: tuple[str, ...]
 ) -> Sweep:
     """Return the launches of the backward pass for arrays and cotangents of these names. masks_differ: whether each
-    step has its own mask."""
+    step has its own mask. few: whether few launches can compute the weight gradients afterwards. saves_d: whether the
+    kernel also writes the gradients of the recurrent products (d_out), because they differ from dz. present, later: the
+    inputs of the first launch, and of the others, which get the gradients of the states from the one before."""
     cell, bare = problem.cell, readable(problem)
     few, product = is_plain(problem, names) and not isinstance(cell, PointwiseCell), takes_product(cell)
     saves_d = product and (few or norms.of_product(cell))
@@ -619,9 +621,11 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
     # reset comes before the candidate's product has one gate (H terms), the second one two gates (2 H terms).
     lengths = [H, 2 * H] if backward and two_products(cell) else [gates * H if backward else H]
     if matrices:
+        # A simdgroup has 8 units and 8 items. A vector of 4 weights covers 16 columns (two 8 x 8 matrices) of one gate.
         units, rows, threads, piece, slots = 8, 8, 32 * -(-H // 8), 8, 1 if backward else gates
         weights = -(-lengths[0] // 16) * slots
     else:
+        # A group of 8 lanes (16 backward) shares its units' rows of weights; a lane takes 4 numbers of every `piece`.
         units = 8 // lanes * (2 if backward and lanes > 1 else 1)
         threads, piece = 32 * -(-(-(-H // units) * lanes * units) // 32), 4 * lanes * units
         length = gates * H if backward else H
@@ -697,6 +701,8 @@ def pass_cycles(
     in its registers and in its threadgroup memory. While one threadgroup waits, another one computes.
     """
     form = "matrices" if tiling.matrices else "packed" if packing else "lanes"
+    # held: the weights in the lanes of a threadgroup, in vectors of 4. loaded: the bytes read from memory at each step.
+    # work: the cycles of a step, limited by arithmetic or by these reads. each: the threadgroups of the busiest core.
     held = 4 * tiling.threads * tiling.weights
     loaded = held * (4 if packing else itemsize) * (1 - tiling.resident_part)
     work = max(CYCLES[form] * (numbers or held) * tiling.rows, loaded / BYTES_PER_CYCLE)
@@ -764,7 +770,8 @@ def two_products(cell: AnyCell) -> bool:
 
 
 def registers_of(threads: int) -> int:
-    """Return the number of registers that each thread can have in a threadgroup of `threads` threads."""
+    """Return the number of registers that each thread can have in a threadgroup of `threads` threads: that of the next
+    larger size in the table."""
     return REGISTERS[min(most for most in REGISTERS if most >= threads)]
 
 

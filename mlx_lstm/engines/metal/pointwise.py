@@ -202,7 +202,8 @@ def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arra
     products and sums over all steps. saved: the outputs of the forward pass.
 
     With a norm the gradients of the first G preactivations in dz are those of its result, d_product [T, B, D G H] has
-    those of the recurrent products, and y has the normalised numbers."""
+    those of the recurrent products, and y has the normalised numbers.
+    """
     if problem.bidirectional:
         parts = []
         for d in range(2):

@@ -4,6 +4,10 @@ One launch computes the recurrent product and the cell of a step. If both direct
 projection needs one more launch per step. Each launch writes a separate array, called a row (see `rows`). One launch
 at the end of a pass copies all rows into sequences in the order of time. Dtypes, laziness and quantized weights are
 as in the module `fused`.
+
+A kernel is compiled Metal code; a launch runs it once. A tile is what one threadgroup computes of a product: rows
+(batch items) times columns (one per unit and gate). A lane is one of the 32 threads of a simdgroup. Letters: T steps, B
+items, D directions, H units, P the width of h, K the terms of each sum of a product.
 """
 
 from collections.abc import Callable, Collection
@@ -165,6 +169,7 @@ def sweep_backward(
     T, B, H, P = problem[:4]
     D, cell = problem.directions, problem.cell
     before, projects = resets_before(problem), "Wp" in arrays
+    # K: the terms of the product dz Wh; with the reset before, the candidate has a product of its own.
     row, K = nothing(row_type(saved["h"].dtype)), (2 if before else cell.gates) * H
     inputs = options(problem, arrays, ("peephole", "inputs", "params"))
     inputs |= {"mask": mask, "q": q, "before": row}
@@ -418,8 +423,9 @@ def tile_of(problem: Problem, width: int) -> tuple[int, int]:
 
 def memory_of(tile: tuple[int, int], slices: int) -> int:
     """Return the bytes of threadgroup memory of a product. tile: the rows and columns of the product. slices: how many
-    simdgroups share each eight columns of a product of matrices. Its operands, rows of 132 floats, and later its sums
-    lie in the same memory. A product in lanes stores only its sums."""
+    simdgroups share each eight columns of a product of matrices. Its operands, rows of 132 floats (PITCH in
+    metal/stepwise_tiles.metal: 528 bytes), and later its sums lie in the same memory. A product in lanes, for fewer
+    than 8 rows, stores only its sums, rounded up to whole vectors of 16 bytes."""
     rows, columns = tile
     sums = 4 * slices * rows * columns
     return -(-sums // 16) * 16 if rows < 8 else max(528 * rows, sums)
@@ -517,6 +523,7 @@ class StepKernel:
         self.names: list[str] = [field for field, is_there in self.inputs.items() if is_there]
         quantized, lanes = any(is_packed(field, present) for field in self.names), rows < 8
         slices = 1 if lanes or quantized else SLICES.get(columns, 1)
+        # As the shaders' products say (THREADS). 32 threads compute eight columns with 8 x 8 matrices: 4 per column.
         self.threads: int = (64 if quantized else 256) if lanes else 4 * columns * slices
         self.groups: tuple[int, ...] = -(-units[0] // units[1]), -(-problem.B // rows), problem.directions
         product = "QuantizedByLanes" if lanes and quantized else "ByLanes" if lanes else "ByTiles"
@@ -579,7 +586,7 @@ class StepKernel:
         earlier steps into one array. Return it with two small arrays that it reads: where each copied array begins
         in the new one, and which threadgroups copy."""
         length, total = self.output[0], sum(steps)
-        more = max(1, min(64, length * total // (8 * self.threads)))
+        more = max(1, min(64, length * total // (8 * self.threads)))  # threadgroups that copy: 8 elements per thread
         pieces = tuple(f"p{n}" for n in range(self.most))
         starts = constant(tuple(length * start for start in starts_of(steps, self.most)), mx.int64)
         first = constant((self.groups[0], self.threads, more * self.threads), mx.uint32)
@@ -616,6 +623,7 @@ def cell_files(problem: Problem) -> tuple[str, ...]:
 
 
 LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
+"""The last two arguments of the shaders of a step: the number of the simdgroup, and of the lane in it."""
 
 
 CHANGING = frozenset(("step", "before", "h_before", "reset_row", "now_row", "dh_now", "rows", "row", "product"))
@@ -651,6 +659,7 @@ class StepLaunch:
         the list, replace the copied arrays by the new one, so that the last launch of the pass has fewer arrays to
         read. Return the array that the step itself writes. join: which arrays to copy."""
         due = slice(join.first, join.first + len(join.steps))
+        # The kernel reads a fixed number of arrays. Unused places get the last one again; no thread reads it there.
         arrays = pieces[due] + pieces[due.stop - 1 : due.stop] * (self.kernel.most - len(join.steps))
         launch, sizes = self.kernel.joining(join.steps)
         row, *pieces[due] = launch(inputs + arrays + sizes)

@@ -1,8 +1,9 @@
 """Layer normalisation in the steps of the engine `numpy`, forward and backward.
 
 An array of a step has one column per batch item, [n, B]: n = G H numbers (G gates, H units), or n = H numbers of c. Its
-rows are one block, or one block per gate. Each block is normalised by itself: y = (a - mean) r with
-r = 1 / sqrt(variance + eps). The result is y times a scale plus a shift.
+rows are one block, or one block per gate. Each block is normalised by itself: y = (a - mean) r with r = 1 /
+sqrt(variance + eps). The result is y times a scale plus a shift. `kept` is memory of one step for y and r, which the
+forward pass fills and the backward pass reads. v holds the arrays of the call by name.
 """
 
 from collections.abc import Sequence
@@ -26,8 +27,9 @@ class Normalisation:
     """The layer normalisation of arrays [n, B], with scratch memory for one step.
 
     centred: whether the arrays have a mean of 0 in each block already, because the weights of the product have
-    (`with_centred_weights`). Then neither a pass subtracts the mean of an array, nor that of a gradient: the gradient
-    `before` lacks a number per block and column, which the gradient of the weights loses afterwards (`centred`).
+    (`with_centred_weights`). Then the means need not be computed and subtracted, neither those of the arrays nor those
+    of the gradients. What `before` returns is then wrong by one number per block and column; it cancels when
+    `centre_gradients` subtracts the means of the weight gradients after all steps.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Normalisation:
             np.add(y if self.scale is None else out, self.shift, out)
 
     def divided(self, kept: Array) -> tuple[Array, Array]:
-        """Return y [n, B] and r [blocks, 1, B] as views of the memory `kept` of a step."""
+        """Return y [n, B] and r [blocks, 1, B] as views of `kept` [n + blocks, B], the memory of one step."""
         n = len(self.scratch)
         return kept[:n], kept[n:, None]
 
@@ -91,6 +93,7 @@ class Normalisation:
 
         The gradient is r (d scale - mean(d scale) - y mean(d scale y)), with the means over a block.
         """
+        # self.scratch holds d y first, then the part that is subtracted: y mean(d scale y) + mean(d scale).
         shape, dy, scratch = self.shape, np.multiply(d, y, self.scratch), self.scratch.reshape(self.shape)
         np.matmul(self.scaled_row, scratch, out=self.mean)
         for total, terms in ((self.dscale, dy), (self.dshift, d)):
@@ -191,7 +194,8 @@ def norm_of_state(problem: Problem, v: Views) -> NormOfC | None:
 
 
 def centred(blocks: int, array: Array) -> Array:
-    """Return an array whose rows [n, .] are weights or a bias, minus the mean over the rows of each block."""
+    """Return weights or a bias [n, .], minus the mean over the rows of each block. The n rows are divided into `blocks`
+    blocks of the same size."""
     parts = array.reshape(blocks, len(array) // blocks, -1)
     return (parts - parts.mean(axis=1, keepdims=True)).reshape(array.shape)
 
@@ -201,10 +205,11 @@ CENTRED = {"product": ("Wh",), "products": ("Wh", "Wx"), "sum": ("Wh", "Wx", "b"
 
 
 def centres(problem: Problem, v: Views) -> bool:
-    """Return whether the weights of a call get a mean of 0 over the rows of each block, so that each product has it.
+    """Return whether the weights of a call get a mean of 0 over the rows of each block. Each product then has a mean of
+    0, too, and no step need subtract its mean. The result of the norm is the same.
 
-    This pays if there are as many rows (steps x batch) as columns in the weights. It is impossible if a part of the
-    sum is no product.
+    This pays if there are at least as many rows (steps x batch) as columns in the weights. It is impossible if a part
+    of the sum is no product with a weight of the call: an x that is projected already.
     """
     norm = norm_options(problem)
     return (
@@ -367,8 +372,9 @@ class InputNorm:
             out += self.shift[:, None]
 
     def back(self, x: Array, d: Array, products: WeightGradients) -> None:
-        """Turn d [G H, n], the gradient of the result for x [n, I], into that of the product before the norm. Add the
-        terms of these rows to the gradients of scale and shift."""
+        """Turn d [G H, n], the gradient of the result for x [n, I], into that of the product before the norm, in place.
+        Add the terms of these rows to the gradients of scale and shift. With D = d scale and the means of a block, it
+        is r (D - mean(D) - y mean(D y)); `ys` becomes y mean(D y)."""
         y = np.empty_like(d)
         r = self.normalise(x, y)
         if "norm_input_scale" in products.out:

@@ -1,6 +1,9 @@
 """The forward pass and the backward pass of one direction in the engine `numpy`: the loops over time.
 
 Within a step every array is feature-major, [GH, B] or [H, B]. The sequences are views [T, B, .] of any memory order.
+T: steps, B: batch items, G: gates, H: units, P: the width of h. v holds the arrays of the call, `out` the memory of the
+results, dv the cotangents (the gradients that the caller gives for outputs), each by name. An item has ended after its
+own length of steps.
 """
 
 from collections.abc import Callable
@@ -148,7 +151,8 @@ class BackwardSweep:
             self.products.add(params, self.step.dparams.sum(axis=1))
 
     def run_chunk(self, start: int, stop: int) -> None:
-        """Run the steps from `start` to `stop` backward, then add their weight gradients."""
+        """Run the steps from `start` to `stop` backward, then add their weight gradients. columns: where the step's
+        results lie in arrays of the whole chunk, which have one column per step and batch item."""
         problem, v, step, dh, dc = self.problem, self.v, self.step, self.dh, self.dc
         dv = {name: self.without_padding(self.dv[name], start, stop) for name in SEQUENCES if name in self.dv}
         keep = self.without_padding(v["keep"], start, stop) if "keep" in v else None
@@ -164,7 +168,9 @@ class BackwardSweep:
             if t >= self.ends.longest:
                 step.skip(columns)
                 continue
-            last = self.ends.at(t + 1)  # the items whose last step is t
+            # `last`: the items whose last step in time is t. Forward in time they end here, so in this pass, which runs
+            # backward, their gradients enter; in reverse they begin here, so their gradients are complete.
+            last = self.ends.at(t + 1)
             if last is not None and not problem.reverse:
                 for running, waiting in self.waiting:
                     running[:, last] = waiting[:, last]
@@ -215,8 +221,8 @@ class BackwardSweep:
         return self.without_padding(self.v["x"], start, stop).reshape((stop - start) * self.problem.B, -1)
 
     def through_mask(self, t: int, mask: Array, h_prev: Array) -> None:
-        """Turn dh, the gradient of mask * h_prev, into the gradient of h_prev [B, P], and add this step's term to
-        the gradient of the mask."""
+        """Turn self.dh [P, B], the gradient of mask * h_prev, into the gradient of h_prev, and add the term of step t
+        to the gradient of the mask. mask, h_prev [B, P]."""
         dmask = self.out["mask"]
         add_unbroadcast(self.dh.T * h_prev, dmask if dmask.ndim < 3 or dmask.shape[0] == 1 else dmask[t])
         self.dh *= mask.T

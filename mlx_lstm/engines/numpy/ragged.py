@@ -173,6 +173,7 @@ def backward_in_segments(
     # Segments with a wide batch read Wh in another memory order. Copy it to this order once, for all segments.
     ordered = {"Wh": transposed(v["Wh"], problem).T} if "Wh" in v else {}
     adds = "Wx" in v and bool(products.written)  # the other direction has written its part of the gradient of x
+    # own_...: the arrays of one segment alone. d_states: the gradients of the states of all items.
     order = range(len(parts))
     for n in order if problem.reverse else reversed(order):
         segment = parts[n]

@@ -1,7 +1,13 @@
 """The steps of every cell on the engine `numpy`: one step forward and one step backward, generated from the cell's
 graph. The code is generated once for each kind of call, and a call gives it the arrays on which it runs.
 
-Every array of a step is feature-major, [n H, B], so that each gate and each state is one contiguous block.
+Every array of a step is feature-major, [n H, B], so that each gate and each state is one contiguous block. A value of
+the graph has a place: a row of an array, which is its block number.
+
+Names of the graph's inputs, a letter and a number: x preactivations (or only the input's part, if the cell gets both
+parts `apart`), p their recurrent part, s states (s0 is h), u inputs of the step, w parameters, d gradients of the new
+states, e gradients of the gates, k limits, W0 the matrix of a second product, N0 the layer normalisation of c. A plan
+says how the step of a cell is computed. H: units, B: batch items, G: gates.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -67,6 +73,7 @@ def function_of(
     """
     lines = [*before, *code.lines, *after]
     words = {*findall(r"\w+", " ".join(lines)), *(array for array, _, _ in code.views)}
+    # A view of an array that is the same in every call is made once; the other views are made at every call.
     once, unpacked = list[str](), list[str]()
     own = {*code.scratch, *fixed, *given.split(", ")}
     for (array, start, stop), name in code.views.items():
@@ -135,8 +142,8 @@ def graph_arrays(v: Views) -> tuple[str, ...]:
 
 
 def negatable(graph: CellGraph, letters: str) -> str:
-    """Return the letters of the gates whose preactivation z is read only by one sigmoid, before or after something is
-    added to it. `JoinedProduct` can compute -z instead of z for these gates. The sigmoid 1 / (1 + exp(-z)) then need
+    """Return the letters of the gates whose preactivation z is read only by one sigmoid, directly or after something
+    is added to it. `JoinedProduct` can compute -z instead of z for these gates. The sigmoid 1 / (1 + exp(-z)) then need
     not negate z, which saves a pass over memory."""
     order, found = needed(graph.nodes, [*graph.forward, *graph.saved]), ""
     for k in range(0 if graph.apart else graph.gates):
@@ -205,11 +212,14 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
     targets += zip(graph.forward, [Place("n0", 0), *places("c", carried)], strict=True)
     sizes = {"z": graph.gates, "xs": graph.gates, "us": graph.inputs, "w": graph.params, "y": len(graph.saved)}
     sizes |= {"c": carried, "c_prev": carried, "operand": 1} | dict.fromkeys(ALONE, 1)
+    # known: where the graph's inputs lie. targets: where its results shall lie. minus: the inputs of which -x is there.
     minus = [graph.number[f"x{k}"] for k, letter in enumerate(letters) if letter in negated]
     wide = WIDE if plan.projects else ()
     store, divided = Store(sizes, ["z"], ["c", "n0"], wide), quotients(graph.nodes, graph.forward)
     code = Writer(graph.nodes, known, targets, store, Rewrites(minus, divided=divided))
     before = [f"matmul(weights{n}, operand, product{n})" for n in range(len(plan.rows))]
+    # The statements before those of the graph: the product, the norm and the sum with xs, in the order that the norm
+    # wants, and bhn. A list times a bool is the list or [].
     of = plan.cell.norm.of if plan.cell.norm is not None else None
     normalise = ["normalise(z, z, kept)"] * (of is not None)
     before += ["add(z, xs, z)"] * adds + normalise if of == "sum" else normalise + ["add(z, xs, z)"] * adds
@@ -341,7 +351,7 @@ def backward_function(plan: Plan, with_input: bool) -> Build:
     sizes = {"y": len(graph.saved), "c_prev": carried, "c": carried, "dc": carried, "us": graph.inputs}
     sizes |= {"du": graph.inputs, "w": graph.params, "dw": graph.params, "e": graph.gates, "dz": graph.gates}
     sizes |= {"dx": len(other), "q": len(plan.recomputed)} | dict.fromkeys(ALONE, 1)
-    squares = plan.cell.op != "pointwise"
+    squares = plan.cell.op != "pointwise"  # y (1 - y) of several gates at once, which a user's cell seldom has
     wide = WIDE if plan.projects else ()
     store = Store(sizes, ["dc", "d0"], ["dc", "direct", "di"], wide)
     code = Writer(graph.nodes, known, targets, store, Rewrites(squares=squares))
@@ -448,8 +458,8 @@ class StepBackward:
         )
 
     def through_rows(self, dz: Array, dh: Array) -> None:
-        """Write to dh [H, B] the gradient of the h that the rows of some gates multiply, and that enters the second
-        product."""
+        """Write to dh [H, B] the gradient of h times the mask, for a GRU whose reset comes before the candidate's
+        product: the part through that second product (`di`), plus those of the gates whose rows of Wh multiply h."""
         np.copyto(dh, self.di)
         for start, stop in self.plan.rows:
             rows = slice(start * self.H, stop * self.H)
@@ -478,7 +488,7 @@ class StepBackward:
             self.norm.ended = ended
 
     def skip(self, columns: slice) -> None:
-        """Set the results of a step to 0, because all batch items have ended."""
+        """Set the results of a step (`columns` of the arrays of the chunk) to 0, because all batch items have ended."""
         for array in self.by_column:
             array[:, columns] = 0
 
@@ -501,6 +511,7 @@ class StepBackward:
         """Add the terms of one chunk of time steps to the weight gradients in `products`. h_in [n, P]: the h that
         entered the recurrent product at each step of the chunk."""
         n, H, cell, h_in = len(h_in), self.H, self.cell, matrix(h_in)
+        # dp: the gradients of the recurrent products; with a norm they are others than dz.
         for start, stop in self.plan.rows:
             rows = slice(None) if (start, stop) == (0, cell.gates) else slice(start * H, stop * H)
             dp = self.dz if self.norm is None else self.norm.dp
