@@ -58,9 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
         dumps = load_dump(options.arrays, options.op, options.descriptor) if options.arrays else []
     except ValueError as error:
         parser.error(str(error))
-    in_all_digits()
+    in_all_digits()  # no TF32 in the products of MLX on the newest chips
     try:
-        with unguarded():
+        with unguarded():  # without the trial of kernels: each result is compared here
             if options.settle:
                 return run_settle(contenders, options)
             return run_arrays(dumps, contenders, options) if dumps else run_compare(contenders, golden, options)
@@ -156,8 +156,9 @@ def absent() -> dict[str, str]:
 
 
 def run_compare(contenders: dict[str, Contender], golden: Golden | None, options: argparse.Namespace) -> int:
-    """Run every case on every implementation (contender) and compare the results. Print the report and return the
-    exit code."""
+    """Run every case on every implementation (contender) and compare the results. Print the report and return the exit
+    code. golden: the cases and results that --record has saved, with which the contenders are compared; or None."""
+    # New cases must not come near a kink of an activation, where rounding makes the gradient jump.
     cases = selected(golden.cases if golden else grid(lambda case: judge.kink_distance(case) > KINK_MARGIN), options)
     if not cases:
         print(f"no case has {' or '.join(options.cases)} in its name", file=sys.stderr)
@@ -178,6 +179,8 @@ def run_compare(contenders: dict[str, Contender], golden: Golden | None, options
 def run_arrays(dumps: list[Dump], contenders: dict[str, Contender], options: argparse.Namespace) -> int:
     """Compare arrays that a user saved from an app (a dump) with the float64 oracle. If they differ, print which
     reading (interpretation of layouts, options and documentation) explains the difference."""
+    # case: the call in documented layouts. words: which arrays had another layout. dumps: one for each possible choice
+    # of sizes, the most likely one first.
     case, words = base_case(dumps[0])
     outcomes = {name: attempt(one, case) for name, one in contenders.items() if one.hindrance(case) is None}
     rows = list(rows_of(case, outcomes | {"yours": Outcome(dumps[0].results)}))

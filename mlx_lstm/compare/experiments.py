@@ -1,5 +1,9 @@
 """Experiments on points that Apple's documentation leaves open. Each experiment has a case to run on MPSGraph, and
-the result that each reading (interpretation) of the documentation predicts."""
+the result that each reading (interpretation) of the documentation predicts.
+
+`fl` rounds the results of the float64 oracle's operations. Sizes: T steps, N batch, I inputs, H units, G gates, D
+directions. Names of arrays and properties are those of `mlx_lstm.mpsgraph`.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -47,7 +51,7 @@ def preactivations(case: CompareCase, fl: Rounding, **readings: str) -> np.ndarr
     """Return the preactivations of the gates, [T, N, D G H], computed by the oracle. T: steps, N: batch, D:
     directions, G: gates, H: units."""
     parts = []
-    for side in sides(call_of(case, **readings)):
+    for side in sides(call_of(case, **readings)):  # one direction after the other
         p = complete(side, fl)
         tape = unroll(p, fl)[1]
         parts.append(np.stack([np.concatenate([tape[t].a[gate] for gate in p.gate_order], -1) for t in range(p.T)]))
@@ -83,7 +87,10 @@ def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def of_formula(rng: np.random.Generator) -> Iterator[Experiment]:
-    """Yield the experiments on the formula of the LSTM: E:peephole, E:hard_sigmoid and E:forget_gate_last."""
+    """Yield the experiments on the formula of the LSTM: E:peephole (does the output gate read c before or after the
+    step?), E:hard_sigmoid (which slope has it?) and E:forget_gate_last (in which order are the gates then?). A reading
+    is a possible answer, with the oracle's result that it predicts; `result` and `value` measure how far MPSGraph's
+    is."""
     case = draw(rng, "lstm", SIZES, name="settle: peephole", absent=("mask",))
     for tensor in ("h", "dsource", "dpeephole"):
         readings = {"c[t-1]": result(case, tensor), "c[t]": result(case, tensor, output_peephole="current")}
@@ -99,6 +106,7 @@ def of_formula(rng: np.random.Generator) -> Iterator[Experiment]:
         readings = {
             "i, z, f, o": result(case, tensor),
             "i, f, z, o": value(case, tensor, lambda fl, t=tensor, a=axis: swapped(evaluated(case, fl)[t], a)),
+            # Apple calls the gate z that the oracle calls g.
             "i, z, o, f": value(case, tensor, lambda fl, t=tensor: in_order(case, fl, "igof", t)),
         }
         yield Experiment("forget_gate_last", f"order of the blocks of {tensor}", case, "i, z, f, o", readings)
@@ -140,7 +148,9 @@ def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
 def mask_experiment(
     rng: np.random.Generator, layout: str, letters: tuple[int | str, ...], taken: bool, flags: dict[str, Any]
 ) -> Experiment:
-    """Return an experiment on whether MPSGraph accepts a mask of this layout and multiplies h[t-1] by it."""
+    """Return an experiment on whether MPSGraph accepts a mask of this layout and multiplies h[t-1] by it. letters: the
+    shape of the mask, where letters stand for sizes (DH: H times the directions). taken: whether `mlx_lstm.mpsgraph`
+    accepts it. A distance of 0 says that a reading fits, an infinite one that it does not."""
     case = draw(rng, "lstm", SIZES, name=f"settle: mask {layout}", absent=("peephole",), mask_shape=letters, **flags)
     read = case
     if letters == (2, "N", "H"):

@@ -43,11 +43,11 @@ class Change(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A form in which an app may have saved a result. words: a description; back: a function that converts the saved
-    array to the documented layout; key: the name of the expected values in the dict that `predicted` returns."""
+    """A form in which an app may have saved a result. words: a description; to_documented: a function that converts the
+    saved array to the documented layout; key: the name of the expected values in the dict that `predicted` returns."""
 
     words: str
-    back: Callable[[np.ndarray], np.ndarray]
+    to_documented: Callable[[np.ndarray], np.ndarray]
     key: str
 
 
@@ -124,7 +124,7 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
     interpretation of the saved arrays. The interpretation is the documented one with the changes `chosen`. The
     distance is the mean logarithm of the relative errors of all results."""
     case, readings, _ = applied(dump, chosen)
-    alone = {name: value for name, value in dump.results.items() if name in RESULTS[case.op]}
+    alone = {name: value for name, value in dump.results.items() if name in RESULTS[case.op]}  # of the forward op
     results, places = dump.results, {}
     if alone:
         # If the user saved results of the forward op, compute only these, and only for the first FEW sequences of the
@@ -147,10 +147,10 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
         return np.inf
     total = 0.0
     for name, value in results.items():
-        errors = [1.0]
+        errors = [1.0]  # relative errors of the forms in which the app may have saved the result
         for form in forms_of(dump, case, name, value):
             if form.key in values:
-                got = form.back(value).astype(np.float64)
+                got = form.to_documented(value).astype(np.float64)
                 got = np.take(got, places[name], -2) if name in places else got
                 exact = values[form.key]
                 errors.append(verdict.largest(got - exact) / (verdict.largest(exact) or 1.0))
@@ -172,7 +172,7 @@ def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
         distances[name], forms[name] = np.inf, ""
         for form in forms_of(dump, case, name, value):
             if form.key in exact:
-                error = verdict.judged(name, form.back(value), exact[form.key], bound[form.key]).ratio
+                error = verdict.judged(name, form.to_documented(value), exact[form.key], bound[form.key]).ratio
                 if error < distances[name]:
                     distances[name], forms[name] = error, form.words
                 if error <= 1:
@@ -186,21 +186,25 @@ def forms_of(dump: Dump, case: CompareCase, name: str, value: np.ndarray) -> Ite
     if name in ("h", "c") and value.shape == dump.shape(name)[1:]:
         yield Form("the last step alone", lambda v: v, f"last {name}")
     layouts = possible_layouts(dump, name, value)
-    for layout, back in layouts:
-        yield Form(layout, back, name)
+    for layout, to_documented in layouts:
+        yield Form(layout, to_documented, name)
     others = {f"{name} {suffix}": words for suffix, words in OTHERWISE.items()}
     if case.op == "lstm" and name in ("h", "c"):
         other = "c" if name == "h" else "h"
         others[other] = f"{other}, so h and c are exchanged"
     for key, words in others.items():
-        for layout, back in layouts:
-            yield Form(", ".join(part for part in (words, layout) if part), back, key)
+        for layout, to_documented in layouts:
+            yield Form(", ".join(part for part in (words, layout) if part), to_documented, key)
     gates = next((n for n, parts in enumerate(dump.groups(name)) if "G" in parts), None)
     if gates is not None:
         for order in orders(case):
-            for layout, back in layouts:
+            for layout, to_documented in layouts:
                 words = ", ".join(part for part in (f"in the order {spelled(order)}", layout) if part)
-                yield Form(words, lambda v, b=back, o=order: reordered(b(v), gates, dump.sizes, inverse(case, o)), name)
+                yield Form(
+                    words,
+                    lambda v, to=to_documented, o=order: reordered(to(v), gates, dump.sizes, inverse(case, o)),
+                    name,
+                )
 
 
 OTHERWISE = {
@@ -344,7 +348,7 @@ def spelled(order: str) -> str:
 
 
 def inverse(case: CompareCase, order: str) -> list[int]:
-    """Return for each gate of the documented order its position in the gate order `order`."""
+    """Return for each gate of the order that Apple documents its position in the gate order `order`, such as "izfo"."""
     return [order.index(gate) for gate in documented(case)]
 
 

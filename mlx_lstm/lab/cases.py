@@ -153,6 +153,7 @@ def draw(
     recurrent: the standard deviation of Wh. norm: layer normalisation, as the engines know it.
     """
     T, B, I, H, P = sizes
+    # D: directions, G: gates. own: the first axis of arrays with one entry per direction.
     D, G, own = (2, len(GATES[op]), (2,)) if bidirectional else (1, len(GATES[op]), ())
     width = P if projection else H
     shapes = {"x": (T, B, D * G * H if projected_x else I), "Wh": (*own, G * H, width), "b": (D * G * H,)}
@@ -235,7 +236,7 @@ def at_batch(options: Mapping[str, Any], B: int) -> dict[str, Any]:
 
 
 def to_mlx(array: ArrayLike, dtype: mx.Dtype) -> mx.array:
-    """Return a NumPy array as an MLX array of this dtype."""
+    """Return a NumPy array as an MLX array of this dtype. 16-bit dtypes are rounded from float32."""
     wide = np.asarray(array).astype(np.float64 if dtype == mx.float64 else np.float32)
     return mx.array(wide, mx.float64 if dtype == mx.float64 else mx.float32).astype(dtype)
 

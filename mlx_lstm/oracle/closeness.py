@@ -149,7 +149,8 @@ def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> 
 
 def exact_and_element_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> Judge:
     """Return a `Judge` (exact, bounds) as `exact_and_bounds` does, with a bound for each element. It comes from the
-    changes of this element alone, so it may be narrower than the bound of the whole tensor."""
+    changes that random errors in all operations make to this element alone, so it may be narrower than the bound of the
+    whole tensor. SAFETY times the largest change, and a floor for one rounding and underflow, is the bound."""
     changes = Changes(values, dtype)
     moved = changes.of(trials)
     return Judge(changes.exact, {k: SAFETY * moved[k] + changes.floor(np.abs(a)) for k, a in changes.exact.items()})

@@ -244,7 +244,8 @@ class Groups:
         return (self.into[n].array, self.into[n].row - self.by_row[n][0]) if n in self.into else None
 
     def group(self, members: list[int]) -> None:
-        """Make groups of these nodes, as large as possible: all at once, unless one depends on another."""
+        """Make groups of these nodes, as large as possible: all at once, unless one depends on another. self.of: the
+        group of each node that is in one."""
         while members:
             n = next(n for n in range(len(members), 0, -1) if n == 1 or self.is_possible(members[:n]))
             if n > 1:

@@ -51,7 +51,11 @@ class StreamedLayer:
 
     def run(self, k: int) -> Array:
         """Run one step. k: which of the two buffers (0 or 1) holds the h before the step; the step reads its input
-        from x_rows[k]. Return the other buffer, which holds the new h [P, B] (P: the width of h)."""
+        from x_rows[k]. Return the other buffer, which holds the new h [P, B] (P: the width of h).
+
+        self.inputs: memory for the input's part of the preactivations, if the step does not compute it in one product
+        with h; self.column is then the input x with the 1 for the bias.
+        """
         if self.inputs is not None:
             np.matmul(self.weights, self.column, out=self.product)
             if self.norm is not None:

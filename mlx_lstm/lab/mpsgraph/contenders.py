@@ -114,6 +114,7 @@ def in_a_child(
 ) -> Contender:
     """Return a contender (an implementation) that runs its cases in a child process. After a crash a new child is
     started."""
+    # The child gets a case and writes its results in files. hangs: the texts of the errors of cases that hung.
     runner, hangs = Runner("mpsgraph", name), list[str]()
 
     def run(case: CompareCase) -> Outcome:

@@ -36,6 +36,8 @@ class Dump(NamedTuple):
         is the size of the axis. For example, the weight [4H, H] is [[G, H], [K]] with G = 4 gates. K is as large as H,
         but marks the axis that is multiplied by h[t-1], so that a transposed weight is recognised."""
         case, D = self.case, self.sizes["D"]
+        # An axis of `expected` is text such as "8H" or "N". `many` is its number of blocks of H: gates times
+        # directions.
         expected = layouts(GATES[case.op], case.bidirectional, "input_weight" in case.arrays)
         alike = {"h": "cell_output_fwd", "c": "cell_output_fwd", "z_state": "z_state"}
         groups = []
@@ -64,6 +66,8 @@ def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
     groups, sizes, shape = dump.groups(name), dump.sizes, dump.shape(name)
     if value.size != math.prod(shape):
         return []
+    # Try all orders of the letters, such as G, H, K. An order fits if successive letters can be joined into the axes
+    # that the array has. Axes of size 1 say nothing, so they are left out.
     parts = [part for group in groups for part in group if sizes[part] > 1]
     wanted, found = [size for size in value.shape if size > 1], []
     for order in permutations(range(len(parts))):
@@ -74,10 +78,12 @@ def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
             dumped = [[parts[order[n]] for n in group] for group in places]
             same = list(order) == sorted(order) and wanted == [size for size in shape if size > 1]
             words = "" if same else words_of(dumped, sizes)
-            back = lambda v, lengths=lengths, inverse=inverse: v.reshape(lengths).transpose(inverse).reshape(shape)  # noqa: E731
+            to_documented = lambda v, lengths=lengths, inverse=inverse: (
+                v.reshape(lengths).transpose(inverse).reshape(shape)
+            )  # noqa: E731
             # The first entry is a sort key: the number of axes that do not exist in the documented layout, for example
             # because two axes are joined into one. So layouts that only exchange axes (0) come before other layouts.
-            found.append((sum(group not in groups for group in dumped), (words, back)))
+            found.append((sum(group not in groups for group in dumped), (words, to_documented)))
     return [layout for _, layout in sorted(found, key=lambda entry: (bool(entry[1][0]), entry[0]))]
 
 

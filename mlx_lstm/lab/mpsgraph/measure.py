@@ -96,7 +96,9 @@ def compare(
 ) -> ComparisonRow:
     """Compare a result with a reference. `bound`, the largest error allowed, is one number or one number per
     element."""
-    shape = value.shape
+    shape = (
+        value.shape
+    )  # as the report names it; axes of size 1 that Apple adds in front are removed for the comparison
     value, note = without_leading_ones(value, reference.shape)
     found = judged(tensor, value, reference, bound, dtype)
     row = ComparisonRow(case.name, tensor, pair, found.refusal or "ok", shape, value.dtype.name, note=note)

@@ -185,7 +185,7 @@ def limit_of(task: Task) -> float:
     """Return after how many seconds a run of a task counts as hung: LIMIT, and the time of a slow machine, which needs
     10 ms for each step and computes 1e9 multiplications and additions per second."""
     T, B, I, H = task.size
-    products = 3 * 2 * T * B * 4 * H * (I + H)  # forward, and twice as many backward
+    products = 3 * 2 * T * B * 4 * H * (I + H)  # of an LSTM: forward, and twice as many backward
     return LIMIT + 0.01 * T + products / 1e9
 
 
@@ -209,7 +209,8 @@ def take_turn(row: Measurement, child: Child, plan: Plan, patience: float) -> Me
 
 
 def wait_until_quiet(patience: float) -> None:
-    """Wait until other processes use less than QUIET cores, but no longer than `patience` seconds."""
+    """Wait until other processes use less than QUIET cores for 0.1 s, but no longer than `patience` seconds. The system
+    counts CPU time in clock ticks, so one tick more is no sign of another process."""
     end = time.perf_counter() + patience
     while time.perf_counter() < end:
         before = busy_seconds()
