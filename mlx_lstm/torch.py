@@ -188,7 +188,8 @@ class Layers(Advised):
         check_array(self.op, "the data of input", input.data, ["P", self.input_size])
         padded, _ = pad_packed_sequence(input, self.batch_first)
         output, last = self.run(cell, padded, states, counts.tolist(), key, None, None)
-        # The layers ran on the batch in its own order, so the states need no sorting.
+        # The layers ran on the batch in its own order, so the states need no sorting. A packed sequence holds the
+        # longest sequence first: `order` has the indices of the sequences in this order, `counts` their lengths.
         by_length = output[mx.array(order)] if self.batch_first else output[:, mx.array(order)]
         packed = pack_padded_sequence(by_length, counts[order].tolist(), self.batch_first)
         return input._replace(data=packed.data), last
@@ -211,6 +212,7 @@ class Layers(Advised):
         """
         check_array(self.op, "input", input, self.input_shape(input))
         batched, time_first = input.ndim == 3, input.ndim == 2 or not self.batch_first
+        # The recurrence takes [L, N, I]; an input without a batch gets N = 1.
         is_time_major, N = batched and time_first, 1 if not batched else input.shape[1 if time_first else 0]
         L = input.shape[0 if time_first else 1]
         if not L:
@@ -219,6 +221,8 @@ class Layers(Advised):
             check_key(self.op, key)
         shapes = self.check_states(states, [N] if batched else [], time_first)
         first = {name: state for name, state in states.items() if state is not None}
+        # now: whether the call computes at once, on the CPU; then NumPy does the small operations around the
+        # recurrence.
         now, D = computes_now(self.engine), len(self.endings)
         small = by_numpy if now else by_mlx
         layers = [self.arrays(layer, now) for layer in range(self.num_layers)]
@@ -706,12 +710,15 @@ class Cell(Layers):
         for name, state in states.items():
             if state is not None:
                 check_array(self.op, name, state, [*input.shape[:-1], self.hidden_size], why=why)
+        # now: whether the call computes at once, on the CPU. small: then NumPy does small operations, which takes less
+        # time than MLX; otherwise MLX adds them to its graph.
         now, H = computes_now(self.engine), self.hidden_size
         small, arrays = by_numpy if now else by_mlx, self.arrays(0, now)
         first = {name: state for name, state in states.items() if state is not None}
         dtype, shape = common_dtype([input, *first.values(), *arrays.values()]), (*input.shape[:-1], H)
         if 0 in shape:
             return {name: mx.zeros(shape, dtype) for name in states}
+        # itemgetter(None) adds a batch axis: array[None].
         arrays |= {f"{name}0": state if batched else small(itemgetter(None), state) for name, state in first.items()}
         arrays["x"] = small(methodcaller("reshape", (1, -1, self.input_size)), input)
         call = Call(cell, engine=self.engine, op=self.op)

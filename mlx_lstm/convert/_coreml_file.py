@@ -13,7 +13,7 @@ import numpy as np
 from ..engines.problem import Arrays
 from ..ground.budget import shown
 from ..ground.checks import fail
-from .weights import OURS, Format, Weights, held, of_layer, one_bias, reorder
+from .weights import OURS, Format, Weights, as_stored, of_layer, one_bias, reorder
 
 ENDING = ".mlpackage"
 FORMAT = Format({"lstm": "ifog"}, options=True, reverse=True)
@@ -143,7 +143,7 @@ def mil_arrays(weights: Weights) -> list[Arrays]:
         why = "as Core ML's gru has no bias inside of its reset gate" if weights.cell.op == "gru" else "for Core ML"
         fail(op, f"layers of a {ENDING} file must be LSTMs, {why},", weights.cell.op)
     clips = weights.cell.cell_clip is not None
-    weights = held(op, weights, FORMAT)
+    weights = as_stored(op, weights, FORMAT)
     if clips or any("peephole" in each for layer in weights.layers for each in layer):
         # Both are refused: Core ML's documentation does not say which value is clipped, nor whether the output gate's
         # peephole reads the old or the new c.

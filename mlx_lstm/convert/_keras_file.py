@@ -5,6 +5,9 @@ In Keras 3 the path of a layer's arrays contains the layer's class and its numbe
 `layers/lstm_1/cell/vars/0`. In `.h5` the path contains the layer's name:
 `model_weights/encoder/encoder/lstm_cell/kernel`. The model's configuration has the options of the layers. Keras writes
 no configuration into `.weights.h5`: there the shapes identify the cell, and its options are assumed to be the defaults.
+
+`known` are the layers that the configuration lists; `rest` are the arrays that belong to no recurrent layer. A place is
+the path of a layer's arrays in the file.
 """
 
 import io
@@ -30,6 +33,8 @@ VERSION = "3.0.0"
 """The Keras version that written files name: the first version with this format."""
 
 Found = tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str]]
+"""What a reader returns: the layers by name, the other arrays by key, the keys of each layer, and notes for the
+user."""
 
 
 class Known(NamedTuple):
@@ -54,6 +59,7 @@ def read(file: Foreign, only: Sequence[str] | None = None) -> Found:
     """Read a Keras file. Return its layers by name, all other arrays, the keys of each layer, and notes on what was
     not read. only: the layers that must be readable; others are left out where they are not."""
     _hdf5.load()
+    # config: the model's configuration, if the file has one. held: the arrays and texts of the HDF5 file.
     config, budget = None, file.budget
     if file.path.suffix == ".keras":
         members = dict(members_of(file))
@@ -68,7 +74,7 @@ def read(file: Foreign, only: Sequence[str] | None = None) -> Found:
     if layers := held.texts(root, "layer_names"):
         version = [*held.texts("/", "keras_version"), *held.texts(root, "keras_version"), VERSION][0]
         arrays = by_layer(held, "" if root == "/" else f"{root}/", layers)
-        slope = "x/5" if version.startswith(("1", "2")) else "x/6"
+        slope = "x/5" if version.startswith(("1", "2")) else "x/6"  # of hard_sigmoid, which Keras 3 changed
         found = gathered(arrays, names_in_legacy(arrays), {each.name: each for each in known}, slope, only)
     else:
         if not held.arrays:
@@ -242,6 +248,7 @@ def gathered(
     for each in directions:
         layers.setdefault(each.name if legacy else each.place, []).append(each)
     rank = {place: n for n, place in enumerate(known)}
+    # A layer is called by its own name, unless several have it; then also by the models that contain it.
     titles = {place: known.get(place, each[0]) for place, each in layers.items()}
     owners = Counter(title.own for title in titles.values())
     found: dict[str, Weights] = {}

@@ -1,4 +1,8 @@
-"""Find out which layer, direction and array each key of a file means, and make the keys for a file to be written."""
+"""Find out which layer, direction and array each key of a file means, and make the keys for a file to be written.
+
+A key is the name of an array in a file, such as `encoder.weight_ih_l0_reverse`. Its word (or leaf) says which array of
+a layer it is, here weight_ih; its way is the direction, 0 or 1.
+"""
 
 import re
 from collections import Counter
@@ -17,7 +21,7 @@ from .keras import NAMED, arrays_of, direction
 from .keras import NAMES as KERAS_NAMES
 from .mlx import to_mlx, to_ops
 from .torch import assembled, gates_of
-from .weights import OF_GATES, OURS, Weights, from_one_bias, gate_order, held, of_layer, reorder, two_biases
+from .weights import OF_GATES, OURS, Weights, as_stored, from_one_bias, gate_order, of_layer, reorder, two_biases
 from .weights import to_mlx as as_mlx
 
 STYLES = ("torch", "mlx", "two-biases", "keras", "ops")
@@ -154,6 +158,8 @@ def layers_of(
     buckets: dict[str, list[Group]] = {}
     for group in groups_of(arrays, keys, ways):
         buckets.setdefault(group.name, []).append(group)
+    # How many keys have a number after a layer's name. If modules that are no recurrent layers have numbers, too, the
+    # numbers count the modules of a Sequential, not the layers of a stack.
     counted = {key: names_counted_by(key, buckets) for key in arrays}
     totals = Counter(name for names in counted.values() for name in names)
     layers, used = {}, {}
@@ -245,6 +251,7 @@ def arranged(
     after `name`, as in a Sequential with other modules between its recurrent layers."""
     whole = {(group.layer or 0, group.way or 0): group for group in groups}
     layers, ways = ({where[n] for where in whole} for n in range(2))
+    # full: each layer from 0 on has each direction exactly once, and all keys name a direction or none does.
     full = len(whole) == len(groups) == len(layers) * len(ways) and ways in ({0}, {0, 1})
     full = full and layers == set(range(len(layers))) and len({group.way is None for group in groups}) == 1
     if full and len(ways) == 1 and groups[0].way == 0 and not groups[0].numbered:
@@ -428,14 +435,14 @@ def in_style(weights: Weights, style: str) -> list[list[Arrays]]:
     if style == "mlx":
         return to_mlx(weights)
     if style == "keras":
-        weights = held("to_keras", weights, NAMED)
+        weights = as_stored("to_keras", weights, NAMED)
         use = weights.has_bias
         return [
             [dict(zip(KERAS_NAMES, map(as_mlx, arrays_of(weights.cell, way, use)), strict=False)) for way in layer]
             for layer in weights.layers
         ]
     names = torch.NAMES if style == "torch" else TWO_BIASES
-    weights = held("to_torch" if style == "torch" else "convert", weights, torch.FORMAT)
+    weights = as_stored("to_torch" if style == "torch" else "convert", weights, torch.FORMAT)
     if weights.has_bias:
         weights = weights.map(lambda arrays: arrays | dict(zip(("bx", "bh"), two_biases(arrays), strict=True)))
     return [[{leaf: way[word] for leaf, word in names.items() if word in way} for way in k] for k in weights.layers]

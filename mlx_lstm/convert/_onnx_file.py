@@ -21,6 +21,8 @@ INTEGERS = ("int32", "int64", "uint64")
 """The kinds of integers that a tensor may hold one by one, as in its field int32_data."""
 
 Found = tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str]]
+"""What a reader returns: the layers by name, the other arrays by key, the keys of each layer, and notes for the
+user."""
 
 OPSET, IR_VERSION = 14, 8
 """The ONNX versions that written files name: old enough for every runtime, new enough for all written attributes."""
@@ -125,6 +127,8 @@ def check_count(data: bytes, kind: Any, budget: Budget) -> None:
     """Raise ValueError if a message of protobuf has too many parts. A part of two bytes becomes an object of a hundred
     bytes. kind: protobuf's description of the message."""
     parts, open_messages = 0, [(0, len(data), kind)]
+    # A message is a row of fields. Each begins with a tag: the field's number, and in the lowest three bits how it is
+    # encoded: 0 a number, 1 eight bytes, 2 a length and as many bytes, 5 four bytes.
     while open_messages:
         place, stop, kind = open_messages.pop()
         while place < stop:
@@ -268,6 +272,8 @@ def write_stack(graph: Graph, name: str, weights: Weights) -> None:
     dtype = {"float64": onnx.TensorProto.DOUBLE, "float16": onnx.TensorProto.FLOAT16}
     kind = dtype.get(str(each[0][1]["W"].dtype).rpartition(".")[2], onnx.TensorProto.FLOAT)
     L, D, H = len(each), weights.directions, weights.hidden_size
+    # N, the batch, is the second size of x. The default of first states has one item, which Expand repeats to [1, N,
+    # 1].
     info, batch = onnx.helper.make_tensor_value_info, f"{dot}N"
     graph.inputs.append(info(f"{dot}x", kind, [f"{dot}T", batch, weights.input_size]))
     graph.outputs.append(info(f"{dot}h", kind, [f"{dot}T", batch, D * H]))
@@ -292,6 +298,7 @@ def write_stack(graph: Graph, name: str, weights: Weights) -> None:
             names.pop()
         outputs = [f"{title}.Y", *(last[word][n] for word in words)]
         graph.nodes.append(onnx.helper.make_node(op_type, names, outputs, title, **attributes))
+        # ONNX's output is [T, D, N, H]; torch's has both directions side by side, [T, N, D H].
         graph.node("Transpose", [f"{title}.Y"], f"{title}.turned", perm=[0, 2, 1, 3])
         x = graph.node("Reshape", [f"{title}.turned", "side by side"], h)
     for word in words:

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..ground.checks import check_array, check_flag, check_integer, check_option, fail
-from .weights import Format, Weights, checked, held, to_mlx, two_biases
+from .weights import Format, Weights, as_stored, checked, to_mlx, two_biases
 
 GATES = {"lstm": 4, "gru": 3, "rnn_relu": 1, "rnn_tanh": 1}
 FORMAT = Format(nonlinearity=("tanh", "relu"), projection=True)
@@ -180,7 +180,7 @@ def to_cudnn(weights: Weights) -> tuple[mx.array, dict[str, Any]]:
         >>> params.shape, convert.from_cudnn(params, **sizes)
         ((108,), Weights(GRU, 3 -> 4))
     """
-    weights = held("to_cudnn", weights, FORMAT)
+    weights = as_stored("to_cudnn", weights, FORMAT)
     cell, D, H, P = weights.cell, weights.directions, weights.hidden_size, weights.proj_size
     mode = f"rnn_{cell.activations[0]}" if cell.op == "rnn" else cell.op
     where = Layout(mode, len(weights.layers), D, weights.input_size, H, P, False)

@@ -8,7 +8,7 @@ import mlx.core as mx
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
 from ..ground.checks import check_array, check_option, check_sizes, fail
-from .weights import Format, Weights, check_weights, checked, describe, held, one_bias, to_mlx, whole_bias
+from .weights import Format, Weights, as_stored, check_weights, checked, describe, one_bias, to_mlx, whole_bias
 
 CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "elman": RNNCell("tanh")}
 """The functions of FlashRNN whose weights `Weights` holds, and their cells."""
@@ -90,7 +90,7 @@ def to_flashrnn(heads: Sequence[Weights]) -> Arrays:
         if len(check_weights(op, head).layers) != 1 or head.directions != 1 or describe(head) != describe(first):
             rule = f"heads must be single layers in one direction, all alike, {describe(first)},"
             fail(op, rule, describe(head))
-        held_head = held(op, head, Format())
+        held_head = as_stored(op, head, Format())
         cell, arrays = held_head.cell, held_head.layers[0][0]
         G, D = cell.gates, head.hidden_size
         W, R = (arrays[name].reshape(G, D, -1) for name in ("Wx", "Wh"))
@@ -176,9 +176,9 @@ def checked_arrays(op: str, W: Any, R: Any, b: Any, gates: int, biases: int) -> 
     """Return the three arrays as MLX arrays after checking their shapes; W may be None. gates: the number of gates of W
     and R; biases: the number of biases of a unit in b."""
     W, R, b = (None if array is None else to_mlx(array) for array in (W, R, b))
-    check_array(op, "R", R, [gates, "N", "D", "D"])
+    check_array(op, "R", R, [gates, "N", "D", "D"])  # four axes, of any sizes N and D
     _, N, D, _ = R.shape
-    check_array(op, "R", R, [gates, N, D, D])
+    check_array(op, "R", R, [gates, N, D, D])  # the last two axes must be equal
     check_sizes(op, "R", R)
     check_array(op, "b", b, [biases, N, D])
     if W is not None:

@@ -12,8 +12,8 @@ from .weights import (
     OURS,
     Format,
     Weights,
+    as_stored,
     checked,
-    held,
     parameters_of,
     reorder,
     to_mlx,
@@ -86,7 +86,7 @@ def to_haste(weights: Weights, *, prefix: str = "") -> Arrays:
             cell.
     """
     op = "to_haste"
-    weights = held(op, weights, FORMAT)
+    weights = as_stored(op, weights, FORMAT)
     cell, arrays = weights.cell, weights.layers[0][0]
     order, ours = FORMAT.orders[cell.op], OURS[cell.op]
     found = {"kernel": arrays["Wx"].T, "recurrent_kernel": arrays["Wh"].T}

@@ -14,8 +14,8 @@ from .weights import (
     OURS,
     Format,
     Weights,
+    as_stored,
     checked,
-    held,
     reorder,
     stacked,
     to_mlx,
@@ -208,7 +208,7 @@ def to_keras(weights: Weights) -> list[list[np.ndarray]]:
     Raises:
         ValueError: Keras' layers have no place for an option of the cell.
     """
-    weights = held("to_keras", weights, FORMAT)
+    weights = as_stored("to_keras", weights, FORMAT)
     check_cell("to_keras", weights)
     cell, use_bias = weights.cell, weights.has_bias
     return [[array for way in layer for array in arrays_of(cell, way, use_bias)] for layer in weights.layers]

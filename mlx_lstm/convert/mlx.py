@@ -18,12 +18,12 @@ from .weights import (
     Format,
     RNNCell,
     Weights,
+    as_stored,
     cell_of,
     check_weights,
     checked,
     from_one_bias,
     gate_order,
-    held,
     one_bias,
     rows_reordered,
 )
@@ -134,7 +134,7 @@ def to_mlx(weights: Weights) -> list[list[Arrays]]:
     Raises:
         ValueError: MLX's layers have no place for an option of the cell.
     """
-    weights = held("to_mlx", weights, FORMAT)
+    weights = as_stored("to_mlx", weights, FORMAT)
     names = NAMES[weights.cell.op].items()
     words = weights.map(lambda arrays: arrays | one_bias(weights.cell, arrays))
     return [[{key: way[word] for key, word in names if word in way} for way in layer] for layer in words.layers]

@@ -9,7 +9,7 @@ from ..engines.cells import GRUCell, LSTMCell
 from ..engines.problem import Arrays
 from ..ground.checks import check_option, fail
 from .mlx import from_ops, to_ops
-from .weights import MPSGRAPH, OURS, Format, Weights, held, reorder
+from .weights import MPSGRAPH, OURS, Format, Weights, as_stored, reorder
 
 ACTIVATIONS = {
     "none": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "hard_sigmoid": "hard_sigmoid",
@@ -116,7 +116,7 @@ def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
         ValueError: Apple's ops have no place for an option of the cell.
     """
     op = "to_mpsgraph"
-    weights = held(op, weights, FORMAT)
+    weights = as_stored(op, weights, FORMAT)
     cell = weights.cell
     if cell.cell_clip:
         fail(op, "cell_clip must be the default, as the op has no place for another,", cell.cell_clip)
@@ -126,6 +126,7 @@ def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
     for arrays in to_ops(weights):
         arguments = {}
         for name, array in arrays.items():
+            # bhn belongs to one gate, so it has no gate order.
             axis = 1 if weights.directions == 2 and name in ("Wh", "peephole") else 0
             # Where an array holds the rows of both directions, one below the other, each half is reordered separately.
             if name != "bhn" and weights.directions == 2 and axis == 0:

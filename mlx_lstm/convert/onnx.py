@@ -12,9 +12,9 @@ from .weights import (
     OURS,
     Format,
     Weights,
+    as_stored,
     checked,
     from_peepholes,
-    held,
     peepholes,
     reorder,
     rows_reordered,
@@ -159,7 +159,7 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
         ValueError: ONNX' nodes have no place for an option of the cell: a projection, a clipped cell.
     """
     op = "to_onnx"
-    weights = held(op, weights, FORMAT)
+    weights = as_stored(op, weights, FORMAT)
     cell = weights.cell
     attributes: dict[str, Any] = {"hidden_size": weights.hidden_size}
     attributes["direction"] = DIRECTIONS[2 if weights.directions == 2 else int(weights.reverse)]

@@ -11,10 +11,10 @@ from .weights import (
     TF,
     Format,
     Weights,
+    as_stored,
     checked,
     describe,
     from_peepholes,
-    held,
     one_layer,
     peepholes,
     reorder,
@@ -126,7 +126,7 @@ def from_tf_gru(w_ru: Any, w_c: Any, b_ru: Any, b_c: Any) -> Weights:
 
 def to_tf_gru(weights: Weights) -> dict[str, mx.array]:
     """Return a dict of TensorFlow's arrays, the arguments of `from_tf_gru`: `w_ru`, `w_c`, `b_ru`, `b_c`."""
-    weights = held("to_tf_gru", weights, GRU)
+    weights = as_stored("to_tf_gru", weights, GRU)
     arrays, H2 = weights.layers[0][0], weights.hidden_size * 2
     b = whole_bias(weights.cell, arrays)
     w = mx.concatenate([arrays["Wx"].T, arrays["Wh"].T])

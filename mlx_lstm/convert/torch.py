@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..engines.problem import Arrays
 from ..ground.checks import fail
 from ..ground.files import shown
-from .weights import OF_GATES, Format, Title, Weights, cell_of, checked, held, parameters_of, to_mlx, two_biases
+from .weights import OF_GATES, Format, Title, Weights, as_stored, cell_of, checked, parameters_of, to_mlx, two_biases
 
 NAMES = {"weight_ih": "Wx", "weight_hh": "Wh", "bias_ih": "bx", "bias_hh": "bh", "weight_hr": "Wp"}
 """torch's names of arrays, in torch's order, and the names in `Weights`."""
@@ -147,7 +147,7 @@ def to_torch(weights: Weights, *, prefix: str = "") -> dict[str, mx.array]:
 
 def by_names(op: str, weights: Weights, prefix: str = "") -> dict[str, mx.array]:
     """Return the parameters of a torch layer by name, as `to_torch` does. op: the name that error texts begin with."""
-    weights = held(op, weights, FORMAT)
+    weights = as_stored(op, weights, FORMAT)
     parameters = {}
     for k, layer in enumerate(weights.layers):
         for way, arrays in zip(WAYS, layer, strict=False):

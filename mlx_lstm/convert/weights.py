@@ -201,7 +201,7 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
     """Check that the shapes of all arrays fit together, and return the weights. `title`: a function that returns the
     name of an array for error texts."""
     G, D = weights.cell.gates, weights.directions
-    first = weights.layers[0][0]
+    first = weights.layers[0][0]  # the first layer's forward direction, with which all others must agree
     if weights.cell.projection_clip is not None and "Wp" not in first:
         fail(op, "projection_clip must be None without a projection", weights.cell.projection_clip)
     for word in ("Wx", "Wh", *(["Wp"] if "Wp" in first else [])):
@@ -256,13 +256,14 @@ def one_layer(op: str, weights: Weights, kinds: Sequence[str]) -> Weights:
     return weights
 
 
-def held(op: str, weights: Weights, form: Format) -> Weights:
-    """Return the weights with the forget bias added to the bias. Raise ValueError if a format cannot store an option of
-    the cell."""
+def as_stored(op: str, weights: Weights, form: Format) -> Weights:
+    """Return the weights as a format stores them: with an LSTM's forget bias added to the bias. Raise ValueError if the
+    format cannot store an option of the cell. form: what the format can store."""
     _, options, nonlinearity, reset, projection, reverse, is_layer = form
     if is_layer:
         one_layer(op, weights, list(form.orders))
     cell, refused = check_weights(op, weights).cell, {}
+    # refused: for each option its value if the format cannot store it, else False or what else counts as nothing.
     if cell.op == "rnn":
         act = cell.activations[0]
         refused["activation"] = act not in nonlinearity and act
@@ -317,7 +318,8 @@ def one_bias(cell: Cell, arrays: Arrays) -> Arrays:
 
 
 def two_biases(arrays: Arrays) -> tuple[mx.array, mx.array]:
-    """Return the biases `bx` and `bh` of one direction; a missing one is zeros."""
+    """Return the biases `bx` [GH] of the input's product and `bh` [GH] of the recurrent product of one direction; a
+    missing one is zeros."""
     zeros = mx.zeros((arrays["Wx"].shape[0],), arrays["Wx"].dtype)
     return arrays.get("bx", zeros), arrays.get("bh", zeros)
 

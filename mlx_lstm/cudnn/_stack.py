@@ -1,5 +1,10 @@
 """Run a stack of recurrent layers: each layer is one call of `mlx_lstm.recurrence`. Store the results in the reserve
-space and read them again in the backward pass."""
+space and read them again in the backward pass.
+
+`where` is the layout of the parameter buffer, with the sizes of the call: L layers, D directions, H units, S the width
+of h, G gates per unit, mode the kind of layer, skip whether layer 0 has no input matrices. N is the batch, T the
+steps.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -203,6 +208,7 @@ def dropout_factors(where: Layout, x: mx.array, attributes: Attributes) -> list[
 
     With p = 1 all factors are 0, without a division by 0.
     """
+    # One 64-bit key from two seeds, of which the low 32 bits count.
     high, low = (int(seed) % 2**32 for seed in (attributes.seed, attributes.seed2))
     stays = 1 - float(attributes.dropout)  # the probability that an element is kept
     shape, scale = (*x.shape[:2], where.D * where.S), mx.array(1 / stays if stays else 0, x.dtype)
@@ -233,13 +239,14 @@ def run_layers_backward(
     cotangents: dict[str, Any],
     options: dict[str, Any],
 ) -> list[Arrays]:
-    """Return each layer's gradients, computed from the arrays that forward saved for the layer.
+    """Return each layer's gradients, computed from the arrays that forward saved for the layer, among them the factors
+    with which dropout multiplied its h (0, or 1 / (1 - rate)).
 
     cotangents: that of the last layer's h, "dh", and those of the last states, which are lists of one array per layer.
     """
     weights, gradients, last = layer_arrays(where, params), [], dict(cotangents)
     dh = last.pop("dh")
-    factors = [None, *(layer.pop("factors", None) for layer in saved)]
+    factors = [None, *(layer.pop("factors", None) for layer in saved)]  # factors[n] act on the input of layer n
     for layer in reversed(range(where.L)):
         below = scaled(saved[layer - 1]["h"], factors[layer]) if layer else x
         arrays = layer_arguments(where, layer, weights[layer], below, first)

@@ -302,7 +302,7 @@ class Chunked:
             yield
 
     def shared_by_steps(self, arrays: Arrays) -> Arrays:
-        """Return the arrays that are the same at all steps, prepared for the engine."""
+        """Return the arrays that are the same at all steps, such as weights, in the dtypes that the engine reads."""
         others = {*with_steps(arrays), "h0", "c0"}
         return self.prepared({name: array for name, array in arrays.items() if name not in others})
 
@@ -386,7 +386,7 @@ class SequenceBuffer:
     def write(self, d: int, start: int, stop: int, rows: Array) -> None:
         """Write rows for the steps from `start` to `stop` of direction d into this direction's half of the last axis.
         If both directions share the whole axis, add the rows of the second direction to those of the first."""
-        first = 0 if rows.shape[-1] == self.width else d * rows.shape[-1]
+        first = 0 if rows.shape[-1] == self.width else d * rows.shape[-1]  # the first column of this direction
         steps, columns = slice(start, stop), slice(first, first + rows.shape[-1])
         at = (slice(None), steps, columns) if self.batch_first else (steps, slice(None), columns)
         target: Any = self.memory if self.view is None else self.view

@@ -24,7 +24,11 @@ from .packing import Quantized
 from .problem import Arrays, Problem
 
 ROWS = ("Wx", "b", "bhn", "params")
+"""Arrays that hold the rows of both directions one after the other on axis 0."""
+
 OWN_AXIS = ("Wh", "Wp", "peephole", "norm")
+"""Arrays with a separate first axis for the directions, by the first part of their names."""
+
 Array = TypeVar("Array", mx.array, np.ndarray)
 
 
@@ -46,7 +50,7 @@ def part(arrays: dict[str, Array], d: int, projects: bool | None = None) -> dict
 
 
 def part_of(name: str, array: Array, d: int, projects: bool) -> Array:
-    """Return the part of one array that belongs to direction d."""
+    """Return the part of one array that belongs to direction d, as the table at the head of this module says."""
     if name == "lengths" or (name == "x" and projects) or (name == "mask" and is_shared(array)):
         return array
     if base(name) in OWN_AXIS:
@@ -106,7 +110,7 @@ def state_before(
 
     For a batch item that has ended before these steps the result is arbitrary.
     """
-    last = stop if problem.reverse else start - 1
+    last = stop if problem.reverse else start - 1  # the step that is processed just before these steps
     if not 0 <= last < problem.T:
         return first
     if not problem.reverse or lengths is None:

@@ -1,8 +1,8 @@
 """Predict which Metal engine is faster, from the sizes of a recurrence and the number of GPU cores.
 
 The prediction is a small model of the hardware: how many cycles a time step takes on the core that gets the most
-layer. tests/machine_code has a larger model, which counts every launch and every instruction. The tests check that both
-models agree. No Mac has measured the numbers below.
+threadgroups (groups of threads that share memory). tests/machine_code has a larger model, which counts every launch and
+every instruction. The tests check that both models agree. No Mac has measured the numbers below.
 """
 
 from functools import lru_cache
@@ -91,6 +91,9 @@ def stepwise_cycles(
     total = BUILDING["forward" if packing else "both"]
     for backward in (False,) if packing else (False, True):
         rows, units = tile_of(problem, H) if backward else (stepwise_rows(B), UNITS.get(cell.gates, 8))
+        # down: how many threadgroups share one part of the units, each with `rows` batch items. one: the cycles of a
+        # threadgroup's multiplications. loaded: the cycles to load all weights. each: threadgroups of the busiest core.
+        # The slowest of these limits decides: arithmetic, one threadgroup's waits, the shared cache, a core's loads.
         down = -(-B // rows)
         groups = directions * down * -(-H // units)
         one = CYCLES[rows] * numbers * down * rows / groups

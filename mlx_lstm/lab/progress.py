@@ -72,7 +72,8 @@ class Progress:
             print(text, file=file, flush=True)
 
     def redraw(self) -> None:
-        """Draw the progress line until the context ends: in a terminal once a second, and erase it at the end."""
+        """Draw the progress line until the context ends: in a terminal once a second, and erase it at the end. In a
+        file or a pipe, print a line every EVERY seconds if there is something new."""
         redraws = self.out.isatty()
         while not self.ended.wait(1 if redraws else EVERY):
             with self.lock:

@@ -30,7 +30,7 @@ def layouts(G: int, bidirectional: bool, projects: bool) -> dict[str, list[str]]
     """Return the layout of each argument as a list with one text per axis, such as "T", "2" or "4H". G: the op's number
     of gates. projects: whether the op multiplies source by an input_weight."""
     D = 2 if bidirectional else 1
-    own = ["2"] if bidirectional else []
+    own = ["2"] if bidirectional else []  # the axis of arrays with one entry per direction
     H, DH, GH, DGH = ("H" if n == 1 else f"{n}H" for n in (1, D, G, D * G))
     sequence, state = ["T", "N", DH], ["N", DH]
     axes = {"source": ["T", "N", "I" if projects else DGH], "recurrent_weight": [*own, GH, H]}

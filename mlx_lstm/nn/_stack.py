@@ -46,10 +46,12 @@ from ..recurrence import (
 from ._layers import GRU, LSTM, RNN, Layer
 from ._pointwise import Pointwise
 
-OP = "nn.stack"
+OP = "nn.stack"  # the name of the function in error texts
 KINDS: tuple[type[Layer], ...] = (LSTM, GRU, RNN)
 
 Depths = list[list["Depth"]]
+"""The layers in order; for each layer a list of its groups or, while they are read, of its directions."""
+
 Between = Callable[[int, mx.array], mx.array]
 States = tuple[mx.array | None, mx.array | None]
 
@@ -476,7 +478,7 @@ def read_own(name: str, layer: Pointwise) -> list[Depth]:
 
 def of_calls(weights: Weights) -> Weights:
     """Rename the arrays of all layers and directions to the argument names of `mlx_lstm.lstm`, `gru` or `rnn`. Two
-    biases become their sum."""
+    biases become their sum; of a GRU that needs both, b and bhn."""
     return weights.map(partial(of_call, weights.cell))
 
 

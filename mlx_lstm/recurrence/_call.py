@@ -252,6 +252,7 @@ class Call(NamedTuple):
         )
         metal = choice.has_metal()
         place = choice.Place(device, metal, traced)
+        # best: chooses an engine, without those that a trial of kernels has refused. divided: adds what depends on it.
         op = self.title if cotangents is None else f"{self.cell.op}_gradients"
         table = tuning.current() if metal else tuning.PREDICTED
         best = partial(choice.decide, problem, table, op, self.engine, place)
@@ -308,5 +309,6 @@ def h_of(problem: Problem, saved: Arrays) -> mx.array:
     if cell.op == "rnn":
         return activate(cell.activations[-1], gates)
     c = saved["c"]
+    # h = o output(c), with o the output gate and `output` the last activation.
     blocks = gates.reshape(*gates.shape[:2], D, 4 * H)[..., cell.block("o", H)]
     return (blocks.reshape(c.shape) * activate(cell.activations[-1], c)).astype(gates.dtype)

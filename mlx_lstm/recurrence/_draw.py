@@ -160,7 +160,8 @@ def away_from_limits(problem: Problem, parts: Tensors, signs: Array, rng: np.ran
 
 def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the float arrays for a test run of kernels: a dict by name, in the order of the problem's
-    names. A weight that will be quantized has the shape of its float matrix."""
+    names. A weight that will be quantized has the shape of its float matrix. Letters: T steps, B items, H units, P the
+    width of h, D directions, G gates. own: the first axis of arrays with one entry per direction."""
     T, B, H, P = problem[:4]
     D, G, own = problem.directions, problem.cell.gates, (2,) if problem.bidirectional else ()
     width = problem.packing.group_size if problem.packing and is_packed("Wx", problem.names) else WIDTH

@@ -191,7 +191,8 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> 
     """
     floats = [] if problem.plain else [name for name in drawn.arrays if name not in packed_names(drawn.arrays)]
     judge = drawn.case._replace(cotangents=cotangents if floats and drawn.smooth else {}).judge()
-    # A gradient near a kink of an activation has no error bound: it must have its shape and be finite.
+    # A gradient near a kink of an activation has no error bound: it must have its shape and be finite. So the
+    # argument's own array, which has this shape, stands in the place of the exact gradient.
     rough = {f"d{name}": drawn.case.call[name] for name in floats if f"d{name}" not in judge.exact}
     judge = judge._replace(exact=judge.exact | rough)
     names = sorted({*shown_of(problem), *cotangents_of(problem), *(f"d{name}" for name in floats)})

@@ -402,11 +402,11 @@ class Trial:
         """Return the new states [1 or 2, B, H] after one step in which all parameters are 0 except for some blocks (H
         rows of a parameter each). form: how the step takes and returns states. size: a factor on c before the step.
         Return None if the step raises an error."""
-        if (form, blocks, size) in self.known:
+        if (form, blocks, size) in self.known:  # the results of earlier runs
             return self.known[form, blocks, size]
         arrays = {title: np.zeros(shape) for title, shape in self.shapes.items()}
         for n in blocks:
-            block = self.blocks[n]
+            block = self.blocks[n]  # its view is an array whose rows belong to gates, such as the transpose
             block.view(arrays[block.title])[block.row * self.H : (block.row + 1) * self.H] = self.numbers(n)
         self.set({title: mx.array(array, mx.float64) for title, array in arrays.items()})
         try:
@@ -514,7 +514,7 @@ def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
     tiny, huge = trial.new(form, size=1e-6), trial.new(form, size=1e6)
     if tiny is None or huge is None:
         return
-    factor = tiny[1] / (trial.c * 1e-6)
+    factor = tiny[1] / (trial.c * 1e-6)  # the new c is sigmoid(forget bias) times the old c, as i g is 0
     f = float(np.median(factor))
     if not np.abs(factor - f).max() <= 1e-6 or not 0 < f < 1:
         call = f"With all parameters 0, {form.call} returns a c that is not a part of the c before, the same part for"
@@ -595,6 +595,7 @@ def part_of(
     effect alone; or {}.
     """
     context = tuple(known.values())
+    # base: the new states without block n. got: with it. want: what the formula gives if it is the weights of `part`.
     base, got = trial.new(form, context), trial.new(form, (*context, n))
     if base is None or got is None or not np.abs(got - base).max() > 1e-7:
         return None, got is None
@@ -704,7 +705,8 @@ def joined(blocks: list[list[Block]], order: str, shape: tuple[int, ...]) -> Exp
 
 
 def whole(block: Block, arrays: dict[str, mx.array]) -> mx.array:
-    """Return all rows of the parameter from which `block` (H of its rows) was taken."""
+    """Return all rows of the view of a parameter from which `block` (H of these rows) was taken, such as the transpose.
+    arrays: the module's parameters by title."""
     return block.view(arrays[block.title])
 
 

@@ -233,7 +233,8 @@ class Stepper:
         return f"Stepper({self._op}, x {list(self._shape)}, engine {self.engine_used.engine})"
 
     def _prepare(self) -> None:
-        """Read and check the parameters, choose an engine, and make a stream whose states are zero."""
+        """Read and check the parameters, choose an engine, and make a stream whose states are zero. A stream is the
+        object of an engine that runs the steps."""
         self._watched = watched(self._holders)
         self._count = count_of(self._holders)
         layers = self._read()
@@ -364,7 +365,7 @@ def plan(op: str, cell: Cell | OwnCell, parameters: dict[str, Any], engine: str 
     """Check the parameters of one layer, which have one dtype, and choose the engine for steps of B batch items.
     inputs: the number of inputs of each step that a cell of the user's own reads."""
     Wx, dtype = parameters["Wx"], common_dtype(parameters.values())
-    H = Wx.shape[0] // cell.gates
+    H = Wx.shape[0] // cell.gates  # units; P: the width of h
     P = parameters["Wh"].shape[-1] if "Wh" in parameters else H
     traced = cell.traced(B, H, dtype, inputs) if isinstance(cell, OwnCell) else cell
     arrays = parameters | {"x": mx.zeros((B, Wx.shape[-1]), dtype), "h0": mx.zeros((B, P), dtype)}

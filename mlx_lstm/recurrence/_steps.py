@@ -169,7 +169,7 @@ class Steps(NamedTuple):
         if self.hold is None:
             return inner
         live = self.live()
-        ran = mx.cumsum(live.astype(mx.int32), axis=0)
+        ran = mx.cumsum(live.astype(mx.int32), axis=0)  # [T, B]: how many steps have run up to each time index
         keep = self.each_direction(self.whole_keep(arrays), live, 1) if "keep" in arrays else None
         outputs: dict[str, Any] = {}
         for name in ("h", "c"):

@@ -94,6 +94,7 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         one = trial_of(engine, problem._replace(T=problem.chunks.steps, chunks=None)).problem
         limits = one.limits if problem.chunks.recomputes else one.limits._replace(unchunked=0)
         return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
+    # keep_size: the number of elements of the array `keep`. joins: whether launches join the arrays of several steps.
     joins, limits, keep_size = False, problem.limits, problem.T * problem.B * problem.directions
     if engine == "fused" and fused.runs_apart(problem):
         problem, keep_size = problem._replace(bidirectional=False), problem.T * problem.B
@@ -119,7 +120,7 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         problem = in_one_direction(problem)
     if wide:
         limits = limits._replace(index=0)
-    small = problem.B * min(problem.H, problem.P) < SMALL
+    small = problem.B * min(problem.H, problem.P) < SMALL  # whether the arrays of one step are that small
     T = JOINING_STEPS if joins else min(problem.T, SMALL) if small else STEPS
     if "keep" in problem.names:
         T = as_small(keep_size, B * problem.directions, T)

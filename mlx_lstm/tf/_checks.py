@@ -15,6 +15,9 @@ from ..engines.tracing import have_values
 from ..ground.checks import as_float, check_array, check_flag, check_integer, check_number, fail
 
 SAVED = ("i", "cs", "f", "o", "ci", "co")
+"""TensorFlow's names of the outputs that its gradient ops read: gates i, f, o, the candidate ci, the state cs before
+and co after its last activation."""
+
 PEEPHOLES = ("wci", "wcf", "wco")
 
 
@@ -101,7 +104,7 @@ def check_size(op: str, rule: str, got: int, expected: int) -> None:
 def check_kinds(op: str, arrays: Arrays) -> None:
     """Check that all arrays are MLX arrays of one floating dtype."""
     dtype = None
-    for name, array in arrays.items():
+    for name, array in arrays.items():  # an array's own shape is passed, so that only type and dtype are checked
         check_array(op, name, array, list(getattr(array, "shape", ())), dtype)
         dtype = array.dtype
 

@@ -318,4 +318,4 @@ def layout_number(cell: AnyCell) -> int:
     """Return the bits of `cell_number` on which the layout of the arranged weights depends: the gate order, and
     whether a GRU resets before the product. Kernels that only move weights get this number, so that cells with
     other activations share them."""
-    return cell_number(cell) & (0xFF | 1 << 23)
+    return cell_number(cell) & (0xFF | 1 << 23)  # bits 0 to 7, and bit 23

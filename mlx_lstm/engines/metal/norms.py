@@ -75,6 +75,7 @@ def numbers_before_sweep(problem: Problem, arrays: Arrays, saved: Arrays, h_in: 
         a = mx.swapaxes(a, 0, 1).reshape(T, B, -1)
         if cell.norm.of == "sum":
             a = a + without_padding(lengths, project(problem, arrays).astype(mx.float32))
+        # Each direction's part of the last axis is normalised by itself, in one block or in one per gate.
         y, r = normalised(a, D * norm_blocks(cell), cell.norm.eps)
         if cell.op == "gru":
             found["q"] = candidates(problem, arrays, y)

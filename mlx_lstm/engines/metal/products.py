@@ -17,6 +17,7 @@ from ..problem import Arrays, Problem
 from .kernel import Launch, Outputs, Source, cached, constant, contiguous, fields_of, prepare, struct_of
 
 THREADS = 256
+"""The threads of a threadgroup of the shader `recurrent_input`."""
 
 
 def project(problem: Problem, arrays: Arrays, launches: int = 2) -> mx.array:
@@ -112,7 +113,7 @@ def gradients_in_few_launches(problem: Problem, arrays: Arrays, sweep: Arrays) -
     gradient of h, and m [D, T, B, H], the vector that the projection multiplies with Wp.
     """
     (D, T, B, P), H, ones = sweep["h_in"].shape, problem.H, sweep.get("ones")
-    d = sweep.get("d_out", sweep["dz"]).reshape(T * B, D, -1)
+    d = sweep.get("d_out", sweep["dz"]).reshape(T * B, D, -1)  # the gradients of the recurrent products
     gradients = {"Wh": (d.transpose(1, 2, 0) @ sweep["h_in"].reshape(D, T * B, P)).reshape(arrays["Wh"].shape)}
     if "b" in arrays:
         gradients["b"] = column_sums(sweep["dz"].reshape(T * B, -1), ones)

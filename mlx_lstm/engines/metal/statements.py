@@ -4,6 +4,9 @@ hidden unit run these statements together.
 With four lanes per unit, each lane computes a different one of the costly functions at the same time: the
 activations of an LSTM's four gates take as long as one activation. A "bundle" is a register that holds a different
 node in each lane: lane k holds node number k of a list. Every other value is the same in all lanes of the unit.
+
+A node is an operation of the cell's graph, named by its number. `quad_broadcast(x, n)` gives all four lanes the x of
+lane n; `simd_shuffle_xor(x, n)` gives each lane the x of lane (own ^ n), an exclusive or.
 """
 
 from collections.abc import Sequence
@@ -128,7 +131,7 @@ class Statements:
     def compute_together(self, group: list[int]) -> None:
         """Append one statement that computes up to four operations, each in a different lane. An operation gets the
         lane that holds its operand, if there is such a lane and it is free."""
-        nodes, lane_of = self.graph.nodes, dict[int, int]()
+        nodes, lane_of = self.graph.nodes, dict[int, int]()  # lane_of: the node that each lane computes
         for n in group:
             home = self.home(n)
             if home is not None and home not in lane_of:
@@ -143,6 +146,7 @@ class Statements:
         if len({*ops.values()}) == 1:
             code = OPERATIONS[nodes[group[0]].op].format(*operands)
         else:
+            # Only tanh and sigmoid are mixed: `squash` computes tanh where its first argument is true, else sigmoid.
             code = f"squash({self.condition([k for k in ops if ops[k] == 'tanh'])}, {operands[0]})"
         self.bundles.append((self.new(group[0], code), [-1 if n is None else n for n in wanted]))
 

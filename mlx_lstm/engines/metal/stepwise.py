@@ -767,7 +767,8 @@ def product_kernel(
 @cached
 def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
     """Return the kernel of a backward step. It writes one array (a row) with the gradients of this step.
-    metal/stepwise_backward.metal describes its inputs, and what a row contains."""
+    metal/stepwise_backward.metal describes its inputs, and what a row contains. present: the names of the arrays that
+    the call has. A threadgroup computes a tile of the product: some batch items, and one column per unit."""
     tile = tile_of(problem, problem.H)
     return StepKernel(
         *(problem, dtype, present),

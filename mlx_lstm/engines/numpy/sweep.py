@@ -69,7 +69,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
     packing = problem.packing
     v = views(arrays if packing is None else with_float_weights(packing, arrays))
     single = v["x"].ndim == 2
-    if single:
+    if single:  # one step without an axis of time
         v["x"] = v["x"][None]
     elif batch_first:
         v["x"] = v["x"].transpose(BATCH_MAJOR)

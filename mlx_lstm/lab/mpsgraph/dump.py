@@ -78,9 +78,10 @@ def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
             dumped = [[parts[order[n]] for n in group] for group in places]
             same = list(order) == sorted(order) and wanted == [size for size in shape if size > 1]
             words = "" if same else words_of(dumped, sizes)
-            to_documented = lambda v, lengths=lengths, inverse=inverse: (
-                v.reshape(lengths).transpose(inverse).reshape(shape)
-            )  # noqa: E731
+
+            def to_documented(v: np.ndarray, lengths: Any = lengths, inverse: Any = inverse) -> np.ndarray:
+                return v.reshape(lengths).transpose(inverse).reshape(shape)
+
             # The first entry is a sort key: the number of axes that do not exist in the documented layout, for example
             # because two axes are joined into one. So layouts that only exchange axes (0) come before other layouts.
             found.append((sum(group not in groups for group in dumped), (words, to_documented)))
