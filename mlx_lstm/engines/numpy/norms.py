@@ -71,8 +71,13 @@ class Normalisation:
 
     def __call__(self, a: Array, out: Array, kept: Array | None = None) -> None:
         """Write the result for a [n, B] to `out`, which may be a itself. kept [n + blocks, B]: memory for y and r,
-        which `before` reads; None if nobody reads them."""
-        y, r = (out, self.spread) if kept is None else self.divided(kept)
+        which `before` reads; or [1, B]: memory for r alone; None if nobody reads them."""
+        if kept is None:
+            y, r = out, self.spread
+        elif len(kept) == 1:
+            y, r, kept = out, kept[None], None
+        else:
+            y, r = self.divided(kept)
         self.normalise(a, y, r)
         if self.scale is not None:
             np.multiply(y, self.scale, out)
@@ -219,12 +224,34 @@ def centres(problem: Problem, v: Views) -> bool:
     )
 
 
-def with_centred_weights(problem: Problem, v: Views) -> Views:
-    """Return the arrays with weights as `centres` says, which the forward pass and the backward pass read."""
+def with_centred_weights(problem: Problem, v: Views, kept: Array | None = None) -> Views:
+    """Return the arrays with weights as `centres` says, which the forward pass and the backward pass read. kept: what
+    the forward pass saved. If it belongs to a `NormOfProduct`, the backward pass needs such weights."""
     norm = norm_options(problem)
-    if norm.of is None or not centres(problem, v):
+    if norm.of is None or not (is_of_product(problem, kept) or centres(problem, v)):
         return v
     return v | {name: centred(norm_blocks(problem.cell), v[name]) for name in CENTRED[norm.of] if name in v}
+
+
+def kept_rows(problem: Problem, v: Views) -> int:
+    """Return how many numbers of the norms the forward pass saves for each step and batch item. For a `NormOfProduct`:
+    r of the recurrent product and, if its norm is one, too, r of the input's product. Otherwise y and r of the
+    recurrent product or of the sum; 0 if neither is normalised."""
+    norm, (_, _, H, P), cell = norm_options(problem), problem[:4], problem.cell
+    rows, blocks = cell.gates * H, norm_blocks(cell)
+    if norm.of is None:
+        return 0
+    # A square matrix as wide as h costs at most half of what the product costs. A call of one step returns its weight
+    # gradients as factors, which a `NormOfProduct` does not have.
+    if norm.of == "sum" or blocks > 1 or 2 * P > rows or problem.T == 1 or not centres(problem, v):
+        return rows + blocks
+    return 2 if norm.of == "products" and "Wx" in v and 2 * v["Wx"].shape[1] <= rows else 1
+
+
+def is_of_product(problem: Problem, kept: Array | None) -> bool:
+    """Return whether the backward pass uses a `NormOfProduct`. kept [T, B, n]: what the forward pass saved, n as in
+    `kept_rows`; None if it saved nothing."""
+    return kept is not None and kept.shape[2] < problem.cell.gates * problem.H + norm_blocks(problem.cell)
 
 
 def centre_gradients(problem: Problem, out: Views) -> None:
@@ -276,11 +303,12 @@ class InputNormOfSteps:
         self.ahead: Array = np.empty((min(problem.T, max(1, AHEAD_ROWS // problem.B)), *self.y.shape), dtype)
         self.d: Array = np.empty((rows, problem.B), dtype)  # for the backward pass: the gradient of the result
         self.norm.sum_gradients(self.d, "norm_input_scale" in v, bool({"norm_input_shift", "b"} & v.keys()))
+        self.saved: Array | None = None  # [T, 1, B]: memory for r of every step, if the backward pass reads it
 
-    def __call__(self, x: Array) -> Array:
-        """Return the normalised, scaled and shifted product of x [B, I]. It is valid until the next call."""
+    def __call__(self, x: Array, t: int) -> Array:
+        """Return the normalised, scaled and shifted product of x [B, I] at step t. It is valid until the next call."""
         self.products(x[None], self.y[None])
-        self.norm(self.y, self.y)
+        self.norm(self.y, self.y, None if self.saved is None else self.saved[t])
         return self.y
 
     def products(self, x: Array, out: Array) -> None:
@@ -341,6 +369,7 @@ class InputNorm:
         self.shift: Array | None = bias if shift is None else shift if bias is None else shift + bias
         self.Wx: Array | None = matrix(v["Wx"]) if "Wx" in v else None
         self.centred: bool = self.Wx is not None and centres(problem, v)
+        self.saved: Array | None = None  # [T, 1, B]: memory for r of every step, if the backward pass reads it
 
     def normalise(self, x: Array, y: Array) -> Array:
         """Write to y [G H, n] the normalised product of x [n, I]. Return r [blocks, 1, n]."""
@@ -363,9 +392,12 @@ class InputNorm:
         """Return a view of a [G H, n], divided into the blocks that are normalised: [blocks, G H / blocks, n]."""
         return a.reshape(self.blocks, -1, a.shape[1])
 
-    def __call__(self, x: Array, out: Array) -> None:
-        """Write to `out` [G H, n] the normalised, scaled and shifted product of x [n, I]."""
-        self.normalise(x, out)
+    def __call__(self, x: Array, out: Array, t: int) -> None:
+        """Write to `out` [G H, n] the normalised, scaled and shifted product of x [n, I], for the steps from t on."""
+        r = self.normalise(x, out)
+        if self.saved is not None:
+            B = self.saved.shape[2]
+            self.saved[t : t + len(x) // B] = r.reshape(-1, 1, B)
         if self.scale is not None:
             out *= self.scale[:, None]
         if self.shift is not None:
@@ -387,6 +419,131 @@ class InputNorm:
         parts -= np.matmul(self.row, parts)
         parts -= ys
         parts *= r
+
+
+class NormOfProduct:
+    """The backward pass through the layer normalisation of a product W u in one block, without the product itself.
+
+    The weights W [GH, K] have a mean of 0 over their rows, so y = r W u. d [GH, n]: the gradient of the result of the
+    norm for the columns u [K, n]. With D = d scale and m = mean(D y), the gradient of the product is r (D - m y), up to
+    its mean. It is never computed, because every gradient needs it only in a product with W or u, and a product of W
+    with W, or of u with u, is small. E = W^T D is computed anyway. With c = r^2 m:
+
+        m = r (u E) / GH, summed over K         du = r E - c (W^T W u)
+        dW = scale A - W S                      dscale = the sum of A W over K
+        A = d (r u)^T                           S = (c u) u^T
+    """
+
+    def __init__(self, W: Array, scale: Array | None, columns: int):
+        """Prepare the products. scale [GH], or None for 1. columns: the number of columns u of all calls."""
+        self.W: Array = W
+        self.scale: Array | None = scale
+        self.scaled: Array = W if scale is None else W * scale[:, None]  # of which E is a product with d
+        # W^T W pays only if there are more columns u than columns of W.
+        self.square: Array | None = W.T @ W if columns > W.shape[1] else None
+        self.row: Array = np.full((1, W.shape[1]), 1 / len(W), W.dtype)
+        self.A: Array = np.zeros((len(W), W.shape[1]), W.dtype)
+        self.S: Array = np.zeros((W.shape[1], W.shape[1]), W.dtype)
+
+    def times_square(self, u: Array) -> Array:
+        """Return W^T W u for u [K, n]."""
+        return self.W.T @ (self.W @ u) if self.square is None else self.square @ u
+
+    def through(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
+        """Turn E [K, n] into the gradient of u [K, n], in place, and write c [1, n]. square_u [K, n]: W^T W u. r [1,
+        n]. scratch [K, n]: memory that is overwritten."""
+        np.matmul(self.row, np.multiply(u, E, scratch), out=c)
+        np.multiply(E, r, E)
+        c *= r
+        c *= r
+        c *= r
+        np.subtract(E, np.multiply(square_u, c, scratch), E)
+
+    def add(self, d: Array, u: Array, r: Array, c: Array) -> None:
+        """Add the terms of some columns to the gradients. d [GH, n], u [n, K], r [n, 1], c [n, 1]."""
+        self.A += d @ (u * r)
+        self.S += (u * c).T @ u
+
+    def add_gradients(self, products: WeightGradients, weights: str, scale: str) -> None:
+        """Add the gradients of W and of the scale to those of the call. weights, scale: their names in the call."""
+        if scale in products.out:
+            products.add(scale, np.einsum("rk,rk->r", self.A, self.W))
+        if weights in products.out:
+            scaled = self.A if self.scale is None else self.A * self.scale[:, None]
+            products.add(weights, scaled - self.W @ self.S)
+
+
+class RecurrentNorm:
+    """The layer normalisation of the recurrent product in the backward pass of one direction, as a `NormOfProduct`. B:
+    batch items, P: the width of h, n = steps x batch: the columns of a chunk."""
+
+    def __init__(self, problem: Problem, v: Views, kept: Array, chunk: int):
+        """Allocate the memory. kept [T, 1 or 2, B]: r of the recurrent product and of the input's product. chunk: the
+        largest number of steps in a chunk."""
+        (T, B, _, P), dtype = problem[:4], v["x"].dtype
+        self.norm: NormOfProduct = NormOfProduct(matrix(v["Wh"]), v.get("norm_scale"), T * B)
+        self.shift: Array | None = v.get("norm_shift")
+        self.r: Array = kept[:, :1]
+        self.h, self.square_h = (columns_buffer(P, chunk * B, B, dtype) for _ in range(2))
+        self.c: Array = np.empty((1, chunk * B), dtype)
+        self.scratch: Array = np.empty((P, B), dtype)
+
+    def begin_chunk(self, start: int, h_in: Array) -> None:
+        """Begin a chunk, the first of which is step `start`. h_in [n, P]: what the recurrent product read."""
+        n, self.start = len(h_in), start
+        np.copyto(self.h[:, :n], h_in.T)
+        np.copyto(self.square_h[:, :n], self.norm.times_square(self.h[:, :n]))
+
+    def product(self, k: int, out: Array) -> None:
+        """Write to `out` [H, n] the normalised, scaled and shifted product of gate k at the steps of the chunk."""
+        rows, (H, n) = slice(k * len(out), (k + 1) * len(out)), out.shape
+        np.matmul(self.norm.scaled[rows], self.h[:, :n], out=out)
+        out *= self.r_of_chunk(n)
+        if self.shift is not None:
+            out += self.shift[rows, None]
+
+    def r_of_chunk(self, n: int) -> Array:
+        """Return r of the n columns of a chunk."""
+        steps = n // self.r.shape[2]
+        return self.r[self.start : self.start + steps].reshape(n)
+
+    def through(self, t: int, columns: slice, dh: Array) -> None:
+        """Turn E of step t, `dh` [P, B], into the gradient of the h in the recurrent product, in place."""
+        u, square_u, c = self.h[:, columns], self.square_h[:, columns], self.c[:, columns]
+        self.norm.through(u, square_u, self.r[t], dh, c, self.scratch)
+
+    def end_chunk(self, dz: Array, h_in: Array, products: WeightGradients) -> None:
+        """Add the terms of a chunk. dz [GH, n]: the gradients of the norm's results. h_in [n, P]."""
+        n = len(h_in)
+        self.norm.add(dz, h_in, self.r_of_chunk(n)[:, None], self.c[0, :n, None])
+        products.accumulate("norm_shift", dz, np.ones(n, dz.dtype))
+
+    def add_gradients(self, products: WeightGradients) -> None:
+        """Add the gradients of Wh and of the scale to those of the call."""
+        self.norm.add_gradients(products, "Wh", "norm_scale")
+
+
+class InputNormOfProduct:
+    """The layer normalisation of the input's product in the backward pass, as a `NormOfProduct`."""
+
+    def __init__(self, problem: Problem, v: Views, kept: Array):
+        """kept [T, 2, B]: r of the recurrent product and of the input's product."""
+        self.norm: NormOfProduct = NormOfProduct(matrix(v["Wx"]), v.get("norm_input_scale"), problem.T * problem.B)
+        self.r: Array = kept[:, 1]
+
+    def back(self, start: int, stop: int, x: Array, d: Array, products: WeightGradients) -> None:
+        """Write the gradient of x for the steps from `start` to `stop`, and add their terms to the gradients of the
+        arrays. x [n, I]: the input. d [GH, n]: the gradient of the norm's result."""
+        E, r, c = d.T @ self.norm.scaled, self.r[start:stop].reshape(1, -1), np.empty((1, len(x)), x.dtype)
+        x = matrix(x)
+        self.norm.through(x.T, self.norm.times_square(x.T), r, E.T, c, np.empty_like(E).T)
+        self.norm.add(d, x, r.T, c.T)
+        products.add_input(start, stop, E)
+        products.accumulate("norm_input_shift", d, np.ones(d.shape[1], d.dtype))
+
+    def add_gradients(self, products: WeightGradients) -> None:
+        """Add the gradients of Wx and of the scale to those of the call."""
+        self.norm.add_gradients(products, "Wx", "norm_input_scale")
 
 
 class NormBackward:

@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 
 from ..problem import Problem
-from .norms import InputNorm, with_centred_weights
+from .norms import (
+    InputNorm,
+    InputNormOfProduct,
+    NormBackward,
+    NormOfC,
+    RecurrentNorm,
+    is_of_product,
+    with_centred_weights,
+)
 from .products import FEATURE_MAJOR, Array, Views, WeightGradients, matrix
 from .steps import Step, StepBackward, steps_of
 
@@ -21,7 +29,7 @@ SEQUENCES = ("h", "c", "gates")
 
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     """Run all steps of one direction. Write the outputs that `out` contains: h [T, B, P], c [T, B, H], gates [T, B,
-    GH], norms [T, B, GH + blocks], hT [B, P] and cT [B, H].
+    GH], norms [T, B, `norms.kept_rows`], hT [B, P] and cT [B, H].
 
     Every batch item runs at every step, even if it has ended or, in reverse, has not begun. That does no harm, because
     the columns of one item do not affect the columns of others. Afterwards the outputs at these steps are overwritten
@@ -32,6 +40,10 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     run, products, ends = step.run, step.products, Ends(problem, v)
     buffers, block = products.h_buffers, products.block
     h, (gates, norms) = out["h"], [out[n].transpose(FEATURE_MAJOR) if n in out else None for n in ("gates", "norms")]
+    if norms is not None and is_of_product(problem, out["norms"]):
+        if norms.shape[1] == 2:
+            products.norm.saved = norms[:, 1:]
+        norms = norms[:, :1]
     if "c" in out:
         c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (problem.cell.carried * H, B), dtype)
     else:  # an empty c, so that the loop below serves every cell
@@ -111,7 +123,7 @@ class BackwardSweep:
         forward pass. dv: the cotangents of some outputs by name."""
         dtype, (_, B, H, P), carried = v["x"].dtype, problem[:4], problem.cell.carried
         if problem.cell.norm is not None:
-            v = with_centred_weights(problem, v)
+            v = with_centred_weights(problem, v, saved.get("norms"))
         self.problem, self.v, self.dv, self.h = problem, v, dv, saved["h"]
         self.ends: Ends = Ends(problem, v)
         self.mask: Any = step_mask(v, problem)
@@ -144,8 +156,8 @@ class BackwardSweep:
         for name, d_state in (("h0", self.dh), ("c0", self.dc)):
             if name in out:
                 out[name][...] = d_state.T
-        for norm in (self.step.norm, self.step.norm_of_c):
-            if norm is not None:
+        for norm in (self.step.norm, self.step.norm_of_c, self.step.of_input):
+            if isinstance(norm, NormBackward | RecurrentNorm | NormOfC | InputNormOfProduct):
                 norm.add_gradients(self.products)
         if (params := self.problem.cell.params) in out:
             self.products.add(params, self.step.dparams.sum(axis=1))
@@ -205,13 +217,17 @@ class BackwardSweep:
         of the weights. h_in: what the recurrent product of these steps read, [steps * B, P]."""
         n = (stop - start) * self.problem.B
         dz, x = self.step.dz[:, :n], None  # [GH, n]
-        if "Wx" in self.out or "Wx" in self.products.factors or isinstance(self.step.of_input, InputNorm):
+        of_input = self.step.of_input
+        if "Wx" in self.out or "Wx" in self.products.factors or isinstance(of_input, InputNorm | InputNormOfProduct):
             x = self.inputs(start, stop)
         self.step.end_chunk(self.products, h_in)
         if not self.step.input_by_step:
             self.products.accumulate("b", dz, np.ones(n, dz.dtype))
-        if isinstance(self.step.of_input, InputNorm) and x is not None:
-            self.step.of_input.back(x, dz, self.products)
+        if isinstance(of_input, InputNormOfProduct) and x is not None:
+            of_input.back(start, stop, x, dz, self.products)
+            return
+        if isinstance(of_input, InputNorm) and x is not None:
+            of_input.back(x, dz, self.products)
         self.products.write_input(start, stop, dz, self.v.get("Wx"))
         if x is not None:
             self.products.accumulate("Wx", dz, matrix(x))

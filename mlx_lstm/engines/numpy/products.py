@@ -212,12 +212,12 @@ class SeparateProducts:
         at `start`. The ways in turn: a normalised product of one step or of the block; x that is projected already;
         Wx x, where the bias may be a column of Wx."""
         if self.by_step:
-            return self.norm(self.x[start])
+            return self.norm(self.x[start], start)
         if self.norm is not None:
             x = self.x[start : start + self.block]
             x = x.reshape(-1, x.shape[-1])
             ahead = self.ahead[:, : len(x)]
-            self.norm(x, ahead)
+            self.norm(x, ahead, start)
             return ahead
         if self.Wx is None:
             x = self.x[start].T
@@ -361,6 +361,14 @@ class WeightGradients:
         else:
             self.out[name][...] = term
             self.begun.add((name, None))
+
+    def add_input(self, start: int, stop: int, term: Array) -> None:
+        """Write the gradient of x for the steps from `start` to `stop`, if this gradient is requested. term [n, I],
+        with n = steps x batch. The direction that runs second adds its term."""
+        if "x" in self.out:
+            dx = self.out["x"][start:stop]
+            np.add(dx, term.reshape(dx.shape), dx) if start in self.written else np.copyto(dx, term.reshape(dx.shape))
+            self.written.add(start)
 
     def write_input(self, start: int, stop: int, dz: Array, Wx: Array | None) -> None:
         """Write the gradient of x for the steps from `start` to `stop`, if this gradient is requested. dz [GH, n]: the

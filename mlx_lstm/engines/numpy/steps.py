@@ -22,9 +22,14 @@ from ..cell_tracer import graph_of
 from ..cells import AnyCell, form_of
 from ..problem import Problem
 from .norms import (
+    InputNorm,
+    InputNormOfProduct,
     InputNormOfSteps,
     NormBackward,
+    NormOfC,
+    RecurrentNorm,
     input_norm_of,
+    is_of_product,
     norm_of_preactivations,
     norm_of_state,
     with_centred_weights,
@@ -309,9 +314,10 @@ def steps_of(sequence: Array) -> Callable[[int], Array]:
 
 
 @lru_cache(128)
-def backward_function(plan: Plan, with_input: bool) -> Build:
+def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
     """Return the function that builds a backward step: step(own, t, columns, c_prev, c, d0, dc, e). with_input: whether
-    the step computes the layer normalisation of the input's product.
+    the step computes the layer normalisation of the input's product. by_weights: whether the norm of the recurrent
+    product is a `RecurrentNorm`.
 
     The step reads
 
@@ -363,7 +369,7 @@ def backward_function(plan: Plan, with_input: bool) -> Build:
     }  # fmt: skip
     if words.count("s0") > 1:  # a contiguous copy, because every operation on the view would be slower
         read["s0"] = "copyto(s0, own.h_prev[t - own.start].T)"
-    normalises = plan.cell.norm is not None and plan.cell.norm.of is not None
+    normalises = plan.cell.norm is not None and plan.cell.norm.of is not None and not by_weights
     for name in [*["dz"] * normalises, *["dx"] * with_input]:
         read.pop(name)  # an array of one step, which `NormBackward` has
     before = [line for name, line in read.items() if name in words] + ["N0.is_kept = False"] * ("N0" in words)
@@ -375,7 +381,7 @@ def backward_function(plan: Plan, with_input: bool) -> Build:
     if normalises:
         after = ["through_Wh(through_norm(t, columns), d0)"]
     elif plan.whole:
-        after = ["through_Wh(dz, d0)"]
+        after = ["through_Wh(dz, d0)"] + ["through_norm(t, columns, d0)"] * by_weights
     else:
         after = ["own.through_rows(dz, d0)" if plan.rows else "d0.fill(0)"]
     return function_of(
@@ -413,16 +419,13 @@ class StepBackward:
         self.cell, self.H = cell, H
         self.dz: Array = columns_buffer(cell.gates * H, n, B, dtype)
         self.by_column: list[Array] = [self.dz]
-        self.norm: NormBackward | None = None
-        self.of_input, norm, self.norm_of_c = None, None, None
+        self.norm: NormBackward | RecurrentNorm | None = None
+        self.of_input: Any = None
+        self.norm_of_c: NormOfC | None = None
         if cell.norm is not None:
-            self.of_input, norm = input_norm_of(problem, v), norm_of_preactivations(problem, v)
             self.norm_of_c = norm_of_state(problem, v)
-        if norm is not None:
-            kept = saved["norms"].transpose(FEATURE_MAJOR)
-            self.norm = NormBackward(problem, v, norm, self.of_input, plan.other, kept, self.dz)
-            self.by_column.append(self.norm.dp)
-            more |= {"through_norm": self.norm.through, "dz": self.norm.d, "dx": self.norm.dx}
+            if cell.norm.of is not None:
+                more |= self.prepare_norms(problem, v, saved["norms"])
         self.input_by_step: bool = isinstance(self.of_input, InputNormOfSteps)
         widths = {"dx": 0 if self.input_by_step else len(plan.other) * H, "m": H * plan.second, "dh": P * plan.projects}
         for name, width in widths.items():
@@ -431,6 +434,9 @@ class StepBackward:
                 self.by_column.append(more[f"all_{name}"])
         self.dx, self.m, self.dh = map(more.get, ("all_dx", "all_m", "all_dh"))
         self.Wh: Any = matrix(v["Wh"]) if plan.rows else None
+        by_weights = isinstance(self.norm, RecurrentNorm)
+        if isinstance(self.norm, RecurrentNorm):
+            self.Wh = self.norm.norm.scaled
         if plan.recomputed:
             self.q = more["all_q"] = columns_buffer(len(plan.recomputed) * H, n, B, dtype)
         self.bhn: Array | None = v.get("bhn")
@@ -453,9 +459,27 @@ class StepBackward:
         h_at = steps_of(saved["h"]) if plan.reads_h else None
         # The function gets this object as an argument. If it held the object, both would be a cycle, and the arrays
         # would be freed much later.
-        self.run: Callable[..., None] = backward_function(plan, self.input_by_step)(
+        self.run: Callable[..., None] = backward_function(plan, self.input_by_step, by_weights)(
             H, B, dtype, saved_at, h_at, self.dz, through, more
         )
+
+    def prepare_norms(self, problem: Problem, v: Views, saved: Array) -> dict[str, Any]:
+        """Make the layer normalisations of the products. Return the arrays and the function that a step reads. saved:
+        what the forward pass saved of the norms, [T, B, .]."""
+        kept = saved.transpose(FEATURE_MAJOR)
+        if is_of_product(problem, saved):
+            norm = self.norm = RecurrentNorm(problem, v, kept, self.chunk)
+            self.by_column.append(norm.c)
+            if kept.shape[1] == 2:
+                self.of_input = InputNormOfProduct(problem, v, kept)
+            elif problem.cell.norm is not None and problem.cell.norm.of == "products":
+                self.of_input = InputNorm(problem, v)
+            return {"through_norm": norm.through}
+        self.of_input, of_z = input_norm_of(problem, v), norm_of_preactivations(problem, v)
+        assert of_z is not None
+        norm = self.norm = NormBackward(problem, v, of_z, self.of_input, self.plan.other, kept, self.dz)
+        self.by_column.append(norm.dp)
+        return {"through_norm": norm.through, "dz": norm.d, "dx": norm.dx}
 
     def through_rows(self, dz: Array, dh: Array) -> None:
         """Write to dh [H, B] the gradient of h times the mask, for a GRU whose reset comes before the candidate's
@@ -472,11 +496,15 @@ class StepBackward:
         self.start, self.h_prev, self.h_in = start, h_prev, h_in
         if isinstance(self.of_input, InputNormOfSteps) and x is not None:
             self.of_input.begin_chunk(x)
+        if isinstance(self.norm, RecurrentNorm):
+            self.norm.begin_chunk(start, h_in)
         if self.q is not None:
             for row, k in enumerate(self.plan.recomputed):
                 out = self.q[row * self.H : (row + 1) * self.H, : len(h_in)]
                 if self.norm is None:
                     np.matmul(self.Wh[k * self.H : (k + 1) * self.H], matrix(h_in).T, out=out)
+                elif isinstance(self.norm, RecurrentNorm):
+                    self.norm.product(k, out)
                 else:
                     self.norm.product(k, out, start)
                 if self.bhn is not None:
@@ -484,7 +512,7 @@ class StepBackward:
 
     def begin_step(self, ended: Array | None) -> None:
         """Begin a step. ended: the indices of the batch items that have ended before it, or None."""
-        if self.norm is not None:
+        if isinstance(self.norm, NormBackward):
             self.norm.ended = ended
 
     def skip(self, columns: slice) -> None:
@@ -511,8 +539,10 @@ class StepBackward:
         """Add the terms of one chunk of time steps to the weight gradients in `products`. h_in [n, P]: the h that
         entered the recurrent product at each step of the chunk."""
         n, H, cell, h_in = len(h_in), self.H, self.cell, matrix(h_in)
+        if isinstance(self.norm, RecurrentNorm):
+            self.norm.end_chunk(self.dz[:, :n], h_in, products)
         # dp: the gradients of the recurrent products; with a norm they are others than dz.
-        for start, stop in self.plan.rows:
+        for start, stop in self.plan.rows if not isinstance(self.norm, RecurrentNorm) else ():
             rows = slice(None) if (start, stop) == (0, cell.gates) else slice(start * H, stop * H)
             dp = self.dz if self.norm is None else self.norm.dp
             products.accumulate("Wh", dp[rows, :n], h_in, rows)
