@@ -23,13 +23,16 @@ from ..cells import AnyCell, form_of
 from ..problem import Problem
 from .norms import (
     InputNorm,
-    InputNormOfProduct,
     InputNormOfSteps,
+    InputProductNorm,
     NormBackward,
+    NormByFactors,
     NormOfC,
+    Normalisation,
     RecurrentNorm,
     input_norm_of,
-    is_of_product,
+    by_factors,
+    kept_rows,
     norm_of_preactivations,
     norm_of_state,
     with_centred_weights,
@@ -184,7 +187,7 @@ WIDE = ("n0", "d0", "dh")
 
 
 @lru_cache(256)
-def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bool, bhn: bool) -> Build:
+def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bool, bhn: bool, of: str | None) -> Build:
     """Return the function that builds a forward step: step(operand, xs, s0, c_prev, y, c, n0, kept=None).
 
     The step reads these arrays; z and us are fixed, the same in every call:
@@ -202,8 +205,8 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
         kept           what the backward pass of layer normalisation needs, unless it is None
 
     order: the order of the gates in z. negated: the gates whose rows of z are negated. adds: whether xs is added to z
-    at once. bhn: whether bhn is added to the candidate's product. With layer normalisation the step calls `normalise`
-    on z before or after xs is added, and N0 on c.
+    at once. bhn: whether bhn is added to the candidate's product. of: what the step normalises, as in `NormOptions.of`:
+    it calls `normalise` on z before or after xs is added. With a norm of c it calls N0.
     """
     graph, letters, carried = plan.graph, plan.cell.gate_order, plan.graph.states - 1
     x = "z" if plan.rows and not graph.apart else "xs"
@@ -225,7 +228,6 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
     before = [f"matmul(weights{n}, operand, product{n})" for n in range(len(plan.rows))]
     # The statements before those of the graph: the product, the norm and the sum with xs, in the order that the norm
     # wants, and bhn. A list times a bool is the list or [].
-    of = plan.cell.norm.of if plan.cell.norm is not None else None
     normalise = ["normalise(z, z, kept)"] * (of is not None)
     before += ["add(z, xs, z)"] * adds + normalise if of == "sum" else normalise + ["add(z, xs, z)"] * adds
     before += ["add(z_n, bhn, z_n)"] * bhn
@@ -238,26 +240,31 @@ class Step:
     user's cell the caller writes the step's inputs to `us` [U H, B]: U inputs for each of H hidden units and B batch
     items."""
 
-    def __init__(self, problem: Problem, v: Views, mask: Array | None, streamed: bool = False):
+    def __init__(
+        self, problem: Problem, v: Views, mask: Array | None, streamed: bool = False, norms: Array | None = None
+    ):
         """Allocate the arrays that every step overwrites. streamed: the steps arrive one at a time
-        (`engines.numpy.stream`)."""
+        (`engines.numpy.stream`). norms [T, B, n]: memory for what the backward pass of norms reads, if it runs."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         plan = plan_of(cell, graph_arrays(v), problem.return_gates)
         self.apart: bool = plan.graph.apart
+        self.by_factors: bool = False
+        self.enter: Callable[[int, Array, Array], Any] | None = None
+        """Writes to its last argument what h [P, B] of step t becomes when it enters the product; None: h itself."""
+        if mask is not None:
+            self.enter = lambda t, h, out: np.multiply(h, mask[t].T, out=out)
         norm = of_input = norm_of_c = None
         if cell.norm is not None:
-            many = problem._replace(T=problem.P) if streamed else problem  # a stream uses its weights often
-            v = with_centred_weights(many, v)
-            norm, norm_of_c = norm_of_preactivations(many, v), norm_of_state(problem, v)
-            of_input = (
-                None if streamed else input_norm_of(problem, v)
-            )  # in a stream the caller computes the input's part
-        apart = self.apart or not cell.recurrent or (cell.norm is not None and cell.norm.of in ("product", "products"))
+            v, norm, of_input = self.prepare_norms(problem, v, streamed, norms)
+            norm_of_c = norm_of_state(problem, v)
+        of = cell.norm.of if cell.norm is not None and not self.by_factors else None
+        apart = self.apart or not cell.recurrent or of in ("product", "products") or of_input is not None
         negatable = plan.negatable if norm is None else ""
+        copies_h = self.enter is not None
         self.products: Any = (
-            SeparateProducts(problem, v, mask, of_input)
+            SeparateProducts(problem, v, copies_h, of_input)
             if apart
-            else input_products(problem, v, mask, negatable, streamed)
+            else input_products(problem, v, copies_h, negatable, streamed)
         )
         products, more = self.products, constants_of(plan, cell, v, B) | {"normalise": norm, "N0": norm_of_c}
         z = np.empty((cell.gates * H, B), dtype)
@@ -276,9 +283,27 @@ class Step:
             more |= {"z_n": z[cell.block("n", H)], "bhn": np.repeat(v["bhn"][:, None], B, axis=1)}
         adds = bool(plan.rows) and not self.apart and not isinstance(products, JoinedProduct)
         saves = problem.training or problem.return_gates
-        build = forward_function(plan, products.order, products.negated, saves, adds, "bhn" in v)
+        build = forward_function(plan, products.order, products.negated, saves, adds, "bhn" in v, of)
         self.product: Array = product
         self.run: Callable[..., None] = build(H, B, dtype, z, weights, product, more)
+
+
+    def prepare_norms(
+        self, problem: Problem, v: Views, streamed: bool, norms: Array | None
+    ) -> tuple[Views, Normalisation | None, InputNorm | InputNormOfSteps | None]:
+        """Return the arrays as the products read them, and the norms of the preactivations and of the input's product,
+        if the step computes them. In a stream the caller computes the input's part."""
+        many = problem._replace(T=problem.P) if streamed else problem  # a stream uses its weights often
+        rows = 0 if streamed else kept_rows(problem, v) if norms is None else norms.shape[2]
+        self.by_factors = by_factors(problem, rows)
+        v = with_centred_weights(many, v, self.by_factors)
+        if not self.by_factors:
+            return v, norm_of_preactivations(many, v), None if streamed else input_norm_of(problem, v)
+        forward, multiply = NormByFactors(problem, v, norms, rows), self.enter
+        self.enter = forward.enter
+        if multiply is not None:
+            self.enter = lambda t, h, out: forward.enter(t, multiply(t, h, out), out)
+        return forward.arrays, None, input_norm_of(problem, forward.arrays) if rows == 1 else None
 
 
 def constants_of(plan: Plan, cell: AnyCell, v: Views, B: int) -> dict[str, Any]:
@@ -467,11 +492,11 @@ class StepBackward:
         """Make the layer normalisations of the products. Return the arrays and the function that a step reads. saved:
         what the forward pass saved of the norms, [T, B, .]."""
         kept = saved.transpose(FEATURE_MAJOR)
-        if is_of_product(problem, saved):
+        if by_factors(problem, saved.shape[2]):
             norm = self.norm = RecurrentNorm(problem, v, kept, self.chunk)
             self.by_column.append(norm.c)
             if kept.shape[1] == 2:
-                self.of_input = InputNormOfProduct(problem, v, kept)
+                self.of_input = InputProductNorm(problem, v, kept)
             elif problem.cell.norm is not None and problem.cell.norm.of == "products":
                 self.of_input = InputNorm(problem, v)
             return {"through_norm": norm.through}
@@ -504,7 +529,7 @@ class StepBackward:
                 if self.norm is None:
                     np.matmul(self.Wh[k * self.H : (k + 1) * self.H], matrix(h_in).T, out=out)
                 elif isinstance(self.norm, RecurrentNorm):
-                    self.norm.product(k, out)
+                    self.norm.product(k, out, h_in)
                 else:
                     self.norm.product(k, out, start)
                 if self.bhn is not None:
