@@ -229,6 +229,14 @@ def with_centred_weights(problem: Problem, v: Views, by_factors: bool = False) -
     return v | {name: centred(norm_blocks(problem.cell), v[name]) for name in CENTRED[norm.of] if name in v}
 
 
+FACTOR_ROWS = 4
+"""How many rows (steps x batch) a call has for each column of a weight, at least, if its norms are computed by factors
+(`Factor`). For fewer rows the square matrices would cost more than they save."""
+
+FACTOR_TYPES = (np.float32,)
+"""The dtypes of calls whose norms may be computed by factors. The matrices are computed in float64."""
+
+
 def kept_rows(problem: Problem, v: Views) -> int:
     """Return how many numbers of the norms the forward pass saves for each step and batch item: 0 if no product is
     normalised. If the norms are computed by factors (`ProductNorm`): r of the recurrent product; and, if the input's
@@ -238,17 +246,18 @@ def kept_rows(problem: Problem, v: Views) -> int:
     if norm.of is None:
         return 0
     # The factors need a square matrix as wide as h. Its product costs at most half of the recurrent product, and its
-    # computation pays for enough rows (steps x batch). A call of one step returns its weight gradients in another form.
-    # In float64 the matrix would be less precise than the product.
-    pays = 2 * P <= rows and P <= 2 * T * B and T > 1 and v["x"].dtype == np.float32
+    # computation pays for enough rows (steps x batch), but not for each segment of a call with lengths. A call of one
+    # step returns its weight gradients in another form. In float64 the matrix would be less precise than the product.
+    pays = rows >= 2 * P and FACTOR_ROWS * P <= T * B and T > 1
+    pays = pays and v["x"].dtype in FACTOR_TYPES and "lengths" not in v
     if norm.of == "sum" or blocks > 1 or not pays or (cell.op == "pointwise" and cell.apart and "norm_shift" in v):
         return rows + blocks
-    return 2 if norm.of == "products" and "Wx" in v and 2 * v["Wx"].shape[1] <= min(rows, 4 * T * B) else 1
+    width = v["Wx"].shape[1] if norm.of == "products" and "Wx" in v else rows
+    return 2 if 2 * width <= rows and FACTOR_ROWS * width <= T * B else 1
 
 
 def by_factors(problem: Problem, rows: int) -> bool:
-    """Return whether the norms are computed by factors (`ProductNorm`). rows: what `kept_rows` returned for the whole
-    call, also if `problem` is only a part of it."""
+    """Return whether the norms are computed by factors (`Factor`, `ProductNorm`). rows: what `kept_rows` returned."""
     return 0 < rows < problem.cell.gates * problem.H + norm_blocks(problem.cell)
 
 
@@ -526,21 +535,15 @@ class ProductNorm:
         A = d (r u)^T                           S = (c u) u^T
     """
 
-    def __init__(self, W: Array, scale: Array | None, columns: int):
-        """Prepare the products. scale [GH], or None for 1. columns: the number of columns u of all calls."""
+    def __init__(self, W: Array, scale: Array | None):
+        """Prepare the products. scale [GH], or None for 1."""
         self.W: Array = W
         self.scale: Array | None = scale
         self.scaled: Array = W if scale is None else W * scale[:, None]  # of which E is a product with d
-        # W^T W and S pay only if there are more columns u than columns of W.
-        self.square: Array | None = W.T @ W if columns > W.shape[1] else None
+        self.square: Array = W.T @ W
         self.row: Array = np.full((1, W.shape[1]), 1 / len(W), W.dtype)
         self.A: Array = np.zeros((len(W), W.shape[1]), W.dtype)
-        # S; without `square` it is W S, the sum of W (c u) u^T.
-        self.S: Array = np.zeros_like(self.A) if self.square is None else np.zeros_like(self.square)
-
-    def times_square(self, u: Array) -> Array:
-        """Return W^T W u for u [K, n], or for several such arrays [steps, K, n]."""
-        return self.W.T @ (self.W @ u) if self.square is None else self.square @ u
+        self.S: Array = np.zeros_like(self.square)
 
     def through(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
         """Turn E [K, n] into the gradient of u [K, n], in place, and write c [1, n]. square_u [K, n]: W^T W u. r [1,
@@ -560,8 +563,7 @@ class ProductNorm:
     def add(self, d: Array, u: Array, r: Array, c: Array) -> None:
         """Add the terms of some columns to the gradients. d [GH, n], u [n, K], r [n, 1], c [n, 1]."""
         self.A += d @ (u * r)
-        scaled = (u * c).T
-        self.S += (scaled if self.square is not None else self.W @ scaled) @ u
+        self.S += (u * c).T @ u
 
     def add_gradients(self, products: WeightGradients, weights: str, scale: str) -> None:
         """Add the gradients of W and of the scale to those of the call. weights, scale: their names in the call."""
@@ -569,7 +571,7 @@ class ProductNorm:
             products.add(scale, np.einsum("rk,rk->r", self.A, self.W))
         if weights in products.out:
             scaled = self.A if self.scale is None else self.A * self.scale[:, None]
-            products.add(weights, scaled - (self.S if self.square is None else self.W @ self.S))
+            products.add(weights, scaled - self.W @ self.S)
 
 
 class RecurrentNorm:
@@ -579,8 +581,8 @@ class RecurrentNorm:
     def __init__(self, problem: Problem, v: Views, kept: Array, chunk: int):
         """Allocate the memory. kept [T, 1 or 2, B]: r of the recurrent product and of the input's product. chunk: the
         largest number of steps in a chunk."""
-        (T, B, _, P), dtype = problem[:4], v["x"].dtype
-        self.norm: ProductNorm = ProductNorm(matrix(v["Wh"]), v.get("norm_scale"), T * B)
+        (_, B, _, P), dtype = problem[:4], v["x"].dtype
+        self.norm: ProductNorm = ProductNorm(matrix(v["Wh"]), v.get("norm_scale"))
         self.shift: Array | None = v.get("norm_shift")
         self.r: Array = kept[:, :1]
         self.h: Array = np.empty((chunk, P, B), dtype)
@@ -593,10 +595,10 @@ class RecurrentNorm:
         P, B = self.h.shape[1:]
         self.start, self.steps = start, len(h_in) // B
         if B == 1:
-            self.square_h: Array = self.norm.times_square(h_in.T).T[:, :, None]
+            self.square_h: Array = (h_in @ self.norm.square)[:, :, None]
         np.copyto(self.h[: self.steps], h_in.reshape(-1, B, P).transpose(0, 2, 1))
         if B > 1:
-            self.square_h = self.norm.times_square(self.h[: self.steps])
+            self.square_h = self.norm.square @ self.h[: self.steps]
 
     def product(self, k: int, out: Array, h_in: Array) -> None:
         """Write to `out` [H, n] the normalised, scaled and shifted product of gate k at the steps of the chunk."""
@@ -629,9 +631,9 @@ class RecurrentNorm:
 class InputProductNorm:
     """The layer normalisation of the input's product in the backward pass, as a `ProductNorm`."""
 
-    def __init__(self, problem: Problem, v: Views, kept: Array):
-        """kept [T, 2, B]: r of the recurrent product and of the input's product."""
-        self.norm: ProductNorm = ProductNorm(matrix(v["Wx"]), v.get("norm_input_scale"), problem.T * problem.B)
+    def __init__(self, v: Views, kept: Array):
+        """Prepare the products. kept [T, 2, B]: r of the recurrent product and of the input's product."""
+        self.norm: ProductNorm = ProductNorm(matrix(v["Wx"]), v.get("norm_input_scale"))
         self.r: Array = kept[:, 1]
 
     def back(self, start: int, stop: int, x: Array, d: Array, products: WeightGradients) -> None:
@@ -639,7 +641,7 @@ class InputProductNorm:
         arrays. x [n, I]: the input. d [GH, n]: the gradient of the norm's result."""
         E, r, c = d.T @ self.norm.scaled, self.r[start:stop].reshape(1, -1), np.empty((1, len(x)), x.dtype)
         x = matrix(x)
-        self.norm.through(x.T, self.norm.times_square(x.T), r, E.T, c, np.empty_like(E).T)
+        self.norm.through(x.T, self.norm.square @ x.T, r, E.T, c, np.empty_like(E).T)
         self.norm.add(d, x, r.T, c.T)
         products.add_input(start, stop, E)
         products.accumulate("norm_input_shift", d, np.ones(d.shape[1], d.dtype))

@@ -36,7 +36,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     by 0.
     """
     dtype, (T, B, H, _), keep, mask = v["x"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
-    step = Step(problem, v, mask, norms=out.get("norms"))
+    step = Step(problem, v, mask, out.get("norms"))
     run, products, enter, ends = step.run, step.products, step.enter, Ends(problem, v)
     buffers, block = products.h_buffers, products.block
     h, (gates, norms) = out["h"], [out[n].transpose(FEATURE_MAJOR) if n in out else None for n in ("gates", "norms")]

@@ -25,13 +25,13 @@ from .norms import (
     InputNorm,
     InputNormOfSteps,
     InputProductNorm,
+    Normalisation,
     NormBackward,
     NormByFactors,
     NormOfC,
-    Normalisation,
     RecurrentNorm,
-    input_norm_of,
     by_factors,
+    input_norm_of,
     kept_rows,
     norm_of_preactivations,
     norm_of_state,
@@ -241,10 +241,10 @@ class Step:
     items."""
 
     def __init__(
-        self, problem: Problem, v: Views, mask: Array | None, streamed: bool = False, norms: Array | None = None
+        self, problem: Problem, v: Views, mask: Array | None, norms: Array | None = None, streamed: bool = False
     ):
-        """Allocate the arrays that every step overwrites. streamed: the steps arrive one at a time
-        (`engines.numpy.stream`). norms [T, B, n]: memory for what the backward pass of norms reads, if it runs."""
+        """Allocate the arrays that every step overwrites. norms [T, B, n]: memory for what the backward pass of
+        norms reads, if it runs. streamed: the steps arrive one at a time (`engines.numpy.stream`)."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         plan = plan_of(cell, graph_arrays(v), problem.return_gates)
         self.apart: bool = plan.graph.apart
@@ -286,7 +286,6 @@ class Step:
         build = forward_function(plan, products.order, products.negated, saves, adds, "bhn" in v, of)
         self.product: Array = product
         self.run: Callable[..., None] = build(H, B, dtype, z, weights, product, more)
-
 
     def prepare_norms(
         self, problem: Problem, v: Views, streamed: bool, norms: Array | None
@@ -496,7 +495,7 @@ class StepBackward:
             norm = self.norm = RecurrentNorm(problem, v, kept, self.chunk)
             self.by_column.append(norm.c)
             if kept.shape[1] == 2:
-                self.of_input = InputProductNorm(problem, v, kept)
+                self.of_input = InputProductNorm(v, kept)
             elif problem.cell.norm is not None and problem.cell.norm.of == "products":
                 self.of_input = InputNorm(problem, v)
             return {"through_norm": norm.through}
@@ -566,11 +565,12 @@ class StepBackward:
         n, H, cell, h_in = len(h_in), self.H, self.cell, matrix(h_in)
         if isinstance(self.norm, RecurrentNorm):
             self.norm.end_chunk(self.dz[:, :n], h_in, products)
-        # dp: the gradients of the recurrent products; with a norm they are others than dz.
-        for start, stop in self.plan.rows if not isinstance(self.norm, RecurrentNorm) else ():
-            rows = slice(None) if (start, stop) == (0, cell.gates) else slice(start * H, stop * H)
+        else:
+            # dp: the gradients of the recurrent products; with a norm they are others than dz.
             dp = self.dz if self.norm is None else self.norm.dp
-            products.accumulate("Wh", dp[rows, :n], h_in, rows)
+            for start, stop in self.plan.rows:
+                rows = slice(None) if (start, stop) == (0, cell.gates) else slice(start * H, stop * H)
+                products.accumulate("Wh", dp[rows, :n], h_in, rows)
         if self.m is not None and self.dh is not None:
             products.accumulate("Wp", self.dh[:, :n], self.m[:, :n].T)
         elif self.m is not None:

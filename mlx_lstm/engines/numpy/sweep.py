@@ -12,7 +12,7 @@ from math import prod
 import mlx.core as mx
 import numpy as np
 
-from ..cells import AnyCell, norm_blocks
+from ..cells import AnyCell
 from ..directions import one_direction, part
 from ..packing import is_packed
 from ..problem import Arrays, Problem
