@@ -52,6 +52,7 @@ _CHECKS = [
     "-gdwarf-4",
     "-gline-tables-only",  # after -gdwarf-4, which alone asks for variables, too
 ]
+_SLOW = ("lsr", "cgp", "machine-cse", "machine-licm", "machine-sink", "copyprop", "peephole", "block-placement")
 # A kernel runs for milliseconds, so the time to compile it matters. clang optimises as with -O1, but with these options
 # it then generates machine code as with -O0. Compiling takes less time than with -O1 alone.
 _QUICK_CODE = [
@@ -66,6 +67,10 @@ _QUICK_CODE = [
     # would.
     "-mllvm",
     "-experimental-debug-variable-locations=false",
+    # Passes that make code faster and take more time than the faster code saves.
+    "-mllvm",
+    "-opt-disable=early-cse,indvars,licm,loop-rotate,loop-unroll,loop-unroll-full",
+    *[word for name in _SLOW for word in ("-mllvm", f"-disable-{name}")],
 ]
 
 
