@@ -356,7 +356,8 @@ def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, me
                 rule = f"{other.name} must have as many states as the first layer, {first.cell.states},"
                 fail(OP, rule, len(state_names(other.cell)))
             if other.cell != one.cell or other.arrays.keys() != one.arrays.keys():
-                rule = f"{other.name} must have the cell and the parameters of {one.name}"
+                what = "cell" if isinstance(other.cell, OwnCell) else "nonlinearity"
+                rule = f"{other.name} must have the {what} and the parameters of {one.name}"
                 fail(OP, rule, ", ".join([*options_apart(other.cell, one.cell), *other.arrays]))
             if packings(other) != packings(one):
                 fail(OP, f"{other.name} must be quantized as {one.name}", packings(other) or "float weights")
