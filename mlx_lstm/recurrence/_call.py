@@ -106,7 +106,11 @@ class Call(NamedTuple):
         return run(problem, arrays, choice.engine, refusal)
 
     def backward(self, weights_and_arrays: dict[str, Any], saved: Arrays, cotangents: Arrays) -> Arrays:
-        """Return the gradients of all float arrays of the call. Quantized weights have no gradient."""
+        """Return the gradients of all float arrays of the call. Quantized weights have no gradient.
+
+        Engines know no option `hold`, and take `keep` only as [T, B, D]. So a call with one of them goes through
+        `backward_of_steps`, which prepares the arrays.
+        """
         op = f"{self.cell.op}_gradients"
         flags = {"reverse": self.reverse}
         arrays, packing, sizes = check_call(op, weights_and_arrays, self.cell, self.bidirectional, flags)

@@ -83,7 +83,7 @@ def places(array: str, count: int) -> list[Place]:
 class Rewrites(NamedTuple):
     """How `lowered` rewrites a graph. negated: nodes whose places hold the negated value. squares: whether y (1 - y) is
     computed as y - y^2, which takes one pass over memory less if the squares of several gates are computed together.
-    divided: the result of `quotients`."""
+    divided: {product: sigmoid} of the products that are computed as quotients, from `quotients`."""
 
     negated: Collection[int] = ()
     squares: bool = False
