@@ -247,19 +247,26 @@ def test_a_case_that_shows_nothing_is_drawn_again(monkeypatch):
 
 
 def test_the_pages_have_the_numbers_of_comparisons_and_kernels():
+    page, costs = ((ROOT / "docs" / name).read_text() for name in ("check.md", "engines.md"))
     mac, linux = {"device": "gpu", "metal": True}, {"device": "cpu", "metal": False}
     counts = [
         sum(not case.hindrance(engine, **machine) for case in grid(full) for engine in ENGINES)
         for machine in (mac, linux)
         for full in (False, True)
     ]
-    few, all_ = len(kernel_texts(grid())), len({*kernel_texts(grid(full=True)), *generated_texts()})
-    page, costs = ((ROOT / "docs" / name).read_text() for name in ("check.md", "engines.md"))
-    assert f"| a Mac | {counts[0]} | {counts[1]:,} | {few} | {all_:,} |" in page
+    few = len(kernel_texts(grid()))
+    assert f"| a Mac | {counts[0]} | {counts[1]:,} | {few} | " in page
     assert f"| Linux | {counts[2]} | {counts[3]} | none | none |" in page
     start = f"{counts[2]} comparisons on Linux, {counts[0]} on a Mac; with `--full` {counts[3]} and {counts[1]:,} |"
     assert start in (ROOT / "README.md").read_text()
-    assert f"`python -m mlx_lstm.check` | {few} |" in costs and f"check --full` | {all_:,} |" in costs
+    assert f"`python -m mlx_lstm.check` | {few} |" in costs
+
+
+@pytest.mark.slow
+def test_the_pages_have_the_number_of_all_kernels():
+    page, costs = ((ROOT / "docs" / name).read_text() for name in ("check.md", "engines.md"))
+    count = len({*kernel_texts(grid(full=True)), *generated_texts()})
+    assert f" | {count:,} |\n" in page and f"check --full` | {count:,} |" in costs
 
 
 def test_every_file_of_the_shaders_is_compiled():

@@ -94,8 +94,7 @@ def test_the_gate_order_is_the_documented_one():
     assert text.count("order of ``[input_gate, forget_gate, output_gate, cell_gate]``") == 4
 
 
-@pytest.mark.parametrize("name", ["", "encoder.lstm"])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias, name", [(True, ""), (False, "encoder.lstm")])
 @pytest.mark.parametrize("K, D", [(1, 1), (3, 1), (2, 2)])
 def test_a_package_holds_the_layers_with_their_states(K, D, bias, name, tmp_path):
     """The operations of a written Core ML package, computed as Apple documents them, give the outputs and the last

@@ -100,7 +100,17 @@ ON_METAL = {
 }
 
 
-@pytest.mark.parametrize("case", ON_METAL)
+LAYERS_ON_METAL = list(dict.fromkeys(case.rpartition("-")[0] for case in ON_METAL))
+
+
+def is_turn(case):
+    """Return whether a case is a default test: each layer runs on one of its engines, in turns."""
+    layer, _, engine = case.rpartition("-")
+    engines = [each for each in METAL_ENGINES if f"{layer}-{each}" in ON_METAL]
+    return engines[LAYERS_ON_METAL.index(layer) % len(engines)] == engine
+
+
+@pytest.mark.parametrize("case", [pytest.param(n, marks=() if is_turn(n) else pytest.mark.slow) for n in ON_METAL])
 def test_metal_within_bounds(case):
     """On the Metal emulator, two layers with sequences of different lengths give results within derived error
     bounds, for every Metal engine and cell that `engines.choose` allows."""

@@ -190,7 +190,9 @@ def test_every_engine_knows_every_activation():
 
 
 @pytest.mark.parametrize("cell", CELLS[:2] + CELLS[3:], ids=lambda cell: cell.op)
-@pytest.mark.parametrize("B, H, cores", [(32, 256, 4), (32, 256, 40), (64, 64, 10), (128, 128, 40), (64, 256, 76)])
+@pytest.mark.parametrize(
+    "B, H, cores", [(32, 256, 4), (32, 256, 40), (64, 64, 10), (128, 128, 40), (64, 256, 76), (32, 128, 8)]
+)
 def test_two_directions_are_predicted_to_take_the_time_of_twice_the_batch(cell, B, H, cores):
     """For these sizes, which fill the threadgroups, both engines have the same work in both cases."""
     both, wide = ((cell, mx.float32, b, H, cores, d) for b, d in ((B, 2), (2 * B, 1)))
@@ -208,13 +210,13 @@ def test_two_directions_are_predicted_to_take_the_time_of_twice_the_batch(cell, 
     assert tile_of(problems[0], H) == tile_of(problems[1], H)
 
 
-def own_cell(gates, states=1):
-    """Return a cell of the user's own with so many gates and states."""
+def own_cell(gates, states=1, recurrent=True):
+    """Return a cell of the user's own with so many gates and states. recurrent: whether Wh multiplies h."""
 
     def cell(a, s):
         return (mx.tanh(sum(a[1:], a[0]) + s[0]), *s[1:])
 
-    return PointwiseCell(traced(cell, Counts(gates, states, 0, 0), False, (2, 3), mx.float32))
+    return PointwiseCell(traced(cell, Counts(gates, states, 0, 0), False, (2, 3), mx.float32), recurrent)
 
 
 def test_limits_are_exact():
@@ -226,6 +228,11 @@ def test_limits_are_exact():
     for cell, engine in ((own_cell(numbers - 3, 4), "fused"), (own_cell(gates + 1), "stepwise")):
         with pytest.raises(ValueError, match="cannot run: its"):
             choose(cell=cell, requested=engine, **here)
+    for H, recurrent in ((256, True), (1024, False)):  # a threadgroup has 4 threads per unit, or 1 without a product
+        cell, wide = own_cell(2, 1, recurrent), here | {"sizes": (5, 3, 2, H + 1)}
+        assert choose(cell=cell, requested="fused", **here | {"sizes": (5, 3, 2, H)}).engine == "fused"
+        with pytest.raises(ValueError, match=rf"cannot run: H = {H + 1} > {H},"):
+            choose(cell=cell, requested="fused", **wide)
     H = 1024
     B = choice.ONE_STEP // (4 * H**2)
     assert [choice.is_small_step(LSTMCell(), T, b, H) for T, b in ((1, B), (1, B + 1), (2, B))] == [True, False, False]

@@ -9,6 +9,8 @@ from mlx.utils import tree_flatten
 
 import mlx_lstm
 from mlx_lstm import convert, nn
+from mlx_lstm.nn import _from_weights
+from mlx_lstm.nn._from_weights import Call
 
 T, B, I, H, P = 5, 3, 4, 6, 2
 SIGMOIDS = ("hard_sigmoid", "sigmoid", "relu", "sigmoid", "identity")
@@ -131,6 +133,16 @@ def test_parameters_files_modes_and_the_reverse_direction(tmp_path):
 
 
 WEIGHTS = convert.from_ops("lstm", [arrays_of("lstm", 0, 1, {})])
+
+
+def test_checkpoint_every_reaches_the_call(monkeypatch):
+    given = []
+    monkeypatch.setattr(_from_weights, "Call", lambda *a, **o: (given.append(o["checkpoint_every"]), Call(*a, **o))[1])
+    for every in (2, "auto", None):
+        nn.from_weights(WEIGHTS, checkpoint_every=every)(mx.zeros((B, T, I)))
+    assert given == [2, "auto", None]
+
+
 BAD = {
     "weights must be a Weights, .* but got dict": lambda: nn.from_weights({}),
     "engine must be one of .* but got 'metal'": lambda: nn.from_weights(WEIGHTS, engine="metal"),

@@ -18,7 +18,7 @@ from mlx_lstm.lab.mpsgraph.grid import grid
 from mlx_lstm.lab.mpsgraph.judge import evaluated
 from mlx_lstm.oracle.closeness import assert_close, assert_within, exact_and_element_bounds
 from mlx_lstm.oracle.judge import Case
-from mlx_lstm.oracle.verdict import judged
+from mlx_lstm.oracle.verdict import Judge, judged
 from mlx_lstm.recurrence import _judge
 from mlx_lstm.recurrence import _recognise as recognition
 from mlx_lstm.recurrence._draw import draw, output_shapes, rounded
@@ -233,6 +233,13 @@ def test_bounds_at_the_limits():
     assert judged("h", np.array([1.0, np.nan]), exact, np.inf).refusal == "NaN"
     assert judged("h", np.zeros(0), np.zeros(0), 1.0).refusal == ""
     assert judged("h", exact.astype(np.float32), exact, 1.0, np.float16).refusal == "dtype float32, expected float16"
+
+
+def test_a_bound_that_would_accept_zeros_shows_nothing():
+    exact = np.array([1.0, -2.0])
+    for bound, shows in ((1.9, True), (2.0, False), (np.array([0.1, 3.0]), False)):
+        verdict = Judge({"h": exact}, {"h": bound}).judge({"h": exact.copy()})
+        assert ("would accept zeros" in verdict.refusal) != shows
 
 
 def test_a_reference_does_not_judge_itself():

@@ -137,10 +137,10 @@ def cases():
     """Return pytest parameters (path, name). A path of `PATHS` is a variant of the kernels; a name is the key of a
     set of options in `ROWS`.
 
-    Paths that are not rare are slow tests here, because `test_options_crossed` already runs every option on them. Of
-    the rare paths of an engine, those by lanes and those by matrices or tiles take the rows in turns; the others are
-    slow tests. The code that reads quantized weights is the same for all options. So each path with quantized weights
-    runs only one set of options per cell.
+    Each row runs on a rare and on a usual path of each engine, in turns one by lanes and the other by matrices or
+    tiles; the other two paths are slow tests. The code that reads quantized weights is the same for all options. So
+    each path with quantized weights runs only one set of options per cell; other cells than LSTM are slow tests here,
+    because test_quantized_kernels.py runs them.
     """
     found = []
     for path in PATHS:
@@ -150,8 +150,9 @@ def cases():
             if enough and not never:
                 # A row that only lanes can compute is always their turn.
                 other = path.product == "lanes" and (("matrices", cell_of(name)) in NEVER or "norm" in ROWS[name])
-                turn = "packed" in path.product or other or (n + (path.product == "lanes")) % 2 == 0
-                found.append(pytest.param(path, name, marks=[] if path.rare and turn else pytest.mark.slow))
+                turn = other or (n + (path.product == "lanes") + path.rare) % 2 == 0
+                turn = name == "lstm" if "packed" in path.product else turn
+                found.append(pytest.param(path, name, marks=[] if turn else pytest.mark.slow))
     return found
 
 

@@ -79,10 +79,11 @@ def assert_right(engine, outputs, gradients, ref, limit, dtype=np.float32):
             assert_within(label, value, ref[name], limit[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine, name, B", CROSSED_BATCHES)
 def test_options_crossed(engine, name, B):
-    """Outputs and gradients are right for every option. Each case combines several options, so that a few cases
-    cover all options. With a batch of 9, `fused` uses its kernel with 8 x 8 matrix products."""
+    """Outputs and gradients are right for every option, in cases that each combine several options. The default tests
+    run every option in test_kernel_paths.py. With a batch of 9, `fused` uses its kernel with 8 x 8 matrix products."""
     check_option(engine, at_batch(CROSSED[engine, name], B), B)
 
 

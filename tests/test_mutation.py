@@ -43,13 +43,13 @@ def test_tests_are_chosen_by_their_imports():
 
 def test_a_noticed_slip_and_a_survivor(tmp_path):
     """In a small repository a slip that a test notices is told from one that no test notices. Afterwards the file is
-    as it was."""
+    as it was. The doctests of the file run first; they alone do not know the options of tests/conftest.py."""
     (tmp_path / "mlx_lstm").mkdir()
     (tmp_path / "tests").mkdir()
     module = tmp_path / "mlx_lstm" / "sums.py"
-    module.write_text("def add(a, b):\n    return a + b\n\n\ndef unused(a):\n    return a + 1\n")
+    module.write_text("def add(a, b):\n    return a + b\n\n\ndef unused(a):\n    return a + 1\n\n\n# >>>\n")
     (tmp_path / "mlx_lstm" / "__init__.py").write_text("")
-    (tmp_path / "conftest.py").write_text(
+    (tmp_path / "tests" / "conftest.py").write_text(
         "def pytest_addoption(parser):\n"
         "    for name in ('--fuzz', '--fuzz-seed'):\n        parser.addoption(name, default=1)\n"
     )
@@ -58,5 +58,5 @@ def test_a_noticed_slip_and_a_survivor(tmp_path):
     right = module.read_text()
     by_line = {slip.line: slip for slip in python_slips(right)}
     assert notice(tmp_path, "mlx_lstm/sums.py", by_line[2].text, 60)[0] == "tests/test_sums.py::test_add"
-    assert notice(tmp_path, "mlx_lstm/sums.py", by_line[6].text, 60) == ("", 1, False)
+    assert notice(tmp_path, "mlx_lstm/sums.py", by_line[6].text, 60) == ("", 2, False)
     assert module.read_text() == right

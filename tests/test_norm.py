@@ -12,6 +12,7 @@ from cases import combination, draw, draw_cotangents, is_in_range, poison_scratc
 
 from mlx_lstm import Norm, convert, gru, lstm, lstm_gradients, pointwise, rnn
 from mlx_lstm.engines.cells import NormOptions
+from mlx_lstm.engines.numpy import norms
 from mlx_lstm.lab import cases
 from mlx_lstm.nn import GRU, LSTM, RNN, Pointwise, QuantizedLSTM, replace, stack
 from mlx_lstm.oracle import evaluate
@@ -24,6 +25,7 @@ T, B, I, H = 5, 3, 4, 6
 ENGINES = ("ops", "numpy")
 FUNCTIONS = {"lstm": lstm, "gru": gru, "rnn": rnn}
 NORM_NAMES = ("scale", "shift", "c_scale", "c_shift")
+INPUTS = ("input_scale", "input_shift")
 
 
 def arrays_of(seed, **shapes):
@@ -507,6 +509,92 @@ def test_numpy_normalises_wide_batches_like_ops(norm, T, B, I, few_end):
         for name, ours, theirs in zip(names, results("numpy"), results("ops"), strict=True):
             # Float64 rounds by 1e-16 of the largest term; T B = 680 terms and the norms of 40 steps amplify this.
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10 * max(1, np.abs(theirs).max()), err_msg=name)
+
+
+def factor_calls():
+    """Yield (function, sizes T B I H P, options) of calls whose norms the engine `numpy` may compute by factors."""
+    masked = {"mask": True, "keep": True}
+    yield lstm, (40, 3, 5, 4, 0), {"peephole": True, "forget_bias": 1.0, **masked}
+    yield lstm, (55, 20, 3, 4, 3), {"bidirectional": True, "c": "state", **masked}
+    yield lstm, (30, 1, 6, 4, 0), {"reverse": True, "c": "output", "bare": True}
+    yield lstm, (9, 17, 40, 3, 0), {"reverse": True}
+    yield lstm, (9, 17, 0, 3, 0), {"c": "output"}
+    yield lstm, (30, 3, 2, 4, 0), {"of": "recurrent", "cell_clip": 0.4}
+    yield gru, (40, 20, 5, 4, 0), {"bhn": True, **masked}
+    yield gru, (40, 3, 5, 4, 0), {"bidirectional": True, "bare": True}
+    yield gru, (30, 1, 40, 4, 0), {}
+    yield gru, (9, 17, 3, 4, 0), {"of": "recurrent", "reverse": True}
+    yield pointwise, (30, 3, 4, 4, 0), {}
+    yield pointwise, (9, 17, 4, 4, 0), {"reverse": True, "bare": True}
+
+
+@pytest.mark.parametrize("function,sizes,options", list(factor_calls()))
+def test_numpy_computes_norms_by_factors_like_ops(function, sizes, options, monkeypatch):
+    """In float64, so that a wrong term shows. Weights have columns that are 0 or nearly equal, with a large mean."""
+    monkeypatch.setattr(norms, "FACTOR_TYPES", (np.float32, np.float64))
+    monkeypatch.setattr(norms, "FACTOR_ROWS", 0)
+    used, factor = [], norms.Factor.__init__
+    monkeypatch.setattr(norms.Factor, "__init__", lambda *a: used.append(1) or factor(*a))
+    options, (T, B, I, H, P) = dict(options), sizes
+    both, bare, of, c = (options.pop(n, None) for n in ("bidirectional", "bare", "of", "c"))
+    G, D, own, width = {lstm: 4, gru: 3, pointwise: 2}[function], 2 if both else 1, (2,) if both else (), P or H
+    shapes = {"x": (T, B, I or D * G * H), "Wh": (*own, G * H, width), "h0": (B, D * width)}
+    shapes |= {"Wx": (D * G * H, I)} if I else {}
+    shapes |= {"Wp": (*own, P, H)} if P else {}
+    flags = {"mask": (T, B, D * width), "keep": (T, B, D), "peephole": (*own, 4 * H), "bhn": (D * H,)}
+    shapes |= {name: shape for name, shape in flags.items() if options.pop(name, False)}
+    shapes |= {} if bare else {"b": (D * G * H,), "scale": (*own, G * H), "shift": (*own, G * H)}
+    shapes |= {} if bare or of else {"input_scale": (*own, G * H), "input_shift": (*own, G * H)}
+    shapes |= {"c_scale": (*own, H), "c_shift": (*own, H)} if c else {}
+    drawn = arrays_of(T + B, **shapes)
+    drawn["Wh"] += 3
+    if not bare:
+        drawn["scale"][..., 0] = 0
+    if I:
+        drawn["Wx"][:, 0] = 0
+        drawn["Wx"][:, -1] = 5
+    options |= {"bidirectional": True} if both else {}
+    with mx.stream(mx.cpu):
+        values = [mx.array(array, mx.float64) for array in drawn.values()]
+
+        def results(engine):
+            def outputs(*given):
+                a = {"Wx": None} | dict(zip(drawn, given, strict=True))
+                norm = Norm(of or "products", c=c, **{n: a.pop(n) for n in (*NORM_NAMES, *INPUTS) if n in a})
+                if function is pointwise:
+                    given = [a.pop(n, None) for n in ("x", "Wx", "Wh", "b", "h0")]
+                    h, (hT,) = pointwise(light, *given[:4], given[4:], norm=norm, engine=engine, **options)
+                    return h, hT
+                found = function(**a, norm=norm, engine=engine, **options)
+                return found.h, found.hT
+
+            rng = np.random.default_rng(0)
+            cotangents = [mx.array(rng.normal(size=a.shape), mx.float64) for a in outputs(*values)]
+            found, gradients = mx.vjp(outputs, values, cotangents)
+            return [np.array(array) for array in (*found, *gradients)]
+
+        for name, ours, theirs in zip(("h", "hT", *drawn), results("numpy"), results("ops"), strict=True):
+            # The root of a square matrix has 1e-12 of its largest number; a product is a tenth of this number or more,
+            # which enters the variance squared: 1e-10. The norms of 70 steps amplify this.
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-8 * max(1, np.abs(theirs).max()), err_msg=name)
+    assert used
+
+
+@pytest.mark.parametrize("op", ["lstm", "gru"])
+def test_norms_by_factors_are_within_the_bounds_of_float32(op):
+    rng = np.random.default_rng(6)
+    case = draw(rng, op=op, sizes=(16, 3, 4, 5, 3), dtype="float32", keep=True, norm=NormOptions("product"))
+    cotangents = draw_cotangents(rng, evaluate(case, None, Rounding(np.float64))[0], "float32")
+    judge_case(case, cotangents, "float32", "numpy")
+    judge_case(case, cotangents, "float32", "numpy", checkpoint_every=9)
+
+
+def test_norms_by_factors_pass_on_nan_and_weights_of_0():
+    with mx.stream(mx.cpu):
+        x, Wx = mx.ones((40, 2, 3)), mx.zeros((16, 3))
+        zero = mx.grad(lambda Wh: lstm(x, Wx, Wh, norm=Norm(), engine="numpy").h.sum())(mx.zeros((16, 4)))
+        spoilt = lstm(x, Wx, mx.full((16, 4), np.nan), norm=Norm(), engine="numpy").h
+        assert bool(mx.isfinite(zero).all()) and bool(mx.isnan(spoilt).all())
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import to_numpy
+from cases import METAL, to_numpy
 from on_metal import matrices_from, on_metal
 from own_cells import Judge, filled, library, shapes_of
 
 from mlx_lstm import pointwise
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.cell_tracer import Counts, traced
+from mlx_lstm.engines.cells import PointwiseCell
+from mlx_lstm.engines.metal import fused
+from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.engines.metal.statements import OPERATIONS
 from mlx_lstm.engines.problem import limited
 from mlx_lstm.oracle.arithmetic import Rounding
@@ -303,6 +306,64 @@ def test_norms_without_kernels(name):
         along = rng.normal(size=a[which].shape)
         ends = [loss(a | {which: a[which] + step * along}) for step in (1e-5, -1e-5)]
         np.testing.assert_allclose((ends[0] - ends[1]) / 2e-5, (gradients[which] * along).sum(), 1e-5, 1e-7)
+
+
+FAR = """
+// An array that holds 0 everywhere. It notes the first and the last position that a thread reads.
+struct Far {
+  device int64_t* noted;
+  float operator[](long at) const { noted[0] = noted[0] < 0 ? at : noted[0]; noted[1] = at; return 0.0f; }
+};
+"""
+
+
+def test_places_of_masks_that_32_bits_do_not_count():
+    """The forward pass of a fused kernel finds the mask of a step, and that of the next step, in arrays of more than
+    2**32 elements. The kernel runs one step of one item; in place of the large arrays it gets structs that note where
+    it reads."""
+    T, B, D, H, G = 70001, 4001, 2, 8, 1
+    cell = PointwiseCell(traced(lambda a, s: mx.tanh(a[0] + s[0]), Counts(G, 1, 0, 0), False, (2, 3), mx.float32))
+    struct, files, own, _ = fused.shader_of(cell, lanes=True)
+    first = (B - 1) * D * H  # of the item in an array [B, D H]
+    real = {"sizes", "arranged", "h", "hT"}
+    names = (*fused.INPUTS["forward"], "h", "c", "gates", "hT", "cT", "norm_eps")
+    fields = {name: name if name in real else "absent" for name in names}
+    fields |= {"z": "Far{found + 4 * index}", "mask": "Far{found + 4 * index + 2}"}
+    fields |= {name: f"results + 8 * {n} - {first}" for n, name in enumerate(("h", "hT"))}
+    values = ", ".join(fields[name] for name in names)
+    types = {"z": "Far", "mask": "Far", "sizes": "const constant int*", "arranged": "const device float*"}
+    types |= dict.fromkeys(("h", "hT"), "device float*")
+    members = "".join(f"{types.get(name, 'Absent')} {name};\n" for name in names)
+    body = f"""
+const uint index = thread_position_in_threadgroup.x;
+for (int n = 0; n < 4; ++n) found[4 * index + n] = -1;
+struct Arrays {{
+{members}}};
+const Arrays a = {{{values}}};
+threadgroup vec<float, 4> vectors[64];
+pointwise_forward<{struct}, {H}, 1, 1, 0, ulong, float, vec<float, 4>>(a, vectors, uint2({B - 1}, 0), index, 32);
+"""
+    files = (*files, "pointwise_forward")
+    with on_metal(), mx.stream(METAL):
+        kernel = mx.fast.metal_kernel(
+            name="far",
+            input_names=["sizes", "arranged"],
+            output_names=["found", "results"],
+            source=body,
+            header=kernels.header(files, own + body + FAR) + own + FAR,
+        )
+        # The step T - 1 alone, forwards, of both directions, with one mask per step.
+        sizes = mx.array([T - 1, T, T, B, D, 0, 1], mx.int32)
+        found = kernel(
+            inputs=[sizes, mx.zeros(4096)],
+            grid=(32, 1, 1),
+            threadgroup=(32, 1, 1),
+            output_shapes=[(32, 4), (16,)],
+            output_dtypes=[mx.int64, mx.float32],
+        )[0].tolist()
+    for index, places in enumerate(found):
+        at = (T - 1) * B * D * H + first + index // 4
+        assert places[2:] == [at, at] and places[0] in (at, -1)
 
 
 # --- Operations ---

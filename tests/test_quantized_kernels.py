@@ -73,7 +73,7 @@ def test_every_mode_width_and_group_is_read_once_a_step(packing):
     exactly once. The test covers every quantization mode, number of bits and group size."""
     group = packing[0]
     H = {16: 48, 32: 64, 64: 64, 128: 128}[group]
-    with on_metal() as log:
+    with on_metal(unrolls=True) as log:
         check_quantized("stepwise", quantized_case(packing, sizes=(2, 1, group, H, H)))
     steps = [launch for launch in log if "stepwise_forward" in launch.name]
     assert len(steps) == 2

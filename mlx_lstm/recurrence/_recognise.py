@@ -281,8 +281,15 @@ def recognise(
     finally:
         trial.set(trial.before)
     if line is None:
-        warnings.warn(f"[{OP}] no call equals the step. {trial.nearest}.", stacklevel=2)
+        warnings.warn(f"[{OP}] no call equals the step. {trial.nearest}.{about_norms(module)}", stacklevel=2)
     return line
+
+
+def about_norms(module: Any) -> str:
+    """Return what to do about the layer normalisation in a module, or an empty text if it holds none."""
+    if not isinstance(module, nn.Module) or not any(isinstance(part, nn.LayerNorm) for part in module.modules()):
+        return ""
+    return " The module holds an nn.LayerNorm, and steps with one are not recognised: pass norm=mlx_lstm.Norm(...)"
 
 
 def line_found(trial: "Trial") -> str | None:

@@ -18,7 +18,7 @@ from .line_table import LineTable, read_line_table
 from .lowering import blank_comments, lower_kernel, lower_library
 from .msl_rules import ast_rules, diagnostics, forbidden_text
 from .preamble import preamble_text
-from .toolchain import cache_folder, digest, front_end, precompiled_shim, publish, run_tool, zig
+from .toolchain import KEEP_LOOPS, cache_folder, digest, front_end, precompiled_shim, publish, run_tool, zig
 
 
 @dataclass
@@ -109,10 +109,13 @@ def _is_built(path: Path) -> bool:
     return path.exists() and path.with_suffix(".json").exists()
 
 
-def compile_kernel(name: str, source: str, metal_version: int = 310, fast_math: bool = False) -> CompiledKernel:
-    """Compile the source that MLX would pass to Apple's compiler. Raise KernelError if the source is not valid MSL."""
+def compile_kernel(
+    name: str, source: str, metal_version: int = 310, fast_math: bool = False, unrolls: bool = False
+) -> CompiledKernel:
+    """Compile the source that MLX would pass to Apple's compiler. Raise KernelError if the source is not valid MSL.
+    unrolls: whether clang unrolls loops."""
     shim = _shim(metal_version, fast_math)
-    key = digest(source, shim.name, _rules_text())
+    key = digest(source, shim.name, _rules_text(), *["unrolled"] * unrolls)
     counted = cache_folder() / f"{key}.so"
     # A kernel with counters also serves a process that counts nothing.
     counts = _counting or _is_built(counted)
@@ -124,7 +127,8 @@ def compile_kernel(name: str, source: str, metal_version: int = 310, fast_math: 
         buffers = tuple(json.loads(path.with_suffix(".json").read_text()))
     else:
         try:
-            buffers = _build(source, path, shim, [*_options(metal_version, fast_math), *["--coverage"] * counts])
+            options = [*_options(metal_version, fast_math), *([] if unrolls else KEEP_LOOPS), *["--coverage"] * counts]
+            buffers = _build(source, path, shim, options)
         except KernelError as error:
             raise KernelError(name, [with_places(finding, source) for finding in error.findings]) from None
     return _loaded.setdefault(key, CompiledKernel(source, path, buffers, counts))

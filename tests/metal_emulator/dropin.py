@@ -50,6 +50,7 @@ class Session:
     options: Options
     metal_version: int
     raise_on_findings: bool
+    unrolls: bool
     log: list[Dispatch]
 
 
@@ -82,7 +83,7 @@ class EmulatedKernel:
         captured = self._capture(arrays, call)
         fast = (self.definition.get("compile_options") or {}).get("math_mode", "safe") != "safe"
         name = self.definition["name"]
-        kernel = compile_kernel(name, captured.source, session.metal_version, fast)
+        kernel = compile_kernel(name, captured.source, session.metal_version, fast, session.unrolls)
         buffers = self._input_buffers(arrays, captured) + self._output_buffers(call)
         for buffer, bound in zip(buffers, kernel.buffers, strict=True):
             buffer.name = bound
@@ -188,6 +189,7 @@ def emulated_metal(
     require_all_written: bool = True,
     metal_version: int = 310,
     raise_on_findings: bool = True,
+    unrolls: bool = False,
     pretend_available: bool = False,
     on_enter: Sequence[Callable[[], Any]] = (),
 ) -> Iterator[list[Dispatch]]:
@@ -203,6 +205,7 @@ def emulated_metal(
         require_all_written: whether an unwritten output element is a finding (unless the call has `init_value`).
         metal_version: 310, 320 or 400, the value of `__METAL_VERSION__`.
         raise_on_findings: whether the first launch with findings raises KernelError; else they are only logged.
+        unrolls: whether clang unrolls loops, as compilers for GPUs do. It then merges loads of the same element.
         pretend_available: whether `mx.metal.is_available()` returns True inside.
         on_enter: functions to call when the context begins and again when it ends. An example is a function that clears
             a cache of kernels, so that kernels of the emulator are used only inside the context.
@@ -210,7 +213,7 @@ def emulated_metal(
     if order not in ("forward", "reverse", "random"):
         raise ValueError(f"[emulated_metal] order must be forward, reverse or random but got {order!r}")
     options = Options(order, seed, noise, skew, strict_exit, require_all_written)
-    session = Session(options, metal_version, raise_on_findings, [])
+    session = Session(options, metal_version, raise_on_findings, unrolls, [])
     before, available = mx.fast.metal_kernel, mx.metal.is_available
     mx.fast.metal_kernel = metal_kernel
     if pretend_available:

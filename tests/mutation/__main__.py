@@ -19,8 +19,9 @@ from .choice import tests_of
 from .slips import Slip, compiles, slips
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = ("-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--fuzz=400", "--fuzz-seed=1")
+OPTIONS = ("-x", "-q", "--tb=no", "-p", "no:cacheprovider")
 OPTIONS += ("-o", "faulthandler_timeout=60", "-o", "faulthandler_exit_on_timeout=true")  # a hang ends pytest
+FUZZ = ("--fuzz=400", "--fuzz-seed=1")  # pytest knows them only if it runs a file of tests/
 
 
 def git(*words: str) -> str:
@@ -75,7 +76,8 @@ def write(copy: Path, path: str, text: str) -> None:
 
 def pytest(copy: Path, words: list[str], limit: float) -> str | None:
     """Run pytest in a copy. Return "" if all tests pass, the first that fails or what happened, None if time is up."""
-    command = [sys.executable, "-m", "pytest", *OPTIONS, *words]
+    options = [*OPTIONS, *FUZZ] if any(word.startswith("tests/") for word in words) else OPTIONS
+    command = [sys.executable, "-m", "pytest", *options, *words]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -88,7 +90,10 @@ def pytest(copy: Path, words: list[str], limit: float) -> str | None:
             process.wait()
             return None
         output.seek(0)
-        failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output.read(), re.MULTILINE)
+        said = output.read()
+        if code == 4:
+            raise RuntimeError(f"pytest refuses its arguments: {said}")
+        failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", said, re.MULTILINE)
     return "" if code in (0, 5) else failed[1] if failed else "a hang or a crash"  # 5: a file without default tests
 
 

@@ -38,9 +38,16 @@ def imports(root: Path, path: str) -> set[str]:
     return {module_path(root, name) for name in found} - {"", path} | shaders
 
 
+def words_of(path: str) -> set[str]:
+    """Return the words of a file's name and its folder's, without the s of a plural."""
+    words = re.findall("[a-z0-9]+", " ".join(Path(path).with_suffix("").parts[-2:]))
+    return {word.rstrip("s") for word in words} - {"test", "metal", "mlx", "lstm"}
+
+
 def tests_of(root: Path, path: str) -> list[str]:
-    """Return the test files for a file of the library. First come its own doctests, then the files that reach it by
-    the fewest imports; among equals, the file that shares its name or its folder's, then the smallest."""
+    """Return the test files for a file of the library. First come its own doctests, then the files whose names share
+    most words with its path (test_norm.py with norms.py), then those that reach it by the fewest imports; among equals
+    the smallest."""
     every = [str(file.relative_to(root)) for folder in ("tests", "mlx_lstm") for file in (root / folder).rglob("*.py")]
     used = {file: imports(root, file) for file in every}
     distance, front = {path: 0}, {path}
@@ -49,7 +56,6 @@ def tests_of(root: Path, path: str) -> list[str]:
         distance |= dict.fromkeys(front, max(distance.values()) + 1)
     tests = [file for file in every if Path(file).name.startswith("test_") and file in distance]
     tests = [file for file in tests if not file.startswith(TABLES)]
-    names = {Path(path).stem.strip("_"), Path(path).parent.name}
-    named = {file: any(f"test_{name}" in file for name in names) for file in tests}
-    tests.sort(key=lambda file: (distance[file], not named[file], (root / file).stat().st_size))
+    shared = {file: len(words_of(file) & words_of(path)) for file in tests}
+    tests.sort(key=lambda file: (-shared[file], distance[file], (root / file).stat().st_size))
     return [path] * (path.endswith(".py") and ">>>" in (root / path).read_text()) + tests

@@ -6,13 +6,14 @@ sqrt(variance + eps). The result is y times a scale plus a shift. `kept` is memo
 forward pass fills and the backward pass reads. v holds the arrays of the call by name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import sqrt
+from typing import Any
 
 import numpy as np
 from numpy import dot
 
-from ..cells import NormOptions, norm_blocks
+from ..cells import AnyCell, NormOptions, norm_blocks
 from ..problem import Problem
 from .products import AHEAD_ROWS, WIDE_BATCH, Array, Views, WeightGradients, bias_of, columns_buffer, matrix
 
@@ -219,12 +220,45 @@ def centres(problem: Problem, v: Views) -> bool:
     )
 
 
-def with_centred_weights(problem: Problem, v: Views) -> Views:
-    """Return the arrays with weights as `centres` says, which the forward pass and the backward pass read."""
+def with_centred_weights(problem: Problem, v: Views, by_factors: bool = False) -> Views:
+    """Return the arrays with weights as `centres` says, which the forward pass and the backward pass read. by_factors:
+    whether the norms are computed `by_factors`, which needs such weights."""
     norm = norm_options(problem)
-    if norm.of is None or not centres(problem, v):
+    if norm.of is None or not (by_factors or centres(problem, v)):
         return v
     return v | {name: centred(norm_blocks(problem.cell), v[name]) for name in CENTRED[norm.of] if name in v}
+
+
+FACTOR_ROWS = 4
+"""How many rows (steps x batch) a call has for each column of a weight, at least, if its norms are computed by factors
+(`Factor`). For fewer rows the square matrices would cost more than they save."""
+
+FACTOR_TYPES = (np.float32,)
+"""The dtypes of calls whose norms may be computed by factors. The matrices are computed in float64."""
+
+
+def kept_rows(problem: Problem, v: Views) -> int:
+    """Return how many numbers of the norms the forward pass saves for each step and batch item: 0 if no product is
+    normalised. If the norms are computed by factors (`ProductNorm`): r of the recurrent product; and, if the input's
+    product is normalised by factors, too, its r. Otherwise y and r of the recurrent product or of the sum."""
+    norm, (T, B, H, P), cell = norm_options(problem), problem[:4], problem.cell
+    rows, blocks = cell.gates * H, norm_blocks(cell)
+    if norm.of is None:
+        return 0
+    # The factors need a square matrix as wide as h. Its product costs at most half of the recurrent product, and its
+    # computation pays for enough rows (steps x batch), but not for each segment of a call with lengths. A call of one
+    # step returns its weight gradients in another form. In float64 the matrix would be less precise than the product.
+    pays = rows >= 2 * P and FACTOR_ROWS * P <= T * B and T > 1
+    pays = pays and v["x"].dtype in FACTOR_TYPES and "lengths" not in v
+    if norm.of == "sum" or blocks > 1 or not pays or (cell.op == "pointwise" and cell.apart and "norm_shift" in v):
+        return rows + blocks
+    width = v["Wx"].shape[1] if norm.of == "products" and "Wx" in v else rows
+    return 2 if 2 * width <= rows and FACTOR_ROWS * width <= T * B else 1
+
+
+def by_factors(problem: Problem, rows: int) -> bool:
+    """Return whether the norms are computed by factors (`Factor`, `ProductNorm`). rows: what `kept_rows` returned."""
+    return 0 < rows < problem.cell.gates * problem.H + norm_blocks(problem.cell)
 
 
 def centre_gradients(problem: Problem, out: Views) -> None:
@@ -388,6 +422,234 @@ class InputNorm:
         parts -= np.matmul(self.row, parts)
         parts -= ys
         parts *= r
+
+
+SMALLEST = 1e-30
+"""What is added to a matrix that may be 0, so that it has a root."""
+
+
+class Factor:
+    """The factor r = 1 / sqrt(variance + eps) of the layer normalisation of a product W u in one block, without the
+    product itself. The weights W [n, K] have a mean of 0 over their rows, so the norm is r W u = W (r u).
+
+    The variance is |W u|^2 / n = |R u|^2 / n with the triangle R [K, K] for which R^T R = W^T W. |R u|^2 has as many
+    digits as |W u|^2, while u (W^T W u) would have half as many. `ProductNorm` is the backward pass.
+    """
+
+    def __init__(self, W: Array, eps: float, B: int = 1):
+        """Prepare the triangle. B: the number of columns u of a call."""
+        wide = W.astype(np.float64)
+        square = wide.T @ wide
+        # Rounding in float64 must not make the matrix indefinite. This number is far below the rounding of W itself.
+        least = 4 * np.finfo(np.float64).eps * sum(W.shape) * np.trace(square) + SMALLEST
+        square[np.diag_indices_from(square)] += least
+        try:
+            self.R: Array = np.ascontiguousarray(np.linalg.cholesky(square).T / np.sqrt(len(W)), W.dtype)
+        except np.linalg.LinAlgError:  # infinity or NaN among the weights
+            self.R = np.full_like(square, np.nan, W.dtype)
+        self.eps: float = eps
+        self.wide_eps: Array = np.array(eps, W.dtype)
+        self.row: Array = np.ones((1, len(square)), W.dtype)
+        self.scratch: Array = np.empty((len(square), B), W.dtype)
+
+    def __call__(self, u: Array, r: Array, out: Array) -> None:
+        """Write r [1, B] for the columns u [K, B], and r u to `out`, which may be u itself."""
+        if u.shape[1] == 1:
+            a = dot(self.R, u[:, 0])
+            r[0, 0] = factor = 1 / sqrt(dot(a, a) + self.eps)
+            np.multiply(u, factor, out)
+            return
+        a = np.matmul(self.R, u, out=self.scratch)
+        np.matmul(self.row, np.multiply(a, a, a), out=r)
+        self.finish(r)
+        np.multiply(u, r, out)
+
+    def finish(self, variance: Array) -> None:
+        """Turn variances into the factors, in place."""
+        np.add(variance, self.wide_eps, variance)
+        np.sqrt(variance, variance)
+        np.reciprocal(variance, variance)
+
+    def of_rows(self, x: Array) -> Array:
+        """Return r [T, B] for each x [T, B, K]."""
+        a = x.reshape(-1, x.shape[2]) @ self.R.T
+        r = np.einsum("nk,nk->n", a, a)
+        self.finish(r)
+        return r.reshape(x.shape[:2])
+
+
+class NormByFactors:
+    """The forward pass of a call whose norms are computed by factors: `arrays` are those of a call without these norms,
+    whose h is multiplied by a factor at each step."""
+
+    def __init__(self, problem: Problem, v: Views, norms: Array | None, rows: int):
+        """Multiply the weights by the scales, and x by its factors. v: the arrays, from `with_centred_weights`. norms
+        [T, B, rows]: memory for the factors, or None if nobody reads them. rows: see `kept_rows`."""
+        (T, B, _, _, cell), eps, dtype = problem[:5], norm_options(problem).eps, v["x"].dtype
+        self.of_h: Factor = Factor(v["Wh"], eps, B)
+        self.r: Any = [np.empty((1, B), dtype)] * T if norms is None else norms.transpose(0, 2, 1)[:, :1]
+        arrays = with_shift(cell, problem.H, v, "norm_shift")
+        if "norm_scale" in v:
+            arrays["Wh"] = v["Wh"] * v["norm_scale"][:, None]
+        if rows == 2:
+            arrays = with_shift(None, problem.H, arrays, "norm_input_shift")
+            r = Factor(v["Wx"], eps).of_rows(v["x"])
+            arrays["x"] = v["x"] * r[:, :, None]
+            if "norm_input_scale" in v:
+                arrays["Wx"] = v["Wx"] * v["norm_input_scale"][:, None]
+            if norms is not None:
+                norms[:, :, 1] = r
+        self.arrays: Views = arrays
+
+    def enter(self, t: int, h: Array, out: Array) -> None:
+        """Write to `out` [P, B] the h that enters the product of step t."""
+        self.of_h(h, self.r[t], out)
+
+
+def with_shift(cell: AnyCell | None, H: int, v: Views, name: str) -> Views:
+    """Return the arrays with a shift of a product as a part of b. That of a GRU's candidate is a part of bhn instead,
+    if it belongs to the recurrent product. cell: None for the input's product."""
+    v = dict(v)
+    if name not in v:
+        return v
+    shift = v[name]
+    if cell is not None and cell.op == "gru":
+        n = cell.block("n", H)
+        v["bhn"] = v["bhn"] + shift[n] if "bhn" in v else shift[n]
+        shift = shift.copy()
+        shift[n] = 0
+    v["b"] = v["b"] + shift if "b" in v else shift
+    return v
+
+
+class ProductNorm:
+    """The backward pass through the layer normalisation of a product W u in one block, without the product itself, as
+    `Factor` is its forward pass.
+
+    The weights W [GH, K] have a mean of 0 over their rows, so y = r W u. d [GH, n]: the gradient of the result of the
+    norm for the columns u [K, n]. With D = d scale and m = mean(D y), the gradient of the product is r (D - m y), up to
+    its mean. It is never computed, because every gradient needs it only in a product with W or u, and a product of W
+    with W, or of u with u, is small. E = W^T D is computed anyway. With c = r^2 m:
+
+        m = r (u E) / GH, summed over K         du = r E - c (W^T W u)
+        dW = scale A - W S                      dscale = the sum of A W over K
+        A = d (r u)^T                           S = (c u) u^T
+    """
+
+    def __init__(self, W: Array, scale: Array | None):
+        """Prepare the products. scale [GH], or None for 1."""
+        self.W: Array = W
+        self.scale: Array | None = scale
+        self.scaled: Array = W if scale is None else W * scale[:, None]  # of which E is a product with d
+        self.square: Array = W.T @ W
+        self.row: Array = np.full((1, W.shape[1]), 1 / len(W), W.dtype)
+        self.A: Array = np.zeros((len(W), W.shape[1]), W.dtype)
+        self.S: Array = np.zeros_like(self.square)
+
+    def through(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
+        """Turn E [K, n] into the gradient of u [K, n], in place, and write c [1, n]. square_u [K, n]: W^T W u. r [1,
+        n]. scratch [K, n]: memory that is overwritten."""
+        np.matmul(self.row, np.multiply(u, E, scratch), out=c)
+        np.multiply(E, r, E)
+        c *= r * r * r
+        np.subtract(E, np.multiply(square_u, c, scratch), E)
+
+    def through_column(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
+        """Do the same as `through` for one column, n = 1, in less time."""
+        u, E, scratch, factor = u[:, 0], E[:, 0], scratch[:, 0], r.item()
+        c[0, 0] = times = factor**3 / len(self.W) * float(dot(u, E))
+        np.multiply(E, factor, E)
+        np.subtract(E, np.multiply(square_u[:, 0], times, scratch), E)
+
+    def add(self, d: Array, u: Array, r: Array, c: Array) -> None:
+        """Add the terms of some columns to the gradients. d [GH, n], u [n, K], r [n, 1], c [n, 1]."""
+        self.A += d @ (u * r)
+        self.S += (u * c).T @ u
+
+    def add_gradients(self, products: WeightGradients, weights: str, scale: str) -> None:
+        """Add the gradients of W and of the scale to those of the call. weights, scale: their names in the call."""
+        if scale in products.out:
+            products.add(scale, np.einsum("rk,rk->r", self.A, self.W))
+        if weights in products.out:
+            scaled = self.A if self.scale is None else self.A * self.scale[:, None]
+            products.add(weights, scaled - self.W @ self.S)
+
+
+class RecurrentNorm:
+    """The layer normalisation of the recurrent product in the backward pass of one direction, as a `ProductNorm`. B:
+    batch items, P: the width of h, n = steps x batch: the columns of a chunk."""
+
+    def __init__(self, problem: Problem, v: Views, kept: Array, chunk: int):
+        """Allocate the memory. kept [T, 1 or 2, B]: r of the recurrent product and of the input's product. chunk: the
+        largest number of steps in a chunk."""
+        (_, B, _, P), dtype = problem[:4], v["x"].dtype
+        self.norm: ProductNorm = ProductNorm(matrix(v["Wh"]), v.get("norm_scale"))
+        self.shift: Array | None = v.get("norm_shift")
+        self.r: Array = kept[:, :1]
+        self.h: Array = np.empty((chunk, P, B), dtype)
+        self.c: Array = np.empty((1, chunk * B), dtype)
+        self.scratch: Array = np.empty((P, B), dtype)
+        self.through_step: Callable[..., None] = self.norm.through if B > 1 else self.norm.through_column
+
+    def begin_chunk(self, start: int, h_in: Array) -> None:
+        """Begin a chunk, the first of which is step `start`. h_in [n, P]: what the recurrent product read."""
+        P, B = self.h.shape[1:]
+        self.start, self.steps = start, len(h_in) // B
+        if B == 1:
+            self.square_h: Array = (h_in @ self.norm.square)[:, :, None]
+        np.copyto(self.h[: self.steps], h_in.reshape(-1, B, P).transpose(0, 2, 1))
+        if B > 1:
+            self.square_h = self.norm.square @ self.h[: self.steps]
+
+    def product(self, k: int, out: Array, h_in: Array) -> None:
+        """Write to `out` [H, n] the normalised, scaled and shifted product of gate k at the steps of the chunk."""
+        rows = slice(k * len(out), (k + 1) * len(out))
+        np.matmul(self.norm.scaled[rows], matrix(h_in).T, out=out)
+        out *= self.r_of_chunk()
+        if self.shift is not None:
+            out += self.shift[rows, None]
+
+    def r_of_chunk(self) -> Array:
+        """Return r of the n columns of the chunk."""
+        return self.r[self.start : self.start + self.steps].reshape(-1)
+
+    def through(self, t: int, columns: slice, dh: Array) -> None:
+        """Turn E of step t, `dh` [P, B], into the gradient of the h in the recurrent product, in place."""
+        k = t - self.start
+        self.through_step(self.h[k], self.square_h[k], self.r[t], dh, self.c[:, columns], self.scratch)
+
+    def end_chunk(self, dz: Array, h_in: Array, products: WeightGradients) -> None:
+        """Add the terms of a chunk. dz [GH, n]: the gradients of the norm's results. h_in [n, P]."""
+        n = len(h_in)
+        self.norm.add(dz, h_in, self.r_of_chunk()[:, None], self.c[0, :n, None])
+        products.accumulate("norm_shift", dz, np.ones(n, dz.dtype))
+
+    def add_gradients(self, products: WeightGradients) -> None:
+        """Add the gradients of Wh and of the scale to those of the call."""
+        self.norm.add_gradients(products, "Wh", "norm_scale")
+
+
+class InputProductNorm:
+    """The layer normalisation of the input's product in the backward pass, as a `ProductNorm`."""
+
+    def __init__(self, v: Views, kept: Array):
+        """Prepare the products. kept [T, 2, B]: r of the recurrent product and of the input's product."""
+        self.norm: ProductNorm = ProductNorm(matrix(v["Wx"]), v.get("norm_input_scale"))
+        self.r: Array = kept[:, 1]
+
+    def back(self, start: int, stop: int, x: Array, d: Array, products: WeightGradients) -> None:
+        """Write the gradient of x for the steps from `start` to `stop`, and add their terms to the gradients of the
+        arrays. x [n, I]: the input. d [GH, n]: the gradient of the norm's result."""
+        E, r, c = d.T @ self.norm.scaled, self.r[start:stop].reshape(1, -1), np.empty((1, len(x)), x.dtype)
+        x = matrix(x)
+        self.norm.through(x.T, self.norm.square @ x.T, r, E.T, c, np.empty_like(E).T)
+        self.norm.add(d, x, r.T, c.T)
+        products.add_input(start, stop, E)
+        products.accumulate("norm_input_shift", d, np.ones(d.shape[1], d.dtype))
+
+    def add_gradients(self, products: WeightGradients) -> None:
+        """Add the gradients of Wx and of the scale to those of the call."""
+        self.norm.add_gradients(products, "Wx", "norm_input_scale")
 
 
 class NormBackward:

@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 
 from ..problem import Problem
-from .norms import InputNorm, with_centred_weights
+from .norms import (
+    InputNorm,
+    InputProductNorm,
+    NormBackward,
+    NormOfC,
+    RecurrentNorm,
+    by_factors,
+    with_centred_weights,
+)
 from .products import FEATURE_MAJOR, Array, Views, WeightGradients, matrix
 from .steps import Step, StepBackward, steps_of
 
@@ -21,17 +29,19 @@ SEQUENCES = ("h", "c", "gates")
 
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     """Run all steps of one direction. Write the outputs that `out` contains: h [T, B, P], c [T, B, H], gates [T, B,
-    GH], norms [T, B, GH + blocks], hT [B, P] and cT [B, H].
+    GH], norms [T, B, `norms.kept_rows`], hT [B, P] and cT [B, H].
 
     Every batch item runs at every step, even if it has ended or, in reverse, has not begun. That does no harm, because
     the columns of one item do not affect the columns of others. Afterwards the outputs at these steps are overwritten
     by 0.
     """
     dtype, (T, B, H, _), keep, mask = v["x"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
-    step = Step(problem, v, mask)
-    run, products, ends = step.run, step.products, Ends(problem, v)
+    step = Step(problem, v, mask, out.get("norms"))
+    run, products, enter, ends = step.run, step.products, step.enter, Ends(problem, v)
     buffers, block = products.h_buffers, products.block
     h, (gates, norms) = out["h"], [out[n].transpose(FEATURE_MAJOR) if n in out else None for n in ("gates", "norms")]
+    if step.by_factors:
+        norms = None
     if "c" in out:
         c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (problem.cell.carried * H, B), dtype)
     else:  # an empty c, so that the loop below serves every cell
@@ -58,8 +68,8 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
         if keep is not None:
             h_prev *= keep[t].T
             c_prev = np.multiply(c_prev, keep[t].T, out=c_kept)
-        if mask is not None:
-            np.multiply(h_prev, mask[t].T, out=products.h_rows[t % len(products.h_rows)])
+        if enter is not None:
+            enter(t, h_prev, products.h_rows[t % len(products.h_rows)])
         if "inputs" in v:
             np.copyto(step.us, v["inputs"][t].T)
         run(products.operands[t % len(products.operands)], inputs_t, h_prev, c_prev, gates_t, c_t, h_new, kept)
@@ -111,7 +121,8 @@ class BackwardSweep:
         forward pass. dv: the cotangents of some outputs by name."""
         dtype, (_, B, H, P), carried = v["x"].dtype, problem[:4], problem.cell.carried
         if problem.cell.norm is not None:
-            v = with_centred_weights(problem, v)
+            rows = saved["norms"].shape[2] if "norms" in saved else 0
+            v = with_centred_weights(problem, v, by_factors(problem, rows))
         self.problem, self.v, self.dv, self.h = problem, v, dv, saved["h"]
         self.ends: Ends = Ends(problem, v)
         self.mask: Any = step_mask(v, problem)
@@ -144,8 +155,8 @@ class BackwardSweep:
         for name, d_state in (("h0", self.dh), ("c0", self.dc)):
             if name in out:
                 out[name][...] = d_state.T
-        for norm in (self.step.norm, self.step.norm_of_c):
-            if norm is not None:
+        for norm in (self.step.norm, self.step.norm_of_c, self.step.of_input):
+            if isinstance(norm, NormBackward | RecurrentNorm | NormOfC | InputProductNorm):
                 norm.add_gradients(self.products)
         if (params := self.problem.cell.params) in out:
             self.products.add(params, self.step.dparams.sum(axis=1))
@@ -205,13 +216,17 @@ class BackwardSweep:
         of the weights. h_in: what the recurrent product of these steps read, [steps * B, P]."""
         n = (stop - start) * self.problem.B
         dz, x = self.step.dz[:, :n], None  # [GH, n]
-        if "Wx" in self.out or "Wx" in self.products.factors or isinstance(self.step.of_input, InputNorm):
+        of_input = self.step.of_input
+        if "Wx" in self.out or "Wx" in self.products.factors or isinstance(of_input, InputNorm | InputProductNorm):
             x = self.inputs(start, stop)
         self.step.end_chunk(self.products, h_in)
         if not self.step.input_by_step:
             self.products.accumulate("b", dz, np.ones(n, dz.dtype))
-        if isinstance(self.step.of_input, InputNorm) and x is not None:
-            self.step.of_input.back(x, dz, self.products)
+        if isinstance(of_input, InputProductNorm) and x is not None:
+            of_input.back(start, stop, x, dz, self.products)
+            return
+        if isinstance(of_input, InputNorm) and x is not None:
+            of_input.back(x, dz, self.products)
         self.products.write_input(start, stop, dz, self.v.get("Wx"))
         if x is not None:
             self.products.accumulate("Wx", dz, matrix(x))

@@ -82,7 +82,7 @@ def columns_buffer(rows: int, columns: int, B: int, dtype: np.dtype) -> Array:
 
 
 def input_products(
-    problem: Problem, v: Views, mask: Array | None, reciprocal: str, streamed: bool = False
+    problem: Problem, v: Views, copies_h: bool, reciprocal: str, streamed: bool = False
 ) -> "JoinedProduct | SeparateProducts":
     """Return an object that computes x Wx^T + h Wh^T at each step: a `JoinedProduct` or a `SeparateProducts`, the
     faster one.
@@ -95,12 +95,12 @@ def input_products(
     """
     T, B = problem[:2]
     if streamed:
-        return JoinedProduct(problem, v, mask, reciprocal)
+        return JoinedProduct(problem, v, copies_h, reciprocal)
     if "Wx" in v and "Wh" in v and B >= WIDE_BATCH:
         width = v["Wx"].shape[1] + v["Wh"].shape[1]
         if 2 * max(AHEAD_ROWS, width) <= T * B and len(v["Wx"]) * width <= COPIED_NUMBERS:
-            return JoinedProduct(problem, v, mask, reciprocal)
-    return SeparateProducts(problem, v, mask)
+            return JoinedProduct(problem, v, copies_h, reciprocal)
+    return SeparateProducts(problem, v, copies_h)
 
 
 UNPACKED_NUMBERS = 10**6
@@ -162,7 +162,7 @@ class SeparateProducts:
     len(h_buffers):
 
         h_buffers[i] [P, B]   h before the step; the previous step writes it there
-        h_rows[i] [P, B]      mask * h, which enters the product; without a mask the same array as h_buffers[i]
+        h_rows[i] [P, B]      h as it enters the product, such as mask * h; the same array as h_buffers[i] if that is h
         operands[i] [P, B]    the array that `weights` [GH, P] multiplies. Here it is the same array as h_rows[i]; in
                               `JoinedProduct` it is a larger array that contains h_rows[i].
     """
@@ -170,10 +170,10 @@ class SeparateProducts:
     negated: str = ""
     """The gates whose rows of `weights` are negated. Here there are none; `JoinedProduct` has some."""
 
-    def __init__(self, problem: Problem, v: Views, mask: Array | None, norm: Any = None):
-        """Copy or view Wx and Wh, and allocate the buffers for h and for the products of a block of steps. mask: [T,
-        B, P] for T steps, B batch items and h of width P; or None. norm: an `InputNorm` or `InputNormOfSteps`,
-        which then computes the input's part with the bias; or None."""
+    def __init__(self, problem: Problem, v: Views, copies_h: bool, norm: Any = None):
+        """Copy or view Wx and Wh, and allocate the buffers for h and for the products of a block of steps. copies_h:
+        whether the h that enters the product is another array than h, such as mask * h. norm: an `InputNorm` or
+        `InputNormOfSteps`, which then computes the input's part with the bias; or None."""
         dtype, (T, B, H, P), cell = v["x"].dtype, problem[:4], problem.cell
         rows = cell.gates * H
         self.order: str = cell.gate_order
@@ -204,7 +204,7 @@ class SeparateProducts:
             self.bias, self.ahead = np.repeat(bias[:, None], B, axis=1), np.empty((rows, B), dtype)
         # Two buffers, one for h before a step and one for h after it. They swap at every step.
         self.h_buffers: list[Array] = [np.empty((P, B), dtype) for _ in range(2)]
-        self.h_rows: list[Array] = self.h_buffers if mask is None else 2 * [np.empty((P, B), dtype)]
+        self.h_rows: list[Array] = 2 * [np.empty((P, B), dtype)] if copies_h else self.h_buffers
         self.operands: list[Array] = self.h_rows
 
     def load(self, start: int) -> Array:
@@ -243,10 +243,10 @@ class JoinedProduct:
     form one contiguous block of z. The rows are negated, so that the step need not negate z.
     """
 
-    def __init__(self, problem: Problem, v: Views, mask: Array | None, reciprocal: str):
+    def __init__(self, problem: Problem, v: Views, copies_h: bool, reciprocal: str):
         """Copy Wx, the bias and Wh into one matrix [Wx b Wh]. Allocate for each step of a block the operand that this
-        matrix multiplies: an array [x; 1; h], with x in its first rows, then a row of ones, then h. mask: [T, B, P]
-        for T steps, B batch items and h of width P; or None."""
+        matrix multiplies: an array [x; 1; h], with x in its first rows, then a row of ones, then h. copies_h:
+        whether the h that enters the product is another array than h, such as mask * h."""
         (T, B, H, P), cell, Wx, bias = problem[:4], problem.cell, v["Wx"], bias_of(problem, v)
         self.negated: str = reciprocal
         self.order: str = "".join(sorted(cell.gate_order, key=lambda gate: gate not in reciprocal))
@@ -265,7 +265,7 @@ class JoinedProduct:
         self.x_rows: Array = columns[:, : Wx.shape[1]]
         self.operands: list[Array] = [*columns]
         self.h_rows: list[Array] = [*columns[:, -P:]]
-        self.h_buffers: list[Array] = self.h_rows if mask is None else [np.empty((P, B), Wx.dtype) for _ in range(2)]
+        self.h_buffers: list[Array] = [np.empty((P, B), Wx.dtype) for _ in range(2)] if copies_h else self.h_rows
 
     def load(self, start: int) -> None:
         """Copy x of the block of steps that begins at `start` into the first rows of these steps' operands [x; 1; h].
@@ -361,6 +361,14 @@ class WeightGradients:
         else:
             self.out[name][...] = term
             self.begun.add((name, None))
+
+    def add_input(self, start: int, stop: int, term: Array) -> None:
+        """Write the gradient of x for the steps from `start` to `stop`, if this gradient is requested. term [n, I],
+        with n = steps x batch. The direction that runs second adds its term."""
+        if "x" in self.out:
+            dx = self.out["x"][start:stop]
+            np.add(dx, term.reshape(dx.shape), dx) if start in self.written else np.copyto(dx, term.reshape(dx.shape))
+            self.written.add(start)
 
     def write_input(self, start: int, stop: int, dz: Array, Wx: Array | None) -> None:
         """Write the gradient of x for the steps from `start` to `stop`, if this gradient is requested. dz [GH, n]: the

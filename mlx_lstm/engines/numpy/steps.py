@@ -22,9 +22,17 @@ from ..cell_tracer import graph_of
 from ..cells import AnyCell, form_of
 from ..problem import Problem
 from .norms import (
+    InputNorm,
     InputNormOfSteps,
+    InputProductNorm,
+    Normalisation,
     NormBackward,
+    NormByFactors,
+    NormOfC,
+    RecurrentNorm,
+    by_factors,
     input_norm_of,
+    kept_rows,
     norm_of_preactivations,
     norm_of_state,
     with_centred_weights,
@@ -179,7 +187,7 @@ WIDE = ("n0", "d0", "dh")
 
 
 @lru_cache(256)
-def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bool, bhn: bool) -> Build:
+def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bool, bhn: bool, of: str | None) -> Build:
     """Return the function that builds a forward step: step(operand, xs, s0, c_prev, y, c, n0, kept=None).
 
     The step reads these arrays; z and us are fixed, the same in every call:
@@ -197,8 +205,8 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
         kept           what the backward pass of layer normalisation needs, unless it is None
 
     order: the order of the gates in z. negated: the gates whose rows of z are negated. adds: whether xs is added to z
-    at once. bhn: whether bhn is added to the candidate's product. With layer normalisation the step calls `normalise`
-    on z before or after xs is added, and N0 on c.
+    at once. bhn: whether bhn is added to the candidate's product. of: what the step normalises, as in `NormOptions.of`:
+    it calls `normalise` on z before or after xs is added. With a norm of c it calls N0.
     """
     graph, letters, carried = plan.graph, plan.cell.gate_order, plan.graph.states - 1
     x = "z" if plan.rows and not graph.apart else "xs"
@@ -220,7 +228,6 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
     before = [f"matmul(weights{n}, operand, product{n})" for n in range(len(plan.rows))]
     # The statements before those of the graph: the product, the norm and the sum with xs, in the order that the norm
     # wants, and bhn. A list times a bool is the list or [].
-    of = plan.cell.norm.of if plan.cell.norm is not None else None
     normalise = ["normalise(z, z, kept)"] * (of is not None)
     before += ["add(z, xs, z)"] * adds + normalise if of == "sum" else normalise + ["add(z, xs, z)"] * adds
     before += ["add(z_n, bhn, z_n)"] * bhn
@@ -233,26 +240,31 @@ class Step:
     user's cell the caller writes the step's inputs to `us` [U H, B]: U inputs for each of H hidden units and B batch
     items."""
 
-    def __init__(self, problem: Problem, v: Views, mask: Array | None, streamed: bool = False):
-        """Allocate the arrays that every step overwrites. streamed: the steps arrive one at a time
-        (`engines.numpy.stream`)."""
+    def __init__(
+        self, problem: Problem, v: Views, mask: Array | None, norms: Array | None = None, streamed: bool = False
+    ):
+        """Allocate the arrays that every step overwrites. norms [T, B, n]: memory for what the backward pass of
+        norms reads, if it runs. streamed: the steps arrive one at a time (`engines.numpy.stream`)."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         plan = plan_of(cell, graph_arrays(v), problem.return_gates)
         self.apart: bool = plan.graph.apart
+        self.by_factors: bool = False
+        self.enter: Callable[[int, Array, Array], Any] | None = None
+        """Writes to its last argument what h [P, B] of step t becomes when it enters the product; None: h itself."""
+        if mask is not None:
+            self.enter = lambda t, h, out: np.multiply(h, mask[t].T, out=out)
         norm = of_input = norm_of_c = None
         if cell.norm is not None:
-            many = problem._replace(T=problem.P) if streamed else problem  # a stream uses its weights often
-            v = with_centred_weights(many, v)
-            norm, norm_of_c = norm_of_preactivations(many, v), norm_of_state(problem, v)
-            of_input = (
-                None if streamed else input_norm_of(problem, v)
-            )  # in a stream the caller computes the input's part
-        apart = self.apart or not cell.recurrent or (cell.norm is not None and cell.norm.of in ("product", "products"))
+            v, norm, of_input = self.prepare_norms(problem, v, streamed, norms)
+            norm_of_c = norm_of_state(problem, v)
+        of = cell.norm.of if cell.norm is not None and not self.by_factors else None
+        apart = self.apart or not cell.recurrent or of in ("product", "products") or of_input is not None
         negatable = plan.negatable if norm is None else ""
+        copies_h = self.enter is not None
         self.products: Any = (
-            SeparateProducts(problem, v, mask, of_input)
+            SeparateProducts(problem, v, copies_h, of_input)
             if apart
-            else input_products(problem, v, mask, negatable, streamed)
+            else input_products(problem, v, copies_h, negatable, streamed)
         )
         products, more = self.products, constants_of(plan, cell, v, B) | {"normalise": norm, "N0": norm_of_c}
         z = np.empty((cell.gates * H, B), dtype)
@@ -271,9 +283,26 @@ class Step:
             more |= {"z_n": z[cell.block("n", H)], "bhn": np.repeat(v["bhn"][:, None], B, axis=1)}
         adds = bool(plan.rows) and not self.apart and not isinstance(products, JoinedProduct)
         saves = problem.training or problem.return_gates
-        build = forward_function(plan, products.order, products.negated, saves, adds, "bhn" in v)
+        build = forward_function(plan, products.order, products.negated, saves, adds, "bhn" in v, of)
         self.product: Array = product
         self.run: Callable[..., None] = build(H, B, dtype, z, weights, product, more)
+
+    def prepare_norms(
+        self, problem: Problem, v: Views, streamed: bool, norms: Array | None
+    ) -> tuple[Views, Normalisation | None, InputNorm | InputNormOfSteps | None]:
+        """Return the arrays as the products read them, and the norms of the preactivations and of the input's product,
+        if the step computes them. In a stream the caller computes the input's part."""
+        many = problem._replace(T=problem.P) if streamed else problem  # a stream uses its weights often
+        rows = 0 if streamed else kept_rows(problem, v) if norms is None else norms.shape[2]
+        self.by_factors = by_factors(problem, rows)
+        v = with_centred_weights(many, v, self.by_factors)
+        if not self.by_factors:
+            return v, norm_of_preactivations(many, v), None if streamed else input_norm_of(problem, v)
+        forward, multiply = NormByFactors(problem, v, norms, rows), self.enter
+        self.enter = forward.enter
+        if multiply is not None:
+            self.enter = lambda t, h, out: forward.enter(t, multiply(t, h, out), out)
+        return forward.arrays, None, input_norm_of(problem, forward.arrays) if rows == 1 else None
 
 
 def constants_of(plan: Plan, cell: AnyCell, v: Views, B: int) -> dict[str, Any]:
@@ -309,9 +338,10 @@ def steps_of(sequence: Array) -> Callable[[int], Array]:
 
 
 @lru_cache(128)
-def backward_function(plan: Plan, with_input: bool) -> Build:
+def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
     """Return the function that builds a backward step: step(own, t, columns, c_prev, c, d0, dc, e). with_input: whether
-    the step computes the layer normalisation of the input's product.
+    the step computes the layer normalisation of the input's product. by_weights: whether the norm of the recurrent
+    product is a `RecurrentNorm`.
 
     The step reads
 
@@ -363,7 +393,7 @@ def backward_function(plan: Plan, with_input: bool) -> Build:
     }  # fmt: skip
     if words.count("s0") > 1:  # a contiguous copy, because every operation on the view would be slower
         read["s0"] = "copyto(s0, own.h_prev[t - own.start].T)"
-    normalises = plan.cell.norm is not None and plan.cell.norm.of is not None
+    normalises = plan.cell.norm is not None and plan.cell.norm.of is not None and not by_weights
     for name in [*["dz"] * normalises, *["dx"] * with_input]:
         read.pop(name)  # an array of one step, which `NormBackward` has
     before = [line for name, line in read.items() if name in words] + ["N0.is_kept = False"] * ("N0" in words)
@@ -375,7 +405,7 @@ def backward_function(plan: Plan, with_input: bool) -> Build:
     if normalises:
         after = ["through_Wh(through_norm(t, columns), d0)"]
     elif plan.whole:
-        after = ["through_Wh(dz, d0)"]
+        after = ["through_Wh(dz, d0)"] + ["through_norm(t, columns, d0)"] * by_weights
     else:
         after = ["own.through_rows(dz, d0)" if plan.rows else "d0.fill(0)"]
     return function_of(
@@ -413,16 +443,13 @@ class StepBackward:
         self.cell, self.H = cell, H
         self.dz: Array = columns_buffer(cell.gates * H, n, B, dtype)
         self.by_column: list[Array] = [self.dz]
-        self.norm: NormBackward | None = None
-        self.of_input, norm, self.norm_of_c = None, None, None
+        self.norm: NormBackward | RecurrentNorm | None = None
+        self.of_input: Any = None
+        self.norm_of_c: NormOfC | None = None
         if cell.norm is not None:
-            self.of_input, norm = input_norm_of(problem, v), norm_of_preactivations(problem, v)
             self.norm_of_c = norm_of_state(problem, v)
-        if norm is not None:
-            kept = saved["norms"].transpose(FEATURE_MAJOR)
-            self.norm = NormBackward(problem, v, norm, self.of_input, plan.other, kept, self.dz)
-            self.by_column.append(self.norm.dp)
-            more |= {"through_norm": self.norm.through, "dz": self.norm.d, "dx": self.norm.dx}
+            if cell.norm.of is not None:
+                more |= self.prepare_norms(problem, v, saved["norms"])
         self.input_by_step: bool = isinstance(self.of_input, InputNormOfSteps)
         widths = {"dx": 0 if self.input_by_step else len(plan.other) * H, "m": H * plan.second, "dh": P * plan.projects}
         for name, width in widths.items():
@@ -431,6 +458,9 @@ class StepBackward:
                 self.by_column.append(more[f"all_{name}"])
         self.dx, self.m, self.dh = map(more.get, ("all_dx", "all_m", "all_dh"))
         self.Wh: Any = matrix(v["Wh"]) if plan.rows else None
+        by_weights = isinstance(self.norm, RecurrentNorm)
+        if isinstance(self.norm, RecurrentNorm):
+            self.Wh = self.norm.norm.scaled
         if plan.recomputed:
             self.q = more["all_q"] = columns_buffer(len(plan.recomputed) * H, n, B, dtype)
         self.bhn: Array | None = v.get("bhn")
@@ -453,9 +483,27 @@ class StepBackward:
         h_at = steps_of(saved["h"]) if plan.reads_h else None
         # The function gets this object as an argument. If it held the object, both would be a cycle, and the arrays
         # would be freed much later.
-        self.run: Callable[..., None] = backward_function(plan, self.input_by_step)(
+        self.run: Callable[..., None] = backward_function(plan, self.input_by_step, by_weights)(
             H, B, dtype, saved_at, h_at, self.dz, through, more
         )
+
+    def prepare_norms(self, problem: Problem, v: Views, saved: Array) -> dict[str, Any]:
+        """Make the layer normalisations of the products. Return the arrays and the function that a step reads. saved:
+        what the forward pass saved of the norms, [T, B, .]."""
+        kept = saved.transpose(FEATURE_MAJOR)
+        if by_factors(problem, saved.shape[2]):
+            norm = self.norm = RecurrentNorm(problem, v, kept, self.chunk)
+            self.by_column.append(norm.c)
+            if kept.shape[1] == 2:
+                self.of_input = InputProductNorm(v, kept)
+            elif problem.cell.norm is not None and problem.cell.norm.of == "products":
+                self.of_input = InputNorm(problem, v)
+            return {"through_norm": norm.through}
+        self.of_input, of_z = input_norm_of(problem, v), norm_of_preactivations(problem, v)
+        assert of_z is not None
+        norm = self.norm = NormBackward(problem, v, of_z, self.of_input, self.plan.other, kept, self.dz)
+        self.by_column.append(norm.dp)
+        return {"through_norm": norm.through, "dz": norm.d, "dx": norm.dx}
 
     def through_rows(self, dz: Array, dh: Array) -> None:
         """Write to dh [H, B] the gradient of h times the mask, for a GRU whose reset comes before the candidate's
@@ -472,11 +520,15 @@ class StepBackward:
         self.start, self.h_prev, self.h_in = start, h_prev, h_in
         if isinstance(self.of_input, InputNormOfSteps) and x is not None:
             self.of_input.begin_chunk(x)
+        if isinstance(self.norm, RecurrentNorm):
+            self.norm.begin_chunk(start, h_in)
         if self.q is not None:
             for row, k in enumerate(self.plan.recomputed):
                 out = self.q[row * self.H : (row + 1) * self.H, : len(h_in)]
                 if self.norm is None:
                     np.matmul(self.Wh[k * self.H : (k + 1) * self.H], matrix(h_in).T, out=out)
+                elif isinstance(self.norm, RecurrentNorm):
+                    self.norm.product(k, out, h_in)
                 else:
                     self.norm.product(k, out, start)
                 if self.bhn is not None:
@@ -484,7 +536,7 @@ class StepBackward:
 
     def begin_step(self, ended: Array | None) -> None:
         """Begin a step. ended: the indices of the batch items that have ended before it, or None."""
-        if self.norm is not None:
+        if isinstance(self.norm, NormBackward):
             self.norm.ended = ended
 
     def skip(self, columns: slice) -> None:
@@ -511,11 +563,14 @@ class StepBackward:
         """Add the terms of one chunk of time steps to the weight gradients in `products`. h_in [n, P]: the h that
         entered the recurrent product at each step of the chunk."""
         n, H, cell, h_in = len(h_in), self.H, self.cell, matrix(h_in)
-        # dp: the gradients of the recurrent products; with a norm they are others than dz.
-        for start, stop in self.plan.rows:
-            rows = slice(None) if (start, stop) == (0, cell.gates) else slice(start * H, stop * H)
+        if isinstance(self.norm, RecurrentNorm):
+            self.norm.end_chunk(self.dz[:, :n], h_in, products)
+        else:
+            # dp: the gradients of the recurrent products; with a norm they are others than dz.
             dp = self.dz if self.norm is None else self.norm.dp
-            products.accumulate("Wh", dp[rows, :n], h_in, rows)
+            for start, stop in self.plan.rows:
+                rows = slice(None) if (start, stop) == (0, cell.gates) else slice(start * H, stop * H)
+                products.accumulate("Wh", dp[rows, :n], h_in, rows)
         if self.m is not None and self.dh is not None:
             products.accumulate("Wp", self.dh[:, :n], self.m[:, :n].T)
         elif self.m is not None:

@@ -12,11 +12,11 @@ from math import prod
 import mlx.core as mx
 import numpy as np
 
-from ..cells import AnyCell, norm_blocks
+from ..cells import AnyCell
 from ..directions import one_direction, part
 from ..packing import is_packed
 from ..problem import Arrays, Problem
-from .norms import centre_gradients
+from .norms import centre_gradients, kept_rows
 from .passes import BackwardSweep, sweep_forward
 from .products import (
     BATCH_MAJOR,
@@ -88,7 +88,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
     elif problem.training and cell.reads_kept:
         rows["gates"] = D * cell.kept * H
     if problem.training and cell.norm is not None and cell.norm.of is not None:
-        rows["norms"] = D * (cell.gates * H + norm_blocks(cell))
+        rows["norms"] = D * kept_rows(directions[0][1], of_direction(directions[0][0], v))
     # MLX initializes the memory of its arrays, which costs an additional write. Arrays that MLX need not see are
     # therefore allocated by NumPy: for each segment a dict of them.
     sizes = [segment.sizes(B) for segment in parts] or [(T, B)]
