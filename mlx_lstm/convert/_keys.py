@@ -432,7 +432,8 @@ def keys_of(
 
 def in_style(weights: Weights, style: str) -> list[list[Arrays]]:
     """Return the weights under the array names and in the layouts of one library. `style` is the library, such as
-    "torch", "keras", "mlx" (`mlx.nn`) or "ops" (the functions of this package). The result is a list of layers. A layer
+    "torch", "keras", "mlx" (`mlx.nn`) or "ops" (the functions of this package); any other name, such as "two-biases",
+    means the names in TWO_BIASES. The result is a list of layers. A layer
     is a list with one dict of arrays per direction; in the style "ops" one dict holds both directions."""
     if style == "ops":
         return [[arrays] for arrays in to_ops(weights)]

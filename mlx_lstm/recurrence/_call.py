@@ -89,6 +89,7 @@ class Call(NamedTuple):
                 arrays, wanted = self.with_lengths(arrays, sizes, op), Wanted(return_gates, training, wants_last)
                 call, arrays, problem, choice = self.plan_with_norm(arrays, sizes, packing, wanted)
                 return call.run(problem, arrays, choice), choice
+            # steps: applies `keep` and `hold` around the engine. inner: the arrays as the engine gets them.
             steps, call = self.steps(arrays, sizes, op)
             inner = call.with_lengths(steps.to_engine(arrays), sizes, op)
             # With `hold` the engine does not run the held steps. So `steps.outputs` reads the last states of the call
