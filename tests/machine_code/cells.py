@@ -15,7 +15,7 @@ from pointwise_cases import ZOO, Form
 
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.autodiff import ENGINE_MODULES
-from mlx_lstm.engines.cells import PointwiseCell
+from mlx_lstm.engines.cells import NormOptions, PointwiseCell
 from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.problem import Cut, Problem
 from mlx_lstm.lab.timing.tasks import Size
@@ -28,15 +28,19 @@ from .times import ours
 SIZES = ((1, 128), (32, 128), (32, 256))
 
 
-def layer_of(form: Form, engine: str, B: int, H: int, T: int = 3, rows: int = 0) -> tuple[Problem, Graph]:
+def layer_of(
+    form: Form, engine: str, B: int, H: int, T: int = 3, rows: int = 0, norm: NormOptions | None = None
+) -> tuple[Problem, Graph]:
     """Return the `Problem` (sizes and options) of a call with this cell, and the kernel launches of its forward and
-    its backward pass on a Metal engine. rows: the batch items of a threadgroup of `fused`, or 0 for the default."""
+    its backward pass on a Metal engine. rows: the batch items of a threadgroup of `fused`, or 0 for the default. norm:
+    the layer normalisation of its preactivations."""
     G, C = form.gates, form.states - 1
     shapes = {"x": (T, B, 8), "Wx": (G * H, 8), "Wh": (G * H, H), "b": (G * H,), "h0": (B, H), "c0": (B, C * H)}
     shapes |= {"inputs": (T, B, form.inputs * H), "params": (form.params * H,)}
+    shapes |= {} if norm is None else {"norm_scale": (G * H,)}
     absent = {name for name, shape in shapes.items() if 0 in shape} | (set() if form.recurrent else {"Wh"})
     given = {name: mx.zeros(shape) for name, shape in shapes.items() if name not in absent}
-    cell = PointwiseCell(form.graph(B, H), form.recurrent)
+    cell = PointwiseCell(form.graph(B, H), form.recurrent, norm=norm)
     problem, module = Problem(T, B, H, H, cell, names=tuple(given)), ENGINE_MODULES[engine]
     problem = problem._replace(cut=Cut(rows) if rows else None)
 

@@ -40,6 +40,9 @@ NORMED["rnn-norm-0"] = RNNCell(norm=NormOptions())
 together or each gate, and where c is."""
 GENERATED = ("generated_lstm", "generated_slstm")
 """The names of the cells of `mlx_lstm.cells` whose generated kernels are counted."""
+GENERATED_NORMED = {f"generated_lstm-norm-{n}": ("lstm", NormOptions(*NORMS[n])) for n in range(3)}
+GENERATED_NORMED["generated_slstm-norm-0"] = ("slstm", NormOptions("product"))
+"""The same cells with the first entries of `NORMS`."""
 
 
 class Case(NamedTuple):
@@ -131,6 +134,8 @@ def cases() -> Iterator[Case]:
     for cell, engine, (B, H) in product(GENERATED, METAL_ENGINES, cells.SIZES):
         yield Case(engine, cell, "float32", B, H, rows=0 if engine == "stepwise" else 1 if B == 1 else 2)
     yield from (Case("fused", cell, "float32", at[8], 128, rows=8) for cell in GENERATED)
+    yield from (Case("fused", cell, "float32", 32, 128, rows=2) for cell in GENERATED_NORMED)
+    yield from (Case("stepwise", cell, "float32", 32, 128) for cell in ("lstm-norm-0", *GENERATED_NORMED))
     yield Case("stepwise", "lstm", "float16", 1, 256, which="forward", packing=packings[3])
     yield Case("stepwise", "gru", "float32", 1, 256, which="forward", packing=packings[3])
 
@@ -140,7 +145,7 @@ def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
     launched several times, the value is its first launch."""
     launches = {}
     for case in chosen:
-        if case.cell in GENERATED:
+        if case.cell in (*GENERATED, *GENERATED_NORMED):
             launches |= generated(case)
             continue
         size = Size(3, case.B, 8, case.H)
@@ -154,15 +159,16 @@ def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
 
 
 def generated(case: Case) -> dict[Kernel, Launch]:
-    """Return {key: launch} for the two kernels that are generated for a cell and run the time steps of a pass. The hash
-    in a kernel's name is replaced by the name of the cell."""
-    problem, graph = cells.layer_of(
-        ZOO[case.cell.removeprefix("generated_")], case.engine, case.B, case.H, rows=case.rows
-    )
+    """Return {key: launch} for the kernels that are generated for a cell and run the time steps of a pass; with layer
+    normalisation for those with a recurrent product. The hash in a kernel's name is replaced by the name of the
+    cell."""
+    name, norm = GENERATED_NORMED.get(case.cell, (case.cell.removeprefix("generated_"), None))
+    problem, graph = cells.layer_of(ZOO[name], case.engine, case.B, case.H, rows=case.rows, norm=norm)
     found = {}
-    for launch in cells.kernels(graph):
+    for launch in cells.kernels(graph) if norm is None else filter(has_product, graph.launches):
         key = kernel_of(launch, problem)
-        found[key._replace(kernel=re.sub(r"^pointwise_[0-9a-f]+", case.cell, key.kernel))] = launch
+        named = key._replace(kernel=re.sub(r"^pointwise_[0-9a-f]+", f"generated_{name}", key.kernel))
+        found.setdefault(named, launch)
     return found
 
 

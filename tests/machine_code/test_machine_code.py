@@ -207,7 +207,7 @@ def test_generated_kernels_spill_nothing_and_cost_as_much_as_written_ones():
     times as many. On `stepwise` the code of the LSTM's equations outside of the product takes at most as many cycles.
     """
     lines = {line[:4]: line for line in table()}
-    generated = [line for line in table() if line.kernel.startswith("generated_")]
+    generated = [line for line in table() if line.kernel.startswith("generated_") and not NORM.search(line.kernel)]
     assert len(generated) == 28 and not any(line.spills or line.scratch for line in generated)
     for sweep in ("forward", "backward"):
         for size in cells.SIZES:
@@ -264,7 +264,7 @@ def test_a_norm_in_fused():
     c. No kernel with a norm spills registers."""
     lines = [line for line in table() if NORM.search(line.kernel)]
     plain = {line[:5]: line for line in table()}
-    assert len({line.kernel for line in lines}) >= 18 and not any(line.spills or line.scratch for line in lines)
+    assert len({line.kernel for line in lines}) >= 40 and not any(line.spills or line.scratch for line in lines)
     for line in lines:
         if "fused" in line.kernel and line[1:4] == ("float32", 32, 128):
             without = plain[(NORM.sub("", line.kernel), *line[1:5])].instructions
