@@ -45,7 +45,8 @@ struct GRUCell {
     return second + z * (first - second);
   }
 
-  // Compute one step, with the reset after the product. y: on return the gates.
+  // Compute one step, with the reset after the product. sums: the recurrent products. y: on entry the input's parts of
+  // the preactivations, on return the gates. A parameter without a name is one that only other cells read.
   static void forward(
       thread const float* bhn, thread const float*, thread const float* sums, thread float* h, thread float* y) {
     y[GATE_R] = reset(y[GATE_R] + sums[GATE_R]);

@@ -53,8 +53,9 @@ struct LSTMCell {
     return CLIPS ? within(-limit, c, limit) : c;
   }
 
-  // Compute one step. Of the states s, s[1] is c, and s[0] becomes m = o s_output(c), which is h unless there is a
-  // projection. y: on return the gates.
+  // Compute one step. p: the constants. sums: the recurrent products. Of the states s, s[1] is c, and s[0] becomes m =
+  // o s_output(c), which is h unless there is a projection. y: on entry the input's parts of the preactivations, on
+  // return the gates. A parameter without a name is one that only other cells read.
   static void forward(
       thread const float* p, thread const float*, thread const float* sums, thread float* s, thread float* y) {
     const float c_prev = s[1];
@@ -86,7 +87,8 @@ struct LSTMCell {
 
   // Compute one step in reverse. y: the gates. ds: on entry the gradients of m and of the new c; on return ds[0] is 0,
   // because h_prev is used only in the recurrent product, and ds[1] is the gradient of c_prev. dz: on entry the
-  // cotangents of the gates, on return the gradients of their preactivations.
+  // cotangents of the gates, on return the gradients of their preactivations. p: the constants. before, after: the
+  // states before and after the step.
   static void backward(
       thread const float* p, thread const float*, thread const float* y, thread const float* before,
       thread const float* after, thread float* ds, thread float* dz, thread float*, thread float*) {

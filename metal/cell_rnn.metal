@@ -12,7 +12,8 @@ struct RNNCell {
   template <class Index, class Arrays>
   static void constants(thread const Arrays&, int, int, int, thread float*) {}
 
-  // Compute one step. y: on return the preactivation.
+  // Compute one step. sums: the recurrent product. y: on entry the input's part of the preactivation, on return the
+  // whole one. A parameter without a name is one that only other cells read.
   static void forward(
       thread const float*, thread const float*, thread const float* sums, thread float* h, thread float* y) {
     y[0] += sums[0];

@@ -102,6 +102,7 @@ uint word_of_lane(Packed<BITS, SIZE, A, B> Wh, long direction, int index, int nu
   int unit, block, k;
   place_in_lanes<Cell, UNITS, false>(H, index, slot, unit, block, k);
   k = index % GROUP * Share::SPAN + piece * Share::PIECE;
+  // A word of weights: eight of a slot's numbers fill WORDS words, and all slots follow before the next eight.
   if (factor < 0) k += place / (Share::WORDS * SLOTS) * 8 + place % Share::WORDS * PER_WORD;
   if (unit >= H || k >= H) return 0;
   const long row = (direction * GATES + block) * H + unit, group = row * (H / SIZE) + k / SIZE;

@@ -38,8 +38,9 @@ struct Lanes<GRUCell<OPTIONS>> {
   }
 
   // Compute one step and return the new h in lane 2, which also has gate n. y: on entry the input's part of the
-  // preactivation, on return the lane's gate. bhn: the unit's bias. Lane 2 needs r of lane 0 and z of lane 1.
-  // simd_shuffle_xor(x, d) reads x of lane (own ^ d), an exclusive or; for lane 2, 2 ^ 2 = 0 and 2 ^ 3 = 1.
+  // preactivation, on return the lane's gate. bhn: the unit's bias. sums: the recurrent products. Lane 2 needs r of
+  // lane 0 and z of lane 1. simd_shuffle_xor(x, d) reads x of lane (own ^ d), an exclusive or; for lane 2, 2 ^ 2 = 0
+  // and 2 ^ 3 = 1.
   static float forward(
       int gate, float bhn, float, float, float h_prev, thread const float* sums, thread float&, thread float& y) {
     const float a = y + sums[0];

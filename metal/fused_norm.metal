@@ -56,8 +56,9 @@ struct NormLane {
   threadgroup float4* memory;
 };
 
-// Where the sums of the two norms lie, in vectors of 4 floats. EVERY: the distance of the lanes whose numbers are
-// normalised together.
+// Where the sums of the two norms lie, in vectors of 4 floats: those of the product's norm from 0, those of c's norm
+// from C to END. Each norm, simdgroup and batch item has a pair of floats. Two pairs fill a vector, hence the / 2,
+// rounded up. EVERY: the distance of the lanes whose numbers are normalised together.
 template <class Cell, int H, int ROWS>
 struct NormMemory {
   enum { LANES = Lanes<Cell>::LANES, EVERY = Norm<Cell>::IS_EACH ? int(LANES) : 1 };
@@ -145,7 +146,8 @@ void moments_of_all(thread Pair (&own)[ROWS], float part, float eps, uint index,
 
 // Replace x[r] by (x[r] - mean) / sqrt(variance + eps), for ROWS batch items. counts: 1 if the lane's number belongs to
 // the norm; otherwise 0, and x[r] must be 0. EVERY: the distance of the lanes whose numbers are normalised together.
-// EACH: how many of these numbers a unit has. part: as in moments_of_all.
+// EACH: how many of these numbers a unit has. part: the part of all units that the simdgroup has whose sums this lane
+// reads first.
 template <int H, int LANES, int EVERY, int EACH, int ROWS>
 void standardise(
     thread float (&x)[ROWS], float counts, float part, float eps, uint index, threadgroup float4* memory) {
@@ -196,8 +198,9 @@ void standardise_backward(
 }
 
 // Normalise the product or its sum with y, the input's part of the preactivations. On return the sums of each lane's
-// own gate, sums[r], have the result, and y is 0 if it is part of the sum. A GRU has the candidate's product in another
-// place than the others.
+// own gate, sums[r], have the result, and y is 0 if it is part of the sum. The product of a lane's gate is in
+// sums[r][0]; that of a GRU's candidate, its last gate, in sums[r][LAST]. `always`: every lane has a number, so that
+// the compiler can leave out the test of norm.counts.
 template <class Cell, int H, int ROWS, int SLOTS>
 void normalise(
     thread const NormLane& norm, int lane, thread float (&y)[ROWS], thread float (&sums)[ROWS][SLOTS]) {

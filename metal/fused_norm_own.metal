@@ -8,7 +8,8 @@
 // same norm (1: all lanes). Pair and Peers (here P) come from fused_norm.metal, the options Norm<Cell> from norm.metal.
 
 // What a lane needs for the norm; the fields with COUNT numbers are for the lane's gates. counts: 1 if the lane has a
-// gate and a unit for this number, else 0. part: as in NormLane. memory: the threadgroup memory for the sums.
+// gate and a unit for this number, else 0. part: the part of all units that the simdgroup has whose sums the lane reads
+// first. index: the lane's number in the threadgroup. memory: the threadgroup memory for the sums.
 template <int COUNT>
 struct OwnNormLane {
   float scale[COUNT], shift[COUNT], counts[COUNT], eps, part;
@@ -100,7 +101,8 @@ void standardise_gates(thread const OwnNormLane<COUNT>& norm, thread float (&x)[
 }
 
 // Normalise the recurrent products of all gates, or each product plus the input's part numbers[r].z if the norm is one
-// of the sum. On return `sums` has the results; z is then 0 if it is part of them.
+// of the sum. On return `sums` has the results; z is then 0 if it is part of them. With SCATTERS a lane has one gate's
+// product, in sums[0]. Otherwise it has all of them: it takes those of its gates, and gets the results of all lanes.
 template <class Cell, int H, int ROWS, class Numbers, int SIZE, int COUNT>
 void normalise_gates(
     thread const OwnNormLane<COUNT>& norm, int lane, thread Numbers (&numbers)[ROWS],
@@ -207,8 +209,8 @@ void standardise_gates_backward(thread const OwnNormLane<COUNT>& norm, thread Ow
 
 // Compute the gradients of the recurrent products from those that keep_gradients copied. Write them to d_product, and
 // to `operands` in threadgroup memory, where the product with Wh reads them: an operand is a row of ROW vectors, one
-// for each batch item. now, item: as in read_gates. earlier: the number of elements of such an array before the
-// launch's first time index.
+// for each batch item. now: the step's position in an array [T, B, D H]. item: the unit's positions in an array [B, D
+// H]. earlier: the number of elements of such an array before the launch's first time index.
 template <class Cell, int H, int ROW, class S, int ROWS, int COUNT, class Index, class Arrays>
 void own_products_backward(
     thread const OwnNormLane<COUNT>& norm, thread OwnNormNumbers<ROWS, COUNT>& numbers, thread const Arrays& a,

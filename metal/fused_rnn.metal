@@ -17,6 +17,7 @@ struct Lanes<RNNCell<OPTIONS>> {
   static void sum_of_unit(thread float*, int) {}
 
   // Compute one step and return h. y: on entry the input's part of the unit's preactivation, on return the whole one.
+  // sums: the recurrent product. A parameter without a name is one that only the lanes of other cells read.
   static float forward(
       int, float, float, float, float, thread const float* sums, thread float&, thread float& y) {
     y += sums[0];

@@ -5,7 +5,7 @@
 //   SCATTERS     whether each of the four lanes gets only the recurrent product of one gate (lane k: gate k), in
 //                sums[0]; otherwise all lanes get the products of all gates
 //   NORMALISES   whether the cell has a layer normalisation
-//   TWO_PRODUCTS, slot_block    as in fused_lanes.metal
+//   TWO_PRODUCTS, slot_block    those of the lanes of an LSTM, which fused_lanes.metal describes
 //   forward, backward   like those of the cell, with `lane` as an additional first parameter. The lanes of a unit share
 //              the work: register j of a lane holds block 4 j + lane of y and of the gradients d. The unit's states and
 //              their gradients are in every lane.

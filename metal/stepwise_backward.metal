@@ -99,7 +99,8 @@ void operands_at(thread const FollowingRow<S, Arrays>& row, int k, thread float 
   for (int e = 0; e < N; ++e) values[e] *= r[e];
 }
 
-// Return the array dh_now if it is present, else dz.
+// Return the array that is multiplied for the gradient of h: dh_now, the row with dh_t, if it is present (a call with a
+// projection), else dz.
 template <class S>
 const device S* either(Absent, const device S* dz) { return dz; }
 template <class S, class X>
@@ -168,7 +169,8 @@ void take_needed(
     states[k] = (READ >> k) & 1 ? value_at(others, place(s, t, b, C * s.H) + (k - 1) * s.H + j, 0.0f) : 0.0f;
 }
 
-// Load the states before step s.t and after it, as far as the cell reads them.
+// Load the states before step s.t and after it, as far as the cell reads them. starts: this is the item's first step,
+// so the states before it are h0 and c0.
 template <class Cell, class Arrays>
 void take_both_states(
     thread const Step& s, thread const Arrays& a, bool starts, int b, int j,

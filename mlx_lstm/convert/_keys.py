@@ -273,7 +273,11 @@ def arranged(
 
 def fits(whole: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], D: int) -> bool:
     """Return whether the layers fit together as a stack: all have the same number of units, and the input of each layer
-    is as wide as the output of the layer below."""
+    is as wide as the output of the layer below.
+
+    whole: by (layer, direction), the group of keys. parts: by the form of a group's keys, its arrays: one dict, or two
+    if the group holds both directions. D: how many groups a layer has. So a layer's output is P * D * len(first) wide.
+    """
     first = parts[whole[0, 0].form]
     width = first[0]["Wh"].shape[-1] * D * len(first)
     each = [(layer, part) for (layer, _), group in whole.items() for part in parts[group.form]]
@@ -428,7 +432,8 @@ def keys_of(
 
 def in_style(weights: Weights, style: str) -> list[list[Arrays]]:
     """Return the weights under the array names and in the layouts of one library. `style` is the library, such as
-    "torch", "keras", "mlx" (`mlx.nn`) or "ops" (the functions of this package). The result is a list of layers. A layer
+    "torch", "keras", "mlx" (`mlx.nn`) or "ops" (the functions of this package); any other name, such as "two-biases",
+    means the names in TWO_BIASES. The result is a list of layers. A layer
     is a list with one dict of arrays per direction; in the style "ops" one dict holds both directions."""
     if style == "ops":
         return [[arrays] for arrays in to_ops(weights)]

@@ -91,7 +91,8 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
 def layer_of(
     onnx: Any, node: Any, name: str, names: Mapping[str, str], constants: Mapping[str, Any], budget: Budget
 ) -> Weights:
-    """Return the weights of a node. names, constants: as in `weights_of`."""
+    """Return the weights of a node. names: the name of the tensor of each input. constants: the tensors of the
+    file."""
     arrays = weights_of(onnx, name, names, constants, budget)
     attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
     weights = from_node("convert", node.op_type, arrays, attributes, lambda word: names.get(word, word))

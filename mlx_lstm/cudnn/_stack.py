@@ -147,7 +147,8 @@ class Stack(NamedTuple):
         return array if self.time_major else mx.swapaxes(array, 0, 1)
 
     def states(self, array: mx.array) -> mx.array:
-        """Convert states from the caller's layout to [L D, N, .], or back."""
+        """Convert states from the caller's layout to [L D, N, .], or back. L: layers, D: directions, N: batch items.
+        "reinterpret": the same memory is read as another shape, without a transposition."""
         if self.batch_major_states == "reinterpret":
             return array.reshape(self.swapped(array.shape))
         return self.sequence(array)

@@ -174,7 +174,8 @@ def gru(cell: GRUCell, a: Mapping[str, Any], v: Mapping[str, Any], s: Functions)
 
 
 def rnn(cell: RNNCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functions) -> Step:
-    """Run one step of a plain RNN. Return ([h], gates) with h = s(a), where the only gate is the preactivation a."""
+    """Run one step of a plain RNN. Return ([h], gates) with h = s(a), where the only gate is the preactivation a and s
+    the activation of the cell, from the table `s` of all activations."""
     return [known("ops", s, cell.act)(a["h"])], dict(a)
 
 

@@ -72,7 +72,7 @@ class Run:
         self.normed: dict[int, Step] = {}
 
     def alive(self, t: int) -> Array:
-        """Return for each sequence of the batch whether it has not ended at step t, bool [B, 1]."""
+        """Return for each sequence of the batch whether step t is one of its steps, bool [B, 1]."""
         return (self.lengths > t)[:, None]
 
     def on(self, t: int) -> Array:
@@ -115,6 +115,7 @@ class Run:
         for t in self.times:
             fl.start_step()
             on, alive = self.on(t), self.alive(t)
+            # before: the states that the step reads, after their multiplication by keep
             before = state if "keep" not in a else [np.where(alive, fl(a["keep"][t] * s), s) for s in state]
             values = self.inputs(t, on, before)
             self.compute(values, graph.forward)

@@ -79,6 +79,7 @@ def judged(
     beyond = np.argwhere((error > allowed) | ~np.isfinite(error))
     if not len(beyond):
         return Verdict(name, float(error[at]), float(allowed[at]), "", at)
+    # A `Bound` is computed from a few evaluations. Only a result beyond it is worth the widest bound, from all of them.
     if isinstance(bound, Bound) and np.isfinite(error).all():
         return judged(name, got, exact, bound.widest(), dtype)
     refusal = f"error {error[at]:.3g} > bound {allowed[at]:.3g}"

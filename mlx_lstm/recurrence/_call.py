@@ -89,6 +89,7 @@ class Call(NamedTuple):
                 arrays, wanted = self.with_lengths(arrays, sizes, op), Wanted(return_gates, training, wants_last)
                 call, arrays, problem, choice = self.plan_with_norm(arrays, sizes, packing, wanted)
                 return call.run(problem, arrays, choice), choice
+            # steps: applies `keep` and `hold` around the engine. inner: the arrays as the engine gets them.
             steps, call = self.steps(arrays, sizes, op)
             inner = call.with_lengths(steps.to_engine(arrays), sizes, op)
             # With `hold` the engine does not run the held steps. So `steps.outputs` reads the last states of the call
@@ -106,7 +107,11 @@ class Call(NamedTuple):
         return run(problem, arrays, choice.engine, refusal)
 
     def backward(self, weights_and_arrays: dict[str, Any], saved: Arrays, cotangents: Arrays) -> Arrays:
-        """Return the gradients of all float arrays of the call. Quantized weights have no gradient."""
+        """Return the gradients of all float arrays of the call. Quantized weights have no gradient.
+
+        Engines know no option `hold`, and take `keep` only as [T, B, D]. So a call with one of them goes through
+        `backward_of_steps`, which prepares the arrays.
+        """
         op = f"{self.cell.op}_gradients"
         flags = {"reverse": self.reverse}
         arrays, packing, sizes = check_call(op, weights_and_arrays, self.cell, self.bidirectional, flags)

@@ -187,7 +187,10 @@ def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def output_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
-    """Return a dict with the shapes of the outputs of a test run of kernels."""
+    """Return a dict with the shapes of the outputs of a test run of kernels.
+
+    The letters are T steps, B batch items, H units, P the width of a projected h, D directions.
+    """
     (T, B, H, P), D, cell = problem[:4], problem.directions, problem.cell
     c = D * cell.carried * H
     shapes = {"h": (T, B, D * P), "c": (T, B, c), "gates": (T, B, D * cell.kept * H), "hT": (B, D * P), "cT": (B, c)}

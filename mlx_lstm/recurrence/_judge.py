@@ -67,7 +67,7 @@ class Recorder:
     def __init__(self, build: Callable[..., Any]):
         """Create a recorder. build: the original `mx.fast.metal_kernel`."""
         self.build: Callable[..., Any] = build
-        self.texts: set[Text] | None = None
+        self.texts: set[Text] | None = None  # while this is a set, launches are recorded here instead of run
         self.recorded: dict[Trial, set[Text]] = {}
 
     def kernel(self, **definition: Any) -> Callable[..., Any]:

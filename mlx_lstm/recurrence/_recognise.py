@@ -426,7 +426,7 @@ class Trial:
     def changes(self, form: Form) -> bool:
         """Return whether the step with all parameters 0 gives other states than at its first call."""
         first = self.new(form)
-        self.known.clear()
+        self.known.clear()  # else `new` returns the result of the first run again
         again = self.new(form)
         return first is None or again is None or not np.array_equal(first, again)
 

@@ -653,7 +653,10 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
 def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int, int]:
     """Return (span, vectors): how many weights of one row a lane gets, and how many vectors of four words it gets for
     all its rows together. lanes: how many lanes share each row of the quantized weights. slots: how many rows each lane
-    works on. metal/fused_quantized.metal computes the same numbers."""
+    works on. metal/fused_quantized.metal computes the same numbers.
+
+    span is H / lanes, rounded up to a power of two, but at least 8. `-(-a // b)` is a / b, rounded up.
+    """
     span = max(8, 2 ** (-(-H // lanes) - 1).bit_length())
     pieces = max(1, span // packing.group_size)
     words = span * field_of(packing) // 32 + pieces * (2 if packing.mode == "affine" else 1)

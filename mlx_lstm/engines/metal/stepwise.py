@@ -523,7 +523,8 @@ class StepKernel:
         self.names: list[str] = [field for field, is_there in self.inputs.items() if is_there]
         quantized, lanes = any(is_packed(field, present) for field in self.names), rows < 8
         slices = 1 if lanes or quantized else SLICES.get(columns, 1)
-        # As the shaders' products say (THREADS). 32 threads compute eight columns with 8 x 8 matrices: 4 per column.
+        # As the constant THREADS of the shaders' products says. 32 threads compute eight columns with 8 x 8 matrices: 4
+        # per column. slices: how many simdgroups share eight columns, each computing a part of the sum.
         self.threads: int = (64 if quantized else 256) if lanes else 4 * columns * slices
         self.groups: tuple[int, ...] = -(-units[0] // units[1]), -(-problem.B // rows), problem.directions
         product = "QuantizedByLanes" if lanes and quantized else "ByLanes" if lanes else "ByTiles"

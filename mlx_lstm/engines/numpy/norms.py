@@ -444,6 +444,7 @@ class InputNorm:
         cell, dtype, n = problem.cell, v["x"].dtype, problem.cell.gates * problem.H
         blocks = norm_blocks(cell)
         self.blocks: int = blocks
+        # Each mean is a product with this row of 1 / (numbers of a block): BLAS is faster than np.mean.
         self.row: Array = np.full((1, n // blocks), blocks / n, dtype)
         self.eps: Array = np.array(norm_options(problem).eps, dtype)
         self.scale: Array | None = v.get("norm_input_scale")
@@ -606,10 +607,10 @@ class ProductNorm:
     """The backward pass through the layer normalisation of a product W u in one block, without the product itself, as
     `Factor` is its forward pass.
 
-    The weights W [GH, K] have a mean of 0 over their rows, so y = r W u. d [GH, n]: the gradient of the result of the
-    norm for the columns u [K, n]. With D = d scale and m = mean(D y), the gradient of the product is r (D - m y), up to
-    its mean. It is never computed, because every gradient needs it only in a product with W or u, and a product of W
-    with W, or of u with u, is small. E = W^T D is computed anyway. With c = r^2 m:
+    The weights W [GH, K] have a mean of 0 over their rows, so y = r W u with r = 1 / sqrt(variance + eps). d [GH, n]:
+    the gradient of the result of the norm for the columns u [K, n]. With D = d scale and m = mean(D y), the gradient of
+    the product is r (D - m y), up to its mean. It is never computed, because every gradient needs it only in a product
+    with W or u, and a product of W with W, or of u with u, is small. E = W^T D is computed anyway. With c = r^2 m:
 
         m = r (u E) / GH, summed over K         du = r E - c (W^T W u)
         dW = scale A - W S                      dscale = the sum of A W over K
@@ -617,12 +618,14 @@ class ProductNorm:
     """
 
     def __init__(self, W: Array, scale: Array | None):
-        """Prepare the products. scale [GH], or None for 1."""
+        """Prepare the products. W [GH, K]: the weights. scale [GH], or None for 1."""
         self.W: Array = W
         self.scale: Array | None = scale
-        self.scaled: Array = W if scale is None else W * scale[:, None]  # of which E is a product with d
+        self.scaled: Array = W if scale is None else W * scale[:, None]  # E = scaled^T d
         self.square: Array = W.T @ W
+        # A product with this row sums over K and divides by GH; BLAS does this faster than np.sum.
         self.row: Array = np.full((1, W.shape[1]), 1 / len(W), W.dtype)
+        # The sums of the class's text over all columns, from which the gradients of W and of the scale are computed.
         self.A: Array = np.zeros((len(W), W.shape[1]), W.dtype)
         self.S: Array = np.zeros_like(self.square)
 

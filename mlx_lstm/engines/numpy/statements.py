@@ -83,7 +83,7 @@ def places(array: str, count: int) -> list[Place]:
 class Rewrites(NamedTuple):
     """How `lowered` rewrites a graph. negated: nodes whose places hold the negated value. squares: whether y (1 - y) is
     computed as y - y^2, which takes one pass over memory less if the squares of several gates are computed together.
-    divided: the result of `quotients`."""
+    divided: {product: sigmoid} of the products that are computed as quotients, from `quotients`."""
 
     negated: Collection[int] = ()
     squares: bool = False
@@ -355,7 +355,8 @@ class Writer:
 
         known: the places that hold a node's value from the beginning. targets: pairs (node, place into which it shall
         be computed). A known place that is also a target is overwritten only after the last statement that reads its
-        old value.
+        old value. store: the arrays of the step, and which of them may be overwritten. rewrites: how the graph is
+        rewritten first.
         """
         (sizes, free, dense, wide), negated = store, rewrites.negated
         graph, number = lowered(nodes, [n for n, _ in targets], known, rewrites)
@@ -368,6 +369,7 @@ class Writer:
         self.free: dict[Scratch, list[str]] = {}
         self.may_overwrite: set[str] = {*free}
         self.dense: set[str] = {*dense}
+        # The input "-n5" of the rewritten graph is the negated value of node 5, which its place holds instead of "n5".
         minus = {f"-n{n}" for n in negated}
         at = {f"n{n}": place for n, place in known.items()} | {f"-n{n}": known[n] for n in negated}
         self.place: dict[int, Place] = {

@@ -175,7 +175,7 @@ def rows_of_product(cell: AnyCell) -> list[tuple[int, int]]:
 
 def at_places(*rows: tuple[str, int, str, int]) -> dict[str, Place]:
     """Return the places of inputs of a graph by name. A row (letter, first, array, count) stands for `count` inputs
-    with this letter and the numbers from `first` on."""
+    with this letter and the numbers from `first` on. They lie in successive blocks of the array, from block 0 on."""
     return {f"{a}{first + k}": place for a, first, array, n in rows for k, place in enumerate(places(array, n))}
 
 

@@ -65,6 +65,7 @@ def run(case: CompareCase) -> tuple[list[np.ndarray], list[np.ndarray]]:
         forward = call(graph, FORWARD[case.op], tensors, descriptor)
         backward = []
         if "source_gradient" in tensors:
+            # Only those of the results that the forward op returned.
             saved = {name: forward[place] for name, place in SAVED.items() if abs(place) < len(forward)}
             backward = call(graph, BACKWARD[case.op], tensors | saved, descriptor)
         buffers, results = [], {}

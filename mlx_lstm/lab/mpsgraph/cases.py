@@ -19,7 +19,7 @@ GATES = {"lstm": 4, "gru": 3, "single_gate_rnn": 1}
 RESULTS = {"lstm": ("h", "c", "z_state"), "gru": ("h", "z_state"), "single_gate_rnn": ("h", "z_state")}
 """The results of a forward op with training (for an LSTM also produce_cell) turned on, in the op's order."""
 
-_WEIGHTS = ("source", "recurrent_weight", "input_weight", "bias")
+_WEIGHTS = ("source", "recurrent_weight", "input_weight", "bias")  # the source first, then the weights of every op
 GRADIENTS = {
     "lstm": (*_WEIGHTS, "peephole", "init_state", "init_cell"),
     "gru": (*_WEIGHTS, "init_state", "secondary_bias"),
@@ -141,8 +141,10 @@ def draw_stack(
 ) -> CompareCase:
     """Return a random case of `count` layers, where each layer's output is the source of the next layer. Its results
     are h and the gradients of source and weights."""
+    # The arrays that the cases of stacks leave out.
     absent = ("peephole", "mask", "init_state", "init_cell", "state_gradient", "cell_gradient")
     case = draw(rng, op, sizes, absent=absent, **chosen)
+    # The weights of layer n > 0 are added under the names of the first layer's and the ending _l1, _l2 and so on.
     T, N, _, H = sizes
     for n in range(1, count):
         upper = draw(rng, op, (T, N, case.directions * H, H), absent=absent, **chosen).layers[0].arrays
