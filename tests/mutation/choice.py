@@ -34,7 +34,10 @@ def imports(root: Path, path: str) -> set[str]:
             found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
     shaders = set()
     if path.startswith("mlx_lstm/engines/metal/"):
-        shaders = {f"metal/{stem}.metal" for stem in re.findall(r'"([a-z_]+)"', text)}
+        # Some names are put together, such as f"fused_{sweep}": their first part alone names a shader, too.
+        words = set(re.findall(r"[\"']([a-z_]+)[\"']", text))
+        stems = [file.stem for file in (root / "metal").glob("*.metal")]
+        shaders = {f"metal/{stem}.metal" for stem in stems if {stem, stem.rpartition("_")[0]} & words}
     return {module_path(root, name) for name in found} - {"", path} | shaders
 
 
