@@ -15,10 +15,12 @@ from mlx.nn import value_and_grad
 from mlx.utils import tree_flatten
 
 from mlx_lstm import gru, lstm, nn, rnn
+from mlx_lstm.engines.cell_graph import Node
 from mlx_lstm.engines.cells import HARD_SIGMOIDS, LSTMCell
 from mlx_lstm.engines.numpy import passes as engine_numpy_passes
 from mlx_lstm.engines.numpy import products as engine_numpy_products
 from mlx_lstm.engines.numpy import ragged as engine_numpy_ragged
+from mlx_lstm.engines.numpy import statements as engine_numpy_statements
 from mlx_lstm.engines.numpy import steps as engine_numpy_steps
 from mlx_lstm.engines.numpy import sweep as engine_numpy_sweep
 from mlx_lstm.engines.numpy import threads as engine_numpy_threads
@@ -560,3 +562,13 @@ def test_a_call_without_a_norm_enters_no_code_of_norms():
     finally:
         sys.setprofile(None)
     assert "passes.py" in entered and "norms.py" not in entered
+
+
+def test_two_neighbours_are_computed_at_once():
+    """Two products of neighbouring blocks whose results are neighbours, too, are one group."""
+    nodes = [*(Node("input", value=f"x{k}") for k in range(4)), Node("mul", (0, 2)), Node("mul", (1, 3))]
+    z, h = (engine_numpy_statements.places(*block) for block in (("z", 4), ("h", 2)))
+    groups = engine_numpy_statements.Groups(
+        nodes, [4, 5], dict(enumerate(z)), dict(zip((4, 5), h, strict=True)), {"z": 4, "h": 2}
+    )
+    assert groups.of == {4: (4, 5), 5: (4, 5)}
