@@ -502,7 +502,7 @@ def test_what_a_key_tells_apart():
     def key(value):
         return Captured(closure_of(value)).key
 
-    values = [0.0, -0.0, 0, False, np.float32(0), math.nan, "0", None, (0,), [0], {0: 0}, {0: -0.0}]
+    values = [0.0, -0.0, 0, False, np.float32(0), np.float64(0), math.nan, "0", None, (0,), [0], {0: 0}, {0: -0.0}]
     keys = [key(value) for value in values]
     assert keys == [key(value) for value in values]
     assert all(one != other for n, one in enumerate(keys) for other in keys[:n])
