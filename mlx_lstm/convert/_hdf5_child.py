@@ -133,7 +133,7 @@ def limit_memory(budget: Any) -> None:
     than it declares, and HDF5 does not check that."""
     with suppress(ValueError, OSError):  # the system may have a lower limit, or no limits, as macOS
         with open("/proc/self/statm") as file:
-            now = int(file.read().split()[5]) * resource.getpagesize()
+            now = int(file.read().split()[5]) * resource.getpagesize()  # field 5: the data and the stack, in pages
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (now + 2 * budget.left + 2**25, hard))
 

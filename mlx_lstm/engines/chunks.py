@@ -155,6 +155,7 @@ class Chunked:
         if problem.return_gates or "gates" in saved:
             widths["gates"] = problem.cell.kept * H
         for name in (name for name in problem.cell.outputs if name in widths):
+            # The dtype in which the engine returns arrays of `dtype`: a saved sequence keeps it.
             kind = for_engine(self.engine, {name: mx.array(0, dtype)})[name].dtype if name in saved else dtype
             sequences[name] = SequenceBuffer((T, B, D * widths[name]), kind, self.batch_first, self.eager)
         with self.beside_the_engine():

@@ -190,7 +190,8 @@ def without_numbers(cell: AnyCell) -> AnyCell:
 
 
 def gate_at_steer(cell: LSTMCell, gate: str, bias: float) -> float:
-    """Return the value of a gate whose preactivation is STEER, and for gate f in addition the forget bias."""
+    """Return the value of a gate whose preactivation is STEER (its size in trials of clips), and for gate f in addition
+    the forget bias."""
     argument = np.array(STEER + (bias if gate == "f" else 0.0))
     return float(ACTIVATIONS[cell.activation(gate)](argument, Rounding(np.float64)))
 

@@ -22,7 +22,8 @@ def module_path(root: Path, name: str) -> str:
 
 @cache  # one call of `tests_of` reads every file of the repository
 def imports(root: Path, path: str) -> set[str]:
-    """Return the paths of the files of the repository that a file imports, or whose shader it names."""
+    """Return the paths of the files of the repository that a file imports, or whose shader it names. The name of a
+    shader may be composed, as "pointwise" and "_forward", so a word also stands for the names that begin with it."""
     text = (root / path).read_text()
     package, found = Path(path).with_suffix("").parts[:-1], set()
     for node in ast.walk(ast.parse(text)):
@@ -34,7 +35,10 @@ def imports(root: Path, path: str) -> set[str]:
             found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
     shaders = set()
     if path.startswith("mlx_lstm/engines/metal/"):
-        shaders = {f"metal/{stem}.metal" for stem in re.findall(r'"([a-z_]+)"', text)}
+        words = set(re.findall(r"""["']([a-z_]+)["']""", text))
+        stems = [file.stem for file in root.glob("metal/*.metal")]
+        named = [stem for stem in stems if any(stem == word or stem.startswith(f"{word}_") for word in words)]
+        shaders = {f"metal/{stem}.metal" for stem in named}
     return {module_path(root, name) for name in found} - {"", path} | shaders
 
 

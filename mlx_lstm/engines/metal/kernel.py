@@ -122,10 +122,11 @@ def definitions(file: str, text: str) -> list[Definition]:
             continue
         if number > first:
             part = "\n".join(lines[first:number])
-            outside = part
+            outside = part  # the text outside of braces: only what is defined there is a name for other definitions
             while "{" in outside:
                 outside = re.sub(r"\{[^{}]*\}", ";", outside)
             names = {name for groups in DEFINED.findall(outside) for name in groups if name}
+            # An enum outside of a struct also defines the constants inside its braces.
             names |= {*re.findall(r"\w+", part)} if part.startswith("enum ") else set()
             words = frozenset(re.findall(r"\w+", part))
             found.append(Definition(file, first + 1, part, frozenset(names), words))

@@ -188,7 +188,8 @@ def norm_of_c(cell: AnyCell, arrays: Arrays) -> ScaledNorm:
 
 
 def limits_of(cell: AnyCell, c: Array | None, h: Array) -> Arrays:
-    """Return the limits of c and of a projected h as inputs of a step, in the dtypes of c and h."""
+    """Return the limits of c and of a projected h, which a cell's graph reads as the inputs k0 and k1, in the dtypes
+    of c and h."""
     limits = {"k0": (cell.cell_clip, c), "k1": (cell.projection_clip, h)}
     return {name: constant(limit, a) for name, (limit, a) in limits.items() if limit is not None and a is not None}
 

@@ -26,13 +26,13 @@ def expected(case: CompareCase, **readings: str) -> Arrays:
 
 def evaluated(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
     """Return all results of a case, computed by the oracle. `fl` is the arithmetic: it rounds each operation to its
-    dtype, or adds random errors."""
+    dtype, or adds random errors. readings: as keywords, how to interpret what Apple's documentation leaves open."""
     return through_layers(case, lambda layer: of_layer(layer, fl, **readings))
 
 
 def of_layer(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
     """Return the results of one layer, computed by the oracle. `fl` is the arithmetic: it rounds each operation to its
-    dtype, or adds random errors."""
+    dtype, or adds random errors. readings: as keywords, how to interpret what Apple's documentation leaves open."""
     cotangents = {COTANGENTS[name]: array for name, array in case.arrays.items() if name in COTANGENTS}
     found = Case(call_of(case, **readings), cotangents).results(fl)
     results = {name: found[word] for name, word in OUTPUTS.items() if word in found}
