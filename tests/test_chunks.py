@@ -219,6 +219,21 @@ def test_sums_over_chunks_of_16_bits_have_more_digits(engine, way):
             assert gradient.item() == 2052
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+def test_sums_over_chunks_and_directions_have_more_digits(engine, way):
+    """Both directions read one mask. The sum of its gradients over the chunks of both is rounded once to 16 bits."""
+    # A mask of 0 and a cell without activation: h is x, all ones, and the mask's gradient is the sum of the cotangents
+    # after a direction's first step. It is 1 + 2048 for the forward direction and 1 for the other.
+    cotangent = mx.array([[0, 0], [1, 1], [2048, 0]], mx.float16)[:, None]
+    x, Wx, Wh, mask = (mx.ones(shape, mx.float16) for shape in ((3, 1, 1), (2, 1), (2, 1, 1), (1, 1)))
+    options = {"bidirectional": True, "activation": "identity", "engine": engine, "checkpoint_every": 1}
+    with mx.stream(mx.cpu), evaluating(way):
+        call = lambda mask: rnn(x, Wx, Wh, mask=mask, **options).h  # noqa: E731
+        (gradient,) = mx.vjp(lambda mask: [call(mask)], [0 * mask], [cotangent])[1]
+        assert gradient.item() == 2050
+
+
 MAKERS, SHAPES = (mx.ones, mx.ones, mx.zeros, mx.zeros), ((5, 1, 1), (1, 1), (1, 1), (1,))
 """Functions with which the test above makes x, Wx, Wh and b, and the shapes of these arrays."""
 

@@ -37,8 +37,10 @@ def test_slips_of_a_shader():
 def test_tests_are_chosen_by_their_imports():
     """The tests that import a module come first, and every test of kernels is among those of a shader."""
     assert "tests/test_tf.py" in choice.tests_of(ROOT, "mlx_lstm/tf/_lstm.py")[:4]
-    for name in ("fused", "pointwise_forward"):
-        assert "tests/test_kernels.py" in choice.tests_of(ROOT, f"metal/{name}.metal")
+    assert "tests/test_kernels.py" in choice.tests_of(ROOT, "metal/fused_gru.metal")
+    modules = [f"mlx_lstm/engines/metal/{file.name}" for file in (ROOT / "mlx_lstm/engines/metal").glob("*.py")]
+    shaders = {f"metal/{file.name}" for file in (ROOT / "metal").glob("*.metal")}
+    assert shaders <= set().union(*(choice.imports(ROOT, module) for module in modules))
     assert "tests/test_torch.py" in choice.tests_of(ROOT, "mlx_lstm/recurrence/_packed.py")
 
 
