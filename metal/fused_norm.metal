@@ -39,6 +39,11 @@ struct Peers {
   }
   static float part_of(int simdgroup) { return float(clamp(H - UNITS * simdgroup, 0, int(UNITS))) * (1.0f / H); }
 
+  // Return the factor of the squares of a simdgroup, so that their sum over all lanes is a part of the variance of N
+  // numbers. If all parts are 1 / PLACES, the lanes multiply by this part after the sum, and the factor contains PLACES.
+  // COPIES lanes add the squares of one simdgroup.
+  static constexpr float squares(int N) { return float(IS_EVEN ? PLACES : 1) / (float(COPIES) * N); }
+
   // Return 1 / (the number of units of this simdgroup): UNITS, or fewer in the last one if H is not a multiple of
   // UNITS. At least 1, so that a simdgroup of padding lanes does not divide by 0.
   static float share(uint simdgroup) {
@@ -121,8 +126,8 @@ void share(
 }
 
 // Replace own[r], the mean and the squares of one simdgroup, by the mean of all numbers and 1 / sqrt(variance + eps),
-// for ROWS batch items. part: the part of all units that the simdgroup has whose sums this lane reads first. If several
-// lanes read the sums of one simdgroup (P::REPEATS), each adds only its share `once` of the squares.
+// for ROWS batch items. part: the part of all units that the simdgroup has whose sums this lane reads first. The squares
+// are multiplied by P::squares(N), N: how many numbers are normalised together.
 template <class P, int EVERY, int ROWS>
 void moments_of_all(thread Pair (&own)[ROWS], float part, float eps, uint index, threadgroup float4* memory) {
   Pair all[P::TURNS][ROWS];
@@ -130,17 +135,16 @@ void moments_of_all(thread Pair (&own)[ROWS], float part, float eps, uint index,
   const uint first = P::first(index % 32);
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
-    float mean = 0.0f, variance = 0.0f;
+    float mean = 0.0f, squares = 0.0f;
 #pragma clang loop unroll(full)
     for (int turn = 0; turn < P::TURNS; ++turn) mean += all[turn][r][0] * P::part(first, part, turn);
     mean = sum_of_every<EVERY>(mean);
 #pragma clang loop unroll(full)
     for (int turn = 0; turn < P::TURNS; ++turn) {
       const float away = all[turn][r][0] - mean;
-      constexpr float once = P::REPEATS ? float(P::SIMDGROUPS) / P::PEERS : 1.0f;
-      variance += away * away * P::part(first, part, turn) + all[turn][r][1] * once;
+      squares += away * away * (P::IS_EVEN ? 1.0f : P::part(first, part, turn)) + all[turn][r][1];
     }
-    own[r] = float2(mean, rsqrt(sum_of_every<EVERY>(variance) + eps));
+    own[r] = float2(mean, rsqrt(sum_of_every<EVERY>(squares) * (P::IS_EVEN ? 1.0f / P::PLACES : 1.0f) + eps));
   }
 }
 
@@ -156,7 +160,7 @@ void standardise(
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const float mean = sum_of_every<EVERY>(x[r]) * (P::share(index / 32) * (1.0f / EACH)), away = x[r] - mean * counts;
-    own[r] = float2(mean, sum_of_every<EVERY>(away * away) * (1.0f / (EACH * H)));
+    own[r] = float2(mean, sum_of_every<EVERY>(away * away) * P::squares(EACH * H));
   }
   moments_of_all<P, EVERY>(own, part, eps, index, memory);
 #pragma clang loop unroll(full)

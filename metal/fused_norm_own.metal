@@ -90,7 +90,7 @@ void standardise_gates(thread const OwnNormLane<COUNT>& norm, thread float (&x)[
         const float away = x[r][j] - mean * norm.counts[j];
         squares += away * away;
       }
-      own[r] = float2(mean, simd_sum(squares) * (1.0f / (GATES * H)));
+      own[r] = float2(mean, simd_sum(squares) * P::squares(GATES * H));
     }
     moments_of_all<P, 1>(own, norm.part, norm.eps, norm.index, norm.memory);
 #pragma clang loop unroll(full)
