@@ -133,8 +133,9 @@ def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, An
 
 
 def walk(config: Mapping[str, Any], place: str, name: str, budget: Budget) -> Iterator[Known]:
-    """Yield all layers in a model's configuration, also the layers of nested models. place, name: what the fields
-    `place` and `name` of all these layers begin with, so that they become longer with each level."""
+    """Yield all layers in a model's configuration, also the layers of nested models. place: the group of the .h5 file
+    that holds the model's weights; name: the names of the models around it, with dots between. Both get longer with
+    each level, so the budget counts their characters."""
     inner = config.get("config")
     layers = inner.get("layers") if isinstance(inner, Mapping) else inner
     counts: Counter[str] = Counter()

@@ -240,10 +240,10 @@ def run_layers_backward(
     cotangents: dict[str, Any],
     options: dict[str, Any],
 ) -> list[Arrays]:
-    """Return each layer's gradients, computed from the arrays that forward saved for the layer, among them the factors
-    with which dropout multiplied its h (0, or 1 / (1 - rate)).
+    """Return the gradients of each layer. first: the first states h0, c0 of all layers.
 
-    cotangents: that of the last layer's h, "dh", and those of the last states, which are lists of one array per layer.
+    saved: what the forward pass saved for each layer, also its dropout's `factors` on h (0, or 1 / (1 - rate)).
+    cotangents: "dh" for h of the top layer; for the states after the last step (hT, cT) a list of one array per layer.
     """
     weights, gradients, last = layer_arrays(where, params), [], dict(cotangents)
     dh = last.pop("dh")

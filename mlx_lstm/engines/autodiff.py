@@ -61,8 +61,10 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
 
     refusal: returns a reason if the engine's backward pass must not run. Engine `ops` then computes the gradients.
 
-    The gradient of the outputs is the engine's backward pass, unless the problem is `plain` (nobody can ask for a
-    gradient). x and the sequences are [B, T, .] with `batch_first`. For a single step x may be [B, I].
+    The gradient of the outputs is the engine's backward pass (`differentiable`), with two exceptions: nobody can ask
+    for a gradient (the problem is `plain`), or MLX derives it from the operations of `ops`. x and the sequences are [B,
+    T, .] with `batch_first`. For a single step x may be [B, I]. Arrays of 16 bits are prepared by `for_engine` here
+    unless the call runs in chunks, which prepare their own.
     """
     dtype, batch_first = problem.dtype, problem.batch_first
     if problem.plain and engine == "numpy":  # `numpy` reads both memory orders of x without an operation of MLX

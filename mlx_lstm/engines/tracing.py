@@ -77,7 +77,8 @@ class Probe(local):
 
 
 def count_run(array: mx.array) -> list[mx.array]:
-    """Count one more run of the compiled function in Python. The function returns nothing, so MLX computes nothing."""
+    """Count one run of this function in Python. MLX compiles it; `is_transforming` says when MLX runs it again, which
+    depends on the array. It returns nothing, so MLX computes nothing."""
     probe.runs += 1
     return []
 

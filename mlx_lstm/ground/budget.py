@@ -35,12 +35,12 @@ class Refused(ValueError):
 class Budget:
     """What reading one foreign file may still cost: bytes of memory, names, levels of nesting, seconds.
 
-    A reader takes from the budget before it allocates. Whatever exceeds the budget raises a ValueError. Its text begins
-    with "it", in place of which `files.foreign` puts the path of the file.
+    A reader takes from the budget before it allocates. Whatever exceeds the budget raises a ValueError.
 
     Args:
         stored (int): the bytes that the file stores. Weights hardly compress, but zip bombs do. So a file may
             declare 4 times the bytes that it stores, and 32 MB more.
+        left (int, optional): the bytes of memory that are left, if another process has used a part of the budget.
     """
 
     def __init__(self, stored: int, left: int | None = None):

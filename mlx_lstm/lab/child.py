@@ -12,7 +12,8 @@ def start(kind: str, argument: str) -> Child:
 
 
 class Runner:
-    """Sends requests to a child process. It starts the child with the first request, and a new one after a crash."""
+    """Sends requests to a child process. It starts the child with the first request, and a new one after a crash.
+    kind, argument: what `start` takes, which program the child runs and its argument."""
 
     def __init__(self, kind: str, argument: str):
         self.words: tuple[str, str] = kind, argument

@@ -139,7 +139,8 @@ def check_descriptor(op: str, descriptor: Any, kind: type) -> None:
 
 
 def check_leading_ones(op: str, leading_ones: object, allowed: Sequence[str]) -> None:
-    """Check that `leading_ones` is a sequence of names that `allowed` contains."""
+    """Check `leading_ones`, the names of the arguments whose gradients get two more axes of length 1 in front: a
+    sequence of names that `allowed` contains."""
     if isinstance(leading_ones, str) or not isinstance(leading_ones, Sequence) or set(leading_ones) - set(allowed):
         fail(op, f"leading_ones must be a sequence out of {', '.join(map(repr, allowed))}", repr(leading_ones))
 

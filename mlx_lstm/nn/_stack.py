@@ -282,8 +282,9 @@ def run_group(group: "Depth", arrays: Arrays, steps: Arrays, options: dict[str, 
 def run_own_group(
     group: "Depth", own: OwnCell, arrays: Arrays, states: Arrays, steps: Arrays, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run one layer whose cell the user wrote, as `run_group` does. Such a cell takes arrays with time first, and one
-    array for all states besides h."""
+    """Run the layers of one depth whose cell the user wrote. Return h and the last states by name. Such a cell takes
+    arrays with time first, and one array for all states besides h; the arguments have the batch first, and one array
+    per state. steps: the arrays of each step, such as `keep`."""
     x, D = mx.swapaxes(arrays["x"], 0, 1), 2 if options["bidirectional"] else 1
     zeros = mx.zeros((x.shape[1], D * group.H), x.dtype)
     h0, *others = [states.get(name, zeros) for name in state_names(own)]

@@ -48,13 +48,15 @@ class Run:
     that the graph's nodes had at every step."""
 
     def __init__(self, graph: Any, case: dict[str, Any], fl: Rounding):
-        """Prepare a run of `graph`. fl: how each result is rounded (`Rounding`).
+        """Prepare a run of `graph`, a cell with G gates, U inputs and V parameters. fl: how each result is rounded
+        (`Rounding`).
 
         case: a dict of arrays and options. The arrays are x [T, B, I] (without Wx: x Wx^T [T, B, G H]), Wx, Wh, b, h0,
         c0, inputs [T, B, U H] (the cell's inputs at each step), params [V H], mask, and keep [T, B, 1] (factor on the
         carried states). The options are lengths, reverse, hold (bool [T, B]: steps that leave the states unchanged)
-        and norm (a tuple (of, gates, c, eps), as `NormOptions` of the engines). With a norm there may be norm_scale
-        and norm_shift [G H].
+        and norm, a tuple: what is normalised ("product" or "sum"), "together" or "each" gate by itself, None, eps.
+        (The third is a norm of c, which only a built-in LSTM has.) With a norm there may be norm_scale and norm_shift
+        [G H].
         """
         self.graph, self.fl = graph, fl
         load = {name: fl.load(np.asarray(a, np.float64)) for name, a in case.items() if name not in NOT_FLOATS}

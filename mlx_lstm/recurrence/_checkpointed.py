@@ -45,7 +45,9 @@ def checkpointed(
     order = range(0, T, K)[:: -1 if reverse else 1]
 
     def run(start: int, piece: Any, state: Any, tree: Any) -> tuple[Any, Any]:
-        """Run one chunk. tree: the parameters of the user's function and of the modules that it captures."""
+        """Run the chunk of steps from `start` on, with the inputs `piece`. Return what `chunk` returns. tree: the
+        parameters of the user's function, and the float arrays of the modules that it captures."""
+        # MLX takes gradients of arguments only. So the modules get the arrays of `tree`, an argument, during the chunk.
         keys = [[key for key, _ in each] for each in floats]
         with replaced(modules, [list(zip(*each, strict=True)) for each in zip(keys, tree["modules"], strict=True)]):
             return chunk(start, piece, state, tree["parameters"])

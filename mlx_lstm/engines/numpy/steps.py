@@ -488,8 +488,10 @@ class StepBackward:
         )
 
     def prepare_norms(self, problem: Problem, v: Views, saved: Array) -> dict[str, Any]:
-        """Make the layer normalisations of the products. Return the arrays and the function that a step reads. saved:
-        what the forward pass saved of the norms, [T, B, .]."""
+        """Make the layer normalisations of the recurrent product and of the input's product, by one of the two ways of
+        `norms.kept_rows`. Return the names that the code of a step uses: the function `through_norm`, and its arrays.
+        saved: what the forward pass saved of the norms, [T, B, .]. With two numbers per item and step the input's
+        product is normalised by factors, too."""
         kept = saved.transpose(FEATURE_MAJOR)
         if by_factors(problem, saved.shape[2]):
             norm = self.norm = RecurrentNorm(problem, v, kept, self.chunk)

@@ -45,8 +45,9 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 
 
 def forward_step(problem: Problem, arrays: Arrays) -> Arrays:
-    """Run a call of a single step in one direction. Return the cell's outputs by name. x [B, I] and the outputs h
-    [B, P], gates [B, G H] and c [B, H] have no axis of time. The graph is about half as large as that of `forward`."""
+    """Run a call of a single step in one direction. Return the cell's outputs by name. x [B, I] and the outputs h [B,
+    P] (P: the size of a projected h, else H), gates [B, G H] (G gates) and c [B, H] have no axis of time. The graph is
+    about half as large as that of `forward`."""
     h, c = (times_keep(arrays, state, 0) for state in initial_states(problem, arrays))
     z = project_rows(problem, arrays, arrays["x"])
     gates, c, h = step(problem, arrays, 0, z, times_mask(arrays, h, 0), h, c)

@@ -58,8 +58,9 @@ class Worker:
         self.idle_cpu: float = 0.0
 
     def check(self, file: str) -> dict[str, Any]:
-        """Run the task once and save its results to a file. The answer contains the peak of memory during this run
-        in bytes, without the memory of the inputs."""
+        """Run the task and save its results to a file. The answer contains the peak of memory during this run in bytes,
+        without the memory of the inputs: `peak` of the process, `mlx_peak` of MLX alone; and `once`, the seconds that a
+        run takes. After a short first run, which is mostly set-up, that is the time of a second one."""
         release_memory()
         memory = PeakMemory()
         once, _, results = self.run()
