@@ -53,10 +53,11 @@ inline long place_in(thread const Sweep& sweep, int b, int blocks, int block, in
 }
 inline long time_step(thread const Sweep& sweep, int blocks, int H) { return long(sweep.B) * sweep.D * blocks * H; }
 
-// Positions of one unit of one batch item in several arrays, at one step; or the distances by which these positions
-// advance from step to step. D: directions. G: gates. `state` is a position in h, c and their gradients, [steps, B, D
-// H]; `gate` in z, gates and dz, [steps, B, D G H]. Both count the launch's own steps only. `mask` [T, B, D H], `keep`
-// [T, B, D] and `q` [D, T, B, H], the candidate's recurrent product of a GRU, are positions in arrays of all T steps.
+// The positions of one unit of one batch item in several arrays, at one step. A second Place holds distances: by how
+// much each position grows from one step to the next. D: directions. G: gates. The arrays and their shapes:
+//   state  h, c and their gradients [steps, B, D H], the launch's own steps only
+//   gate   z, gates and dz [steps, B, D G H], the launch's own steps only
+//   mask   [T, B, D H], keep [T, B, D] and q [D, T, B, H]: all T steps. q is the candidate's recurrent product of a GRU
 template <class Index>
 struct Place {
   Index state, gate, mask, keep, q;
@@ -154,7 +155,8 @@ inline threadgroup float& number_at(threadgroup float4* vectors, int row, int n)
   return ((threadgroup float*)(vectors + row))[n];
 }
 
-// Set `count` vectors of threadgroup memory to 0. index: the thread's number among the `threads` of its threadgroup.
+// Set `count` vectors of threadgroup memory to 0. All threads of the threadgroup call this function. index: the number
+// of the calling thread. threads: how many there are.
 template <class V>
 void fill_with_zeros(threadgroup V* vectors, int count, uint index, uint threads) {
   for (int n = int(index); n < count; n += int(threads)) vectors[n] = V(0.0f);
@@ -172,8 +174,8 @@ float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)
 //   q   [D, T, B, H]: the candidate's recurrent product of a GRU
 // (a cotangent is the gradient that the caller gives for an output). The kernels read the states h, c after each step,
 // and the first ones h0, c0. A state that the cell's backward step does not read is absent. At each backward step a
-// unit reads several numbers from memory. If registers are left, the kernel reads them one step early, before a
-// product. So they arrive while the product is computed, and no step waits for them.
+// unit reads several numbers from memory. If registers are left, the kernel reads the numbers of the next step before
+// the product of the present one. So these numbers arrive while the product is computed, and no step waits for them.
 //
 // Fields of Item. at: the unit's positions in the arrays. ds: the gradients of the states from later steps. states: the
 // states before the step that was processed last. In all three the first number belongs to h. y: the lane's gate. d:

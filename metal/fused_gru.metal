@@ -8,9 +8,9 @@ struct Lanes<GRUCell<OPTIONS>> {
   // (7).
   enum { LANES = 4, WRITER = 2, TWO_PRODUCTS = Cell::RESETS_BEFORE, FIRST = TWO_PRODUCTS ? 3 : 7 };
 
-  // Which block of H numbers belongs to a lane, or -1: of z, gates and dz (gate_block), and of the gradients that the
-  // backward product reads (operand_block), where lane 3 stands for the candidate. slot_block: the rows of Wh in slot
-  // n.
+  // gate_block: the lane's block of H numbers in z, gates and dz, or -1 if the lane has none. operand_block: its block
+  // of the gradients that the backward product reads, or -1; there lane 3 stands for the candidate. slot_block: the
+  // rows of Wh in slot n of the lane.
   static constexpr int gate_block(int lane) { return lane <= Cell::GATE_N ? Cell::block(lane) : -1; }
   static constexpr int operand_block(int lane) {
     return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);

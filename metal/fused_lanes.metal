@@ -26,8 +26,9 @@
 //   sum_of_unit       sums over the lanes of a unit
 //   forward, backward one step; each lane computes its own gate
 //
-// ROWS: the batch items of a threadgroup. RESIDENT: how many of a lane's weight vectors stay in registers; the others
-// are `streamed`, read from memory at every step. simd_shuffle_xor(x, n) returns x of lane (own ^ n).
+// ROWS: the batch items of a threadgroup. RESIDENT: how many of a lane's weight vectors stay in registers. The lane reads
+// the others, the `streamed` ones, from memory at every step. simd_shuffle_xor(x, n) returns the x of another lane: of
+// the lane whose number is the own number ^ n (exclusive or).
 template <class Cell> struct Lanes;
 
 // How many runs of 4 numbers a lane has, if the GROUP lanes of a group divide LENGTH numbers among themselves.
@@ -83,12 +84,14 @@ float slope_own(int gate, float y) {
 }
 
 // Add this lane's part of a product to sums[r][slot]: row number `slot` of its weights times vector r of ROWS vectors x
-// in threadgroup memory, which are STRIDE apart. The lane has RUNS runs of 4 neighbouring weights of each row. It reads
-// run after run; for each run it has one weight vector per slot, from vector FROM on. The first RESIDENT weight vectors
-// are in registers; the others are read from memory, 32 vectors apart, because those of the other lanes of the
-// simdgroup lie between them. PER: the slots of one unit, one per gate. Slots whose bit (slot % PER) in WANTED is 0 are
-// skipped, because not every product needs all gates. GROUP lanes share the product, so a lane's runs are GROUP runs
-// apart.
+// in threadgroup memory, which are STRIDE apart.
+//   RUNS      how many runs of 4 neighbouring weights the lane has of each row; it reads run after run
+//   GROUP     how many lanes share the product, so a lane's runs are GROUP runs apart
+//   FROM      the number of the lane's first weight vector; each run has one vector per slot
+//   RESIDENT  so many of the lane's first weight vectors are in registers. It reads the others from memory, 32 vectors
+//             apart, because the vectors of the simdgroup's other lanes lie between them
+//   PER       the slots of one unit, one per gate
+//   WANTED    one bit per gate. The function skips a slot whose bit (slot % PER) is 0: not every product needs all gates
 template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, class V>
 void add_product(
     thread float (&sums)[ROWS][SLOTS], thread const V* resident, const device V* streamed,

@@ -6,8 +6,9 @@ struct Lanes<LSTMCell<OPTIONS>> {
   // all four (15).
   enum { LANES = 4, WRITER = 3, TWO_PRODUCTS = 0, FIRST = 15 };
 
-  // Which block of H numbers belongs to a lane in z, gates and dz, and in the operand of the backward product. Slot n
-  // of a lane holds weights of gate n ^ lane, so slot 0 belongs to the lane's own gate.
+  // gate_block: the lane's block of H numbers in z, gates and dz. operand_block: its block in the operand of the
+  // backward product. slot_block: the rows of Wh in slot n of the lane, those of gate n ^ lane (exclusive or). So slot
+  // 0 belongs to the lane's own gate.
   static constexpr int gate_block(int lane) { return Cell::block(lane); }
   static constexpr int operand_block(int lane) { return Cell::block(lane); }
   static constexpr int slot_block(int n, int lane) { return Cell::block(n ^ lane); }

@@ -9,8 +9,8 @@
 // just before.
 //
 // BITS: the bits of a weight. GROUP: the weights that share a scale. ROWS: batch items of a threadgroup. OWN: the
-// columns of a team. R: a row type of x, see find_row in stepwise.metal. A, B: the types of scales and biases; B is
-// Absent without biases. number_at, of_group, scale_of: see quantized.metal.
+// columns of a team. R: a row type of x, see find_row in stepwise.metal. A, B: the types of scales and biases. A call
+// without biases has the type Absent for B. quantized.metal defines number_at, of_group and scale_of.
 
 // Return the quantized weights from row `row` on. K: the number of columns, which is the length of each sum of the
 // product.

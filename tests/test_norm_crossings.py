@@ -184,7 +184,7 @@ def test_a_quantized_lstm_with_norms():
 
 
 class Normalised(mlx.nn.Module):
-    """An LSTM with layer normalisation, as users write it."""
+    """One step of an LSTM that a user wrote, with an `nn.LayerNorm` for each of its two products."""
 
     def __init__(self):
         super().__init__()

@@ -130,8 +130,7 @@ class Normalisation:
         """Prepare `before`. scaled [n, B]: memory that it may overwrite, which may be its d. scale, shift: whether to
         sum the gradients of the scale and of the shift."""
         self.scaled = scaled
-        # The terms of each batch item are summed over the steps apart, because BLAS and NumPy take longer for the sum
-        # over the batch.
+        # Each batch item has a sum of its own over all steps. To sum over the batch at every step takes longer.
         self.dscale, self.dshift = (np.zeros_like(scaled) if wanted else None for wanted in (scale, shift))
 
     def share_scratch(self, other: "Normalisation") -> None:
@@ -311,7 +310,8 @@ FACTOR_ROWS = 4
 (`Factor`). For fewer rows the square matrices would cost more than they save."""
 
 FACTOR_TYPES = (np.float32,)
-"""The dtypes of calls whose norms may be computed by factors. The matrices are computed in float64."""
+"""The dtypes of calls whose norms may be computed by factors. The triangle of `Factor` is computed in float64, whose
+digits suffice for a call in float32 only."""
 
 
 def kept_rows(problem: Problem, v: Views) -> int:
@@ -605,8 +605,8 @@ def with_shift(cell: AnyCell | None, H: int, v: Views, name: str) -> Views:
 
 
 class ProductNorm:
-    """The backward pass through the layer normalisation of a product W u in one block, without the product itself, as
-    `Factor` is its forward pass.
+    """The backward pass of `Factor`: through the layer normalisation of a product W u in one block. The product itself
+    is not computed again.
 
     The weights W [GH, K] have a mean of 0 over their rows, so y = r W u with r = 1 / sqrt(variance + eps). d [GH, n]:
     the gradient of the result of the norm for the columns u [K, n]. With D = d scale and m = mean(D y), the gradient of
