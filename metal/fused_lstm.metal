@@ -2,8 +2,8 @@
 template <int OPTIONS>
 struct Lanes<LSTMCell<OPTIONS>> {
   using Cell = LSTMCell<OPTIONS>;
-  // WRITER: the lane that has the states c and h and writes them. FIRST: the gates of the step's product, one bit each:
-  // all four (15).
+  // WRITER: the lane that has the states c and h and writes them. TWO_PRODUCTS: an LSTM's step has one recurrent
+  // product, h_prev Wh^T. FIRST: the gates that this product is for, one bit per gate: all four (binary 1111 = 15).
   enum { LANES = 4, WRITER = 3, TWO_PRODUCTS = 0, FIRST = 15 };
 
   // gate_block: the lane's block of H numbers in z, gates and dz. operand_block: its block in the operand of the

@@ -148,8 +148,9 @@ float mask_at(thread const Step& s, M mask, int t, int b, int j, int width) {
   return value_at(mask, place(s, s.own_mask * t, b, width) + j, 1.0f);
 }
 
-// Return how many elements of type S the floats at the beginning of a row take. (A row is the array that the launch of
-// one step writes.)
+// Return how many elements of type S the first `floats` numbers of a row take. (A row is the array that the launch of
+// one step writes. States such as c stay float from step to step even if S has 16 bits, because rounding errors of c
+// would add up. They lie at the beginning of the row. With a 16-bit S each of them takes two elements.)
 template <class S> Index carried(Index floats) { return Index(sizeof(float) / sizeof(S)) * floats; }
 
 // Read or write one of the floats that a row (the array that one launch writes) carries to the next step. In a row of
@@ -193,7 +194,9 @@ struct NoProduct {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 256 };
 };
 
-// A row (the array of one launch) has at least 8 elements, so that Metal binds it as `device`. Unused ones become 0.
+// Fill a row (the array that one launch writes) with zeros from element `used` on, if it is shorter than 8 elements. A
+// row has at least 8 elements, because MLX passes shorter arrays to the next kernel as `constant`, not `device`. One
+// thread of the whole launch does this: the first one of the threadgroup (0, 0, 0).
 template <class X>
 void pad_row(device X* row, Index used, uint3 group, int thread_index) {
   if (thread_index == 0 && group.x + group.y + group.z == 0)

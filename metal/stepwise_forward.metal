@@ -81,8 +81,12 @@ template <class S, class X> const device S* h_of(const device X*, Index, const d
   return (const device S*)h;
 }
 
-// Load the states of a unit before the step, times `keep`, h first. If the item `starts` at this step, they are h0 and
-// c0; otherwise the previous launch wrote them. h is loaded only if a step reads it besides in the product.
+// Load the states of unit j of batch item b before the step, times `keep`: states[0] is h, then come the C others, such
+// as c of an LSTM. starts: whether this is the first step of the item, whose states are h0 and c0. Otherwise they are
+// what the previous launch wrote: `h`, and the floats at the beginning of the row a.before. In all these arrays the
+// states of one unit lie H numbers apart.
+// The product reads h by itself. So h is loaded here only for a cell whose equations also read it elsewhere
+// (PASSES_H), as a GRU does in z h; for other cells states[0] is 0.
 template <class Cell, class S, class Arrays>
 void take_states(
     thread const Step& s, thread const Arrays& a, bool starts, const device S* h, int b, int j,
@@ -102,8 +106,9 @@ void take_states(
   for (int k = 0; k <= C; ++k) states[k] *= factor;
 }
 
-// SAVES: whether the row gets what a backward pass reads. group: the threadgroup's number along units, batch items and
-// directions. b0, j0: its first batch item and unit. KEPT: how many blocks of H numbers are saved, mostly the gates.
+// The body of the kernel (the head of this file has its equation and its arrays). SAVES: whether the row gets what a
+// backward pass reads. group: the threadgroup's number along units, batch items and directions. b0, j0: its first batch
+// item and unit. KEPT: how many blocks of H numbers are saved, mostly the gates.
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_forward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

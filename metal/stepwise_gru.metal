@@ -1,7 +1,8 @@
 // One step of a GRU whose reset comes before the candidate's product: n = s(z_n + (r mask h) Wh_n^T). This product
 // needs the gate r of all units, so a step has two launches forward, and two backward. stepwise.metal describes
-// Product, Step s, Index and rows; D: directions, H: units, S: the dtype of the arrays. A cell here is one batch item's
-// unit.
+// Product, Step s, Index and rows; D: directions, H: units, S: the dtype of the arrays. Cell is the struct with the
+// GRU's equations. A `cell` in a loop is one unit of one batch item: a threadgroup has ROWS UNITS of them, and each
+// thread computes some.
 
 // First launch of a forward step: compute r, z, and r * mask * h_before, the operand of the candidate's product.
 //   after  [3, B, D H]: r * mask * h_before, then r, then z. The second launch reads this array as `reset_row`
@@ -27,6 +28,7 @@ void stepwise_gru_reset(
       y[gate] = activate(Cell::activation(gate), of_input + sums[r * COLUMNS + gate * UNITS + cell % UNITS]);
       a.after[(1 + gate) * units + at] = S(y[gate]);
     }
+    // h: mask * h_before of this unit. It stays 0 in the first step without h0: there is no array to read.
     float h[1] = {0.0f};
     PreviousRow<S, Arrays> row;
     find_row(x, b, 0, row);

@@ -1,5 +1,8 @@
-// The recurrent product of a step for many batch items: the equation of stepwise_lanes.metal, computed with 8 x 8
-// matrices.
+// The recurrent product of a step for many batch items, computed with 8 x 8 matrices. As in stepwise_lanes.metal, a
+// threadgroup computes ROWS batch items from b0 on, and UNITS units from j0 on of each gate from FIRST on:
+//
+//   sums[r, n] = sum over k of x(b0 + r, k) weights[row(n), k]
+//   row(n) = Gates::block(FIRST + n / UNITS) H + j0 + n % UNITS
 //
 // Each sum has K terms, which are added in turns of 128. In each turn the threads first copy 128 numbers of x of all
 // ROWS batch items, as float, into a tile in threadgroup memory, because all simdgroups read them. The rows of this
@@ -12,10 +15,12 @@
 // sums that it has added up itself: number thread_index, thread_index + THREADS, ...
 //
 // Terms may be added in any order. So the 128 numbers of a turn are divided among 16 pairs of 8 x 8 matrices, x and
-// weights, in an order that gives each lane neighbouring numbers in memory. Four successive pairs are a "quad". Column
-// c of x and row c of the weights in pair m of a quad hold number SPAN c + m, counted from the beginning of the quad.
-// So a lane's numbers of the four pairs are neighbours, and eight lanes read 8 SPAN neighbouring weights. Weights that
-// are not quantized have SPAN = 4, and their quads begin 32 numbers apart.
+// weights, in an order that gives each lane neighbouring numbers in memory. Four successive pairs are a "quad". In a
+// quad, column c of x and row c of the weights belong to the same numbers k of the sum: pair m has number SPAN c + m,
+// counted from the beginning of the quad. SPAN is thus the distance in memory between neighbouring columns of x. It is
+// 4 for weights that are not quantized: a lane's numbers of the four pairs are then 4 neighbours, eight lanes read 32
+// neighbouring weights, and the quads begin 32 numbers apart. Quantized weights have another SPAN
+// (stepwise_quantized.metal).
 //
 // The sums lie in the memory of the tile, so that a core has memory for more threadgroups.
 //
@@ -24,16 +29,18 @@
 //
 // Batch items and units past the end repeat the last ones; their results are not used. Terms past K are zeros.
 //
-// S: the dtype of the arrays. R: a row type of x, see find_row in stepwise.metal. C, W: the lane's weights. QUADS: how
-// many quads of a turn a simdgroup multiplies.
+// S: the dtype of the arrays. R: a row type of x, see find_row in stepwise.metal. W: the type of the pointer to the
+// weights. C: LaneColumns, the struct of the weights that one lane multiplies. QUADS: how many quads of a turn a
+// simdgroup multiplies.
 
 // The distance between the rows of a tile is 132 instead of 128, so that the rows begin in different banks of
 // threadgroup memory.
 constant constexpr int TURN = 128, PITCH = TURN + 4;
 
-// A lane multiplies the weights of two columns of the product (two rows of the weight matrix). The product adds up its
-// K terms in turns of 128. columns: pointers to the lane's weights of the next turn, one per column. numbers: its
-// weights of the current turn, QUADS vectors of 4 per column. STEP: the distance of these vectors in memory.
+// The weights that one lane multiplies: those of two columns of the product, which are two rows of the weight matrix.
+// The product adds up its K terms in turns of 128. columns: pointers to the lane's weights of the next turn, one per
+// column. numbers: its weights of the current turn, QUADS vectors of 4 per column. STEP: the distance of these vectors
+// in memory. SPAN: see the head of this file.
 template <class W, int SLICES> struct LaneColumns {};
 template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
   enum { SPAN = 4, QUADS = 4 / SLICES, STEP = 32 * SLICES };

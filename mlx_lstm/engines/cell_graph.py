@@ -43,7 +43,9 @@ class Graph:
         if op in COMMUTES:
             args = tuple(sorted(args))
         if repr(Node(op, args)) in self.numbers:
-            return self.node(Node(op, args))  # the derivative reads a number of the cell
+            # The graph has this operation, so the derivative reads the value that the cell has computed. A rewrite
+            # could find another node with the same value, which would be computed in addition.
+            return self.node(Node(op, args))
         for rewrite in REWRITES.get(op, ()):
             same = rewrite(self, *args)
             if same is not None:

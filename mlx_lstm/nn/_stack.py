@@ -50,8 +50,9 @@ from ._pointwise import Pointwise
 OP = "nn.stack"  # the name of the function in error texts
 KINDS: tuple[type[Layer], ...] = (LSTM, GRU, RNN)
 
-Depths = list[list["Depth"]]
-"""The layers in order; for each layer a list of its groups or, while they are read, of its directions."""
+Depths = list[list["StackedLayer"]]
+"""The layers in the order in which they run. Each element is the list of the layers at this depth: one, or with
+`groups` those that lie side by side. While the layers are read, it is the list of a layer's directions."""
 
 Between = Callable[[int, mx.array], mx.array]
 States = tuple[mx.array | None, mx.array | None]
@@ -230,7 +231,7 @@ def stack(
         for group, own_x in zip(depth, mx.split(x, groups, axis=-1) if groups > 1 else [x], strict=True):
             own_states = {name: array[len(last)] for name, array in starts.items()}
             options["checkpoint_every"] = group.every if every is None else every
-            found = run_group(group, in_dtype(group.arrays | {"x": own_x} | own_states, dtype), steps, options)
+            found = run_layer(group, in_dtype(group.arrays | {"x": own_x} | own_states, dtype), steps, options)
             last.append({name: found[f"{name}T"] for name in shapes})
             sums = directions == 2 and merge == "sum"
             outputs.append(half(found["h"], 0) + half(found["h"], 1) if sums else found["h"])
@@ -260,41 +261,41 @@ def state_names(cell: Cell | OwnCell) -> list[str]:
     return ["h", "c"][: 1 + cell.carried]
 
 
-def run_group(group: "Depth", arrays: Arrays, steps: Arrays, options: dict[str, Any]) -> dict[str, Any]:
-    """Run one layer, in one or both directions. With `groups` a layer is divided into groups, each of which reads
-    its part of the features; then run one of these groups. Return the outputs by name, such as "h" and "hT".
+def run_layer(layer: "StackedLayer", arrays: Arrays, steps: Arrays, options: dict[str, Any]) -> dict[str, Any]:
+    """Run one layer, in one or both directions. With `groups` run one of the layers that lie side by side. Return the
+    outputs by name, such as "h" and "hT".
 
     arrays: x [B, T, D], the parameters and the first states, by the names of `state_names`. steps: the option `keep`
     [B, T] if there is one.
     """
-    names = state_names(group.cell)
+    names = state_names(layer.cell)
     states = {name: arrays.pop(name) for name in names if name in arrays}
-    if isinstance(group.cell, OwnCell):
-        return run_own_group(group, group.cell, arrays, states, steps, options)
+    if isinstance(layer.cell, OwnCell):
+        return run_own_layer(layer, layer.cell, arrays, states, steps, options)
     arrays |= {f"{name}0": state for name, state in states.items()} | steps
-    call = Call(group.cell, engine=group.engine, op=OP, **options)
-    outputs, choice = call.forward(arrays, return_gates=False, training=group.training)
-    for layer in group.owners:
-        vars(layer)["_engine_used"] = choice
+    call = Call(layer.cell, engine=layer.engine, op=OP, **options)
+    outputs, choice = call.forward(arrays, return_gates=False, training=layer.training)
+    for owner in layer.owners:
+        vars(owner)["_engine_used"] = choice
     return outputs
 
 
-def run_own_group(
-    group: "Depth", own: OwnCell, arrays: Arrays, states: Arrays, steps: Arrays, options: dict[str, Any]
+def run_own_layer(
+    layer: "StackedLayer", own: OwnCell, arrays: Arrays, states: Arrays, steps: Arrays, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run the layers of one depth whose cell the user wrote. Return h and the last states by name. Such a cell takes
-    arrays with time first, and one array for all states besides h; the arguments have the batch first, and one array
-    per state. steps: the arrays of each step, such as `keep`."""
+    """Run a layer whose cell the user wrote, in one or both directions. Return h and the last states by name. Such a
+    cell takes arrays with time first, and one array for all states besides h; the arguments have the batch first, and
+    one array per state. steps: the arrays of each step, such as `keep`."""
     x, D = mx.swapaxes(arrays["x"], 0, 1), 2 if options["bidirectional"] else 1
-    zeros = mx.zeros((x.shape[1], D * group.H), x.dtype)
+    zeros = mx.zeros((x.shape[1], D * layer.H), x.dtype)
     h0, *others = [states.get(name, zeros) for name in state_names(own)]
     in_time = {name: mx.swapaxes(array, 0, 1) for name, array in steps.items()}
     hold = options["hold"]
     options = options | {"batch_first": False, "hold": None if hold is None else mx.swapaxes(hold, 0, 1)}
     others_joined = {"c0": side_by_side(others, D)} if others else {}
     given: dict[str, Any] = arrays | {"x": x, "h0": h0} | others_joined | in_time
-    call = Call(own.traced(x.shape[1], group.H, x.dtype), engine=group.engine, op=OP, **options)
-    outputs, _ = call.forward(given, return_gates=False, training=group.training)
+    call = Call(own.traced(x.shape[1], layer.H, x.dtype), engine=layer.engine, op=OP, **options)
+    outputs, _ = call.forward(given, return_gates=False, training=layer.training)
     last = zip(state_names(own)[1:], apart_again(outputs.get("cT"), len(others), D), strict=True)
     return {"h": mx.swapaxes(outputs["h"], 0, 1), "hT": outputs["hT"]} | {f"{name}T": array for name, array in last}
 
@@ -313,7 +314,7 @@ def call_between(between: Between, n: int, x: mx.array, axes: tuple[int, ...], D
     return result.reshape(-1, *result.shape[-2:])
 
 
-class Depth(NamedTuple):
+class StackedLayer(NamedTuple):
     """One direction of one layer, or both directions joined.
 
     name: what error texts call the object that the caller passed, such as "layers[0]". arrays: the weights and biases
@@ -334,7 +335,9 @@ class Depth(NamedTuple):
     owners: tuple[Layer, ...] = ()
 
 
-def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, merge: str, any_width: bool) -> Depths:
+def read_depths(
+    sides: list[list[StackedLayer]], groups: int, engine: Engine | None, merge: str, any_width: bool
+) -> Depths:
     """Check that each layer fits the layer before, and that both directions of a layer are alike. Return one entry
     per layer, in which the arrays of both directions are joined. An entry is a list of the layer's groups, which run
     side by side on parts of the features. Without groups it has one element.
@@ -346,7 +349,7 @@ def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, me
     first, count = sides[0][0], len(sides[0])
     if count % groups:
         fail(OP, f"layers must hold {groups} layers for each of its depths, as groups={groups},", f"{count} layers")
-    depths: list[Depth] = []
+    depths: list[StackedLayer] = []
     for n, pair in enumerate(zip(*sides, strict=True)):
         one = pair[0]
         D = first.P * (len(sides) if merge == "concat" else 1) if n >= groups else first.arrays["Wx"].shape[1]
@@ -373,10 +376,12 @@ def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, me
     return [depths[n : n + groups] for n in range(0, count, groups)]
 
 
-def read_sides(layers: Sequence[Any], reverse: Sequence[Any], now: bool, may_drop: bool = False) -> list[list[Depth]]:
+def read_sides(
+    layers: Sequence[Any], reverse: Sequence[Any], now: bool, may_drop: bool = False
+) -> list[list[StackedLayer]]:
     """Read the parameters of all layers. Return one list of layers per direction, the forward direction first. now:
     whether the call computes immediately, so that converted arrays may come from a cache. may_drop: as in `read`."""
-    sides: dict[str, list[Depth]] = {"layers": [], "reverse": []}
+    sides: dict[str, list[StackedLayer]] = {"layers": [], "reverse": []}
     for name, side in (("layers", layers), ("reverse", reverse)):
         if not isinstance(side, (list, tuple)):
             fail(OP, f"{name} must be a list of layers", type(side).__name__)
@@ -431,10 +436,14 @@ def read(name: str, layer: Any, now: bool, may_drop: bool) -> Depths:
         fail(OP, f"{name} must hold {kinds}, {other}", f"{found.shapes} ({why})" if found.shapes else found.shapes)
     check_nonlinearity(name, weights.cell, act)
     sizes = weights.proj_size or weights.hidden_size, weights.hidden_size
-    return [[Depth(name, weights.cell, way, {}, found.training, *sizes) for way in each] for each in weights.layers]
+    return [
+        [StackedLayer(name, weights.cell, way, {}, found.training, *sizes) for way in each] for each in weights.layers
+    ]
 
 
-def read_named(name: str, kind: type[Layer], layer: Any, held: dict[str, Any], found: Description) -> Depth | None:
+def read_named(
+    name: str, kind: type[Layer], layer: Any, held: dict[str, Any], found: Description
+) -> StackedLayer | None:
     """Return the layer whose arrays have the names and shapes of a layer of MLX of this kind, or None if its
     arrays have other names or shapes. held: the arrays, in which a quantized weight is a `Quantized`."""
     Wx, Wh = (list(held[key].shape) if key in held else [] for key in list(kind._names)[:2])
@@ -457,7 +466,7 @@ def read_named(name: str, kind: type[Layer], layer: Any, held: dict[str, Any], f
         cell, arrays = cell._replace(norm=layer._norm), arrays | norms
     check_nonlinearity(name, cell, found.nonlinearity)
     own: Any = (layer.engine, layer.checkpoint_every, (layer,)) if isinstance(layer, Layer) else ()
-    return Depth(name, cell, arrays, titles, found.training, Wh[1], Wh[0] // kind._gates, *own)
+    return StackedLayer(name, cell, arrays, titles, found.training, Wh[1], Wh[0] // kind._gates, *own)
 
 
 def check_nonlinearity(name: str, cell: Cell, act: str | None) -> None:
@@ -467,7 +476,7 @@ def check_nonlinearity(name: str, cell: Cell, act: str | None) -> None:
         check_option(OP, f"{name}.nonlinearity", act, allowed)
 
 
-def read_own(name: str, layer: Pointwise) -> list[Depth]:
+def read_own(name: str, layer: Pointwise) -> list[StackedLayer]:
     """Return the directions of a layer whose cell the user wrote."""
     both, cell = layer._directions == 2, layer._own_cell
     if layer.reverse and not name.startswith("reverse"):
@@ -475,7 +484,7 @@ def read_own(name: str, layer: Pointwise) -> list[Depth]:
     arrays = layer._by_argument()
     titles = {key: f"{name}.{'bias' if key == 'b' else key}" for key in arrays}
     H = layer.hidden_size
-    depth = Depth(name, cell, arrays, titles, layer.training, H, H, layer.engine, layer.checkpoint_every)
+    depth = StackedLayer(name, cell, arrays, titles, layer.training, H, H, layer.engine, layer.checkpoint_every)
     return [depth._replace(arrays=part(arrays, d, True)) for d in range(2)] if both else [depth]
 
 
@@ -496,7 +505,7 @@ def of_call(cell: Cell, arrays: Arrays) -> Arrays:
     return others | join_biases(bx, bh, gru=cell.reset == "after")
 
 
-def packings(layer: Depth) -> dict[str, tuple[int | str, ...]]:
+def packings(layer: StackedLayer) -> dict[str, tuple[int | str, ...]]:
     """Return for each quantized weight of a layer its group size, bits and mode, by the weight's name."""
     return {name: tuple(array.packing) for name, array in layer.arrays.items() if isinstance(array, Quantized)}
 
@@ -511,7 +520,7 @@ def options_apart(cell: Any, other: Any) -> list[str]:
     return texts
 
 
-def check_parameters(layer: Depth, D: int, first: Depth) -> None:
+def check_parameters(layer: StackedLayer, D: int, first: StackedLayer) -> None:
     """Check the shapes of the parameters of `layer`. It reads D features. All its other sizes must equal those of
     the layer `first`."""
     P, H = first.P, first.H
