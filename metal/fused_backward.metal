@@ -85,9 +85,9 @@ void read_rows(
 
 // Begin step n, backward. In items[r] replace the states after the step by those before it, put the step's mask, and
 // set `past` to the whole gradient of h after the step: ds[0], which later steps send back, plus the cotangent
-// numbers[r].ds[0]. after: the states after the step. dc: the gradient of c that later steps send back, without its
-// cotangent, which unit_backward adds. (ds and states have h at 0 and an LSTM's c at 1, which is CARRIED; for other
-// cells dc is not used.)
+// numbers[r].ds[0]. after: the states after the step. dc: the gradient of c that later steps send back; the cell's
+// backward step adds the cotangent. (ds and states have h at 0 and an LSTM's c at 1, which is CARRIED; for other cells
+// dc is not used.) step: the number of elements of h from one time index to the next. unit: the lane's unit.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void begin_step(
     thread const Sweep& sweep, thread const Arrays& a, int n, Index step, int unit,

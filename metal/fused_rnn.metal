@@ -1,8 +1,13 @@
-// The plain RNN step with one lane per unit.
+// The step of the plain RNN, h = s(a), in the whole-sequence kernels with the product in lanes. Each hidden unit has
+// one lane. The preactivation a is stored as the cell's only gate, number 0. OPTIONS: the cell's options as one
+// integer, with the activation s; RNNCell<OPTIONS> (cell_rnn.metal) is the cell of one unit.
+
+// How the one lane of a unit of a plain RNN computes a step; fused_lanes.metal lists the members. A parameter without a
+// name is one that only the lanes of other cells read.
 template <int OPTIONS>
 struct Lanes<RNNCell<OPTIONS>> {
-  // fused_lanes.metal describes the members. There is one gate and one lane, so each block is number 0, there is no
-  // constant, and no sum over lanes.
+  // LANES: the lanes of a unit. WRITER: the lane that writes h. FIRST: the gates of the step's product, one bit per
+  // gate. There is one gate and one lane, so each block is number 0, there is no constant, and no sum over lanes.
   using Cell = RNNCell<OPTIONS>;
   enum { LANES = 1, WRITER = 0, TWO_PRODUCTS = 0, FIRST = 1 };
 
@@ -17,7 +22,7 @@ struct Lanes<RNNCell<OPTIONS>> {
   static void sum_of_unit(thread float*, int) {}
 
   // Compute one step and return h. y: on entry the input's part of the unit's preactivation, on return the whole one.
-  // sums: the recurrent product. A parameter without a name is one that only the lanes of other cells read.
+  // sums: the recurrent product.
   static float forward(
       int, float, float, float, float, thread const float* sums, thread float&, thread float& y) {
     y += sums[0];
