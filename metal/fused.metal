@@ -221,14 +221,14 @@ void load_states(A h, B c, Index at, int unit, thread float (&states)[Cell::CARR
   load_all<Cell::CARRIED, H>(c, at, unit, states, 1);
 }
 
-// Prepare the backward pass of one unit of batch item b: set its positions, its length, its `ds` to the cotangents of
-// the last states (dhT, dcT; in a later launch the gradients that the launch before returned), and its `states` to
+// Prepare the backward pass of unit `unit` of batch item b: set its positions, its length, its `ds` to the cotangents
+// of the last states (dhT, dcT; in a later launch the gradients that the launch before returned), and its `states` to
 // those after the launch's last step. block: the position of the lane's gate. earlier: the number of elements of h
 // before the launch's first time index.
 //
 // If b is past the last batch item, the length is 0, so that every step is past the item's end. If b or the unit is
-// past the end, the positions are those of the last item or of unit 0, so that every read stays inside the arrays.
-// real: whether the unit is not past the end; if it is, its ds must be 0.
+// past the end, the positions are those of the last item or of unit 0, so that every read stays inside the arrays (own,
+// own_unit). real: whether the unit is not past the end; if it is, its ds must be 0.
 template <class Cell, int H, class Index, class Arrays>
 void begin_item(
     thread const Sweep& sweep, thread const Arrays& a, int b, int block, int unit, bool real, Index earlier,

@@ -10,14 +10,15 @@
 //               the gate axis; k: the first of them in the row. In the backward pass it is a column of Wh
 //   BACK        whether the order is that of the backward pass, which multiplies by the columns of Wh
 //   MATRICES    whether it is that of products of 8 x 8 matrices (fused_matrix.metal), else of products in lanes
-//   LANES, UNITS, GROUP   LANES adjacent lanes share a unit; LANES UNITS = GROUP lanes divide the rows of UNITS units
+//   LANES, UNITS, GROUP   LANES adjacent lanes share a unit; LANES * UNITS = GROUP lanes divide the rows of UNITS units
 //   SLOTS, PER  rows of weights of a lane; those of one unit: one per gate, or 1 in the backward pass
 //   Cell        the struct of a cell (cell.metal): GATES is G, block(n) the position of gate n. Lanes<Cell>
 //               (fused_lanes.metal): slot_block(n, lane) is the block of the n-th row that a lane has of its unit
 //   a, S, W     the struct of all arrays; the dtype of the weights; the type of the array Wh
 //
-// Quantized weights: LaneShare (fused_quantized.metal) says which words a lane reads, Packed (quantized.metal) has the
-// arrays of words, scales and biases; BITS bits per weight, SIZE weights with the same scale.
+// Quantized weights: LaneShare (fused_quantized.metal) says which words a lane reads: it has SPAN weights of a row, in
+// pieces of PIECE weights with the same scale (FACTORS: 2 with a bias, else 1). Packed (quantized.metal) has the arrays
+// of words, scales and biases; BITS bits per weight, SIZE weights per scale.
 
 // ALL, BUT_CANDIDATE: values of `block` in the backward pass; see weight_of. weight_of returns the k-th weight of the
 // product that computes one number for `unit`, or 0 past the end.

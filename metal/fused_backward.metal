@@ -18,13 +18,14 @@
 //
 //   G, D, H     gates, directions, hidden units. ROWS: the batch items of a threadgroup; r counts them
 //   LANES       lanes share a unit. Each has its own gate, and a copy of the unit's dh, dc and states (items[r])
-//   UNITS, GROUP   LANES UNITS = GROUP lanes share the product of UNITS units
+//   UNITS, GROUP   LANES * UNITS = GROUP lanes share the product of UNITS units
 //   RUNS, ROW   runs of 4 numbers of an operand that a lane multiplies; vectors of 4 floats of one item's operand
 //   RESIDENT    weight vectors in registers (`resident`); a lane reads the others (`streamed`) at every step
 //   Lanes<Cell> (Unit)   says how lanes share a unit (fused_lanes.metal). Cell: the struct of a cell (cell.metal)
 //   C = CARRIED, the states besides h: 1 for an LSTM, else 0
 //   Item, StepNumbers, Sweep, Place   what a unit has from step to step; reads at a step; what a launch processes;
 //               positions in arrays (fused.metal)
+//   norm, of_norm   what a lane needs for layer normalisation (fused_norm.metal); without it `absent`
 //   a, S, Index   the struct of all arrays; their dtype; the type that counts elements. `live`: the item has not ended
 
 // Multiply x, operands of ROWS batch items in threadgroup memory, with the columns of Wh that belong to the UNITS units
@@ -134,7 +135,8 @@ void store_first(
 // among `threads`. TWO: whether a step has two products; FIRST: the runs of the first one, which has H numbers. lane:
 // the lane's number in its unit; s: in its group. real: whether the lane has a unit. has_gate: whether it also has a
 // gate (lane 3 of a GRU has none). row: the block of the operand that it writes, or -1. block: the block that it reads,
-// that of its gate. Besides dz, dh0 and dc0 it writes two arrays, which may be absent:
+// that of its gate. p: its constant, a peephole weight or bhn. limit: that of c. HALF: the vectors of a half of the
+// buffer, SIZE: of all. Besides dz, dh0 and dc0 it writes two arrays, which may be absent:
 //   d_out  [., B, D G H]       d, if it differs from dz
 //   carry  [., B, D H] float   for an LSTM the gradient of keep * c; for the other cells the part of the gradient of
 //                              keep * h that bypasses the product

@@ -17,13 +17,15 @@
 //   h, c        the states, c of an LSTM only. h0, c0, hT, cT: before the first step and after the last one
 //   mask, keep  factors: on h in the product; on all states before a step
 //   lengths     the steps of each item. Past its end an item is not `live`: its outputs are 0, its states stay
-//   LANES       4 lanes (1 for the plain RNN) share a unit. GROUP = LANES UNITS lanes share the product of UNITS units
+//   LANES       4 lanes (1 for the plain RNN) share a unit. GROUP = LANES * UNITS lanes share the product of UNITS
+//               units
 //   RUNS, ROW   runs of 4 numbers of an operand that a lane multiplies; vectors of 4 floats of one item's operand
 //   RESIDENT    weight vectors in registers (`resident`); a lane reads the others (`streamed`) at every step
 //   Lanes<Cell> (Unit)   says how the lanes of a unit compute a step. WRITER: the lane that has the unit's h and c
 //   Cell        the struct of a cell (cell.metal) with GATES gates
 //   Sweep, Place (fused.metal)   what a launch processes; a unit's positions in arrays, at its fields
 //   earlier     the number of elements of z before the launch's first time index
+//   norm        what a lane needs for layer normalisation (fused_norm.metal); without it `absent`
 //   a, S, V, Index   the struct of all arrays; their dtype; a vector of 4 weights; the type that counts elements
 
 // Compute the recurrent product for ROWS batch items, summed over the lanes of a group. A sum belongs to one batch
@@ -102,9 +104,9 @@ void store_last(
 // among `threads`. s: its number in its group of lanes; lane: in its unit. block: the lane's gate, -1 if it has none.
 // real: whether the lane has a unit; a lane past H only takes part in the product. own: where the unit's h lies in an
 // operand. writes: whether the lane has the state of a unit: h_now and c_now are only valid there. HALF: the vectors of
-// a half of the double buffer. TWO: whether a step has two products; the second one is that of gate n alone (bit 4).
-// The array `numbers` of an LSTM has its forget bias and the limit of its c. A lane without a gate or unit reads the
-// numbers of block 0 or unit 0.
+// a half of the double buffer. TWO: whether a step has two products; the second one is that of gate n alone (bit 4). y:
+// the lane's z, then its gate; m: the new h, in the lane that writes. The array `numbers` of an LSTM has its forget
+// bias and the limit of its c. A lane without a gate or unit reads the numbers of block 0 or unit 0.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void fused_forward(
     thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {

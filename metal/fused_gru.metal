@@ -71,9 +71,10 @@ struct Lanes<GRUCell<OPTIONS>> {
   // Compute one step in reverse; every lane computes all of it. gate: the lane's number. y: its gate. q: the
   // candidate's recurrent product. dh: on entry the gradient of the new h, on return the part of the gradient of h_prev
   // that bypasses the products. d: on entry the cotangent of the lane's gate. On return d is the gradient of this
-  // gate's preactivation; in lane 3, which has no gate, it is the gradient of the candidate's product. If the reset
-  // comes before the product, r's gradient needs the result of a product, so it is computed later, and d of lane 0
-  // stays the cotangent. Parameters without a name are for other cells.
+  // gate's preactivation; in lane 3, which has no gate, it is the gradient of the candidate's product. dz_n, dz_z,
+  // dz_r: the gradients of the three preactivations. If the reset comes before the product, r's gradient needs the
+  // result of a product, so it is computed later, and d of lane 0 stays the cotangent. Parameters without a name are
+  // for other cells.
   static void backward(
       int gate, float y, float, float h_prev, float q, float, float, thread float& dh, thread float&,
       thread float& d) {

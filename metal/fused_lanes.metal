@@ -1,11 +1,11 @@
 // The recurrent product of the whole-sequence kernels, distributed over lanes: which lane has which weights, and sums
 // over lanes.
 //
-// LANES adjacent lanes (4, or 1 for the plain RNN cell) share a hidden unit. GROUP = LANES UNITS adjacent lanes form a
-// group, which computes UNITS units: lane s of a group is lane s % LANES of unit s / LANES. To divide the product among
-// the lanes of a group, each row of weights is cut into runs of 4 numbers. Lane s multiplies the runs s, s + GROUP, ...
-// of the rows of all units of its group. So each number of the vector is read by only one lane of the group, which
-// multiplies it by the weights of UNITS units and all gates. Then the lanes add up their sums.
+// LANES adjacent lanes (4, or 1 for the plain RNN cell) share a hidden unit. GROUP = LANES * UNITS adjacent lanes form
+// a group, which computes UNITS units: lane s of a group is lane s % LANES of unit s / LANES. To divide the product
+// among the lanes of a group, each row of weights is cut into runs of 4 numbers. Lane s multiplies the runs s, s +
+// GROUP, ... of the rows of all units of its group. So each number of the vector is read by only one lane of the group,
+// which multiplies it by the weights of UNITS units and all gates. Then the lanes add up their sums.
 //
 // A lane has an array of partial sums, one per unit and gate of its group. The index is called a slot: slot n belongs
 // to unit (n / GATES) ^ (the lane's own unit), an exclusive or. So the sums of a lane's own unit are in the first
@@ -23,9 +23,10 @@
 //   sum_of_unit       sums over the lanes of a unit
 //   forward, backward one step; each lane computes its own gate
 //
-// Cell: the struct of a cell, OPTIONS: its options as one integer, activate, slope: activations and their derivatives
-// (cell.metal). ROWS: the batch items of a threadgroup. Arrays, Item, StepNumbers, Index: fused.metal. H: the units. S:
-// the dtype of the arrays. Absent: the type of what a call does not have (arrays.metal).
+// Cell: the struct of a cell, OPTIONS: its options as one integer; activation_of(OPTIONS, n): the activation of gate n,
+// such as TANH; activate, slope: activations and derivatives (cell.metal). ROWS: the batch items of a threadgroup.
+// Arrays, Item, StepNumbers, Index: fused.metal. H: the units. S: the dtype of the arrays. Absent: the type of what a
+// call does not have (arrays.metal).
 template <class Cell> struct Lanes;
 
 // How many runs of 4 numbers a lane has, if the GROUP lanes of a group divide LENGTH numbers among themselves. The

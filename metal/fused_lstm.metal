@@ -5,10 +5,11 @@
 //
 // a: the preactivation z + h_prev Wh^T, with z from the input, plus forget bias and peephole term. H: hidden units, D:
 // directions. OPTIONS: the cell's options as one integer. LSTMCell<OPTIONS> (cell_lstm.metal) is the cell of one unit:
-// its functions gate, preactivation, state and those for gradients; PEEPHOLE says which c the peephole of o reads,
-// STOPS whether the clip stops gradients, block(n) the place of gate n on a gate axis. activate_own, slope_own: the
-// activation of the lane's gate and its derivative. sum_over_lanes, of_lane<4>(x, n): the sum over the lanes of a unit,
-// the x of its lane n (fused_lanes.metal). simd_shuffle_xor(x, n): the x of lane (own number) ^ n, an exclusive or.
+// its functions gate, preactivation, state and those for gradients; PEEPHOLE is NO_PEEPHOLE, or says whether the
+// peephole of o reads the new c (O_SEES_CURRENT) or c_prev; STOPS: whether the clip stops gradients; block(n): the
+// place of gate n on a gate axis; OUTPUT: the activation of c. activate_own, slope_own: the activation of the lane's
+// gate and its derivative. sum_over_lanes, of_lane<4>(x, n): the sum over the lanes of a unit, the x of its lane n
+// (fused_lanes.metal). simd_shuffle_xor(x, n): the x of lane (own number) ^ n, an exclusive or.
 
 // How the four lanes of a unit of an LSTM compute a step; fused_lanes.metal lists the members.
 template <int OPTIONS>
@@ -72,9 +73,9 @@ struct Lanes<LSTMCell<OPTIONS>> {
     gates_backward(gate, y, p, c_prev, c, limit, s, dh, dc, d);
   }
 
-  // The rest of `backward`, after dc has become the whole gradient of c; dh, dc and d change as described there. s:
-  // s_output(c), of which o is a factor. With a norm of c fused_norm.metal calls it directly, with s of the normalised
-  // c.
+  // The rest of `backward`, after dc has become the whole gradient of c; dh, dc and d change as described there. p: the
+  // lane's peephole weight. s: s_output(c), which o multiplies. With a norm of c fused_norm.metal calls it directly,
+  // with s of the normalised c.
   static void gates_backward(
       int gate, float y, float p, float c_prev, float c, float limit, float s, thread float& dh, thread float& dc,
       thread float& d) {

@@ -111,7 +111,8 @@ void read_inputs(
 // the direction. index: the thread's number among `threads`. column: the lane's first batch item in the threadgroup,
 // b0: in the batch. read: the lane's unit, or 0 past the end: a lane without an item reads the numbers of the last
 // item, and a lane without a unit those of unit 0, so that no read leaves the array. HALF: the floats of a half of the
-// double buffer. COUNT: the weight vectors of a lane. AHEAD: whether it reads before the product.
+// double buffer. COUNT: the weight vectors of a lane. AHEAD: whether it reads before the product. p: the unit's
+// constants, which Cell::constants reads.
 template <class Cell, int H, int RESIDENT, class Index, class S, class Arrays>
 void fused_matrix_forward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
@@ -241,7 +242,7 @@ void read_items(
 // states after the step. d: on entry the cotangents of y, on return the gradients of the preactivations. dp: the
 // gradients of the parameters are added to it. item: on entry its ds are the gradients of the states that later steps
 // send back. On return ds has those of the states before the step, except for h: item.past is the part of it that
-// bypasses the product.
+// bypasses the product. CARRIES: how many states' gradients have such a part.
 template <class Cell, int H, class Index, class Arrays>
 void unit_backward(
     thread const Arrays& a, bool live, int unit, thread const float* p, thread const float (&y)[SIZE_FOR<Cell::KEPT>],

@@ -2,9 +2,9 @@
 // and the result y scale + shift. x is the recurrent product, its sum with the input's part z, or c (norm.metal).
 //
 // The numbers that are normalised together lie in all simdgroups of a threadgroup. Each simdgroup sums up its own
-// numbers and writes the sums to threadgroup memory. After a barrier every simdgroup adds up the sums of all: each of
-// its lanes reads the sums of one simdgroup, or of a few. This takes one barrier per norm and step. The
-// step's last barrier separates these reads from the writes of the next step. Each norm has its own memory.
+// numbers and writes the sums to threadgroup memory. After a barrier every simdgroup adds up the sums of all. So a norm
+// takes one barrier per step. The step's last barrier separates these reads from the writes of the next step. Each norm
+// has its own memory.
 //
 // A simdgroup computes its own mean and the sum of squares of the distances from it, because E[x^2] - E[x]^2 loses all
 // digits if the mean is large. For n_s numbers with the mean m_s and this sum v_s in simdgroup s, the variance of all N
@@ -15,12 +15,13 @@
 //   EVERY       every EVERY-th lane has numbers of the same norm: 1 (all lanes), or LANES if each gate has its own norm
 //   index       a thread's number in the threadgroup. Its simdgroup has the number index / 32
 //   part        the part of all H units that a simdgroup has: n_s / N
-//   Peers (P)   which simdgroups' sums a lane reads; COPIES lanes of a simdgroup read the same ones
+//   Peers (P)   which sums a lane reads: those of TURNS simdgroups, PEERS apart. A norm has PLACES sums, zeros
+//               included; COPIES lanes read the same ones. IS_EVEN: all stand for equally many units. UNITS: 32 / LANES
 //   NormMemory (M), NormLane, NormNumbers   where the sums lie; what a lane needs for the norms
-//   Norm<Cell> (N)   the options (norm.metal): OF (what is normalised), IS_SUM, IS_EACH (each gate by itself), HAS_C
-//               (c, too), IN_STATE (the next step gets the normalised c, too)
+//   Norm<Cell> (N)   the options (norm.metal): OF (what is normalised, or NOTHING), IS_SUM, IS_EACH (each gate by
+//               itself), HAS_C (c, too), IN_STATE (the next step gets the normalised c, too)
 //   sum_of_every<EVERY>(x)   the sum over the lanes of a norm      of_lane<LANES>(x, n)  x of lane n of a unit
-//   Cell        the struct of a cell (cell.metal), with the gradients of single gates and states
+//   Cell        the struct of a cell (cell.metal) with GATES gates. OUTPUT: the activation of c
 //   Lanes<Cell>, Item, StepNumbers, Place   a step in lanes (fused_lanes.metal); what a backward step has (fused.metal)
 //   a, Index, S   the struct of all arrays; the type that counts elements; the dtype of the arrays
 // `live`: the item has not ended. A cotangent is the gradient that the caller gives for an output.
@@ -39,7 +40,8 @@ struct Peers {
   enum { IS_WHOLE = H % UNITS == 0, REPEATS = IS_WHOLE && PEERS % SIMDGROUPS == 0 };
   enum { IS_EVEN = REPEATS || (IS_WHOLE && SIMDGROUPS == PLACES), COPIES = REPEATS ? PEERS / SIMDGROUPS : 1 };
 
-  // Return the number of the simdgroup whose sums lane 0 ... 31 reads first.
+  // Return the number of the simdgroup whose sums a lane (0 ... 31) reads first: the lanes of a norm read those of
+  // successive simdgroups, and with REPEATS they begin again after the last one.
   static uint first(uint lane) { return REPEATS ? lane / EVERY % SIMDGROUPS : lane / EVERY; }
 
   // Return the weight, in the mean of all units, of the mean that a lane reads in turn `turn`: the part of all units
@@ -56,8 +58,9 @@ struct Peers {
   // the factor contains PLACES.
   static constexpr float squares(int N) { return float(IS_EVEN ? PLACES : 1) / (float(COPIES) * N); }
 
-  // Return 1 / (the number of units of a simdgroup). The last one has fewer than UNITS if H is not a multiple of UNITS.
-  // The number is at least 1, so that a simdgroup that only has lanes past the last unit does not divide by 0.
+  // Return 1 / (the number of units of a simdgroup), with which the sum of its numbers becomes their mean. The last one
+  // has fewer than UNITS if H is not a multiple of UNITS. The number is at least 1, so that a simdgroup that only has
+  // lanes past the last unit does not divide by 0.
   static float share(uint simdgroup) {
     return IS_WHOLE ? 1.0f / UNITS : 1.0f / float(clamp(H - UNITS * int(simdgroup), 1, int(UNITS)));
   }
@@ -67,8 +70,8 @@ struct Peers {
 //   scale, shift      of the norm of the product, for the lane's gate and unit
 //   c_scale, c_shift  of the norm of c, for the lane's unit
 //   counts            1 if the lane has a number of the product; 0 if it has no unit or no gate
-//   part, part_of_c   the part of all units that the simdgroup has whose sums the lane reads first, in the norm of the
-//                     product and in that of c
+//   part, part_of_c   n_s / N of the simdgroup whose sums the lane reads first, in the norm of the product and in that
+//                     of c (which may differ, because EVERY may)
 //   memory            the threadgroup memory for the sums, zeros at first
 struct NormLane {
   float scale, shift, c_scale, c_shift, eps, counts, part, part_of_c;
@@ -114,7 +117,8 @@ using Pair = float2;
 
 // Write own[r], this simdgroup's pair of sums for batch item r, to threadgroup memory. After a barrier, read pairs of
 // other simdgroups: all[turn][r] is the one that the lane reads in turn `turn`. Lanes with the same lane % EVERY belong
-// to one norm and have the same pair, so the first EVERY lanes write. peer: the first place of the lane's norm.
+// to one norm and have the same pair, so the first EVERY lanes write. peer: the first place of the lane's norm. n
+// counts the pairs that a lane reads: batch item n % ROWS in turn n / ROWS.
 template <class P, int EVERY, int ROWS>
 void share(
     thread const Pair (&own)[ROWS], uint index, threadgroup float4* memory, thread Pair (&all)[P::TURNS][ROWS]) {
@@ -145,8 +149,9 @@ void share(
 
 // Replace own[r], the mean and the squares of one simdgroup, by the mean of all numbers of the norm and 1 /
 // sqrt(variance + eps). The squares are already multiplied by P::squares(N), where N numbers are normalised together.
-// part: the part of all units that the simdgroup has whose sums this lane reads first. `mean` is the sum of all
-// simdgroups' means, each times its part; `squares` adds up n_s (m_s - mean)^2 / N and the given squares.
+// part: n_s / N of the simdgroup whose sums this lane reads first. `mean` is the sum of all simdgroups' means, each
+// times its part n_s / N. `squares` adds up n_s / N (m_s - mean)^2 and the given squares; if IS_EVEN both are PLACES
+// times as large, and their sum is divided by PLACES, which saves multiplications.
 template <class P, int EVERY, int ROWS>
 void moments_of_all(thread Pair (&own)[ROWS], float part, float eps, uint index, threadgroup float4* memory) {
   Pair all[P::TURNS][ROWS];
@@ -169,9 +174,9 @@ void moments_of_all(thread Pair (&own)[ROWS], float part, float eps, uint index,
 
 // Replace x[r], this lane's number of batch item r, by (x[r] - mean) / sqrt(variance + eps). counts: 1 if the lane's
 // number belongs to the norm; otherwise 0, and x[r] must be 0. EACH: how many numbers of the norm a unit has: 1, or
-// GATES if all gates are normalised together. part: the part of all units that the simdgroup has whose sums this lane
-// reads first. First each simdgroup computes its own mean (P::share: 1 / its units) and the sum of squares (P::squares:
-// the factor with which this sum enters the variance).
+// GATES if all gates are normalised together. part: n_s / N of the simdgroup whose sums this lane reads first. First
+// each simdgroup computes its own mean (P::share: 1 / its units) and the sum of squares (P::squares: the factor with
+// which this sum enters the variance).
 template <int H, int LANES, int EVERY, int EACH, int ROWS>
 void standardise(
     thread float (&x)[ROWS], float counts, float part, float eps, uint index, threadgroup float4* memory) {
@@ -224,9 +229,9 @@ void standardise_backward(
 
 // Normalise the product of each lane's own gate or, if IS_SUM, its sum with y, the input's part of the preactivation.
 // The lane's product for batch item r is in sums[r][0]; that of a GRU's candidate, its last gate, is in sums[r][LAST].
-// The result replaces it, in both places; if it includes y, y becomes 0. lane: the lane's number in its unit, which is
-// the number of its gate. last: whether the lane has a GRU's candidate. always: every lane has a number, so that the
-// compiler can leave out the test of norm.counts.
+// The result replaces it, in both places; if it includes y, y becomes 0, because the cell's step adds y to the sum.
+// lane: the lane's number in its unit, which is the number of its gate. last: whether the lane has a GRU's candidate.
+// always: every lane has a number, so that the compiler can leave out the test of norm.counts.
 template <class Cell, int H, int ROWS, int SLOTS>
 void normalise(
     thread const NormLane& norm, int lane, thread float (&y)[ROWS], thread float (&sums)[ROWS][SLOTS]) {
@@ -254,8 +259,9 @@ void normalise(
 // Normalise c of an LSTM and compute m = o s_output(norm(c)), which is the new h. writes: whether the lane is the one
 // that has c of a unit, the lane of gate o. given: the lane's preactivation without peephole term and forget bias. p:
 // its peephole weight. state: on entry c after its clip; on return the normalised c, if IN_STATE. y: the lane's gate;
-// if o's peephole reads the normalised c, o is computed again (0.0f: o has no forget bias). c's norm has one number per
-// unit, in the writing lanes: hence 1, 1 (EVERY, EACH), and x is 0 in all other lanes.
+// if o's peephole reads the new c (O_SEES_CURRENT), which is then the normalised one, o is computed again (0.0f: o has
+// no forget bias). c's norm has one number per unit, in the writing lanes: hence 1, 1 (EVERY, EACH), and x is 0 in all
+// other lanes.
 template <class Cell, int H, int ROWS>
 void normalise_states(
     thread const NormLane& norm, bool writes, thread const float (&given)[ROWS], float p, thread float (&state)[ROWS],
@@ -302,7 +308,8 @@ NormNumbers<ROWS> norm_numbers(thread const NormLane&) { return {}; }
 
 // Read the numbers of ROWS items at one step. items[r].at: the unit's positions at this step. block: the position of
 // the lane's gate. earlier: the number of elements of norm_c_y before the launch's first time index; norm_y has GATES
-// times as many. norm_r and norm_c_r have the shape of the array keep, so at.keep is the position in them.
+// times as many. norm_r and norm_c_r have a number per time index, item and direction, as keep has, so at.keep is the
+// position in them; with a norm of each gate norm_r has GATES numbers there.
 template <class Cell, int ROWS, class Index, class Arrays>
 void read_norm(
     thread const Arrays& a, thread const Item<Cell, Index> (&items)[ROWS], Index earlier, int block,
@@ -319,7 +326,8 @@ void read_norm(
 
 // Compute dc[r], the gradient of c before its norm, for ROWS batch items. On entry dc is the gradient that later steps
 // send back. t: the step's time index. p: the lane's peephole weight. numbers: the cotangents. after: number 1 is c
-// after the step. On return saved.c_y is s_output(normalised c), which unit_backward needs.
+// after the step. On return saved.c_y is s_output(normalised c), which unit_backward needs. Also write the gradient of
+// the normalised c to d_norm_c, from which MLX computes the gradients of scale and shift.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void states_backward(
     thread const NormLane& norm, thread NormNumbers<ROWS>& saved, thread const Arrays& a, int t, float p,
@@ -340,8 +348,8 @@ void states_backward(
       const float s = activate(Cell::activation(Cell::OUTPUT), seen);
       dc[r] += numbers[r].ds[1];
       d[r] = Cell::state_backward(N::IN_STATE ? dc[r] : 0.0f, dm, of_lane<LANES>(items[r].y, O), s);
-      // of_o: what the peephole of gate o sends back to the c that it reads: `seen` if IN_STATE, else c before the
-      // norm.
+      // of_o: what the peephole of gate o sends back, if it reads the new c: it reads `seen` if IN_STATE, else c before
+      // the norm.
       if constexpr (Cell::PEEPHOLE == Cell::O_SEES_CURRENT) {
         const float of_o = of_lane<LANES>(
             p * Cell::gate_backward(items[r].d, dm, s, slope(Cell::activation(O), items[r].y)), O);

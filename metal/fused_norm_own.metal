@@ -87,6 +87,7 @@ void put_number(thread const float (&one)[ROWS], int j, thread float (&x)[ROWS][
 // Replace the numbers x of all gates of a lane by (x - mean) / sqrt(variance + eps). Numbers that do not count
 // (norm.counts is 0: the lane has no gate or unit for them) must be 0. If each gate is normalised by itself, that is
 // one norm per number of a lane; otherwise a lane adds up its COUNT numbers, and there is one norm for all of them.
+// M::SIZE: the vectors of one norm's sums.
 template <class Cell, int H, int ROWS, int COUNT>
 void standardise_gates(thread const OwnNormLane<COUNT>& norm, thread float (&x)[ROWS][COUNT]) {
   using M = OwnNormMemory<Cell, H, ROWS>;
@@ -126,8 +127,9 @@ void standardise_gates(thread const OwnNormLane<COUNT>& norm, thread float (&x)[
 
 // Normalise the recurrent products of all gates, or each product plus the input's part numbers[r].z if the norm is one
 // of the sum. On return `sums` has the results; z is then 0 if it is part of them. lane: the lane's number in its unit.
-// With SCATTERS a lane has one gate's product, in sums[0]. Otherwise it has all of them: it takes those of its own
-// gates, and of_lane sends the results to all lanes of the unit.
+// Numbers: the struct ForwardNumbers (pointwise_forward.metal). With SCATTERS a lane has one gate's product, in
+// sums[0]. Otherwise it has all of them: it takes those of its own gates, and of_lane sends the results to all lanes of
+// the unit.
 template <class Cell, int H, int ROWS, class Numbers, int SIZE, int COUNT>
 void normalise_gates(
     thread const OwnNormLane<COUNT>& norm, int lane, thread Numbers (&numbers)[ROWS],

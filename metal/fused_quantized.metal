@@ -5,7 +5,8 @@
 // is one gate of one unit, and its index in a lane is called a slot. The weights of a row are divided into PIECES
 // pieces; a piece of a row lies in one quantization group of SIZE weights, so its weights have the same scale and bias.
 // A weight takes FIELD bits: 4, or 8 if it has more than 4 bits. So eight weights fill WORDS = FIELD / 4 words of 32
-// bits. The words of a lane are stored in the order in which it needs them, piece after piece. A piece consists of:
+// bits. The words of a lane are stored in the order in which it needs them, piece after piece. A piece consists of EACH
+// words, first OF_WEIGHTS with weights, then SLOTS * FACTORS with scales and biases:
 //   - eight weights of every row, then the next eight weights of every row, and so on to the end of the piece
 //   - the scale and, if BIASED, the bias of every row, as floats
 // A lane reads COUNT vectors of 4 words. The first RESIDENT of them stay in registers (`resident`); it reads the others

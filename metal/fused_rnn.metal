@@ -11,13 +11,17 @@ struct Lanes<RNNCell<OPTIONS>> {
   using Cell = RNNCell<OPTIONS>;
   enum { LANES = 1, WRITER = 0, TWO_PRODUCTS = 0, FIRST = 1 };
 
+  // gate_block, operand_block: the block of the lane in z, gates, dz and in the operand of the backward product.
+  // slot_block: the block of Wh of its weights. With one gate each is number 0.
   static constexpr int gate_block(int) { return 0; }
   static constexpr int operand_block(int) { return 0; }
   static constexpr int slot_block(int, int) { return 0; }
 
+  // A plain RNN has no constant per unit, such as a peephole weight.
   template <class Arrays>
   static float constant_of(thread const Arrays&, int, int, int, int) { return 0.0f; }
 
+  // The unit has one lane, so there is no sum over its lanes.
   template <int WANTED>
   static void sum_of_unit(thread float*, int) {}
 

@@ -4,8 +4,8 @@
 // numbers, one per hidden unit: G gates, C states besides h, U inputs, V parameters, M gradients. T: time steps, B:
 // batch items, D: directions, ".": the launch's time steps.
 //   dh [T, B, D H], dc [T, B, D C H] float, dhT, dcT    cotangents: the gradients that the caller gives for the outputs
-//   gates    the numbers that the forward pass saved      h, c, h0, c0, inputs, params, mask, keep, lengths   inputs,
-//            as forward
+//   gates    the numbers that the forward pass saved      h, c  its states after each step
+//   h0, c0, inputs, params, mask, keep, lengths    its inputs
 //   dz       [., B, D M H]  gradients of all recurrent parts; then, for the gates in which the input part has a
 //            different gradient, the gradients of the input parts
 //   du       [., B, D U H]  gradients of the inputs of each step
@@ -20,7 +20,7 @@
 //            KEPT saved numbers. CARRIES is N, FIRST_CARRY the first of these states (0: h). SIZE_FOR<N>: N, at least 1
 //   Lanes<Cell> (pointwise.metal)   LANES lanes share a unit: register j of a lane has block LANES j + lane of an
 //            array, REGISTERS_OF<N, LANES> registers hold N blocks; all lanes have the states and their gradients
-//   ROWS, UNITS, GROUP   the batch items of a threadgroup; LANES UNITS = GROUP lanes share the product of UNITS units
+//   ROWS, UNITS, GROUP   the batch items of a threadgroup; LANES * UNITS = GROUP lanes share the product of UNITS units
 //   RUNS, ROW   runs of 4 numbers of an operand that a lane multiplies; vectors of 4 floats of one item's operand
 //   now, item   a step's position in an array [T, B, D H]; the unit's positions in an array [B, D H], one per batch
 //               item
@@ -135,7 +135,8 @@ float sum_of_unit(thread float (&sums)[UNITS]) {
 // number along the batch, and the direction. index: the thread's number among `threads`. s: the lane's number in its
 // group; lane: in its unit. own: its unit; real: whether there is such a unit. ds: the gradients of the states from
 // later steps. now: the states after the step. back: the gradients of the states after the step, then of those before
-// it. w, dw: the parameters and their gradients. HALF: the vectors of a half of the double buffer.
+// it. w, dw: the parameters and their gradients. norm, of_norm: what a lane needs for layer normalisation
+// (fused_norm_own.metal). HALF: the vectors of a half of the double buffer.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;

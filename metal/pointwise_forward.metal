@@ -10,7 +10,7 @@
 //   Lanes<Cell> (pointwise.metal)   says how LANES adjacent lanes share a unit: register j of a lane has block LANES j
 //               + lane of an array's blocks, and all lanes have the unit's states. REGISTERS_OF<N, LANES>: the
 //               registers that a lane needs for its part of N values
-//   UNITS, GROUP   LANES UNITS = GROUP lanes share the product of UNITS units
+//   UNITS, GROUP   LANES * UNITS = GROUP lanes share the product of UNITS units
 //   RUNS, ROW   runs of 4 numbers of an operand that a lane multiplies; vectors of 4 floats of one item's operand
 //   resident, streamed   the lane's first RESIDENT weight vectors, in registers; the others, read at every step
 //   z           [T, B, D GATES H]: the input's part of the preactivations. gates: the KEPT numbers
@@ -83,8 +83,9 @@ void products_of_unit(
 // because the new states may be NaN there. group: the threadgroup's number along the batch, and the direction. index:
 // the thread's number among `threads`. s: the lane's number in its group; lane: in its unit. own: its unit. real:
 // whether there is such a unit. writes: whether the lane is the one that writes the unit's states. HALF: the vectors of
-// a half of the double buffer. w: the parameters. If fewer than ROWS items are left, the last one is computed several
-// times, with the same results.
+// a half of the double buffer. w: the parameters. norm: what a lane needs for layer normalisation
+// (fused_norm_own.metal). If fewer than ROWS items are left, the last one is computed several times, with the same
+// results.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;
