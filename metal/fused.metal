@@ -228,7 +228,7 @@ void load_states(A h, B c, Index at, int unit, thread float (&states)[Cell::CARR
 //
 // If b is past the last batch item, the length is 0, so that every step is past the item's end. If b or the unit is
 // past the end, the positions are those of the last item or of unit 0, so that every read stays inside the arrays (own,
-// own_unit). real: whether the unit is not past the end; if it is, its ds must be 0.
+// own_unit). real: whether the unit exists; if not, its ds are 0.
 template <class Cell, int H, class Index, class Arrays>
 void begin_item(
     thread const Sweep& sweep, thread const Arrays& a, int b, int block, int unit, bool real, Index earlier,

@@ -50,7 +50,7 @@ void products_of_columns(
 // preactivation. Then lanes 0 and 1 of a unit write the gradients of r and z to `vectors` [ROWS][ROW], the operand of
 // the second product. On the gate axis of Wh there is also the candidate n, but not in this operand. So gates that come
 // after n on this axis move up by one block (`rank`). real: whether the lane has a unit. t: the step's time index. Also
-// add to items[r].past what bypasses the products: r times the gradient of r h.
+// add to items[r].past what reaches h through r h: r times the gradient of r h.
 template <class Cell, int H, int ROWS, int ROW, class S, class Index, class Arrays>
 void reset_back(
     thread Item<Cell, Index> (&items)[ROWS], thread const float (&sum)[ROWS], int lane, int unit, bool real, int t,

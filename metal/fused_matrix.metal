@@ -45,7 +45,7 @@ inline int column_of(int lane) { return (lane >> 2 & 2) * 2 + (lane & 1) * 2; }
 // addition need not wait for the previous one. The lane's weight vectors number n < RESIDENT are in `resident`, the
 // others in `streamed`, 32 vectors apart, because those of the other lanes lie between them. A vector has the lane's
 // numbers of two parts, hence the steps of 2; with an odd number of parts the second half of the last vectors is not
-// used.
+// used. A part of `vectors` is 64 floats, in rows of 8.
 template <int TILES, int CHAINS, int RESIDENT, int LENGTH, class V>
 void product_of_matrices(
     thread simdgroup_float8x8 (&total)[TILES * CHAINS], thread const V* resident, const device V* streamed,
@@ -74,10 +74,10 @@ void product_of_matrices(
 }
 
 // Return the position of a unit's number k in an array with COUNT numbers per unit, in COUNT blocks of H numbers per
-// batch item. at: the unit's positions. If COUNT is the number of gates, at.gate gives the position by an addition; any
-// other COUNT takes a multiplication. earlier: for an array that begins at time index 0, the number of elements that an
-// array with one number per unit, such as h, has before the launch's first time index; 0 for an array that begins
-// there.
+// batch item. at: the unit's positions, at.gate that of block 0. If COUNT is the number of gates, at.gate gives the
+// position by an addition; any other COUNT takes a multiplication. earlier: for an array that begins at time index 0,
+// the number of elements that an array with one number per unit, such as h, has before the launch's first time index; 0
+// for an output, which begins with the launch.
 template <class Cell, int COUNT, int H, class Index>
 Index block_place(thread const Place<Index>& at, int k, int unit, Index earlier = 0) {
   return COUNT == Cell::GATES ? at.gate + Index(COUNT) * earlier + Cell::block(k) * H
