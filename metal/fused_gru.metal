@@ -41,7 +41,8 @@ struct Lanes<GRUCell<OPTIONS>> {
   // Sum the products over the four lanes of a unit. On entry each lane has a part of the sum of every gate: r, z, n in
   // slots[0], slots[1], slots[2]. WANTED: the gates to sum, one bit each: bits 0 and 1 for r and z, bit 2 (4) for n. On
   // return slots[0] is the sum of gate r in lanes 0 and 2, and of gate z in lanes 1 and 3; slots[2] is the sum of gate
-  // n in all lanes. slots[1] is not used afterwards.
+  // n in all lanes. slots[1] is not used afterwards. In the first shuffle a lane keeps its part of the sum that it
+  // needs (mine) and gets the other lane's part of it; it sends the part that the other lane needs (given).
   template <int WANTED>
   static void sum_of_unit(thread float* slots, int lane) {
     if constexpr ((WANTED & 1) != 0) {
@@ -57,7 +58,7 @@ struct Lanes<GRUCell<OPTIONS>> {
   // input's part of the preactivation, on return the lane's gate. bhn: the unit's bias. sums: the recurrent products.
   // Parameters without a name are for other cells. Lane 2 needs r of lane 0 and z of lane 1. simd_shuffle_xor(x, d)
   // reads x of lane (own ^ d), an exclusive or; for lane 2, 2 ^ 2 = 0 and 2 ^ 3 = 1. gate & 1 is 1 for the lane of z;
-  // the lanes 2 and 3 compute r and z once more, and use neither.
+  // nobody uses what the lanes 2 and 3 compute as `own`.
   static float forward(
       int gate, float bhn, float, float, float h_prev, thread const float* sums, thread float&, thread float& y) {
     const float a = y + sums[0];

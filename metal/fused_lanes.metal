@@ -159,21 +159,25 @@ Absent norm_of_lane(Absent, thread const Arrays&, int, int, int, bool, uint, thr
 template <class Cell, int H, int ROWS> int norm_size(Absent) { return 0; }
 template <int ROWS> Absent norm_numbers(Absent) { return absent; }
 
-// Without a norm of the product, leave the sums of the product unchanged.
+// Without a norm of the product, leave the sums of the product unchanged. The parameters without a name are those of
+// the overload in fused_norm.metal; Absent stands for what a norm needs.
 template <class Cell, int H, int ROWS, int SLOTS>
 void normalise(Absent, int, thread float (&)[ROWS], thread float (&)[ROWS][SLOTS]) {}
 
-// Without a norm of c, leave the states unchanged.
+// Without a norm of c, leave the states unchanged. The parameters without a name are those of the overload in
+// fused_norm.metal; Absent stands for what a norm needs.
 template <class Cell, int H, int ROWS>
 void normalise_states(
     Absent, bool, thread const float (&)[ROWS], float, thread float (&)[ROWS], thread float (&)[ROWS],
     thread float (&)[ROWS]) {}
 
-// Without a norm, read nothing for it.
+// Without a norm, read nothing for it. The parameters without a name are those of the overload in fused_norm.metal;
+// Absent stands for what a norm needs.
 template <class Cell, int ROWS, class Index, class Arrays>
 void read_norm(thread const Arrays&, thread const Item<Cell, Index> (&)[ROWS], Index, int, Absent) {}
 
-// Without a norm of c, leave the gradient of c unchanged.
+// Without a norm of c, leave the gradient of c unchanged. The parameters without a name are those of the overload in
+// fused_norm.metal; Absent stands for what a norm needs.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void states_backward(
     Absent, Absent, thread const Arrays&, int, float, thread const Item<Cell, Index> (&)[ROWS],
@@ -200,7 +204,8 @@ void unit_backward(
 template <class Cell> void write_operand(Absent, threadgroup float& operand, float value) { operand = value; }
 
 // Without a norm of the product, do nothing: the gradients of the products are known, and write_operand has written
-// them.
+// them. The parameters without a name are those of the overload in fused_norm.metal; Absent stands for what a norm
+// needs.
 template <class Cell, int H, int ROW, class S, int ROWS, class Index, class Arrays>
 void products_backward(
     Absent, Absent, thread const Arrays&, int, int, int, thread const Item<Cell, Index> (&)[ROWS],

@@ -46,7 +46,8 @@ struct Lanes<LSTMCell<OPTIONS>> {
   // Compute one step and return h in lane 3. gate: the lane's number. p: its peephole weight. limit: the limit of c.
   // sums[0]: its recurrent product. y: on entry the lane's part of z, on return its gate. c: in lane 3 on entry c_prev,
   // on return the new c; its values in other lanes are not used. The parameter without a name, h_prev, is for other
-  // cells. Lane 3 reads i, f, g from the lanes 3 ^ 3 = 0, 3 ^ 2 = 1 and 3 ^ 1 = 2.
+  // cells. Lane 3 reads i, f, g from the lanes 3 ^ 3 = 0, 3 ^ 2 = 1 and 3 ^ 1 = 2. With peepholes all lanes get c_prev,
+  // because the peepholes of all gates read it.
   static float forward(
       int gate, float p, float forget_bias, float limit, float, thread const float* sums, thread float& c,
       thread float& y) {

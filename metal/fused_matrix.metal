@@ -263,9 +263,8 @@ void unit_backward(
 #pragma clang loop unroll(full)
   for (int k = 0; k < Cell::INPUTS; ++k)
     store(a.du, place_of<Cell::INPUTS, H>(item.at.state, k, unit), live ? du[k] : 0.0f);
+  // carry gets what bypasses the product, for the states from number FIRST on: h has such a part in some cells only
 #pragma clang loop unroll(full)
-  // carry: the gradients of keep * state without the product's part, from the first state that has such a part (FIRST)
-  // on
   for (int k = FIRST; k <= C; ++k)
     store(a.carry, place_of<CARRIES<Cell>, H>(item.at.state, k - FIRST, unit), live ? ds[k] : 0.0f);
 #pragma clang loop unroll(full)

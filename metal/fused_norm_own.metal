@@ -129,7 +129,7 @@ void standardise_gates(thread const OwnNormLane<COUNT>& norm, thread float (&x)[
 // of the sum. On return `sums` has the results; z is then 0 if it is part of them. lane: the lane's number in its unit.
 // Numbers: the struct ForwardNumbers (pointwise_forward.metal). With SCATTERS a lane has one gate's product, in
 // sums[0]. Otherwise it has all of them: it takes those of its own gates, and of_lane sends the results to all lanes of
-// the unit.
+// the unit. The loops over k compare its number with constants, so that no register index is unknown to the compiler.
 template <class Cell, int H, int ROWS, class Numbers, int SIZE, int COUNT>
 void normalise_gates(
     thread const OwnNormLane<COUNT>& norm, int lane, thread Numbers (&numbers)[ROWS],

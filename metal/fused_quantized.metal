@@ -67,7 +67,8 @@ struct Words {
 };
 
 // Return word number `word` of a lane, whose words are read in order. The vector of 4 words that contains it is read
-// once, from registers if it is one of the first RESIDENT, and stays in `lane` for the next words.
+// once, from registers if it is one of the first RESIDENT, and stays in `lane`, with its number lane.vector, for the
+// next words.
 template <int RESIDENT, class V>
 uint word_at(thread Words<V>& lane, int word) {
   const int n = word / 4;

@@ -80,19 +80,23 @@ Absent own_norm_of_lane(Absent, thread const Arrays&, int, int, int, bool, uint,
 template <class Cell, int H, int ROWS> int own_norm_size(Absent) { return 0; }
 template <int ROWS> Absent own_norm_numbers(Absent) { return absent; }
 
-// Without a norm, leave the sums of the products unchanged.
+// Without a norm, leave the sums of the products unchanged. The parameters without a name are those of the overload in
+// fused_norm_own.metal; Absent stands for what a norm needs.
 template <class Cell, int H, int ROWS, class Numbers, int SIZE>
 void normalise_gates(Absent, int, thread Numbers (&)[ROWS], thread float (&)[ROWS][SIZE]) {}
 
-// Without a norm, read nothing for it.
+// Without a norm, read nothing for it. The parameters without a name are those of the overload in fused_norm_own.metal;
+// Absent stands for what a norm needs.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_gates(
     thread const Arrays&, thread const Sweep&, int, Index, thread const Index (&)[ROWS], uint, int, int, Absent) {}
 
-// Without a norm, copy nothing: own_products_backward does not need the gradients.
+// Without a norm, copy nothing: own_products_backward does not need the gradients. The parameters without a name are
+// those of the overload in fused_norm_own.metal; Absent stands for what a norm needs.
 template <int SIZE> void keep_gradients(bool, int, thread const float (&)[SIZE], Absent) {}
 
-// Without a norm, do nothing: store_step has stored the gradients of the products.
+// Without a norm, do nothing: store_step has stored the gradients of the products. The parameters without a name are
+// those of the overload in fused_norm_own.metal; Absent stands for what a norm needs.
 template <class Cell, int H, int ROW, class S, int ROWS, class Index, class Arrays>
 void own_products_backward(
     Absent, Absent, thread const Arrays&, Index, Index, thread const Index (&)[ROWS], int, int, threadgroup float4*) {}

@@ -76,9 +76,9 @@ void use_first_states(
 // Store the results of one step of a batch item, or zeros if the item has ended: d (the gradients of the
 // preactivations), du (of the inputs) and the array carry (`back`, of the states). at: the unit's position in an array
 // [steps, B, D H]. Also store the gradients of the recurrent products in `operand`, a row of threadgroup memory that
-// the product with Wh reads; with a norm own_products_backward does this. d is rounded to the dtype S first, so that dh
-// is computed from the dz that the caller gets. The lanes share d, but all have du and `back`, which lane 0 writes.
-// real: whether the lane has a unit.
+// the product with Wh reads; with a norm own_products_backward does this. They are the first PRODUCTS blocks of d; 0:
+// `operand` is the row of this item. d is rounded to the dtype S first, so that dh is computed from the dz that the
+// caller gets. The lanes share d, but all have du and `back`, which lane 0 writes. real: whether the lane has a unit.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_step(
     thread const Arrays& a, bool live, bool real, int lane, int unit, Index at,

@@ -34,6 +34,7 @@ struct ForwardNumbers {
 // Read the numbers of step n for batch item b. now: the step's position in an array [T, B, D H]. item: the unit's
 // position in an array [B, D H]; now + item is that of the unit at this step. lane: the lane's number in its unit.
 // time_step: the number of elements of one time index; the mask has one time index only if all steps share it.
+// load_all's 0: into `inputs` from its beginning.
 template <class Cell, int H, class Index, class Arrays>
 void read_numbers(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index now, int b, Index item, int lane, int unit,
