@@ -4,7 +4,8 @@
 // OPTIONS (engines/metal/kernel.py: cell_number):
 //   bits 0-7    the position of each gate's block of H numbers (H: units) on a gate axis, two bits per gate
 //   bits 8-22   the activation of each gate, then of the output, three bits each
-//   bits 23-    the cell's own options: see its file
+//   bits 23-26  the cell's own options: see its file
+//   bits 27-30  its layer normalisation: norm.metal
 // Gates are numbered i, f, g, o (LSTM) or r, z, n (GRU); a plain RNN has one, number 0. The struct of a user's cell is
 // `Own` (engines/metal/pointwise.py).
 //
