@@ -73,6 +73,7 @@ def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
     """
     T, H, P, cell, Wp = problem.T, problem.H, problem.P, problem.cell, arrays.get("Wp")
     mask, z = whole_mask(problem, arrays) if cell.recurrent else None, project(problem, arrays)
+    # before, reset_row: here only to say that the kernels have these inputs. Each launch gets its own.
     row = no_row(row_type(z.dtype))
     inputs = options(problem, arrays, ("Wh", "Wp", "peephole", "bhn", "inputs", "params"))
     inputs |= {"z": z, "mask": mask, "sizes": sizes(problem, mask, H, P), "before": row, "reset_row": row}
@@ -97,6 +98,7 @@ def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
         for n in range(T):
             row = step(n, row, h)
             h = project_row(n, row)
+    # After the steps one launch copies the outputs from the rows: those of the cells, and those of a projection.
     kinds = [(rows, H)] if Wp is None else [(rows, H), (projected, P)]
     keeps = keeps_rows(problem, arrays)
     with_gates = (problem.training or problem.return_gates) and not keeps and cell.kept > 0
@@ -189,9 +191,9 @@ def sweep_backward(
     """
     T, B, H, P = problem[:4]
     D, cell = problem.directions, problem.cell
-    before, projects = resets_before(problem), "Wp" in arrays
-    # K: the terms of the product dz Wh; with the reset before, the candidate has a product of its own.
-    row, K = no_row(row_type(saved["h"].dtype)), (2 if before else cell.gates) * H
+    resets_first, projects = resets_before(problem), "Wp" in arrays
+    # K: the terms of the product dz Wh; with the reset before it, the candidate has a product of its own.
+    row, K = no_row(row_type(saved["h"].dtype)), (2 if resets_first else cell.gates) * H
     inputs = options(problem, arrays, ("peephole", "inputs", "params"))
     inputs |= {"mask": mask, "q": q, "before": row}
     for name in ("h", "c") if cell.reads_h else ("c",):
@@ -200,14 +202,17 @@ def sweep_backward(
         inputs.pop("h0", None)
     inputs |= {f"d{name}": contiguous(cotangents[name]) for name in cotangents}
     inputs["gates"] = contiguous(saved["gates"]) if "gates" in saved and cell.reads_kept and cell.kept else None
-    kept = taken_rows(problem, saved)
-    inputs |= {"rows": row, "row": step_number(0)} if kept else {}
+    # Without a sequence of gates each step reads them from a row of the forward pass. `rows` and `row` only say here
+    # that the kernel has these inputs: each launch gets its own.
+    forward_rows = taken_rows(problem, saved)
+    inputs |= {"rows": row, "row": step_number(0)} if forward_rows else {}
     inputs |= {"weights": transposed(arrays["Wh"]) if cell.recurrent else None, "sizes": sizes(problem, mask, H, K)}
+    # The kernel of dh computes P numbers per item, the one of the cell H units.
     of_dh = inputs | {"sizes": sizes(problem, mask, P, K)}
     if cell.stops_c:
         inputs["numbers"] = numbers_of(cell)
     rows, dh_rows = rows_of(problem, projects)
-    if before:
+    if resets_first:
         gates = {gate: arrays["Wh"][..., cell.block(gate, H), :] for gate in "rzn"}
         inputs["weights"] = of_dh["weights"] = transposed(mx.concatenate([gates["r"], gates["z"]], axis=-2))
         of_reset = inputs | {"weights": transposed(gates["n"]), "sizes": sizes(problem, mask, H, H), "now_row": row}
@@ -216,6 +221,7 @@ def sweep_backward(
         for n in reversed(range(T)):
             row = reset(n, step(n, row))
     elif projects:
+        # The product is dm = dh Wp here. The mask and the cotangents of h are already in dh.
         of_m = {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, H, P), "dh_now": row}
         of_m |= dict.fromkeys(("mask", "dh", "dhT"))
         dh = each_step(dh_kernel, problem, of_dh | {"unclipped": unclipped(problem, arrays, saved)}, dh_rows)
@@ -225,12 +231,13 @@ def sweep_backward(
     else:
         step = each_step(backward_kernel, problem, inputs, rows)
         for n in reversed(range(T)):
-            row = step(n, row, *(kept.pop() if kept else ()))
+            row = step(n, row, *(forward_rows.pop() if forward_rows else ()))
     wanted = {"dc0": "c0" in arrays, "d_out": takes_product(cell), "m": wants_m, "carry": "keep" in inputs}
     wanted |= {"du": cell.inputs > 0, "dw": cell.summed > 0}
     kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
     results = after_sweep(gradients_launch, problem, inputs, kinds, frozenset(n for n in wanted if wanted[n]))
     if "h0" in arrays:
+        # Step -1 is the one before the first: its dh, without a cotangent, is dh0. Padding behind it is cut off.
         last = each_step(dh_kernel, problem, of_dh | {"dh": None})
         results["dh0"] = last(-1, row)[: B * D * P].reshape(B, D * P)
     return results
@@ -256,6 +263,7 @@ def normed_backward(
     row, K = no_row(row_type(arrays["Wh"].dtype)), cell.gates * H
     numbers = norms.numbers_before_sweep(problem, arrays, saved, h_in)
     inputs = options(problem, arrays, ("peephole", "inputs", "params")) | norms.inputs_of(problem, arrays)
+    # The states that the cell's backward step reads; a built-in cell that reads h has no c.
     own = isinstance(cell, PointwiseCell)
     states = ("h", "c") if own and cell.reads_h else ("h",) if cell.reads_h else ("c",)
     if not cell.reads_h:
@@ -266,6 +274,7 @@ def normed_backward(
     inputs["gates"] = contiguous(saved["gates"]) if cell.op != "rnn" and cell.kept else None
     inputs |= {name: contiguous(array) for name, array in norms.joined(problem, arrays, numbers).items()}
     inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, P, K)}
+    # The kernel of dh computes P numbers per item, the one of the cell H units.
     of_cell = inputs | {"sizes": sizes(problem, mask, H, K), "dh_now": row}
     if cell.stops_c:
         of_cell["numbers"] = numbers_of(cell)
@@ -283,6 +292,7 @@ def normed_backward(
     kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
     results = after_sweep(norm_gradients_launch, problem, inputs, kinds, frozenset(n for n in wanted if wanted[n]))
     if "h0" in arrays:
+        # Step -1 is the one before the first: its dh, without a cotangent, is dh0. Padding behind it is cut off.
         last = each_step(norm_dh0_kernel, problem, inputs | {"dh": None})
         results["dh0"] = last(-1, row)[: B * D * P].reshape(B, D * P)
     return norms.for_gradients(problem, results, numbers, saved.get("gates"))
@@ -504,8 +514,8 @@ def row_length(problem: Problem, width: int, blocks: int, floats: int, dtype: mx
 
 
 def resets_before(problem: Problem) -> bool:
-    """Return whether a step has two launches without a norm: it has, for a GRU whose reset comes before the
-    candidate's product."""
+    """Return whether the cell is a GRU whose reset comes before the candidate's product. Its steps have one more
+    launch than others, because this product needs the gate r of all units."""
     return problem.cell.reset == "before"
 
 
@@ -547,6 +557,8 @@ class StepKernel:
         shader, fields, saves, cell = step
         rows, columns = tile
         self.problem: Problem = problem
+        # own: the generated source of a user's cell, "" for a built-in one. The kernel's name names the cell, too,
+        # unless the shader does: kernels with different sources need different names.
         own = struct_text(problem.cell) + norm_text(problem.cell) if isinstance(problem.cell, PointwiseCell) else ""
         self.own: str = own
         self.name: str = shader if "gru" in shader else f"{name_of(own) if own else problem.cell.op}_{shader}"
@@ -554,11 +566,14 @@ class StepKernel:
         self.inputs: dict[str, bool] = {field: field in present for field in fields.split()}
         self.names: list[str] = [field for field, is_there in self.inputs.items() if is_there]
         quantized, lanes = any(is_packed(field, present) for field in self.names), rows < 8
+        # slices: how many simdgroups share eight columns of 8 x 8 matrices, each computing a part of the sum. The
+        # threads are as many as the constant THREADS of the shaders' products says. 32 of them compute eight columns
+        # with 8 x 8 matrices: 4 per column.
         slices = 1 if lanes or quantized else SLICES.get(columns, 1)
-        # As the constant THREADS of the shaders' products says. 32 threads compute eight columns with 8 x 8 matrices: 4
-        # per column. slices: how many simdgroups share eight columns, each computing a part of the sum.
         self.threads: int = (64 if quantized else 256) if lanes else 4 * columns * slices
         self.groups: tuple[int, ...] = -(-units[0] // units[1]), -(-problem.B // rows), problem.directions
+        # The template arguments of the shader, such as <LSTMCell<OPTIONS>, ByLanes<ROWS, COLUMNS>, SAVES, S>. The names
+        # in them are declared from `template`.
         product = "QuantizedByLanes" if lanes and quantized else "ByLanes" if lanes else "ByTiles"
         if not problem.cell.recurrent:
             product = "NoProduct"
@@ -577,6 +592,7 @@ class StepKernel:
         self.files: tuple[str, ...] = (*cell_files(problem), "quantized", "stepwise")
         self.files += ("stepwise_lanes", "stepwise_tiles", *(("stepwise_quantized",) if quantized else ()))
         self.files += (*SHADERS[shader], "stepwise_rows")
+        # The statements of the kernel: the struct `a` of its arrays, threadgroup memory, and one call of the shader.
         self.arrays: str = struct_of(fields_of((*self.inputs, "after"), {*self.names, "after"}))
         self.arrays += f"threadgroup vec<float, 4> vectors[{memory_of(tile, slices) // 16}];\n"
         self.arrays += "threadgroup float* sums = (threadgroup float*)vectors;\n"
