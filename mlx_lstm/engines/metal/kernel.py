@@ -1,8 +1,18 @@
 """Build the kernels of the Metal engines: their source, arrays and launches. No other module calls `metal_kernel`.
 
-The source of a kernel consists of the shader definitions that it needs and a body: the template arguments, the
-struct of its arrays and one call of a shader. A kernel is built at its first launch and cached. At every call MLX
-writes and hashes the whole source. This takes 2 to 3 us, and hardly more for 20 KB than for 50 B.
+- shader: a function template in a file of the folder metal/, such as `stepwise_forward`
+- kernel: Metal code that MLX compiles. Its body declares the template arguments and the struct of its arrays, and calls
+  one shader; the body's header has the shader's definition and all others that it needs
+- launch: one run of a kernel on a grid of threads; also the function `Launch` that does it
+- struct of arrays: the struct `a` in which a shader gets all arrays; a field has the array's name. An array that the
+  call lacks is `absent`
+- template arguments: numbers and types by name, which the body declares as constants and type names
+- cell: one of the classes in engines/cells.py: LSTM, GRU, RNN or written by the user. cell.op: its name, such as "lstm"
+- words, scales, biases: the three arrays of a quantized weight, as `mx.quantize` returns them
+- D directions, P the width of h, B batch items
+
+A kernel is built at its first launch and cached. At every call MLX writes and hashes the whole source. This takes 2 to
+3 us, and hardly more for 20 KB than for 50 B.
 """
 
 import re
@@ -34,10 +44,11 @@ Launch = Callable[..., list[mx.array]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _clear_caches: list[Callable[[], None]] = []
+"""The functions that clear the caches made by `cached`."""
 
 
 def cached(function: Function) -> Function:
-    """Decorate a function that builds something: cache its results until `forget` is called."""
+    """Decorate a function that builds something: cache its results by its arguments until `forget` is called."""
     with_cache = lru_cache(maxsize=1024)(function)
     _clear_caches.append(with_cache.cache_clear)
     return cast(Function, with_cache)
@@ -96,8 +107,9 @@ def shader_file(name: str) -> str:
 
 
 class Definition(NamedTuple):
-    """A top-level definition in a shader file, without comments and indentation: the number of its first line, the
-    names it defines, and all words in it."""
+    """A top-level definition in a shader file. file, line: the file and the number of the first line. text: its
+    lines, without comments and indentation. names: the names that it defines. words: all words in it, so that the
+    definitions it needs can be found."""
 
     file: str
     line: int
@@ -112,7 +124,8 @@ DEFINED = re.compile(r"\b(?:struct|enum|using)\s+(\w+)|\bconstexpr\s+\w+\s+(\w+)
 
 @lru_cache(512)
 def definitions(file: str, text: str) -> list[Definition]:
-    """Return the top-level definitions of a shader file. Blank lines outside of braces separate them."""
+    """Return the top-level definitions of a shader file; text: its contents. Blank lines and comments outside of
+    braces separate them."""
     found: list[Definition] = []
     lines = [line.strip() for line in re.sub(r"//.*", "", text).split("\n")] + [""]
     first = depth = 0
@@ -135,9 +148,9 @@ def definitions(file: str, text: str) -> list[Definition]:
 
 
 def header(shaders: Iterable[str], body: str) -> str:
-    """Return the definitions in these files that a body needs, in the order of the files. A definition is needed if
-    it defines a word of the body or of another needed definition. `#line` directives tell compilers, profilers and
-    the tests' emulator the file and line."""
+    """Return the definitions that a body needs, from the shader files with the names `shaders`, in the order of the
+    files. A definition is needed if it defines a word of the body or of another needed definition. `#line`
+    directives tell compilers, profilers and the tests' emulator the file and line."""
     every = [definition for name in shaders for definition in definitions(f"{name}.metal", shader_file(name))]
     words, left = set(re.findall(r"\w+", body)), every
     while needed := [definition for definition in left if not words.isdisjoint(definition.names)]:
@@ -156,8 +169,8 @@ def header(shaders: Iterable[str], body: str) -> str:
 def fields_of(names: Iterable[str], present: Collection[str]) -> dict[str, str]:
     """Return a dict with the fields of the struct in which a kernel gets its arrays: from each field's name to the
     Metal expression of its value. The expression is the array's name, or `absent` if the name is not in `present`.
-    The words, scales and biases of a quantized weight are one field; the kernel must then have the template
-    parameters BITS and GROUP."""
+    The words, scales and biases of a quantized weight are one field with the name of the weight; the kernel must
+    then have the template parameters BITS and GROUP."""
     fields = {name: name if name in present else "absent" for name in names if not name.endswith(PARTS)}
     for name in fields:
         if is_packed(name, present):
@@ -171,8 +184,8 @@ PARTS = ("_scales", "_biases")
 
 
 def struct_of(fields: Mapping[str, str], name: str = "Arrays", variable: str = "a") -> str:
-    """Return the source of a struct with these fields, and of a variable of this struct. metal/arrays.metal explains
-    the struct."""
+    """Return the source of a struct with these fields (from `fields_of`), and of a variable of this struct. name,
+    variable: their names in Metal. metal/arrays.metal explains the struct."""
     # Fields have the names of the kernel's parameters. C++ forbids that such a name means the parameter in one place of
     # the struct and the field in another, so the types are named before the struct, outside of its braces.
     kinds = {field: "Absent" if value == "absent" else f"{name}_{field}" for field, value in fields.items()}
@@ -197,6 +210,7 @@ def limited(header: str, source: str, threads: int) -> tuple[str, str]:
     return header + limit, f"{source}\n#undef kernel"
 
 
+# The Metal type of each dtype, as MLX names it in the source of a kernel.
 TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t", mx.uint16: "ushort", mx.uint32: "uint"}
 TYPES |= {mx.uint64: "ulong", mx.int32: "int", mx.int64: "long"}
 
@@ -227,9 +241,10 @@ def build(
     threads: int,
 ) -> Launch:
     """Build a kernel. MLX caches compiled code by the kernel's name, so each source needs a different name. The name
-    contains the shader, the arrays that are `missing`, and the template arguments.
+    contains the shader, the arrays that are `missing`, and the template arguments (`words`).
 
-    The template arguments are written into the source, because passing them to MLX would cost 0.8 us at every call.
+    The template arguments are written into the source (`declared`), because passing them to MLX would cost 0.8 us at
+    every call.
     """
     shader, files, body, index, own = source
     words: list[str] = []
@@ -256,11 +271,12 @@ def prepare(
     groups: tuple[int, ...],
     threads: int,
 ) -> Launch:
-    """Return a launch of a shader on groups x threads threads. The launch can be called any number of times with
-    `inputs`, the list of the arrays that this call has.
+    """Return a launch of a shader on groups x threads threads. It can be called any number of times with `inputs`,
+    the list of the arrays that this call has, in the order of the parameter `inputs`.
 
-    inputs: the name of each array that the shader can read, and whether this call has it. outputs: the shape and dtype
-    of each output, or None if it is not written.
+    source, template: the text of the kernel and its template arguments. inputs: the name of each array that the shader
+    can read, and whether this call has it. outputs: the shape and dtype of each output, or None if it is not written.
+    groups: the number of threadgroups along x, y and z. threads: those of a threadgroup.
     """
     given = tuple(name for name, is_there in inputs.items() if is_there)
     written = {name: output for name, output in outputs.items() if output is not None}
@@ -287,7 +303,9 @@ STRUCTS = {"lstm": "LSTMCell<OPTIONS>", "gru": "GRUCell<OPTIONS>", "rnn": "RNNCe
 
 @cache
 def cell_number(cell: AnyCell, peephole: bool = False) -> int:
-    """Return the options of a cell as one integer, the template argument OPTIONS. metal/cell.metal lists its bits."""
+    """Return the options of a cell as one integer, the template argument OPTIONS; metal/cell.metal lists its bits.
+    peephole: whether the call has peephole weights. own: the bits that belong to one kind of cell, such as the GRU's
+    reset."""
     order, gates, own = cell.gate_order, {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}[cell.op], 0
     if isinstance(cell, GRUCell):
         own = (cell.reset == "before") + (cell.flip_z << 1)
@@ -300,7 +318,8 @@ def cell_number(cell: AnyCell, peephole: bool = False) -> int:
 
 
 def number_of_norm(cell: AnyCell) -> int:
-    """Return how a cell uses layer normalisation as an integer, as metal/norm.metal says."""
+    """Return how a cell uses layer normalisation as one integer: what is normalised, plus 0, 5 or 10 for no norm of
+    c, one for the output only, and one in the state. metal/norm.metal lists these numbers."""
     norm = cell.norm
     if norm is None:
         return 0
