@@ -141,18 +141,19 @@ void find_row(thread const Items<S>& x, int b, int, thread ItemsRow<const device
   row.values = x.first + b * x.pitch;
 }
 
-// Return the operands of step s's direction in an array [B, D width], whose rows have `width` numbers per direction.
+// Return the operand that consists of step s's direction of an array [B, D width]. pitch is the distance between two
+// batch items.
 template <class S>
 Items<S> items_of(thread const Step& s, const device S* values, int width) {
   return {values + place(s, 0, 0, width), Index(s.D) * width};
 }
 
-// Return a pointer to the weights from row `row` on. K: the number of columns, which is the length of each sum of the
-// product.
+// Return a pointer to the weights from row number `row` on. K: how many numbers a row has, one for each term of a sum.
+// (Quantized weights have another overload.)
 template <class W> W rows_from(W weights, Index row, int K) { return weights + row * K; }
 
 // Return the mask's factor on h[b, j] in the product of the step at time index t; 1 without a mask. If all steps share
-// one mask (own_mask = 0), its time index is 0.
+// one mask (own_mask = 0), its time index is 0. width: the width of h.
 template <class M>
 float mask_at(thread const Step& s, M mask, int t, int b, int j, int width) {
   return value_at(mask, place(s, s.own_mask * t, b, width) + j, 1.0f);

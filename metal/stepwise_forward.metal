@@ -135,6 +135,8 @@ void stepwise_forward(
   const Index units = Index(B) * s.D * H, start = carried<S>(C * units);
   const Previous<S, Arrays> x = {h_of<S>(a.before, start, a.h_before), &a, &s};
   const Block own = {b0, j0, simdgroup, lane, sums};
+  // x Wh^T for all gates of the cell, from number 0 on, UNITS columns each; every sum in 1 segment. rows_from: the rows
+  // of Wh of this direction.
   if constexpr (Cell::PRODUCTS != 0)
     Product::template product<Cell, 0, UNITS, 1>(
         x, rows_from(a.Wh, Index(s.d) * GATES * H, s.K), B, H, product_length(s, a), own);
@@ -166,7 +168,8 @@ void stepwise_forward(
 
 // Compute h [B, D P] = m Wp^T of one step, with a projection Wp [D, P, H], in an additional launch of each step. Here
 // s.H is P, the columns of the product, and s.K is the number of units. m is read from a.before, the row of the step's
-// first launch, behind its B D H floats of c. If a.numbers is present, h is clipped to numbers[2].
+// first launch, behind its B D H floats of c (carried). Wp is one block of weights (OneBlock) from column 0 on; each
+// sum is added up in 1 segment. If a.numbers is present, h is clipped to numbers[2].
 template <class Product, class S, class Arrays>
 void stepwise_project(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

@@ -29,7 +29,8 @@
 
 // First launch of a forward step: compute r, z, and r * mask * h_before, the operand of the candidate's product. It
 // writes all three: `after` [3, B, D H]. The second launch reads this array as `reset_row`. The product has the columns
-// of two gates, so UNITS is half of COLUMNS. x: the operand mask * h_before. y: the gates r and z of a unit.
+// of two gates, from number 0 (r) on, so UNITS is half of COLUMNS; each sum is added up in 1 segment. x: the operand
+// mask * h_before. y: the gates r and z of a unit.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_gru_reset(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -63,8 +64,8 @@ void stepwise_gru_reset(
 }
 
 // Second launch of a forward step: compute n and the new h, and write the row `after`: h [B, D H] and, if SAVES, the
-// gates [B, D 3H] for a backward pass; 0 past an item's end. The product is the candidate's only (N = GATE_N), x its
-// operand from `reset_row`. last: h before the step.
+// gates [B, D 3H] for a backward pass; 0 past an item's end. The product has the columns of the candidate only (from
+// gate N = GATE_N on), each sum in 1 segment; x is its operand, from `reset_row`. last: h before the step.
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_gru_candidate(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
