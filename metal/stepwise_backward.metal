@@ -19,7 +19,7 @@
 //             with a recurrent product; GRADIENTS, stored gradients of preactivations; CARRIED, states besides h; KEPT,
 //             saved numbers; INPUTS and SUMMED, inputs and parameters of a user's cell; SEGMENTS, parts of the product
 //   CARRIES<Cell>, FIRST_CARRY<Cell>   how many states have a carry, and the first one: 0 is h
-//   Product   the struct that computes the product of a threadgroup (stepwise.metal)
+//   Product   the struct that computes a threadgroup's part `own` of the product, into own.sums (stepwise.metal)
 //
 //   weights   [D, H, K]: the transposed Wh, K = G H, or Wp, K = P, the width of a projected h
 //   dh_now    [B, D P]: a row with dh_t, with a projection only

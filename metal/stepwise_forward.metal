@@ -19,7 +19,7 @@
 //             PASSES_H: the cell reads h outside its product
 //   Product   ROWS and COLUMNS of a threadgroup's product, its number of THREADS, and its function product<Gates,
 //             FIRST, UNITS, SEGMENTS>(x, weights, B, H, K, own): x times the transposed weights of all gates from FIRST
-//             on, UNITS columns each, into own.sums [ROWS][COLUMNS]
+//             on, UNITS columns each, into own.sums [ROWS][COLUMNS]; own: the threadgroup's part
 //   x         the operand of the product, here Previous
 //   group     the threadgroup's number: along units, batch items, directions
 //   S, X      the dtype of the arrays; the type of a row's elements

@@ -3,7 +3,7 @@
 // The product needs the gate r of all units, which several threadgroups compute. So a step has two launches:
 //   forward   stepwise_gru_reset: r, z and r mask h_before       stepwise_gru_candidate: n and the new h
 //   backward  stepwise_backward: the gradients of z and n        stepwise_gru_reset_backward: through r h and its
-//                                                                product
+//       product
 //
 // A threadgroup computes some units of ROWS batch items. First its threads compute the product together, then, behind a
 // barrier, each some `cells` (one unit of one item each).
@@ -20,7 +20,7 @@
 //   Cell      the GRU's struct: GATE_R, GATE_Z, GATE_N number the gates; block(gate) is the position of its H numbers
 //   Product   ROWS and COLUMNS of a threadgroup's product, its number of THREADS, and its function product<Gates,
 //             FIRST, UNITS, SEGMENTS>(x, weights, B, H, K, own): x times the transposed weights of the gates from FIRST
-//             on, UNITS columns each, into own.sums [ROWS][COLUMNS]
+//             on, UNITS columns each, into own.sums [ROWS][COLUMNS]; own: the threadgroup's part
 //   S         the dtype of the arrays      Index   the integer type that counts elements
 //   pad_row   fills a row of fewer than 8 elements with zeros: Metal would bind it in another address space
 //
@@ -64,8 +64,12 @@ void stepwise_gru_reset(
 }
 
 // Second launch of a forward step: compute n and the new h, and write the row `after`: h [B, D H] and, if SAVES, the
-// gates [B, D 3H] for a backward pass; 0 past an item's end. The product has the columns of the candidate only (from
-// gate N = GATE_N on), each sum in 1 segment; x is its operand, from `reset_row`. last: h before the step.
+// gates [B, D 3H] behind it, for a backward pass; 0 past an item's end.
+//   reset_row   what the first launch wrote, each [B, D H]: r * mask * h_before, the operand x of the product; then r,
+//               z
+//   N           the candidate's number. The product has its columns only, each sum in 1 segment; rows_from: the rows of
+//               Wh of this direction, which has 3 H
+//   last, h     h before the step, and times `keep`
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_gru_candidate(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

@@ -16,8 +16,9 @@
 //   Cell      the cell's struct (cell.metal): GATES; block(gate), a gate's place on the gate axis; CARRIED, how many
 //             states besides h; CARRIES<Cell>, how many carries; KEPT, how many numbers a unit saves (gates)
 //   Norm<Cell>   norm.metal: OF, what is normalised; IS_SUM, with the input's part z; IS_EACH, each gate alone; GROUPS,
-//             how many norms the gates have; HAS_C, c too; IN_STATE, the next step gets the normalised c
-//   Product   the product of a threadgroup's ROWS items and COLUMNS columns (stepwise.metal), written to `sums`
+//                how many norms the gates have; HAS_C, c too; IN_STATE, the next step gets the normalised c
+//   Product   the product of a threadgroup's ROWS items and COLUMNS columns (stepwise.metal), into own.sums; own: its
+//             part
 //   group     the threadgroup's number: along columns, batch items, directions
 //
 // Arrays (G gates, R norms; stepwise_forward.metal and stepwise_backward.metal list the others):
@@ -55,10 +56,11 @@ inline void merge_in_simdgroup(thread Moments& of) {
   of.count = count, of.mean = mean;
 }
 
-// Replace the moments of[n] of a thread's numbers, for each of N norms, by those of all numbers in the threadgroup.
-// memory: threadgroup memory, three floats for each norm and simdgroup. Each simdgroup writes its moments there. After
-// the barrier lane k of every simdgroup reads those of simdgroup k, and each simdgroup merges all of them. There are
-// fewer simdgroups than lanes: the other lanes read a valid address, but count 0 numbers.
+// Replace the moments of[n] of a thread's numbers, for each of N norms, by those of all numbers in the threadgroup,
+// which has ITEM_SIMDGROUPS = 8 simdgroups. memory: threadgroup memory, three floats for each norm and simdgroup. Each
+// simdgroup writes its moments there. After the barrier lane k of every simdgroup reads those of simdgroup k, and each
+// simdgroup merges all of them. There are fewer simdgroups than lanes: the other lanes read a valid address, but count
+// 0 numbers.
 template <int N>
 void merge_in_threadgroup(thread Moments (&of)[N], int simdgroup, int lane, threadgroup float* memory) {
   for (int n = 0; n < N; ++n) {
@@ -75,8 +77,10 @@ void merge_in_threadgroup(thread Moments (&of)[N], int simdgroup, int lane, thre
   }
 }
 
-// Replace each of a thread's N numbers `of` by its sum over all threads of the threadgroup, in the same two steps as
-// merge_in_threadgroup. memory: threadgroup memory, one float for each number and simdgroup.
+// Replace each of a thread's N numbers `of` by its sum over all threads of the threadgroup, which has ITEM_SIMDGROUPS =
+// 8 simdgroups. First each simdgroup adds up its lanes' numbers and writes the sum to `memory`: threadgroup memory, one
+// float for each number and simdgroup. After the barrier lane k of every simdgroup reads the sum of simdgroup k (the
+// other lanes take 0), and each simdgroup adds them up.
 template <int N>
 void sum_over_threadgroup(thread float (&of)[N], int simdgroup, int lane, threadgroup float* memory) {
   for (int n = 0; n < N; ++n) {
@@ -438,11 +442,13 @@ void stepwise_norm_backward(
   pad_row(a.after, start + units * (BLOCKS + N::HAS_C), group, first);
 }
 
-// Copy COUNT blocks of H numbers from the rows of a backward pass into `sequence` [T, B, D COUNT width], after the last
-// step; write 0 past an item's end. width: the number of units, kind[1]. In a row the blocks begin behind FLOATS floats
-// and FIRST numbers of dtype S per unit. row_of (stepwise_rows.metal) finds a row in `rows`, all rows of the pass;
-// `kind` has the length of a row, width and the number of the first row. The backward pass runs from the last step to
-// the first, so step n has row T - 1 - n.
+// After the last step, copy COUNT blocks of H numbers from the rows of a backward pass into `sequence` [T, B, D COUNT
+// width], whose type is A; write 0 past an item's end.
+//   rows    all rows of the pass, with elements of type X; row_of (stepwise_rows.metal) finds one of them. The backward
+//           pass runs from the last step to the first, so step n has row T - 1 - n
+//   kind    [0] the elements of a row; [1] width, the number of units; [2] the number of the first row
+//   FLOATS, FIRST   how many floats of a unit, then how many numbers of dtype S, lie before the blocks
+// Thread (k, n, d) copies the numbers of unit k % width of item k / width, at step n in direction d.
 template <int COUNT, int FIRST, int FLOATS, class S, class X, class Arrays, class A>
 void stepwise_norm_gradients(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, A sequence, uint3 thread_index) {
