@@ -2,8 +2,7 @@
 //
 // The product needs the gate r of all units, which several threadgroups compute. So a step has two launches:
 //   forward   stepwise_gru_reset: r, z and r mask h_before       stepwise_gru_candidate: n and the new h
-//   backward  stepwise_backward: the gradients of z and n        stepwise_gru_reset_backward: through r h and its
-//       product
+//   backward  stepwise_backward: the gradients of z and n        stepwise_gru_reset_backward: those of r and of r h
 //
 // A threadgroup computes some units of ROWS batch items. First its threads compute the product together, then, behind a
 // barrier, each some `cells` (one unit of one item each).

@@ -79,7 +79,8 @@ def contiguous(array: mx.array | None) -> mx.array | None:
     would copy it; here it is copied only once."""
     if array is None:
         return None
-    # `mx.contiguous` cannot be exported, so only arrays with too many elements for one axis of MLX use it.
+    # To make one axis of all elements, MLX copies an array in another order. (`mx.contiguous` would do the same, but it
+    # cannot be exported. So only arrays with too many elements for one axis of MLX use it.)
     return mx.contiguous(array) if array.size >= 2**31 else array.reshape(-1).reshape(array.shape)
 
 
@@ -126,6 +127,7 @@ DEFINED = re.compile(r"\b(?:struct|enum|using)\s+(\w+)|\bconstexpr\s+\w+\s+(\w+)
 def definitions(file: str, text: str) -> list[Definition]:
     """Return the top-level definitions of a shader file; text: its contents. Blank lines and comments outside of
     braces separate them."""
+    # `first` is the first line of the definition that is being read; a blank line outside of braces (depth 0) ends it.
     found: list[Definition] = []
     lines = [line.strip() for line in re.sub(r"//.*", "", text).split("\n")] + [""]
     first = depth = 0

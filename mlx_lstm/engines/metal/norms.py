@@ -81,6 +81,7 @@ def numbers_before_sweep(problem: Problem, arrays: Arrays, saved: Arrays, h_in: 
     if of_product(cell):
         assert h_in is not None
         _, T, B, P = h_in.shape
+        # a: what the norm gets at each step, h_in Wh^T or its sum with the input's part, for each direction.
         Wh = arrays["Wh"].reshape(D, -1, P).astype(mx.float32)
         a = h_in.reshape(D, T * B, P).astype(mx.float32) @ mx.swapaxes(Wh, 1, 2)
         a = mx.swapaxes(a, 0, 1).reshape(T, B, -1)

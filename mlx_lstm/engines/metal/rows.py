@@ -102,6 +102,8 @@ class Rows:
     """
 
     def __init__(self, T: int, left: int):
+        """Create the object without arrays and without a plan. T: the launches of the pass. left: how many arrays may
+        remain after the last one."""
         self.T: int = T
         self.left: int = left
         self.pieces: list[mx.array] = []

@@ -554,6 +554,7 @@ class StepKernel:
         units: tuple[int, int],
         output: tuple[int, mx.Dtype],
     ):
+        """Build the source of the kernel and its first launch. The class's docstring describes the parameters."""
         shader, fields, saves, cell = step
         rows, columns = tile
         self.problem: Problem = problem
@@ -684,6 +685,8 @@ class StepLaunch:
     also plans at which steps the launch copies several earlier arrays into one (a join)."""
 
     def __init__(self, kernel: StepKernel, inputs: Arrays, rows: Rows | None = None):
+        """Prepare the launches of a pass. `fixed` are the inputs that all steps share, in the order of the kernel's
+        fields. rows: collects the written rows. Its plan depends on how many arrays this kernel can join at once."""
         self.kernel: StepKernel = kernel
         self.launch: Launch = kernel.launch
         self.rows: Rows | None = rows
@@ -745,9 +748,11 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
     are there."""
     H, cell, (rows, columns, units) = problem.H, problem.cell, forward_tile(problem)
     saves = problem.training or problem.return_gates
-    length = row_length(problem, H, 1 + cell.kept if saves else 1, cell.carried, dtype)
+    length = row_length(problem, H, blocks=1 + cell.kept if saves else 1, floats=cell.carried, dtype=dtype)
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader(
             "stepwise_forward",
             "step before h_before z Wh Wh_scales Wh_biases h0 c0 peephole bhn inputs params mask keep lengths sizes "
@@ -766,11 +771,13 @@ def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...]
     with r * mask * h_before, r and z. The product has the columns of two gates, r and z: 32 for 16 units. The shader
     is in metal/stepwise_gru.metal."""
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader("stepwise_gru_reset", "step before z Wh Wh_scales Wh_biases h0 mask lengths sizes"),
         tile=(stepwise_rows(problem.B, problem.cut), 32),
         units=(problem.H, 16),
-        output=(row_length(problem, problem.H, 3, 0, dtype), dtype),
+        output=(row_length(problem, problem.H, blocks=3, floats=0, dtype=dtype), dtype),
     )
 
 
@@ -782,7 +789,9 @@ def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
     in metal/stepwise_gru.metal."""
     saves = problem.training or problem.return_gates
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader(
             "stepwise_gru_candidate",
             "step before reset_row z Wh Wh_scales Wh_biases h0 keep lengths sizes",
@@ -790,7 +799,7 @@ def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
         ),
         tile=(stepwise_rows(problem.B, problem.cut), 32),
         units=(problem.H, 32),
-        output=(row_length(problem, problem.H, 4 if saves else 1, 0, dtype), row_type(dtype)),
+        output=(row_length(problem, problem.H, blocks=4 if saves else 1, floats=0, dtype=dtype), row_type(dtype)),
     )
 
 
@@ -812,7 +821,7 @@ def product_kernel(
     width: the number of columns for each direction. present: the names of the arrays that are there. shader: its
     name and fields."""
     tile = tile_of(problem, width)
-    output = row_length(problem, width, 1, 0, dtype), written
+    output = row_length(problem, width, blocks=1, floats=0, dtype=dtype), written
     return StepKernel(problem, dtype, present, shader, tile=tile, units=(width, tile[1]), output=output)
 
 
@@ -823,7 +832,9 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
     A threadgroup computes a tile of the product: some batch items, and one column per unit."""
     tile = tile_of(problem, problem.H)
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader(
             "stepwise_backward",
             "step before dh_now rows row weights gates h c h0 c0 q peephole bhn inputs params mask keep lengths dh dc "
@@ -841,7 +852,7 @@ def backward_length(problem: Problem, present: Collection[str], dtype: mx.Dtype)
     parameters whose gradients the steps sum up."""
     cell = problem.cell
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
-    return row_length(problem, problem.H, cell.gradients + cell.inputs, floats, dtype)
+    return row_length(problem, problem.H, blocks=cell.gradients + cell.inputs, floats=floats, dtype=dtype)
 
 
 @cached
@@ -854,7 +865,9 @@ def gru_reset_backward_kernel(
     gradients. The shader is in metal/stepwise_gru.metal."""
     tile = tile_of(problem, problem.H)
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader("stepwise_gru_reset_backward", "step now_row weights gates h h0 mask keep lengths sizes"),
         tile=tile,
         units=(problem.H, tile[1]),
@@ -894,11 +907,13 @@ def norm_product_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, .
     width = problem.cell.gates * problem.H
     tile = tile_of(problem, width)
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader("stepwise_norm_product", "step before h_before Wh Wh_scales Wh_biases h0 mask lengths sizes"),
         tile=tile,
         units=(width, tile[1]),
-        output=(row_length(problem, width, 0, 1, dtype), row_type(dtype)),
+        output=(row_length(problem, width, blocks=0, floats=1, dtype=dtype), row_type(dtype)),
     )
 
 
@@ -908,9 +923,11 @@ def norm_forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, .
     `norm_product_kernel` wrote, computes norms and cell, and writes the same row as `forward_kernel`. A threadgroup
     has all units of one batch item, so there is one along the units: units=(1, 1)."""
     cell, saves = problem.cell, problem.training or problem.return_gates
-    length = row_length(problem, problem.H, 1 + cell.kept if saves else 1, cell.carried, dtype)
+    length = row_length(problem, problem.H, blocks=1 + cell.kept if saves else 1, floats=cell.carried, dtype=dtype)
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader(
             "stepwise_norm_forward",
             "step before product z h0 c0 peephole bhn inputs params keep lengths sizes numbers "
@@ -963,7 +980,9 @@ def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
     blocks = cell.gates * (2 if norms.of_product(cell) else 1) + norms.of_state(cell)
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1)
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader(
             "stepwise_norm_backward",
             "step before dh_now gates h c h0 c0 q peephole bhn keep lengths dc dgates dcT sizes numbers "
@@ -985,7 +1004,9 @@ def norm_own_backward_kernel(
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
     blocks = cell.gates + cell.inputs + cell.gradients
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader(
             "stepwise_norm_own_backward",
             "step before dh_now rows row gates h c h0 c0 q inputs params keep lengths dc dcT sizes "
