@@ -50,10 +50,10 @@ struct GRUCell {
     return activate(activation(GATE_N), a + (RESETS_BEFORE ? q : r * q));
   }
 
-  // Return the new h, computed from the gates z and n and the h before the step. It has the form z a + (1 - z) b, where
-  // (a, b) is (h_prev, n), or with flip_z (n, h_prev). The equal formula b + z (a - b) takes one instruction less. But
-  // for an infinite n it gives inf - inf, which is NaN. n can be infinite only with the activations identity and relu,
-  // so for them the longer formula is used.
+  // Return the new h, computed from the gates z and n and the h before the step. It is z first + (1 - z) second, where
+  // (first, second) is (h_prev, n), or with flip_z (n, h_prev). The equal formula second + z (first - second) takes one
+  // instruction less. But for an infinite n it gives inf - inf, which is NaN. n can be infinite only with the
+  // activations identity and relu, so for them the longer formula is used.
   static float state(float z, float n, float h_prev) {
     const float first = FLIPS_Z ? n : h_prev, second = FLIPS_Z ? h_prev : n;
     if (activation(GATE_N) == IDENTITY || activation(GATE_N) == RELU) return z * first + (1.0f - z) * second;

@@ -76,6 +76,7 @@ float number_at(thread const uint (&words)[WORDS], int e, B biases) {
     return float(first < 16 ? two.x : two.y);
   } else {
     uint bits = shifted(words[word], 10 - BITS - first);
+    // The bits of the next word follow 32 bits later, so they are shifted by 32 more.
     if (first + BITS > 32) bits |= words[word + 1] << (42 - BITS - first);
     return float(as_type<half2>(with_exponents<BITS>(bits)).x);
   }

@@ -294,7 +294,8 @@ void stepwise_backward(
 // Compute dh_t [B, D P], the gradient of h_t, from the dz that the launch before wrote. s.H is P here, the width of h;
 // H is the number of units, K / PRODUCT_GATES, where PRODUCT_GATES is the number of gates with a part in this product.
 // A cell with a projection launches this kernel at every step. All cells launch it once more after the backward steps,
-// with step number n = -1 and without dh: dh_t is then dh0. If the cell also reads h outside the product (PASSES_H, a
+// with step number n = -1 and without dh: dh_t is then dh0. The first launch of a pass (n + 1 = T) has no dz before it,
+// so it computes no product, and dh_sum takes dhT instead. If the cell also reads h outside the product (PASSES_H, a
 // GRU), the carry of h is added. The result is 0 past an item's end, and where `unclipped` [T, B, D P] is 0: there a
 // clip changed the projected h and stops its gradient.
 template <class Cell, class Product, class S, class Arrays>

@@ -60,7 +60,7 @@ inline void merge_in_simdgroup(thread Moments& of) {
 // which has ITEM_SIMDGROUPS = 8 simdgroups. memory: threadgroup memory, three floats for each norm and simdgroup. Each
 // simdgroup writes its moments there. After the barrier lane k of every simdgroup reads those of simdgroup k, and each
 // simdgroup merges all of them. There are fewer simdgroups than lanes: the other lanes read a valid address, but count
-// 0 numbers.
+// 0 numbers, so their mean has no weight.
 template <int N>
 void merge_in_threadgroup(thread Moments (&of)[N], int simdgroup, int lane, threadgroup float* memory) {
   for (int n = 0; n < N; ++n) {
@@ -97,7 +97,7 @@ void sum_over_threadgroup(thread float (&of)[N], int simdgroup, int lane, thread
 //   width      the G H numbers per direction. They are columns of one matrix here: the product gets them as one block
 //              (OneBlock) from column 0 on, all COLUMNS together, and adds up each sum in 1 segment
 //   b0, j0     the first batch item and column of the threadgroup; a `cell` is one number of the result
-//   start      where h begins in the previous row, behind the floats
+//   start      where h begins in the previous row, behind the floats; h_of makes a pointer of it
 // pad_row pads a row of fewer than 8 elements, which Metal would bind in another address space.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_norm_product(

@@ -178,9 +178,10 @@ struct QuantizedByLanes {
 //   lane, leader   the lane's number; that of the lane with the first weights of the same quantization group, which
 //                  alone reads scale and bias
 //   words     the bits of the 16 weights of each column       factors   scale and bias of each column
-// SPAN, QUADS, STEP: what ByTiles asks of every LaneColumns. SPAN: the distance in memory of neighbouring columns of x.
-// QUADS: how many quads of a turn a simdgroup multiplies, STEP: the distance between them. The last template argument
-// is 1: other weights have several simdgroups (slices) that divide a turn; here they would read the same words.
+// WORDS: the 32-bit words of 16 weights. SPAN, QUADS, STEP: what ByTiles asks of every LaneColumns. SPAN: the distance
+// in memory of neighbouring columns of x. QUADS: how many quads of a turn a simdgroup multiplies, STEP: the distance
+// between them. The last template argument is 1: other weights have several simdgroups (slices) that divide a turn;
+// here they would read the same words.
 template <int BITS, int GROUP, class A, class B>
 struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
   enum { SPAN = 16, QUADS = 4, STEP = 4, WORDS = (BITS + 1) / 2 };

@@ -433,7 +433,8 @@ def forward_tile(problem: Problem) -> tuple[int, int, int]:
         return 1, 256, 256
     units = UNITS.get(cell.gates, 8)
     # With 4 batch items a thread has one sum per gate and item, so many gates need too many registers. 8 x 8 matrices
-    # replace these sums from 8 items on. With 32 items the sums of many gates exceed the 32 KB of a threadgroup.
+    # replace these sums from 8 items on; but a `cut` of fewer rows forbids matrices, so then a thread gets one item.
+    # With 32 items the sums of many gates exceed the 32 KB of a threadgroup.
     if rows == 4 and cell.gates > 8:
         rows = 1 if problem.cut else 8
     if rows == 32 and cell.gates > 15:
