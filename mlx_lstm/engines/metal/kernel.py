@@ -40,6 +40,7 @@ Launch = Callable[..., list[mx.array]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _clear_caches: list[Callable[[], None]] = []
+"""The functions that clear the caches made by `cached`."""
 
 
 def cached(function: Function) -> Function:
@@ -74,7 +75,8 @@ def contiguous(array: mx.array | None) -> mx.array | None:
     would copy it; here it is copied only once."""
     if array is None:
         return None
-    # `mx.contiguous` cannot be exported, so only arrays with too many elements for one axis of MLX use it.
+    # To make one axis of all elements, MLX copies an array in another order. (`mx.contiguous` would do the same, but it
+    # cannot be exported. So only arrays with too many elements for one axis of MLX use it.)
     return mx.contiguous(array) if array.size >= 2**31 else array.reshape(-1).reshape(array.shape)
 
 
@@ -165,8 +167,8 @@ def header(shaders: Iterable[str], body: str) -> str:
 def fields_of(names: Iterable[str], present: Collection[str]) -> dict[str, str]:
     """Return a dict with the fields of the struct in which a kernel gets its arrays: from each field's name to the
     Metal expression of its value. The expression is the array's name, or `absent` if the name is not in `present`.
-    The words, scales and biases of a quantized weight are one field; the kernel must then have the template
-    parameters BITS and GROUP."""
+    The words, scales and biases of a quantized weight are one field with the name of the weight; the kernel must
+    then have the template parameters BITS and GROUP."""
     fields = {name: name if name in present else "absent" for name in names if not name.endswith(PARTS)}
     for name in fields:
         if is_packed(name, present):
@@ -207,6 +209,7 @@ def limited(header: str, source: str, threads: int) -> tuple[str, str]:
     return header + limit, f"{source}\n#undef kernel"
 
 
+# The Metal type of each dtype, as MLX names it in the source of a kernel.
 TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t", mx.uint16: "ushort", mx.uint32: "uint"}
 TYPES |= {mx.uint64: "ulong", mx.int32: "int", mx.int64: "long"}
 
@@ -237,7 +240,7 @@ def build(
     threads: int,
 ) -> Launch:
     """Build a kernel. MLX caches compiled code by the kernel's name, so each source needs a different name. The name
-    contains the shader, the arrays that are `missing`, and the template arguments.
+    contains the shader, the arrays that are `missing`, and the template arguments (`words`).
 
     template: pairs (name, value) of the template arguments; a type is given as a dtype of MLX. They are written into
     the source, because passing them to MLX would cost 0.8 us at every call. inputs, outputs: the names of the arrays
@@ -316,7 +319,8 @@ def cell_number(cell: AnyCell, peephole: bool = False) -> int:
 
 
 def number_of_norm(cell: AnyCell) -> int:
-    """Return how a cell uses layer normalisation as an integer, as metal/norm.metal says."""
+    """Return how a cell uses layer normalisation as one integer: what is normalised, plus 0, 5 or 10 for no norm of
+    c, one for the output only, and one in the state. metal/norm.metal lists these numbers."""
     norm = cell.norm
     if norm is None:
         return 0
