@@ -1,4 +1,13 @@
-"""Run lists of layers as one layer; each layer has the parameters of a recurrent layer of `mlx.nn`."""
+"""Run lists of layers as one layer; each layer has the parameters of a recurrent layer of `mlx.nn`.
+
+B: sequences, T: steps, D: features that a layer reads, H: units, P: the width of h (H, or that of a projection), K:
+layers. A side is one direction of all layers: the list `layers` (forward) or `reverse`. A way is one direction of one
+layer. A depth is the list of the layers that run at the same depth: one, or with `groups` several side by side, each on
+its part of the features. Arrays are in dicts by the argument names of `mlx_lstm.lstm`, `gru` and `rnn`: Wx, Wh, b, bhn,
+Wp. `join` puts both directions into one array, `half` and `part` take one of them. now: whether the call computes
+immediately; then converted arrays may come from a cache (`derived`). `fail(OP, rule, got)` raises the ValueError
+"[nn.stack] rule but got ..."; `check_array(OP, name, array, shape)` checks a shape.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -49,13 +58,17 @@ from ._pointwise import Pointwise
 
 OP = "nn.stack"  # the name of the function in error texts
 KINDS: tuple[type[Layer], ...] = (LSTM, GRU, RNN)
+"""The classes whose names of parameters are tried; they are those of `mlx.nn`."""
 
 Depths = list[list["StackedLayer"]]
 """The layers in the order in which they run. Each element is the list of the layers at this depth: one, or with
 `groups` those that lie side by side. While the layers are read, it is the list of a layer's directions."""
 
 Between = Callable[[int, mx.array], mx.array]
+"""The type of the option `between`: between(n, output of layer n) returns the input of the next layer."""
+
 States = tuple[mx.array | None, mx.array | None]
+"""The type of the first states of LSTMs, (h_0, c_0)."""
 
 
 @overload
@@ -204,6 +217,7 @@ def stack(
     every, engine = check_every(OP, checkpoint_every), check_engine(OP, engine)
     sides = read_sides(layers, [] if reverse is None else reverse, computes_now(engine))
     depths = read_depths(sides, groups, engine, merge, between is not None)
+    # one: the first layer, whose sizes all others have. rows: the entries of a state: one per layer and direction.
     one, directions, rows = depths[0][0], len(sides), len(sides) * len(sides[0])
     check_x(x, groups * one.arrays["Wx"].shape[1])
     batch, T = x.shape[:-2], x.shape[-2]
@@ -225,6 +239,7 @@ def stack(
     options = {"reverse": not layers, "bidirectional": directions == 2, "hold": steps.pop("hold", None)}
     options |= {"lengths": whole_lengths(OP, lengths, x.shape[0], T), "lengths_checked": True, "batch_first": True}
     starts = {name: small(partial(split_states, directions), array) for name, array in first.items()}
+    # starts: by state the first states of each layer. last: the last states of each layer that has run.
     last: list[Arrays] = []
     for n, depth in enumerate(depths):
         outputs = []
@@ -266,7 +281,7 @@ def run_layer(layer: "StackedLayer", arrays: Arrays, steps: Arrays, options: dic
     outputs by name, such as "h" and "hT".
 
     arrays: x [B, T, D], the parameters and the first states, by the names of `state_names`. steps: the option `keep`
-    [B, T] if there is one.
+    [B, T] if there is one. options: the other options of a `Call`, such as lengths.
     """
     names = state_names(layer.cell)
     states = {name: arrays.pop(name) for name in names if name in arrays}
@@ -285,7 +300,8 @@ def run_own_layer(
 ) -> dict[str, Any]:
     """Run a layer whose cell the user wrote, in one or both directions. Return h and the last states by name. Such a
     cell takes arrays with time first, and one array for all states besides h; the arguments have the batch first, and
-    one array per state. steps: the arrays of each step, such as `keep`."""
+    one array per state. own: the user's cell. states: the first states by name; one that is missing is zeros. steps:
+    the arrays of each step, such as `keep`. options: as for `run_layer`."""
     x, D = mx.swapaxes(arrays["x"], 0, 1), 2 if options["bidirectional"] else 1
     zeros = mx.zeros((x.shape[1], D * layer.H), x.dtype)
     h0, *others = [states.get(name, zeros) for name in state_names(own)]
@@ -315,12 +331,13 @@ def call_between(between: Between, n: int, x: mx.array, axes: tuple[int, ...], D
 
 
 class StackedLayer(NamedTuple):
-    """One direction of one layer, or both directions joined.
+    """One direction of one layer, or both directions joined, as it was read from the object that the caller passed.
 
     name: what error texts call the object that the caller passed, such as "layers[0]". arrays: the weights and biases
     by the argument names of `mlx_lstm.lstm`. titles: what error texts call these arrays, by the same names. P, H: the
-    number of features of h (H, or the width of the projection), and of units. owners: the layers of `mlx_lstm.nn` that
-    hold the arrays.
+    number of features of h (H, or the width of the projection), and of units. engine, every: the options `engine` and
+    `checkpoint_every` of a layer of `mlx_lstm.nn`. owners: the layers of `mlx_lstm.nn` that hold the arrays; they note
+    which engine ran.
     """
 
     name: str
@@ -343,15 +360,16 @@ def read_depths(
     side by side on parts of the features. Without groups it has one element.
 
     sides: for each direction a list of all layers and groups, the forward direction first. groups: the number of
-    groups of a layer. engine: if it is not None, it replaces the engines of the layers. any_width: whether the
-    layers after the first may read any number of features.
+    groups of a layer. engine: if it is not None, it replaces the engines of the layers. merge: "concat" or "sum", which
+    decides how wide a layer's output is. any_width: whether the layers after the first may read any number of
+    features, because the caller's function `between` makes them.
     """
     first, count = sides[0][0], len(sides[0])
     if count % groups:
         fail(OP, f"layers must hold {groups} layers for each of its depths, as groups={groups},", f"{count} layers")
     depths: list[StackedLayer] = []
     for n, pair in enumerate(zip(*sides, strict=True)):
-        one = pair[0]
+        one = pair[0]  # the layer's forward direction, with which the other one must agree
         D = first.P * (len(sides) if merge == "concat" else 1) if n >= groups else first.arrays["Wx"].shape[1]
         for other in pair:
             if other.cell.op != first.cell.op:
@@ -445,7 +463,9 @@ def read_named(
     name: str, kind: type[Layer], layer: Any, held: dict[str, Any], found: Description
 ) -> StackedLayer | None:
     """Return the layer whose arrays have the names and shapes of a layer of MLX of this kind, or None if its
-    arrays have other names or shapes. held: the arrays, in which a quantized weight is a `Quantized`."""
+    arrays have other names or shapes. name: what error texts call the object `layer`. held: its arrays, in which a
+    quantized weight is a `Quantized`. found: what else `describe` read of it."""
+    # The shapes of both matrices; kind._names: {name of a parameter: argument}, the matrices first.
     Wx, Wh = (list(held[key].shape) if key in held else [] for key in list(kind._names)[:2])
     norms = layer._norm_arrays() if isinstance(layer, Layer) else {}
     held = {key: array for key, array in held.items() if key not in norms}
@@ -470,14 +490,16 @@ def read_named(
 
 
 def check_nonlinearity(name: str, cell: Cell, act: str | None) -> None:
-    """Check the nonlinearity that an object names: a plain RNN needs a known one, other cells have tanh."""
+    """Check the nonlinearity `act` that the object `name` names: a plain RNN needs a known one, other cells have tanh.
+    None: the object names none."""
     allowed = tuple(ACTIVATIONS) if isinstance(cell, RNNCell) else ("tanh",)
     if act is not None:
         check_option(OP, f"{name}.nonlinearity", act, allowed)
 
 
 def read_own(name: str, layer: Pointwise) -> list[StackedLayer]:
-    """Return the directions of a layer whose cell the user wrote."""
+    """Return the directions of a layer whose cell the user wrote. name: what error texts call it, such as
+    "layers[0]"."""
     both, cell = layer._directions == 2, layer._own_cell
     if layer.reverse and not name.startswith("reverse"):
         fail(OP, f"{name} must run forward (pass layers that run in reverse as reverse=)", "reverse=True")
@@ -511,7 +533,7 @@ def packings(layer: StackedLayer) -> dict[str, tuple[int | str, ...]]:
 
 
 def options_apart(cell: Any, other: Any) -> list[str]:
-    """Return the options of a cell that another cell of the same class has not, as texts."""
+    """Return the options of a cell that have other values in another cell of the same class, as texts for an error."""
     texts: list[str] = []
     for name, value in cell._asdict().items():
         if value != getattr(other, name):
@@ -538,7 +560,8 @@ def check_parameters(layer: StackedLayer, D: int, first: StackedLayer) -> None:
 
 
 def first_states(state: Any, shapes: dict[str, tuple[int, ...]]) -> Arrays:
-    """Return the initial states that the caller passed, as a dict by name, after checking their shapes."""
+    """Return the initial states that the caller passed, as a dict by name, after checking their shapes. A state that is
+    missing is zeros. shapes: the shape of each state by name."""
     if len(shapes) == 1 or state is None:
         state = [state] * len(shapes)
     elif not isinstance(state, (tuple, list)) or len(state) != len(shapes):

@@ -4,6 +4,12 @@ rounds the result of each operation.
 
 Letters in shapes: T time steps, B batch, H hidden units, G gates (blocks of H preactivations), C states besides h, U
 inputs of the cell at each step, V parameter vectors.
+
+A graph is a list of nodes; a node has an operation, the numbers of its operands, and a value: an input's name, or the
+number of a constant. The name of an input is a letter and a number: x a preactivation (or its input's part), p its
+recurrent part if the cell reads both parts `apart`, s a state (s0 is h), u an input of the step, w a parameter, d the
+gradient of a new state. graph.number: {name of an input: its node}; graph.forward: the nodes of the new states;
+graph.names, graph.back: the inputs that have gradients, and the nodes of these. values: {node: its value [B, H]}.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,6 +47,7 @@ FUNCTIONS: dict[str, Callable[..., Array]] = {
 relative to the result, before it is rounded."""
 
 COMPARISONS = ("gt", "ge", "lt", "le", "max", "min", "eq", "ne")
+"""The operations whose result or slope jumps where their two operands are equal."""
 
 
 class Run:
@@ -67,11 +74,12 @@ class Run:
         self.lengths: Array = np.full(self.B, self.T) if lengths is None else np.asarray(lengths)
         self.held: Array = np.zeros((self.T, self.B), bool) if case.get("hold") is None else np.asarray(case["hold"])
         self.times: list[int] = list(range(self.T))[:: -1 if case.get("reverse") else 1]
-        self.values: dict[int, dict[int, Array]] = {}
+        self.values: dict[int, dict[int, Array]] = {}  # by step, then by node
         of, gates, _, eps = case.get("norm") or (None, "together", None, 0.0)
         arrays = {name: load.get(name) for name in ("norm_scale", "norm_shift")}
+        # The functions of `cells` for layer normalisation read a `OneDirection`; here it has only what they read.
         self.norm = OneDirection(gate_order=range(graph.gates), norm_of=of, norm_gates=gates, norm_eps=eps, **arrays)
-        self.normed: dict[int, Step] = {}
+        self.normed: dict[int, Step] = {}  # by step what the gradient of the norm reads
 
     def alive(self, t: int) -> Array:
         """Return for each sequence of the batch whether step t is one of its steps, bool [B, 1]."""
@@ -133,7 +141,8 @@ class Run:
 
     def inputs(self, t: int, on: Array, state: list[Array]) -> dict[int, Array]:
         """Return {number of the node: value} for the graph's input nodes at step t, which are preactivations,
-        recurrent products, states, inputs of the step and parameters."""
+        recurrent products, states, inputs of the step and parameters. on [B, 1]: the sequences that run this step; the
+        input of all others is 0. state: the states before the step."""
         a, fl, graph, G = self.a, self.fl, self.graph, self.graph.gates
         x = np.where(on, a["x"][t], 0)
         z = x if "Wx" not in a else fl.dot(x, a["Wx"].T)
@@ -191,6 +200,7 @@ class Run:
                 through = through_norm(self.norm, self.normed[t], row["x"], row["p"], fl)
                 row |= {"x": through["da"], "p": through["drecurrent"]}
                 row |= {name: through[f"d{name}"] for name in ("norm_scale", "norm_shift")}
+            # The states before step t without and with the factor `keep`. ds: the gradients of the second ones.
             state, before = self.before[t]
             ds = by_letter["s"]
             if "Wh" in a:
@@ -240,6 +250,7 @@ class Run:
 
 
 NOT_FLOATS = ("lengths", "reverse", "hold", "norm")
+"""The entries of a case that are no arrays of floats."""
 
 
 def evaluate_graph(
@@ -268,6 +279,7 @@ def comparison_distance(graph: Any, case: dict[str, Any]) -> float:
         run.forward()
         nearest = np.inf
         for values in run.values.values():
+            # Also compute the nodes that only the gradient needs, but none that depends on a gradient.
             run.compute(values, [n for n in range(len(graph.nodes)) if not reads_gradient(graph, n)])
             for n, (op, args, _) in enumerate(graph.nodes):
                 if n in values and op in COMPARISONS:
