@@ -91,7 +91,7 @@ def prepare_torch(numbers: Tensors, task: Task) -> Work:
     """Return `torch.nn.LSTM` on the CPU, time-major, ready to run. bias_ih = b; bias_hh = 0 and needs no gradient."""
     import torch
 
-    layer = torch.nn.LSTM(task.size.I, task.size.H)
+    layer: Any = torch.nn.LSTM(task.size.I, task.size.H)
     torch.nn.init.zeros_(layer.bias_hh_l0).requires_grad_(False)
     return in_torch(layer, {"Wx": "weight_ih_l0", "Wh": "weight_hh_l0", "b": "bias_ih_l0"}, numbers, task)
 
