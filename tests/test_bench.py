@@ -18,7 +18,7 @@ from mlx_lstm.lab.report import machine_card
 from mlx_lstm.lab.timing import judge as judging
 from mlx_lstm.lab.timing import rounds
 from mlx_lstm.lab.timing.cases import CASES, find_contender, is_installed
-from mlx_lstm.lab.timing.cases import stack_judge as judge_stack
+from mlx_lstm.lab.timing.cases import stack as judge_stack
 from mlx_lstm.lab.timing.cases.lstm import CONTENDERS, draw
 from mlx_lstm.lab.timing.cases.stack import from_buffer, to_buffer
 from mlx_lstm.lab.timing.files import plot

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_lstm.compare import __main__ as command
-from mlx_lstm.compare.experiments import preactivations
+from mlx_lstm.compare.forms import preactivations
 from mlx_lstm.lab.mpsgraph import judge
 from mlx_lstm.lab.mpsgraph.cases import draw
 from mlx_lstm.oracle.arithmetic import Rounding

@@ -13,7 +13,7 @@ from mlx_lstm.convert.weights import Weights, differences
 from mlx_lstm.engines.cells import GRUCell, LSTMCell
 from mlx_lstm.engines.problem import Problem
 from mlx_lstm.lab.mpsgraph import measure
-from mlx_lstm.lab.mpsgraph.contenders import Outcome, run_engine
+from mlx_lstm.lab.mpsgraph.contenders import Outcome, run_here
 from mlx_lstm.lab.mpsgraph.grid import grid
 from mlx_lstm.lab.mpsgraph.judge import evaluated
 from mlx_lstm.oracle.closeness import assert_close, assert_within, exact_and_element_bounds
@@ -113,7 +113,7 @@ def in_a_command(problem):
 @cache
 def compared():
     case = next(case for case in grid(lambda case: True) if case.op == "gru")
-    return case, {name: np.array(array) for name, array in run_engine("ops", case).results.items()}
+    return case, {name: np.array(array) for name, array in run_here("ops", case).results.items()}
 
 
 def in_compare(_):

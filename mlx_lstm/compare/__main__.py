@@ -5,7 +5,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Iterable
-from typing import TextIO
+from typing import Any, TextIO
 
 from ..ground.machine import VERSION, check_files, in_all_digits, run_command
 from ..lab.command import Parser
@@ -165,15 +165,10 @@ def run_compare(contenders: dict[str, Contender], golden: Golden | None, options
         return 2
     rows, outcomes = run_cases(cases, contenders, golden)
     show(rows, len(cases), options, golden)
-    failures, card = [row for row in rows if row.failed], machine_card()
-    if options.plot:
-        plot(options.plot, rows, card)
     if options.record:
-        record(options.record, card, cases, outcomes)
-    if options.json:
-        report = {"card": card, "golden": golden.card if golden else None, "absent": absent()}
-        write_json(options.json, report | {"rows": [row._asdict() for row in rows], "failed": bool(failures)})
-    return 1 if failures else 0
+        record(options.record, cases, outcomes)
+    more = {"golden": golden.card if golden else None, "absent": absent()}
+    return conclude(rows, any(row.failed for row in rows), options, more)
 
 
 def run_arrays(dumps: list[Dump], contenders: dict[str, Contender], options: argparse.Namespace) -> int:
@@ -190,13 +185,19 @@ def run_arrays(dumps: list[Dump], contenders: dict[str, Contender], options: arg
     show(rows, 1, options, explanation=reading_text(reading, pairs) if reading else once)
     if judge.kink_distance(case) < KINK_MARGIN:
         print("an argument of relu or hard_sigmoid is near a kink, where a gradient may jump", file=screen(options))
+    more = {"read": words, "reading": reading._asdict() | {"case": case.name} if reading else None}
+    return conclude(rows, wrong, options, more)
+
+
+def conclude(rows: list[ComparisonRow], failed: bool, options: argparse.Namespace, more: dict[str, Any]) -> int:
+    """Write the plot and the JSON report, if the user asked for them. more: what the report has besides the rows.
+    Return the exit code."""
+    card = machine_card()
     if options.plot:
-        plot(options.plot, rows, machine_card())
+        plot(options.plot, rows, card)
     if options.json:
-        report = {"card": machine_card(), "rows": [row._asdict() for row in rows], "failed": wrong, "read": words}
-        report["reading"] = reading._asdict() | {"case": case.name} if reading else None
-        write_json(options.json, report)
-    return 1 if wrong else 0
+        write_json(options.json, {"card": card, "rows": [row._asdict() for row in rows], "failed": failed} | more)
+    return 1 if failed else 0
 
 
 def reading_text(reading: Reading, pairs: bool) -> str:
@@ -282,7 +283,7 @@ def attempt(contender: Contender, case: CompareCase) -> Outcome:
         return Outcome({}, f"{type(error).__name__}: {error}")
 
 
-def record(file: str, card: dict[str, str], cases: list[CompareCase], outcomes: dict[str, dict[str, Outcome]]) -> None:
+def record(file: str, cases: list[CompareCase], outcomes: dict[str, dict[str, Outcome]]) -> None:
     """Write a golden file, which records results for later comparisons. The results are MPSGraph's if it ran, else
     the float64 oracle's, rounded to the case's dtype."""
     theirs = any("mpsgraph" in mine for mine in outcomes.values())
@@ -294,7 +295,7 @@ def record(file: str, card: dict[str, str], cases: list[CompareCase], outcomes: 
             dtype = case.arrays["source"].dtype
             results[case.name] = {name: value.astype(dtype) for name, value in judge.expected(case).items()}
     computed = [case for case in cases if results[case.name]]
-    save_golden(file, Golden(card, "mpsgraph" if theirs else "oracle", computed, results))
+    save_golden(file, Golden(machine_card(), "mpsgraph" if theirs else "oracle", computed, results))
 
 
 def run_settle(contenders: dict[str, Contender], options: argparse.Namespace) -> int:

@@ -10,12 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..lab.mpsgraph.cases import CompareCase, draw
-from ..lab.mpsgraph.judge import call_of, evaluated
-from ..oracle import evaluate
-from ..oracle.arithmetic import Rounding
-from ..oracle.case import complete, sides
-from ..oracle.recurrence import unroll
+from ..lab.mpsgraph.cases import draw
+from ..lab.mpsgraph.judge import evaluated
+from .forms import moved, side_by_side
 from .settle import Experiment, count, result, shape, value
 
 SIZES = (3, 2, 3, 4)  # T, N, I, H
@@ -33,29 +30,15 @@ def of_saved_state(rng: np.random.Generator) -> Iterator[Experiment]:
     case = draw(rng, "lstm", SIZES, name="settle: saved state")
     readings = {
         "after the activations": result(case, "z_state"),
-        "before the activations": value(case, "z_state", lambda fl: preactivations(case, fl)),
+        "before the activations": result(case, "z_state", "z_state before"),
     }
     yield Experiment("zstate_and_cell", "zState holds the gates", case, "after the activations", readings)
-    readings = {
-        "c": result(case, "c"),
-        "g(c)": value(case, "c", lambda fl: fl(np.tanh(evaluated(case, fl)["c"]))),
-    }
+    readings = {"c": result(case, "c"), "g(c)": result(case, "c", "c squashed")}
     yield Experiment("zstate_and_cell", "the second result is", case, "c", readings)
     absent = ("peephole", "mask", "source_gradient", "state_gradient", "cell_gradient")
     case = draw(rng, "lstm", SIZES, name="settle: output count", absent=absent, produce_cell=False)
     readings = {"h, c, zState": count(3), "h, zState": count(2)}
     yield Experiment("output_count", "training without produceCell gives", case, "h, c, zState", readings)
-
-
-def preactivations(case: CompareCase, fl: Rounding, **readings: str) -> np.ndarray:
-    """Return the preactivations of the gates, [T, N, D G H], computed by the oracle. T: steps, N: batch, D:
-    directions, G: gates, H: units."""
-    parts = []
-    for side in sides(call_of(case, **readings)):  # one direction after the other
-        p = complete(side, fl)
-        tape = unroll(p, fl)[1]
-        parts.append(np.stack([np.concatenate([tape[t].a[gate] for gate in p.gate_order], -1) for t in range(p.T)]))
-    return np.concatenate(parts, axis=-1)
 
 
 def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
@@ -75,12 +58,9 @@ def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
         yield Experiment("grads", f"shape of {tensor} where the state is [1, N, H]", led, "[N, H]", readings)
     absent = ("peephole", "mask", "cell_gradient")
     case = draw(rng, "lstm", SIZES, name="settle: gradients, reverse", reverse=True, absent=absent)
-    moved = {name: array for name, array in case.arrays.items() if name != "state_gradient"}
-    moved["source_gradient"] = case.arrays["source_gradient"].copy()
-    moved["source_gradient"][-1] += case.arrays["state_gradient"]
     readings = {
         "the last step processed, time 0": result(case, "dsource"),
-        "time T-1": result(case._replace(arrays=moved), "dsource"),
+        "time T-1": result(moved(case), "dsource"),
     }
     default = "the last step processed, time 0"
     yield Experiment("grads", "with reverse, stateGradient enters at", case, default, readings)
@@ -107,7 +87,7 @@ def of_formula(rng: np.random.Generator) -> Iterator[Experiment]:
             "i, z, f, o": result(case, tensor),
             "i, f, z, o": value(case, tensor, lambda fl, t=tensor, a=axis: swapped(evaluated(case, fl)[t], a)),
             # Apple calls the gate z that the oracle calls g.
-            "i, z, o, f": value(case, tensor, lambda fl, t=tensor: in_order(case, fl, "igof", t)),
+            "i, z, o, f": result(case, tensor, gate_order="igof"),
         }
         yield Experiment("forget_gate_last", f"order of the blocks of {tensor}", case, "i, z, f, o", readings)
 
@@ -116,21 +96,6 @@ def swapped(array: np.ndarray, axis: int) -> np.ndarray:
     """Return an array whose second and third of four gate blocks along an axis are exchanged."""
     one, two, three, four = np.split(array, 4, axis=axis)
     return np.concatenate([one, three, two, four], axis=axis)
-
-
-def in_order(case: CompareCase, fl: Rounding, gate_order: str, tensor: str) -> np.ndarray:
-    """Return one result of the oracle, computed as if all arrays of the case had the gate order `gate_order`."""
-    return oracle_result(case, fl, tensor, gate_order=gate_order)
-
-
-def oracle_result(case: CompareCase, fl: Rounding, tensor: str, **options: Any) -> np.ndarray:
-    """Return one result of the oracle. The keywords `options` replace options of the oracle that the case's descriptor
-    would set."""
-    cotangents = {"h": case.arrays["source_gradient"]}
-    cotangents |= {"hT": case.arrays["state_gradient"], "cT": case.arrays["cell_gradient"]}
-    outputs, gradients = evaluate(call_of(case) | options, cotangents, fl)
-    words = {"z_state": "gates", "drecurrent_weight": "Wh", "dbias": "b"}
-    return (outputs | gradients)[words[tensor]]
 
 
 def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
@@ -152,11 +117,7 @@ def mask_experiment(
     shape of the mask, where letters stand for sizes (DH: H times the directions). taken: whether `mlx_lstm.mpsgraph`
     accepts it. A distance of 0 says that a reading fits, an infinite one that it does not."""
     case = draw(rng, "lstm", SIZES, name=f"settle: mask {layout}", absent=("peephole",), mask_shape=letters, **flags)
-    read = case
-    if letters == (2, "N", "H"):
-        mask = np.concatenate(list(case.arrays["mask"]), axis=-1)
-        read = case._replace(arrays=case.arrays | {"mask": mask})
-    as_factor = result(read, "h")
+    as_factor = result(side_by_side(case) if letters == (2, "N", "H") else case, "h")
     readings = {
         "a factor on h[t-1]": as_factor,
         "something else": lambda outcome: 0.0 if outcome.results and as_factor(outcome) > 1 else np.inf,
@@ -173,7 +134,7 @@ def of_directions(rng: np.random.Generator) -> Iterator[Experiment]:
     for tensor in ("h", "c", "z_state"):
         readings = {
             "the source": result(case, tensor),
-            "the steps": value(case, tensor, lambda fl, t=tensor: evaluated(case, fl)[t][::-1]),
+            "the steps": result(case, tensor, f"{tensor} by step"),
         }
         yield Experiment("reverse", f"with reverse, {tensor} is aligned with", case, "the source", readings)
 
@@ -181,8 +142,10 @@ def of_directions(rng: np.random.Generator) -> Iterator[Experiment]:
 def of_single_gate(rng: np.random.Generator) -> Iterator[Experiment]:
     """Yield the experiments on the single-gate RNN: E:single_gate and E:relu_at_zero."""
     case = draw(rng, "single_gate_rnn", SIZES, name="settle: single gate", activation="tanh")
-    of_h = value(case, "z_state", lambda fl, case=case: evaluated(case, fl)["h"])
-    readings = {"before the activation": result(case, "z_state"), "after the activation": of_h}
+    readings = {
+        "before the activation": result(case, "z_state"),
+        "after the activation": result(case, "z_state", "z_state after"),
+    }
     yield Experiment("single_gate", "zState of the single gate is", case, "before the activation", readings)
     readings = {"its argument's": shape("dbias", 0, case), "two axes of 1 more": shape("dbias", 2, case)}
     yield Experiment("single_gate", "shape of dbias", case, "its argument's", readings)
@@ -212,19 +175,9 @@ def of_gru(rng: np.random.Generator) -> Iterator[Experiment]:
     case = draw(rng, "gru", SIZES, name="settle: gru, saved state", reset_after=True)
     readings = {
         "z, r, o": result(case, "z_state"),
-        "z, r and what r multiplies": value(case, "z_state", lambda fl: with_product(case, fl)),
+        "z, r and what r multiplies": result(case, "z_state", "z_state product"),
     }
     yield Experiment("gru_flavours", "zState of the GRU holds", case, "z, r, o", readings)
     for tensor in ("dbias", "dsecondary_bias"):
         readings = {"its argument's": shape(tensor, 0, case), "two axes of 1 more": shape(tensor, 2, case)}
         yield Experiment("gru_flavours", f"shape of {tensor}", case, "its argument's", readings)
-
-
-def with_product(case: CompareCase, fl: Rounding) -> np.ndarray:
-    """Return [T, N, 3H]: the gates z and r, and the recurrent product of the candidate. The case is a GRU without
-    mask that resets after the product."""
-    results, H = evaluated(case, fl), case.hidden
-    arrays = {name: fl.load(array) for name, array in case.arrays.items()}
-    before = np.concatenate([arrays["init_state"][None], results["h"][:-1]])
-    product = fl(before @ arrays["recurrent_weight"][2 * H :].T + arrays["secondary_bias"])
-    return np.concatenate([results["z_state"][..., : 2 * H], product], axis=-1)

@@ -11,16 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..lab.mpsgraph.cases import ACTIVATION_PROPERTIES, COTANGENTS, RESULTS, Arrays, CompareCase
+from ..lab.mpsgraph.cases import ACTIVATION_PROPERTIES, COTANGENTS, RESULTS, CompareCase
 from ..lab.mpsgraph.dump import Dump, possible_layouts
-from ..lab.mpsgraph.judge import HARD_SIGMOIDS, evaluated, options
+from ..lab.mpsgraph.judge import HARD_SIGMOIDS
 from ..lab.progress import Progress
 from ..mpsgraph.layouts import ACTIVATIONS
 from ..oracle import verdict
-from ..oracle.arithmetic import ACTIVATIONS as FUNCTIONS
 from ..oracle.arithmetic import Rounding
 from ..oracle.closeness import exact_and_element_bounds
-from .experiments import preactivations, with_product
+from .forms import moved, predicted, side_by_side
 
 NEAREST = 3  # number of readings (interpretations) that are compared within error bounds
 FEW = 2  # sequences of the batch that the search compares; the forward op computes each independently
@@ -219,32 +218,6 @@ OTHERWISE = {
 the names that `predicted` returns, such as "c squashed"."""
 
 
-def predicted(case: CompareCase, fl: Rounding, readings: dict[str, str]) -> Arrays:
-    """Return by name the documented results of a case. Return also arrays that a user's app may have saved in place
-    of a result. For example, "c squashed" is c after the last activation, which an app may have saved in place of c."""
-    results = evaluated(case, fl, **readings)
-    more = {"z_state before": preactivations(case, fl, **readings)} if case.op != "single_gate_rnn" else {}
-    if case.op == "single_gate_rnn":
-        more["z_state after"] = results["h"]
-    if case.op == "lstm":
-        activation = options(case, **readings)["activations"][-1]
-        more["c squashed"] = FUNCTIONS[activation](results["c"], fl)
-    if case.op == "gru" and {"init_state", "secondary_bias"} <= set(case.arrays) and "mask" not in case.arrays:
-        more["z_state product"] = with_product(case, fl)
-    reverse = case.descriptor.get("reverse", False) and not case.bidirectional
-    for name in RESULTS[case.op]:
-        value = results[name]
-        half = value.shape[-1] // 2
-        if reverse:
-            more[f"{name} by step"] = value[::-1]
-        if case.bidirectional:
-            more[f"{name} halved"] = np.concatenate([value[..., :half], value[::-1, :, half:]], axis=-1)
-        if name != "z_state":
-            ends = value[-1, :, :half], value[0, :, half:]
-            more[f"last {name}"] = np.concatenate(ends, -1) if case.bidirectional else value[0 if reverse else -1]
-    return results | more
-
-
 def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
     """Yield all changes of interpretation to try. `few`: leave out changes that concern only one activation, or the
     gate order of only one array."""
@@ -308,20 +281,9 @@ def of_options(case: CompareCase) -> Iterator[Change]:
         )
     mask = case.arrays.get("mask")
     if case.bidirectional and mask is not None and mask.ndim == 3 and len(mask) == 2:
-        side_by_side = lambda c: c._replace(arrays=c.arrays | {"mask": np.concatenate(list(c.arrays["mask"]), -1)})  # noqa: E731
         yield Change("mask", "the mask is [2, N, H] (E:mask)", side_by_side)
     if {"state_gradient", "source_gradient"} <= set(case.arrays) and case.descriptor.get("reverse"):
         yield Change("grads", "state_gradient enters at time T-1 (E:grads)", moved)
-
-
-def moved(case: CompareCase) -> CompareCase:
-    """Return the case with the array state_gradient (the gradient of the last state) added to source_gradient (the
-    gradient of h) at the last time step. One interpretation of Apple's documentation adds it there, also if the op
-    runs in reverse."""
-    arrays = {name: array for name, array in case.arrays.items() if name != "state_gradient"}
-    arrays["source_gradient"] = case.arrays["source_gradient"].copy()
-    arrays["source_gradient"][-1] += case.arrays["state_gradient"]
-    return case._replace(arrays=arrays)
 
 
 def described(name: str, value: Any) -> Callable[[CompareCase], CompareCase]:

@@ -8,13 +8,13 @@ import numpy as np
 
 from ..lab.mpsgraph.cases import CompareCase
 from ..lab.mpsgraph.contenders import Outcome
-from ..lab.mpsgraph.judge import evaluated
 from ..lab.mpsgraph.measure import without_leading_ones
 from ..lab.mpsgraph.report import brief, figure
 from ..lab.report import table
 from ..oracle.arithmetic import Rounding
 from ..oracle.closeness import bounds_of
 from ..oracle.verdict import judged
+from .forms import predicted
 
 Distance = Callable[[Outcome], float]
 """A function that returns the distance of an outcome from the prediction of a reading (an interpretation of the
@@ -78,10 +78,11 @@ def value(case: CompareCase, tensor: str, reading: Callable[[Rounding], np.ndarr
     return distance
 
 
-def result(case: CompareCase, tensor: str, **readings: str) -> Distance:
-    """Return a function that measures the distance of MPSGraph's result `tensor` from the oracle's. `readings`: the
-    oracle's choices where Apple's documentation leaves the formula open, such as `output_peephole="current"`."""
-    return value(case, tensor, lambda fl: evaluated(case, fl, **readings)[tensor])
+def result(case: CompareCase, tensor: str, form: str = "", **readings: str) -> Distance:
+    """Return a function that measures the distance of MPSGraph's result `tensor` from the oracle's. form: another value
+    that MPSGraph may return in place of the documented one, by its name in `forms.predicted`. readings: the oracle's
+    choices where Apple's documentation leaves the formula open, such as `output_peephole="current"`."""
+    return value(case, tensor, lambda fl: predicted(case, fl, readings)[form or tensor])
 
 
 def shape(tensor: str, leading: int, case: CompareCase) -> Distance:
@@ -95,7 +96,7 @@ def count(results: int) -> Distance:
     """Return a function that takes an outcome (what MPSGraph returned for a case). It returns 0, which means right,
     if the forward op returned as many arrays as `results` says. Otherwise it returns infinity, because callers treat
     its value as an error divided by its bound."""
-    return lambda outcome: 0.0 if len(outcome.lists[0]) == results else np.inf
+    return lambda outcome: 0.0 if outcome.returned == results else np.inf
 
 
 def settle_text(findings: Sequence[Finding], measured: bool) -> str:

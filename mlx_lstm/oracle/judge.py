@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from .arithmetic import Array, Rounding, Tensors
 from .case import ARRAYS, OUTPUTS, Call
 from .closeness import exact_and_bounds, trials_for
-from .pointwise import evaluate_graph
-from .recurrence import evaluate
+from .pointwise import comparison_distance, evaluate_graph
+from .recurrence import evaluate, kink_distance
 from .verdict import Judge
 
 
@@ -51,11 +51,17 @@ class Case(NamedTuple):
     def results(self, fl: Rounding) -> Tensors:
         """Return all outputs by name, and all gradients as "d" + name, computed in the arithmetic `fl`."""
         if "graph" in self.call:
-            arguments = {name: value for name, value in self.call.items() if name != "graph"}
-            outputs, gradients = evaluate_graph(self.call["graph"], arguments, self.cotangents or None, fl)
+            outputs, gradients = evaluate_graph(self.call["graph"], self.call, self.cotangents or None, fl)
         else:
             outputs, gradients = evaluate(self.call, self.cotangents or None, fl)
         return outputs | {f"d{name}": gradient for name, gradient in gradients.items()}
+
+    def kink_distance(self) -> float:
+        """Return how near the call comes to a point where rounding makes a result or a gradient jump: the smallest
+        distance of an argument of an activation from a kink, or between the sides of a comparison in a user's cell."""
+        if "graph" in self.call:
+            return comparison_distance(self.call["graph"], self.call)
+        return kink_distance(**self.call)
 
     def judge(self, trials: int | None = None) -> Judge:
         """Return the float64 results with bounds on their errors. trials: the number of evaluations with random errors

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from .arithmetic import ACTIVATION_UNITS, Array, Rounding, Tensors
-from .case import OneDirection, Step
+from .case import Call, OneDirection, Step
 from .cells import joined_parts, through_norm
 
 EXACT: dict[str, Callable[..., Array]] = {
@@ -54,7 +54,7 @@ class Run:
     """A run of a cell's graph over a sequence in one direction. The object holds the arrays in float64, and the values
     that the graph's nodes had at every step."""
 
-    def __init__(self, graph: Any, case: dict[str, Any], fl: Rounding):
+    def __init__(self, graph: Any, case: Call, fl: Rounding):
         """Prepare a run of `graph`, a cell with G gates, U inputs and V parameters. fl: how each result is rounded
         (`Rounding`).
 
@@ -249,13 +249,11 @@ class Run:
         return {name: gradient for name, gradient in found.items() if name in a}
 
 
-NOT_FLOATS = ("lengths", "reverse", "hold", "norm")
+NOT_FLOATS = ("lengths", "reverse", "hold", "norm", "graph")
 """The entries of a case that are no arrays of floats."""
 
 
-def evaluate_graph(
-    graph: Any, case: dict[str, Any], cotangents: Tensors | None, fl: Rounding
-) -> tuple[Tensors, Tensors]:
+def evaluate_graph(graph: Any, case: Call, cotangents: Tensors | None, fl: Rounding) -> tuple[Tensors, Tensors]:
     """Run a cell's graph over a sequence in one direction. Return (outputs, gradients) as dicts of float64 arrays. The
     outputs are h [T, B, H], hT [B, H] and, if the cell has C states besides h, c [T, B, C H] and cT [B, C H]. There is
     one gradient for each array of the case, and none if `cotangents` is None.
@@ -269,7 +267,7 @@ def evaluate_graph(
         return outputs, {} if cotangents is None else run.backward(cotangents)
 
 
-def comparison_distance(graph: Any, case: dict[str, Any]) -> float:
+def comparison_distance(graph: Any, case: Call) -> float:
     """Return how near a call comes to a point where rounding can make a result or its slope jump. The distance is
     the smallest of these: the difference between the two operands of a comparison, a maximum or a minimum; the
     distance from the argument of floor, ceil, round, sign or abs, or from the quotient of a remainder's operands, to

@@ -10,12 +10,9 @@ from ..engines.cells import PointwiseCell
 from ..engines.ops.packed import matrix_for_oracle
 from ..engines.packing import is_packed
 from ..engines.problem import Problem
-from ..oracle import kink_distance
 from ..oracle.arithmetic import ACTIVATIONS, Array, Rounding, Tensors
 from ..oracle.closeness import float_of
 from ..oracle.judge import Case
-from ..oracle.pointwise import comparison_distance
-from ..oracle.recurrence import KINKS
 from ..oracle.verdict import largest
 from ._trial import STEER, dtype_word
 
@@ -32,71 +29,59 @@ point where the derivative jumps), the trial does not compare its gradients with
 
 class Drawn(NamedTuple):
     """The random inputs of a trial, a small test run of kernels. case: the inputs as a case for the float64 oracle,
-    without cotangents. arrays: the same arrays for MLX, quantized weights included. smooth: True if all outputs are
+    without cotangents. arrays: the same arrays for MLX, quantized weights included. smooth: True if all results are
     small and no preactivation is near a kink of its activation (a point where the derivative jumps). Only then are the
-    gradients compared with the oracle. outputs: the oracle's outputs."""
+    gradients compared with the oracle."""
 
     case: Case
     arrays: dict[str, mx.array]
     smooth: bool
-    outputs: Tensors
 
 
 def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
-    """Draw random inputs for a trial (a small test run of kernels) such that no preactivation is near a kink of its
-    activation (a point where the derivative jumps). Near a kink rounding could change a gradient.
-
-    Every preactivation is the sum of a fixed offset of size 0.5 to 0.7, where no activation has a kink, and random
-    terms. The random terms are halved until two conditions hold: rounding cannot move a preactivation across a kink,
-    and the states stay small over all steps, also with unbounded activations.
+    """Draw random inputs for a trial (a small test run of kernels) such that all results are small and no preactivation
+    is near a kink of its activation (a point where the derivative jumps). Near a kink rounding could change a gradient.
     """
-    margin = 16 * float_of(dtype_word(problem)).eps
-    if isinstance(problem.cell, PointwiseCell):
-        return draw_pointwise(problem, problem.cell, rng, margin)
-    parts = draw_parts(problem, rng)
-    has_kinks = not KINKS.keys().isdisjoint(problem.cell.activations) or problem.cell.clip_gradient == "zero"
-    drawn = assembled(problem, parts, 1.0)
-    for n in range(HALVINGS):
-        if n:
-            drawn = assembled(problem, parts, 0.5**n)
-        with np.errstate(all="ignore"):  # unbounded activations may overflow float64
-            distance = kink_distance(**drawn[0].call) if has_kinks else np.inf
-            outputs = drawn[0].results(Rounding(np.float64))
-        if distance > margin and all(largest(array) < LARGEST for array in outputs.values()):
-            return Drawn(*drawn, True, outputs)
-    return Drawn(*drawn, False, outputs)
+    is_own = isinstance(problem.cell, PointwiseCell)
+    parts = {} if is_own else draw_parts(problem, rng)
+    for n in range(2 * HALVINGS if is_own else HALVINGS):
+        values = values_for_own_cell(problem, rng, n) if is_own else scaled(problem, parts, 0.5**n)
+        case, arrays = case_of(problem, values)
+        if is_smooth(case):
+            return Drawn(case, arrays, True)
+    return Drawn(case, arrays, False)
 
 
-def draw_pointwise(problem: Problem, cell: PointwiseCell, rng: np.random.Generator, margin: float) -> Drawn:
-    """Draw random arrays for a trial of a cell written by the user. Draw again until all outputs and gradients are
-    finite and small, and no comparison in the cell is so close that rounding could change its result. Every second
-    attempt has positive states, inputs and parameters, because the cell may compute their logarithms or roots."""
-    T, B, graph, shapes = problem.T, problem.B, cell.graph, shapes_of(problem)
-    drawn = None
-    for n in range(2 * HALVINGS):
-        values = {name: rng.normal(0, 0.7 * 0.9**n, shape) for name, shape in shapes.items()}
-        for name in {"Wx", "Wh"} & values.keys():
-            values[name] /= np.sqrt(shapes[name][-1])
-        if n % 2:
-            values |= {name: np.abs(values[name]) + 0.5 for name in {"h0", "c0", "inputs", "params"} & values.keys()}
-        arrays = {name: mx.array(a.astype(np.float32)).astype(problem.dtype) for name, a in values.items()}
-        call: dict[str, Any] = {name: float64(array) for name, array in arrays.items()}
-        call |= {"reverse": problem.reverse, "norm": cell.norm}
-        if "lengths" in problem.names:
-            call["lengths"] = np.array([T - n % (T + 1) for n in range(B)])
-        case = Case(call | {"graph": graph}, dtype=dtype_word(problem))
-        outputs = case.results(Rounding(np.float64))
-        drawn = Drawn(case, arrays, True, outputs)
-        ones = {name: np.ones_like(array) for name, array in outputs.items()}
-        results = case._replace(cotangents=ones).results(Rounding(np.float64))
-        if all(largest(a) < LARGEST for a in results.values()) and comparison_distance(graph, call) > margin:
-            return drawn
-    assert drawn is not None
-    return drawn._replace(smooth=False)
+def is_smooth(case: Case) -> bool:
+    """Return whether all outputs of a case, and for a cell written by the user all gradients, are small, and no
+    argument is so near to a kink or to a comparison in the cell that rounding could move it across."""
+    with np.errstate(all="ignore"):  # unbounded activations may overflow float64
+        results = case.results(Rounding(np.float64))
+        if "graph" in case.call:
+            ones = {name: np.ones_like(array) for name, array in results.items()}
+            results = case._replace(cotangents=ones).results(Rounding(np.float64))
+        is_small = all(largest(array) < LARGEST for array in results.values())
+        return is_small and case.kink_distance() > 16 * float_of(case.dtype).eps
+
+
+def values_for_own_cell(problem: Problem, rng: np.random.Generator, attempt: int) -> Tensors:
+    """Return random arrays for a cell written by the user, smaller ones in each attempt. Every second attempt has
+    positive states, inputs and parameters, because the cell may compute their logarithms or roots."""
+    shapes = shapes_of(problem)
+    values = {name: rng.normal(0, 0.7 * 0.9**attempt, shape) for name, shape in shapes.items()}
+    for name in {"Wx", "Wh"} & values.keys():
+        values[name] /= np.sqrt(shapes[name][-1])
+    if attempt % 2:
+        values |= {name: np.abs(values[name]) + 0.5 for name in {"h0", "c0", "inputs", "params"} & values.keys()}
+    return values
 
 
 def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
     """Return random arrays for all names of the problem, and `steer` [D G H]: one offset for each preactivation.
+
+    Every preactivation is the sum of its offset, at which no activation has a kink, and random terms. `scaled` halves
+    the random terms until two conditions hold: rounding cannot move a preactivation across a kink, and the states stay
+    small over all steps, also with unbounded activations.
 
     An offset has a size of 0.5 to 0.7. The offset of the candidate (gate g of an LSTM, n of a GRU, the only gate of
     a plain RNN) has a random sign for each unit, so that h takes both signs. Exception: in an LSTM whose candidate's
@@ -213,12 +198,10 @@ def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.arr
     return arrays
 
 
-def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[Case, dict[str, mx.array]]:
-    """Return (case, arrays): the case for the float64 oracle, and the MLX arrays, rounded to the problem's dtype.
-
-    parts: random arrays from `draw_parts`. Its array `steer` is a constant that is added to each preactivation, so
-    that the activations stay away from their kinks. scale: a factor on all other terms of the preactivations.
-    """
+def scaled(problem: Problem, parts: Tensors, scale: float) -> Tensors:
+    """Return the arrays of a case, from the random arrays of `draw_parts`. Its array `steer` is a constant that is
+    added to each preactivation, so that the activations stay away from their kinks. scale: a factor on all other terms
+    of the preactivations."""
     values = {name: parts[name].copy() for name in problem.names if name in parts}
     for name in {"Wx", "Wh", "b", "bhn", "peephole"} & values.keys():
         values[name] *= scale
@@ -226,23 +209,34 @@ def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[Case, dic
         values["x"][..., 0], values["Wx"][:, 0] = 1.0, parts["steer"]
     else:
         values["x"] = scale * values["x"] + parts["steer"]
-    arrays = {name: mx.array(value.astype(np.float32)).astype(problem.dtype) for name, value in values.items()}
+    return values
+
+
+def case_of(problem: Problem, values: Tensors) -> tuple[Case, dict[str, mx.array]]:
+    """Return (case, arrays): the case for the float64 oracle, and the MLX arrays, rounded to the problem's dtype."""
+    cell, arrays = problem.cell, {name: to_mlx(value, problem.dtype) for name, value in values.items()}
     call: dict[str, Any] = {name: float64(array) for name, array in arrays.items()}
     if problem.packing:
         arrays = quantized(problem, arrays)
         call |= {name: matrix_for_oracle(problem.packing, arrays, name) for name in call if is_packed(name, arrays)}
-    options = problem.cell._asdict()
-    if problem.cell.op == "rnn":
-        options = {"activation": problem.cell.activations[-1], "norm": problem.cell.norm}
     if "lengths" in problem.names:
-        call["lengths"] = [problem.T - n % (problem.T + 1) for n in range(problem.B)]
-    flags = {"op": problem.cell.op, "reverse": problem.reverse, "bidirectional": problem.bidirectional}
-    return Case(call | options | flags, dtype=dtype_word(problem)), arrays
+        call["lengths"] = np.array([problem.T - n % (problem.T + 1) for n in range(problem.B)])
+    if isinstance(cell, PointwiseCell):
+        options = {"graph": cell.graph, "norm": cell.norm}
+    else:
+        options = {"activation": cell.activations[-1], "norm": cell.norm} if cell.op == "rnn" else cell._asdict()
+        options |= {"op": cell.op, "bidirectional": problem.bidirectional}
+    return Case(call | options | {"reverse": problem.reverse}, dtype=dtype_word(problem)), arrays
+
+
+def to_mlx(array: Array, dtype: mx.Dtype) -> mx.array:
+    """Return a NumPy array as an MLX array of this dtype."""
+    return mx.array(array.astype(np.float32)).astype(dtype)
 
 
 def rounded(array: Array, dtype: mx.Dtype) -> Array:
     """Round a NumPy array to the dtype. Return the result in float64."""
-    return float64(mx.array(array.astype(np.float32)).astype(dtype))
+    return float64(to_mlx(array, dtype))
 
 
 def float64(array: mx.array) -> Array:

@@ -19,7 +19,7 @@ from ..oracle.arithmetic import Tensors
 from ..oracle.closeness import float_of
 from ..oracle.verdict import judged, largest
 from ._child import WRONG
-from ._draw import Drawn, draw, float64, output_shapes, rounded, zeros
+from ._draw import Drawn, draw, float64, output_shapes, rounded, to_mlx, zeros
 from ._trial import SMALL, USUAL, Trial, dtype_word, trial_from
 
 
@@ -136,7 +136,7 @@ def results(problem: Problem, drawn: Drawn, cotangents: Tensors, engine: str) ->
     """Run a recurrence, described by `problem` (sizes, cell, options), on an engine with random inputs. Return all
     outputs that a caller gets and, if the problem needs gradients, the gradients under names such as "dWx"."""
     lengths = mx.array(drawn.case.call["lengths"], mx.int32) if "lengths" in problem.names else None
-    in_dtype = {n: mx.array(array.astype(np.float32)).astype(problem.dtype) for n, array in cotangents.items()}
+    in_dtype = {name: to_mlx(array, problem.dtype) for name, array in cotangents.items()}
     values = graph(problem, drawn.arrays, lengths, in_dtype, engine)
     mx.eval(values)
     return {name: float64(value) for name, value in values.items()}

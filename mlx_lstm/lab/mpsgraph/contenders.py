@@ -7,6 +7,7 @@ MPSGraph, torch on "mps" and our Metal engines each run in a child process, beca
 import importlib.util
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,11 +38,11 @@ CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn
 
 class Outcome(NamedTuple):
     """What a contender (an implementation) returned for a case: the results by name, or the problem that prevented
-    them. `lists`: the lists of results that MPSGraph's forward op and gradient op returned."""
+    them. returned: the number of results that MPSGraph's forward op returned."""
 
     results: Arrays
     problem: str = ""
-    lists: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    returned: int = 0
 
 
 class Contender(NamedTuple):
@@ -61,7 +62,7 @@ def all_contenders() -> dict[str, Contender]:
     others = [
         in_a_child("mpsgraph", no_pyobjc, lambda case: "an op is one layer" if len(case.layers) > 1 else None),
         in_a_child("torch-mps", no_torch_mps, torch_layer.hindrance),
-        Contender("torch", no_torch, torch_layer.hindrance, lambda case: Outcome(torch_layer.run(case, "cpu"))),
+        Contender("torch", no_torch, torch_layer.hindrance, partial(run_here, "torch")),
     ]
     return {one.name: one for one in [*others, *(engine(word) for word in ("fused", "stepwise", "numpy", "ops"))]}
 
@@ -100,13 +101,17 @@ def engine(word: str) -> Contender:
 
     if word in METAL_ENGINES:
         return in_a_child(word, missing, cannot_run)
-    return Contender(word, missing, cannot_run, lambda case: run_engine(word, case))
+    return Contender(word, missing, cannot_run, partial(run_here, word))
 
 
-def run_engine(word: str, case: CompareCase) -> Outcome:
-    """Run a case (a call of an op with its arrays) on one of our engines in this process."""
-    with mx.stream(mx.cpu) if word == "numpy" else choice.NOWHERE:
-        return Outcome(ours.run(case, word))
+def run_here(name: str, case: CompareCase) -> Outcome:
+    """Run a case (a call of an op with its arrays) on the contender of this name in this process."""
+    if name == "mpsgraph":
+        return name_lists(case, *apple.run(case))
+    if name in ("torch", "torch-mps"):
+        return Outcome(torch_layer.run(case, "cpu" if name == "torch" else "mps"))
+    with mx.stream(mx.cpu) if name == "numpy" else choice.NOWHERE:
+        return Outcome(ours.run(case, name))
 
 
 def in_a_child(
@@ -124,36 +129,27 @@ def in_a_child(
             given, results = str(Path(folder, "case.npz")), str(Path(folder, "results.npz"))
             save_case(given, case)
             try:
-                runner.ask(case=given, results=results)
+                answer = runner.ask(case=given, results=results)
             except ChildError as error:
                 hangs.extend([str(error)] if error.hung else [])
                 return Outcome({}, str(error))
             with np.load(results) as data:
-                arrays = dict(data)
-        if name != "mpsgraph":
-            return Outcome(arrays)
-        lists = tuple([arrays[key] for key in numbered(arrays, kind)] for kind in ("forward", "backward"))
-        return name_lists(case, *lists)
+                return Outcome(dict(data), **answer)
 
     return Contender(name, missing, hindrance, run, runner.close)
 
 
-def numbered(arrays: Arrays, kind: str) -> list[str]:
-    """Return the keys of a dict that consist of `kind` and a number, such as "forward 0", sorted by the number."""
-    return sorted((key for key in arrays if key.startswith(kind)), key=lambda key: int(key.split()[1]))
-
-
 def name_lists(case: CompareCase, forward: list[np.ndarray], backward: list[np.ndarray]) -> Outcome:
     """Return MPSGraph's results by name. If an op returned another number of results than Apple documents, the names
-    are unknown: then return the lists of results and describe the problem."""
+    are unknown: then return no results and describe the problem."""
     names = [*RESULTS[case.op]], [f"d{name}" for name in case.gradients]
     counts = [len(forward), len(backward)]
     if counts != [len(part) for part in names]:
         documented = " and ".join(f"[{', '.join(part)}]" for part in names)
         problem = f"returned lists of {counts[0]} and {counts[1]}, not {documented}"
-        return Outcome({}, problem, (forward, backward))
+        return Outcome({}, problem, len(forward))
     both = zip([*names[0], *names[1]], [*forward, *backward], strict=True)
-    return Outcome(dict(both), "", (forward, backward))
+    return Outcome(dict(both), returned=len(forward))
 
 
 def answers(name: str) -> Callable[..., dict[str, Any]]:
@@ -161,15 +157,8 @@ def answers(name: str) -> Callable[..., dict[str, Any]]:
     case to run, and a file to write the results to."""
 
     def answer(case: str, results: str) -> dict[str, Any]:
-        loaded = load_case(case)
-        if name == "mpsgraph":
-            lists = dict(zip(("forward", "backward"), apple.run(loaded), strict=True))
-            arrays = {f"{kind} {n}": array for kind, parts in lists.items() for n, array in enumerate(parts)}
-        elif name == "torch-mps":
-            arrays = torch_layer.run(loaded, "mps")
-        else:
-            arrays = run_engine(name, loaded).results
-        save_arrays(results, arrays)
-        return {}
+        outcome = run_here(name, load_case(case))
+        save_arrays(results, outcome.results)
+        return {"problem": outcome.problem, "returned": outcome.returned}
 
     return answer

@@ -53,10 +53,12 @@ def call_of(case: CompareCase, **readings: str) -> dict[str, Any]:
     return arrays | directions | options(case, **readings)
 
 
-def options(case: CompareCase, *, output_peephole: str = "previous", hard_sigmoid: str = "x/5") -> dict[str, Any]:
-    """Convert the descriptor of a case to options of the oracle. output_peephole, hard_sigmoid: how to interpret two
-    points that Apple's documentation leaves open: which cell state gate o reads ("previous" or "current"), and the
-    slope of hard_sigmoid ("x/5" or "x/6")."""
+def options(
+    case: CompareCase, *, output_peephole: str = "previous", hard_sigmoid: str = "x/5", gate_order: str = ""
+) -> dict[str, Any]:
+    """Convert the descriptor of a case to options of the oracle. output_peephole, hard_sigmoid, gate_order: how to
+    interpret three points that Apple's documentation leaves open: which cell state gate o reads ("previous" or
+    "current"), the slope of hard_sigmoid ("x/5" or "x/6"), and the gate order of an LSTM with `forget_gate_last`."""
     d, words = case.descriptor, {"none": "identity", "hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
 
     def activations(**properties: str) -> tuple[str, ...]:
@@ -65,7 +67,7 @@ def options(case: CompareCase, *, output_peephole: str = "previous", hard_sigmoi
 
     if case.op == "lstm":
         gates = {"input_gate_": "sigmoid", "forget_gate_": "sigmoid", "cell_gate_": "tanh", "output_gate_": "sigmoid"}
-        order = "igfo" if d.get("forget_gate_last") else "ifgo"
+        order = gate_order or ("igfo" if d.get("forget_gate_last") else "ifgo")
         chosen = {"gate_order": order, "activations": activations(**gates, **{"": "tanh"})}
         return chosen | {"op": "lstm", "output_peephole": output_peephole}
     if case.op == "gru":

@@ -11,7 +11,7 @@ from ....oracle.arithmetic import Tensors
 from ....oracle.verdict import Judge
 from ..judge import judge_layer
 from ..tasks import PASSES, SIZES, Contender, Size
-from . import block_lstm, lstm, stack, stack_judge, streaming
+from . import block_lstm, lstm, stack, streaming
 
 __all__ = ["CASES", "BenchCase", "find_contender", "is_installed"]
 
@@ -49,7 +49,7 @@ def two_layers(cell: str) -> BenchCase:
         stack.contenders(cell),
         ("torch",),
         partial(stack.draw, cell),
-        partial(stack_judge.judge_stack, cell),
+        partial(stack.judge_stack, cell),
         stack.CELLS[cell],
         bidirectional=True,
     )

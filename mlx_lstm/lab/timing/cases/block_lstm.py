@@ -6,12 +6,13 @@ add 1 to the forget gate's preactivation. There is no clip and no peephole.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ....oracle.arithmetic import Tensors
+from ....oracle.arithmetic import Array, Tensors
 from ....oracle.verdict import Judge
 from ...cases import DTYPES
 from ..judge import judge_layer
@@ -20,6 +21,7 @@ from ..tasks import Contender, Size, Task, Work
 SIZES = tuple(Size(T, 32, H, H) for T in (64, 256) for H in (128, 256, 512))
 FORGET_BIAS = 1.0
 ICFO = "igfo"  # TensorFlow calls this gate order icfo (its c is our g)
+Op = Callable[..., Any]
 
 
 def judge_block_lstm(numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
@@ -49,17 +51,25 @@ def op_arrays(numbers: Tensors) -> Tensors:
     return arrays | zeros | {"cs_grad": np.zeros((T, B, H), np.float32), "h_grad": numbers["dh"]}
 
 
-def named_results(h: np.ndarray, gradients: Tensors, width: int) -> Tensors:
-    """Return h, dx, dWx, dWh, db by name, in the layouts of the case `lstm`."""
-    if not gradients:
-        return {"h": h}
-    dw = in_order(gradients["w_grad"].T, ICFO, "ifgo")
-    db = in_order(gradients["b_grad"], ICFO, "ifgo")
-    return {"h": h, "dx": gradients["x_grad"], "dWx": dw[:, :width], "dWh": dw[:, width:], "db": db}
+def prepare(ops: tuple[Op, Op], given: dict[str, Any], as_numpy: Callable[[Any], Array], task: Task) -> Work:
+    """Return a forward op and its gradient op, of TensorFlow or equal to them, ready to run one after the other. given:
+    the arrays of `op_arrays` and the other arguments of both ops."""
+    cotangents = {name: given.pop(name) for name in ("cs_grad", "h_grad")}
+    given |= {"use_peephole": False}
 
+    def run() -> tuple[Any, Any]:
+        out = ops[0](**given, forget_bias=FORGET_BIAS, cell_clip=0.0)
+        return out, None if task.which == "forward" else ops[1](**given, **out._asdict(), **cotangents)
 
-NAMES = ("x", "cs_prev", "h_prev", "w", "wci", "wcf", "wco", "b")
-NEEDED = ("x_grad", "w_grad", "b_grad")
+    def tensors(results: tuple[Any, Any]) -> Tensors:
+        out, gradients = results
+        if gradients is None:
+            return {"h": as_numpy(out.h)}
+        dx, dw, db = (as_numpy(getattr(gradients, name)) for name in ("x_grad", "w_grad", "b_grad"))
+        dw, db = in_order(dw.T, ICFO, "ifgo"), in_order(db, ICFO, "ifgo")
+        return {"h": as_numpy(out.h), "dx": dx, "dWx": dw[:, : task.size.I], "dWh": dw[:, task.size.I :], "db": db}
+
+    return Work(run, tensors)
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
@@ -68,52 +78,27 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
 
     arrays = {name: mx.array(array).astype(DTYPES[task.dtype]) for name, array in op_arrays(numbers).items()}
     mx.eval(arrays)
-    arguments: dict[str, Any] = {name: arrays[name] for name in NAMES} | {"seq_len_max": task.size.T}
-    arguments |= {"use_peephole": False, "engine": task.engine}
+    given = arrays | {"seq_len_max": task.size.T, "engine": task.engine}
+    work = prepare((tf.block_lstm, tf.block_lstm_grad), given, lambda a: np.array(a.astype(mx.float32)), task)
 
     def run() -> tuple[Any, Any]:
-        out = tf.block_lstm(**arguments, forget_bias=FORGET_BIAS, cell_clip=0.0)
-        gradients = None
-        if task.which == "backward":
-            cs_grad, h_grad = arrays["cs_grad"], arrays["h_grad"]
-            gradients = tf.block_lstm_grad(**arguments, **out._asdict(), cs_grad=cs_grad, h_grad=h_grad)
-        mx.eval(out, gradients or ())
-        return out, gradients
+        results = work.run()
+        mx.eval([result for result in results if result])
+        return results
 
-    def tensors(results: tuple[Any, Any]) -> Tensors:
-        out, gradients = results
-        needed = {name: getattr(gradients, name) for name in NEEDED if gradients}
-        needed = {name: np.array(array.astype(mx.float32)) for name, array in needed.items()}
-        return named_results(np.array(out.h.astype(mx.float32)), needed, task.size.I)
-
-    return Work(run, tensors)
+    return work._replace(run=run)
 
 
 def prepare_tensorflow(numbers: Tensors, task: Task) -> Work:
-    """Return `tf.raw_ops.BlockLSTM` and `BlockLSTMGrad` on the CPU, prepared with the given arrays and ready to run
-    one after the other."""
+    """Return `tf.raw_ops.BlockLSTM` and `BlockLSTMGrad` on the CPU, prepared with the given arrays and ready to run."""
     import tensorflow as tf
 
     tf.config.set_visible_devices([], "GPU")
-    dtype = getattr(tf, task.dtype)
-    arrays = {name: tf.cast(tf.constant(array), dtype) for name, array in op_arrays(numbers).items()}
-    arguments = {name: arrays[name] for name in NAMES} | {"use_peephole": False}
-    arguments["seq_len_max"] = tf.constant(task.size.T, tf.int64)
-
-    def run() -> tuple[Any, Any]:
-        out = tf.raw_ops.BlockLSTM(**arguments, forget_bias=FORGET_BIAS, cell_clip=0.0)
-        if task.which == "forward":
-            return out, None
-        cotangents = {name: arrays[name] for name in ("cs_grad", "h_grad")}
-        return out, tf.raw_ops.BlockLSTMGrad(**arguments, **out._asdict(), **cotangents)
-
-    def tensors(results: tuple[Any, Any]) -> Tensors:
-        out, gradients = results
-        needed = {name: getattr(gradients, name) for name in NEEDED if gradients}
-        needed = {name: tf.cast(array, tf.float32).numpy() for name, array in needed.items()}
-        return named_results(tf.cast(out.h, tf.float32).numpy(), needed, task.size.I)
-
-    return Work(run, tensors, tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count())
+    arrays = {name: tf.cast(tf.constant(array), getattr(tf, task.dtype)) for name, array in op_arrays(numbers).items()}
+    given = arrays | {"seq_len_max": tf.constant(task.size.T, tf.int64)}
+    ops = tf.raw_ops.BlockLSTM, tf.raw_ops.BlockLSTMGrad
+    work = prepare(ops, given, lambda a: tf.cast(a, tf.float32).numpy(), task)
+    return work._replace(threads=tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count())
 
 
 CONTENDERS = {

@@ -6,27 +6,27 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ....oracle.arithmetic import Tensors
+from ....oracle.arithmetic import Array, Tensors
 from ...cases import DTYPES, as_represented
-from ..tasks import PASSES, Contender, Size, Task, Work
+from ..tasks import Contender, Size, Task, Work
 
 
-def draw(size: Size, dtype: str, seed: int = 0) -> Tensors:
+def draw(size: Size, dtype: str) -> Tensors:
     """Return random x, Wx, Wh, b, time-major and in gate order ifgo, and the cotangent dh of h, as float32 arrays
     with values that `dtype` can represent."""
-    rng = np.random.default_rng(seed)
+    H = size.H
+    return drawn(size, dtype, {"Wx": (4 * H, size.I), "Wh": (4 * H, H), "b": (4 * H,)})
+
+
+def drawn(size: Size, dtype: str, weights: dict[str, tuple[int, ...]], directions: int = 1) -> Tensors:
+    """Return random x [T, B, I], weights of these shapes by name, and dh [T, B, directions * H], as float32 arrays with
+    values that `dtype` can represent."""
+    rng = np.random.default_rng(0)
     T, B, width, H = size
-
-    def weights(*shape: int) -> np.ndarray:
-        return ((2 * rng.random(shape, np.float32) - 1) / np.sqrt(H)).astype(np.float32)
-
-    numbers = {
-        "x": rng.standard_normal((T, B, width), np.float32),
-        "Wx": weights(4 * H, width),
-        "Wh": weights(4 * H, H),
-        "b": weights(4 * H),
-        "dh": rng.standard_normal((T, B, H), np.float32),
-    }
+    numbers = {"x": rng.standard_normal((T, B, width), np.float32)}
+    for name, shape in weights.items():
+        numbers[name] = ((2 * rng.random(shape, np.float32) - 1) / np.sqrt(H)).astype(np.float32)
+    numbers["dh"] = rng.standard_normal((T, B, directions * H), np.float32)
     return as_represented(numbers, dtype)
 
 
@@ -38,7 +38,7 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
         training = task.which == "backward"
         return lstm(x, Wx, Wh, b, training=training, engine=task.engine, checkpoint_every=task.every).h
 
-    return mlx_work(forward, numbers, task, batch_major=False)
+    return in_mlx(forward, numbers, task)
 
 
 def prepare_mlx(numbers: Tensors, task: Task) -> Work:
@@ -52,16 +52,18 @@ def prepare_mlx(numbers: Tensors, task: Task) -> Work:
         layer.Wx, layer.Wh, layer.bias = Wx, Wh, b
         return layer(x)[0]
 
-    return mlx_work(forward, numbers, task, batch_major=True)
+    def turned(arrays: Tensors) -> Tensors:
+        return {name: a.swapaxes(0, 1) if name in ("x", "h", "dx", "dh") else a for name, a in arrays.items()}
+
+    work = in_mlx(forward, turned(numbers), task)
+    return work._replace(tensors=lambda results: turned(work.tensors(results)))
 
 
-def mlx_work(forward: Callable[..., mx.array], numbers: Tensors, task: Task, *, batch_major: bool) -> Work:
-    """Return an MLX function from (x, Wx, Wh, b) to h, prepared with the given arrays and ready to run. Gradients
-    come from `mx.vjp`, without a loss."""
-    arrays = {name: numbers[name] for name in ("x", "Wx", "Wh", "b", "dh")}
-    if batch_major:
-        arrays |= {name: np.ascontiguousarray(arrays[name].swapaxes(0, 1)) for name in ("x", "dh")}
-    arrays = {name: mx.array(array).astype(DTYPES[task.dtype]) for name, array in arrays.items()}
+def in_mlx(forward: Callable[..., mx.array], numbers: Tensors, task: Task) -> Work:
+    """Return an MLX function from arrays to h, ready to run. numbers: the arrays by name, in the order of the
+    function's parameters, and dh. In the pass "backward" the gradients of all arrays come from `mx.vjp`, without a
+    loss."""
+    arrays = {n: mx.array(np.ascontiguousarray(array)).astype(DTYPES[task.dtype]) for n, array in numbers.items()}
     mx.eval(arrays)
     dh = arrays.pop("dh")
     primals = list(arrays.values())
@@ -77,43 +79,48 @@ def mlx_work(forward: Callable[..., mx.array], numbers: Tensors, task: Task, *, 
         mx.eval(results)
         return results
 
-    def tensors(results: list[mx.array]) -> Tensors:
-        named = dict(zip(PASSES[task.which], results, strict=True))
-        return {
-            name: np.array((a.swapaxes(0, 1) if batch_major and name in ("h", "dx") else a).astype(mx.float32))
-            for name, a in named.items()
-        }
+    return Work(run, lambda results: named([*arrays], [np.array(a.astype(mx.float32)) for a in results]), build=build)
 
-    return Work(run, tensors, build=build)
+
+def named(inputs: list[str], results: list[Array]) -> Tensors:
+    """Return the results of a pass by name: h and, if there are more, the gradients of the inputs of these names."""
+    return dict(zip(["h", *(f"d{name}" for name in inputs)], results, strict=len(results) > 1))
 
 
 def prepare_torch(numbers: Tensors, task: Task) -> Work:
-    """Return `torch.nn.LSTM` on the CPU, time-major, ready to run. bias_ih = b; bias_hh = 0 and needs no gradient.
+    """Return `torch.nn.LSTM` on the CPU, time-major, ready to run. bias_ih = b; bias_hh = 0 and needs no gradient."""
+    import torch
+
+    layer: Any = torch.nn.LSTM(task.size.I, task.size.H)
+    torch.nn.init.zeros_(layer.bias_hh_l0).requires_grad_(False)
+    return in_torch(layer, {"Wx": "weight_ih_l0", "Wh": "weight_hh_l0", "b": "bias_ih_l0"}, numbers, task)
+
+
+def in_torch(layer: Any, parameters: dict[str, str], numbers: Tensors, task: Task) -> Work:
+    """Return a layer of torch on the CPU, time-major, ready to run. parameters: the layer's name for each weight.
 
     Forward runs under `no_grad`; gradients come from `torch.autograd.grad`, which does not add them to `.grad`.
     """
     import torch
 
     dtype = getattr(torch, task.dtype)
-    layer = torch.nn.LSTM(task.size.I, task.size.H).to(dtype)
-    x, Wx, Wh, b, dh = (torch.from_numpy(numbers[name]).to(dtype) for name in ("x", "Wx", "Wh", "b", "dh"))
+    layer.to(dtype)
+    weights = [getattr(layer, parameter) for parameter in parameters.values()]
     with torch.no_grad():
-        for name, value in {"weight_ih": Wx, "weight_hh": Wh, "bias_ih": b, "bias_hh": torch.zeros_like(b)}.items():
-            getattr(layer, f"{name}_l0").copy_(value)
-    layer.bias_hh_l0.requires_grad_(False)
+        for name, weight in zip(parameters, weights, strict=True):
+            weight.copy_(torch.from_numpy(numbers[name]))
+    x, dh = (torch.from_numpy(numbers[name]).to(dtype) for name in ("x", "dh"))
     x.requires_grad_(True)
-    inputs: list[Any] = [x, layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_ih_l0]
 
     def run() -> list[Any]:
         if task.which == "forward":
             with torch.no_grad():
                 return [layer(x)[0]]
         h = layer(x)[0]
-        return [h, *torch.autograd.grad(h, inputs, dh)]
+        return [h, *torch.autograd.grad(h, [x, *weights], dh)]
 
     def tensors(results: list[Any]) -> Tensors:
-        named = zip(PASSES[task.which], results, strict=True)
-        return {name: a.detach().float().numpy() for name, a in named}
+        return named(["x", *parameters], [a.detach().float().numpy() for a in results])
 
     return Work(run, tensors, torch.get_num_threads())
 

@@ -1,137 +1,146 @@
-"""The benchmark cases `cudnn_lstm` and `cudnn_gru`: two bidirectional layers, `mlx_lstm.cudnn` against torch on the
-CPU."""
+"""The benchmark cases `cudnn_lstm` and `cudnn_gru`: two bidirectional layers, LSTM or GRU, with two biases each,
+`mlx_lstm.cudnn` against torch on the CPU.
 
-from typing import Any
+The names of arrays end as in torch, to say the layer and direction: "_l0", "_l0_reverse", "_l1", "_l1_reverse".
+"""
+
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
 from ....engines.cells import Cell, GRUCell, LSTMCell
-from ....oracle.arithmetic import Tensors
-from ...cases import DTYPES, as_represented
+from ....oracle.arithmetic import Rounding, Tensors
+from ....oracle.recurrence import evaluate as evaluate_case
+from ....oracle.verdict import Judge
+from ...cases import DTYPES
+from ..judge import judge_layer
 from ..tasks import Contender, Size, Task, Work
-from .stack_judge import SUFFIXES
+from .lstm import drawn, in_mlx, in_torch
 
 SIZES = (Size(128, 32, 128, 128), Size(64, 16, 256, 256))
 CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell()}
+SUFFIXES = (("_l0", "_l0_reverse"), ("_l1", "_l1_reverse"))
 ALL = tuple(suffix for suffixes in SUFFIXES for suffix in suffixes)
-PASSES = {
-    "forward": ("h",),
-    "backward": ("h", "dx", *(f"{name}{suffix}" for suffix in ALL for name in ("dWx", "dWh", "db", "dbh"))),
-}
+NAMES = {"Wx": "weight_ih", "Wh": "weight_hh", "b": "bias_ih", "bh": "bias_hh"}
+"""The weights of a direction, with torch's names."""
+
+PASSES = {"forward": ("h",), "backward": ("h", "dx", *(f"d{name}{suffix}" for suffix in ALL for name in NAMES))}
+
+PACKED = [name + suffix for pair in (("Wx", "Wh"), ("b", "bh")) for suffix in ALL for name in pair]
+"""The order of the weights in cuDNN's parameter buffer: all matrices by layer and direction, then all biases."""
 
 
-def draw(cell: str, size: Size, dtype: str, seed: int = 0) -> Tensors:
+def draw(cell: str, size: Size, dtype: str) -> Tensors:
     """Return random x [T, B, I], dh [T, B, 2H], and for every layer and direction Wx, Wh, b, bh in torch's gate
     order."""
-    rng = np.random.default_rng(seed)
-    T, B, width, H = size
-    G = CELLS[cell].gates
-    numbers = {"x": rng.standard_normal((T, B, width), np.float32)}
+    rows, H, shapes = CELLS[cell].gates * size.H, size.H, {}
     for layer, suffixes in enumerate(SUFFIXES):
-        shapes = {"Wx": (G * H, 2 * H if layer else width), "Wh": (G * H, H), "b": (G * H,), "bh": (G * H,)}
         for suffix in suffixes:
-            for name, shape in shapes.items():
-                numbers[name + suffix] = ((2 * rng.random(shape, np.float32) - 1) / np.sqrt(H)).astype(np.float32)
-    numbers["dh"] = rng.standard_normal((T, B, 2 * H), np.float32)
-    return as_represented(numbers, dtype)
+            matrices = {f"Wx{suffix}": (rows, 2 * H if layer else size.I), f"Wh{suffix}": (rows, H)}
+            shapes |= matrices | {f"b{suffix}": (rows,), f"bh{suffix}": (rows,)}
+    return drawn(size, dtype, shapes, directions=2)
+
+
+# --- In float64 ---
+
+
+def judge_stack(cell: str, numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
+    """Return a `Judge`, which compares results with float64, for two bidirectional layers of this cell, "lstm" or
+    "gru"."""
+    return judge_layer(numbers, dtype, backward=backward, evaluate=partial(evaluate, cell))
+
+
+def evaluate(cell: str, numbers: Tensors, fl: Rounding, *, backward: bool) -> Tensors:
+    """Return h [T, B, 2H] of the upper layer and, with `backward`, dx and dWx, dWh, db, dbh by layer and direction."""
+    lower, upper = (layer(cell, numbers, suffixes, fl) for suffixes in SUFFIXES)
+    upper["x"] = evaluate_case(lower | {"x": numbers["x"]}, None, fl)[0]["h"]
+    outputs, above = evaluate_case(upper, {"h": numbers["dh"]} if backward else None, fl)
+    results = {"h": outputs["h"]}
+    if backward:
+        _, below = evaluate_case(lower | {"x": numbers["x"]}, {"h": above["x"]}, fl)
+        results["dx"] = below["x"]
+        for gradients, suffixes in zip((below, above), SUFFIXES, strict=True):
+            results |= gradients_by_direction(gradients, suffixes)
+    return results
+
+
+def layer(cell: str, numbers: Tensors, suffixes: tuple[str, str], fl: Rounding) -> Tensors:
+    """Return the arguments for the float64 oracle of one layer, without x. The two biases are added, except the
+    recurrent bias of a GRU's candidate, which stays separate."""
+    both = {name: [numbers[name + suffix] for suffix in suffixes] for name in NAMES}
+    b, bh = (np.stack(both[name]).astype(np.float64) for name in ("b", "bh"))
+    case = {"op": cell, "bidirectional": True, "Wx": np.concatenate(both["Wx"]), "Wh": np.stack(both["Wh"])}
+    if cell == "gru":
+        candidate = 2 * bh.shape[1] // 3
+        case["bhn"] = bh[:, candidate:].ravel()
+        bh = np.concatenate([bh[:, :candidate], 0 * bh[:, candidate:]], axis=1)
+    return case | {"b": fl(b + bh).ravel()}
+
+
+def gradients_by_direction(gradients: Tensors, suffixes: tuple[str, str]) -> Tensors:
+    """Return dWx, dWh, db, dbh of each direction by name, from the oracle's gradients of a layer."""
+    named = {}
+    for d, suffix in enumerate(suffixes):
+        dWx, db = (np.split(gradients[name], 2)[d] for name in ("Wx", "b"))
+        dbh = db
+        if "bhn" in gradients:
+            dbhn = np.split(gradients["bhn"], 2)[d]
+            dbh = np.concatenate([db[: -len(dbhn)], dbhn])
+        values = {"dWx": dWx, "dWh": gradients["Wh"][d], "db": db, "dbh": dbh}
+        named |= {name + suffix: value for name, value in values.items()}
+    return named
+
+
+# --- Contenders ---
 
 
 def to_buffer(arrays: Tensors) -> np.ndarray:
-    """Join arrays into cuDNN's parameter buffer: all matrices by layer and direction, then all biases."""
-    parts = [(name, suffix) for pair in (("Wx", "Wh"), ("b", "bh")) for suffix in ALL for name in pair]
-    return np.concatenate([arrays[name + suffix].ravel() for name, suffix in parts])
+    """Join arrays into cuDNN's parameter buffer."""
+    return np.concatenate([arrays[name].ravel() for name in PACKED])
 
 
 def from_buffer(buffer: np.ndarray, like: Tensors) -> Tensors:
     """Split cuDNN's parameter buffer into arrays with the names and shapes of `like`."""
-    arrays, start = {}, 0
-    for pair in (("Wx", "Wh"), ("b", "bh")):
-        for name in (name + suffix for suffix in ALL for name in pair):
-            shape = like[name].shape
-            arrays[name] = buffer[start : start + np.prod(shape)].reshape(shape)
-            start += np.prod(shape)
-    return arrays
+    parts = np.split(buffer, np.cumsum([like[name].size for name in PACKED])[:-1])
+    return {name: part.reshape(like[name].shape) for name, part in zip(PACKED, parts, strict=True)}
 
 
 def prepare_ours(cell: str, numbers: Tensors, task: Task) -> Work:
-    """Return `mlx_lstm.cudnn.cudnn_rnn`, prepared with the given arrays and ready to run. Gradients come from
-    `mx.vjp`."""
+    """Return `mlx_lstm.cudnn.cudnn_rnn`, prepared with the given arrays and ready to run."""
     from mlx_lstm.cudnn import cudnn_rnn
 
-    state = np.zeros((4, task.size.B, task.size.H), np.float32)
-    arrays = {"x": numbers["x"], "state": state, "params": to_buffer(numbers), "dh": numbers["dh"]}
-    arrays = {name: mx.array(array).astype(DTYPES[task.dtype]) for name, array in arrays.items()}
-    mx.eval(arrays)
     training = task.which == "backward"
     options = {"rnn_mode": cell, "direction": "bidirectional", "engine": task.engine, "is_training": training}
+    state = mx.zeros((4, task.size.B, task.size.H), DTYPES[task.dtype])
+    mx.eval(state)
 
-    def output(x: mx.array, params: mx.array) -> list[mx.array]:
-        return [cudnn_rnn(x, arrays["state"], arrays["state"], params, **options).output]
+    def output(x: mx.array, params: mx.array) -> mx.array:
+        return cudnn_rnn(x, state, state, params, **options).output
 
-    def build() -> list[mx.array]:
-        inputs = [arrays["x"], arrays["params"]]
-        if not training:
-            return output(*inputs)
-        outputs, gradients = mx.vjp(output, inputs, [arrays["dh"]])
-        return [*outputs, *gradients]
-
-    def run() -> list[mx.array]:
-        results = build()
-        mx.eval(results)
-        return results
+    work = in_mlx(output, {"x": numbers["x"], "params": to_buffer(numbers), "dh": numbers["dh"]}, task)
 
     def tensors(results: list[mx.array]) -> Tensors:
-        h, *gradients = (np.array(array.astype(mx.float32)) for array in results)
-        if not gradients:
-            return {"h": h}
-        return {"h": h, "dx": gradients[0]} | {f"d{n}": a for n, a in from_buffer(gradients[1], numbers).items()}
+        found = work.tensors(results)
+        dparams = {f"d{n}": a for n, a in from_buffer(found.pop("dparams"), numbers).items()} if training else {}
+        return found | dparams
 
-    return Work(run, tensors, build=build)
-
-
-TORCH_NAMES = {"Wx": "weight_ih", "Wh": "weight_hh", "b": "bias_ih", "bh": "bias_hh"}
+    return work._replace(tensors=tensors)
 
 
 def prepare_torch(cell: str, numbers: Tensors, task: Task) -> Work:
     """Return `torch.nn.LSTM` or `torch.nn.GRU` on the CPU, time-major, ready to run."""
     import torch
 
-    dtype = getattr(torch, task.dtype)
     layer = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[cell]
-    layer = layer(task.size.I, task.size.H, num_layers=2, bidirectional=True).to(dtype)
-    names = {name + suffix: torch_name + suffix for suffix in ALL for name, torch_name in TORCH_NAMES.items()}
-    with torch.no_grad():
-        for name, torch_name in names.items():
-            getattr(layer, torch_name).copy_(torch.from_numpy(numbers[name]))
-    x, dh = (torch.from_numpy(numbers[name]).to(dtype) for name in ("x", "dh"))
-    x.requires_grad_(True)
-    weights = [getattr(layer, torch_name) for torch_name in names.values()]
-
-    def run() -> list[Any]:
-        if task.which == "forward":
-            with torch.no_grad():
-                return [layer(x)[0]]
-        h = layer(x)[0]
-        return [h, *torch.autograd.grad(h, [x, *weights], dh)]
-
-    def tensors(results: list[Any]) -> Tensors:
-        keys = ("h", "dx", *(f"d{name}" for name in names))
-        return {key: array.detach().float().numpy() for key, array in zip(keys, results, strict=False)}
-
-    return Work(run, tensors, torch.get_num_threads())
+    layer = layer(task.size.I, task.size.H, num_layers=2, bidirectional=True)
+    parameters = {name + suffix: torch_name + suffix for suffix in ALL for name, torch_name in NAMES.items()}
+    return in_torch(layer, parameters, numbers, task)
 
 
 def contenders(cell: str) -> dict[str, Contender]:
     """Return the contenders for a stack of this cell, by name."""
-
-    def ours(numbers: Tensors, task: Task) -> Work:
-        return prepare_ours(cell, numbers, task)
-
-    def torch(numbers: Tensors, task: Task) -> Work:
-        return prepare_torch(cell, numbers, task)
-
     return {
-        "ours": Contender(f"mlx_lstm.cudnn {cell}", "mlx_lstm.cudnn", ours),
-        "torch": Contender(f"torch.nn.{cell.upper()}", "torch", torch),
+        "ours": Contender(f"mlx_lstm.cudnn {cell}", "mlx_lstm.cudnn", partial(prepare_ours, cell)),
+        "torch": Contender(f"torch.nn.{cell.upper()}", "torch", partial(prepare_torch, cell)),
     }

@@ -1,0 +1,72 @@
+"""What MPSGraph or an app may have returned in place of a documented result, and what it may have done with the
+arguments, computed by the float64 oracle. `experiments` and `readings` compare results with these forms."""
+
+import numpy as np
+
+from ..lab.mpsgraph.cases import RESULTS, Arrays, CompareCase
+from ..lab.mpsgraph.judge import call_of, evaluated, options
+from ..oracle.arithmetic import ACTIVATIONS, Rounding
+from ..oracle.case import complete, sides
+from ..oracle.recurrence import unroll
+
+
+def predicted(case: CompareCase, fl: Rounding, readings: dict[str, str]) -> Arrays:
+    """Return by name the documented results of a case. Return also arrays that a user's app may have saved in place
+    of a result. For example, "c squashed" is c after the last activation, which an app may have saved in place of c."""
+    results = evaluated(case, fl, **readings)
+    more = {"z_state before": preactivations(case, fl, **readings)} if case.op != "single_gate_rnn" else {}
+    if case.op == "single_gate_rnn":
+        more["z_state after"] = results["h"]
+    if case.op == "lstm":
+        activation = options(case, **readings)["activations"][-1]
+        more["c squashed"] = ACTIVATIONS[activation](results["c"], fl)
+    if case.op == "gru" and {"init_state", "secondary_bias"} <= set(case.arrays) and "mask" not in case.arrays:
+        more["z_state product"] = with_product(case, fl)
+    reverse = case.descriptor.get("reverse", False) and not case.bidirectional
+    for name in RESULTS[case.op]:
+        value = results[name]
+        half = value.shape[-1] // 2
+        if reverse:
+            more[f"{name} by step"] = value[::-1]
+        if case.bidirectional:
+            more[f"{name} halved"] = np.concatenate([value[..., :half], value[::-1, :, half:]], axis=-1)
+        if name != "z_state":
+            ends = value[-1, :, :half], value[0, :, half:]
+            more[f"last {name}"] = np.concatenate(ends, -1) if case.bidirectional else value[0 if reverse else -1]
+    return results | more
+
+
+def preactivations(case: CompareCase, fl: Rounding, **readings: str) -> np.ndarray:
+    """Return the preactivations of the gates, [T, N, D G H], computed by the oracle. T: steps, N: batch, D:
+    directions, G: gates, H: units."""
+    parts = []
+    for side in sides(call_of(case, **readings)):  # one direction after the other
+        p = complete(side, fl)
+        tape = unroll(p, fl)[1]
+        parts.append(np.stack([np.concatenate([tape[t].a[gate] for gate in p.gate_order], -1) for t in range(p.T)]))
+    return np.concatenate(parts, axis=-1)
+
+
+def with_product(case: CompareCase, fl: Rounding) -> np.ndarray:
+    """Return [T, N, 3H]: the gates z and r, and the recurrent product of the candidate. The case is a GRU without
+    mask that resets after the product."""
+    results, H = evaluated(case, fl), case.hidden
+    arrays = {name: fl.load(array) for name, array in case.arrays.items()}
+    before = np.concatenate([arrays["init_state"][None], results["h"][:-1]])
+    product = fl(before @ arrays["recurrent_weight"][2 * H :].T + arrays["secondary_bias"])
+    return np.concatenate([results["z_state"][..., : 2 * H], product], axis=-1)
+
+
+def moved(case: CompareCase) -> CompareCase:
+    """Return the case with the array state_gradient (the gradient of the last state) added to source_gradient (the
+    gradient of h) at the last time step. One interpretation of Apple's documentation adds it there, also if the op
+    runs in reverse."""
+    arrays = {name: array for name, array in case.arrays.items() if name != "state_gradient"}
+    arrays["source_gradient"] = case.arrays["source_gradient"].copy()
+    arrays["source_gradient"][-1] += case.arrays["state_gradient"]
+    return case._replace(arrays=arrays)
+
+
+def side_by_side(case: CompareCase) -> CompareCase:
+    """Return the case with a mask [2, N, H] of both directions as a mask [N, 2H]."""
+    return case._replace(arrays=case.arrays | {"mask": np.concatenate(list(case.arrays["mask"]), axis=-1)})
