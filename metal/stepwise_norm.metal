@@ -156,11 +156,12 @@ void normed_unit(
 }
 
 // Normalise c and return m = o s_output(norm(c)), where s_output is the activation of c; m is h, or what a projection
-// multiplies.
-//   o    o's preactivation without its peephole      of   the moments of c
-//   c    on entry c before the norm; on return, if IN_STATE, the normalised c
-//   y    the gates. If o's peephole reads the normalised c, which was not known before, gate o is computed again here.
-//        Its argument 0.0f is the forget bias, which only gate f has
+// multiplies. For an LSTM only, which has 4 gates.
+//   o      o's preactivation without its peephole      of   the moments of c
+//   c      on entry c before the norm; on return, if IN_STATE, the normalised c
+//   seen   norm(c), with scale and shift: the c that the output sees
+//   y      the gates. If o's peephole reads the normalised c, which was not known before, gate o is computed again
+//          here. Its argument 0.0f is the forget bias, which only gate f has
 template <class Cell, class Arrays>
 float normed_output(
     thread const Step& s, thread const Arrays& a, int j, float o, thread const Moments& of, thread float& c,
@@ -272,9 +273,10 @@ void stepwise_norm_dm(
 }
 
 // The gradients of one unit at one step, from unit_gradients.
-//   dz      those of its preactivations, one per gate
-//   carry   that of c, or of h without the part through the products, before the step; not yet multiplied by `keep`
-//   of_c    that of the result of the norm of c
+//   dz      the gradients of its preactivations, one per gate
+//   carry   the gradient of c before the step, or of h without the part through the products; not yet multiplied by
+//           `keep`
+//   of_c    the gradient of the result of the norm of c
 template <int GATES>
 struct UnitGradients {
   float dz[GATES], carry, of_c;
