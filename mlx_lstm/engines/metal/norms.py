@@ -186,7 +186,7 @@ def memory_of(cell: AnyCell, H: int, lanes: int, rows: int) -> int:
     norms. metal/fused_norm.metal describes it (NormMemory): each norm has a pair of floats for each simdgroup and
     batch item. H: the units. lanes: the lanes of a unit. rows: the batch items of a threadgroup."""
     simdgroups = -(-H * lanes // 32)
-    # every: every `every`-th lane has numbers of the same norm: all lanes, or with a norm per gate one lane of each unit.
+    # every: every `every`-th lane has numbers of the same norm. It is 1 (all lanes), or with a norm per gate `lanes`.
     # places: the pairs of each norm. The 32 // every lanes of a norm in a simdgroup divide the sums of all simdgroups
     # among themselves, so their number is rounded up to a multiple of these lanes.
     every = lanes if norm_blocks(cell) > 1 else 1
