@@ -225,10 +225,10 @@ void stepwise_norm_forward(
 // --- Backward ---
 
 // Stands for Cell in the kernel stepwise_dh, which computes the gradient of h from a row of the backward pass. In a
-// cell with norms this row begins, behind the floats, with the gradients of the products. stepwise_dh multiplies them
-// with Wh as one segment (SEGMENTS), and multiplies none by a gate, as it does for a GRU without norms. ADDS_CARRY:
-// whether stepwise_dh also adds the carry of h to the result (PASSES_H). CARRIED + PASSES_H is the same as in Cell, so
-// that the row has the same number of floats.
+// cell with norms this row has, behind the floats, the gradients of the products. stepwise_dh multiplies them with Wh
+// in one segment (SEGMENTS). For a GRU without norms it would multiply the candidate's dz by the gate r first; here
+// this is already done. ADDS_CARRY: whether stepwise_dh also adds the carry of h to the result (PASSES_H). CARRIED +
+// PASSES_H is the same as in Cell, so that the row has the same number of floats.
 template <class Cell, bool ADDS_CARRY>
 struct CellForDh {
   enum { GATES = Cell::GATES, PRODUCTS = GATES, GRADIENTS = GATES, SEGMENTS = 1, SUMMED = Cell::SUMMED };
