@@ -156,11 +156,12 @@ void normed_unit(
 }
 
 // Normalise c and return m = o s_output(norm(c)), where s_output is the activation of c; m is h, or what a projection
-// multiplies.
-//   o    o's preactivation without its peephole      of   the moments of c
-//   c    on entry c before the norm; on return, if IN_STATE, the normalised c
-//   y    the gates. If o's peephole reads the normalised c, which was not known before, gate o is computed again here.
-//        Its argument 0.0f is the forget bias, which only gate f has
+// multiplies. For an LSTM only, which has 4 gates.
+//   o      o's preactivation without its peephole      of   the moments of c
+//   c      on entry c before the norm; on return, if IN_STATE, the normalised c
+//   seen   norm(c), with scale and shift: the c that the output sees
+//   y      the gates. If o's peephole reads the normalised c, which was not known before, gate o is computed again
+//          here. Its argument 0.0f is the forget bias, which only gate f has
 template <class Cell, class Arrays>
 float normed_output(
     thread const Step& s, thread const Arrays& a, int j, float o, thread const Moments& of, thread float& c,
@@ -224,10 +225,10 @@ void stepwise_norm_forward(
 // --- Backward ---
 
 // Stands for Cell in the kernel stepwise_dh, which computes the gradient of h from a row of the backward pass. In a
-// cell with norms this row begins, behind the floats, with the gradients of the products. stepwise_dh multiplies them
-// with Wh as one segment (SEGMENTS), and multiplies none by a gate, as it does for a GRU without norms. ADDS_CARRY:
-// whether stepwise_dh also adds the carry of h to the result (PASSES_H). CARRIED + PASSES_H is the same as in Cell, so
-// that the row has the same number of floats.
+// cell with norms this row has, behind the floats, the gradients of the products. stepwise_dh multiplies them with Wh
+// in one segment (SEGMENTS). For a GRU without norms it would multiply the candidate's dz by the gate r first; here
+// this is already done. ADDS_CARRY: whether stepwise_dh also adds the carry of h to the result (PASSES_H). CARRIED +
+// PASSES_H is the same as in Cell, so that the row has the same number of floats.
 template <class Cell, bool ADDS_CARRY>
 struct CellForDh {
   enum { GATES = Cell::GATES, PRODUCTS = GATES, GRADIENTS = GATES, SEGMENTS = 1, SUMMED = Cell::SUMMED };
@@ -272,9 +273,10 @@ void stepwise_norm_dm(
 }
 
 // The gradients of one unit at one step, from unit_gradients.
-//   dz      those of its preactivations, one per gate
-//   carry   that of c, or of h without the part through the products, before the step; not yet multiplied by `keep`
-//   of_c    that of the result of the norm of c
+//   dz      the gradients of its preactivations, one per gate
+//   carry   the gradient of c before the step, or of h without the part through the products; not yet multiplied by
+//           `keep`
+//   of_c    the gradient of the result of the norm of c
 template <int GATES>
 struct UnitGradients {
   float dz[GATES], carry, of_c;

@@ -182,11 +182,15 @@ def times_reset(problem: Problem, dz: mx.array, gates: mx.array) -> mx.array:
 
 
 def memory_of(cell: AnyCell, H: int, lanes: int, rows: int) -> int:
-    """Return the bytes of threadgroup memory in which simdgroups exchange the sums of the norms; NormMemory in
-    metal/fused_norm.metal describes it. lanes: the lanes of a unit. rows: the batch items of a threadgroup."""
+    """Return the bytes of threadgroup memory in which the simdgroups of a `fused` kernel exchange the sums of the
+    norms. metal/fused_norm.metal describes it (NormMemory): each norm has a pair of floats for each simdgroup and
+    batch item. H: the units. lanes: the lanes of a unit. rows: the batch items of a threadgroup."""
     simdgroups = -(-H * lanes // 32)
+    # every: every `every`-th lane has numbers of the same norm. It is 1 (all lanes), or with a norm per gate `lanes`.
+    # places: the pairs of each norm. The 32 // every lanes of a norm in a simdgroup divide the sums of all simdgroups
+    # among themselves, so their number is rounded up to a multiple of these lanes.
     every = lanes if norm_blocks(cell) > 1 else 1
     gates = -(-cell.gates // lanes) if every > 1 else 1  # a lane has as many norms
     places = gates * [every * -(-simdgroups // (32 // every)) * (32 // every)] if of_product(cell) else []
     places += [32] if of_state(cell) else []
-    return sum(-(-count * rows // 2) * 16 for count in places)
+    return sum(-(-count * rows // 2) * 16 for count in places)  # two pairs fill a vector of 16 bytes

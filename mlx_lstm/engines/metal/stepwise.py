@@ -115,6 +115,7 @@ def normed_steps(problem: Problem, arrays: Arrays, inputs: Inputs, row: mx.array
     computes h, whose rows `projected` collects. inputs: what the kernels read, apart from the norms' arrays. row:
     what the first step gets in place of the row of the step before."""
     T, H, P, mask, h = problem.T, problem.H, problem.P, inputs["mask"], row
+    # before, h_before, product: here only to say that the kernels have these inputs. Each launch gets its own.
     inputs = inputs | norms.inputs_of(problem, arrays)
     before = {"before": row} if "Wp" not in arrays else {"before": row, "h_before": row}
     product = each_step(norm_product_kernel, problem, inputs | before)
