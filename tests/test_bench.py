@@ -25,6 +25,7 @@ from mlx_lstm.lab.timing.files import plot
 from mlx_lstm.lab.timing.judge import evaluate_lstm, judge_layer
 from mlx_lstm.lab.timing.report import PAUSE_HINT, THREADS_HINT, group_text
 from mlx_lstm.lab.timing.rounds import Measurement, Plan, needed_bytes, peak_ratio, plan, ratio, take_turn
+from mlx_lstm.lab.timing.short import time_line
 from mlx_lstm.lab.timing.tasks import PASSES, Size, Task, parse_size
 from mlx_lstm.lab.timing.worker import PeakMemory
 from mlx_lstm.oracle.arithmetic import Rounding
@@ -370,6 +371,14 @@ def test_a_checkpointed_row_is_compared_with_saving_every_step():
     assert group_text(rows).splitlines()[-1] == said
     without_times = [row._replace(rounds=()) for row in rows]
     assert group_text(without_times).splitlines()[-1] == said.replace(" and 1.38 (1.25-1.5) of the time", "")
+
+
+def test_a_line_of_times_compares_with_mlx():
+    """The line that `check` prints for a size divides each time by that of `mlx.nn.LSTM`: "1/4 of that" if it is
+    shorter, "2 times that" if it is longer."""
+    rows = [timed("mlx", (0.002,)), timed("ours", (0.0005,)), timed("torch", (0.004,))]
+    said = time_line(rows).partition(": ")[2]
+    assert said == "mlx.nn.LSTM 2 ms; ops 0.5 ms, 1/4 of that; torch.nn.LSTM 4 ms, 2 times that"
 
 
 def test_plot(tmp_path):

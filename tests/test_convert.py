@@ -1119,6 +1119,24 @@ def refusal(capsys, *arguments):
     return err
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt, 130, "\nnot converted: interrupted; b.npz is as before\n"),
+        (MemoryError, 2, "not converted: a.npz needs more memory than there is\n"),
+    ],
+)
+def test_the_command_says_on_stderr_what_ended_it(monkeypatch, capsys, error, code, said):
+    """Ctrl-C and a lack of memory end the command with an exit code and one line on stderr; stdout stays empty."""
+
+    def ended(options):
+        raise error
+
+    monkeypatch.setattr("mlx_lstm.convert.__main__.convert", ended)
+    assert main(["a.npz", "b.npz"]) == code
+    assert capsys.readouterr() == ("", said)
+
+
 def test_missing_and_surplus_keys_are_named(tmp_path, capsys):
     lstm, gru = (convert.to_torch(PLAIN[name], prefix="enc.") for name in ("lstm", "gru"))
     mlx_gru = {f"g.{key}": array for key, array in convert.to_mlx(PLAIN["gru"])[0][0].items()}
