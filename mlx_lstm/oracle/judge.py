@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .arithmetic import Array, Rounding, Tensors
 from .case import ARRAYS, OUTPUTS, Call
 from .closeness import exact_and_bounds, trials_for
-from .pointwise import comparison_distance, evaluate_graph
-from .recurrence import evaluate, kink_distance
+from .recurrence import evaluate
 from .verdict import Judge
 
 
@@ -50,18 +51,10 @@ class Case(NamedTuple):
 
     def results(self, fl: Rounding) -> Tensors:
         """Return all outputs by name, and all gradients as "d" + name, computed in the arithmetic `fl`."""
-        if "graph" in self.call:
-            outputs, gradients = evaluate_graph(self.call["graph"], self.call, self.cotangents or None, fl)
-        else:
+        # Unbounded activations may overflow, and a cell that the user wrote may have no value at padded steps.
+        with np.errstate(all="ignore"):
             outputs, gradients = evaluate(self.call, self.cotangents or None, fl)
         return outputs | {f"d{name}": gradient for name, gradient in gradients.items()}
-
-    def kink_distance(self) -> float:
-        """Return how near the call comes to a point where rounding makes a result or a gradient jump: the smallest
-        distance of an argument of an activation from a kink, or between the sides of a comparison in a user's cell."""
-        if "graph" in self.call:
-            return comparison_distance(self.call["graph"], self.call)
-        return kink_distance(**self.call)
 
     def judge(self, trials: int | None = None) -> Judge:
         """Return the float64 results with bounds on their errors. trials: the number of evaluations with random errors
