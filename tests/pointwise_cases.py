@@ -3,13 +3,14 @@ the float64 oracle. The cells are those of `mlx_lstm.cells` and random ones."""
 
 import mlx.core as mx
 import numpy as np
+from assertions import assert_within
 from cases import to_mlx, to_numpy
 
 from mlx_lstm import cells, pointwise, recurrent
 from mlx_lstm.check import cells as check_cells
 from mlx_lstm.engines.cell_tracer import Counts, traced
 from mlx_lstm.oracle import kink_distance
-from mlx_lstm.oracle.closeness import assert_within, exact_and_bounds
+from mlx_lstm.oracle.closeness import exact_and_bounds
 from mlx_lstm.oracle.judge import Case
 
 
