@@ -104,12 +104,12 @@ def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> 
     return Judge(changes.exact, {k: Bound(bound(k, min(FEW, trials)), partial(bound, k, trials)) for k in names})
 
 
-def exact_and_element_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> Judge:
+def exact_and_element_bounds(values: Values, dtype: DTypeLike) -> Judge:
     """Return a `Judge` (exact, bounds) as `exact_and_bounds` does, with a bound for each element. It comes from the
     changes that random errors in all operations make to this element alone, so it may be narrower than the bound of the
     whole tensor. SAFETY times the largest change, and a floor for one rounding and underflow, is the bound."""
     changes = Changes(values, dtype)
-    moved = changes.of(trials)
+    moved = changes.of(TRIALS)
     return Judge(changes.exact, {k: SAFETY * moved[k] + changes.floor(np.abs(a)) for k, a in changes.exact.items()})
 
 

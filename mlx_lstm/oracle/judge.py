@@ -56,8 +56,7 @@ class Case(NamedTuple):
             outputs, gradients = evaluate(self.call, self.cotangents or None, fl)
         return outputs | {f"d{name}": gradient for name, gradient in gradients.items()}
 
-    def judge(self, trials: int | None = None) -> Judge:
-        """Return the float64 results with bounds on their errors. trials: the number of evaluations with random errors
-        that find the bounds; by default it depends on the size of the arrays."""
-        trials = trials or trials_for(max(array.size for array in self.arrays.values()))
+    def judge(self) -> Judge:
+        """Return the float64 results with bounds on their errors."""
+        trials = trials_for(max(array.size for array in self.arrays.values()))
         return exact_and_bounds(self.results, self.dtype, trials)
