@@ -6,13 +6,15 @@
 // be `constant` or `device` pointers, because MLX binds an array of fewer than 8 elements as `constant` and others as
 // `device`.
 
-// In place of an array that the caller does not have, a kernel gets `absent`, the only value of the type Absent.
+// The type that a kernel gets in place of an array that the caller does not have, and its only value.
 enum Absent { absent };
 
-// Use this function in decltype only. Its return type is the type of a struct field for the parameter of a kernel: the
-// parameter's type without the address space of the parameter itself, because the field of a struct must not have one.
+// Used only in decltype, so it has no body: decltype(as_field(z)) is the type of the struct's field for the array z. It
+// is the type of the kernel's parameter z without the address space of the parameter itself, which the field of a
+// struct must not have.
 template <class A> A as_field(A parameter);
 
+// Return whether the caller has this array. The compiler knows it from the type.
 inline bool is_present(Absent) { return false; }
 template <class A> bool is_present(A) { return true; }
 

@@ -1,75 +1,68 @@
-// What all cells share: the options in one integer, the activations, and the members that a cell's struct must have.
+// What all cells share: options in one integer, activations, and the members of a cell's struct.
 //
-// A cell is a struct template with one integer parameter, OPTIONS, which mlx_lstm/engines/metal/kernel.py:cell_number
-// computes:
-//   bits 0-7    the position of each gate's block on a gate axis, two bits per gate
-//   bits 8-22   the activation of each gate, then the activation of the output, three bits each
-//   bits 23-    the cell's own options, listed in its file
-// Gates are numbered in the order i, f, g, o (LSTM) or r, z, n (GRU). The plain RNN cell has one gate, number 0.
+// A cell's struct (Cell in the kernels) computes one step of one unit of one batch item. It has one template parameter,
+// OPTIONS (engines/metal/kernel.py: cell_number):
+//   bits 0-7    the position of each gate's block of H numbers (H: units) on a gate axis, two bits per gate
+//   bits 8-22   the activation of each gate, then of the output, three bits each
+//   bits 23-26  the cell's own options: see its file
+//   bits 27-30  its layer normalisation: norm.metal
+// Gates are numbered i, f, g, o (LSTM) or r, z, n (GRU); a plain RNN has one, number 0. The struct of a user's cell is
+// `Own` (engines/metal/pointwise.py).
 //
-// A cell that a user wrote is a struct `Own` without parameter, which mlx_lstm/engines/metal/pointwise.py generates.
-//
-// Kernels are templates over the struct, called Cell there. A unit has one number in each block of H numbers of an
-// array. Kernels use these members:
-//   GATES          the number of preactivations; block(gate) is the position of a gate's block
-//   PRODUCTS       how many of them have a recurrent product: GATES, or 0 for a cell without one
-//   CARRIED        the number of states besides h (1 for c of an LSTM), which are stored in float
-//   PASSES_H       whether a step reads h, besides in the recurrent product
-//   READS_BEFORE, READS_AFTER   which states a backward step reads before and after the step: one bit per state, h first
-//   KEPT           how many numbers of a unit the forward pass saves for the backward pass (the gates)
-//   GRADIENTS      how many gradients of preactivations the backward pass stores, those of the products first
-//   INPUTS         how many numbers a unit reads at each step besides the preactivations (0 for the built-in cells)
-//   CONSTANTS      how many numbers p a unit reads once per launch; constants(...) reads them
-//   SUMMED         how many of them have a gradient that the backward pass sums over the steps
-//   forward        one step of one unit of one batch item, with the parameters
-//                    p     the constants        u   the inputs of the step
-//                    sums  the recurrent products
-//                    s     the states, h first: on entry those before the step, times `keep`; on return the new ones
-//                    y     on entry the input's parts of the preactivations, on return the numbers to save
-//   backward       the same step in reverse, with p, u, the saved numbers y and
-//                    before, after   the states before the step, times `keep`, and those after it
-//                    ds    on entry the gradients of the new states; on return those of `before`, without the part that
-//                          goes through the recurrent product
-//                    d     on entry the cotangents of y, on return the gradients of the preactivations
-//                    du    the gradients of u                 dp  the gradients of the SUMMED constants
-//                  A GRU, which has no inputs, gets in u[0] the recurrent product q of its candidate
-//   SEGMENTS       the number of parts into which the backward step divides the product dz Wh: 1 for all gates
-//                  together, or one part for each gate that has weights in this product
-//   product_gradient   the gradient of a gate's recurrent product; for a GRU's candidate it differs from the gradient
-//                      of the preactivation
-// All arithmetic is in float, even if the arrays store 16-bit numbers. A cotangent is the gradient that the caller
-// gives for an output of the call, such as the gates; the backward step adds it to what the equations give.
+// Members of a struct (numbers are per unit):
+//   GATES        preactivations; block(gate): the position of its block
+//   PRODUCTS     how many of them have a recurrent product: all or none
+//   CARRIED      states besides h, stored as float (1 for c of an LSTM)
+//   PASSES_H     1 if a step reads h outside the recurrent product (GRU)
+//   READS_BEFORE, READS_AFTER   states before and after a step that its backward step reads: a bit each, h first
+//   KEPT         numbers y that the forward step saves (the gates)
+//   GRADIENTS    gradients of preactivations that the backward step stores, those of the products first
+//   INPUTS       numbers u that a step also reads; 0 in built-in cells
+//   CONSTANTS    numbers p that all steps share, read by constants(...); SUMMED: those with a gradient
+//   SEGMENTS     parts of the backward product dz Wh: 1, or one for each gate in it
+//   forward(p, u, sums, s, y)   one step. sums: the products. s: the states, h first: on entry times the option keep,
+//       on return the new ones. y: on entry the input's parts of the preactivations, on return the saved numbers
+//   backward(p, u, y, before, after, ds, d, du, dp)   a step in reverse. before, after: the states before the step,
+//       times keep, and after it. ds: their gradients, on entry of `after`, on return of `before`, without the part
+//       through the product. d: on entry the cotangents of y (gradients that the caller gives), on return the gradients
+//       of the preactivations. du, dp: those of u, p. u[0] of a GRU: its candidate's product
+//   product_gradient   the gradient of a gate's product
+// All arithmetic is in float.
 
-// The size of an array for COUNT numbers. It is at least 1, because Metal has no arrays of size 0.
+// The size of an array for COUNT numbers: at least 1, because Metal has no arrays of size 0.
 template <int COUNT> constant constexpr int SIZE_FOR = COUNT == 0 ? 1 : COUNT;
 
-// CARRIES: the number of states whose gradients bypass the recurrent product, because a step reads these states besides
-// in the product. FIRST_CARRY: the first of these states, 0 (h) or 1.
+// CARRIES: how many states have a carry in the backward pass: a gradient that bypasses the recurrent product, because a
+// step reads the state outside of it. These are all states besides h, and h if PASSES_H. FIRST_CARRY: the first of them
+// in an array of states, 0 (h) or 1.
 template <class Cell> constant constexpr int CARRIES = int(Cell::CARRIED) + int(Cell::PASSES_H);
 template <class Cell> constant constexpr int FIRST_CARRY = 1 - int(Cell::PASSES_H);
 
-// The numbers of a unit that pass through `y` of a cell's forward step: preactivations, then saved numbers.
+// The size of the array `y` of a cell's forward step: it has GATES preactivations on entry, KEPT saved numbers on
+// return.
 template <class Cell> constant constexpr int VALUES = Cell::GATES > Cell::KEPT ? int(Cell::GATES) : int(Cell::KEPT);
 
+// The activation functions, as numbers in OPTIONS. HARD_SIGMOID and HARD_SIGMOID_SIXTH are 0.2 x + 0.5 and x / 6 + 0.5,
+// limited to the range from 0 to 1.
 enum Activation { IDENTITY, RELU, TANH, SIGMOID, HARD_SIGMOID, HARD_SIGMOID_SIXTH };
 
-// Read a cell's template parameter OPTIONS: the position of a gate's block (bits 0-7, two per gate), and the Activation
-// of a gate (from bit 8 on, three bits each).
+// Read a cell's template parameter OPTIONS: the position of a gate's block (bits 0-7, two per gate), and the activation
+// of a gate as a value of Activation (from bit 8 on, three bits each).
 constexpr int block_of(int options, int gate) { return (options >> (2 * gate)) & 3; }
 constexpr int activation_of(int options, int gate) { return (options >> (8 + 3 * gate)) & 7; }
 
-// Return the slope of the linear part of a hard sigmoid: 0.2 or 1/6. name: the number of the activation.
+// Return the slope of the linear part of a hard sigmoid: 0.2 or 1/6. name: HARD_SIGMOID or HARD_SIGMOID_SIXTH.
 inline float rise(int name) { return name == HARD_SIGMOID ? 0.2f : 1.0f / 6.0f; }
 
 // Return x, limited to the range from `least` to `most`. If x is NaN, return NaN. Metal's functions clamp and max are
 // not used, because they would replace NaN by a number.
 inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }
 
-// Return tanh(x) if is_tanh, else sigmoid(x). One formula with one exp2 and one reciprocal serves both, so neighbouring
-// lanes can compute different functions without a branch: sigmoid(x) = 1 / (1 + 2^(-x log2 e)) and tanh(x) = 2
-// sigmoid(2 x) - 1. Near 0 the formula of tanh loses digits, so a polynomial replaces it there. The error is at most 4
-// units in the last place (ulp). Exception: for a sigmoid with x < -4 it is up to |x| ulp, because the argument of exp2
-// is rounded.
+// Return tanh(x) if is_tanh, else sigmoid(x). Both are computed by one formula with one exp2 and one reciprocal, so
+// neighbouring lanes can compute different functions without a branch: sigmoid(x) = 1 / (1 + 2^(-x log2 e)), and
+// tanh(x) = 2 sigmoid(2 x) - 1. Near 0 this tanh loses digits, so there (x^2 < 0.3) a polynomial replaces it. The error
+// is at most 4 units in the last place (ulp). Exception: for a sigmoid with x < -4 it is up to |x| ulp, because the
+// argument of exp2 is rounded.
 inline float squash(bool is_tanh, float x) {
   const float power = x * (is_tanh ? -2.88539008f : -1.44269504f);  // -2 log2 e and -log2 e
   // The exponent is limited to 126, because the reciprocal of numbers above 2^126 may be inexact. NaN stays NaN.
@@ -80,7 +73,7 @@ inline float squash(bool is_tanh, float x) {
   return is_tanh && z < 0.3f ? near : far;
 }
 
-// Return the activation of x. name: a value of the enum Activation.
+// Return the activation of x. name: a value of the enum Activation. `default` are the two hard sigmoids.
 inline float activate(int name, float x) {
   switch (name) {
     case IDENTITY: return x;
@@ -91,7 +84,8 @@ inline float activate(int name, float x) {
   }
 }
 
-// Return the derivative of an activation, computed from its output y. name: a value of the enum Activation.
+// Return the derivative of an activation, computed from its output y. name: a value of the enum Activation. `default`
+// are the two hard sigmoids: their derivative is 0 where the output is 0 or 1.
 inline float slope(int name, float y) {
   switch (name) {
     case IDENTITY: return 1.0f;

@@ -4,29 +4,44 @@
 //   c = f c_prev + i g, clipped to +-limit
 //   o = s_o(a_o + p_o c)  or  s_o(a_o + p_o c_prev)
 //   m = o s_output(c)
-// m is h, or the vector that a projection multiplies. metal/README.md has the backward equations. In them the
-// derivative of the clip is 1, unless STOPS is set: then it is 0 where the clip changed c.
 //
-// The LSTM also uses four more bits of the template parameter OPTIONS:
+//   a_k     the preactivation of gate k: the input's part plus the recurrent product
+//   p_k     a peephole weight; s_k, s_output   activation functions
+//   m       h or, with a projection, the vector that it multiplies
+//   y       the gates i, f, g, o        c_prev, h_prev   the states before the step
+//   d...    a gradient: dc of c, dm of m, dy of the gates, dz of the preactivations
+//   cotangent   the gradient that the caller gives for an output of the call, such as the gates
+//
+// metal/README.md has the backward equations. In them the derivative of the clip is 1, unless STOPS is set: then it
+// is 0 where the clip changed c.
+//
+// The struct's template parameter OPTIONS has the layout of cell.metal: bits 0-7 the position of each gate's block,
+// bits 8-22 the activations. The LSTM has four more bits:
 //   bits 23-24   0 without peepholes; 1 if o reads the new c, 2 if o reads c_prev
 //   bit 25       1 if c is clipped
 //   bit 26       1 if the clip stops gradients
-// The constants of a unit are its peephole weights p in the order i, f, g, o, then the forget bias and the limit of c.
+// The constants p of a unit, which are the same at all steps, are its peephole weights in the order i, f, g, o, then
+// the forget bias and the limit of c. All members of the struct are those that cell.metal lists, so that every kernel
+// runs every cell. A parameter without a name is one that only other cells read.
 template <int OPTIONS>
 struct LSTMCell {
-  // The members that cell.metal lists; FORGET_BIAS and LIMIT are positions behind the four peephole weights. OUTPUT,
-  // the activation of c, stands behind those of the gates in OPTIONS. READS_...: 2 is the bit of c, which follows that
-  // of h.
+  // The members that cell.metal lists. GATE_I ... GATE_O number the gates; OUTPUT, the activation of c, follows them in
+  // OPTIONS. FORGET_BIAS and LIMIT are positions in p, behind the four peephole weights; CONSTANTS is the size of p.
+  // One state, c, is CARRIED besides h. READS_BEFORE, READS_AFTER: the backward step reads c before and after the step;
+  // 2 is the bit of c, which follows that of h. PEEPHOLE, CLIPS, STOPS: the LSTM's own options.
   enum { GATE_I, GATE_F, GATE_G, GATE_O, OUTPUT, FORGET_BIAS = 4, LIMIT, CONSTANTS };
   enum { GATES = 4, PRODUCTS = 4, KEPT = 4, GRADIENTS = 4, SEGMENTS = 1, CARRIED = 1, PASSES_H = 0 };
   enum { READS_BEFORE = 2, READS_AFTER = 2, INPUTS = 0, SUMMED = 0 };
   enum { NO_PEEPHOLE, O_SEES_CURRENT, O_SEES_PREVIOUS, PEEPHOLE = (OPTIONS >> 23) & 3 };
   enum { CLIPS = (OPTIONS >> 25) & 1, STOPS = (OPTIONS >> 26) & 1 };
 
+  // block: the position of a gate's H numbers on the gate axis. activation: a gate's activation, or that of c (OUTPUT).
   static constexpr int block(int gate) { return block_of(OPTIONS, gate); }
   static constexpr int activation(int gate) { return activation_of(OPTIONS, gate); }
 
-  // Read the four peephole weights of one unit from the array [D, 4H], then the two numbers of the cell.
+  // Read the constants p of one unit: its four peephole weights from a.peephole [D, 4H], and forget bias and limit from
+  // a.numbers. value_at returns 0 if the call lacks the array. direction: 0 or 1 of D. H: the number of units. Index:
+  // the integer type that counts elements.
   template <class Index, class Arrays>
   static void constants(thread const Arrays& a, int direction, int H, int unit, thread float* p) {
     for (int gate = 0; gate < 4; ++gate)
@@ -35,27 +50,28 @@ struct LSTMCell {
     p[LIMIT] = value_at(a.numbers, 1, 0.0f);
   }
 
-  // Return a gate's preactivation: a, plus the peephole term p c and, for gate f, the forget bias. a: the parts of the
-  // preactivation from the input and from h. p: the gate's peephole weight. c: the cell state that the peephole reads.
+  // Return a gate's whole preactivation: a, plus the peephole term p c and, for gate f, the forget bias. a: the input's
+  // part plus the recurrent product. p: the gate's peephole weight. c: the cell state that the peephole reads.
   static float preactivation(int gate, float a, float p, float c, float forget_bias) {
     a += gate == GATE_F ? forget_bias : 0.0f;
     return a + (PEEPHOLE == NO_PEEPHOLE ? 0.0f : p * c);
   }
 
-  // Return a gate after its activation. The parameters are those of `preactivation`.
+  // Return a gate after its activation. `gate` is its number; the other parameters are those of `preactivation`.
   static float gate(int gate, float a, float p, float c, float forget_bias) {
     return activate(activation(gate), preactivation(gate, a, p, c, forget_bias));
   }
 
-  // Return the new c, computed from the gates i, f, g and the c before the step. It is clipped if the cell has a limit.
+  // Return the new c, computed from the gates i, f, g and c before the step. If the cell clips (CLIPS), it is limited
+  // to the range from -limit to limit.
   static float state(float i, float f, float g, float c_prev, float limit) {
     const float c = f * c_prev + i * g;
     return CLIPS ? within(-limit, c, limit) : c;
   }
 
-  // Compute one step. p: the constants. sums: the recurrent products. Of the states s, s[1] is c, and s[0] becomes m =
-  // o s_output(c), which is h unless there is a projection. y: on entry the input's parts of the preactivations, on
-  // return the gates. A parameter without a name is one that only other cells read.
+  // Compute one step. p: the constants. sums: the recurrent products of the gates. s: the states; s[1] is c, on entry
+  // before the step, and s[0] becomes m, which is h unless there is a projection. y: on entry the input's parts of the
+  // preactivations, on return the gates. Gate o comes last, because its peephole may read the new c (`seen`).
   static void forward(
       thread const float* p, thread const float*, thread const float* sums, thread float* s, thread float* y) {
     const float c_prev = s[1];
@@ -67,28 +83,29 @@ struct LSTMCell {
     s[0] = y[GATE_O] * activate(activation(OUTPUT), s[1]);
   }
 
-  // Return the gradient of c after the step, without the terms of the peepholes. It has two parts: dc comes from the
-  // later steps and from the output c; the other part comes from m = o s with s = s_output(c). dm: the gradient of m.
+  // Return the gradient of c after the step, without the terms of the peepholes. It has two parts: dc, from the later
+  // steps and from the output c, and the part through m = o s with s = s_output(c). dm: the gradient of m.
   static float state_backward(float dc, float dm, float o, float s) {
     return dc + dm * o * slope(activation(OUTPUT), s);
   }
 
-  // Return the gradient of c before the clip: dc, or 0 where the clip changed c. |c| < limit says exactly that it did
-  // not. A c at the limit was at the limit already before the clip if f c_prev + i g, computed again, is there, too.
+  // Return the gradient of c before the clip: dc, or 0 where the clip changed c. If |c| < limit, the clip did not
+  // change c. If |c| is the limit, c before the clip is computed again: only if that is exactly at the limit, too, the
+  // clip did not change it.
   static float clip_backward(float dc, float i, float f, float g, float c_prev, float c, float limit) {
     return fabs(c) < limit || fabs(f * c_prev + i * g) == limit ? dc : 0.0f;
   }
 
-  // Return the gradient of a gate's preactivation. In the forward step the gate is multiplied by one factor, for
-  // example i by g in c = f c_prev + i g. other: this factor. d: the gradient of c, or of m for gate o. dy: the
-  // cotangent of the gate, the gradient that the caller gives for it as an output. slope: the derivative of the gate's
-  // activation.
+  // Return the gradient of a gate's preactivation. The forward step multiplies the gate with one factor, for example i
+  // with g in c = f c_prev + i g.
+  //   dy      the cotangent of the gate      d   the gradient of c or, for gate o, of m
+  //   other   the factor                     slope   the derivative of the gate's activation
   static float gate_backward(float dy, float d, float other, float slope) { return (dy + d * other) * slope; }
 
-  // Compute one step in reverse. y: the gates. ds: on entry the gradients of m and of the new c; on return ds[0] is 0,
-  // because h_prev is used only in the recurrent product, and ds[1] is the gradient of c_prev. dz: on entry the
-  // cotangents of the gates, on return the gradients of their preactivations. p: the constants. before, after: the
-  // states before and after the step.
+  // Compute one step in reverse. y: the gates. ds: on entry the gradients of m and of the new c; on return ds[1] is
+  // that of c_prev, and ds[0] is 0, because h_prev is read only by the recurrent product. dz: on entry the cotangents
+  // of the gates, on return the gradients of their preactivations. p: the constants. before, after: the states before
+  // and after the step.
   static void backward(
       thread const float* p, thread const float*, thread const float* y, thread const float* before,
       thread const float* after, thread float* ds, thread float* dz, thread float*, thread float*) {
@@ -107,6 +124,6 @@ struct LSTMCell {
     ds[1] = dc;
   }
 
-  // Return the gradient of a gate's recurrent product, which is that of its preactivation: the product is added to it.
+  // Return the gradient of a gate's recurrent product: that of its preactivation, which is a sum with the product.
   static float product_gradient(int gate, thread const float*, thread const float* dz) { return dz[gate]; }
 };

@@ -1,27 +1,37 @@
-// The plain RNN cell, h = s(a): one hidden unit of one batch item, forward and backward. The preactivation a is stored
-// as the cell's only gate, so that all cells share the layout of gates.
+// The plain RNN cell, h = s(a): one hidden unit of one batch item, forward and backward.
+//
+//   a     the preactivation: the input's part plus the recurrent product. It is stored as the cell's only gate, y[0],
+//         so that all cells share the layout of gates
+//   s     the activation function       da, dh   the gradients of a and h
+//
+// The struct's template parameter OPTIONS has the layout of cell.metal: bits 8-10 are the activation. All members of
+// the struct are those that cell.metal lists, so that every kernel runs every cell. A parameter without a name is one
+// that only other cells read.
 template <int OPTIONS>
 struct RNNCell {
-  // The members that cell.metal lists. READS_AFTER: bit 0, h; the slope of the activation is computed from the new h.
+  // The members that cell.metal lists: one preactivation with a recurrent product, no state besides h. READS_AFTER: the
+  // backward step reads h after the step (bit 0), because the slope of the activation is computed from its output.
   enum { GATES = 1, PRODUCTS = 1, KEPT = 1, GRADIENTS = 1, SEGMENTS = 1, CARRIED = 0, PASSES_H = 0 };
   enum { READS_BEFORE = 0, READS_AFTER = 1, CONSTANTS = 0, INPUTS = 0, SUMMED = 0 };
 
+  // block: the only gate has position 0. activation: its activation function.
   static constexpr int block(int) { return 0; }
   static constexpr int activation(int gate) { return activation_of(OPTIONS, gate); }
 
+  // Read the constants of a unit, of which this cell has none.
   template <class Index, class Arrays>
   static void constants(thread const Arrays&, int, int, int, thread float*) {}
 
-  // Compute one step. sums: the recurrent product. y: on entry the input's part of the preactivation, on return the
-  // whole one. A parameter without a name is one that only other cells read.
+  // Compute one step. sums: the recurrent product. h: on return the new h. y: on entry the input's part of the
+  // preactivation, on return the whole one.
   static void forward(
       thread const float*, thread const float*, thread const float* sums, thread float* h, thread float* y) {
     y[0] += sums[0];
     h[0] = activate(activation(0), y[0]);
   }
 
-  // Compute one step in reverse. h: the new h. dh: on entry the gradient of h, on return 0, because h_prev is used only
-  // in the recurrent product. da: on entry the cotangent of the preactivation (the gradient that the caller gives for
+  // Compute one step in reverse. h: the new h. dh: on entry the gradient of h, on return 0, because h_prev is read only
+  // by the recurrent product. da: on entry the cotangent of the preactivation (the gradient that the caller gives for
   // it as an output), on return its whole gradient.
   static void backward(
       thread const float*, thread const float*, thread const float*, thread const float*, thread const float* h,
@@ -30,5 +40,6 @@ struct RNNCell {
     dh[0] = 0.0f;
   }
 
+  // Return the gradient of the recurrent product: that of the preactivation, which is a sum with the product.
   static float product_gradient(int, thread const float*, thread const float* da) { return da[0]; }
 };

@@ -1,33 +1,37 @@
-// The backward pass over a whole sequence, with the product in lanes: it computes dz, dh0, dc0 from the cotangents of
-// h, c, gates, hT, cT. fused.metal describes the arrays, fused_lanes.metal the lanes.
+// The backward pass over all time steps in one launch, with the product in lanes: it computes dz, dh0 and dc0 from the
+// cotangents (the gradients that the caller gives) of h, c, gates, hT and cT.
 //
 //   dh_t = mask_next * (d_next Wh) + keep_next * (the part of the gradient that bypasses the product) + dh[t]
 //   d_t, ... = cell_backward(dh_t, ...)
 //
 // "next" is the step that the forward pass processes after t. d is the gradient of the recurrent products: for most
-// gates dz, the gradient of the preactivation, but dz_n r for a GRU's candidate, whose product is multiplied by r.
-// Besides dz, dh0 and dc0 the kernel writes:
-//   d_out   [T, B, D G H] or absent: d
-//   carry   [T, B, D H] float or absent: for an LSTM the gradient of keep * c; for the other cells the part of the
-//                                         gradient of keep * h that bypasses the product
+// gates dz, the gradient of the preactivation, but dz_n r for a GRU's candidate n, whose product is multiplied by r.
 //
-// `vectors` in threadgroup memory holds d of the current step, the operand of the product with Wh. It is a double
-// buffer [2][ROWS][padded G H]. For a GRU whose reset comes before the product, a step has two products, and `vectors`
-// has other parts: first dz_n [ROWS][padded H], with which the first product computes r's gradient; then dz_r and dz_z
-// [ROWS][padded 2 H], for the second product. The lanes of a unit share its gates. Each lane has its own gate and a
-// copy of the unit's dh, dc and state in registers.
-//
-// G: gates. D: directions. ROWS: batch items of a threadgroup. RUNS: runs of 4 numbers that a lane has of an operand of
-// ROW vectors. RESIDENT: weight vectors in registers; the others are `streamed`, read at every step. A cotangent is the
-// gradient that the caller gives for an output.
+// `vectors` in threadgroup memory holds d of the current step, the operand of the product with Wh: a double buffer
+// [2][ROWS][padded G H]. For a GRU whose reset comes before the product, a step has two products, and `vectors` has
+// other parts: first dz_n [ROWS][padded H], with which the first product computes r's gradient; then dz_r and dz_z
+// [ROWS][padded 2 H], for the second product.
 //
 // Barriers: one per step, between writing d and the product that reads it. The halves of the double buffer alternate,
 // so no lane overwrites numbers that another lane still reads. With two products there is a second barrier, between r's
 // gradient and the second product.
+//
+//   G, D, H     gates, directions, hidden units. ROWS: the batch items of a threadgroup; r counts them
+//   LANES       lanes share a unit. Each has its own gate, and a copy of the unit's dh, dc and states (items[r])
+//   UNITS, GROUP   LANES * UNITS = GROUP lanes share the product of UNITS units
+//   RUNS, ROW   runs of 4 numbers of an operand that a lane multiplies; vectors of 4 floats of one item's operand
+//   RESIDENT    weight vectors in registers (`resident`); a lane reads the others (`streamed`) at every step
+//   Lanes<Cell> (Unit)   says how lanes share a unit (fused_lanes.metal). Cell: the struct of a cell (cell.metal)
+//   C = CARRIED, the states besides h: 1 for an LSTM, else 0
+//   Item, StepNumbers, Sweep, Place   what a unit has from step to step; reads at a step; what a launch processes;
+//               positions in arrays (fused.metal)
+//   norm, of_norm   what a lane needs for layer normalisation (fused_norm.metal); without it `absent`
+//   a, S, Index   the struct of all arrays; their dtype; the type that counts elements. `live`: the item has not ended
 
-// Multiply x, an operand in threadgroup memory, with the columns of Wh that belong to the units of this group of lanes
-// (the lanes that share UNITS units). sum[r]: the result for batch item r and the lane's own unit. FROM: the lane's
-// first weight vector for this product. 1, 1: a column belongs to a unit, not to a gate, so each unit has one sum.
+// Multiply x, operands of ROWS batch items in threadgroup memory, with the columns of Wh that belong to the UNITS units
+// of this group of lanes. sum[r]: the result for batch item r and the lane's own unit; all LANES lanes of the unit get
+// it. x begins at the lane's first run. FROM: the lane's first weight vector for this product. 1, 1: a column belongs
+// to a unit, not to a gate, so each unit has one sum, whose bit in the set of wanted gates is 1.
 template <class Cell, int UNITS, int ROWS, int RUNS, int FROM, int RESIDENT, class V>
 void products_of_columns(
     thread float (&sum)[ROWS], thread const V* resident, const device V* streamed, threadgroup const float4* x) {
@@ -45,7 +49,8 @@ void products_of_columns(
 // the result of the first product, the gradient of r h. From it the function computes the gradient of r's
 // preactivation. Then lanes 0 and 1 of a unit write the gradients of r and z to `vectors` [ROWS][ROW], the operand of
 // the second product. On the gate axis of Wh there is also the candidate n, but not in this operand. So gates that come
-// after n on this axis move up by one block (`rank`).
+// after n on this axis move up by one block (`rank`). real: whether the lane has a unit. t: the step's time index. Also
+// add to items[r].past what reaches h through r h: r times the gradient of r h.
 template <class Cell, int H, int ROWS, int ROW, class S, class Index, class Arrays>
 void reset_back(
     thread Item<Cell, Index> (&items)[ROWS], thread const float (&sum)[ROWS], int lane, int unit, bool real, int t,
@@ -63,9 +68,10 @@ void reset_back(
   }
 }
 
-// Read the numbers of step n for ROWS items, and the lane's own gate with its cotangent. earlier: the number of
-// elements that h, c, dh and dc have before the launch's first time index. step: the number from one time index to the
-// next. Both count an array with one block per unit.
+// Read the numbers of step n for ROWS items: what read_step (fused.metal) reads, and the lane's own gate y with its
+// cotangent d. The positions of the arrays' outputs begin at the launch's first time index, but these inputs begin at
+// time index 0. earlier: the number of elements of h before the launch's first time index; arrays of gates have GATES
+// times as many. step: the number of elements of h from one time index to the next. unit: the lane's unit.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_rows(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread Item<Cell, Index> (&items)[ROWS], Index earlier,
@@ -78,8 +84,11 @@ void read_rows(
   }
 }
 
-// Begin step n, backward: let items[r].states be the states before it, and `after` those after it; dc: the gradient of
-// c from later steps; items[r].past: the gradient of h.
+// Begin step n, backward. In items[r] replace the states after the step by those before it, put the step's mask, and
+// set `past` to the whole gradient of h after the step: ds[0], which later steps send back, plus the cotangent
+// numbers[r].ds[0]. after: the states after the step. dc: the gradient of c that later steps send back; the cell's
+// backward step adds the cotangent. (ds and states have h at 0 and an LSTM's c at 1, which is CARRIED; for other cells
+// dc is not used.) step: the number of elements of h from one time index to the next. unit: the lane's unit.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void begin_step(
     thread const Sweep& sweep, thread const Arrays& a, int n, Index step, int unit,
@@ -94,8 +103,8 @@ void begin_step(
   }
 }
 
-// Set dh of each item to the gradient of h before step t: the product `sum` times the mask, and the part that bypasses
-// the product. An item that has ended keeps its dh.
+// Set items[r].ds[0] to the gradient of h before the step at time index t: the product `sum` times the mask, and
+// `past`, the part that bypasses the product. An item that has ended keeps its gradient.
 template <class Cell, int ROWS, class Index, class Arrays>
 void pass_to_h_before(
     thread const Arrays& a, int t, thread const float (&sum)[ROWS], thread Item<Cell, Index> (&items)[ROWS]) {
@@ -106,8 +115,10 @@ void pass_to_h_before(
   }
 }
 
-// Write dh0 and dc0 of a unit, which are complete after the pass over all steps. Lane 0 of the unit has dh, the last
-// lane has dc. first: the threadgroup's first batch item.
+// Write dh0 and dc0 of a unit, the gradients that ds has after the launch's first step. All lanes of the unit have
+// copies: lane 0 writes dh0, the last lane dc0. first: the threadgroup's first batch item. If fewer than ROWS items are
+// left, the last one was computed several times and is written as often. Each array has one block of H numbers per item
+// (1, 0: one block, number 0). Only an LSTM has dc0; `store` does nothing if an array is absent.
 template <class Cell, int H, class S, int ROWS, class Index, class Arrays>
 void store_first(
     thread const Sweep& sweep, thread const Arrays& a, int first, int lane, int unit,
@@ -120,9 +131,15 @@ void store_first(
   }
 }
 
-// The parameters are those of fused_forward: the threadgroup's number and direction, the thread's number. TWO: whether
-// a step has two products; FIRST: the runs of the first one, which has H numbers. real: whether the lane has a unit.
-// has_gate: whether it also has a gate (lane 3 of a GRU has none). row: the block of the operand that it writes, or -1.
+// Run the backward pass. group: the threadgroup's number along the batch, and the direction. index: the thread's number
+// among `threads`. TWO: whether a step has two products; FIRST: the runs of the first one, which has H numbers. lane:
+// the lane's number in its unit; s: in its group. real: whether the lane has a unit. has_gate: whether it also has a
+// gate (lane 3 of a GRU has none). row: the block of the operand that it writes, or -1. block: the block that it reads,
+// that of its gate. p: its constant, a peephole weight or bhn. limit: that of c. HALF: the vectors of a half of the
+// buffer, SIZE: of all. Besides dz, dh0 and dc0 it writes two arrays, which may be absent:
+//   d_out  [., B, D G H]       d, if it differs from dz
+//   carry  [., B, D H] float   for an LSTM the gradient of keep * c; for the other cells the part of the gradient of
+//                              keep * h that bypasses the product
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void fused_backward(
     thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
@@ -136,6 +153,7 @@ void fused_backward(
   const int lane = int(index) % LANES, s = int(index) % GROUP, unit = int(index) / LANES;
   const int row = Unit::operand_block(lane), block = Unit::gate_block(lane) == -1 ? row : Unit::gate_block(lane);
   const bool real = H % (32 / LANES) == 0 || unit < H, has_gate = real && (GATES == LANES || lane != LANES - 1);
+  // 1: h has one block of H numbers per item
   const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
   const auto norm = norm_of_lane<Cell, H>(
       a.norm_eps, a, sweep.direction, block, real ? unit : 0, real && row >= 0, index, vectors + SIZE);
@@ -169,6 +187,7 @@ void fused_backward(
       const float factor = numbers[r].keep;
       unit_backward<Cell>(of_norm, r, lane, p, limit, after[r][C], numbers[r], items[r], dc[r]);
       if (real && lane == 0) store(a.carry, items[r].at.state, live ? (C > 0 ? dc[r] : items[r].past) : 0.0f);
+      // the states were multiplied by `keep` before the step, so their gradients are, too
       if (C > 0) items[r].ds[C] = live ? factor * dc[r] : items[r].ds[C];
       items[r].past *= factor;
       const S result = S(live ? items[r].d : 0.0f);

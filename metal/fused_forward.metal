@@ -1,25 +1,39 @@
-// The forward pass over a whole sequence in one launch, with the product in lanes. fused.metal describes the arrays and
-// their layouts, fused_lanes.metal which lane does what.
+// The forward pass over all time steps in one launch, with the product in lanes: each lane multiplies a part of the
+// weights, and sums go from lane to lane (fused_lanes.metal).
 //
 //   a_t = z_t + (mask_t * h_prev) Wh^T;   gates, state, h = cell(a_t, keep_t * h_prev, keep_t * state)
 //
 // `vectors` in threadgroup memory is a double buffer [2][ROWS][padded H]: one half holds the masked h that the current
 // step reads, the other the masked h that it writes for the next step. If a step has two products (a GRU whose reset
 // comes before the product), half 0 holds the masked h, and half 1 the operand of the second product, r * mask *
-// h_prev. One lane of each unit, WRITER, has the unit's h and c in registers. `gates` may be absent. z contains all
-// time indices; `earlier` is the number of its elements before the launch's first time index.
-//
-// Template parameters: ROWS batch items of a threadgroup; UNITS units of a group of lanes; RUNS runs of 4 numbers per
-// lane; RESIDENT weight vectors in registers, the others are `streamed`, read at every step; ROW vectors per operand.
+// h_prev.
 //
 // Barriers: one per step, after the new h is written and before any lane reads it. The halves alternate, so no lane
 // overwrites numbers that another lane still reads. With two products there is a second barrier, between writing r h
 // and the second product.
+//
+//   H, T, B     hidden units, time steps, batch items; ROWS of the batch items belong to a threadgroup, r counts them
+//   z, gates    [T, B, D G H]: the input's part of the preactivations; the gates, which may be absent. D: directions
+//   h, c        the states, c of an LSTM only. h0, c0, hT, cT: before the first step and after the last one
+//   mask, keep  factors: on h in the product; on all states before a step
+//   lengths     the steps of each item. Past its end an item is not `live`: its outputs are 0, its states stay
+//   LANES       4 lanes (1 for the plain RNN) share a unit. GROUP = LANES * UNITS lanes share the product of UNITS
+//               units
+//   RUNS, ROW   runs of 4 numbers of an operand that a lane multiplies; vectors of 4 floats of one item's operand
+//   RESIDENT    weight vectors in registers (`resident`); a lane reads the others (`streamed`) at every step
+//   Lanes<Cell> (Unit)   says how the lanes of a unit compute a step. WRITER: the lane that has the unit's h and c
+//   Cell        the struct of a cell (cell.metal) with GATES gates
+//   Sweep, Place (fused.metal)   what a launch processes; a unit's positions in arrays, at its fields
+//   earlier     the number of elements of z before the launch's first time index
+//   norm        what a lane needs for layer normalisation (fused_norm.metal); without it `absent`
+//   a, S, V, Index   the struct of all arrays; their dtype; a vector of 4 weights; the type that counts elements
 
-// Compute the recurrent product for ROWS batch items, summed over the lanes of a group. Each sum belongs to one batch
-// item, one gate and one unit. On return sums[r] holds the sums of batch item r and the lane's own unit. The cell
-// determines for which gates a lane has these sums (Lanes<Cell>::sum_of_unit). WANTED: the gates to compute, one bit
-// each.
+// Compute the recurrent product for ROWS batch items, summed over the lanes of a group. A sum belongs to one batch
+// item, one gate and one unit. On return sums[r] holds the sums of batch item r and the lane's own unit.
+// Lanes<Cell>::sum_of_unit says for which gates a lane has these sums. WANTED: the gates to compute, one bit each. x:
+// the operand of ROWS items in threadgroup memory, from the lane's first run on. lane: the lane's number in its unit.
+// The argument 0 of add_product: the lane's weights begin at its vector 0; GATES after it: each unit has a sum per
+// gate.
 template <class Cell, int UNITS, int ROWS, int RUNS, int WANTED, int RESIDENT, class V>
 void add_products(
     thread float (&sums)[ROWS][UNITS * Cell::GATES], thread const V* resident, const device V* streamed,
@@ -34,9 +48,10 @@ void add_products(
 }
 
 // Copy z, which was read before, to y. Then read the numbers that a lane needs after the product: z and the mask of the
-// next step, and `keep` of this step (factor). The function is called before the product, so that the numbers arrive
-// while it is computed. next: the distance to the next step. If the launch has no next step (has_next is false), the
-// function reads z and the mask of this step again.
+// next step, and `keep` of this step, into factor. The mask is that of the next step, because this step multiplies the
+// new h by it, for the next product. The function is called before the product, so that the numbers arrive while it is
+// computed. at: the lane's positions for each item. next: the distance to the next step. If the launch has no next step
+// (has_next is false), the function reads z and the mask of this step again.
 template <int ROWS, class Index, class Arrays>
 void read_ahead(
     thread const Arrays& a, bool has_next, thread const Place<Index> (&at)[ROWS], thread const Place<Index>& next,
@@ -55,7 +70,9 @@ void read_ahead(
 
 // The second part of a forward step of a GRU whose reset comes before the product; it runs between two products.
 // Compute the gate r from y (the input's part of its preactivation) and the sums of the first product. Write r h to
-// `operand`, which the second product reads. h: the masked h.
+// `operand`, which the second product reads. h: the masked h, with the same layout as `operand`: one row of ROW vectors
+// per item. writes: whether the lane is the one that has its unit's state. own: the position of the unit's number in a
+// row.
 template <class Cell, int ROW, int ROWS, int SLOTS>
 void write_reset(
     thread const float (&y)[ROWS], thread const float (&sums)[ROWS][SLOTS], bool writes, int own,
@@ -68,7 +85,9 @@ void write_reset(
 }
 
 // Write hT and cT of a unit after the launch's last step. first: the threadgroup's first batch item. h, c: the states.
-// Past the last batch item the copies write the last item's states again.
+// If fewer than ROWS items are left, the threadgroup has computed the last item several times, and stores its states as
+// often. hT and cT have one block of H numbers per item and direction (1, 0: one block, number 0). Only an LSTM has cT;
+// `store` does nothing if an array is absent.
 template <class S, int ROWS, class Arrays>
 void store_last(
     thread const Sweep& sweep, thread const Arrays& a, int first, int H, int unit, thread const float (&h)[ROWS],
@@ -81,9 +100,13 @@ void store_last(
   }
 }
 
-// group: the threadgroup's number along the batch, and the direction. index: the thread's number among `threads`. s:
-// its number in its group of lanes. real: whether the lane has a unit; a lane past H only takes part in the product.
-// own: where the unit's h lies in an operand. h_now, c_now: the states of the unit, valid in its lane WRITER.
+// Run the forward pass. group: the threadgroup's number along the batch, and the direction. index: the thread's number
+// among `threads`. s: its number in its group of lanes; lane: in its unit. block: the lane's gate, -1 if it has none.
+// real: whether the lane has a unit; a lane past H only takes part in the product. own: where the unit's h lies in an
+// operand. writes: whether the lane has the state of a unit: h_now and c_now are only valid there. HALF: the vectors of
+// a half of the double buffer. TWO: whether a step has two products; the second one is that of gate n alone (bit 4). y:
+// the lane's z, then its gate; m: the new h, in the lane that writes. The array `numbers` of an LSTM has its forget
+// bias and the limit of its c. A lane without a gate or unit reads the numbers of block 0 or unit 0.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void fused_forward(
     thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
@@ -109,7 +132,7 @@ void fused_forward(
   load_resident<RESIDENT>(streamed, resident);
   fill_with_zeros(vectors, 2 * HALF + norm_size<Cell, H, ROWS>(norm), index, threads);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from the units' own h
-  const float p = real ? Unit::constant_of(a, sweep.direction, lane, H, unit) : 0.0f;
+  const float p = real ? Unit::constant_of(a, sweep.direction, lane, H, unit) : 0.0f;  // peephole weight or bhn
   float h_now[ROWS], c_now[ROWS], z[ROWS];
   int length[ROWS];
   Place<Index> at[ROWS];
@@ -141,6 +164,8 @@ void fused_forward(
     normalise<Cell, H>(norm, lane, y, sums);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
+      // given: the preactivation, from which normalise_states may compute o again. states: c, times keep; then the new
+      // c.
       given[r] = y[r] + sums[r][0];
       states[r] = factor[r] * c_now[r];
       m[r] = Unit::forward(lane, p, forget_bias, limit, factor[r] * h_now[r], sums[r], states[r], y[r]);

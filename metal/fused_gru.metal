@@ -1,5 +1,19 @@
-// The GRU step with four lanes per unit. Lanes 0, 1, 2 have the gates r, z, n; lane 2 also has h. In the backward pass
-// lane 3 has the gradient of the candidate's recurrent product, which differs from the gradient of n's preactivation.
+// The GRU step in the whole-sequence kernels with the product in lanes. Four adjacent lanes share a hidden unit. Lanes
+// 0, 1, 2 have the gates r, z, n; lane 2 also has h. In the backward pass lane 3 has the gradient of the recurrent
+// product of the candidate n, which differs from the gradient of n's preactivation.
+//
+//   r, z = s(a)      h = z h_prev + (1 - z) n
+//   n = s_n(a_n + r q), or s_n(a_n + q) if the reset comes before the product
+//
+// a is the preactivation, a_n that of n without q. q is the candidate's recurrent product with its bias bhn. If the
+// reset comes before the product, the product is that of r h. The option flip_z exchanges z and 1 - z. H: hidden units,
+// D: directions. OPTIONS: the cell's options as one integer.
+// GRUCell<OPTIONS> (cell_gru.metal) is the cell of one unit, with functions for single gates and their gradients;
+// GATE_R, GATE_Z, GATE_N are 0, 1, 2, block(gate) the place of a gate on a gate axis. activate_own: the activation of
+// the lane's gate. sum_over_lanes, of_lane<4>(x, n): the sum over the lanes of a unit, the x of its lane n
+// (fused_lanes.metal).
+
+// How the four lanes of a unit of a GRU compute a step; fused_lanes.metal lists the members.
 template <int OPTIONS>
 struct Lanes<GRUCell<OPTIONS>> {
   using Cell = GRUCell<OPTIONS>;
@@ -9,23 +23,26 @@ struct Lanes<GRUCell<OPTIONS>> {
   enum { LANES = 4, WRITER = 2, TWO_PRODUCTS = Cell::RESETS_BEFORE, FIRST = TWO_PRODUCTS ? 3 : 7 };
 
   // gate_block: the lane's block of H numbers in z, gates and dz, or -1 if the lane has none. operand_block: its block
-  // of the gradients that the backward product reads, or -1; there lane 3 stands for the candidate. slot_block: the
-  // rows of Wh in slot n of the lane.
+  // of the gradients that the backward product reads, or -1; there lane 3 stands for the candidate, and lane 2, whose
+  // gradient is that of n's preactivation, writes nothing. slot_block: the rows of Wh in slot n of the lane, those of
+  // gate n in every lane.
   static constexpr int gate_block(int lane) { return lane <= Cell::GATE_N ? Cell::block(lane) : -1; }
   static constexpr int operand_block(int lane) {
     return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);
   }
   static constexpr int slot_block(int n, int) { return Cell::block(n); }
 
-  // Return the unit's bias bhn, from the array [D H]. All lanes of the unit get the same value.
+  // Return the unit's bias bhn, from the array [D H]; 0 if it is absent. All lanes of the unit get the same value.
   template <class Arrays>
   static float constant_of(thread const Arrays& a, int direction, int, int H, int unit) {
     return value_at(a.bhn, long(direction) * H + unit, 0.0f);
   }
 
   // Sum the products over the four lanes of a unit. On entry each lane has a part of the sum of every gate: r, z, n in
-  // slots[0], slots[1], slots[2]. On return slots[0] is the sum of gate r in lanes 0 and 2, and of gate z in lanes 1
-  // and 3; slots[2] is the sum of gate n in all lanes. slots[1] is not used afterwards.
+  // slots[0], slots[1], slots[2]. WANTED: the gates to sum, one bit each: bits 0 and 1 for r and z, bit 2 (4) for n. On
+  // return slots[0] is the sum of gate r in lanes 0 and 2, and of gate z in lanes 1 and 3; slots[2] is the sum of gate
+  // n in all lanes. slots[1] is not used afterwards. In the first shuffle a lane keeps its part of the sum that it
+  // needs (mine) and gets the other lane's part of it; it sends the part that the other lane needs (given).
   template <int WANTED>
   static void sum_of_unit(thread float* slots, int lane) {
     if constexpr ((WANTED & 1) != 0) {
@@ -37,10 +54,11 @@ struct Lanes<GRUCell<OPTIONS>> {
     if (WANTED & 4) slots[2] = sum_over_lanes<LANES>(slots[2]);
   }
 
-  // Compute one step and return the new h in lane 2, which also has gate n. y: on entry the input's part of the
-  // preactivation, on return the lane's gate. bhn: the unit's bias. sums: the recurrent products. Lane 2 needs r of
-  // lane 0 and z of lane 1. simd_shuffle_xor(x, d) reads x of lane (own ^ d), an exclusive or; for lane 2, 2 ^ 2 = 0
-  // and 2 ^ 3 = 1.
+  // Compute one step and return the new h in lane 2, which also has gate n. gate: the lane's number. y: on entry the
+  // input's part of the preactivation, on return the lane's gate. bhn: the unit's bias. sums: the recurrent products.
+  // Parameters without a name are for other cells. Lane 2 needs r of lane 0 and z of lane 1. simd_shuffle_xor(x, d)
+  // reads x of lane (own ^ d), an exclusive or; for lane 2, 2 ^ 2 = 0 and 2 ^ 3 = 1. gate & 1 is 1 for the lane of z;
+  // nobody uses what the lanes 2 and 3 compute as `own`.
   static float forward(
       int gate, float bhn, float, float, float h_prev, thread const float* sums, thread float&, thread float& y) {
     const float a = y + sums[0];
@@ -51,11 +69,13 @@ struct Lanes<GRUCell<OPTIONS>> {
     return Cell::state(z, n, h_prev);
   }
 
-  // Compute one step in reverse; every lane computes all of it. y: the lane's gate. q: the candidate's recurrent
-  // product. dh: on entry the gradient of the new h, on return the part of the gradient of h_prev that bypasses the
-  // products. d: on entry the cotangent of the lane's gate. On return d is the gradient of this gate's preactivation;
-  // in lane 3, which has no gate, it is the gradient of the candidate's product. If the reset comes before the product,
-  // r's gradient needs the result of a product, so it is computed later.
+  // Compute one step in reverse; every lane computes all of it. gate: the lane's number. y: its gate. q: the
+  // candidate's recurrent product. dh: on entry the gradient of the new h, on return the part of the gradient of h_prev
+  // that bypasses the products. d: on entry the cotangent of the lane's gate. On return d is the gradient of this
+  // gate's preactivation; in lane 3, which has no gate, it is the gradient of the candidate's product. dz_n, dz_z,
+  // dz_r: the gradients of the three preactivations. If the reset comes before the product, r's gradient needs the
+  // result of a product, so it is computed later, and d of lane 0 stays the cotangent. Parameters without a name are
+  // for other cells.
   static void backward(
       int gate, float y, float, float h_prev, float q, float, float, thread float& dh, thread float&,
       thread float& d) {

@@ -1,9 +1,22 @@
-// The LSTM step with four lanes per unit. Lane n computes gate n; lane 3 (gate o) also has c and h.
+// The LSTM step in the whole-sequence kernels with the product in lanes. Four adjacent lanes share a hidden unit: lane
+// n computes gate n (0 i, 1 f, 2 g, 3 o); lane 3 also has the states c and h.
+//
+//   i, f, g, o = s(a)      c = f c_prev + i g, clipped to +-limit      h = o s_output(c)
+//
+// a: the preactivation z + h_prev Wh^T, with z from the input, plus forget bias and peephole term. H: hidden units, D:
+// directions. OPTIONS: the cell's options as one integer. LSTMCell<OPTIONS> (cell_lstm.metal) is the cell of one unit:
+// its functions gate, preactivation, state and those for gradients; PEEPHOLE is NO_PEEPHOLE, or says whether the
+// peephole of o reads the new c (O_SEES_CURRENT) or c_prev; STOPS: whether the clip stops gradients; block(n): the
+// place of gate n on a gate axis; OUTPUT: the activation of c. activate_own, slope_own: the activation of the lane's
+// gate and its derivative. sum_over_lanes, of_lane<4>(x, n): the sum over the lanes of a unit, the x of its lane n
+// (fused_lanes.metal). simd_shuffle_xor(x, n): the x of lane (own number) ^ n, an exclusive or.
+
+// How the four lanes of a unit of an LSTM compute a step; fused_lanes.metal lists the members.
 template <int OPTIONS>
 struct Lanes<LSTMCell<OPTIONS>> {
   using Cell = LSTMCell<OPTIONS>;
-  // WRITER: the lane that has the states c and h and writes them. FIRST: the gates of the step's product, one bit each:
-  // all four (15).
+  // WRITER: the lane that has the states c and h and writes them. TWO_PRODUCTS: an LSTM's step has one recurrent
+  // product, h_prev Wh^T. FIRST: the gates that this product is for, one bit per gate: all four (binary 1111 = 15).
   enum { LANES = 4, WRITER = 3, TWO_PRODUCTS = 0, FIRST = 15 };
 
   // gate_block: the lane's block of H numbers in z, gates and dz. operand_block: its block in the operand of the
@@ -13,7 +26,7 @@ struct Lanes<LSTMCell<OPTIONS>> {
   static constexpr int operand_block(int lane) { return Cell::block(lane); }
   static constexpr int slot_block(int n, int lane) { return Cell::block(n ^ lane); }
 
-  // Return the peephole weight of the lane's gate, from the array [D, 4H].
+  // Return the peephole weight of the lane's gate, from the array peephole [D, 4H]; 0 without peepholes.
   template <class Arrays>
   static float constant_of(thread const Arrays& a, int direction, int lane, int H, int unit) {
     return value_at(a.peephole, (4l * direction + Cell::block(lane)) * H + unit, 0.0f);
@@ -21,7 +34,8 @@ struct Lanes<LSTMCell<OPTIONS>> {
 
   // Sum the products over the four lanes of a unit, so that each lane gets the sum of its own gate in slots[0]. On
   // entry slots[n] of a lane is its part of the sum of gate n ^ lane (exclusive or). So slots[0] belongs to the lane's
-  // own gate. slots[2] belongs to the own gate of lane ^ 2, and the first shuffle sends it there.
+  // own gate. slots[2] belongs to the own gate of lane ^ 2, and the first shuffle sends it there. WANTED (which gates
+  // are needed) and the lane's number are for other cells.
   template <int WANTED>
   static void sum_of_unit(thread float* slots, int) {
     slots[0] += simd_shuffle_xor(slots[2], 2);
@@ -29,9 +43,11 @@ struct Lanes<LSTMCell<OPTIONS>> {
     slots[0] += simd_shuffle_xor(slots[1], 1);
   }
 
-  // Compute one step and return h in lane 3, the last lane of a unit; lanes 0, 1, 2, 3 have the gates i, f, g, o. y: on
-  // entry the lane's part of z, on return its gate. c: in lane 3 on entry c_prev, on return the new c; its values in
-  // other lanes are not used. Lane 3 reads i, f, g from the lanes 3 ^ 3 = 0, 3 ^ 2 = 1 and 3 ^ 1 = 2 (exclusive or).
+  // Compute one step and return h in lane 3. gate: the lane's number. p: its peephole weight. limit: the limit of c.
+  // sums[0]: its recurrent product. y: on entry the lane's part of z, on return its gate. c: in lane 3 on entry c_prev,
+  // on return the new c; its values in other lanes are not used. The parameter without a name, h_prev, is for other
+  // cells. Lane 3 reads i, f, g from the lanes 3 ^ 3 = 0, 3 ^ 2 = 1 and 3 ^ 1 = 2. With peepholes all lanes get c_prev,
+  // because the peepholes of all gates read it.
   static float forward(
       int gate, float p, float forget_bias, float limit, float, thread const float* sums, thread float& c,
       thread float& y) {
@@ -43,8 +59,8 @@ struct Lanes<LSTMCell<OPTIONS>> {
   }
 
   // Compute one step in reverse; each lane computes the gradient of its own gate. LSTMCell::backward has the equations.
-  // y, p: the lane's gate and peephole weight. c: the new c. dc_outside: the cotangent of c. limit: the limit of c. The
-  // other parameters change:
+  // gate: the lane's number. y, p: its gate and peephole weight. c: the new c. dc_outside: the cotangent of c, the
+  // gradient that the caller gives for it. limit: the limit of c. The other parameters change:
   //   dh: the gradient of h; on return 0, because an LSTM has no path from h_prev to h besides the product
   //   dc: the gradient of c from later steps; on return the gradient of c_prev
   //   d: the cotangent of the lane's gate; on return the gradient of its preactivation
@@ -58,7 +74,9 @@ struct Lanes<LSTMCell<OPTIONS>> {
     gates_backward(gate, y, p, c_prev, c, limit, s, dh, dc, d);
   }
 
-  // The rest of `backward`, after dc has become the whole gradient of c. s: s_output(c), of which o is a factor.
+  // The rest of `backward`, after dc has become the whole gradient of c; dh, dc and d change as described there. p: the
+  // lane's peephole weight. s: s_output(c), which o multiplies. With a norm of c fused_norm.metal calls it directly,
+  // with s of the normalised c.
   static void gates_backward(
       int gate, float y, float p, float c_prev, float c, float limit, float s, thread float& dh, thread float& dc,
       thread float& d) {

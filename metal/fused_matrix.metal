@@ -3,16 +3,29 @@
 // A threadgroup owns 8 batch items of one direction; each of its simdgroups owns 8 hidden units. The product is weights
 // times vectors. The left matrix holds 8 rows of weights, one per unit; the right matrix holds 8 numbers of each item.
 // So the result has one row per unit and one column per item. The lanes of a simdgroup share each matrix: a lane holds
-// two neighbouring numbers of one row (row_of, column_of). In the result a lane's two numbers belong to one unit of two
-// items, and the lane computes the cell of this unit for both items. The index e, 0 or 1, says which of the two. A
-// vector of 4 weights contains the lane's numbers of two successive left matrices. `vectors` in threadgroup memory
-// holds the right side of the product, [length, padded to 8][8 items].
+// two neighbouring numbers of one row (row_of, column_of), thread_elements()[0] and [1]. In the result these belong to
+// one unit of two items, and the lane computes the cell of this unit for both items. The index e, 0 or 1, says which.
+// `vectors` in threadgroup memory holds the right side of the product, [length, padded to 8][8 items].
 //
-// A lane's weight vectors: the first RESIDENT stay in registers (`resident`), the others are read from memory at every
-// step (`streamed`). Cell is the struct of a cell (cell.metal), Index an unsigned type that counts elements, S the
-// dtype of the arrays. A cotangent is the gradient that the caller gives for an output.
+//   T, B, D, G, H   time steps, batch items, directions, gates, hidden units
+//   e, m, k     the lane's first or second batch item; a gate; a state (0: h) or another number of a unit
+//   resident, streamed   a lane's first RESIDENT weight vectors, in registers; the vectors in memory, of which it reads
+//               the others at every step. A vector of 4 weights holds its numbers of two successive left matrices
+//   z           [T, B, D G H]: the input's part of the preactivations. y: the numbers of a step that are saved (gates)
+//   mask, keep  factors: on h in the recurrent product; on all states before a step
+//   at, next, distance   a unit's positions in arrays (Place, fused.metal): at a step, from one step to the next
+//   earlier     the number of elements of h before the launch's first time index
+//   Sweep, Item, StepNumbers (fused.metal)   what a launch processes; what a unit has from step to step; reads at a
+//               step
+//   Cell        the struct of a cell (cell.metal): GATES, CARRIED (C: states besides h), KEPT (saved numbers of a
+//               unit), GRADIENTS (of preactivations), INPUTS (u, of a step), CONSTANTS (p), SUMMED (of p that have a
+//               gradient dp); block(m): the place of gate m on a gate axis. SIZE_FOR<N>: N, at least 1. VALUES: the
+//               size of y
+//   a, S, Index   the struct of all arrays; their dtype; the type that counts elements
+// `live`: the item has not ended. `real`: the lane's item and unit exist. A cotangent is the gradient that the caller
+// gives for an output.
 
-// How many matrices with 8 columns hold LENGTH columns.
+// How many 8 x 8 matrices ("parts") side by side hold rows of LENGTH numbers.
 template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
 
 // Whether the kernels read ahead: they load the numbers that they use after the product already before it. These
@@ -21,16 +34,18 @@ template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
 template <int RESIDENT> constant constexpr bool READS_AHEAD = RESIDENT > 0;
 
 // row_of and column_of return the position of a lane's two numbers in an 8 x 8 matrix: the row, and the first of two
-// columns. The order is that of a GPU's simdgroup_float8x8: bits 1, 2 and 4 of `lane` are the row, bits 0 and 3 select
-// the columns.
+// columns. lane: its number in the simdgroup, 0 ... 31. The order is that of a GPU's simdgroup_float8x8: bits 1, 2 and
+// 4 of `lane` are the row, bits 0 and 3 select the columns.
 inline int row_of(int lane) { return (lane >> 2 & 4) + (lane >> 1 & 3); }
 inline int column_of(int lane) { return (lane >> 2 & 2) * 2 + (lane & 1) * 2; }
 
-// Multiply TILES matrices, each with 8 rows of weights, by `vectors`, a matrix with LENGTH rows and 8 columns. The
-// terms are added in parts of 8 x 8 matrices. The product of tile m is the sum of CHAINS partial sums, total[m CHAINS]
-// ... total[m CHAINS + CHAINS - 1]. Successive parts are added to different partial sums, so that an addition need not
-// wait for the previous one. The lane's first RESIDENT weight vectors are in `resident`, the others in `streamed`, 32
-// vectors apart, because those of the other lanes lie between them. A vector has the lane's numbers of two parts.
+// Multiply TILES matrices of weights, each with 8 rows of LENGTH numbers, by `vectors`, a matrix with LENGTH rows and 8
+// columns. The terms are added in parts of 8 x 8 matrices. The product of matrix m is the sum of CHAINS partial sums,
+// total[m CHAINS] ... total[m CHAINS + CHAINS - 1]; successive parts are added to different partial sums, so that an
+// addition need not wait for the previous one. The lane's weight vectors number n < RESIDENT are in `resident`, the
+// others in `streamed`, 32 vectors apart, because those of the other lanes lie between them. A vector has the lane's
+// numbers of two parts, hence the steps of 2; with an odd number of parts the second half of the last vectors is not
+// used. A part of `vectors` is 64 floats, in rows of 8.
 template <int TILES, int CHAINS, int RESIDENT, int LENGTH, class V>
 void product_of_matrices(
     thread simdgroup_float8x8 (&total)[TILES * CHAINS], thread const V* resident, const device V* streamed,
@@ -59,18 +74,21 @@ void product_of_matrices(
 }
 
 // Return the position of a unit's number k in an array with COUNT numbers per unit, in COUNT blocks of H numbers per
-// batch item. at: the unit's positions, which give that of any gate by an addition; for another COUNT it takes a
-// multiplication. earlier: if the array begins at time index 0, the number of elements that an array with one number
-// per unit, such as h, has before the launch's first time index. 0 for an array of the launch's own steps.
+// batch item. at: the unit's positions, at.gate that of block 0. If COUNT is the number of gates, at.gate gives the
+// position by an addition; any other COUNT takes a multiplication. earlier: for an array that begins at time index 0,
+// the number of elements that an array with one number per unit, such as h, has before the launch's first time index; 0
+// for an output, which begins with the launch.
 template <class Cell, int COUNT, int H, class Index>
 Index block_place(thread const Place<Index>& at, int k, int unit, Index earlier = 0) {
   return COUNT == Cell::GATES ? at.gate + Index(COUNT) * earlier + Cell::block(k) * H
                               : place_of<COUNT, H>(at.state + earlier, k, unit);
 }
 
-// Read what a forward step needs for the two batch items of a lane: z, into y; the inputs u of the step; `keep` as
-// factor; and the mask of the next step, which lies `distance` away. earlier: the number of elements of an array with
-// one block per unit before the launch's first time index.
+// Read what a forward step needs for the two batch items of a lane: z of all gates, into y; the inputs u of the step;
+// `keep` of this step, into factor; and the mask of the next step, which lies `distance` away. The mask is that of the
+// next step, because this step multiplies its new h by it, for the next product. z and `inputs` begin at time index 0:
+// earlier is the number of elements of h before the launch's first time index. mask and keep need no `earlier`, because
+// their positions count from time index 0. unit: the lane's unit. (load_all's 0: into u[e] from its beginning.)
 template <class Cell, int H, class Index, class Arrays>
 void read_inputs(
     thread const Arrays& a, thread const Place<Index> (&at)[2], thread const Place<Index>& distance, Index earlier,
@@ -87,11 +105,14 @@ void read_inputs(
   }
 }
 
-// The forward pass: h = cell(z_t + (mask_t * h_prev) Wh^T, ...). `vectors` is a double buffer [2][padded H][8 items],
-// for the 8 batch items of a threadgroup: one half holds the masked h that the current step reads, the other the masked
-// h that it writes for the next step. One barrier per step separates the writes from the reads. A lane without an item
-// reads the numbers of the last item, and a lane without a unit those of unit 0, so that no read leaves the arrays.
-// column: the lane's first batch item in the threadgroup, b0: in the batch. C: the states besides h.
+// Run the forward pass: h = cell(z_t + (mask_t * h_prev) Wh^T, ...). `vectors` is a double buffer [2][padded H][8
+// items]: one half holds the masked h that the current step reads, the other the masked h that it writes for the next
+// step. One barrier per step separates the writes from the reads. group: the threadgroup's number along the batch, and
+// the direction. index: the thread's number among `threads`. column: the lane's first batch item in the threadgroup,
+// b0: in the batch. read: the lane's unit, or 0 past the end: a lane without an item reads the numbers of the last
+// item, and a lane without a unit those of unit 0, so that no read leaves the array. HALF: the floats of a half of the
+// double buffer. COUNT: the weight vectors of a lane. AHEAD: whether it reads before the product. p: the unit's
+// constants, which Cell::constants reads.
 template <class Cell, int H, int RESIDENT, class Index, class S, class Arrays>
 void fused_matrix_forward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
@@ -178,7 +199,7 @@ void fused_matrix_forward(
 // Multiply `vectors`, LENGTH numbers of each of 8 batch items, by the columns of Wh that belong to the 8 units of this
 // simdgroup. sum[e]: the result for the lane's unit and for the first or second of its two batch items. resident: the
 // lane's first RESIDENT weight vectors, in registers; streamed: all of them, in memory. There is one matrix of results
-// (1), but four sums of it (4), which are added at the end, so that no addition waits for the one before.
+// (1), but four partial sums of it (4), which are added at the end, so that no addition waits for the one before.
 template <int RESIDENT, int LENGTH, class V>
 void product_of_columns(
     thread float (&sum)[2], thread const V* resident, const device V* streamed, threadgroup const float* vectors) {
@@ -194,9 +215,10 @@ void product_of_columns(
   }
 }
 
-// Read what the lane needs at step n for its two batch items: the saved numbers y, their cotangents d, and in `numbers`
-// states, cotangents, inputs and factors. earlier: the number of elements that h, c, dh and dc have before the launch's
-// first time index. step: the number from one time index to the next. Both count an array with one block per unit.
+// Read what the lane needs at step n for its two batch items: the saved numbers y (of most cells the gates), their
+// cotangents d, and in `numbers` states, cotangents, inputs and factors (read_step in fused.metal). All these arrays
+// begin at time index 0. earlier: the number of elements of h before the launch's first time index; an array of gates
+// has GATES times as many. step: the number of elements of h from one time index to the next. unit: the lane's unit.
 template <class Cell, int H, class Index, class Arrays>
 void read_items(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread const Item<Cell, Index> (&items)[2],
@@ -218,7 +240,9 @@ void read_items(
 // Compute one step of one unit of an item backward, and store its gradients; past the item's end (not `live`) they are
 // 0. p: the unit's constants. y: the numbers that the forward pass saved. numbers: what else read_step read. after: the
 // states after the step. d: on entry the cotangents of y, on return the gradients of the preactivations. dp: the
-// gradients of the parameters are added to it.
+// gradients of the parameters are added to it. item: on entry its ds are the gradients of the states that later steps
+// send back. On return ds has those of the states before the step, except for h: item.past is the part of it that
+// bypasses the product. CARRIES: how many states' gradients have such a part.
 template <class Cell, int H, class Index, class Arrays>
 void unit_backward(
     thread const Arrays& a, bool live, int unit, thread const float* p, thread const float (&y)[SIZE_FOR<Cell::KEPT>],
@@ -239,6 +263,7 @@ void unit_backward(
 #pragma clang loop unroll(full)
   for (int k = 0; k < Cell::INPUTS; ++k)
     store(a.du, place_of<Cell::INPUTS, H>(item.at.state, k, unit), live ? du[k] : 0.0f);
+  // carry gets what bypasses the product, for the states from number FIRST on: h has such a part in some cells only
 #pragma clang loop unroll(full)
   for (int k = FIRST; k <= C; ++k)
     store(a.carry, place_of<CARRIES<Cell>, H>(item.at.state, k - FIRST, unit), live ? ds[k] : 0.0f);
@@ -249,9 +274,10 @@ void unit_backward(
   item.past = ds[0] * numbers.keep;
 }
 
-// Store the sums of the gradients dp of the parameters, over the steps and the 8 batch items of a threadgroup. The
-// lanes whose numbers are in the same row of a matrix have the same unit. They differ in bits 0 and 3 of the lane's
-// number, so exchanges over the distances 1 and 8 add them up. SUMMED: how many parameters a unit has.
+// Store dp, the gradients of a unit's SUMMED parameters, as `dw` [groups, D SUMMED H]: sums over the steps and the 8
+// batch items of a threadgroup. group: the threadgroup's number. The lanes whose numbers are in the same row of a
+// matrix have the same unit. They differ in bits 0 and 3 of the lane's number, so exchanges over the distances 1 and 8
+// add them up. writes: whether the lane is the one of them that writes.
 template <class Cell, int H, class Arrays>
 void store_sums(
     thread const Arrays& a, thread const Sweep& sweep, uint group, int unit, bool writes,
@@ -264,11 +290,14 @@ void store_sums(
   }
 }
 
-// The backward pass; fused_backward.metal describes its arrays and equation. `vectors` [VECTORS][padded G H][8 items]
-// holds the gradients d of the recurrent products at the current step, the operand of the product with Wh. VECTORS is 2
-// (a double buffer), or 1 if threadgroup memory has no space for two. Barriers: one per step, between writing d and the
-// product; with a single buffer a second one, between the product and the writes of the next step. column: the lane's
-// first batch item in the threadgroup, b0: in the batch. read: the lane's unit, or 0 past the end.
+// Run the backward pass; fused_backward.metal has its equation. `vectors` [VECTORS][padded G H][8 items] holds the
+// gradients d of the recurrent products at the current step, the operand of the product with Wh. VECTORS is 2 (a double
+// buffer), or 1 if threadgroup memory has no space for two. Barriers: one per step, between writing d and the product;
+// with a single buffer a second one, between the product and the writes of the next step. group: the threadgroup's
+// number along the batch, and the direction. index: the thread's number among `threads`. column: the lane's first batch
+// item in the threadgroup, b0: in the batch. read: the lane's unit, or 0 past the end. K: the numbers of d of an item.
+// HALF: the floats of one buffer. COUNT: the weight vectors of a lane. AHEAD: whether it reads a step's numbers before
+// the product of the step before.
 template <class Cell, int H, int RESIDENT, int VECTORS, class Index, class S, class Arrays>
 void fused_matrix_backward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {

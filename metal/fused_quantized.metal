@@ -1,24 +1,32 @@
 // Quantized weights in the forward whole-sequence kernel with the product in lanes: which weights each lane reads, and
 // in which order. fused_arrange.metal stores them in this order. quantized.metal describes the format.
 //
-// A lane has SPAN neighbouring weights of each of SLOTS rows of Wh. They are divided into PIECES pieces; the weights of
-// a piece of a row lie in one quantization group of SIZE weights, so they have the same scale and bias. A weight takes
-// FIELD bits: 4, or 8 if it has more than 4 bits. So eight weights fill WORDS = FIELD / 4 words. The words of a lane
-// are stored in the order in which it needs them, piece after piece. A piece consists of:
+// GROUP lanes of a simdgroup share a product. A lane has SPAN neighbouring weights of each of SLOTS rows of Wh; a row
+// is one gate of one unit, and its index in a lane is called a slot. The weights of a row are divided into PIECES
+// pieces; a piece of a row lies in one quantization group of SIZE weights, so its weights have the same scale and bias.
+// A weight takes FIELD bits: 4, or 8 if it has more than 4 bits. So eight weights fill WORDS = FIELD / 4 words of 32
+// bits. The words of a lane are stored in the order in which it needs them, piece after piece. A piece consists of EACH
+// words, first OF_WEIGHTS with weights, then SLOTS * FACTORS with scales and biases:
 //   - eight weights of every row, then the next eight weights of every row, and so on to the end of the piece
 //   - the scale and, if BIASED, the bias of every row, as floats
+// A lane reads COUNT vectors of 4 words. The first RESIDENT of them stay in registers (`resident`); it reads the others
+// (`streamed`) at every step.
 //
-// A slot is one of the SLOTS rows: one gate of one unit. GROUP lanes divide a row of LENGTH weights. ROWS: the batch
-// items of a threadgroup. RESIDENT: how many of a lane's vectors of 4 words stay in registers.
+// A weight is scale * q + bias with an integer q, or scale * q with a small float q if not BIASED. number_at(words, e)
+// returns q of weight e in a form that of_group, which applies scale and bias, understands (quantized.metal). LENGTH:
+// the weights of a whole row. ROWS: the batch items of a threadgroup; r counts them.
 
-// The type V of weights that selects the functions of this file: a vector of 4 words with quantized weights.
+// The type V of weights that selects the functions of this file: a vector of 4 words with quantized weights. The
+// template parameters do not change its contents; they tell these functions how to read the words.
 template <int FIELD, int SIZE, bool BIASED>
 struct PackedVector {
   uint4 words;
 };
 
-// How many weights and words a lane has. PIECES pieces of PIECE weights of each row; FACTORS scales and biases per row;
-// EACH words per piece, of which OF_WEIGHTS hold weights (eight weights fill WORDS words). COUNT: vectors of 4 words.
+// How many weights and words a lane has of LENGTH weights in each row, which GROUP lanes share. PIECES pieces of PIECE
+// weights of each row; FACTORS scales and biases per row and piece; EACH words per piece, of which OF_WEIGHTS hold
+// weights (eight weights fill WORDS words). COUNT: vectors of 4 words, rounded up. RUNS: runs of 4 numbers of x that a
+// lane reads.
 template <int FIELD, int SIZE, bool BIASED, int LENGTH, int GROUP, int SLOTS>
 struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
   enum {
@@ -39,7 +47,7 @@ struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
 };
 
 // Load the first RESIDENT vectors of a lane into registers. They lie 32 vectors apart, because those of the 32 lanes of
-// the simdgroup lie side by side.
+// the simdgroup lie side by side. This is the overload for quantized weights.
 template <int RESIDENT, int FIELD, int SIZE, bool BIASED, int COUNT>
 void load_resident(
     const device PackedVector<FIELD, SIZE, BIASED>* streamed,
@@ -58,7 +66,9 @@ struct Words {
   int vector;
 };
 
-// Return word number `word` of a lane. The vector of 4 words that contains it is read once and stays in `lane`.
+// Return word number `word` of a lane, whose words are read in order. The vector of 4 words that contains it is read
+// once, from registers if it is one of the first RESIDENT, and stays in `lane`, with its number lane.vector, for the
+// next words.
 template <int RESIDENT, class V>
 uint word_at(thread Words<V>& lane, int word) {
   const int n = word / 4;
@@ -79,7 +89,7 @@ template <> struct Biases<false> { using type = Absent; };
 // Also add the eight numbers of x to x_sums[r]: the caller multiplies this sum by the biases of the weights. first: the
 // index of the first of the lane's words that contain these weights. x: two vectors of 4, GROUP vectors apart, for each
 // item; items are STRIDE vectors apart. Slots whose bit (slot % PER) in WANTED is 0 are skipped: not every product
-// needs all gates.
+// needs all gates. PER: the slots of a unit, one per gate.
 template <int ROWS, int SLOTS, int GROUP, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD, int SIZE,
     bool BIASED>
 void add_eight(
@@ -109,9 +119,11 @@ void add_eight(
 }
 
 // Add a lane's part of a product with quantized weights to sums[r][slot], for batch item r and row `slot` of the lane's
-// weights. A quantized weight is scale * q + bias, with the same scale and bias for all weights of a piece. So for each
-// piece the function adds up x, and x times q (as number_at returns it). Then of_group applies scale and bias to both
-// sums. The parameters are those of add_product in fused_lanes.metal; -1: no vector of words has been read yet.
+// weights. All weights of a row in one piece have the same scale and bias. So for each piece the function adds up x,
+// and x times q (as number_at returns it). Then of_group applies scale and bias to both sums. The parameters are those
+// of add_product in fused_lanes.metal: x, the operand of the first item from the lane's first run on; items STRIDE
+// vectors apart; PER slots per unit, of which those with a bit in WANTED are needed; FROM is always 0 here. RUNS runs
+// of 4 numbers of x per lane give the padded length of a row, 4 GROUP RUNS. -1: no vector of words has been read yet.
 template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD,
     int SIZE, bool BIASED>
 void add_product(

@@ -1,23 +1,32 @@
-// The plain RNN step with one lane per unit.
+// The step of the plain RNN, h = s(a), in the whole-sequence kernels with the product in lanes. Each hidden unit has
+// one lane. The preactivation a is stored as the cell's only gate, number 0. OPTIONS: the cell's options as one
+// integer, with the activation s; RNNCell<OPTIONS> (cell_rnn.metal) is the cell of one unit.
+
+// How the one lane of a unit of a plain RNN computes a step; fused_lanes.metal lists the members. A parameter without a
+// name is one that only the lanes of other cells read.
 template <int OPTIONS>
 struct Lanes<RNNCell<OPTIONS>> {
-  // fused_lanes.metal describes the members. There is one gate and one lane, so each block is number 0, there is no
-  // constant, and no sum over lanes.
+  // LANES: the lanes of a unit. WRITER: the lane that writes h. FIRST: the gates of the step's product, one bit per
+  // gate. There is one gate and one lane, so each block is number 0, there is no constant, and no sum over lanes.
   using Cell = RNNCell<OPTIONS>;
   enum { LANES = 1, WRITER = 0, TWO_PRODUCTS = 0, FIRST = 1 };
 
+  // gate_block, operand_block: the block of the lane in z, gates, dz and in the operand of the backward product.
+  // slot_block: the block of Wh of its weights. With one gate each is number 0.
   static constexpr int gate_block(int) { return 0; }
   static constexpr int operand_block(int) { return 0; }
   static constexpr int slot_block(int, int) { return 0; }
 
+  // A plain RNN has no constant per unit, such as a peephole weight.
   template <class Arrays>
   static float constant_of(thread const Arrays&, int, int, int, int) { return 0.0f; }
 
+  // The unit has one lane, so there is no sum over its lanes.
   template <int WANTED>
   static void sum_of_unit(thread float*, int) {}
 
   // Compute one step and return h. y: on entry the input's part of the unit's preactivation, on return the whole one.
-  // sums: the recurrent product. A parameter without a name is one that only the lanes of other cells read.
+  // sums: the recurrent product.
   static float forward(
       int, float, float, float, float, thread const float* sums, thread float&, thread float& y) {
     y += sums[0];

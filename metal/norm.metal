@@ -3,22 +3,29 @@
 //   y = (x - mean) / sqrt(variance + eps) * scale + shift
 // x is the recurrent product, or its sum with the input's part of the preactivations ("sum"); mean and variance are
 // taken over all G H numbers of a batch item, or over the H numbers of each gate. An LSTM may also normalise the H
-// numbers of c. metal/README.md has the equations of the gradients.
+// numbers of c. metal/README.md has the equations of the gradients. The whole-sequence kernels use this in
+// fused_norm.metal, the kernels of one time step in stepwise_norm.metal.
 //
-// `Cell` is the struct of a cell (cell.metal), with its options as the integer OPTIONS. A lane is one of the 32 threads
-// of a simdgroup, which run together.
-//
-// The kernels of a cell with a norm have the array `norm_eps`, which the others lack. Their other arrays, with D
-// directions and G gates:
+// Cell: the struct of a cell (cell.metal), with its options as the integer OPTIONS. G: gates, H: hidden units, D:
+// directions. A lane is one of the 32 threads of a simdgroup, which run together. The kernels of a cell with a norm
+// have the array `norm_eps`, which the others lack. Their other arrays:
 //   norm_scale, norm_shift  [D, G H]   norm_c_scale, norm_c_shift  [D, H]; without these arrays 1 and 0
 //   norm_eps                [1]
 //
-// Bits 27 to 30 of a cell's OPTIONS are a number: 0 to 4 is a value of NormOf, and 5 or 10 are added if c is normalised
-// for the output h only (OF_C below), or also in the state that the next step gets (IN_STATE).
+// Bits 27 to 30 of OPTIONS are one number: 0 to 4 is a value of NormOf, and 5 or 10 are added if c is normalised for
+// the output h only, or also in the state that the next step gets.
+
+// What a norm is computed of: nothing, the recurrent products, or their sums with the input's part; in the values that
+// end in OF_EACH each gate is normalised by itself.
 enum NormOf { NOTHING, PRODUCT, PRODUCT_OF_EACH, SUM, SUM_OF_EACH };
 
-// What a cell normalises, read from its OPTIONS. IS_SUM: the product plus the input's part, not the product alone.
-// IS_EACH: each gate by itself. HAS_C: also c. GROUPS: how many norms the gates have.
+// What a cell normalises, read from its OPTIONS. This general struct is for cells without OPTIONS: for a cell that a
+// user wrote, mlx_lstm/engines/metal/pointwise.py generates a specialization. The other one is for built-in cells.
+//   OF       a value of NormOf: NOTHING, the product or the sum, of all gates or OF_EACH
+//   IS_SUM   the product plus the input's part is normalised, not the product alone
+//   IS_EACH  each gate is normalised by itself
+//   OF_C     c is normalised for the output h only; IN_STATE: also in the state that the next step gets; HAS_C: either
+//   GROUPS   how many norms the gates have
 template <class Cell> struct Norm {};
 template <template <int> class Kind, int OPTIONS>
 struct Norm<Kind<OPTIONS>> {
@@ -28,7 +35,7 @@ struct Norm<Kind<OPTIONS>> {
 };
 
 // Return the sum of `value` over the lanes of the simdgroup whose numbers have the same remainder, divided by EVERY, as
-// the lane's own. All these lanes get the sum.
+// the lane's own. All these lanes get the sum. EVERY: a power of two; with 1 the sum is that of all 32 lanes.
 template <int EVERY>
 float sum_of_every(float value) {
   if constexpr (EVERY == 1) return simd_sum(value);

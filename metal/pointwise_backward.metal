@@ -1,23 +1,35 @@
-// The backward pass of a cell written by the user, over a whole sequence. fused.metal describes the arrays of the
-// forward pass and the letters in shapes. A preactivation is a recurrent part plus an input part. Further arrays:
-//   dh [T, B, D H], dc [T, B, D C H] float, dhT, dcT    cotangents, in the shapes of their outputs
-//   dz       [T, B, D M H]     gradients of all recurrent parts; then, for the gates in which the input part
-//                              has a different gradient, the gradients of the input parts
-//   du       [T, B, D U H]       gradients of the inputs of each step
-//   dw       [groups, D V H] float: gradients of the parameters, summed over the steps and items of a threadgroup
-//   carry    [T, B, D N H] float or absent: the parts of the gradients of keep * state that bypass the product, of
-//                              N states: of h and the C states of c, or only of c if h has no such part
-//   dh0, dc0                   gradients of the first states
-// `vectors` holds the gradients of a step's recurrent products, which the product with Wh reads. It is a double buffer
-// [2][ROWS][padded G H] in threadgroup memory. One barrier per step separates writing the gradients from the product.
+// The backward pass of a cell written by the user, over all time steps in one launch, with the product in lanes.
 //
-// A cotangent is the gradient that the caller gives for an output. Cell: the generated struct of the cell (cell.metal);
-// LANES lanes share a unit. ROWS: batch items of a threadgroup. D: directions, G: gates, H: units; the other letters
-// count blocks of H numbers: C states besides h, U inputs, V parameters, M gradients of preactivations.
+// A preactivation is a recurrent part plus an input part. Arrays of the backward pass; the letters count blocks of H
+// numbers, one per hidden unit: G gates, C states besides h, U inputs, V parameters, M gradients. T: time steps, B:
+// batch items, D: directions, ".": the launch's time steps.
+//   dh [T, B, D H], dc [T, B, D C H] float, dhT, dcT    cotangents: the gradients that the caller gives for the outputs
+//   gates    the numbers that the forward pass saved      h, c  its states after each step
+//   h0, c0, inputs, params, mask, keep, lengths    its inputs
+//   dz       [., B, D M H]  gradients of all recurrent parts; then, for the gates in which the input part has a
+//            different gradient, the gradients of the input parts
+//   du       [., B, D U H]  gradients of the inputs of each step
+//   dw       [groups, D V H] float: gradients of the parameters, summed over the steps and items of a threadgroup
+//   carry    [., B, D N H] float or absent: the parts of the gradients of keep * state that bypass the product, of N
+//            states: of h and the C states of c, or only of c if h has no such part
+//   dh0, dc0 gradients of the first states
+// `vectors` in threadgroup memory holds the gradients d of a step's recurrent products, which the product with Wh
+// reads: a double buffer [2][ROWS][padded G H]. One barrier per step separates writing the gradients from the product.
+//
+//   Cell     the generated struct (cell.metal): PRODUCTS (P: G or 0), CARRIED is C, INPUTS U, SUMMED V, GRADIENTS M,
+//            KEPT saved numbers. CARRIES is N, FIRST_CARRY the first of these states (0: h). SIZE_FOR<N>: N, at least 1
+//   Lanes<Cell> (pointwise.metal)   LANES lanes share a unit: register j of a lane has block LANES j + lane of an
+//            array, REGISTERS_OF<N, LANES> registers hold N blocks; all lanes have the states and their gradients
+//   ROWS, UNITS, GROUP   the batch items of a threadgroup; LANES * UNITS = GROUP lanes share the product of UNITS units
+//   RUNS, ROW   runs of 4 numbers of an operand that a lane multiplies; vectors of 4 floats of one item's operand
+//   now, item   a step's position in an array [T, B, D H]; the unit's positions in an array [B, D H], one per batch
+//               item
+//   a, S, Index, Sweep   the struct of all arrays; their dtype; the type that counts elements; what a launch processes
 
 // What a lane reads at a step, for one unit of one batch item: its part of the values that the forward pass saved, the
-// inputs of the step, the states before it, the cotangents of all states (`outside`), and the factors `keep` and
-// `mask`. If an array is absent, its cotangent is 0 and its factor is 1.
+// inputs of the step, the states before it, the cotangents of all states (`outside`), and the factors `keep` (on all
+// states before the step) and `mask` (on h in the recurrent product). In before and outside number 0 belongs to h. If
+// an array is absent, its cotangent is 0 and its factor is 1.
 template <class Cell>
 struct BackwardNumbers {
   float saved[REGISTERS_OF<Cell::KEPT, Lanes<Cell>::LANES>], inputs[SIZE_FOR<Cell::INPUTS>];
@@ -25,7 +37,7 @@ struct BackwardNumbers {
 };
 
 // Read the numbers of step n, for ROWS batch items. now: the step's position in an array [T, B, D H]. item: the unit's
-// positions in an array [B, D H].
+// positions in an array [B, D H]. group: the threadgroup's number. lane: the lane's number in its unit.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_numbers(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index now, thread const Index (&item)[ROWS], uint group,
@@ -48,7 +60,8 @@ void read_numbers(
   }
 }
 
-// At an item's first step, set the states before the step to h0 and c0. item: the unit's position in an array [B, D H].
+// At an item's first step, set the states before the step to h0 and c0. n: the step. item: the unit's position in an
+// array [B, D H]. length: the item's number of steps.
 template <class Cell, int H, class Index, class Arrays>
 void use_first_states(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index item, int length, int unit,
@@ -62,9 +75,10 @@ void use_first_states(
 
 // Store the results of one step of a batch item, or zeros if the item has ended: d (the gradients of the
 // preactivations), du (of the inputs) and the array carry (`back`, of the states). at: the unit's position in an array
-// [steps, B, D H]. Also store the gradients of the recurrent products in `operand`, which the product with Wh reads;
-// with a norm own_products_backward does this. d is rounded to the dtype S first, so that dh is computed from the dz
-// that the caller gets. The lanes share d, but all have du and `back`, which lane 0 writes.
+// [steps, B, D H]. Also store the gradients of the recurrent products in `operand`, a row of threadgroup memory that
+// the product with Wh reads; with a norm own_products_backward does this. They are the first PRODUCTS blocks of d; 0:
+// `operand` is the row of this item. d is rounded to the dtype S first, so that dh is computed from the dz that the
+// caller gets. The lanes share d, but all have du and `back`, which lane 0 writes. real: whether the lane has a unit.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_step(
     thread const Arrays& a, bool live, bool real, int lane, int unit, Index at,
@@ -89,7 +103,9 @@ void store_step(
     store(a.carry, place_of<CARRIES<Cell>, H>(at, k, unit), live ? back[FIRST_CARRY<Cell> + k] : 0.0f);
 }
 
-// After the last processed step, store the gradients of the first states (dh0, dc0) and of the parameters (dw).
+// After the last processed step, store the gradients of the first states (ds: dh0, dc0) and of the parameters (dw).
+// group: the threadgroup's number, which is the first axis of the array dw. writes: whether the lane is the one that
+// writes. dh0 always exists; `store` does nothing if an array is absent.
 template <class Cell, int H, int ROWS, class S, class Index, class Arrays>
 void store_ends(
     thread const Arrays& a, thread const Sweep& sweep, thread const Index (&item)[ROWS], uint group, bool writes,
@@ -106,17 +122,21 @@ void store_ends(
   for (int k = 0; k < Cell::SUMMED; ++k) store(a.dw, place_in(sweep, int(group), Cell::SUMMED, k, H, unit), dw[k]);
 }
 
-// Return the sum of a lane's own unit, from the partial sums of the units of a group, as add_product computed them.
+// Return the sum of a lane's own unit, from the partial sums of the UNITS units of a group, as add_product computed
+// them. 1, 1: the backward product has one sum per unit, and its bit in the set of wanted sums is 1.
 template <int UNITS, int LANES>
 float sum_of_unit(thread float (&sums)[UNITS]) {
   sum_over_units<UNITS, 1, 1, LANES>(sums);
   return sum_over_lanes<LANES>(sums[0]);
 }
 
-// The backward pass. A threadgroup computes ROWS items. If fewer are left, the last item is computed several times. The
-// repetitions are left out of the sum dw, which would count the item more than once. ds: the gradients of the states
-// from later steps. now: the states after the step. back: the gradients of the states after the step, then of those
-// before it. w, dw: the parameters and their gradients.
+// Run the backward pass. A threadgroup computes ROWS items. If fewer are left, the last item is computed several times;
+// the repetitions are left out of the sum dw, which would count the item more than once. group: the threadgroup's
+// number along the batch, and the direction. index: the thread's number among `threads`. s: the lane's number in its
+// group; lane: in its unit. own: its unit; real: whether there is such a unit. ds: the gradients of the states from
+// later steps. now: the states after the step. back: the gradients of the states after the step, then of those before
+// it. w, dw: the parameters and their gradients. norm, of_norm: what a lane needs for layer normalisation
+// (fused_norm_own.metal). HALF: the vectors of a half of the double buffer.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;

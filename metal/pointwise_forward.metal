@@ -1,22 +1,40 @@
-// The forward pass of a cell written by the user, over a whole sequence. pointwise.metal describes the arrays and the
-// cell. `vectors` in threadgroup memory holds h of all units, times the mask, as a double buffer [2][ROWS][padded H].
-// If the cell has a recurrent product, one barrier per step separates writing h from the next product, which reads h.
+// The forward pass of a cell written by the user, over all time steps in one launch, with the product in lanes.
+// `vectors` in threadgroup memory holds h of all units, times the mask, as a double buffer [2][ROWS][padded H]. If the
+// cell has a recurrent product, one barrier per step separates writing h from the next product, which reads h.
 //
-// Cell: the generated struct of the cell (cell.metal lists its members). LANES lanes share a unit, and a group of lanes
-// UNITS units. ROWS: batch items of a threadgroup. RUNS: runs of 4 numbers that a lane has of an operand; the operands
-// of the items are ROW vectors apart. RESIDENT: weight vectors in registers; the others are `streamed`, read at every
-// step.
+//   T, B, D, H  time steps, batch items, directions, hidden units. ROWS of the batch items belong to a threadgroup; r
+//               counts them
+//   Cell        the generated struct of the cell (cell.metal). It has GATES preactivations, PRODUCTS (P) of which have
+//               a recurrent product (all or none), CARRIED (C) states besides h, INPUTS of a step, SUMMED parameters,
+//               and KEPT numbers per unit that the backward pass reads
+//   Lanes<Cell> (pointwise.metal)   says how LANES adjacent lanes share a unit: register j of a lane has block LANES j
+//               + lane of an array's blocks, and all lanes have the unit's states. REGISTERS_OF<N, LANES>: the
+//               registers that a lane needs for its part of N values
+//   UNITS, GROUP   LANES * UNITS = GROUP lanes share the product of UNITS units
+//   RUNS, ROW   runs of 4 numbers of an operand that a lane multiplies; vectors of 4 floats of one item's operand
+//   resident, streamed   the lane's first RESIDENT weight vectors, in registers; the others, read at every step
+//   z           [T, B, D GATES H]: the input's part of the preactivations. gates: the KEPT numbers
+//   h, c        the states after each step; c [T, B, D C H] float has all but h. h0, c0, hT, cT: the first, the last
+//               ones
+//   mask, keep  factors: on h in the recurrent product; on all states before a step. 1 if the call does not have them
+//   lengths     the steps of each item; past its end an item is not `live`
+//   load_all, load_blocks, store_blocks   all blocks of a unit, or the lane's part of them (fused.metal,
+//               pointwise.metal)
+//   Sweep, number_at   what a launch processes; a float of threadgroup memory (fused.metal)
+//   SIZE_FOR<N>: N, at least 1. a, S, V, Index: the struct of all arrays, their dtype, a vector of weights, the type
+//               that counts elements
 
 // What a lane reads at a step, for one unit of one batch item: its part of z, the inputs of the step, `keep` of this
-// step, and the mask of the next step: this step writes h times that mask, for the product of the next step. `keep` and
-// mask are 1 if the call does not have them.
+// step, and the mask of the next step, because this step writes h times that mask, for the product of the next step.
 template <class Cell>
 struct ForwardNumbers {
   float z[REGISTERS_OF<Cell::GATES, Lanes<Cell>::LANES>], inputs[SIZE_FOR<Cell::INPUTS>], keep, mask;
 };
 
 // Read the numbers of step n for batch item b. now: the step's position in an array [T, B, D H]. item: the unit's
-// position in an array [B, D H].
+// position in an array [B, D H]; now + item is that of the unit at this step. lane: the lane's number in its unit.
+// time_step: the number of elements of one time index; the mask has one time index only if all steps share it.
+// load_all's 0: into `inputs` from its beginning.
 template <class Cell, int H, class Index, class Arrays>
 void read_numbers(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index now, int b, Index item, int lane, int unit,
@@ -29,8 +47,9 @@ void read_numbers(
   numbers.mask = value_at(a.mask, (sweep.masks_differ ? Index(next) * Index(time_step(sweep, 1, H)) : 0) + item, 1.0f);
 }
 
-// Store the outputs of one step at position `at`, or zeros if the item has ended (not `live`). s: the states after the
-// step. y: the lane's part of the values that the backward pass reads. All lanes have the states; the last one writes.
+// Store the outputs of one step, or zeros if the item has ended (not `live`). at: the unit's position in an array
+// [steps, B, D H] of the launch's own steps. s: the states after the step, h first. y: the lane's part of the values
+// that the backward pass reads. All lanes of the unit have the states; the last one writes them.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_outputs(
     thread const Arrays& a, bool live, int lane, int unit, Index at, thread const float (&s)[Cell::CARRIED + 1],
@@ -47,7 +66,8 @@ void store_outputs(
 
 // Compute the recurrent products of ROWS batch items. On return sums[r] has those of the lane's own unit, as
 // sum_of_own_unit leaves them. P: how many gates have a product; ALL: one bit for each of them, as all are needed.
-// resident, streamed: the lane's weight vectors in registers and in memory. x: the operand in threadgroup memory.
+// resident, streamed: the lane's weight vectors in registers and in memory. x: the operand in threadgroup memory, from
+// the lane's first run on. In add_product 0 is the lane's first weight vector, P the sums of a unit.
 template <class Cell, int UNITS, int RUNS, int RESIDENT, int ROWS, int SIZE, class V>
 void products_of_unit(
     thread const V* resident, const device V* streamed, threadgroup const float4* x, thread float (&sums)[ROWS][SIZE]) {
@@ -60,9 +80,13 @@ void products_of_unit(
   }
 }
 
-// The forward pass. Past an item's end outputs are 0 and the states stay. They are selected, not multiplied, because
-// the new states may be NaN there. s: the lane's number in its group. own: its unit. real: whether there is such a
-// unit.
+// Run the forward pass. Past an item's end outputs are 0 and the states stay. They are selected, not multiplied,
+// because the new states may be NaN there. group: the threadgroup's number along the batch, and the direction. index:
+// the thread's number among `threads`. s: the lane's number in its group; lane: in its unit. own: its unit. real:
+// whether there is such a unit. writes: whether the lane is the one that writes the unit's states. HALF: the vectors of
+// a half of the double buffer. w: the parameters. norm: what a lane needs for layer normalisation
+// (fused_norm_own.metal). If fewer than ROWS items are left, the last one is computed several times, with the same
+// results.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;
@@ -124,6 +148,7 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
 #pragma clang loop unroll(full)
       for (int j = 0; j < REGISTERS_OF<Cell::GATES, LANES>; ++j) y[j] = numbers[r].z[j];
       Lanes<Cell>::forward(lane, w, numbers[r].inputs, sums[r], next, y);
+      // round h to the dtype of the arrays, so that the next step reads the h that the caller gets
       next[0] = float(S(next[0]));
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) state[r][k] = live ? next[k] : state[r][k];

@@ -1,43 +1,37 @@
 // One time step of a recurrence, backward, in one launch: the product and the backward step of the cell.
 //
-//   dh_t = mask_next * (dz_next Wh) + the cotangent of h[t];   dz_t, carry = cell_backward(dh_t, carry_next)
+//   dh_t = mask_next * (dz_next Wh) + cotangent of h_t;   dz_t, carry_t = cell_backward(dh_t, carry_next)
 //
-// "next" is the step of an item that the forward pass processes after t. At an item's last step there is no next one,
-// and dhT replaces the product. With a projection, the kernel stepwise_dh computes dh_t [B, D P], and the product here
-// is dm = dh_t Wp. A "row" is the array that one launch writes. The "carries" are the gradients of the states before
-// the step that bypass the products: a part of the gradient of h, if the cell reads h besides in the product, and the
-// gradients of the other states. Letters count blocks of H numbers: G gates, C states besides h, N carries, K saved
-// numbers; in a cell that a user wrote also U inputs of a step and V parameters.
+// "next": the step of an item that the forward pass processes after t. The launch before this one has computed it. At
+// an item's last step dhT replaces the product. With a projection, h = m Wp^T, another kernel (stepwise_dh) first
+// computes dh_t, and the product here is dm = dh_t Wp. A threadgroup computes COLUMNS units of ROWS batch items: first
+// its threads compute the product together, then, behind a barrier, each some `cells` (one unit of one item each).
 //
-//   before    the row that the previous launch wrote, for the step processed after t in the forward pass
-//   after     the row that this launch writes, in this order:
-//             [B, D N H] float   the carries
-//             [B, D N H] float   with the option `keep`: the carries before their multiplication by keep
-//             [B, D V H] float   the gradients of the parameters, summed over all steps so far
-//             [B, D M H]         dz: the cell's M = GRADIENTS gradients of preactivations, first those of the products
-//             [B, D U H]         the gradients of the inputs
-//             Past an item's end the second and the last are 0, and the others are copied from `before`
-//   dh_now    [B, D P]      a row with dh_t, with a projection only
-//   weights   [D, H, K]     the transposed Wh, K = G H, or the transposed Wp, K = P
-//   rows      an array with the rows of several forward launches, which contain the gates, if `gates` is absent
-//   row       the index of this step's row in `rows`
-//   gates     [T, B, D K H]     h, c, h0, c0: the states after each step and the first ones, if the cell reads them
-//   q         [D, T, B, H]  the candidate's recurrent products of a GRU        peephole [D, 4H]
-//   inputs    [T, B, D U H]     params  [D V H]
-//   mask      [T or 1, B, D P], including keep       keep  [T, B, D]  lengths [B]
-//   dh, dc, dgates, dhT, dcT    the cotangents of the outputs, each in the shape of its output
-//   numbers   [3]: the second is the limit of c, for a clip that stops gradients
-//   unclipped [T, B, D P], for stepwise_dh with a clip of a projected h that stops gradients: 0 where it changed h
+//   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array
+//   row       the array that a launch writes: floats, then numbers of dtype S. a.before, a.after: of the launch before,
+//             and of this one
+//   carry     the gradient of a state before the step, without the part through the product
+//   cotangent the gradient that the caller gives for an output: dh, dc, dgates, dhT, dcT, each in its output's shape
+//   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, K (terms of a sum), D
+//   b, j      batch item, unit. length: the item's steps; live: it has not ended at time t
+//   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
+//   Cell      the cell's struct (cell.metal): GATES; block(k), the position of block k of H numbers; PRODUCTS, gates
+//             with a recurrent product; GRADIENTS, stored gradients of preactivations; CARRIED, states besides h; KEPT,
+//             saved numbers; INPUTS and SUMMED, inputs and parameters of a user's cell; SEGMENTS, parts of the product
+//   CARRIES<Cell>, FIRST_CARRY<Cell>   how many states have a carry, and the first one: 0 is h
+//   Product   the struct that computes a threadgroup's part `own` of the product, into own.sums (stepwise.metal)
 //
-// A threadgroup computes COLUMNS units of Product::ROWS batch items. First all its threads compute the product, into
-// `sums` [ROWS][COLUMNS] in threadgroup memory; then every thread computes some cells. The product ends with a barrier
-// between the two parts. A "cell" in a loop is one unit of one batch item. Cell is the struct with its equations
-// (cell.metal), S the dtype of the arrays, Step s the time step, Index the type that counts elements (stepwise.metal).
-// A cotangent is the gradient that the caller gives for an output.
+//   weights   [D, H, K]: the transposed Wh, K = G H, or Wp, K = P, the width of a projected h
+//   dh_now    [B, D P]: a row with dh_t, with a projection only
+//   gates     [T, B, D KEPT H], or in the arrays `rows` of forward launches, as row number `row`
+//   q         [D, T, B, H]: a GRU's candidate's recurrent products
+//   mask      [T or 1, B, D P], including keep       keep [T, B, D]
 
-// How the product reads one row of its operand, the row of one batch item. The operand is dz, which the previous launch
-// wrote. Exception: with a projection it is dh_t. If the reset of a GRU comes after the candidate's product, the
-// gradient of this product is dz_n r. So the numbers of the candidate's dz are multiplied by r when they are read.
+// How the product reads one row of its operand x: the numbers of one batch item.
+//   dz          the next number: of dz, which the launch before wrote, or with a projection of dh_t
+//   candidate   whether these are the dz of a GRU's candidate whose reset comes after its product. In the forward step
+//               r multiplied this product, so its gradient is dz r: each number is multiplied by r when it is read
+//   r           the gate r of the step to which dz belongs; else not used
 template <class S, class Arrays>
 struct FollowingRow {
   const device S* dz;
@@ -45,8 +39,9 @@ struct FollowingRow {
   bool candidate;
 };
 
-// The operand of the product, for all batch items: the gradients dz that the previous launch wrote, or dh_t. find_row
-// selects the numbers of one batch item from it. H: how many numbers of dz each gate has.
+// The operand x of the product, for all batch items: the gradients dz that the launch before wrote, or with a
+// projection dh_t. find_row selects one batch item. a, s: the arrays and the step. H: how many numbers of dz each gate
+// has; in stepwise_dh it is not s.H, which is P there.
 template <class Cell, class S, class Arrays>
 struct Following {
   using Row = FollowingRow<S, Arrays>;
@@ -56,16 +51,23 @@ struct Following {
   int H;
 };
 
-// Return the time index of the step of this item that is processed after s in the forward pass, or -1 if there is none.
+// Return the time index of the step of this item that the forward pass processes after s, or -1 if there is none: s is
+// the item's last step. In reverse t counts down. After a step past the item's end comes length - 1, the first one that
+// belongs to the item.
 inline int next_step(thread const Step& s, int length) {
   const int t = s.reverse ? min(s.t, length) - 1 : s.t + 1;
   return t < length ? t : -1;
 }
 
-// Let `row` point to the dz of batch item b in one segment: the product adds up its terms segment by segment. A cell
-// with one segment has all gates in it; behind them are the gradients that no product reads. A GRU has one segment per
-// gate, in the order of memory, so that only the candidate's dz is multiplied by r. If its reset comes before the
-// product, it has segments for r and z only.
+// Let `row` point to the dz of batch item b in one segment: the product adds up its terms segment by segment. There are
+// three layouts:
+//   1 segment       all gates together; pitch: the numbers of an item and direction, which are more than K if a user's
+//                   cell stores gradients that no product reads
+//   2 segments      a GRU whose reset comes before the product: those of r and z. Its candidate has a product of its
+//                   own
+//   3 segments      a GRU whose reset comes after the product: one per gate, in the order of memory, so that only the
+//                   candidate's dz is multiplied by r. r belongs to the next step t. Without a next step (t = -1) any
+//                   valid address will do, because dh_sum does not use the product
 template <class Cell, class S, class Arrays>
 void find_row(thread const Following<Cell, S, Arrays>& x, int b, int segment, thread FollowingRow<S, Arrays>& row) {
   thread const Step& s = *x.s;
@@ -83,12 +85,14 @@ void find_row(thread const Following<Cell, S, Arrays>& x, int b, int segment, th
   }
 }
 
+// Advance the row by n numbers: dz and, side by side with it, r.
 template <class S, class Arrays>
 void move(thread FollowingRow<S, Arrays>& row, int n) {
   row.dz += n;
   row.r = from(row.r, n);
 }
 
+// Read N numbers of the row from number k on, as float; multiply those of a GRU's candidate by r.
 template <int N, class S, class Arrays>
 void operands_at(thread const FollowingRow<S, Arrays>& row, int k, thread float (&values)[N]) {
   take<N>(row.dz, k, 0.0f, values);
@@ -99,15 +103,16 @@ void operands_at(thread const FollowingRow<S, Arrays>& row, int k, thread float 
   for (int e = 0; e < N; ++e) values[e] *= r[e];
 }
 
-// Return the array that is multiplied for the gradient of h: dh_now, the row with dh_t, if it is present (a call with a
-// projection), else dz.
+// Return the operand of the product: with a projection the row dh_now, which contains dh_t, else dz of the launch
+// before.
 template <class S>
-const device S* either(Absent, const device S* dz) { return dz; }
+const device S* dh_or_dz(Absent, const device S* dz) { return dz; }
 template <class S, class X>
-const device S* either(const device X* row, const device S*) { return (const device S*)row; }
+const device S* dh_or_dz(const device X* row, const device S*) { return (const device S*)row; }
 
-// Return the gradient of h_t[b, j] without the carry. It is a sum: the part from the product of the next step (at the
-// item's last step dhT), plus the cotangent dh of step t.
+// Return the gradient of h_t[b, j] without the carry: the cotangent dh of step t, plus what the next step gives. That
+// is the number `sum` of the product, times the next step's mask, because the product multiplied mask * h. At the
+// item's last step it is dhT; without a product (PRODUCTS = 0) it is 0. width: the width of h.
 template <class Cell, class Arrays>
 float dh_sum(
     thread const Step& s, thread const Arrays& a, threadgroup const float* sum, int length, int b, int j, int width) {
@@ -117,14 +122,19 @@ float dh_sum(
   return Cell::PRODUCTS == 0 ? outside : outside + *sum * mask_at(s, a.mask, next, b, j, width);
 }
 
-// Return how many floats a unit has at the beginning of a row.
+// Return how many floats a unit has at the beginning of a row: its carries, with `keep` a second time before the
+// multiplication by keep, and the gradients of SUMMED parameters.
 template <class Cell, class Arrays>
 int floats_of(thread const Arrays& a) { return (is_present(a.keep) ? 2 : 1) * CARRIES<Cell> + int(Cell::SUMMED); }
 
-// Compute the product of a backward step with dz, which the previous launch wrote, or with dh_t. width: the columns of
-// the result, units or numbers of h. gate_width: how many numbers of dz each gate has. own: the part of a threadgroup.
+// Compute the product of the operand (dz of the launch before or dh_t, see dh_or_dz) with the weights, into `own.sums`.
+// A cell without a recurrent product needs none.
+//   width        how many columns the result has: units or, in stepwise_dh, numbers of h
+//   gate_width   how many numbers of dz each gate has
+//   own          the threadgroup's part of the result
+// The weights are one block (OneBlock) of columns, from column 0 on.
 template <class Cell, class Product, class S, class Arrays>
-void product_with_dz(
+void product_of_gradients(
     thread const Step& s, thread const Arrays& a, const device S* dz, int width, int gate_width,
     thread const Block& own) {
   const Following<Cell, S, Arrays> x = {dz, &a, &s, gate_width};
@@ -133,17 +143,18 @@ void product_with_dz(
         x, a.weights + Index(s.d) * width * s.K, s.B, width, s.K, own);
 }
 
-// Return one number of the gates that the forward pass computed. `rows` is an array with the rows (c, h and gates) that
-// several forward launches wrote; `row` is the number of this step's row in it, `length` the number of elements of a
-// row, and `at` the position of the gate in the row. Return 0 if there are no rows.
+// Return one number of the gates from the rows that forward launches wrote; 0 if there are no such rows.
+//   rows     an array of several rows, each with c, h and the gates of one step
+//   row      the number of this step's row in it
+//   length   how many elements a row has         at   the number's position in its row
 template <class S> float gate_in_row(Absent, Absent, Index, Index) { return 0.0f; }
 template <class S, class X, class R>
 float gate_in_row(const device X* rows, R row, Index length, Index at) {
   return float(((const device S*)rows)[row * length + at]);
 }
 
-// Load what a unit saved for step s.t: its numbers in `gates`, or, without this array, in the row of the forward
-// launch.
+// Load into y what a unit saved in the forward step: its KEPT numbers (mostly the gates) from a.gates or, without this
+// array, from the row of the forward launch. There they lie behind the floats (c) and h; `behind` is this position.
 template <class Cell, class S, class Arrays>
 void take_saved(thread const Step& s, thread const Arrays& a, int b, int j, thread float (&y)[SIZE_FOR<Cell::KEPT>]) {
   constexpr int KEPT = Cell::KEPT;
@@ -157,8 +168,8 @@ void take_saved(thread const Step& s, thread const Arrays& a, int b, int j, thre
   }
 }
 
-// Load those states of a unit whose bits in READ are 1, h first: h from row t of one array, the others from row t of
-// another one. The other states, and those of an absent array, become 0.
+// Load those states of a unit whose bits in READ are 1, h first (bit 0): h from time index t of the array h, the C
+// others from time index t of `others`. The states that the cell does not read, and those of an absent array, become 0.
 template <class Cell, int READ, class A, class B>
 void take_needed(
     thread const Step& s, A h, B others, int t, int b, int j, thread float (&states)[Cell::CARRIED + 1]) {
@@ -169,8 +180,9 @@ void take_needed(
     states[k] = (READ >> k) & 1 ? value_at(others, place(s, t, b, C * s.H) + (k - 1) * s.H + j, 0.0f) : 0.0f;
 }
 
-// Load the states before step s.t and after it, as far as the cell reads them. starts: this is the item's first step,
-// so the states before it are h0 and c0.
+// Load the states of a unit before and after the step, as far as the cell reads them (READS_BEFORE, READS_AFTER: one
+// bit per state). The state before the step is that of the step before in processing order, or h0 and c0 if the step
+// `starts` the item.
 template <class Cell, class Arrays>
 void take_both_states(
     thread const Step& s, thread const Arrays& a, bool starts, int b, int j,
@@ -181,10 +193,15 @@ void take_both_states(
   take_needed<Cell, AFTER>(s, a.h, a.c, s.t, b, j, after);
 }
 
-// Compute one step of one unit backward, for an item that has not ended. dh: the gradient of h without the carry. ds:
-// on entry the carries, on return those for the previous step; unscaled: the latter before their multiplication by
-// keep. d: on entry the cotangents of the gates, on return the gradients of the preactivations. du: those of the inputs
-// of the step. dp: the gradients of the parameters are added to it.
+// Compute the step of unit j backward, for an item that has not ended.
+//   dh         the gradient of h without the carry
+//   ds         the carries, h first: on entry those from the next step, on return those for the step before
+//   unscaled   on return ds before the multiplication by `keep` (`factor`): the gradient of keep needs it
+//   dp         the sums of the parameters' gradients; this step's are added
+//   d          on entry the cotangents of the gates, on return the gradients of the preactivations
+//   du         on return the gradients of the step's inputs
+// y, before, after, p, u: what Cell::backward reads, see cell.metal. u is the inputs of a user's cell; a GRU, which has
+// none, gets q there.
 template <class Cell, class S, class Arrays>
 void live_unit_backward(
     thread const Step& s, thread const Arrays& a, int b, int j, float dh, thread float (&ds)[Cell::CARRIED + 1],
@@ -214,8 +231,18 @@ void live_unit_backward(
   for (int k = 0; k < Cell::SUMMED; ++k) dp[k] += dp_now[k];
 }
 
-// of_params: where the gradients of the parameters begin in a row; start: where dz begins, in elements of S. FIRST: the
-// first state with a carry, h (0) or the one after it (1); C: the states besides h.
+// The kernel of a backward step. It writes the row `after`, in this order (N carries, V = SUMMED, M = GRADIENTS, U =
+// INPUTS):
+//   [B, D N H] float   the carries
+//   [B, D N H] float   with `keep` only: the carries before their multiplication by keep; 0 past an item's end
+//   [B, D V H] float   the gradients of the parameters, summed over all steps so far
+//   [B, D M H]         dz, the gradients of preactivations; those of the products first
+//   [B, D U H]         the gradients of the inputs; 0 past an item's end
+// Past an item's end the others are copied from `before`. In reverse the backward pass comes to an item's padding after
+// its steps, and the last row must still have what dh0 and dc0 are computed from.
+//   b0, j0      the threadgroup's first item and unit        units   the numbers of one block in a row, B D H
+//   params_at   where the parameters' gradients begin in a row       start   where dz begins, in elements of S
+//   begins      whether this is the first launch of the pass
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_backward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -224,22 +251,21 @@ void stepwise_backward(
   const Step s = step_of(a.step, a.sizes, group.z);
   const int B = s.B, H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
   const Index units = Index(B) * s.D * H, start = carried<S>(floats_of<Cell>(a) * units);
-  const Index of_params = (is_present(a.keep) ? 2 : 1) * N * units;
+  const Index params_at = (is_present(a.keep) ? 2 : 1) * N * units;
   const device S* dz_before = (const device S*)a.before + start;
   device S* dz_after = (device S*)a.after + start;
   const Block own = {b0, j0, simdgroup, lane, sums};
-  // The product is dz Wh, with dz of the step that the forward pass processes next. The first launch (`begins`) has no
-  // such step, so it skips the product. With a projection every launch needs the product, because it is dh_t Wp
-  // instead.
+  // The product is dz Wh with the dz of the launch before. The first launch (`begins`) has none, so it skips the
+  // product. With a projection the product is dh_t Wp, which every launch needs.
   const bool begins = s.n + 1 == s.T;
   if (!begins || is_present(a.dh_now))
-    product_with_dz<Cell, Product, S>(s, a, either(a.dh_now, dz_before), H, H, own);
+    product_of_gradients<Cell, Product, S>(s, a, dh_or_dz(a.dh_now, dz_before), H, H, own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
     const int b = b0 + int(cell / COLUMNS), j = j0 + int(cell % COLUMNS);
     if (b >= B || j >= H) continue;
     const int length = value_at(a.lengths, b, s.T);
     const bool live = s.t < length;
-    const Index ds_at = place(s, 0, b, N * H) + j, dp_at = of_params + place(s, 0, b, SUMMED * H) + j;
+    const Index ds_at = place(s, 0, b, N * H) + j, dp_at = params_at + place(s, 0, b, SUMMED * H) + j;
     const Index dz_at = place(s, 0, b, GRADIENTS * H) + j, now = place(s, s.t, b, GRADIENTS * H) + j;
     float ds[C + 1] = {}, unscaled[C + 1] = {}, dp[SIZE_FOR<SUMMED>] = {}, d[GRADIENTS], du[SIZE_FOR<INPUTS>] = {};
     if (begins) {
@@ -265,9 +291,13 @@ void stepwise_backward(
   pad_row(a.after, start + units * (GRADIENTS + INPUTS), group, 32 * simdgroup + lane);
 }
 
-// Compute dh_t [B, D P], the gradient of h_t (D directions, P numbers of h), from the dz that the previous launch
-// wrote. A cell with a projection launches this kernel at every step. All cells launch it once after the backward
-// steps, with step number n = -1: dh_t is then dh0. The result has the dtype S; it is 0 past an item's end.
+// Compute dh_t [B, D P], the gradient of h_t, from the dz that the launch before wrote. s.H is P here, the width of h;
+// H is the number of units, K / PRODUCT_GATES, where PRODUCT_GATES is the number of gates with a part in this product.
+// A cell with a projection launches this kernel at every step. All cells launch it once more after the backward steps,
+// with step number n = -1 and without dh: dh_t is then dh0. The first launch of a pass (n + 1 = T) has no dz before it,
+// so it computes no product, and dh_sum takes dhT instead. If the cell also reads h outside the product (PASSES_H, a
+// GRU), the carry of h is added. The result is 0 past an item's end, and where `unclipped` [T, B, D P] is 0: there a
+// clip changed the projected h and stops its gradient.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_dh(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -277,7 +307,7 @@ void stepwise_dh(
   const int P = s.H, H = s.K / PRODUCT_GATES, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
   const device S* dz = (const device S*)a.before + carried<S>(floats_of<Cell>(a) * (Index(s.B) * s.D * H));
   const Block own = {b0, j0, simdgroup, lane, sums};
-  if (s.n + 1 < s.T) product_with_dz<Cell, Product>(s, a, dz, P, H, own);
+  if (s.n + 1 < s.T) product_of_gradients<Cell, Product>(s, a, dz, P, H, own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
     const int b = b0 + int(cell / COLUMNS), j = j0 + int(cell % COLUMNS);
     if (b >= s.B || j >= P) continue;

@@ -1,36 +1,43 @@
 // One time step of a recurrence, forward, in one launch: the recurrent product and the cell.
 //
-//   gates, state, h = cell(z_t, (mask_t * h_before) Wh^T, keep_t * state_before);   `mask` already includes `keep`
+//   gates, states = cell(z_t, (mask_t * h_before) Wh^T, keep_t * states_before);   `mask` already includes `keep`
 //
-//   z         [T, B, D G H]  the input's part of the preactivations, blocks in the cell's gate order
-//   before    the row (the array that one launch writes) of the previous step
-//   after     the row that this launch writes: the states besides h, [B, D C H] for C states; then m [B, D H]; then,
-//             if SAVES, the K blocks that the cell saves (mostly its gates), [B, D K H]. All are 0 past an item's end.
-//             m is h or, with a projection, the vector to be projected
-//   h_before  [B, D K]       with a projection only: h of the previous step, from a separate launch. K: the width of h
-//   Wh        [D, G H, K]    peephole  [D, 4H]     bhn  [D H]     params  [D V H]     inputs  [T, B, D U H]
-//   h0, c0    [B, D K], [B, D C H]: the first states of an item, at t = 0 or, in reverse, at its end
-//   mask      [T or 1, B, D K]     keep     [T, B, D]      lengths  [B]      numbers  [3]: forget bias,
-//             clip of c, clip of a projected h
+// A threadgroup computes all gates of UNITS units of ROWS batch items. First its threads compute the product together,
+// then, behind a barrier, each some `cells` (one unit of one item each).
 //
-// The letters count blocks of H numbers: G gates and, in a cell that a user wrote, U inputs and V parameters.
-//
-// A threadgroup computes all gates of UNITS units of Product::ROWS batch items. First all its threads compute the
-// product, into `sums` [ROWS][gates][UNITS] in threadgroup memory; then every thread computes some cells. The product
-// ends with a barrier between the two parts. Product is ByLanes, ByTiles, QuantizedByLanes or NoProduct. A "cell" in a
-// loop is one unit of one batch item. Cell is the struct with its equations (cell.metal), S the dtype of the arrays,
-// Step s the time step, Index the type that counts elements (stepwise.metal).
+//   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array (type
+//             Absent)
+//   row       the array that a launch writes. a.after: this launch's, a.before: that of the previous step. In this
+//             order: the states besides h, [B, D C H], as float; m [B, D H]; if SAVES, what the cell saves for the
+//             backward pass (mostly its gates), [B, D KEPT H]. All are 0 past an item's end
+//   m         h or, with a projection, what it multiplies: h = m Wp^T, in a separate launch
+//   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, K (width of h), D
+//   b, j      batch item, unit. length: the item's steps; live: it has not ended at time t
+//   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
+//   Cell      the cell's struct (cell.metal): GATES; block(k), the position of block k of H numbers; PRODUCTS, gates
+//             with a recurrent product; C = CARRIED, states besides h; KEPT, saved numbers; INPUTS of a user's cell;
+//             PASSES_H: the cell reads h outside its product
+//   Product   ROWS and COLUMNS of a threadgroup's product, its number of THREADS, and its function product<Gates,
+//             FIRST, UNITS, SEGMENTS>(x, weights, B, H, K, own): x times the transposed weights of all gates from FIRST
+//             on, UNITS columns each, into own.sums [ROWS][COLUMNS]; own: the threadgroup's part
+//   x         the operand of the product, here Previous
+//   group     the threadgroup's number: along units, batch items, directions
+//   S, X      the dtype of the arrays; the type of a row's elements
+//   z         [T, B, D G H]: the input's part of the preactivations, G = GATES
+//   Wh [D, G H, K]   Wp [D, K, H]   h0 [B, D K]   c0 [B, D C H]   lengths [B]   keep [T, B, D]   mask [T or 1, B, D K]
+//   h_before  [B, D K]: with a projection h of the previous step     inputs   [T, B, D INPUTS H]
+//   numbers   [3]: forget bias, limit of c, limit of a projected h
 
-// How the product reads one row of its operand: mask * h_before of one batch item. At the item's first step h_before is
-// h0. Without h0 it is zero: at step n = 0 no product is computed. An item that runs in reverse and is shorter than T
-// begins at a later step; before it the launches have written zeros as its h.
+// How the product reads one row of its operand mask * h_before, the numbers of one batch item: h and the mask, at the
+// number to be read next. If the call has no mask, `mask` has the type Absent.
 template <class S, class Arrays>
 struct PreviousRow {
   const device S* h;
   decltype(Arrays::mask) mask;
 };
 
-// The operand of the product: mask * h_before of all batch items. find_row selects one item.
+// The operand of the product: mask * h_before of all batch items. h: where h of the previous step begins. a, s: the
+// arrays and the step. find_row selects one item.
 template <class S, class Arrays>
 struct Previous {
   using Row = PreviousRow<S, Arrays>;
@@ -39,12 +46,16 @@ struct Previous {
   thread const Step* s;
 };
 
-// Return h0 if the item `begins`, else h.
+// Return h0 if this step `begins` the item, else h. Without h0 (Absent) return h in both cases: at step n = 0 no
+// product is computed then, and a reversed item shorter than T begins at a later step, before which the launches have
+// written zeros as its h.
 template <class S> const device S* first_or(Absent, bool, const device S* h) { return h; }
 template <class S> const device S* first_or(const device S* h0, bool begins, const device S* h) {
   return begins ? h0 : h;
 }
 
+// Let `row` point to h_before and the mask of batch item b. The parameter without a name is the segment: h lies in one
+// piece. If all steps share one mask (own_mask is 0), its time index is 0.
 template <class S, class Arrays>
 void find_row(thread const Previous<S, Arrays>& x, int b, int, thread PreviousRow<S, Arrays>& row) {
   thread const Step& s = *x.s;
@@ -52,12 +63,14 @@ void find_row(thread const Previous<S, Arrays>& x, int b, int, thread PreviousRo
   row.mask = from(x.a->mask, place(s, s.own_mask * s.t, b, s.K));
 }
 
+// Advance the row by n numbers, h and the mask side by side.
 template <class S, class Arrays>
 void move(thread PreviousRow<S, Arrays>& row, int n) {
   row.h += n;
   row.mask = from(row.mask, n);
 }
 
+// Read N numbers of the row from number k on: mask * h_before, as float. Without a mask the factors are 1.
 template <int N, class S, class Arrays>
 void operands_at(thread const PreviousRow<S, Arrays>& row, int k, thread float (&values)[N]) {
   float factors[N];
@@ -67,13 +80,13 @@ void operands_at(thread const PreviousRow<S, Arrays>& row, int k, thread float (
   for (int e = 0; e < N; ++e) values[e] *= factors[e];
 }
 
-// Return how many terms each sum of the product has: K, the width of h. At step n = 0 without h0 return 0, because h
-// before the step is zero, and so is the product.
+// Return how many terms each sum of the product has: K, the width of h. At step n = 0 without h0 return 0: h before the
+// step is zero, and there may be no array to read it from.
 template <class Arrays>
 int product_length(thread const Step& s, thread const Arrays& a) { return s.n > 0 || is_present(a.h0) ? s.K : 0; }
 
-// Return a pointer to h of the previous step. Without a projection h begins at element `start` of the row (the array)
-// that the previous launch wrote. With a projection it lies in a separate array.
+// Return a pointer to h of the previous step. Without a projection h begins at element `start` of the previous row,
+// behind the floats. With a projection it lies in a separate array, the last argument.
 template <class S, class X> const device S* h_of(const device X* row, Index start, Absent) {
   return (const device S*)row + start;
 }
@@ -81,8 +94,10 @@ template <class S, class X> const device S* h_of(const device X*, Index, const d
   return (const device S*)h;
 }
 
-// Load the states of a unit before the step, times `keep`, h first. If the item `starts` at this step, they are h0 and
-// c0; otherwise the previous launch wrote them. h is loaded only if a step reads it besides in the product.
+// Load the states of unit j of item b before the step, times `keep`: states[0] is h, then come the C others, such as c
+// of an LSTM. starts: whether this is the item's first step, whose states before are h0 and c0; else they are in the
+// previous row (h: where its h begins). h is loaded only if the cell reads it outside its product. take_blocks and
+// take_carries read numbers that lie H apart, here into states[1] and those behind it.
 template <class Cell, class S, class Arrays>
 void take_states(
     thread const Step& s, thread const Arrays& a, bool starts, const device S* h, int b, int j,
@@ -102,8 +117,14 @@ void take_states(
   for (int k = 0; k <= C; ++k) states[k] *= factor;
 }
 
-// SAVES: whether the row gets what a backward pass reads. group: the threadgroup's number along units, batch items and
-// directions. b0, j0: its first batch item and unit. KEPT: how many blocks of H numbers are saved, mostly the gates.
+// The kernel of a step: compute the product and the cell, write the row `after`. SAVES: whether the row gets what a
+// backward pass reads.
+//   b0, j0    the threadgroup's first item and unit
+//   units     the numbers of one block in a row, B D H       start   where m begins, behind the floats
+//   r         the item's row in `sums`, which has the columns [gate][unit]
+//   y, products, p, u, states   what Cell::forward reads, see cell.metal: y is the input's part of the preactivations,
+//                               p the unit's constants, u the inputs of a user's cell. It returns the new states and,
+//                               in y, the numbers to save
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_forward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -114,6 +135,8 @@ void stepwise_forward(
   const Index units = Index(B) * s.D * H, start = carried<S>(C * units);
   const Previous<S, Arrays> x = {h_of<S>(a.before, start, a.h_before), &a, &s};
   const Block own = {b0, j0, simdgroup, lane, sums};
+  // x Wh^T for all gates of the cell, from number 0 on, UNITS columns each; every sum in 1 segment. rows_from: the rows
+  // of Wh of this direction.
   if constexpr (Cell::PRODUCTS != 0)
     Product::template product<Cell, 0, UNITS, 1>(
         x, rows_from(a.Wh, Index(s.d) * GATES * H, s.K), B, H, product_length(s, a), own);
@@ -143,8 +166,10 @@ void stepwise_forward(
   pad_row(a.after, start + units * (1 + KEPT), group, 32 * simdgroup + lane);
 }
 
-// Compute h [B, D P] = m Wp^T of one step, with a projection Wp [D, P, H]: an additional launch of each step. m is read
-// from `before`, the array that the step's first launch wrote. If `numbers` is present, h is clipped.
+// Compute h [B, D P] = m Wp^T of one step, with a projection Wp [D, P, H], in an additional launch of each step. Here
+// s.H is P, the columns of the product, and s.K is the number of units. m is read from a.before, the row of the step's
+// first launch, behind its B D H floats of c (carried). Wp is one block of weights (OneBlock) from column 0 on; each
+// sum is added up in 1 segment. If a.numbers is present, h is clipped to numbers[2].
 template <class Product, class S, class Arrays>
 void stepwise_project(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

@@ -1,25 +1,35 @@
 // The recurrent product of a step for few batch items. Each weight is then used for few multiplications, so reading the
-// weights limits the speed. The result is a matrix `sums` in threadgroup memory, with a row per batch item and a column
-// per unit and gate. A threadgroup computes the batch items from b0 on and the units j0 ... j0 + UNITS - 1 of the gates
-// from FIRST on.
+// weights limits the speed.
 //
 //   sums[r, n] = sum over k of x(b0 + r, k) weights[row(n), k]
 //   row(n) = Gates::block(FIRST + n / UNITS) H + j0 + n % UNITS
 //
-//   x        the operand. The K numbers of a batch item are divided into SEGMENTS equal parts;
-//            find_row(x, b, segment, row) lets `row` point to one part of batch item b
-//   weights  [., K], H rows per gate
-//   sums     [ROWS, COLUMNS], in threadgroup memory; a barrier at the end separates the writes of the simdgroups from
-//            the reads of the cells
-// Each of the 8 simdgroups computes every eighth column for all rows. Its 32 lanes divide the K terms of a sum: each
-// multiplies four neighbouring terms at a time. At the end the lanes' sums are added up. Batch items and units past the
-// end repeat the last ones; their results are not used.
+// Row r of `sums` is batch item b0 + r, column n one unit of one gate: a threadgroup computes the units j0 ... j0 +
+// UNITS - 1 of each gate from number FIRST on. The 256 threads are 8 simdgroups of 32 lanes, which run together.
+// Simdgroup s computes the columns s, s + 8, ... for all items. Its lanes divide the K terms of a sum: each multiplies
+// four neighbouring terms at a time, lane l the terms 4 l, 128 + 4 l, ... At the end the lanes' sums are added up.
 //
-// R: a row type of x, see find_row in stepwise.metal. W: a pointer to weights. OWN: how many columns a simdgroup
-// computes. A lane is one of the 32 threads of a simdgroup.
+//   x          the operand, one row of K numbers per batch item. find_row(x, b, segment, row) lets `row`, of type
+//              X::Row, point to one of the SEGMENTS equal parts of item b's numbers. (Only a GRU's backward step has
+//              several: it multiplies one of them by a gate.) operands_at<N>(row, k, values) reads N numbers from
+//              number k on; move(row, n) goes n numbers further
+//   weights    [., K]: H rows per gate, one row for each column of the result
+//   Gates      Gates::block(gate): the position of a gate's H rows in `weights`, in blocks of H
+//   B, H, K    the number of batch items, of units, of terms per sum
+//   block      a threadgroup's part of the result: b0, j0, its first item and unit; simdgroup and lane, the thread's
+//              numbers; `sums`, threadgroup memory for the result
+//   ROWS, COLUMNS   how many items and columns a threadgroup computes
+//   OWN        how many columns a simdgroup computes, COLUMNS / 8
+//   rows       this lane's pointers into x, one per item;  columns: into the weights, one per own column
+//   partial    [OWN][ROWS]: this lane's share of each sum
+//   Index      the integer type that counts elements of arrays;  W: the type of a pointer to weights
+//
+// Items and units past the end repeat the last ones (min): their results are not used.
 
-// Multiply the next N numbers of each row of x with the next N numbers of each of this lane's columns (OWN rows of
-// weights), and add the products to partial[column][row]. Then move the pointers of rows and columns by `step` numbers.
+// Multiply the next N numbers of each row of x with the next N numbers of each own column, and add the products to
+// `partial`. Then move all pointers by `step` numbers, to those that this lane multiplies next. All numbers are read
+// before the first multiplication, so that the reads overlap. The last loop runs over number e, column n and item r in
+// one index, `part`.
 template <int N, int ROWS, int OWN, class R, class C>
 void accumulate(thread R (&rows)[ROWS], thread C (&columns)[OWN], int step, thread float (&partial)[OWN][ROWS]) {
   float operands[ROWS][N], w[OWN][N];
@@ -40,24 +50,25 @@ void accumulate(thread R (&rows)[ROWS], thread C (&columns)[OWN], int step, thre
   }
 }
 
-// Add this lane's share of dot products to partial[column][row]: of each of the ROWS rows of x with each of OWN columns
-// of weights. The 32 lanes divide the numbers of a row among themselves. k: the index of the first number that this
-// lane multiplies. length: how many numbers a row has.
+// Add this lane's share of the sums over one segment to `partial`. k: the number within the segment to which the lane's
+// pointers are set, 4 * lane at first. length: how many numbers a segment has.
 template <int ROWS, int OWN, class R, class W>
 void add_products(
     thread R (&rows)[ROWS], thread ItemsRow<W> (&columns)[OWN], int k, int length, thread float (&partial)[OWN][ROWS]) {
-  // First the 32 lanes multiply whole vectors of 4, side by side. Then one lane multiplies the remaining numbers, which
-  // do not fill a vector.
+  // First the 32 lanes multiply whole vectors of 4, side by side: 128 numbers per pass. Then one lane multiplies the
+  // last numbers, fewer than 4, which do not fill a vector.
   for (; k + 3 < length; k += 128) accumulate<4>(rows, columns, 128, partial);
   for (; k < length; ++k) accumulate<1>(rows, columns, 1, partial);
 }
 
-// The product of ROWS batch items and COLUMNS columns by 256 threads, 8 simdgroups. k: the number of terms of a sum
-// (K).
+// The product of ROWS batch items and COLUMNS columns by 256 threads; see the head of this file for the names.
 template <int HEIGHT, int WIDTH>
 struct ByLanes {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 256 };
 
+  // Compute `block.sums`. Every lane adds up its share of OWN ROWS sums, segment by segment, then simd_sum adds the
+  // shares of the 32 lanes, and lane 0 writes the sum. The barrier at the end separates these writes from the reads of
+  // the threads that compute the cells.
   template <class Gates, int FIRST, int UNITS, int SEGMENTS, class X, class W>
   static void product(thread const X& x, W weights, int B, int H, int K, thread const Block& block) {
     constexpr int OWN = COLUMNS / 8;

@@ -1,63 +1,70 @@
-// Layer normalisation in the kernels that run one time step; norm.metal has its options.
+// One time step of a cell with layer normalisation: y = (x - mean) / sqrt(variance + eps), result = y scale + shift.
 //
-// A norm needs numbers of all units, which several threadgroups compute in a product. So a step of a cell with a norm
-// has two launches (with a projection a third one): the first computes the product, and in the second each threadgroup
-// of 256 threads computes all units of one batch item. A thread computes the units number thread, thread + 256, ... A
-// launch has several loops over these units: one for the sums of each norm, and one for the results. Each loop computes
-// again what it needs, because a thread's number of units depends on H, so the results of all its units cannot stay in
-// registers.
+// Norms need all units of a batch item, which several threadgroups compute. So a step has two launches:
+//   forward   stepwise_norm_product: recurrent products      stepwise_norm_forward: norms and cell
+//   backward  stepwise_norm_dh: dh_t, the gradient of h      stepwise_norm_backward: gradients in cell and norms
+// A projection adds a launch. In the second launch a threadgroup has one batch item, and its thread n the units n, n +
+// 256, ...; it loops over them for the sums of each norm, then for the results. Each loop computes a unit again: a
+// thread's units may not fit in its registers.
 //
-// Barriers: one for each norm, between the writes of the simdgroups' sums and their reads. Each norm has its own part
-// of the threadgroup memory. All threads of a threadgroup have the same batch item, so they all reach a barrier or
-// none.
+//   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array
+//   row       the array that a launch writes: floats, then numbers of dtype S (a.after). a.before: the previous step's
+//   carry     backward: the gradient of c (LSTM), or of h without the part through the product (GRU)
+//   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, K (width of h), D
+//   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
+//   b, j      batch item, unit; live: the item has not ended at this step; starts: it is the item's first step
+//   Cell      the cell's struct (cell.metal): GATES; block(gate), a gate's place on the gate axis; CARRIED, how many
+//             states besides h; CARRIES<Cell>, how many carries; KEPT, how many numbers a unit saves (gates)
+//   Norm<Cell>   norm.metal: OF, what is normalised; IS_SUM, with the input's part z; IS_EACH, each gate alone; GROUPS,
+//                how many norms the gates have; HAS_C, c too; IN_STATE, the next step gets the normalised c
+//   Product   the product of a threadgroup's ROWS items and COLUMNS columns (stepwise.metal), into own.sums; own: its
+//             part
+//   group     the threadgroup's number: along columns, batch items, directions
 //
-// Arrays besides those of stepwise_forward.metal, stepwise_backward.metal and norm.metal:
-//   product   [B, D G H] float, a row: the recurrent products of this step, from the first launch
-//   norm_y    [T, B, D G H], norm_c_y [T, B, D H] float: the normalised numbers, without scale and shift
-//   norm_c    [2, D, H]: the scale and the shift of the norm of c, in the backward pass
-//   norm_r    [T, B, D R] float: 1 / sqrt(variance + eps) of each of the R norms; the norm of c is the last one
-//   after     the row that a launch writes: forward c, h and the gates, as without a norm. Backward, in this order:
-//               [B, D H]    float: the carry, which the step before reads: an LSTM's gradient of c, or the part of a
-//                           GRU's or RNN's gradient of h that does not come through the products
-//               [B, D H]    float, with `keep` only: the carry before its multiplication by keep
-//               [B, D G H]  the gradients of the recurrent products
-//               [B, D G H]  if the products are normalised: dz, the gradients of the preactivations
-//               [B, D H]    with a norm of c: the gradient of its result
+// Arrays (G gates, R norms; stepwise_forward.metal and stepwise_backward.metal list the others):
+//   product   [B, D G H] float: the row of stepwise_norm_product
+//   dh_now    the row with dh_t, or with a projection dh_t Wp
+//   norm_y, norm_c_y   [T, B, D G H], [T, B, D H]: y of gates and of c
+//   norm_r    [T, B, D R]: 1 / sqrt(variance + eps); that of c is last
+//   norm_c    [2, D, H]: scale and shift for c
 
-// `Cell` is the struct of a cell (cell.metal), Norm<Cell> its norms (norm.metal): OF says what is normalised, GROUPS
-// how many norms the gates have. Letters: D directions, G gates, H units, K the width of h. S is the dtype of the
-// arrays. A row is the array that one launch writes; carry_at and set_carry read and write one of its floats.
+// The threads of a threadgroup that computes all units of one batch item, and its simdgroups (groups of 32 threads that
+// run together).
 constant constexpr int ITEM_THREADS = 256, ITEM_SIMDGROUPS = ITEM_THREADS / 32;
 
-// The moments of some numbers: how many they are, their mean, and the sum of the squares of their distances from it.
+// The moments of the numbers that one norm normalises, or of a part of them: how many they are, their mean, and the sum
+// of the squares of their distances from the mean. The variance is squares / count.
 struct Moments {
   float count, mean, squares;
 };
 
-// Add x to the numbers of which these are the moments. Welford's method: it never subtracts two large sums that are
-// nearly equal.
-inline void include(thread Moments& of, float x) {
+// Add x to the numbers whose moments are `of`. This is Welford's method: unlike mean(x^2) - mean(x)^2, it never
+// subtracts two large sums that are nearly equal.
+inline void add_to(thread Moments& of, float x) {
   const float distance = x - of.mean;
   of.count += 1.0f;
   of.mean += distance / of.count;
   of.squares += distance * (x - of.mean);
 }
 
-// Replace the moments of a lane's numbers by those of all numbers of its simdgroup. The squares of a part count from
-// its own mean, so count * (distance of the two means)^2 is added. max(count, 1): no lane may have a number.
-inline void over_simdgroup(thread Moments& of) {
+// Replace the moments `of` of a lane's numbers by those of all numbers in its simdgroup (its 32 lanes). A lane's
+// squares are distances from the lane's own mean; distances from the common mean add count * (own mean - common
+// mean)^2. max(count, 1) avoids a division by 0 if no lane has a number.
+inline void merge_in_simdgroup(thread Moments& of) {
   const float count = simd_sum(of.count), mean = simd_sum(of.count * of.mean) / max(count, 1.0f);
   of.squares = simd_sum(of.squares + of.count * (of.mean - mean) * (of.mean - mean));
   of.count = count, of.mean = mean;
 }
 
-// Replace the moments of a thread's numbers, for N norms, by those of all numbers of the threadgroup. `memory` has
-// three floats for each norm and simdgroup. After the barrier lane n reads those of simdgroup n, and the other lanes
-// count 0.
+// Replace the moments of[n] of a thread's numbers, for each of N norms, by those of all numbers in the threadgroup,
+// which has ITEM_SIMDGROUPS = 8 simdgroups. memory: threadgroup memory, three floats for each norm and simdgroup. Each
+// simdgroup writes its moments there. After the barrier lane k of every simdgroup reads those of simdgroup k, and each
+// simdgroup merges all of them. There are fewer simdgroups than lanes: the other lanes read a valid address, but count
+// 0 numbers, so their mean has no weight.
 template <int N>
-void over_threadgroup(thread Moments (&of)[N], int simdgroup, int lane, threadgroup float* memory) {
+void merge_in_threadgroup(thread Moments (&of)[N], int simdgroup, int lane, threadgroup float* memory) {
   for (int n = 0; n < N; ++n) {
-    over_simdgroup(of[n]);
+    merge_in_simdgroup(of[n]);
     threadgroup float* own = memory + 3 * (ITEM_SIMDGROUPS * n + simdgroup);
     if (lane == 0) own[0] = of[n].count, own[1] = of[n].mean, own[2] = of[n].squares;
   }
@@ -66,11 +73,14 @@ void over_threadgroup(thread Moments (&of)[N], int simdgroup, int lane, threadgr
     threadgroup const float* read = memory + 3 * (ITEM_SIMDGROUPS * n + min(lane, ITEM_SIMDGROUPS - 1));
     const bool reads = lane < ITEM_SIMDGROUPS;
     of[n].count = reads ? read[0] : 0.0f, of[n].mean = read[1], of[n].squares = reads ? read[2] : 0.0f;
-    over_simdgroup(of[n]);
+    merge_in_simdgroup(of[n]);
   }
 }
 
-// Replace each of a thread's N numbers by its sum over all threads of the threadgroup.
+// Replace each of a thread's N numbers `of` by its sum over all threads of the threadgroup, which has ITEM_SIMDGROUPS =
+// 8 simdgroups. First each simdgroup adds up its lanes' numbers and writes the sum to `memory`: threadgroup memory, one
+// float for each number and simdgroup. After the barrier lane k of every simdgroup reads the sum of simdgroup k (the
+// other lanes take 0), and each simdgroup adds them up.
 template <int N>
 void sum_over_threadgroup(thread float (&of)[N], int simdgroup, int lane, threadgroup float* memory) {
   for (int n = 0; n < N; ++n) {
@@ -82,7 +92,13 @@ void sum_over_threadgroup(thread float (&of)[N], int simdgroup, int lane, thread
     of[n] = simd_sum(lane < ITEM_SIMDGROUPS ? memory[ITEM_SIMDGROUPS * n + min(lane, ITEM_SIMDGROUPS - 1)] : 0.0f);
 }
 
-// Compute the recurrent product of a step, `after` [B, D G H] float.
+// The first launch of a forward step: compute the recurrent products of all gates and units, x Wh^T with x = mask *
+// h_before (Previous, in stepwise_forward.metal), and write them to `after` [B, D G H] as floats.
+//   width      the G H numbers per direction. They are columns of one matrix here: the product gets them as one block
+//              (OneBlock) from column 0 on, all COLUMNS together, and adds up each sum in 1 segment
+//   b0, j0     the first batch item and column of the threadgroup; a `cell` is one number of the result
+//   start      where h begins in the previous row, behind the floats; h_of makes a pointer of it
+// pad_row pads a row of fewer than 8 elements, which Metal would bind in another address space.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_norm_product(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -101,7 +117,8 @@ void stepwise_norm_product(
   pad_row(a.after, carried<S>(Index(s.B) * s.D * width), group, 32 * simdgroup + lane);
 }
 
-// Return the number of one gate and unit j that is normalised: the product, or its sum with the input's part.
+// Return x, the number that is normalised, of one gate and unit j: the recurrent product or, if IS_SUM, its sum with z,
+// the input's part of the preactivation. width: the G H numbers per direction. carry_at reads a float of a row.
 template <class Cell, class Arrays>
 float before_norm(thread const Step& s, thread const Arrays& a, int b, int gate, int j) {
   const int width = Cell::GATES * s.H, block = Cell::block(gate) * s.H + j;
@@ -109,9 +126,13 @@ float before_norm(thread const Step& s, thread const Arrays& a, int b, int gate,
   return Norm<Cell>::IS_SUM ? product + float(a.z[place(s, s.t, b, width) + block]) : product;
 }
 
-// Compute one unit without the norm of c. of: the moments of the numbers that are normalised. states: on entry those
-// before the step, on return the new ones. y: on return the gates. o: on return the last gate's preactivation, without
-// peephole.
+// Compute the step of unit j, but without the norm of c.
+//   of       the moments of the gates' norms
+//   states   h, then c: on entry those before the step, times `keep`; on return the new ones
+//   y        on return the numbers that the cell saves: the gates
+//   o        on return the last gate's preactivation without its peephole, for normed_output
+// q[gate] becomes the norm's result. If IS_SUM, q already contains z, so y begins with 0: Cell::forward adds both. p:
+// the cell's constants, such as peephole weights. u: the inputs of a user's cell.
 template <class Cell, class Arrays>
 void normed_unit(
     thread const Step& s, thread const Arrays& a, int b, int j, thread const Moments (&of)[Norm<Cell>::GROUPS],
@@ -134,8 +155,13 @@ void normed_unit(
   Cell::forward(p, u, q, states, y);
 }
 
-// Normalise c, and compute m = o s_output(norm(c)). o: o's preactivation, without peephole. y: the gates; that of o is
-// computed again if its peephole reads the normalised c. of: the moments of c.
+// Normalise c and return m = o s_output(norm(c)), where s_output is the activation of c; m is h, or what a projection
+// multiplies. For an LSTM only, which has 4 gates.
+//   o      o's preactivation without its peephole      of   the moments of c
+//   c      on entry c before the norm; on return, if IN_STATE, the normalised c
+//   seen   norm(c), with scale and shift: the c that the output sees
+//   y      the gates. If o's peephole reads the normalised c, which was not known before, gate o is computed again
+//          here. Its argument 0.0f is the forget bias, which only gate f has
 template <class Cell, class Arrays>
 float normed_output(
     thread const Step& s, thread const Arrays& a, int j, float o, thread const Moments& of, thread float& c,
@@ -152,8 +178,11 @@ float normed_output(
   return y[Cell::GATE_O] * activate(Cell::activation(Cell::OUTPUT), seen);
 }
 
-// The second launch of a forward step: compute the norms and the cell. A threadgroup has one batch item, a thread the
-// units first, first + 256, ... SAVES: whether the gates are written for a backward pass.
+// The second launch of a forward step: compute the norms and the cell, and write the same row as a cell without norms
+// does (stepwise_forward.metal): c as float, h, and if SAVES the gates, for a backward pass. The first loop collects
+// the moments of the gates' norms, the second one those of c, the third one computes and writes the results. Each norm
+// has its own part of `sums`, so one barrier per norm is enough. All threads of a threadgroup have the same batch item,
+// so all or none reach a barrier. starts, live: see the head of this file.
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_norm_forward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -168,16 +197,16 @@ void stepwise_norm_forward(
   float states[C + 1], y[VALUES<Cell>], o;
   if constexpr (N::OF != NOTHING) {
     for (int j = first; j < H; j += ITEM_THREADS)
-      for (int gate = 0; gate < GATES; ++gate) include(of[N::IS_EACH ? gate : 0], before_norm<Cell>(s, a, b, gate, j));
-    over_threadgroup(of, simdgroup, lane, sums);
+      for (int gate = 0; gate < GATES; ++gate) add_to(of[N::IS_EACH ? gate : 0], before_norm<Cell>(s, a, b, gate, j));
+    merge_in_threadgroup(of, simdgroup, lane, sums);
   }
   if constexpr (N::HAS_C != 0) {
     for (int j = first; j < H; j += ITEM_THREADS) {
       take_states<Cell, S>(s, a, starts, h, b, j, states);
       normed_unit<Cell>(s, a, b, j, of, states, y, o);
-      include(of_c[0], states[1]);
+      add_to(of_c[0], states[1]);
     }
-    over_threadgroup(of_c, simdgroup, lane, sums + 3 * ITEM_SIMDGROUPS * N::GROUPS);
+    merge_in_threadgroup(of_c, simdgroup, lane, sums + 3 * ITEM_SIMDGROUPS * N::GROUPS);
   }
   device S* arrays = (device S*)a.after + start;
   for (int j = first; j < H; j += ITEM_THREADS) {
@@ -195,32 +224,38 @@ void stepwise_norm_forward(
 
 // --- Backward ---
 
-// A cell for the kernel stepwise_dh, which computes dh from rows that hold the gradients of the products. These are one
-// operand, and the kernel multiplies none of them by a gate. PASSES: whether to add the part of dh that bypasses the
-// products.
-template <class Cell, bool PASSES>
-struct OfProducts {
+// Stands for Cell in the kernel stepwise_dh, which computes the gradient of h from a row of the backward pass. In a
+// cell with norms this row has, behind the floats, the gradients of the products. stepwise_dh multiplies them with Wh
+// in one segment (SEGMENTS). For a GRU without norms it would multiply the candidate's dz by the gate r first; here
+// this is already done. ADDS_CARRY: whether stepwise_dh also adds the carry of h to the result (PASSES_H). CARRIED +
+// PASSES_H is the same as in Cell, so that the row has the same number of floats.
+template <class Cell, bool ADDS_CARRY>
+struct CellForDh {
   enum { GATES = Cell::GATES, PRODUCTS = GATES, GRADIENTS = GATES, SEGMENTS = 1, SUMMED = Cell::SUMMED };
-  enum { CARRIED = int(Cell::CARRIED) + int(Cell::PASSES_H) - int(PASSES), PASSES_H = PASSES };
+  enum { CARRIED = int(Cell::CARRIED) + int(Cell::PASSES_H) - int(ADDS_CARRY), PASSES_H = ADDS_CARRY };
   static int block(int gate);  // named by code that never runs with one segment
 };
 
-// Compute the part of dh_t, the gradient of h, that comes from the products of the next step and from the cotangents.
+// The first launch of a backward step: compute dh_t [B, D K], the gradient of h, from the products of the step that the
+// forward pass processes next and from the cotangents. It leaves out the carry of h (`false`), because the second
+// launch adds it.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_norm_dh(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
-  stepwise_dh<OfProducts<Cell, false>, Product, S>(a, sums, group, simdgroup, lane);
+  stepwise_dh<CellForDh<Cell, false>, Product, S>(a, sums, group, simdgroup, lane);
 }
 
-// Compute dh0, after the backward steps.
+// Compute dh0 [B, D K], the gradient of the first h, once after all backward steps. Here no second launch follows. So
+// if the cell reads h besides in the product, as a GRU does (Cell::PASSES_H), the carry of h is added here.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_norm_dh0(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
-  stepwise_dh<OfProducts<Cell, Cell::PASSES_H != 0>, Product, S>(a, sums, group, simdgroup, lane);
+  stepwise_dh<CellForDh<Cell, Cell::PASSES_H != 0>, Product, S>(a, sums, group, simdgroup, lane);
 }
 
-// Compute dm [B, D H] = dh_t Wp, with a projection Wp [K, H]; m is what it multiplies, and K the width of h. `dh_now`
-// is the row with dh_t [B, D K].
+// The launch between the two of a backward step, if there is a projection h = m Wp^T: compute dm [B, D H] = dh_t Wp,
+// the gradient of m, with Wp [K, H] per direction. `dh_now` is the row with dh_t [B, D K], `weights` the transposed Wp.
+// The product gets `weights` as one block (OneBlock) from column 0 on, and each sum in 1 segment.
 template <class Product, class S, class Arrays>
 void stepwise_norm_dm(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -237,17 +272,24 @@ void stepwise_norm_dm(
   pad_row(a.after, Index(s.B) * s.D * s.H, group, 32 * simdgroup + lane);
 }
 
-// The gradients of one unit at one step. dz: the gradients of its preactivations. carry: the gradient of c or h before
-// the step; that of h leaves out what comes through the products. It is not multiplied by `keep` yet. of_c: the
-// gradient of the result of the norm of c.
+// The gradients of one unit at one step, from unit_gradients.
+//   dz      the gradients of its preactivations, one per gate
+//   carry   the gradient of c before the step, or of h without the part through the products; not yet multiplied by
+//           `keep`
+//   of_c    the gradient of the result of the norm of c
 template <int GATES>
 struct UnitGradients {
   float dz[GATES], carry, of_c;
 };
 
-// Compute the gradient of the result of the norm of c, `of_c`. It comes from m = o s_output(norm(c)); if the state is
-// normalised, also from `carry` and from o's peephole. On return s is s_output(norm(c)), dz[GATE_O] the gradient of o's
-// preactivation, and carry is 0 if it is part of of_c.
+// Compute d.of_c, the gradient of the result of the norm of c, and the gradient of gate o's preactivation, from dm, the
+// gradient of m = o s_output(norm(c)).
+//   y, p    the gates; the constants of the unit, such as peephole weights
+//   seen    norm(c)      s   on return s_output(seen)
+//   d       on entry d.dz[GATE_O] is the cotangent of gate o, and d.carry the gradient of the new c from outside m; on
+//           return d.dz[GATE_O] is the gradient of o's preactivation
+// If IN_STATE, the later step read norm(c), so d.carry is a part of d.of_c and becomes 0. Otherwise it stays the
+// gradient of c itself.
 template <class Cell>
 void norm_of_c_backward(
     thread const float (&y)[4], thread const float (&p)[Cell::CONSTANTS], float seen, float dm, thread float& s,
@@ -260,13 +302,17 @@ void norm_of_c_backward(
   if (Norm<Cell>::IN_STATE) d.carry = 0.0f;
 }
 
-// Compute the gradients of unit j. in_c: two sums over all units, which the norm of c needs: of g, the gradient of the
-// normalised c, and of g times the normalised c. As long as they are not known (`has_sums` is false), compute of_c
-// only.
+// Compute d, the gradients of unit j at this step. The norm of c needs two sums over all units, c_sums: of g = scale *
+// d.of_c, and of g times norm_c_y. As long as they are not known (`has_sums` is false), stop after d.of_c.
+//   starts          whether this is the item's first step: the states before it are h0 and c0
+//   y, p, u         the saved gates; the unit's constants; u[0] is q, the product of a GRU's candidate
+//   before, after   the states before the step, times `keep`, and after it: h first, then c
+//   ds              their gradients: on entry of Cell::backward those of `after`, on return those of `before`
+//   du, dp          gradients that only a user's cell has; unused here
 template <class Cell, class S, class Arrays>
 void unit_gradients(
     thread const Step& s, thread const Arrays& a, int b, int j, bool starts, bool has_sums,
-    thread const float (&in_c)[2], thread UnitGradients<Cell::GATES>& d) {
+    thread const float (&c_sums)[2], thread UnitGradients<Cell::GATES>& d) {
   constexpr int GATES = Cell::GATES, C = Cell::CARRIED;
   const int H = s.H;
   const Index at = place(s, 0, b, H) + j, now = place(s, s.t, b, H) + j;
@@ -294,10 +340,12 @@ void unit_gradients(
     if (!has_sums) return;
     constexpr int NORMS = Norm<Cell>::OF == NOTHING ? 1 : Norm<Cell>::GROUPS + 1;
     const float of_norm = a.norm_r[place(s, s.t, b, NORMS) + NORMS - 1];
-    ds[1] = d.carry + (d.of_c * scale - (in_c[0] + normed * in_c[1]) / H) * of_norm;
-    // The clip comes before the norm. If the state is normalised, c before the norm is computed again.
+    ds[1] = d.carry + (d.of_c * scale - (c_sums[0] + normed * c_sums[1]) / H) * of_norm;
+    // Cell::backward asks whether the clip changed c. The clip comes before the norm, but if IN_STATE, the saved c is
+    // the normalised one. So c before clip and norm is computed again.
     if (Norm<Cell>::IN_STATE) after[1] = y[Cell::GATE_F] * before[1] + y[Cell::GATE_I] * y[Cell::GATE_G];
-    // norm_of_c_backward has used the gradient of m: it is 0 here, and that of o's preactivation stays as it is.
+    // norm_of_c_backward has already used dm, the gradient of m. So ds[0] stays 0 here, and Cell::backward also gets 0
+    // for gate o. The gradient of o's preactivation is set aside meanwhile.
     const float of_o = d.dz[Cell::GATE_O];
     d.dz[Cell::GATE_O] = 0.0f;
     Cell::backward(p, u, y, before, after, ds, d.dz, du, dp);
@@ -312,9 +360,18 @@ void unit_gradients(
   }
 }
 
-// The second launch of a backward step. A first loop over the units computes the two sums that the norm of c needs, a
-// second loop those of the norms of the products, a third loop the results. of[2 n], of[2 n + 1]: for norm n the sums
-// of d and of d y, where y is a normalised number and d its gradient. Past an item's end nothing is summed.
+// The second launch of a backward step. The first loop over the units computes the two sums for the norm of c, the
+// second loop those for the norms of the gates: of[2 n] is the sum of g, and of[2 n + 1] that of g y, over the numbers
+// of norm n. g is the gradient of the norm's result times its scale (`scaled`). Each norm has its own part of `sums`.
+// The third loop computes the gradient of x, (g - mean(g) - y mean(g y)) / sqrt(variance + eps), and writes `after`:
+//   [B, D H]    float: the carry, which the launch of the step before reads
+//   [B, D H]    float, with `keep` only: the carry before its multiplication by keep
+//   [B, D G H]  the gradients of the recurrent products
+//   [B, D G H]  if the gates have norms: dz, the gradients of the preactivations
+//   [B, D H]    with a norm of c: the gradient of its result
+// An item that has ended (not `live`) adds nothing to the sums. It copies its carry and its gradients of products from
+// `before`; the first launch of the pass (`begins`), which has no row before, takes dcT, the cotangent of the last c,
+// and zeros.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_norm_backward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -326,22 +383,22 @@ void stepwise_norm_backward(
   const int H = s.H, b = int(group.y), first = 32 * simdgroup + lane, length = value_at(a.lengths, b, s.T);
   const Index units = Index(s.B) * s.D * H, start = carried<S>(floats_of<Cell>(a) * units);
   const bool starts = is_first(s, length), live = s.t < length, begins = s.n + 1 == s.T;
-  float in_c[2] = {}, of[2 * N::GROUPS] = {};
+  float c_sums[2] = {}, of[2 * N::GROUPS] = {};
   if constexpr (N::HAS_C != 0) {
     for (int j = first; live && j < H; j += ITEM_THREADS) {
       UnitGradients<GATES> d = {};
-      unit_gradients<Cell, S>(s, a, b, j, starts, false, in_c, d);
+      unit_gradients<Cell, S>(s, a, b, j, starts, false, c_sums, d);
       const float scaled = d.of_c * float(a.norm_c[Index(s.d) * H + j]);
       of[0] += scaled, of[1] += scaled * float(a.norm_c_y[place(s, s.t, b, H) + j]);
     }
-    in_c[0] = of[0], in_c[1] = of[1], of[0] = of[1] = 0.0f;
-    sum_over_threadgroup(in_c, simdgroup, lane, sums + 2 * ITEM_SIMDGROUPS * N::GROUPS);
+    c_sums[0] = of[0], c_sums[1] = of[1], of[0] = of[1] = 0.0f;
+    sum_over_threadgroup(c_sums, simdgroup, lane, sums + 2 * ITEM_SIMDGROUPS * N::GROUPS);
   }
   if constexpr (OF_PRODUCTS) {
     for (int j = first; live && j < H; j += ITEM_THREADS) {
       float y[GATES];
       UnitGradients<GATES> d = {};
-      unit_gradients<Cell, S>(s, a, b, j, starts, true, in_c, d);
+      unit_gradients<Cell, S>(s, a, b, j, starts, true, c_sums, d);
       for (int gate = 0; gate < GATES; ++gate)
         y[gate] = value_at(a.gates, place(s, s.t, b, GATES * H) + Cell::block(gate) * H + j, 0.0f);
       for (int gate = 0; gate < GATES; ++gate) {
@@ -361,7 +418,7 @@ void stepwise_norm_backward(
     const Index at = place(s, 0, b, H) + j, gates_at = place(s, 0, b, GATES * H) + j;
     UnitGradients<GATES> d = {};
     float y[GATES], carry = 0.0f;
-    if (live) unit_gradients<Cell, S>(s, a, b, j, starts, true, in_c, d), carry = d.carry * factor;
+    if (live) unit_gradients<Cell, S>(s, a, b, j, starts, true, c_sums, d), carry = d.carry * factor;
     else if (CARRIES<Cell>) carry = begins ? value_at(a.dcT, at, 0.0f) : carry_at(a.before, at);
     for (int gate = 0; gate < GATES; ++gate)
       y[gate] = live ? value_at(a.gates, place(s, s.t, b, GATES * H) + Cell::block(gate) * H + j, 0.0f) : 0.0f;
@@ -387,10 +444,13 @@ void stepwise_norm_backward(
   pad_row(a.after, start + units * (BLOCKS + N::HAS_C), group, first);
 }
 
-// Copy COUNT blocks from the rows of a backward pass into a sequence [T, B, D COUNT width], where width is the number
-// of units; write 0 past an item's end. The blocks begin at block number FIRST behind the FLOATS floats of a unit. kind
-// and row_of: see stepwise_rows.metal; kind[1] is the width. The backward pass runs from the last step to the first, so
-// step n is in row T - 1 - n.
+// After the last step, copy COUNT blocks of H numbers from the rows of a backward pass into `sequence` [T, B, D COUNT
+// width], whose type is A; write 0 past an item's end.
+//   rows    all rows of the pass, with elements of type X; row_of (stepwise_rows.metal) finds one of them. The backward
+//           pass runs from the last step to the first, so step n has row T - 1 - n
+//   kind    [0] the elements of a row; [1] width, the number of units; [2] the number of the first row
+//   FLOATS, FIRST   how many floats of a unit, then how many numbers of dtype S, lie before the blocks
+// Thread (k, n, d) copies the numbers of unit k % width of item k / width, at step n in direction d.
 template <int COUNT, int FIRST, int FLOATS, class S, class X, class Arrays, class A>
 void stepwise_norm_gradients(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, A sequence, uint3 thread_index) {

@@ -1,46 +1,72 @@
-// The backward step of a cell written by the user whose products, or their sums with the input's part, are normalised.
-// stepwise_norm.metal describes the launches of a step, and the arrays norm_scale, norm_y and norm_r.
+// The backward step of a cell written by a user (struct Own), with layer normalisation of the recurrent products, or of
+// their sums with the input's part: y = (x - mean) / sqrt(variance + eps), result = y scale + shift.
 //
-//   after     the row that this launch writes, in this order. N: number of carries. V: parameters that need a gradient.
-//             G: gates. U: inputs of a step. M: gradients of preactivations.
-//               [B, D N H]  float: the carries
-//               [B, D N H]  float, with `keep` only: the carries before their multiplication by keep
-//               [B, D V H]  float: the gradients of the parameters, summed over all steps so far
-//               [B, D G H]  the gradients of the recurrent products
-//               [B, D U H]  the gradients of the inputs
-//               [B, D M H]  the gradients of the preactivations: the first G are those of the norm's results
+// A step has two launches, as in stepwise_norm.metal: stepwise_norm_dh computes dh_t, the gradient of h; then the
+// kernel of this file computes the other gradients. A threadgroup of ITEM_THREADS = 256 threads has one batch item, and
+// thread n the units n, n + 256, ... It loops over them twice: for the two sums that each norm needs, then for the
+// results. Both loops compute the gradients of a unit, because a thread has too many units to keep them.
+//
+//   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array
+//   row       the array that a launch writes. a.after: that of this launch, a.before: that of the step processed before
+//   carry     the gradient of a state without the part through the product, which the next launch reads
+//   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, D
+//   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
+//   b, j      batch item, unit; live: the item has not ended at this step
+//   Cell      the cell's struct (cell.metal): GATES; INPUTS, numbers that a step reads per unit; SUMMED, parameters
+//             that need a gradient; GRADIENTS, how many gradients of preactivations it stores, those of the norm's
+//             results first; CARRIED, the states besides h
+//   CARRIES<Cell>, FIRST_CARRY<Cell>   how many states have a carry, and the first of them: 0 for h, else 1
+//   Norm<Cell>   its norms: GROUPS, how many; IS_EACH: one for each gate, else one for all
+//   a.dh_now  the row with dh_t            a.norm_y   [T, B, D G H]: y
+//   a.norm_r  [T, B, D R]: 1 / sqrt(variance + eps) of each of R norms      a.norm_scale   [D, G H]
+//
+// The row `after`, in this order (N carries, V = SUMMED, G = GATES, U = INPUTS, M = GRADIENTS):
+//   [B, D N H]  float: the carries
+//   [B, D N H]  float, with `keep` only: the carries before their multiplication by keep
+//   [B, D V H]  float: the gradients of the parameters, summed over all steps so far
+//   [B, D G H]  the gradients of the recurrent products
+//   [B, D U H]  the gradients of the inputs
+//   [B, D M H]  the gradients of the preactivations
 
-// Two loops over the units: the first one computes the two sums that each norm needs, the second one the results. Both
-// compute the gradients of a unit, because a thread has too many units to keep them. ITEM_THREADS (256) threads share
-// one batch item.
-
-// The gradients of one unit at one step. ds: of the states, h first, times `keep`; unscaled: before this
-// multiplication. dp: of the parameters, summed over the steps so far. d: of the preactivations. du: of the inputs.
+// The gradients of one unit at one step.
+//   ds         those of the states before the step, h first: the carries, times `keep`
+//   unscaled   the same before the multiplication by keep
+//   dp         those of the parameters, summed over the steps so far
+//   d          those of the preactivations         du   those of the inputs
+// SIZE_FOR: the size of an array, at least 1, because Metal has no arrays of size 0.
 template <class Cell>
 struct OwnGradients {
   float ds[Cell::CARRIED + 1], unscaled[Cell::CARRIED + 1], dp[SIZE_FOR<Cell::SUMMED>];
   float d[Cell::GRADIENTS], du[SIZE_FOR<Cell::INPUTS>];
 };
 
-// Compute the gradients g of unit j of batch item b, which are zeros on entry. If the item has ended (not `live`), g
-// gets only what the launch before has written. of_params: where the gradients of the parameters begin in a row.
+// Compute g, the gradients of unit j of batch item b; on entry they are zeros. Begin with the carries and the sums dp
+// that the launch before wrote, or at the pass's first launch with dcT, the cotangent of the last states besides h (h
+// has its own, dhT, which is in dh_t already). If the item has ended (not `live`), nothing is added to them. params_at:
+// where the gradients of the parameters begin in a row. take_carries and take_blocks read numbers of a unit that lie H
+// apart; their last argument is the first state to be set, 1 for the one after h.
 template <class Cell, class S, class Arrays>
 void own_gradients(
-    thread const Step& s, thread const Arrays& a, int b, int j, bool live, Index of_params,
+    thread const Step& s, thread const Arrays& a, int b, int j, bool live, Index params_at,
     thread OwnGradients<Cell>& g) {
   constexpr int C = Cell::CARRIED, N = CARRIES<Cell>, FIRST = FIRST_CARRY<Cell>, SUMMED = Cell::SUMMED;
   if (s.n + 1 == s.T) {
     take_blocks<C>(a.dcT, place(s, 0, b, C * s.H) + j, s.H, g.ds, 1);
   } else {
     take_carries<N>(a.before, place(s, 0, b, N * s.H) + j, s.H, g.ds, FIRST);
-    take_carries<SUMMED>(a.before, of_params + place(s, 0, b, SUMMED * s.H) + j, s.H, g.dp, 0);
+    take_carries<SUMMED>(a.before, params_at + place(s, 0, b, SUMMED * s.H) + j, s.H, g.dp, 0);
   }
   const float dh = float(((const device S*)a.dh_now)[place(s, 0, b, s.H) + j]);
   if (live) live_unit_backward<Cell, S>(s, a, b, j, dh, g.ds, g.unscaled, g.dp, g.d, g.du);
 }
 
-// of[2 n], of[2 n + 1]: for norm n the sums over all units of d and of d y, where y is a normalised number and d its
-// gradient.
+// Compute the gradients of a step and write the row `after`. The first loop adds up of[2 n] and of[2 n + 1]: for norm n
+// the sums over all its numbers of g and of g y, where g is the gradient of the norm's result times its scale
+// (`scaled`). The second loop computes the gradient of x, (g - mean(g) - y mean(g y)) / sqrt(variance + eps). An item
+// that has ended copies its gradients of products from `before`, and 0 in the first launch (`begins`).
+//   units       the numbers of one block in a row, B D H
+//   start       where the numbers of dtype S begin in a row, behind the floats
+//   params_at   where the gradients of the parameters begin
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_norm_own_backward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -50,12 +76,12 @@ void stepwise_norm_own_backward(
   const Step s = step_of(a.step, a.sizes, group.z);
   const int H = s.H, b = int(group.y), first = 32 * simdgroup + lane;
   const Index units = Index(s.B) * s.D * H, start = carried<S>(floats_of<Cell>(a) * units);
-  const Index of_params = (is_present(a.keep) ? 2 : 1) * N * units;
+  const Index params_at = (is_present(a.keep) ? 2 : 1) * N * units;
   const bool live = s.t < value_at(a.lengths, b, s.T), begins = s.n + 1 == s.T;
   float of[2 * Normed::GROUPS] = {};
   for (int j = first; live && j < H; j += ITEM_THREADS) {
     OwnGradients<Cell> g = {};
-    own_gradients<Cell, S>(s, a, b, j, live, of_params, g);
+    own_gradients<Cell, S>(s, a, b, j, live, params_at, g);
     for (int gate = 0; gate < GATES; ++gate) {
       const int block = gate * H + j, n = Normed::IS_EACH ? gate : 0;
       const float scaled = g.d[gate] * value_at(a.norm_scale, Index(s.d) * GATES * H + block, 1.0f);
@@ -68,10 +94,10 @@ void stepwise_norm_own_backward(
   for (int j = first; j < H; j += ITEM_THREADS) {
     const Index ds_at = place(s, 0, b, N * H) + j, products_at = place(s, 0, b, GATES * H) + j;
     OwnGradients<Cell> g = {};
-    own_gradients<Cell, S>(s, a, b, j, live, of_params, g);
+    own_gradients<Cell, S>(s, a, b, j, live, params_at, g);
     set_carries<N>(a.after, ds_at, H, g.ds, FIRST);
     if (is_present(a.keep)) set_carries<N>(a.after, N * units + ds_at, H, g.unscaled, FIRST);
-    set_carries<SUMMED>(a.after, of_params + place(s, 0, b, SUMMED * H) + j, H, g.dp, 0);
+    set_carries<SUMMED>(a.after, params_at + place(s, 0, b, SUMMED * H) + j, H, g.dp, 0);
     for (int gate = 0; gate < GATES; ++gate) {
       const int block = gate * H + j, n = Normed::IS_EACH ? gate : 0;
       float d = live || begins ? 0.0f : float(products_before[products_at + gate * H]);

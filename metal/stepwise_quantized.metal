@@ -1,19 +1,31 @@
-// The recurrent product of a forward step with quantized weights, whose format quantized.metal describes. The result is
-// a matrix with one row per batch item and one column per gate of each unit. Each of its numbers is a sum of K terms.
+// The recurrent product of a forward step with quantized weights (format: quantized.metal). The result `sums` in
+// threadgroup memory has a row per batch item and a column per unit and gate; each number is a sum of K terms x w.
+// stepwise_lanes.metal has its formula, and describes x, Gates, FIRST, UNITS, block, B, H, K.
 //
-// With few batch items, a team of eight lanes computes a whole column, which needs one row of weights. A threadgroup
-// has eight teams, so a team computes every eighth column. The lanes of a team divide the K terms of each sum: a lane
-// multiplies TAKEN neighbouring weights at a time, which have the same scale. The lane does not dequantize them. It
-// adds up the products of x and the quantized numbers, and applies scale and bias to these sums. With many batch items,
-// stepwise_tiles.metal computes the product with 8 x 8 matrices, and each lane dequantizes its weights in registers
-// just before.
+// Few batch items (QuantizedByLanes): a team of eight lanes computes a whole column, which needs one row of weights. A
+// threadgroup of 64 threads has eight teams; team m computes the columns m, m + 8, ... A lane multiplies TAKEN
+// neighbouring weights at a time, which share a scale. It does not dequantize them: it adds up x times the integers or
+// small floats q, and applies scale and bias to these sums. Many batch items: the product ByTiles
+// (stepwise_tiles.metal) multiplies 8 x 8 matrices; each lane dequantizes its weights in registers just before. This
+// file gives it LaneColumns for quantized weights.
 //
-// BITS: the bits of a weight. GROUP: the weights that share a scale. ROWS: batch items of a threadgroup. OWN: the
-// columns of a team. R: a row type of x, see find_row in stepwise.metal. A, B: the types of scales and biases. A call
-// without biases has the type Absent for B. quantized.metal defines number_at, of_group and scale_of.
+//   BITS     the bits of a weight       GROUP   how many weights of a row share a scale: a quantization group
+//   Packed   the struct of a quantized matrix: words, 32 bits each, with the bits of the weights; scales; biases, whose
+//            type B is Absent if there are none. A, T: types of scales and of biases
+//   number_at<BITS>(words, e, biases)   for weight e the number that the product uses in place of q
+//   of_group, scale_of, value_of        apply scale and bias to a group's sum; read a scale; number_at's result as q
+//   ROWS     batch items of a threadgroup       OWN   how many columns (rows of weights) a team has
+//   COUNT    TAKEN<BITS, GROUP, ROWS>           rows  a lane's pointers into x, one per batch item
+//   R        the type of such a pointer: operands_at<N>(row, k, values) reads N numbers from number k on, move(row, n)
+//            goes n numbers further
+//   place    a lane's number in its team; in the product in tiles its row in an 8 x 8 matrix
+//   turn     the product in tiles adds up K in turns of TURN = 128 terms; a turn is 16 pairs of 8 x 8 matrices
+//   quad     four successive pairs of these. A lane has 16 neighbouring weights per turn and column: number 4 n + m is
+//            for matrix m of quad n
+//   Index    the integer type that counts elements of arrays;  Absent: in place of an array that the call lacks
 
-// Return the quantized weights from row `row` on. K: the number of columns, which is the length of each sum of the
-// product.
+// Return the quantized weights from row number `row` of the matrix on. K: how many weights a row has; they fill K BITS
+// / 32 words. from(biases, n): a pointer to bias n, or `absent`.
 template <int BITS, int GROUP, class A, class B>
 Packed<BITS, GROUP, A, B> rows_from(Packed<BITS, GROUP, A, B> weights, Index row, int K) {
   const Index groups = row * (K / GROUP);
@@ -22,12 +34,13 @@ Packed<BITS, GROUP, A, B> rows_from(Packed<BITS, GROUP, A, B> weights, Index row
 
 // --- The product in lanes ---
 
-// TAKEN is the number of neighbouring weights of a row that a lane reads and multiplies at a time; they fill a whole
-// number of 32-bit words. It is smaller with several batch items, because the lane then needs registers for more sums.
+// TAKEN is the number of neighbouring weights of a row that a lane reads and multiplies at a time. They share a scale
+// and fill a whole number of 32-bit words. With several batch items it is smaller, because a lane then needs registers
+// for more sums. For odd BITS 16 weights do not fill whole words, so it stays 32.
 template <int BITS, int GROUP, int ROWS>
 constant constexpr int TAKEN = GROUP == 16 || (ROWS > 1 && BITS % 2 == 0) ? 16 : 32;
 
-// Read WORDS neighbouring words, as vectors of four where possible.
+// Read WORDS neighbouring words into `taken`, as vectors of four where WORDS allows it: fewer loads.
 template <int WORDS>
 void take_words(const device uint* words, thread uint (&taken)[WORDS]) {
   if constexpr (WORDS % 4 == 0) {
@@ -39,31 +52,34 @@ void take_words(const device uint* words, thread uint (&taken)[WORDS]) {
   }
 }
 
-// Return the sum of `value` over N neighbouring lanes; all N lanes get the sum. first: 1, or a power of two if each run
-// of `first` neighbouring lanes already has its sum in `value`; then only these sums are added up.
+// Return the sum of `value` over N neighbouring lanes; all N lanes get it. first: 1, or a power of two; then a lane
+// gets the sum over only those of the N lanes whose distance from it is a multiple of `first`.
 template <int N> float sum_of_team(float value, int first) {
 #pragma clang loop unroll(full)
   for (int distance = first; distance < N; distance *= 2) value += simd_shuffle_xor(value, ushort(distance));
   return value;
 }
 
-// Where a lane reads one column (one row of quantized weights) next: the index of its next 32-bit word with weights,
-// and the index of the scale of its quantization group.
+// Where a lane reads one column (one row of quantized weights) next: the index of its next 32-bit word in the array
+// `words`, and the index of its quantization group in the arrays of scales and biases.
 struct PackedColumn {
   Index words, group;
 };
 
-// What a lane computes from the TAKEN weights that it multiplies at a time. products[column][row]: the sum of x times
-// number_at(weight). x_sums[row]: the sum of x, which is later multiplied by the bias. scales, biases: the scale and
-// the bias of the weights' quantization group, one per column. If several lanes share the group, only the first of them
-// reads its scale and bias, and the others have 0.
+// What a lane gets from its next TAKEN weights of each of OWN columns, for ROWS batch items.
+//   products[column][row]   the sum of x times number_at(weight)
+//   x_sums[row]             the sum of x, which the bias is multiplied with later
+//   scales, biases          those of the weights' group, per column. If several lanes share a group, only the first of
+//                           them reads them; the others have 0
 template <int ROWS, int OWN>
 struct PartialSums {
   float products[OWN][ROWS], x_sums[ROWS], scales[OWN], biases[OWN];
 };
 
-// Multiply the lane's next TAKEN weights of each column by x of every batch item. Write the sums, with the scales and
-// biases of the weights, to `part`. place: the lane's number in its team of eight lanes.
+// Multiply the lane's next TAKEN weights of each column by x of every batch item, and add the sums to `part`, which is
+// zero on entry. The lane reads scale and bias only if its weights are the first of their group (place % (GROUP /
+// COUNT) == 0). AT_ONCE: how many numbers of x are read before they are multiplied; with several batch items 4, to save
+// registers. Indices: e, the weight among these; r, the batch item; n, the column.
 template <int ROWS, int OWN, int BITS, int GROUP, class A, class B, class R>
 void multiply(
     thread R (&rows)[ROWS], Packed<BITS, GROUP, A, B> weights, thread PackedColumn (&columns)[OWN], uint place,
@@ -94,12 +110,18 @@ void multiply(
   }
 }
 
-// The product of ROWS batch items and COLUMNS columns by 64 threads: 8 teams of 8 lanes. SHARE: how many lanes share a
-// quantization group; their sums are added up before its scale is applied, which only the first of them has read.
+// The product of ROWS batch items and COLUMNS columns by 64 threads: 8 teams of 8 lanes.
 template <int HEIGHT, int WIDTH>
 struct QuantizedByLanes {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 64 };
 
+  // Compute `block.sums`. In each pass a team multiplies 8 COUNT weights of every own column, COUNT per lane. SHARE
+  // lanes have weights of one quantization group: their sums are added up first, then the scale is applied, which only
+  // the first of these lanes has (the others have 0, so their terms vanish). After the last pass only the lanes with
+  // place 0, SHARE, 2 SHARE, ... have sums; sum_of_team<8>(..., SHARE) adds them up for lane 0. The weights have one
+  // segment. A barrier at the end separates the writes of `sums` from the reads of the threads that compute the cells.
+  //   first      the lane's first weight in a pass      partial   this lane's sums with scale and bias
+  //   columns    where it reads next: advanced by the words and the groups of 8 COUNT weights
   template <class Gates, int FIRST, int UNITS, int SEGMENTS, class X, int BITS, int GROUP, class A, class T>
   static void product(
       thread const X& x, Packed<BITS, GROUP, A, T> weights, int B, int H, int K, thread const Block& block) {
@@ -149,11 +171,17 @@ struct QuantizedByLanes {
 
 // --- The product in tiles ---
 
-// The weights that a lane holds for two columns of the product, which are two rows of quantized weights. The product
-// runs in turns of 128 numbers of K. In each turn a lane holds 16 neighbouring weights of each row, beginning at number
-// k, and their scale and bias. If several lanes hold weights of one quantization group, only the lane with the group's
-// first weights, the `leader`, reads scale and bias. With other weights several simdgroups (slices) divide a turn among
-// themselves; here they do not, because they would read the same words.
+// The weights that a lane multiplies in the product ByTiles, for quantized weights: those of two columns of the
+// product, which are two rows of weights. In each turn of 128 terms a lane holds 16 neighbouring weights of both.
+//   columns   the two rows of weights
+//   k         the number within a row of the lane's first weight in the next turn
+//   lane, leader   the lane's number; that of the lane with the first weights of the same quantization group, which
+//                  alone reads scale and bias
+//   words     the bits of the 16 weights of each column       factors   scale and bias of each column
+// WORDS: the 32-bit words of 16 weights. SPAN, QUADS, STEP: what ByTiles asks of every LaneColumns. SPAN: the distance
+// in memory of neighbouring columns of x. QUADS: how many quads of a turn a simdgroup multiplies, STEP: the distance
+// between them. The last template argument is 1: other weights have several simdgroups (slices) that divide a turn;
+// here they would read the same words.
 template <int BITS, int GROUP, class A, class B>
 struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
   enum { SPAN = 16, QUADS = 4, STEP = 4, WORDS = (BITS + 1) / 2 };
@@ -163,8 +191,9 @@ struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
   float2 factors[2];
 };
 
-// Set the pointers of this lane's column e (0 or 1) to row number `row` of the quantized weights. The lane's weights
-// begin at number first + 16 place of this row, where place is the lane's row in an 8 x 8 matrix.
+// Set this lane's column e (0 or 1) to row number `row` of the weights, which have K numbers per row. `first` is the
+// number within the row at which the product begins; this lane's weights begin at first + 16 place. The last parameter,
+// the number of the slice, is not used: there is only one.
 template <int BITS, int GROUP, class A, class B>
 void find_column(
     thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, Packed<BITS, GROUP, A, B> weights, int e, Index row, int K,
@@ -175,18 +204,20 @@ void find_column(
   own.columns[e].biases = column.biases;
   own.k = first + 16 * place;
   own.lane = lane;
-  // Bits 2, 4 and 16 of `lane` are the number of its matrix row. Each matrix row has 16 weights, so 2, 4 or 8 matrix
-  // rows share a group of 32, 64 or 128 weights. The group's first lane has zeros in the lowest 1, 2 or 3 of these
-  // bits.
+  // Bits 2, 4 and 16 of `lane` are the number of its row in an 8 x 8 matrix. Each matrix row has 16 weights, so 2, 4 or
+  // 8 matrix rows share a group of 32, 64 or 128 weights. The group's first lane has zeros in the lowest 1, 2 or 3 of
+  // these bits.
   own.leader = lane & ~(GROUP == 16 ? 0 : GROUP == 32 ? 2 : GROUP == 64 ? 6 : 22);
 }
 
-// Return the bias that lane `leader`, the first lane of a quantization group, has read. Without biases return 0.
+// Return the bias that lane `leader`, the first lane of a quantization group, has read. Without biases return 0. The
+// last parameter is there for its type: Absent, or that of the array of biases.
 inline float of_leader(float, int, Absent) { return 0.0f; }
 template <class B> float of_leader(float bias, int leader, B) { return simd_shuffle(bias, ushort(leader)); }
 
-// Read the lane's 16 weights of both columns, and their scales and biases. If the lane is past the end of the row (not
-// `inside`), set them to 0. Then advance k to the next turn, 128 numbers further.
+// Read the lane's 16 weights of both columns, and their scales and biases, for one turn. Then advance k to the next
+// turn, TURN = 128 numbers further. inside: whether the lane's weights lie within the row. If not, they become 0, as
+// after the end of K other weights follow.
 template <int BITS, int GROUP, class A, class B>
 void load_columns(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, bool inside) {
   constexpr int WORDS = (BITS + 1) / 2;
@@ -216,16 +247,17 @@ void load_columns(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, bool in
   own.k += TURN;
 }
 
-// Read the lane's weights of a whole turn: no lane is past the end.
+// Read the lane's weights of a whole turn: the lanes of all eight matrix rows are inside the row (`true`).
 template <int BITS, int GROUP, class A, class B>
 void load_turn(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own) { load_columns(own, true); }
 
-// Return the weight, computed from q and the factors (scale, bias).
+// Return a weight: scale * q, or scale * q + bias. factors: scale and bias. The last parameter is there for its type:
+// Absent, or that of the array of biases.
 inline float weight_of(float q, float2 factors, Absent) { return factors.x * q; }
 template <class B> float weight_of(float q, float2 factors, B) { return factors.x * q + factors.y; }
 
-// Dequantize the lane's weights that the next four matrix products need, as w[column][m]: column 0 or 1 of the lane,
-// matrix m of the four. n: the number of these four matrices (a quad) in the turn.
+// Dequantize the lane's weights for quad n of the turn, as w[column][m]: column 0 or 1 of the lane, matrix m of the
+// quad's four.
 template <int BITS, int GROUP, class A, class B>
 void weights_of(
     thread const LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, int n, thread float (&w)[2][4]) {
@@ -238,8 +270,10 @@ void weights_of(
   }
 }
 
-// Multiply what remains of K after the whole turns of 128 numbers: `left` numbers, a multiple of 16. Lanes past the end
-// multiply zeros. place: the lane's row in an 8 x 8 matrix; a matrix row has 16 numbers.
+// Multiply what remains of K after the whole turns: `left` numbers, a multiple of 16 because K is a multiple of the
+// group. Lanes past the end multiply zeros. place: the lane's row in an 8 x 8 matrix, which has 16 of the numbers. The
+// parameter without a name is the slice: there is only one. operands: where the lane reads x in the tile. total: the
+// sums of ROWS batch items and eight columns.
 template <int ROWS, int BITS, int GROUP, class A, class B>
 void multiply_rest(
     thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, int left, int place, int,

@@ -1,21 +1,42 @@
-// Kernels for the "rows": the arrays that the launches of a pass write, one row per launch. During the pass, some rows
-// are copied into larger arrays. After the last step all rows are copied into sequences in the order of time. The
-// kernels need no barriers, because each thread reads and writes only its own numbers.
-
-// Metal limits the arrays of one launch, so the last launch of a pass cannot read one row from each step. Therefore
-// some launches copy the rows of several earlier steps into one array, `joined`, in addition to their own work.
+// Kernels that copy "rows". In MLX several launches cannot write to one array. So each launch of a time step writes a
+// new array, a row, with the numbers of one step. After the last step one more launch copies all rows into sequences,
+// in the order of time. Metal binds at most 31 arrays to a launch, so that launch cannot read one row from each of many
+// steps. Therefore some launches of the pass also copy the rows of earlier steps into one larger array (stepwise_join).
+// Each thread reads and writes only its own numbers: no kernel here needs a barrier.
 //
-//   pieces  arrays of one or more rows
-//   starts  the element of `joined` at which each array begins, and the element at which the last one ends
-//   first   three numbers: the index along x of the first threadgroup that joins; how many threads one threadgroup has;
-//           how many threads all threadgroups that join have together
+//   row       first floats of every unit, such as c (S may have 16 bits, but these stay floats); then arrays of dtype
+//             S. X is the type of a row's elements: float, or ushort if S has 16 bits, and then a float takes two of
+//             them. carried<S>(n): how many elements of type S n floats take. carry_at(row, n): float number n
+//   pieces    arrays of one or more rows each, in the order of the launches
+//   starts    the index at which each piece begins, and at which the last one ends: in elements for stepwise_join, in
+//             rows for the launch after all steps
+//   kind      three numbers: [0] the elements of a row; [1] width, the number of units; [2] the index of the first row
+//             of this kind. With a projection there are two kinds: rows of the cells, then rows with h or dh
+//   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array;
+//             store(array, n, v) writes array[n] = v, or nothing if the array is absent
+//   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, D
+//   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
+//   b, j      batch item, unit. units: how many numbers one block has in a row, B D width
+//   lengths   [B]: the number of steps of each item; live: the item has not ended at time t
+//   carry     in a backward pass the gradient of a state, without the part that goes through the recurrent product
+//
+// In the launch after all steps, thread (k, n, d) copies the numbers of unit k % width of batch item k / width at step
+// n in direction d. A forward pass wrote step n in row n; a backward pass, which runs from the last step to the first,
+// in row T - 1 - n.
+
+// The arrays that one launch joins: COUNT arrays, each with one or more rows (elements of type X).
 template <int COUNT, class X>
 struct Pieces {
   const device X* rows[COUNT];
 };
 
-// Join COUNT pieces. Thread number `own` copies the elements own, own + (the number of all joining threads), ... of
-// each.
+// Copy COUNT pieces one after the other into a.joined, in the launch of a later step, whose grid has additional
+// threadgroups for it.
+//   a.starts   the element of a.joined at which each piece begins, and the end of the last one
+//   a.first    [0] the index along x of the first threadgroup that joins; [1] the threads of a threadgroup; [2] the
+//              threads of all threadgroups that join
+//   own        the number of this thread among those that join: it copies the elements own, own + a.first[2], ...
+// The additional threadgroups exist for every index along y and z; only those with y = z = 0 copy.
 template <int COUNT, class X, class Arrays>
 void stepwise_join(thread const Pieces<COUNT, X>& pieces, thread const Arrays& a, uint3 group, uint thread_index) {
   if (group.y + group.z > 0) return;
@@ -26,24 +47,18 @@ void stepwise_join(thread const Pieces<COUNT, X>& pieces, thread const Arrays& a
 }
 
 // --- The launch after all steps ---
-//
-// It copies the rows (the arrays that the launches of the steps wrote) into sequences. Thread (k, n, d) copies the
-// numbers of unit k % width of batch item k / width, from the row of step n, in direction d. width: the number of
-// units.
-//
-//   rows    the arrays that contain the rows, in the order of the launches: up to 20 arrays of one or more rows
-//   starts  the index of the first row of each array, and the index at which the last array ends
-//   kind    three numbers: the elements of a row, the number of units (width), and the index of the first row. With a
-//           projection there are two kinds of rows: first the rows of the cells, then the rows with h or dh
+
+// All rows of a pass, for the launch after all steps: up to 20 pieces, because a launch binds at most 31 arrays, and
+// this one also has others. If there are fewer, the last one is repeated.
 template <class X>
 struct Rows {
   const device X* pieces[20];
 };
 
-// Return a pointer to row number m of one kind (rows of the cells, or of the projection). A row is what one launch
-// wrote. `rows.pieces` are up to 20 arrays (what a launch can bind besides its other arrays), each of one or more rows;
-// row starts[n] of all rows is the first one of piece n. kind: three numbers, [0] the elements of a row and [2] the
-// index of the first row of this kind. The loop has no exit, so that it can be unrolled: pieces stay in registers.
+// Return a pointer to row number m of one kind. starts[n] is the number of the first row in piece n, counted over the
+// rows of all kinds; kind[2] is the number of this kind's first row, kind[0] the elements of a row. The loop finds the
+// last piece that begins at row m or before. It has no early exit, so that the compiler can unroll it and keep the
+// pieces in registers.
 template <class X>
 const device X* row_of(thread const Rows<X>& rows, const device int* starts, const constant int* kind, int m) {
   const device X* piece = rows.pieces[0];
@@ -60,11 +75,11 @@ const device X* row_of(thread const Rows<X>& rows, const device int* starts, con
   return piece + (m - first) * Index(kind[0]);
 }
 
-// Copy the outputs of a forward pass from its rows (the arrays that the launches wrote) into sequences. hT and cT are
-// the states after an item's last step, or h0 and c0 if it has no step. An output may be absent; it is then not copied.
-// Template parameters: GATES is the number of saved blocks (gates) in a row, CARRIES the number of float states (c);
-// both are 0 if the rows have none, such as the rows that a projection wrote. S: the dtype of the sequences. X: the
-// type of a row's elements. ends: whether this is the step after which the item's states are hT and cT.
+// Copy the outputs of a forward pass from its rows: h, c and the gates of each step, and hT and cT, the states after an
+// item's last step (h0 and c0 if it has no step). Outputs that the call does not want are absent.
+//   GATES     how many numbers of a unit a row has behind h (the gates); 0 if none shall be copied
+//   CARRIES   how many floats a unit has in a row (c); 0 for the rows with h that a projection wrote
+//   ends      whether this step is the item's last one, or the first step of all if the item has none
 template <int GATES, int CARRIES, class S, class X, class Arrays>
 void stepwise_outputs(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {
@@ -90,19 +105,19 @@ void stepwise_outputs(
         float(arrays[units + place(s, 0, b, GATES * width) + gate * width + j]));
 }
 
-// Copy the results of a backward pass from its rows, the arrays that its launches wrote. stepwise_backward.metal
-// describes a row. The template parameters are as in a cell's struct (cell.metal): CARRIED counts the states besides h,
-// INPUTS the inputs of a step (U), SUMMED the parameters (V); PASSES_H says whether h is read besides in the product.
-// The carries are the gradients of the states that bypass the product. A backward pass wrote the row of step n as
-// number T - 1 - n.
-//    dz      [T, B, D M width]: the gradients of the preactivations, M = GRADIENTS; 0 past an item's end
-//    du      [T, B, D U width]: those of the inputs
-//    d_out   the gradient of a GRU's recurrent products: dz, with the candidate's block multiplied by the gate r
-//    carry   [T, B, D N width] float: the carries before their multiplication by keep; 0 past an item's end
-//    dc0     [B, D C width], dw [B, D V width]: from the row of the launch that ran last, the gradients of the first
-//            states and of the parameters
-// All but dz may be absent. CANDIDATE and RESET are the positions of the blocks of n and r on the gate axis. dh of a
-// projection lies in separate rows; a second call copies it as if it were the dz of a cell with one gate.
+// Copy the results of a backward pass from its rows; stepwise_backward.metal has the order of a row's blocks. The
+// template parameters are members of the cell's struct (cell.metal), the letters count numbers per unit:
+//   dz      [T, B, D M width], M = GRADIENTS: the gradients of the preactivations; 0 past an item's end
+//   du      [T, B, D U width], U = INPUTS: the gradients of a user's cell's inputs; 0 past an item's end
+//   d_out   the gradient of a GRU's recurrent products: dz, but the candidate's block (number CANDIDATE on the gate
+//           axis) times the gate r (block number RESET)
+//   carry   [T, B, D N width] float: the N carries before their multiplication by keep; N = CARRIED + PASSES_H: states
+//           besides h, and 1 if the cell reads h outside its product
+//   dc0     [B, D CARRIED width]: the gradients of the first states; dw [B, D SUMMED width]: of a user's cell's
+//           parameters. Both are in the row of the launch that ran last, step n = 0
+// All but dz may be absent. With a projection dh lies in rows of its own; a second call copies it as if it were the dz
+// of a cell with one gate. params_at: where the parameters' gradients begin in a row, behind the carries (twice if
+// there is `carry`).
 template <int GRADIENTS, int CANDIDATE, int RESET, int INPUTS, int CARRIED, int PASSES_H, int SUMMED, class S, class X,
     class Arrays>
 void stepwise_gradients(
@@ -111,10 +126,10 @@ void stepwise_gradients(
   const Step s = step_of(int(thread_index.y), a.sizes, thread_index.z);
   const int width = kind[1], b = int(thread_index.x) / width, j = int(thread_index.x) % width;
   if (b >= s.B) return;
-  const Index units = Index(s.B) * s.D * width, of_params = (is_present(a.carry) ? 2 : 1) * N * units;
+  const Index units = Index(s.B) * s.D * width, params_at = (is_present(a.carry) ? 2 : 1) * N * units;
   const Index ds_at = place(s, 0, b, N * width) + j, dz_at = place(s, 0, b, GRADIENTS * width) + j;
   const device X* row = row_of(rows, a.starts, kind, s.T - 1 - s.n);
-  const device S* dz = (const device S*)row + carried<S>(of_params + SUMMED * units);
+  const device S* dz = (const device S*)row + carried<S>(params_at + SUMMED * units);
   const bool live = s.t < value_at(a.lengths, b, s.T);
   for (int k = 0; k < GRADIENTS; ++k) {
     const Index now = place(s, s.t, b, GRADIENTS * width) + j;
@@ -135,12 +150,14 @@ void stepwise_gradients(
     store(a.dc0, place(s, 0, b, CARRIED * width) + k * width + j, carry_at(row, ds_at + (k + PASSES_H) * width));
   for (int k = 0; k < SUMMED; ++k) {
     const Index at = place(s, 0, b, SUMMED * width) + k * width + j;
-    store(a.dw, at, carry_at(row, of_params + at));
+    store(a.dw, at, carry_at(row, params_at + at));
   }
 }
 
-// Compute m = o * s_output(c) [D, T, B, H], the input of the projection, at every step; it is 0 past an item's end.
-// The kernel reads the gates [T, B, D 4H] and c [T, B, D H].
+// Compute m = o s_output(c) [D, T, B, H] at every step: what a projection multiplies with Wp. It is not saved, so it is
+// computed again for the gradient of Wp, from the gates [T, B, D 4H] and c [T, B, D H]; 0 past an item's end. Cell: the
+// LSTM's struct (cell_lstm.metal); its OUTPUT is the activation s_output. place_by_direction: the position of an item
+// in [D, T, B, H].
 template <class Cell, class S, class Arrays>
 void stepwise_projected(thread const Arrays& a, uint3 thread_index) {
   const Step s = step_of(int(thread_index.y), a.sizes, thread_index.z);

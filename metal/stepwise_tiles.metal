@@ -1,39 +1,41 @@
-// The recurrent product of a step for many batch items: the equation of stepwise_lanes.metal, computed with 8 x 8
-// matrices.
+// The recurrent product of a step for many batch items, by products of 8 x 8 matrices:
 //
-// Each sum has K terms, which are added in turns of 128. In each turn the threads first copy 128 numbers of x of all
-// ROWS batch items, as float, into a tile in threadgroup memory, because all simdgroups read them. The rows of this
-// tile are PITCH floats apart. A weight is used by one simdgroup only, so lanes read their weights from device memory.
-// Simdgroup s computes columns 8 s ... 8 s + 7 of all rows.
+//   sums[r, n] = sum over k of x(b0 + r, k) weights[row(n), k],   k = 0 ... K - 1
+//   row(n) = Gates::block(FIRST + n / UNITS) H + j0 + n % UNITS
 //
-// If there are few columns, SLICES simdgroups share eight columns, so that more threads are at work. Each of them (a
-// "slice") multiplies a part of the numbers of a turn. The results are sums [SLICES, ROWS, COLUMNS]. At the end the
-// sums of the other slices are added to those of the first one. No barrier follows, so a thread may then read only the
-// sums that it has added up itself: number thread_index, thread_index + THREADS, ...
+// A threadgroup computes ROWS batch items from b0 on, and UNITS units from j0 on of each gate from FIRST on (COLUMNS
+// columns). Simdgroup s (32 lanes) computes the columns 8 s ... 8 s + 7. The K terms are added in turns of TURN = 128.
+// In a turn the threads first copy 128 numbers of x of all items, as float, into a "tile" in threadgroup memory,
+// because all simdgroups read them. A weight is used by one simdgroup only: lanes read their weights from device
+// memory.
 //
-// Terms may be added in any order. So the 128 numbers of a turn are divided among 16 pairs of 8 x 8 matrices, x and
-// weights, in an order that gives each lane neighbouring numbers in memory. Four successive pairs are a "quad". Column
-// c of x and row c of the weights in pair m of a quad hold number SPAN c + m, counted from the beginning of the quad.
-// So a lane's numbers of the four pairs are neighbours, and eight lanes read 8 SPAN neighbouring weights. Weights that
-// are not quantized have SPAN = 4, and their quads begin 32 numbers apart.
+//   slice    if there are few columns, SLICES simdgroups share eight columns, so that more threads are at work; each
+//            multiplies a part of every turn. The results are sums [SLICES, ROWS, COLUMNS]; then those of the other
+//            slices are added to the first
+//   quad     four of the 16 pairs of 8 x 8 matrices (x, weights) of a turn. Terms may be added in any order, so a quad
+//            takes its terms such that each lane has neighbouring numbers in memory: column c of x and row c of the
+//            weights in pair m are number SPAN c + m of the quad. QUADS: how many quads a simdgroup multiplies per
+//            turn; STEP: how far apart they begin
+//   SPAN     4; for quantized weights 16 (stepwise_quantized.metal)
+//   PITCH    the distance of the tile's rows in floats
+//   x, row   the operand, a row of numbers per batch item. find_row(x, b, segment, row) lets `row` point to item b's
+//            numbers in one of SEGMENTS parts; operands_at<N>(row, k, values) reads N numbers from number k on;
+//            move(row, n) goes n numbers further. R: the type of row
+//   LaneColumns   the weights of one lane: of two columns, which are two rows of the weight matrix
+//   w        [column][m]: a lane's two weights in pair m of a quad       total   a simdgroup's sums, ROWS / 8 matrices
+//   S, W, Index   the dtype of the arrays; a pointer to weights; the integer type that counts elements
+//   block    a threadgroup's part of the result: b0, j0, simdgroup, lane; `sums`, which shares the memory of the tile
 //
-// The sums lie in the memory of the tile, so that a core has memory for more threadgroups.
-//
-// Barriers: in each turn one between the copies and the products, and one between the products and the next turn's
-// copies, or the writes of the sums; at the end one between these writes and the reads of the sums.
-//
-// Batch items and units past the end repeat the last ones; their results are not used. Terms past K are zeros.
-//
-// S: the dtype of the arrays. R: a row type of x, see find_row in stepwise.metal. C, W: the lane's weights. QUADS: how
-// many quads of a turn a simdgroup multiplies.
+// Items and units past the end repeat the last ones; their results are not used. Terms past K are zeros.
 
-// The distance between the rows of a tile is 132 instead of 128, so that the rows begin in different banks of
-// threadgroup memory.
+// PITCH is 132 instead of 128, so that the rows of a tile begin in different banks of threadgroup memory.
 constant constexpr int TURN = 128, PITCH = TURN + 4;
 
-// A lane multiplies the weights of two columns of the product (two rows of the weight matrix). The product adds up its
-// K terms in turns of 128. columns: pointers to the lane's weights of the next turn, one per column. numbers: its
-// weights of the current turn, QUADS vectors of 4 per column. STEP: the distance of these vectors in memory.
+// The weights that one lane multiplies: those of two columns of the product, which are two rows of the weight matrix.
+//   columns       pointers to the lane's weights of the next turn, one per column
+//   numbers       its weights of the current turn: QUADS vectors of 4 neighbouring weights per column
+//   SPAN, QUADS, STEP   see the head of this file
+// Eight lanes with neighbouring vectors read 32 neighbouring weights, so quads begin 32 numbers apart, times SLICES.
 template <class W, int SLICES> struct LaneColumns {};
 template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
   enum { SPAN = 4, QUADS = 4 / SLICES, STEP = 32 * SLICES };
@@ -42,8 +44,9 @@ template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
 };
 
 // Set the pointer of this lane's column e (0 or 1) to its first weights in row number `row` of the weight matrix, which
-// has K numbers per row. first: the index of the product's first number in the row. place: the lane's row in an 8 x 8
-// matrix; it selects four of 32 numbers. slice: the simdgroup's number among those that share the terms.
+// has K numbers per row. first: the number within the row at which the product begins. place: the lane's row in an 8 x
+// 8 matrix; it selects four of 32 numbers. slice: which of the simdgroups that share a turn. The parameter without a
+// name is the lane's number, which only quantized weights need.
 template <int SLICES, class S>
 void find_column(
     thread LaneColumns<const device S*, SLICES>& own, const device S* weights, int e, Index row, int K, int first,
@@ -51,7 +54,8 @@ void find_column(
   own.columns[e] = weights + row * K + first + 32 * slice + 4 * place;
 }
 
-// Read the lane's weights of both columns for the current turn of 128 terms. Then move both pointers to the next turn.
+// Read the lane's weights of both columns for the current turn, then move both pointers to the next turn. Four: a
+// vector of four S at any address.
 template <int SLICES, class S>
 void load_turn(thread LaneColumns<const device S*, SLICES>& own) {
   using Four = typename Neighbours<S>::four;
@@ -64,18 +68,20 @@ void load_turn(thread LaneColumns<const device S*, SLICES>& own) {
   own.columns[1] += TURN;
 }
 
-// Convert to float the lane's weights that the next four matrix products need, as w[column][m]: column 0 or 1 of the
-// lane, matrix m of the four. n: the number of these four matrices (a quad) in the turn.
+// Convert to float the lane's weights for quad n of the turn, as w[column][m]: column 0 or 1 of the lane, pair m of the
+// quad.
 template <int SLICES, class S>
 void weights_of(thread const LaneColumns<const device S*, SLICES>& own, int n, thread float (&w)[2][4]) {
 #pragma clang loop unroll(full)
   for (int part = 0; part < 8; ++part) w[part / 4][part % 4] = float(own.numbers[part / 4][n][part % 4]);
 }
 
-// Copy the next 128 numbers of COUNT rows of x into a tile in threadgroup memory. This simdgroup copies the rows number
-// first, first + STEP, ..., OWN of them; a lane copies 4 numbers of each. own: where this lane's 4 numbers of the first
-// row go. Then advance the pointers in `rows` by 128 numbers. If STEP does not divide COUNT, some simdgroups have a row
-// less.
+// Copy the next 128 numbers of COUNT rows of x into the tile. This simdgroup copies the rows first, first + STEP, ...,
+// at most OWN rows; a lane copies 4 neighbouring numbers of each.
+//   rows   pointers to the lane's next 4 numbers in these rows; on return 128 numbers further
+//   own    where the lane's 4 numbers of the first row go. It counts float4, so rows are PITCH / 4 apart
+// If STEP does not divide COUNT, some simdgroups have a row less. All reads of four rows come before the writes, so
+// that they overlap.
 template <int COUNT, int STEP, int OWN, class R>
 void copy_turn(thread R (&rows)[OWN], int first, threadgroup float4* own) {
 #pragma clang loop unroll(full)
@@ -96,8 +102,9 @@ void copy_turn(thread R (&rows)[OWN], int first, threadgroup float4* own) {
 }
 
 // Copy the last `left` < 128 numbers of each row of x into the tile, and zeros behind them, up to number `end` rounded
-// up to a multiple of 32. A lane copies the numbers lane, lane + 32, ... of a row. But the pointers in `rows` are set
-// for copying 4 numbers per lane, to number 4 lane. So 3 lane is subtracted from the index.
+// up to a multiple of 32. A lane copies the numbers lane, lane + 32, ... of a row. The pointers in `rows`, which
+// copy_turn uses, are at number 4 lane instead: so 3 lane is subtracted from the index. COUNT, STEP, OWN, first, own:
+// as in copy_turn, but own counts floats.
 template <int COUNT, int STEP, int OWN, class R>
 void copy_rest(thread const R (&rows)[OWN], int first, int lane, int left, int end, threadgroup float* own) {
   for (int part = 0; part < end; part += 32) {
@@ -111,10 +118,11 @@ void copy_rest(thread const R (&rows)[OWN], int first, int lane, int left, int e
   }
 }
 
-// Multiply all rows of x by eight columns of weights, as four products of 8 x 8 matrices (a quad). The lanes share a
-// matrix: each holds two neighbouring numbers of a matrix row. Number m of w[0], w[1] are the lane's two numbers of the
-// weights in product m. operands[0] holds the lane's first number of x for each of the four products; its second
-// numbers lie SPAN numbers further.
+// Add to `total` the products of one quad: all ROWS rows of x times eight columns of weights, as four products of 8 x 8
+// matrices. A lane holds two neighbouring numbers of a row of each matrix.
+//   w          w[0][m], w[1][m]: the lane's two numbers of the weights in pair m
+//   operands   where the lane's numbers of x begin in the tile: its first number for each of the four pairs; the second
+//              ones lie SPAN numbers further. It counts float4, so eight rows of the tile are 2 PITCH apart
 template <int ROWS, int SPAN>
 void multiply_quad(
     thread const float (&w)[2][4], threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
@@ -138,7 +146,8 @@ void multiply_quad(
   }
 }
 
-// Multiply and add up 128 terms of each sum: the x in the tile with the weights that the lanes hold.
+// Add to `total` the products of a whole turn: the x in the tile times the weights that the lanes hold. operands: where
+// the lane's numbers of x begin in the tile.
 template <int ROWS, class C>
 void multiply_turn(
     thread const C& columns, threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
@@ -150,8 +159,9 @@ void multiply_turn(
   }
 }
 
-// Multiply what remains of K after the whole turns of 128: `left` terms. The weights past the end are set to 0, because
-// they would belong to the next row. place: the lane's row in an 8 x 8 matrix.
+// Multiply what remains of K after the whole turns: `left` < 128 terms. Weights past the end are replaced by 0, because
+// in memory the next row of weights follows there. place: the lane's row in an 8 x 8 matrix. Template argument 4 is
+// SPAN.
 template <int ROWS, class S, int SLICES>
 void multiply_rest(
     thread LaneColumns<const device S*, SLICES>& own, int left, int place, int slice,
@@ -169,12 +179,19 @@ void multiply_rest(
   }
 }
 
-// The product of ROWS batch items and COLUMNS columns. A simdgroup (32 threads) computes eight columns, or with SLICES
-// > 1 a part of their terms; so there are 32 / 8 = 4 threads for each column and slice.
+// The product of HEIGHT = ROWS batch items and WIDTH = COLUMNS columns. A simdgroup of 32 threads computes eight
+// columns, or one of SLICES parts of their terms: 4 threads for each column and slice.
 template <int HEIGHT, int WIDTH, int SLICES>
 struct ByTiles {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 4 * WIDTH * SLICES };
 
+  // Compute `block.sums`. x is read in SEGMENTS parts of K / SEGMENTS = `length` numbers, each in turns.
+  //   STEP, OWN   the number of simdgroups; how many rows of the tile each copies
+  //   copied, operands   where this thread's numbers begin in the tile, to write them and to read them
+  // Barriers: in each turn one between the copies and the products, and one between the products and the next copies,
+  // or the writes of the sums, which lie in the same memory; at the end one between these writes and their reads. With
+  // slices a thread then adds up only the sums of its own cells, thread, thread + THREADS, ..., and no barrier follows:
+  // a caller may read only those.
   template <class Gates, int FIRST, int UNITS, int SEGMENTS, class X, class W>
   static void product(thread const X& x, W weights, int B, int H, int K, thread const Block& block) {
     using Own = LaneColumns<W, SLICES>;

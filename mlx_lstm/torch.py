@@ -2,7 +2,7 @@
 
 Constructors, parameters and their names, initialisation, shapes and results are as in `torch.nn`. Sequences of
 different lengths come as a `PackedSequence`, or padded with the argument `lengths`, which takes less time. Sizes: L
-time, N batch, D directions, K layers, H hidden, S the width of h (H, or `proj_size`).
+time, N batch, I input features, D directions, K layers, H hidden, S the width of h (H, or `proj_size`).
 
 A `state_dict` loads as it is. To load it from a file call `layer.load_weights("torch_layer.safetensors")`. To copy it
 from a torch layer in the same process, and back:
@@ -66,6 +66,7 @@ __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "QuantizedGRU", "Quantiz
 __all__ += ["PackedSequence", "from_weights", "pack_padded_sequence", "pad_packed_sequence"]
 
 Input = TypeVar("Input", mx.array, PackedSequence)
+"""The type of the input of a layer; the output has the same type."""
 
 
 MOST_LAYERS = 65536
@@ -109,6 +110,7 @@ class Layers(Advised):
         checkpoint_every: int | str | None,
         engine: Engine | None,
     ):
+        """Check the options, and draw random parameters. `LSTM` describes the arguments."""
         super().__init__()
         self.input_size: int = check_integer(self.op, "input_size", input_size, least=1)
         self.hidden_size: int = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
@@ -144,7 +146,8 @@ class Layers(Advised):
         return WAYS if self.bidirectional else WAYS[:1]
 
     def key(self, name: str, layer: int, ending: str) -> str:
-        """Return the name of a parameter of this layer and direction."""
+        """Return the name of a parameter, such as weight_ih_l0_reverse, from its word weight_ih, the number of its
+        layer and the ending of its direction."""
         return f"{name}_l{layer}{ending}"
 
     @property
@@ -178,7 +181,8 @@ class Layers(Advised):
         keep: mx.array | None,
         hold: Hold,
     ) -> tuple[Input, Arrays]:
-        """Run all layers, as `run` does, on an array or on a packed sequence. The output is packed like the input."""
+        """Run all layers, as `run` does, on an array or on a packed sequence. The output is packed like the input. The
+        arguments are those of `run`."""
         if not isinstance(input, PackedSequence):
             return self.run(cell, input, states, lengths, key, keep, hold)
         for name, value in {"lengths": lengths, "keep": keep, "hold": hold}.items():
@@ -207,8 +211,8 @@ class Layers(Advised):
         """Run all layers. Return h of the last layer at every step, and a dict of the last states of all layers: an
         array [layers x directions, batch, width] for h and, in an LSTM, for c.
 
-        `cell` is the formula of a step. `states` holds the states before the first step by name; `None` stands for
-        zeros.
+        `cell` is the formula of a step. `states` holds the states before the first step by name, "h" and "c"; `None`
+        stands for zeros. `lengths`, `key` (the random key of dropout), `keep` and `hold` are the options of a call.
         """
         check_array(self.op, "input", input, self.input_shape(input))
         batched, time_first = input.ndim == 3, input.ndim == 2 or not self.batch_first
@@ -276,6 +280,7 @@ class Layers(Advised):
         if self.bidirectional:
             fail(op, "bidirectional must be False, because the reverse direction starts at the end of the input,", True)
 
+        # Return (cell, parameters, engine) of each layer. The stepper calls this again if parameters have changed.
         def read() -> list[tuple[cells.Cell, Arrays, Engine | None]]:
             return [(self._cell(), self.arrays(layer), self.engine) for layer in range(self.num_layers)]
 
@@ -296,7 +301,8 @@ class Layers(Advised):
         }
 
     def check_states(self, states: dict[str, Any], N: list[int], time_first: bool) -> dict[str, list[int]]:
-        """Check the shapes of the states that the caller passed, and return the shapes by name."""
+        """Check the shapes of the states that the caller passed, and return the shapes by name. N: [the number of
+        sequences], or [] for an input without a batch. time_first: whether the input's first axis is time."""
         rows, widths = self.num_layers * len(self.endings), {"h": self.width, "c": self.hidden_size}
         why = f", as input is {'[L, N, I]' if time_first else '[N, L, I]'}," if N else ""
         shapes = {name: [rows, *N, widths[name]] for name in states}
@@ -338,8 +344,9 @@ class Layers(Advised):
         return array
 
     def with_one_bias(self, arrays: dict[str, Any], small: Run) -> dict[str, Any]:
-        """Return the parameters of one direction by the argument names of `mlx_lstm.lstm`, `gru` or `rnn`, with
-        torch's two biases joined into one."""
+        """Return the parameters of one direction, `arrays` by torch's words such as weight_ih, by the argument names of
+        `mlx_lstm.lstm`, `gru` or `rnn`, with torch's two biases joined into one. small: the function that computes
+        their sum, by NumPy or MLX."""
         arrays = dict(arrays)
         biases: Any = {}
         if self.bias:
@@ -365,7 +372,7 @@ def check_key(op: str, key: object) -> None:
 def dropped(x: mx.array, probability: float, key: mx.array | None) -> tuple[mx.array, mx.array | None]:
     """Apply dropout to x; return the result, and the random key for the next layer. probability: the probability with
     which an element is kept; a kept element is divided by it."""
-    own = None
+    own = None  # the key of this layer; None: MLX's global generator
     if key is not None:
         key, own = mx.random.split(key)
     stays = mx.random.bernoulli(probability, x.shape, own)
@@ -694,6 +701,7 @@ class Cell(Layers):
     no ending such as `_l0`."""
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool, engine: Engine | None):
+        """Make one layer in one direction, without dropout, projection and checkpointing."""
         super().__init__(input_size, hidden_size, 1, bias, False, 0.0, False, 0, None, engine)
 
     def key(self, name: str, layer: int, ending: str) -> str:
@@ -850,7 +858,8 @@ class RNNCell(Cell):
 
 
 def pair(op: str, hx: Any) -> tuple[Any, Any]:
-    """Return the states h and c of the argument `hx`, or `None` for both if `hx` is None."""
+    """Return the states h and c of the argument `hx` of an LSTM, or `None` for both if `hx` is None. Raise an error if
+    it is no pair."""
     if hx is None:
         return None, None
     if not (isinstance(hx, (tuple, list)) and len(hx) == 2):

@@ -1,4 +1,9 @@
-"""`python -m mlx_lstm.convert SRC DST`: convert the recurrent layers of a file into a file of any other kind."""
+"""`python -m mlx_lstm.convert SRC DST`: convert the recurrent layers of a file into a file of any other kind.
+
+A `Model` is the contents of a file: layers (`Weights` by name), keys (for each layer the keys of its arrays), rest (all
+other arrays by key) and notes. options: the options of the command line. `title` and `some` make names fit for
+printing. `shown(text, LINE)` does the same for a whole line.
+"""
 
 import argparse
 import sys
@@ -54,7 +59,7 @@ def convert(options: argparse.Namespace) -> list[str]:
         raise IsADirectoryError(f"{target} is a folder")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target.parent} is no folder")
-    arrays = ending in (".safetensors", ".npz")
+    arrays = ending in (".safetensors", ".npz")  # whether the new file has arrays by key, and so names to choose
     for option in ("keys", "to"):
         if not arrays and (value := getattr(options, option)):
             fail("convert", f"--{option} must be left out for {target.name}, which has keys of its own,", repr(value))
@@ -66,6 +71,7 @@ def convert(options: argparse.Namespace) -> list[str]:
         write(target, model, force=options.force)
         return [f"{source} -> {target}", *source_lines(model), "  not read again: Core ML packages are only written"]
 
+    # Write the new file under a temporary name, read it again, and return what was read.
     def write_and_read(partial: Path) -> Model:
         write_to(partial, model, style, options.keys, options.ways if options.keys else None)
         again = read(partial, keys=options.keys if arrays else None, ways=ways)
@@ -136,7 +142,8 @@ def renamed(name: str, old: str, new: str) -> str:
 
 
 def comparison(model: Model, again: Model) -> list[str]:
-    """Return a line for each difference, even of a single bit, between the layers of the old file and the new one."""
+    """Return a line for each difference, even of a single bit, between the layers of the old file (`model`) and those
+    of the new one (`again`)."""
     before = [(name, layer) for name, weights in model.layers.items() for layer in weights.each()]
     after = [layer for weights in again.layers.values() for layer in weights.each()]
     if again.layers.keys() == model.layers.keys():  # put the layers into the new file's order

@@ -1,4 +1,10 @@
-"""Write Core ML packages (.mlpackage) that contain LSTM layers. This needs the package coremltools."""
+"""Write Core ML packages (.mlpackage) that contain LSTM layers. This needs the package coremltools.
+
+MIL is the language of Core ML models. Its operation lstm has the gates input, forget, output and cell, and runs one
+layer, in one direction or both. A stack of layers becomes several such operations. K: layers of a stack, D: directions,
+T: steps, I: input features, H: units. h_0 and c_0 are the first states, h_n and c_n the last ones. tools: the module
+coremltools; mb: its class `Builder`, which makes operations.
+"""
 
 import os
 import shutil
@@ -17,10 +23,10 @@ from .weights import OURS, Format, Weights, as_stored, of_layer, one_bias, reord
 
 ENDING = ".mlpackage"
 FORMAT = Format({"lstm": "ifog"}, options=True, reverse=True)
-"""The operation lstm in MIL, the language of Core ML models, with the gates input, forget, output and cell."""
+"""What MIL's operation lstm can store. Clips and peepholes are refused later, in `mil_arrays`."""
 
 ACTIVATIONS = {"sigmoid": "sigmoid", "tanh": "tanh", "relu": "relu", "identity": "linear"}
-"""This package's names of activations, each with the name in MIL, the language of Core ML models."""
+"""This package's names of activations, each with the name in MIL."""
 
 LONGEST = 65536
 """The largest number of steps that a written model accepts. Core ML requires a limit for an axis of any length."""
@@ -38,8 +44,9 @@ def load() -> Any:
 
 
 def write(path: Path, layers: Mapping[str, Weights], force: bool) -> None:
-    """Write the layers as a Core ML package. The package is written under a temporary name and then renamed, so
-    `path` never names an incomplete package. An old package is removed last, and comes back if the rename fails."""
+    """Write the layers, `Weights` by name, as a Core ML package. The package is written under a temporary name and then
+    renamed, so `path` never names an incomplete package. force: replace an old package. It is removed last, and comes
+    back if the rename fails."""
     arrays = {}
     for name, weights in layers.items():
         with of_layer(name):
@@ -73,7 +80,8 @@ def write(path: Path, layers: Mapping[str, Weights], force: bool) -> None:
 
 def model_of(tools: Any, layers: Mapping[str, Weights], arrays: dict[str, list[Arrays]]) -> Any:
     """Return a coremltools model of all stacks of layers. A stack of K layers with D directions has the inputs
-    x [T, 1, I], h_0 and c_0 [K D, 1, H], and the outputs h [T, 1, D H], h_n and c_n [K D, 1, H]."""
+    x [T, 1, I], h_0 and c_0 [K D, 1, H], and the outputs h [T, 1, D H], h_n and c_n [K D, 1, H]. arrays: for each stack
+    what `mil_arrays` returned. The number of steps T is an axis of any length."""
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import Function, Program, get_new_symbol
 

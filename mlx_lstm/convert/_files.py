@@ -1,4 +1,11 @@
-"""Read all recurrent layers of a file of weights, and write such a file completely or not at all."""
+"""Read all recurrent layers of a file of weights, and write such a file completely or not at all.
+
+The ending of a file's name selects its format. A file of arrays (.safetensors, .npz) has arrays by key, such as
+lstm.weight_ih_l0; `_keys` finds out which layer each key means. Its metadata, texts beside the arrays, may tell the
+options of cells, which arrays do not show. Other files describe their layers themselves: `_keras_file`, `_onnx_file`.
+A `Weights` is one layer or stack of layers. `fail("convert", rule, got)` raises the ValueError "[convert] rule but got
+...". file.budget limits the memory and time that a foreign file may take.
+"""
 
 import json
 import os
@@ -27,6 +34,7 @@ from . import _coreml_file, _keras_file, _keys, _onnx_file
 from .weights import Weights, check_weights, in_bias
 
 ENDINGS = (".safetensors", ".npz", ".weights.h5", ".h5", ".keras", ".onnx")
+"""The endings of the files that can be read, a longer one before one that is its end."""
 
 METADATA = "mlx_lstm"
 """The key, in the metadata of a safetensors file and in the comment of an .npz file, under which the options of the
@@ -105,6 +113,7 @@ def read(
     check_flag("convert", "external_data", external_data)
     path = Path(path)
     ending = ending_of(path)
+    # These options say what a file of arrays does not; `ways` has a default, so it is not refused for other files.
     options = {"keys": keys, "ways": ways, "order": order, "nonlinearity": nonlinearity}
     for name, value in options.items():
         if ending not in (".safetensors", ".npz") and value is not None and name != "ways":
@@ -228,12 +237,13 @@ def replace(path: Path, work: Callable[[Path], Any], force: bool) -> Any:
 
 
 def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Sequence[str] | None) -> None:
-    """Write a model's layers and other arrays to a file, in the format that the file's ending names."""
+    """Write a model's layers and other arrays to a file, in the format that the file's ending names. style, keys, ways:
+    how the arrays are called, as for `write`."""
     ending = ending_of(path)
     if ending not in (".safetensors", ".npz"):
         writer = _onnx_file.write if ending == ".onnx" else _keras_file.write
         return writer(path, ending, model.layers)
-    arrays, told = dict(model.rest), {}
+    arrays, told = dict(model.rest), {}  # told: {key of a matrix: options of its cell}, for the metadata
     # The metadata must not tell a forget bias that the bias contains: a reader would add it again.
     layers = model.layers if style == "ops" else {name: in_bias(weights) for name, weights in model.layers.items()}
     for name, weights in layers.items():
@@ -252,6 +262,8 @@ def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Seque
 
 
 TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
+"""The endings of PyTorch's own files, which this package does not read."""
+
 INSTEAD = {
     ": torch.load(..., weights_only=True), then safetensors.torch.save_file,": TORCH_ENDINGS,
     ": rename it to .h5,": (".hdf5", ".hdf"),
@@ -297,10 +309,11 @@ def told_options(budget: Budget, metadata: Mapping[str, str]) -> dict[str, dict[
 
 def write_safetensors(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file: eight bytes with the header's length, the header as JSON, then the arrays."""
-    names = {np.dtype(kind): name for name, kind in DTYPES.items()}
+    names = {np.dtype(kind): name for name, kind in DTYPES.items()}  # the format's names of dtypes
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     data, end = [], 0
     for key, array in arrays.items():
+        # NumPy has no bfloat16, so its bytes are written as those of 16-bit integers.
         short = isinstance(array, mx.array) and array.dtype == mx.bfloat16
         values = np.array(array.view(mx.uint16)) if short else np.asarray(array)
         values = np.require(values, values.dtype.newbyteorder("="), "C")
@@ -311,7 +324,7 @@ def write_safetensors(path: Path, arrays: Mapping[str, Any], metadata: Mapping[s
         header[key] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [start, end]}
         data.append(values)
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # spaces, so that the arrays begin at a multiple of 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for values in data:

@@ -1,4 +1,10 @@
-"""Read HDF5 files in a child process, because HDF5 itself may hang or crash at a damaged file."""
+"""Read HDF5 files in a child process, because HDF5 itself may hang or crash at a damaged file.
+
+An HDF5 file is a tree of groups (folders) and datasets (arrays); both may have attributes, here lists of texts. A path
+such as model_weights/lstm/kernel names one of them. The script `_hdf5_child.py` reads the file and prints its contents.
+budget: limits the memory and time that a foreign file may take. `broken(text)` raises a ValueError that says that the
+file is damaged.
+"""
 
 import importlib.util
 import subprocess
@@ -47,6 +53,7 @@ def read(source: BinaryIO | bytearray, budget: Budget) -> Contents:
     if not has_interpreter():
         raise ValueError("it is read in a process of its own, and no Python can be started here")
     script = str(Path(__file__).with_name("_hdf5_child.py"))
+    # The code runs the script, whose path is the first argument; `words` are the script's own arguments.
     code = "from runpy import run_path; run_path(sys.argv.pop(1), run_name='__main__')"
     words = [str(limits.__file__), str(budget.stored), str(budget.left), str(int(budget.seconds) + 1)]
     given: dict[str, Any] = {"input": source} if isinstance(source, bytearray) else {"stdin": source}
@@ -65,6 +72,7 @@ def read(source: BinaryIO | bytearray, budget: Budget) -> Contents:
 def parsed(output: bytes, budget: Budget) -> Contents:
     """Parse the output of the child process: a line of JSON, then the arrays' bytes."""
     budget.take(len(output), "its contents")
+    # start, stop: where the bytes of an array lie in the output.
     start = output.index(b"\n") + 1
     about = budget.json(output[:start])
     if "error" in about:

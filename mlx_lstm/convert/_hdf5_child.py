@@ -35,11 +35,15 @@ class Refused(ValueError):
 
 
 Texts = dict[str, list[str]]
+"""The type of the attributes of one object: lists of texts by attribute name."""
+
 Contents = tuple[dict[str, Texts], dict[str, np.ndarray], int]
+"""The type of the contents of a file: the attributes by path, the arrays by path, the number of other datasets."""
 
 
 def contents(file: Any, budget: Any) -> Contents:
-    """Return the attributes and the arrays of an HDF5 file by path, and the number of datasets that hold no numbers."""
+    """Return the attributes and the arrays of an HDF5 file by path, and the number of datasets that hold no numbers.
+    budget: an object of the class `Budget`, which raises an error if the file takes too much memory."""
 
     def wrong(path: bytes, info: Any) -> Exception | None:
         """Return the error of a link that must not be followed. h5py then stops its visit of all links; an error that
@@ -59,6 +63,7 @@ def contents(file: Any, budget: Any) -> Contents:
     arrays: dict[str, np.ndarray] = {}
     others = 0
 
+    # h5py calls this function with each group and dataset of the file.
     def visit(path: str, item: Any) -> None:
         nonlocal others
         if found := texts_of(item, budget):

@@ -1,13 +1,17 @@
 """Read and write files of Keras: `.keras`, whole models in `.h5`, and weights in `.weights.h5`. This needs h5py, not
 Keras.
 
-In Keras 3 the path of a layer's arrays contains the layer's class and its number in the container:
-`layers/lstm_1/cell/vars/0`. In `.h5` the path contains the layer's name:
-`model_weights/encoder/encoder/lstm_cell/kernel`. The model's configuration has the options of the layers. Keras writes
-no configuration into `.weights.h5`: there the shapes identify the cell, and its options are assumed to be the defaults.
+All are HDF5 files (a `.keras` file is a zip with one inside): trees of groups and arrays, each with a path, its key. In
+Keras 3 the path of a layer's arrays, its place, has the layer's class and its number in the container:
+`layers/lstm_1/cell/vars/0`. In `.h5` (legacy) the path has the layer's name:
+`model_weights/encoder/encoder/lstm_cell/kernel`. The model's configuration, a JSON text, has the options of the layers.
+Keras writes no configuration into `.weights.h5`: there the shapes identify the cell, and its options are assumed to be
+the defaults.
 
-`known` are the layers that the configuration lists; `rest` are the arrays that belong to no recurrent layer. A place is
-the path of a layer's arrays in the file.
+`known` are the layers that the configuration lists; `rest` are the arrays that belong to no recurrent layer. A way is a
+direction of a layer: "", "forward" or "backward". A `Weights` is one layer or stack of layers. slope: which
+hard_sigmoid a version of Keras has, "x/5" or "x/6". budget: limits the memory that a foreign file may take; `shown`
+makes a name from such a file safe to print.
 """
 
 import io
@@ -29,6 +33,8 @@ from .keras import ACTIVATIONS, KINDS, NAMES, from_arrays, to_keras
 from .weights import Weights, of_layer
 
 CLASSES = {"lstm": "LSTM", "gru": "GRU", "rnn": "SimpleRNN"}
+"""Keras' classes of layers, by this package's names of the cells."""
+
 VERSION = "3.0.0"
 """The Keras version that written files name: the first version with this format."""
 
@@ -58,7 +64,7 @@ def load() -> Any:
 def read(file: Foreign, only: Sequence[str] | None = None) -> Found:
     """Read a Keras file. Return its layers by name, all other arrays, the keys of each layer, and notes on what was
     not read. only: the layers that must be readable; others are left out where they are not."""
-    _hdf5.load()
+    _hdf5.load()  # raises ImportError if h5py is missing
     # config: the model's configuration, if the file has one. held: the arrays and texts of the HDF5 file.
     config, budget = None, file.budget
     if file.path.suffix == ".keras":
@@ -70,6 +76,7 @@ def read(file: Foreign, only: Sequence[str] | None = None) -> Found:
         if text := held.texts("/", "model_config"):
             config = budget.json(text[0])
     known = [] if config is None else list(walk(config, "", "", budget))
+    # A file of the older layout lists its layers' names in an attribute; a Keras 3 file does not.
     root = "model_weights" if "model_weights" in held.attributes else "/"
     if layers := held.texts(root, "layer_names"):
         version = [*held.texts("/", "keras_version"), *held.texts(root, "keras_version"), VERSION][0]
@@ -118,8 +125,9 @@ def notes_on(known: list[Known], rest: dict[str, Any]) -> list[str]:
 
 
 def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, Any]:
-    """Return the arrays of a file in which each layer has a list of its arrays' names, as Keras writes `.h5`. The
-    keys of the returned dict are "layer//array"."""
+    """Return the arrays of a file in which each layer has a list of its arrays' names, as Keras writes `.h5`. root: the
+    group of all layers, "" or "model_weights/". layers: their names. The keys of the returned dict are "layer//array",
+    without the ":0" at the end of an array's name in older files."""
     arrays = {}
     if len(set(layers)) < len(layers):
         raise ValueError("it is truncated or damaged: it names a layer twice")
@@ -136,6 +144,7 @@ def walk(config: Mapping[str, Any], place: str, name: str, budget: Budget) -> It
     """Yield all layers in a model's configuration, also the layers of nested models. place: the group of the .h5 file
     that holds the model's weights; name: the names of the models around it, with dots between. Both get longer with
     each level, so the budget counts their characters."""
+    # In old versions of Keras the configuration of a Sequential is the list of layers itself.
     inner = config.get("config")
     layers = inner.get("layers") if isinstance(inner, Mapping) else inner
     counts: Counter[str] = Counter()
@@ -151,7 +160,8 @@ def walk(config: Mapping[str, Any], place: str, name: str, budget: Budget) -> It
 
 
 def numbered(kind: str, counts: Counter[str]) -> str:
-    """Return the name that Keras 3 gives the next layer of a class in a container: lstm, lstm_1, lstm_2."""
+    """Return the name that Keras 3 gives the next layer of a class in a container: lstm, lstm_1, lstm_2. kind: the
+    class, such as lstm. counts: how many layers of each class the container has so far."""
     counts[kind] += 1
     return kind if counts[kind] == 1 else f"{kind}_{counts[kind] - 1}"
 
@@ -187,6 +197,7 @@ def names_in_new(file: _hdf5.Contents, budget: Budget) -> list[Direction]:
         place = re.sub(r"(/cell)?/vars$", "", parent)
         match = re.search(r"/(forward|backward)_layer$", place)
         place = place[: match.start()] if match else place
+        # steps: the paths of the models and the layer on the way to these arrays, the outermost first.
         parts = [part for part in place.split("/") if part]
         steps = ["/".join(parts[: n + 1]) for n, part in enumerate(parts) if part not in ("layers", "cell", "cells")]
         # Newer files store each layer's name in an attribute. For older files the last part of the path is taken.
@@ -202,17 +213,20 @@ def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
     """Find the layers of an `.h5` file; return one `Direction` for each direction of each layer. A direction has an
     array `recurrent_kernel`, and the other arrays in the same group of the file belong to it."""
     directions: list[Direction] = []
-    parents = dict.fromkeys(key.rpartition("/")[0] for key in arrays)
+    parents = dict.fromkeys(key.rpartition("/")[0] for key in arrays)  # the groups of the arrays, each once
     taken: set[tuple[str, str]] = set()
     for parent in parents:
         keys = [f"{parent}/{name}" for name in NAMES if f"{parent}/{name}" in arrays]
         if f"{parent}/recurrent_kernel" not in keys:
             continue
+        # The group of a layer's arrays, such as "encoder//encoder/lstm_cell". Its last part may be the cell, the part
+        # before that the direction; what is left are the names of models and layers.
         layer, _, inner = parent.partition("//")
         parts = [part for part in inner.split("/") if part]
         if len(parts) > 1 and "cell" in parts[-1]:
             parts.pop()
         way = ""
+        # "forward_" may also begin the name of a layer. It is a direction if the group of the other one is there, too.
         if parts and (match := re.match(r"(forward|backward)_", parts[-1])):
             other = {"forward": "backward", "backward": "forward"}[match[1]] + parts[-1][match.end() - 1 :]
             if parent.replace(parts[-1], other) in parents:
@@ -242,13 +256,15 @@ def gathered(
     order of the model's configuration, the arrays that belong to no recurrent layer, the keys of each layer, and notes.
     Arrays of the optimizer and of random generators are left out; a note says how many.
 
+    known: the layers of the configuration, by the place of their arrays or, in a legacy file, by their names. only: the
+    layers that must be readable.
     slope: which hard_sigmoid this version of Keras has. "x/5": clip(x/5 + 0.5, 0, 1); "x/6": clip(x/6 + 0.5, 0, 1).
     """
     layers: dict[str, list[Direction]] = {}
     legacy = any("//" in key for key in arrays)
     for each in directions:
         layers.setdefault(each.name if legacy else each.place, []).append(each)
-    rank = {place: n for n, place in enumerate(known)}
+    rank = {place: n for n, place in enumerate(known)}  # the position of each layer in the configuration
     # A layer is called by its own name, unless several have it; then also by the models that contain it.
     titles = {place: known.get(place, each[0]) for place, each in layers.items()}
     owners = Counter(title.own for title in titles.values())
@@ -335,7 +351,7 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
 
 
 def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
-    """Return the Keras layers for a stack of weights."""
+    """Return the Keras layers for a stack of weights. name: the name of the stack; several layers get numbers."""
     with of_layer(name):
         of_keras = to_keras(weights)
     stack = []
@@ -356,7 +372,8 @@ def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
 
 
 def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
-    """Return the arguments of a Keras layer's constructor for these weights."""
+    """Return the arguments of a Keras layer's constructor for these weights, which are those of one layer. use_bias:
+    whether any layer of the stack has a bias."""
     words = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     cell = weights.cell
     names = [*cell.activations] if cell.op == "rnn" else [cell.activations[2], cell.activations[0]]
@@ -370,13 +387,14 @@ def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
 
 
 def spec_of(kind: str, config: dict[str, Any], shape: list[int | None]) -> dict[str, Any]:
-    """Return the description of a layer as Keras serializes it."""
+    """Return the description of a layer as Keras serializes it. kind: its class. config: the arguments of its
+    constructor. shape: the shape of its input, with None for an axis of any size."""
     spec = {"module": "keras.layers", "class_name": kind, "config": config, "registered_name": None}
     return spec | ({"build_config": {"input_shape": shape}} if kind != "InputLayer" else {})
 
 
 def sequential(name: str, made: list[KerasLayer]) -> dict[str, Any]:
-    """Return the description of a Sequential model of these layers, as Keras serializes it."""
+    """Return the description of a Sequential model of the layers `made`, as Keras serializes it."""
     shape = made[0].spec["build_config"]["input_shape"]
     dtype = inner(made[0].spec)["config"]["dtype"]
     first = spec_of("InputLayer", {"batch_shape": shape, "dtype": dtype, "name": f"{name}_input"}, shape)
@@ -391,7 +409,7 @@ def inner(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def functional(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the description of a model that contains several models, each with its own input, as Keras serializes
-    it."""
+    it. models: the descriptions of these models by name."""
     layers, inputs, outputs = [], [], []
     for name, spec in models.items():
         shape, own = spec["build_config"]["input_shape"], spec["config"]["name"]

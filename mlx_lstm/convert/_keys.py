@@ -1,7 +1,14 @@
 """Find out which layer, direction and array each key of a file means, and make the keys for a file to be written.
 
 A key is the name of an array in a file, such as `encoder.weight_ih_l0_reverse`. Its word (or leaf) says which array of
-a layer it is, here weight_ih; its way is the direction, 0 or 1.
+a layer it is, here weight_ih; its way is the direction, 0 or 1. A `Group` collects the keys of one layer and direction.
+A template is a pattern of keys, such as "{name}.{array}". ways: the names of both directions in keys. order: the order
+of the gates in the file, if it is not the usual one of such keys.
+
+In `Weights` one direction's arrays are Wx [GH, I], Wh [GH, P], the biases bx and bh [GH], Wp [P, H] (a projection) and
+peephole. b: a single bias; bhn [H]: the recurrent bias of a GRU's candidate. G: gates, H: units, I: input features, P:
+the width of h, D: directions, K: layers. Errors begin with "convert" or "from_names": `fail("convert", rule, got)`
+raises the ValueError "[convert] rule but got ...".
 """
 
 import re
@@ -32,6 +39,8 @@ WAYS = ("forward", "backward")
 """The default names of the directions."""
 
 WAY_WORDS = {"forward": 0, "fwd": 0, "backward": 1, "bwd": 1, "back": 1, "reverse": 1}
+"""The words that keys of any format have for a direction, and its number."""
+
 ENTRIES = {"weight_ih": "Wx", "Wx": "Wx", "Wxh": "Wx", "kernel": "Wx"}
 ENTRIES |= {"weight_hh": "Wh", "Wh": "Wh", "Whh": "Wh", "recurrent_kernel": "Wh"}
 ENTRIES |= {"weight_hr": "Wp", "Wp": "Wp", "peephole": "peephole", "bias_ih": "bx", "bias_hh": "bh"}
@@ -47,6 +56,10 @@ REFUSED["params.0"] = "no format holds the cell of a layer Pointwise"
 """Words for arrays without which a layer computes something else, and why they are refused."""
 
 PARTNERS = {"weight_ih": "weight_hh", "Wx": "Wh", "Wxh": "Whh", "kernel": "recurrent_kernel"}
+"""The words for the two matrices that each layer has, by format."""
+
+# TORCH_LEAF: the last part of a key of torch, such as weight_ih_l0_reverse. LEAF: that of any other key, such as
+# Wx_fwd. PATH_WAY: a word for a direction before the last part of a key.
 TORCH_LEAF = re.compile(r"(weight_ih|weight_hh|weight_hr|bias_ih|bias_hh)(?:_l(\d+))(_reverse)?")
 ANY_WORD = "|".join(sorted(ENTRIES, key=len, reverse=True))
 LEAF = re.compile(rf"({ANY_WORD})(?:_({'|'.join(WAY_WORDS)}))?")
@@ -79,7 +92,7 @@ class Group(NamedTuple):
 def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tuple[str, Group] | None:
     """Split the key of an array into its parts. Return (word, group): the word that says which array it is, such as
     weight_ih, and a new `Group` with layer, direction and name, to which the caller adds the key. Return None if the
-    key belongs to no recurrent layer."""
+    key belongs to no recurrent layer. pattern: the regular expression of a template, or None for the usual keys."""
     if pattern is not None:
         match = pattern.fullmatch(key) or pattern.fullmatch("." + key)
         if match is None:
@@ -87,6 +100,7 @@ def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tup
         fields = match.groupdict()
         layer = int(fields["layer"]) if fields.get("layer") else None
         way = list(ways).index(fields["way"]) if fields.get("way") is not None else None
+        # start: where the word begins in the key; the string that matched may begin with one more dot.
         start = match.start("array") - (len(match.string) - len(key))
         form = key[:start] + "\0" + key[start + len(fields["array"]) :]
         name = fields.get("name") or ""
@@ -102,6 +116,7 @@ def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tup
     way, name = WAY_WORDS[match[2]] if match[2] else None, path
     if way is None and (found := PATH_WAY.search(path)):
         way, name = WAY_WORDS[found[1]], merged(path, found)
+    # A number at the end of the name is that of a layer, as in "lstm.0".
     base, _, last = name.rpartition(".")
     layer = int(last) if last.isdecimal() else None
     return match[1], Group(path, base if layer is not None else name, layer, way, False, {}, form)
@@ -155,6 +170,7 @@ def layers_of(
     become one stack, and two directions become one layer. options: the options of a layer's cell, by the keys of its
     matrices. only: the layers that must be readable; others are left out where they are not, except for their
     keys."""
+    # buckets: the groups of keys by the name that layers of a stack and both directions have in common.
     buckets: dict[str, list[Group]] = {}
     for group in groups_of(arrays, keys, ways):
         buckets.setdefault(group.name, []).append(group)
@@ -167,6 +183,7 @@ def layers_of(
         found: list[tuple[str, list[str], Weights]] = []
         try:
             parts = {group.form: words_of(group, arrays, order) for group in groups}
+            # own: how many keys of recurrent layers have a number after this name. told: options from the metadata.
             own = sum(name in counted[key] for group in groups for key in group.keys.values())
             for label, where in arranged(name, groups, parts, alone=own == totals[name]):
                 mine = [key for group in where.values() for key in group.keys.values()]
@@ -185,7 +202,8 @@ def layers_of(
 
 
 def is_of(group: Group, key: str) -> bool:
-    """Return whether a key is that of an array of this layer, even of one that no format holds."""
+    """Return whether a key is that of an array of this layer (`group` has its keys), even of one that no format
+    holds."""
     return key in (*group.keys.values(), *map(group.title, REFUSED)) or key.startswith(group.title("params."))
 
 
@@ -246,8 +264,9 @@ MOST_DIGITS = 20
 def arranged(
     name: str, groups: list[Group], parts: dict[str, list[Arrays]], alone: bool
 ) -> list[tuple[str, dict[tuple[int, int], Group]]]:
-    """Return the layers of one name as stacks: one stack if all of them fit together, else one stack per layer. A
-    stack maps (layer, direction) to the group of its keys. alone: False if other arrays of the file also have a number
+    """Return the layers of one name as stacks: one stack if all of them fit together, else one stack per layer. The
+    result has pairs (name of the stack, stack). A stack maps (layer, direction) to the group of its keys. parts: the
+    arrays of each group. alone: False if other arrays of the file also have a number
     after `name`, as in a Sequential with other modules between its recurrent layers."""
     whole = {(group.layer or 0, group.way or 0): group for group in groups}
     layers, ways = ({where[n] for where in whole} for n in range(2))
@@ -260,6 +279,8 @@ def arranged(
         full and fits(whole, parts, len(ways)) and (alone or (layers == {0} and groups[0].layer is None))
     ):
         return [(name, whole)]
+    # They do not fit, so each layer is a stack of its own. ways_of: the directions of each layer; two of them are one
+    # layer if both are there once.
     ways_of: dict[int | None, list[int | None]] = {}
     for group in groups:
         ways_of.setdefault(group.layer, []).append(group.way)
@@ -308,6 +329,8 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
         if ENTRIES[leaf] in words or (ENTRIES[leaf] == "b" and "bias_ih" in mine):
             fail("convert", f"{group.title(leaf)} must not be there, beside {', '.join(group.keys)}", "this key")
         words[ENTRIES[leaf]] = array
+    # both: whether each array holds both directions, as the functions of this package take them: then Wh has three
+    # axes.
     both = words["Wh"].ndim == 3
     if both:
         for leaf, array in mine.items():
@@ -320,7 +343,8 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
 
 
 def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
-    """Return one direction's arrays with the gate order and the biases `bx` and `bh` that `Weights` has. order: the
+    """Return one direction's arrays with the gate order and the biases `bx` and `bh` that `Weights` has. group: their
+    keys, for error texts. words: the arrays, with `b` and `bhn` or with `bx` and `bh`. order: the
     gate order in the file, if it is not the usual one."""
     matrix = next(leaf for leaf in group.keys if ENTRIES[leaf] == "Wh")
     kind = OF_GATES[gates_of("convert", words, group.title(matrix))]
@@ -338,6 +362,7 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
             if array.shape[0] % len(usual):
                 fail("convert", f"{name} of {group.own} must have {len(usual)}H rows", f"shape {list(array.shape)}")
         words = words | {name: reorder(array, before, usual) for name, array in whole.items()}
+    # Two biases come together, and a GRU's bhn only with b.
     for one, other in (("bx", "bh"), ("bh", "bx"), ("bhn", "b")):
         if one in words and other not in words:
             leaf = {"bx": "bias_ih", "bh": "bias_hh"}.get(other, other)
@@ -370,11 +395,13 @@ def one_layer(
     where: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], options: Mapping[str, Any]
 ) -> Weights:
     """Return the weights of a layer, or of a stack of layers. `where` maps (layer, direction) to a `Group`, the keys
-    of its arrays; `parts` has the arrays themselves."""
+    of its arrays; `parts` has the arrays themselves. options: those of the cell that the file or the caller tells."""
+    # A group whose arrays hold both directions gives two entries, (layer, 0) and (layer, 1).
     directions = {
         (layer, way + d): arrays for (layer, way), group in where.items() for d, arrays in enumerate(parts[group.form])
     }
 
+    # Return the key of an array for an error text. If the file lacks the array, return the key that it would have.
     def title(layer: int, way: int, word: str) -> str:
         group = where.get((layer, way)) or where.get((layer, 0)) or next(iter(where.values()))
         names = [leaf for leaf, ours in ENTRIES.items() if ours == word]
@@ -392,6 +419,8 @@ def one_layer(
             return f"{prefix}{torch.KEYS.get(word, word)}_l{k}{torch.WAYS[d]}"
 
         return assembled("convert", directions, torch_title, options)
+    # A GRU with a single bias resets before the product. Keras' keys show that; other keys might lack a bias by
+    # mistake, unless the file tells the option.
     three = directions[0, 0]["Wh"].shape[0] == 3 * directions[0, 0]["Wh"].shape[1]
     if three and "bx" in directions[0, 0] and "bh" not in directions[0, 0]:
         if "kernel" not in first.keys and options.get("reset") != "before":
@@ -404,7 +433,8 @@ def one_layer(
 def keys_of(
     name: str, weights: Weights, style: str, *, keys: str | None = None, ways: Sequence[str] | None = None
 ) -> dict[str, mx.array]:
-    """Return a stack's arrays by key, with keys in a style such as "torch" or by a template."""
+    """Return a stack's arrays by key, with keys in a style such as "torch" or by the template `keys`. name: the name of
+    the stack. ways: the words for the directions, or None for those of the style."""
     if keys is not None:
         check_template(keys)
     D, K = (1 if style == "ops" else weights.directions), len(weights.layers)
@@ -454,3 +484,4 @@ def in_style(weights: Weights, style: str) -> list[list[Arrays]]:
 
 
 TWO_BIASES = {"Wx": "Wx", "Wh": "Wh", "bias_ih": "bx", "bias_hh": "bh", "Wp": "Wp"}
+"""The words of the style "two-biases", and the arrays' names in `Weights`."""

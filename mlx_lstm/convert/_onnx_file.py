@@ -1,4 +1,12 @@
-"""Read and write ONNX models that contain LSTM, GRU and RNN nodes. This needs the package onnx."""
+"""Read and write ONNX models that contain LSTM, GRU and RNN nodes. This needs the package onnx.
+
+A model is a graph of nodes. A node has a type, inputs and outputs, which are names of arrays; an empty name stands for
+an input that is not passed. An array in the file is a tensor: an initializer, or the value of a Constant node. Its
+bytes may lie in another file (external data). A file is a message of protobuf. `word` is a node's input, such as "W"
+(`INPUTS` has its position); the arrays of a node are described in `onnx`. file.budget limits the memory that a foreign
+file may take. `fail("convert", rule, got)` and `broken(text)` raise a ValueError. T: steps, N: batch items, I: input
+features, H: units, L: layers of a stack, D: directions. dot: the stack's name and a dot, with which its names begin.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +22,8 @@ from .onnx import OPS, from_node, to_onnx
 from .weights import Weights, of_layer, to_mlx
 
 INPUTS = {"X": 0, "W": 1, "R": 2, "B": 3, "sequence_lens": 4, "initial_h": 5, "initial_c": 6, "P": 7}
+"""The positions of the inputs of an LSTM node, some of which GRU and RNN have, too."""
+
 MOST = 2**31 - 2**20
 """The most bytes of arrays in a written file, because protobuf cannot store more."""
 
@@ -56,13 +66,14 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
     constants = dict(tensors)
     if len(constants) < len(tensors):
         broken("it holds a tensor's name twice")
-    left: dict[str, int] = {}
+    left: dict[str, int] = {}  # for each file of external data, the bytes that no tensor has read yet
     for name, tensor in tensors:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             if not external_data:
                 rule = f"{shown(name)} must lie in the file itself, or --external-data be given,"
                 fail("convert", rule, shown(external_entries(tensor).get("location")))
             read_external(file.path, tensor, left)
+    # keys: the names of each layer's tensors. used: the tensors that belong to a layer.
     layers, keys, notes, used = {}, {}, [], set()
     for n, node in enumerate(model.graph.node):
         if node.op_type not in OPS or node.domain not in ("", "ai.onnx"):
@@ -91,8 +102,8 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
 def layer_of(
     onnx: Any, node: Any, name: str, names: Mapping[str, str], constants: Mapping[str, Any], budget: Budget
 ) -> Weights:
-    """Return the weights of a node. names: the name of the tensor of each input. constants: the tensors of the
-    file."""
+    """Return the weights of a node. onnx: the module. name: the layer's name, for error texts. names: the name of the
+    tensor of each input. constants: the tensors of the file. Raise ValueError if the arrays do not fit."""
     arrays = weights_of(onnx, name, names, constants, budget)
     attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
     weights = from_node("convert", node.op_type, arrays, attributes, lambda word: names.get(word, word))
@@ -107,8 +118,8 @@ def layer_of(
 def weights_of(
     onnx: Any, name: str, names: Mapping[str, str], constants: Mapping[str, Any], budget: Budget
 ) -> dict[str, np.ndarray]:
-    """Return the arrays W, R, B and P of a node. names: the name of the tensor of each input. constants: the tensors
-    of the file."""
+    """Return the arrays W, R, B and P of a node; B and P may be missing. name: the layer's name, for error texts.
+    names: the name of the tensor of each input. constants: the tensors of the file."""
     arrays = {}
     for word in ("W", "R", "B", "P"):
         if word not in names:
@@ -127,7 +138,7 @@ def weights_of(
 def check_count(data: bytes, kind: Any, budget: Budget) -> None:
     """Raise ValueError if a message of protobuf has too many parts. A part of two bytes becomes an object of a hundred
     bytes. kind: protobuf's description of the message."""
-    parts, open_messages = 0, [(0, len(data), kind)]
+    parts, open_messages = 0, [(0, len(data), kind)]  # where each message that is not finished goes on, and its end
     # A message is a row of fields. Each begins with a tag: the field's number, and in the lowest three bits how it is
     # encoded: 0 a number, 1 eight bytes, 2 a length and as many bytes, 5 four bytes.
     while open_messages:
@@ -206,9 +217,12 @@ def array_of(onnx: Any, tensor: Any, name: str, budget: Budget) -> Any:
 
 
 class Graph:
-    """The parts of a written model. Each method adds nodes and returns the name of their result."""
+    """The parts of a written model. Each method adds nodes and returns the name of their result. Two constants are
+    there from the beginning: "side by side", the shape [0, 0, -1] that keeps the first two axes and joins all others,
+    and "one", the array [1]."""
 
     def __init__(self, onnx: Any):
+        """Create an empty model. onnx: the module."""
         self.onnx: Any = onnx
         self.nodes: list[Any] = []
         self.tensors: list[Any] = []
@@ -233,8 +247,9 @@ class Graph:
         return name
 
     def states(self, dot: str, word: str, kind: int, sizes: tuple[int, int, int]) -> list[str]:
-        """Add the input of first states [L D, N, H], and return the part [D, N, H] of each layer. If a program does not
-        pass the input, it is 0. sizes: L layers, D directions, H hidden units."""
+        """Add the input of first states [L D, N, H], and return the name of the part [D, N, H] of each layer. If a
+        program does not pass the input, it is 0. word: "h" or "c". kind: ONNX' number of the dtype. sizes: L layers, D
+        directions, H hidden units."""
         L, D, H = sizes
         name = self.initializer(
             f"{dot}{word}0", np.zeros((L * D, 1, H), self.onnx.helper.tensor_dtype_to_np_dtype(kind))
@@ -250,9 +265,10 @@ class Graph:
 
 
 def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
-    """Write a model that has, for each stack of layers, a chain of nodes with these inputs and outputs, in torch's
-    shapes: x [T, N, I], the first states h0 and c0 [L D, N, H], the output h [T, N, D H], the last states hT and cT.
-    A model that does not get first states begins from 0."""
+    """Write a model to `path`. It has, for each stack of layers, a chain of nodes with these inputs and outputs, in
+    torch's shapes: x [T, N, I], the first states h0 and c0 [L D, N, H], the output h [T, N, D H], the last states hT
+    and cT. A model that does not get first states begins from 0. ending: not read here; the writer of Keras' files,
+    which is called in the same way, needs it."""
     onnx = load()
     graph = Graph(onnx)
     for name, weights in layers.items():
@@ -266,9 +282,10 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
 
 
 def write_stack(graph: Graph, name: str, weights: Weights) -> None:
-    """Add a stack of layers to the graph."""
+    """Add a stack of layers, with this name, to the graph: a node for each layer, whose input x is the output h of the
+    node before."""
     with of_layer(name):
-        each = to_onnx(weights)
+        each = to_onnx(weights)  # for each layer (type of its node, arrays, attributes)
     onnx, dot = graph.onnx, f"{name}." if name else ""
     dtype = {"float64": onnx.TensorProto.DOUBLE, "float16": onnx.TensorProto.FLOAT16}
     kind = dtype.get(str(each[0][1]["W"].dtype).rpartition(".")[2], onnx.TensorProto.FLOAT)

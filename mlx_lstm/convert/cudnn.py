@@ -11,6 +11,9 @@ The number of columns `in` is the input's size I for layer 0 (0 with skip_input,
 and D S for the other layers. S, the width of h, is P = num_proj, or H = num_units without projection. Gates: lstm i, f,
 c, o; gru r, u, n; rnn_relu and rnn_tanh have one. Keras, jax and PyTorch rely on this layout; TensorFlow's
 documentation calls the buffer opaque.
+
+Here the W_g of all gates are one array Wx, the R_g Wh, Pr is Wp, the bW_g are bW, the bR_g bR; in `Weights` the biases
+are bx and bh. `where` is the `Layout`, the sizes of a buffer. mode: cuDNN's rnn_mode, such as "lstm".
 """
 
 from itertools import accumulate
@@ -24,7 +27,11 @@ from ..ground.checks import check_array, check_flag, check_integer, check_option
 from .weights import Format, Weights, as_stored, checked, to_mlx, two_biases
 
 GATES = {"lstm": 4, "gru": 3, "rnn_relu": 1, "rnn_tanh": 1}
+"""The number of gates by rnn_mode."""
+
 FORMAT = Format(nonlinearity=("tanh", "relu"), projection=True)
+"""What the buffer can store: a plain RNN with tanh or relu, and a projection; no other option of a cell."""
+
 CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn_relu": RNNCell("relu"), "rnn_tanh": RNNCell()}
 
 
@@ -92,6 +99,8 @@ def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
     All are views of the buffer, except the `Wx` of two directions: other matrices lie between its halves.
     """
     D, GH = where.D, where.G * where.H
+    # blocks: for each layer the sizes of one direction's matrices. The buffer is divided after each layer's matrices;
+    # what is left at its end are the biases.
     blocks = [[prod(shape) for shape in where.matrices(layer)] for layer in range(where.L)]
     *layers, biases = mx.split(params, list(accumulate(D * sum(sizes) for sizes in blocks)))
     biases = biases.reshape(where.L, D, 2, GH)
@@ -109,6 +118,7 @@ def join_layers(where: Layout, layers: list[dict[str, mx.array]]) -> mx.array:
     """Join the arrays of all layers, or their gradients, into a parameter buffer. layers: for each layer a dict with
     Wx, Wh, bW, bR and, with a projection, Wp. The data are copied once."""
     D = where.D
+    # rows: for each layer its matrices, each as one row of numbers per direction.
     rows = ([arrays[name].reshape(D, -1) for name in ("Wx", "Wh", "Wp") if name in arrays] for arrays in layers)
     matrices = [part[d] for parts in rows for d in range(D) for part in parts]
     return mx.concatenate(matrices + [mx.stack([a["bW"], a["bR"]], axis=1).reshape(-1) for a in layers])
@@ -147,6 +157,7 @@ def from_cudnn(
     check_flag(op, "bidirectional", bidirectional)
     sizes = {"num_layers": num_layers, "input_size": input_size, "num_units": num_units}
     L, I, H = (check_integer(op, name, value, least=1) for name, value in sizes.items())
+    # False: layer 0 has input matrices.
     where = Layout(
         rnn_mode, L, 2 if bidirectional else 1, I, H, check_integer(op, "num_proj", num_proj, least=0), False
     )
@@ -156,6 +167,7 @@ def from_cudnn(
         fail(op, f"params must have {where.size} elements for these sizes", f"{params.size} elements")
     layers = []
     for arrays in layer_arrays(where, params):
+        # Give each array a first axis of D directions, then divide it.
         arrays |= {"Wx": arrays["Wx"].reshape(where.D, where.G * H, -1), "bx": arrays.pop("bW"), "bh": arrays.pop("bR")}
         if where.D == 1:
             arrays |= {name: arrays[name][None] for name in ("Wh", "Wp") if name in arrays}
@@ -183,6 +195,7 @@ def to_cudnn(weights: Weights) -> tuple[mx.array, dict[str, Any]]:
     weights = as_stored("to_cudnn", weights, FORMAT)
     cell, D, H, P = weights.cell, weights.directions, weights.hidden_size, weights.proj_size
     mode = f"rnn_{cell.activations[0]}" if cell.op == "rnn" else cell.op
+    # False: layer 0 has input matrices.
     where = Layout(mode, len(weights.layers), D, weights.input_size, H, P, False)
     layers = []
     for layer in weights.layers:

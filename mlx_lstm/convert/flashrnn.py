@@ -1,4 +1,13 @@
-"""Convert weights between the arguments of NX-AI's function `flashrnn` and `Weights`."""
+"""Convert weights between the arguments of NX-AI's function `flashrnn` and `Weights`.
+
+FlashRNN divides the hidden units of a layer into N heads of D units. A head is a small recurrent layer of its own: its
+recurrent weights read only its own h. So each head becomes one `Weights` of one layer, and the heads run side by side.
+
+W [G, N, D, I]: the input's weights. R [G, N, D, D]: the recurrent weights. b [G, N, D]: the bias. G: gates, I: input
+features of a head. In `Weights` they are Wx [G D, I], Wh [G D, D] and bx, bh [G D]. op: the public function that error
+texts begin with. `check_array(op, name, array, shape)` raises a ValueError for a wrong shape, in which a text such as
+"N" stands for any size; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,11 +67,11 @@ def from_flashrnn(W: Any, R: Any, b: Any, *, function: str = "lstm") -> list[Wei
         fail(op, "function must be lstm, gru or elman; from_flashrnn_slstm reads an sLSTM,", repr(function))
     check_option(op, "function", function, tuple(CELLS))
     cell = CELLS[function]
-    if W is None:
+    if W is None:  # this raises the error: only an sLSTM may lack W
         check_array(op, "W", W, ["G", "N", "D", "I"])
     W, R, b = checked_arrays(op, W, R, b, cell.gates, 4 if function == "gru" else cell.gates)
     named = {"Wx": W, "Wh": R, "bx": b}
-    if function == "gru":  # from n, r, z to r, z, n
+    if function == "gru":  # R from n, r, z to r, z, n; b[0] is the recurrent bias of n, and r and z have none
         named["Wh"] = mx.concatenate([R[1:], R[:1]])
         named |= {"bx": b[1:], "bh": mx.concatenate([mx.zeros_like(b[:2]), b[:1]])}
     layers = [{name: joined(array[:, n]) for name, array in named.items()} for n in range(R.shape[1])]
@@ -90,7 +99,7 @@ def to_flashrnn(heads: Sequence[Weights]) -> Arrays:
         if len(check_weights(op, head).layers) != 1 or head.directions != 1 or describe(head) != describe(first):
             rule = f"heads must be single layers in one direction, all alike, {describe(first)},"
             fail(op, rule, describe(head))
-        held_head = as_stored(op, head, Format())
+        held_head = as_stored(op, head, Format())  # refuses options that FlashRNN lacks
         cell, arrays = held_head.cell, held_head.layers[0][0]
         G, D = cell.gates, head.hidden_size
         W, R = (arrays[name].reshape(G, D, -1) for name in ("Wx", "Wh"))

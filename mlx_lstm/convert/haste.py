@@ -1,4 +1,11 @@
-"""Convert weights between the layers of `haste_pytorch`, LMNT's package haste for torch, and `Weights`."""
+"""Convert weights between the layers of `haste_pytorch`, LMNT's package haste for torch, and `Weights`.
+
+haste's arrays, by its names: kernel [I, G H] the input's weights, recurrent_kernel [H, G H] the recurrent weights, bias
+[G H] and, of a GRU, recurrent_bias [3H]; of an IndRNN, whose units are independent, recurrent_scale [H]. I: input
+features, H: units, G: gates. In `Weights` one direction's arrays are Wx, Wh, bx and bh, transposed, in the gate order
+of `OURS`. cell.op: "lstm" or "gru". op: the public function that error texts begin with; `fail(op, rule, got)` raises
+the ValueError "[op] rule but got ...".
+"""
 
 from typing import Any
 
@@ -22,6 +29,8 @@ from .weights import (
 )
 
 FORMAT = Format({"lstm": "igfo", "gru": "zrn"}, is_layer=True)
+"""haste's gate orders, in our letters, and that it stores one layer in one direction."""
+
 NAMES = {
     "LSTM": ("kernel", "recurrent_kernel", "bias"),
     "GRU": ("kernel", "recurrent_kernel", "bias", "recurrent_bias"),
@@ -63,6 +72,7 @@ def from_haste(layer: Any, *, prefix: str = "") -> Weights:
     cell = GRUCell() if "recurrent_bias" in arrays else LSTMCell()
     order, ours = FORMAT.orders[cell.op], OURS[cell.op]
     check_names(op, arrays, cell.op.upper())
+    # haste's matrices have the layout of Keras', so Keras' reader transposes and reorders them; biases follow here.
     found = direction(op, cell.op, [arrays["kernel"], arrays["recurrent_kernel"]], biases=[], order=order)
     for theirs, word in (("bias", "bx"), ("recurrent_bias", "bh")):
         if theirs in arrays:
@@ -159,7 +169,8 @@ def to_haste_indrnn(parameters: Any, *, prefix: str = "") -> Arrays:
 
 
 def arrays_of(op: str, layer: Any, prefix: str) -> Arrays:
-    """Return the arrays of a layer of haste, or of a dict, by their names without the prefix."""
+    """Return the arrays of a layer of haste, or of a dict, by their names without the prefix. Only entries whose names
+    begin with it are read. Raise ValueError for a layer with zoneout."""
     if zoneout := getattr(layer, "zoneout", 0):
         fail(op, "zoneout must be 0, as it is no weight: pass layer.state_dict() and run zoneout yourself,", zoneout)
     found = parameters_of(op, "layer must be a layer of haste_pytorch or a dict of arrays", layer, prefix)
@@ -167,7 +178,8 @@ def arrays_of(op: str, layer: Any, prefix: str) -> Arrays:
 
 
 def check_names(op: str, arrays: Arrays, kind: str) -> None:
-    """Check that the arrays are the parameters of a class of haste that has no layer normalisation."""
+    """Check that the arrays are the parameters of a class of haste that has no layer normalisation: "gamma" is the name
+    of a normalisation's scale. kind: a key of `NAMES`, such as "LSTM"."""
     if "gamma" in arrays:
         rule = "layer must have no layer normalisation: pass its arrays to mlx_lstm.lstm or gru with norm=,"
         fail(op, rule, "gamma")

@@ -1,4 +1,11 @@
-"""Convert the weights of Keras' layers to `Weights` and back."""
+"""Convert the weights of Keras' layers to `Weights` and back.
+
+Keras' arrays of one direction: kernel [I, GH] the input's weights, recurrent_kernel [H, GH] and bias [GH]; a GRU with
+reset_after has both biases, [2, 3H]. I: input features, G: gates, H: units. In `Weights` they are Wx, Wh, bx and bh,
+transposed, in the gate order of `OURS`; Keras' order is in `ORDERS`. kind: "lstm", "gru" or "rnn". A way is a direction
+of a layer. config: a layer as Keras serializes it, a dict with its class_name and its own dict config, the options. op:
+the public function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,15 +36,21 @@ KINDS |= {"CuDNNLSTM": "lstm", "CuDNNGRU": "gru"}
 """Keras' classes of layers and cells, and this package's names of the cells. The last two are in Keras 2 only."""
 
 NAMES = ("kernel", "recurrent_kernel", "bias")
+"""Keras' names of one direction's arrays, in Keras' order."""
+
 ACTIVATIONS = {"linear": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid"}
 ACTIVATIONS |= {"hard_sigmoid": "hard_sigmoid_sixth"}
 """Keras' names of activations, and ours. The slope of hard_sigmoid is 1/6 in Keras 3, 0.2 in Keras 2."""
 
 ORDERS = {"lstm": "ifgo", "gru": "zrn", "rnn": "h"}
+"""Keras' gate orders, in our letters: Keras calls g c, and n h."""
+
 EVERY = (*ACTIVATIONS.values(), "hard_sigmoid")
+"""The activations that some version of Keras has."""
+
 FORMAT = Format(ORDERS, options=True, nonlinearity=EVERY, reset=("after", "before"), reverse=True)
 NAMED = FORMAT._replace(options=False, nonlinearity=("tanh", "relu", "sigmoid"))
-"""Keras' layers, and files that have only Keras' names of the arrays."""
+"""FORMAT: what Keras' layers can store. NAMED: what files can store that have only Keras' names of the arrays."""
 
 
 def from_keras(*layers: Any) -> Weights:
@@ -76,9 +89,10 @@ def from_keras(*layers: Any) -> Weights:
 def from_arrays(
     op: str, ways: Sequence[Sequence[Any]], config: Mapping[str, Any] | None, name: str, *, slope: str = "x/6"
 ) -> Weights:
-    """Return the weights of a layer from each direction's kernel, recurrent_kernel and maybe bias. config: the layer
-    as Keras serialized it; if None, the shapes identify the cell. slope: the slope of hard_sigmoid, "x/5" (Keras 2)
-    or "x/6" (Keras 3)."""
+    """Return the weights of a layer from each direction's kernel, recurrent_kernel and maybe bias. ways: these arrays,
+    by direction. config: the layer as Keras serialized it; if None, the shapes identify the cell. name: the layer's
+    name, for error texts. slope: the slope of hard_sigmoid, "x/5" (Keras 2) or "x/6" (Keras 3)."""
+    # inner: the configuration with the cell's options. cudnn: the arrays of a CuDNNLSTM or CuDNNGRU in usual layout.
     inner = None if config is None else wrapped(op, config, name)
     cudnn = [of_cudnn(*way) for way in ways]
     ways = [each for each in cudnn if each] if all(cudnn) else ways
@@ -89,11 +103,12 @@ def from_arrays(
             rule = f"recurrent_kernel of {name} must have shape [H, 4H], [H, 3H] or [H, H]"
             fail(op, rule, f"shape {list(shape)}")
         kind, options = {4: "lstm", 3: "gru", 1: "rnn"}[G], {}
-        if kind == "gru" and len(ways[0]) > 2 and np.ndim(ways[0][2]) == 1:
+        if kind == "gru" and len(ways[0]) > 2 and np.ndim(ways[0][2]) == 1:  # one bias: not reset_after
             options["reset"] = "before"
         cell = CELLS[kind](**options)
     else:
         cell = cell_of_config(op, inner, name, slope)
+    # biases: the allowed shapes of the bias, in units of H (see `direction`).
     biases = {
         "lstm": [[2, 4] if all(cudnn) else [4]],
         "gru": [[2, 3] if getattr(cell, "reset", "") == "after" else [3]],
@@ -112,6 +127,7 @@ def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] 
     order, but under the shape [I, H]."""
     shape = np.shape(recurrent_kernel)
     H, columns = shape if len(shape) == 2 else (0, 0)
+    # Only these classes have a bias of one axis with two numbers for each column of the kernels.
     if not H or columns not in (3 * H, 4 * H) or [np.shape(kernel)[1:], np.shape(bias)] != [(columns,), (2 * columns,)]:
         return None
     each = [np.split(np.asarray(array), columns // H, axis=1) for array in (kernel, recurrent_kernel)]
@@ -120,8 +136,9 @@ def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] 
 
 
 def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the configuration in which Keras stores the cell's options: the configuration of the layer itself, or
-    of the layer or cell inside a Bidirectional or RNN."""
+    """Return the configuration in which Keras stores the cell's options: the configuration `config` of the layer
+    itself, or of the layer or cell inside a Bidirectional or RNN. Raise ValueError if both directions differ. name: the
+    layer's name, for error texts."""
     if config["class_name"] == "Bidirectional":
         inner = config["config"]
         ahead, back = inner["layer"], inner.get("backward_layer") or inner["layer"]
@@ -139,9 +156,11 @@ def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def cell_of_config(op: str, config: Mapping[str, Any], name: str, slope: str) -> Any:
-    """Return the cell that a layer's configuration describes."""
+    """Return the cell that a layer's configuration describes. name: the layer's name, for error texts. slope: the slope
+    of hard_sigmoid, "x/5" or "x/6"."""
     words = ACTIVATIONS | ({"hard_sigmoid": "hard_sigmoid"} if slope == "x/5" else {})
 
+    # Return our name of the activation under `key`. Keras may serialize a function as a dict with its name.
     def activation(key: str, default: str) -> str:
         word = config["config"].get(key, default)
         word = word.get("config", word.get("class_name")) if isinstance(word, Mapping) else word
@@ -230,7 +249,8 @@ def check_cell(op: str, weights: Weights) -> None:
 
 
 def arrays_of(cell: Any, arrays: Arrays, use_bias: bool) -> list[np.ndarray]:
-    """Return one direction's arrays in Keras' layout and order."""
+    """Return one direction's arrays in Keras' layout and order. use_bias: whether the layer has a bias; then a missing
+    one is zeros."""
     ours, theirs = OURS[cell.op], FORMAT.orders[cell.op]
     matrices = [to_numpy(reorder(arrays[name].T, ours, theirs, axis=-1)) for name in ("Wx", "Wh")]
     if not use_bias:

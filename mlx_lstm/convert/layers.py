@@ -1,5 +1,10 @@
 """Read what a layer is: its class, its arrays, and the attributes that change its formula. Every function that reads
-the parameters of a layer calls `describe`, and refuses what `describe` does not know."""
+the parameters of a layer calls `describe`, and refuses what `describe` does not know.
+
+A layer is a module of `mlx.nn`, one of this package, any other object with arrays as attributes, or a dict of arrays.
+op: the public function's name, with which error texts begin. name: what an error text calls the layer. `fail(op, rule,
+got)` raises the ValueError "[op] rule but got ...".
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,6 +26,7 @@ NONLINEARITIES: dict[Callable[..., Any], str] = {
 """The functions that `nn.RNN` can run, and their names in `mlx_lstm.rnn`."""
 
 OF_MLX = (nn.LSTM, nn.GRU, nn.RNN)
+"""The recurrent layers of `mlx.nn`."""
 
 SCALARS = {bool, int, float, str, type(None)}
 """Types of most attributes that hold no array. They are skipped first, to save time in every call of `stack`."""
@@ -70,24 +76,28 @@ def describe(op: str, name: str, layer: Any) -> Description:
     arrays: dict[str, Any] = {}
     others: dict[str, str] = {}
     for key, value in attributes.items():
-        if type(value) in SCALARS or hidden(key):
+        if type(value) in SCALARS or is_private(key):
             continue
         if isinstance(value, (mx.array, np.ndarray)):
             arrays[key] = value
         elif isinstance(value, (dict, list, tuple, set)) and holds_arrays(value):
             others[key] = "module" if isinstance(value, nn.Module) else type(value).__name__
+    # Nothing says what an object of an unknown class computes, so its attributes must not change the formula.
     for key in DEFAULTS.keys() & attributes.keys() if known is None else ():
         check_default(op, f"{name}.{key}", key, attributes[key])
     nonlinearity = attributes["nonlinearity"] if "nonlinearity" in attributes else getattr(layer, "nonlinearity", None)
     act = activation_of(nonlinearity, op) if callable(nonlinearity) else nonlinearity
+    # Dropout acts between layers, so an object with one layer does not drop. An object that does not say how many
+    # layers it has may drop, so it counts as one with two.
     dropout, layers = attributes.get("dropout"), attributes.get("num_layers", 2)
     training = getattr(layer, "training", True)
     drops = training and isinstance(dropout, (int, float)) and dropout > 0 and layers != 1
     return Description(known, arrays, others, act, training, drops)
 
 
-def hidden(key: object) -> bool:
-    """Return whether an attribute is no parameter, because its name begins with an underscore, as in MLX."""
+def is_private(key: object) -> bool:
+    """Return whether the name of an attribute begins with an underscore. As in MLX, such an attribute is no
+    parameter."""
     return isinstance(key, str) and key[:1] == "_"
 
 
@@ -99,7 +109,7 @@ def class_of(op: str, name: str, layer: object) -> type | None:
     known = next((base for base in kind.__mro__ if is_known(base)), None)
     if known is None or known is kind:
         return known
-    # The methods that compute: those of the layer's class and its bases below mlx.nn.Module.
+    # methods: those of the layer's class and its bases below mlx.nn.Module. HARMLESS: those that compute nothing.
     methods = {word for base in known.__mro__ if base not in nn.Module.__mro__ for word in vars(base)}
     for base in kind.__mro__[: kind.__mro__.index(known)]:
         for word in vars(base):
@@ -116,7 +126,8 @@ def is_known(kind: type) -> bool:
 
 
 def holds_arrays(value: Any, seen: frozenset[int] = frozenset()) -> bool:
-    """Return whether a module, dict, list, tuple or set holds an array or a module at any depth."""
+    """Return whether a module, dict, list, tuple or set holds an array or a module at any depth. seen: the ids of the
+    containers around `value`, because a container may hold itself."""
     if isinstance(value, (mx.array, np.ndarray, nn.Module)):
         return True
     if not isinstance(value, (dict, list, tuple, set)) or id(value) in seen:
@@ -126,7 +137,8 @@ def holds_arrays(value: Any, seen: frozenset[int] = frozenset()) -> bool:
 
 
 def check_default(op: str, name: str, key: str, value: Any) -> None:
-    """Raise ValueError unless an attribute of an object of an unknown class has a value that changes nothing."""
+    """Raise ValueError unless an attribute of an object of an unknown class has a value that changes nothing. name:
+    what the error text calls the attribute; key: its name in `DEFAULTS`."""
     if key == "activation" and callable(value):
         value = next((word for function, word in NONLINEARITIES.items() if value is function), value)
     value = tuple(value) if isinstance(value, list) else value
@@ -138,7 +150,7 @@ def check_default(op: str, name: str, key: str, value: Any) -> None:
 
 def activation_of(nonlinearity: object, op: str = "nn.RNN") -> str:
     """Return the name that `mlx_lstm.rnn` uses for a nonlinearity, which is a function of MLX such as `nn.tanh`.
-    Raise ValueError for any other function."""
+    Raise ValueError for any other function, with `op` at the beginning of its text."""
     # Compare one by one, since a module such as nn.Tanh() is not hashable.
     for function, name in NONLINEARITIES.items():
         if nonlinearity is function:

@@ -1,5 +1,11 @@
 """Convert the parameters of MLX's layers, and the arguments of `mlx_lstm.lstm`, `gru` and `rnn`, to `Weights` and
-back."""
+back.
+
+In `Weights` one direction's arrays are Wx, Wh, the biases bx and bh of their products, Wp (a projection) and peephole,
+in the gate order i, f, g, o or r, z, n (`OURS`). MLX and the functions have a single bias b, which is their sum, and
+for a GRU bhn, the recurrent bias of the candidate n. A way is a direction, 0 forward or 1 reverse. op: the public
+function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,6 +43,7 @@ NAMES = {
 """The names of the parameters in MLX's layers, and of the arguments of `mlx_lstm.lstm`, `gru` and `rnn`."""
 
 FORMAT = Format(nonlinearity=("tanh", "relu", "sigmoid"), reverse=True)
+"""What MLX's layers can store: no option of an LSTM or GRU; a plain RNN with one of these activations."""
 
 OPS = ("nn.LSTM", "nn.GRU", "nn.RNN")
 """The names of the layers of `mlx_lstm.nn` that have the parameters of a layer of `mlx.nn`."""
@@ -77,12 +84,13 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str | None = Non
         for word, layer in zip(("layers", "reverse"), depth, strict=False):
             parameters, act = arrays_of(op, f"{word}[{n}]", layer)
             acts.append(act or nonlinearity or "tanh")
-            if cell is None:
+            if cell is None:  # the first layer: the shape of its Wh tells the cell, which all layers must have
                 matrix = next((key for key in ("Wh", "Whh") if key in parameters), None)
                 if matrix is None:
                     fail(op, f"{word}[{n}] must hold Wh or Whh", sorted(parameters) or type(layer).__name__)
                 cell = CELLS[OF_GATES[gates_of(op, {"Wh": parameters[matrix]}, f"{word}[{n}].{matrix}")]]()
                 names = NAMES[cell.op]
+            # A layer must have both matrices, no unknown array and, if it is a GRU with b, also bhn.
             for key in [*parameters, *list(names)[:2], *(["bhn"] if "b" in parameters and "bhn" in names else [])]:
                 if (key in parameters) != (key in names):
                     why = " (no format holds layer normalisation)" if "norm_scale" in parameters else ""
@@ -95,6 +103,7 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str | None = Non
         if len(given := {*acts, nonlinearity or acts[0]}) > 1:
             fail(op, "nonlinearity must be the same for all layers", ", ".join(map(repr, sorted(given))))
         cell = RNNCell(acts[0])
+    # theirs: MLX's names of the arrays in `Weights`, for error texts.
     theirs = {ours: key for key, ours in names.items()} | {"bx": next(k for k, v in names.items() if v == "b")}
     titles = ("layers", "reverse")
     return checked(op, Weights(cell, weights), lambda k, d, word: f"{titles[d]}[{k}].{theirs.get(word, 'bhn')}")
@@ -177,7 +186,7 @@ def from_ops(
         if not {"Wx", "Wh"} <= words.keys() <= set(allowed):
             fail(name, f"layers[{n}] must hold Wx, Wh and maybe {', '.join(allowed[2:])}", sorted(words))
         check_array(name, f"layers[{n}]: Wh", words["Wh"], ["2", "rows", "P"] if bidirectional else ["rows", "P"])
-        ways = [part(words, d) for d in range(2)] if bidirectional else [words]
+        ways = [part(words, d) for d in range(2)] if bidirectional else [words]  # each direction's part of the arrays
         each = []
         for way in ways:
             b, bhn = (way.pop(key, None) for key in ("b", "bhn"))

@@ -1,4 +1,10 @@
-"""Convert weights between the arguments of MPSGraph's ops and `Weights`."""
+"""Convert weights between the arguments of MPSGraph's ops and `Weights`.
+
+An op of MPSGraph (Apple's framework) gets arrays and a descriptor, an object whose properties are the options of the
+cell. Apple's names of the arrays: input_weight, recurrent_weight, bias, secondary_bias (the recurrent bias of a GRU's
+candidate) and peephole; `WORDS` has the names that `mlx_lstm.lstm` and `gru` use, which are in `Weights`, too. op: the
+public function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,8 +31,10 @@ PROPERTIES = {
 
 EVERY = tuple(ACTIVATIONS.values())
 FORMAT = Format(options=True, nonlinearity=EVERY, reset=("after", "before"), reverse=True)
+"""What the ops can store: options of an LSTM and a GRU, both values of reset, and the reverse direction."""
 
 HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
+"""The activation that Apple's hard_sigmoid stands for, by the option `hard_sigmoid`: its slope."""
 
 WORDS = {"input_weight": "Wx", "recurrent_weight": "Wh", "bias": "b", "secondary_bias": "bhn", "peephole": "peephole"}
 
@@ -68,6 +76,7 @@ def from_mpsgraph(
     kind = kinds[type(descriptor).__name__]
     activations = activation_names(op, descriptor, PROPERTIES[kind], hard_sigmoid)
     options: dict[str, Any] = {"activation": activations[0]} if kind == "rnn" else {"activations": activations}
+    # flag: the property that selects one of two gate orders in `MPSGRAPH`. A plain RNN has one gate, so any flag does.
     flag = getattr(descriptor, {"lstm": "forget_gate_last", "gru": "reset_gate_first", "rnn": "reverse"}[kind])
     if kind == "gru":
         options["reset"] = "after" if descriptor.reset_after else "before"
@@ -83,13 +92,15 @@ def from_mpsgraph(
     weights = from_ops(kind, calls, gate_order=MPSGRAPH[kind][flag], **options)
     if kind != "gru" or not descriptor.flip_z:
         return weights
+    # `flipped` is exact for functions with f(-a) = 1 - f(a), which all sigmoids are. activations[1] is that of z.
     if "sigmoid" not in activations[1]:
         fail(op, "update_gate_activation must be a sigmoid with flip_z", repr(descriptor.update_gate_activation))
     return weights.map(flipped)
 
 
 def activation_names(op: str, descriptor: Any, names: Sequence[str], hard_sigmoid: str) -> tuple[str, ...]:
-    """Return the activations in a descriptor, under the names that `mlx_lstm.lstm` and `gru` use."""
+    """Return the activations in a descriptor, under the names that `mlx_lstm.lstm` and `gru` use. names: the
+    descriptor's properties that name them. hard_sigmoid: which function Apple's hard_sigmoid is, "x/5" or "x/6"."""
     check_option(op, "hard_sigmoid", hard_sigmoid, tuple(HARD_SIGMOIDS))
     words = ACTIVATIONS | {"hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
     return tuple(words[getattr(descriptor, name)] for name in names)
@@ -97,7 +108,7 @@ def activation_names(op: str, descriptor: Any, names: Sequence[str], hard_sigmoi
 
 def flipped(arrays: Arrays) -> Arrays:
     """Return a GRU's arrays with the rows of the update gate negated. This turns z into 1 - z, since sigmoid(-a) is
-    1 - sigmoid(a)."""
+    1 - sigmoid(a). Each array has three blocks of rows, for r, z and n."""
     parts = {name: mx.split(array, 3) for name, array in arrays.items()}
     return {name: mx.concatenate([r, -z, n]) for name, (r, z, n) in parts.items()}
 

@@ -1,4 +1,13 @@
-"""Convert the weights of the ONNX nodes LSTM, GRU and RNN to `Weights` and back."""
+"""Convert the weights of the ONNX nodes LSTM, GRU and RNN to `Weights` and back.
+
+A node has a type, arrays as inputs, and attributes (options by name). Its arrays: W [D, GH, I] the input's weights, R
+[D, GH, H] the recurrent weights, B [D, 2GH] both biases side by side, P [D, 3H] the peephole weights. D: directions, G:
+gates, H: units, I: input features. "This package" supports the options of `mlx_lstm.lstm`, `gru` and `rnn`.
+
+In `Weights` one direction's arrays are Wx, Wh, bx, bh and peephole, in the gate order of `OURS`. op: the public
+function that error texts begin with. `check_array(op, name, array, shape)` raises a ValueError for a wrong shape;
+`fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,9 +32,15 @@ from .weights import (
 )
 
 OPS = {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn"}
+"""The types of nodes, and this package's names of their cells."""
+
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 PEEPHOLES = "iof"
+"""The gates with peephole weights, in the order of P."""
+
 DIRECTIONS = ("forward", "reverse", "bidirectional")
+"""The values of the attribute `direction`."""
+
 DEFAULTS = {"lstm": ("Sigmoid", "Tanh", "Tanh"), "gru": ("Sigmoid", "Tanh"), "rnn": ("Tanh",)}
 """ONNX' default activations for one direction, in ONNX' order. For an LSTM: gates, candidate, output."""
 
@@ -40,6 +55,8 @@ ACTIVATIONS = {
 """This package's names of activations, and for each one ONNX' name, alpha and beta."""
 
 ORDERS = {"lstm": "iofg", "gru": "zrn", "rnn": "h"}
+"""The gate order of each cell in ONNX, in our letters: ONNX calls g c, and n h."""
+
 FORMAT = Format(ORDERS, options=True, nonlinearity=tuple(ACTIVATIONS), reset=("after", "before"), reverse=True)
 
 
@@ -75,7 +92,9 @@ def from_onnx(
 
 
 def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapping[str, Any], name: Any) -> Weights:
-    """Return the weights of an ONNX node. `name` is a function from W, R, B, P to the names for error texts."""
+    """Return the weights of an ONNX node. op: the public function that error texts begin with. op_type: "LSTM", "GRU"
+    or "RNN". inputs: the arrays W, R and maybe B and P, or None. name: a function from W, R, B, P to what an error text
+    calls the array."""
     check_option(op, "op_type", op_type, tuple(OPS))
     kind = OPS[op_type]
     arrays = {word: to_mlx(array) for word, array in inputs.items() if array is not None}
@@ -94,6 +113,9 @@ def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapp
             f"{name('R')} must have shape [{D}, {G}H, H], where H is the node's hidden_size",
             list(arrays["R"].shape),
         )
+    # `layout` says whether the batch comes first in x, which does not change the weights. `direction`, `hidden_size`
+    # and the attributes that `cell_of_node` read are removed by now. So what is left is an option that this package
+    # does not support.
     options.pop("layout", None)
     if options:
         fail(op, f"the attributes of {op_type} must be those that ours can do", ", ".join(sorted(options)))

@@ -1,4 +1,10 @@
-"""Convert weights between the arguments of TensorFlow's block ops and `Weights`."""
+"""Convert weights between the arguments of TensorFlow's block ops and `Weights`.
+
+w [I + H, 4H] is the input's and the recurrent weight, one below the other, transposed as compared with `Weights`, whose
+arrays are Wx [4H, I] and Wh [4H, H]; b is its bias bx. I: input features, H: units. TensorFlow calls the gate g c, and
+in a GRU r, z, n are r, u, c. `TF` has its gate orders of an LSTM in our letters. op: the public function that error
+texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+"""
 
 from typing import Any
 
@@ -23,7 +29,10 @@ from .weights import (
 )
 
 PEEPHOLES = {"i": "wci", "f": "wcf", "o": "wco"}
+"""The gates with peephole weights, and TensorFlow's names of these arrays."""
+
 GRU = Format({"gru": OURS["gru"]}, reset=("before",), is_layer=True)
+"""What `GRUBlockCell` can store: one layer in one direction, with reset "before"."""
 
 
 def from_tf(

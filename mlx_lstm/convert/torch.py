@@ -1,4 +1,10 @@
-"""Convert the parameters of torch's layers to `Weights` and back."""
+"""Convert the parameters of torch's layers to `Weights` and back.
+
+torch calls an array weight_ih_l0_reverse: the word for the array (weight_ih), the layer's number, and the direction. In
+`Weights` it is Wx of layer 0 and direction 1. K: layers, k is the number of one. D: directions, d is the number of one:
+0 forward, 1 reverse. H: units, P: the width of a projected h. title: a function (k, d, name in `Weights`) that returns
+torch's name, for error texts. `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+"""
 
 import re
 from collections.abc import Mapping
@@ -15,7 +21,11 @@ NAMES = {"weight_ih": "Wx", "weight_hh": "Wh", "bias_ih": "bx", "bias_hh": "bh",
 """torch's names of arrays, in torch's order, and the names in `Weights`."""
 
 KEYS = {ours: theirs for theirs, ours in NAMES.items()}
+"""The names in `Weights`, and torch's names."""
+
 WAYS = ("", "_reverse")
+"""The end of torch's name of an array, by direction."""
+
 FORMAT = Format(nonlinearity=("tanh", "relu"), projection=True)
 
 
@@ -50,6 +60,7 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
     arrays = parameters_of(op, rule, arrays, prefix)
     check_prefix(op, whole, arrays, prefix)
     parts: dict[tuple[int, int], dict[str, mx.array]] = {}
+    # The names of a cell have no layer and no direction. Then both groups of the pattern are empty.
     is_cell = f"{prefix}weight_hh" in arrays
     ending = "()()" if is_cell else r"_l(\d+)(_reverse)?"
     for key in arrays:
@@ -88,13 +99,15 @@ def assembled(
     *,
     lenient: bool = False,
 ) -> Weights:
-    """Build the `Weights` of a stack from the dicts `parts[layer, direction]` of arrays. The shapes identify the
-    cell.
+    """Build the `Weights` of a stack from the dicts `parts[layer, direction]` of arrays, by the names in `Weights`. The
+    shape of Wh tells the number of gates, and so the cell.
 
     title: a function that returns the name of an array for error texts. options: values for `Weights.options`;
     options that this cell does not have are ignored. lenient: accept that some layers lack a bias that others have.
     """
     K, D = (max((where[n] for where in parts), default=0) + 1 for n in range(2))
+    # present: the arrays that any layer has; then all layers must have them. Without one of the biases the other is
+    # missing, too.
     present = {word for arrays in parts.values() for word in arrays} | {"Wx", "Wh"}
     present |= {"bx", "bh"} if present & {"bx", "bh"} else set()
     for where in ((layer, way) for layer in range(K) for way in range(D)):
@@ -103,6 +116,7 @@ def assembled(
             if word in present and word not in parts.get(where, {}) and not free:
                 fail(op, f"{title(*where, word)} must be there", "no such key")
     kind = OF_GATES[gates_of(op, parts[0, 0], title(0, 0, "Wh"))]
+    # foreign: options that this cell does not have, or that `Weights` stores in another place.
     foreign = {
         "bidirectional",
         "reverse",

@@ -1,5 +1,15 @@
 """The class `Weights`: a stack of recurrent layers in one form. All conversions between formats go through it. This
-module also has the gate orders of all formats."""
+module also has the gate orders of all formats.
+
+G: gates, H: units, I: input features, P: the width of h (H, or that of a projection). One direction's arrays are a dict
+by these names: Wx [GH, I], Wh [GH, P], the biases bx and bh [GH] of the two products, Wp [P, H], peephole [4H]. In the
+functions of this package a single bias b [GH] takes the place of both; bhn [H] is the recurrent bias of a GRU's
+candidate n, which the reset gate multiplies.
+
+A cell (`engines.cells`) has the formula and its options; its fields are the options. op: the public function's name,
+with which error texts begin: `fail(op, rule, got)` raises the ValueError "[op] rule but got ...". title: a function
+that returns what a format calls an array, for such texts.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +26,8 @@ from ..recurrence import join_biases
 from .layers import class_of
 
 CELLS: dict[str, type[Cell]] = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}
+"""The class of each cell, by the name of the function that runs it."""
+
 OF_GATES = {4: "lstm", 3: "gru", 1: "rnn"}
 """The cell by its number of gates, each of which is a block of H rows of the weights."""
 
@@ -113,7 +125,7 @@ class Weights(NamedTuple):
         default."""
         default = type(self.cell)()
         options = {name: value for name, value in self.cell._asdict().items() if value != getattr(default, name)}
-        options = {{"act": "activation"}.get(name, name): value for name, value in options.items()}
+        options = {{"act": "activation"}.get(name, name): value for name, value in options.items()}  # as `rnn` has it
         options |= {"bidirectional": True} if self.directions == 2 else {}
         return options | ({"reverse": True} if self.reverse else {})
 
@@ -146,8 +158,12 @@ def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> Mapping[s
 
 
 def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
-    """Return an LSTM, GRU or plain RNN cell with these options. They have the names of `Weights.options`, such as
-    reset or activations. Raise ValueError for an unknown option."""
+    """Return a cell with these options. Raise ValueError for an unknown option or a wrong value.
+
+    op: the public function that error texts begin with. name: the kind of cell, "lstm", "gru" or "rnn". options: by the
+    names of `Weights.options`, such as reset or activations. A list, which JSON has instead of a tuple, becomes one.
+    """
+    # The field of a plain RNN is `act`; the public option of `mlx_lstm.rnn` is `activation`.
     options = {{"activation": "act"}.get(key, key): value for key, value in options.items()}
     if unknown := options.keys() - set(CELLS[name]._fields):
         fail(op, f"options must be those of a {name} cell", ", ".join(sorted(unknown)))
@@ -156,6 +172,7 @@ def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
         fail(
             op, "norm must be None, as no Weights hold layer normalisation (nn.LSTM(layer_norm=) does)", options["norm"]
         )
+    # Check each value by its kind: several activations; one of a few allowed values; a limit of a clip; a number.
     default = CELLS[name]()
     for key, value in options.items():
         usual = getattr(default, key)
@@ -173,7 +190,7 @@ def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
 
 def stacked(op: str, parts: Sequence[Weights]) -> Weights:
     """Join several `Weights` into one stack, in which each layer reads the output of the layer before. Raise
-    ValueError if their sizes do not fit."""
+    ValueError if their sizes do not fit. op: the name that the error text begins with."""
     if not isinstance(parts, Sequence) or not parts:
         fail(op, "parts must be a list of at least one Weights", repr(parts))
     first = check_weights(op, parts[0])
@@ -215,6 +232,7 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
         own = "" if "Wp" in first else f" = [{G * width}, {width}]"
         rule = f"{title(0, 0, 'Wh')} must have shape [{blocks}, {'P' if 'Wp' in first else 'H'}]{own}"
         fail(op, rule, f"shape {list(first['Wh'].shape)}")
+    # shapes: what each array must have. The input of a layer above the first is the output of the layer below, D P.
     shapes: dict[str, list[int | str]] = {"Wh": [rows, P], "bx": [rows], "bh": [rows], "peephole": [rows]}
     shapes["Wp"] = [P, rows // G]
     for k, layer in enumerate(weights.layers):

@@ -1,4 +1,10 @@
-"""Check the ops' attributes and the size of the parameter buffer. `convert.cudnn` describes the buffer's layout."""
+"""Check the ops' attributes and the size of the parameter buffer. `convert.cudnn` describes the buffer's layout.
+
+The parameter buffer is one array with all weights and biases. A `Layout`, here `where`, has the sizes of a call: L
+layers, D directions, I input features, H units, P the width of the projection (0 without one), skip whether layer 0 has
+no input matrices. op: the function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule
+but got ...".
+"""
 
 from typing import NamedTuple
 
@@ -9,10 +15,11 @@ from ..ground.checks import check_array, check_integer, check_number, check_opti
 
 INPUT_MODES = ("linear_input", "skip_input", "auto_select")
 DIRECTIONS = ("unidirectional", "bidirectional")
+"""INPUT_MODES, DIRECTIONS: the values of the attributes input_mode and direction."""
 
 
 class Attributes(NamedTuple):
-    """The attributes that all ops of `mlx_lstm.cudnn` have, as the caller passed them."""
+    """The attributes that all ops of `mlx_lstm.cudnn` have, as the caller passed them; `cudnn_rnn` describes them."""
 
     rnn_mode: str
     input_mode: str
@@ -57,8 +64,8 @@ def check_attributes(op: str, attributes: Attributes) -> None:
 
 
 def check_params(op: str, where: Layout, params: mx.array, dtype: mx.Dtype | None = None) -> None:
-    """Check the size of the parameter buffer. TensorFlow's op does not check the size, and ignores the rest of a longer
-    buffer."""
+    """Check the size of the parameter buffer `params`, and that it has this dtype. TensorFlow's op does not check the
+    size, and ignores the rest of a longer buffer."""
     check_array(op, "params", params, ["params_size"], dtype)
     if params.shape[0] != where.size:
         D = "both directions" if where.D == 2 else "one direction"

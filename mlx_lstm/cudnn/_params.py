@@ -1,4 +1,10 @@
-"""Compute the size of cuDNN's parameter buffer, split it into arrays, and join arrays into it."""
+"""Compute the size of cuDNN's parameter buffer, split it into arrays, and join arrays into it.
+
+The buffer is one array with all weights and biases of L layers with D directions. Its canonical arrays are one W_g [H,
+in] and one R_g [H, S] per gate g, with a bias [H] each: W_g multiplies the layer's input, R_g multiplies h. in: the
+width of the layer's input, H: units, S: the width of h, P: the width of the projection. `where` is the `Layout` with
+these sizes. Each op makes `Attributes` of its keywords, which `layout` checks.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -1,9 +1,14 @@
 """Run a stack of recurrent layers: each layer is one call of `mlx_lstm.recurrence`. Store the results in the reserve
 space and read them again in the backward pass.
 
-`where` is the layout of the parameter buffer, with the sizes of the call: L layers, D directions, H units, S the width
-of h, G gates per unit, mode the kind of layer, skip whether layer 0 has no input matrices. N is the batch, T the
-steps.
+The reserve space is one array with what the forward pass saves for the backward pass. The parameter buffer is one array
+with all weights. `where` is the layout of this buffer, with the sizes of the call: L layers, D directions, H units, S
+the width of h, G gates per unit, mode the kind of layer, skip whether layer 0 has no input matrices. N is the batch, T
+the steps, I the features of the input.
+
+Arrays of a layer are in dicts by the names of `mlx_lstm.recurrence`: Wh, h0, c0, h, c, gates, hT, cT; the letter d
+begins the names of gradients. factors: the dropout factors on a layer's output, 0 or 1 / (1 - probability), or None.
+states [L, N, D width]: those of all layers; states[layer] is that of one. op: the function that error texts begin with.
 """
 
 from collections.abc import Sequence
@@ -31,16 +36,20 @@ from ..ground.checks import (
 from ..recurrence import by_layer, join_biases, of_layers
 from ._buffer import Attributes, Layout, check_params, layout
 
-# The reserve space stores these arrays with the batch last, [T, ., N]. The engine `numpy` has them in memory in this
-# order, so packing copies them without a transpose.
 BATCH_LAST = ("gates", "c")
+"""The reserve space stores these arrays with the batch last, [T, ., N]. The engine `numpy` has them in memory in this
+order, so packing copies them without a transpose."""
 
 OPS = {"lstm": recurrence.lstm, "gru": recurrence.gru, "rnn_relu": recurrence.rnn, "rnn_tanh": recurrence.rnn}
 GRADIENTS = {"lstm": recurrence.lstm_gradients, "gru": recurrence.gru_gradients}
 GRADIENTS |= dict.fromkeys(("rnn_relu", "rnn_tanh"), recurrence.rnn_gradients)
+"""OPS: the function that runs a layer, by rnn_mode. GRADIENTS: the function that returns its gradients."""
 
 Inputs = tuple[mx.array, mx.array, mx.array, mx.array]
+"""(input, input_h, input_c, params) of a call."""
+
 Outputs = tuple[mx.array, mx.array, mx.array]
+"""(output, output_h, output_c) of a call, or the gradients of these."""
 
 
 class CudnnRNNBackpropOutput(NamedTuple):
@@ -58,7 +67,9 @@ class Stack(NamedTuple):
     them to the layout of `mlx_lstm.recurrence`, run the layers, and convert the results back.
 
     In that layout sequences have time first, and states are [layers, batch, directions x width]: both directions of
-    a layer are side by side. `op` is the name for errors, `original` TensorFlow's name of the forward op.
+    a layer are side by side. `op` is the name for errors, `original` TensorFlow's name of the forward op. time_major:
+    whether the caller's sequences have time first, not the batch. batch_major_states: how states are laid out if not,
+    "transpose" or "reinterpret", as `cudnn_rnn_v3` describes.
     """
 
     op: str
@@ -113,8 +124,9 @@ class Stack(NamedTuple):
         cotangents: Outputs,
         reserve_space: mx.array,
     ) -> CudnnRNNBackpropOutput:
-        """Return the gradients of input, input_h, input_c and params. `cotangents` has the gradients of output,
-        output_h and output_c."""
+        """Return the gradients of input, input_h, input_c and params. inputs, outputs: the arguments and results of the
+        forward op. cotangents: the gradients of output, output_h and output_c. reserve_space: what the forward op
+        saved."""
         with on(self.stream, self.op):
             where, lengths = self.check(inputs, sequence_lengths)
             input, input_h, input_c, params = inputs
@@ -221,7 +233,9 @@ def run_layers(
     where: Layout, params: mx.array, x: mx.array, first: Arrays, factors: list[mx.array | None], options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Run all layers; return for each a dict of the outputs of the recurrence and the dropout factors on the layer's
-    h."""
+    h. params: the parameter buffer. x [T, N, I]. first: the first states h0 and c0 of all layers. factors: for each
+    layer its dropout factors or None. options: lengths, engine and so on, as the functions of `OPS` take them."""
+    # has_gates: whether the reserve space needs the gates; a plain RNN (one gate) has none to save.
     results, has_gates = [], options["training"] and options["checkpoint_every"] is None and where.G > 1
     for layer, weights in enumerate(layer_arrays(where, params)):
         arrays = layer_arguments(where, layer, weights, x, first)
@@ -263,7 +277,9 @@ def scaled(h: mx.array, factors: mx.array | None) -> mx.array:
 
 
 def layer_arguments(where: Layout, layer: int, weights: Arrays, x: mx.array, states: Arrays) -> dict[str, Any]:
-    """Return a layer's arrays and options as arguments of `mlx_lstm.recurrence`."""
+    """Return a layer's arrays and options as arguments of `mlx_lstm.recurrence`. weights: the layer's arrays in the
+    parameter buffer: Wx, Wh, bW, bR and, with a projection, Wp. x: what the layer reads. states: the first states of
+    all layers."""
     arrays: dict[str, Any] = {name: weights[name] for name in ("Wh", "Wp") if name in weights}
     arrays |= {name: rows[layer] for name, rows in states.items()}
     biases = join_biases(weights["bW"], weights["bR"], gru=where.mode == "gru")
@@ -277,7 +293,7 @@ def layer_arguments(where: Layout, layer: int, weights: Arrays, x: mx.array, sta
 
 
 def buffer_gradients(where: Layout, gradients: Arrays) -> Arrays:
-    """Return a layer's gradients by the names of the arrays in the parameter buffer.
+    """Return a layer's gradients by the names of the arrays in the parameter buffer: Wx, Wh, Wp, bW, bR.
 
     The forward pass adds bW and bR, so both get the gradient of the sum. A GRU's candidate has a separate bR, called
     bhn in `mlx_lstm.recurrence`.
@@ -292,7 +308,7 @@ def buffer_gradients(where: Layout, gradients: Arrays) -> Arrays:
 def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str, tuple[int, int, int]]]:
     """Return for each layer the shapes of its arrays in the reserve space, by name and in the order of storage. The
     reserve space is the array in which the forward op saves arrays for the backward op. x: the op's input, [steps,
-    batch, features]."""
+    batch, features]. dropout: the probability; if it is 0, no factors are saved."""
     T, N, _ = x.shape
     widths = {} if where.mode.startswith("rnn") else {"gates": where.D * where.G * where.H}
     if where.mode == "lstm":
@@ -303,8 +319,8 @@ def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str,
 
 
 def pack(shapes: list[dict[str, tuple[int, int, int]]], results: list[dict[str, Any]], dtype: mx.Dtype) -> mx.array:
-    """Store each layer's results in one array, the reserve space, and return this array. It is empty if `shapes` is
-    empty."""
+    """Store each layer's results in one array, the reserve space, and return this array. shapes: what
+    `reserve_shapes` returned; if it is empty, the reserve space is empty, too. results: what `run_layers` returned."""
     named = [(name, arrays[name]) for layer, arrays in zip(shapes, results, strict=False) for name in layer]
     parts = [(mx.swapaxes(array, 1, 2) if name in BATCH_LAST else array).reshape(-1) for name, array in named]
     return mx.concatenate(parts) if parts else mx.zeros((0,), dtype)
@@ -313,7 +329,8 @@ def pack(shapes: list[dict[str, tuple[int, int, int]]], results: list[dict[str, 
 def unpack(
     op: str, original: str, shapes: list[dict[str, tuple[int, int, int]]], reserve_space: mx.array, dtype: mx.Dtype
 ) -> list[Arrays]:
-    """Return the arrays that the forward pass saved in the reserve space, as one dict of views per layer."""
+    """Return the arrays that the forward pass saved in the reserve space, as one dict of views per layer. original:
+    TensorFlow's name of the forward op, for an error text. shapes: what `reserve_shapes` returned."""
     if isinstance(reserve_space, mx.array) and reserve_space.ndim == 0:
         raise ValueError(f"To use {original} in gradients, is_training must be set to True.")
     sizes = [prod(shape) for layer in shapes for shape in layer.values()]
@@ -325,7 +342,8 @@ def unpack(
 
 
 def without_gradient(original: str, *arrays: mx.array) -> tuple[mx.array, ...]:
-    """Return the same arrays, but raise TensorFlow's error if their gradient is asked for."""
+    """Return the same arrays, but raise TensorFlow's error if their gradient is asked for. original: TensorFlow's name
+    of the op."""
 
     @mx.custom_function
     def identity(*arrays: mx.array) -> tuple[mx.array, ...]:

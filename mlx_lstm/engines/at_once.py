@@ -1,5 +1,8 @@
 """Let NumPy compute the small operations of a layer before and after its recurrence, if the recurrence itself runs on
-the CPU immediately. Each operation of MLX wakes another thread, which takes as long as one step of a small layer."""
+the CPU immediately. Each operation of MLX wakes another thread, which takes as long as one step of a small layer.
+
+A caller asks `computes_now` once, and then calls `by_numpy` or `by_mlx` with each function.
+"""
 
 from collections.abc import Callable
 from typing import Any

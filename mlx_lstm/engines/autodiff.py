@@ -13,8 +13,14 @@ a graph. So each run is an `mx.custom_function` that tells MLX what to do instea
 There is one exception: if `numpy` runs a single step of a plain RNN, `ops` runs the backward pass (see `is_rnn_step`).
 
 A cotangent is the gradient of an output that comes from outside, from the loss. A rule is a function that MLX calls
-instead of its own derivative: vjp for the gradient, jvp for forward mode. MLX sees the outputs that are `visible`;
-`hidden` ones are saved in Python for the backward pass. `chunked` runs an engine in chunks of time, or is None.
+instead of its own derivative: vjp for the gradient, jvp for forward mode. It gets the primals (the arguments) and the
+cotangents or tangents. Arrays are in dicts by the names that `problem` lists; a rule gets them as tuples.
+
+names: the names of the arrays of the call. visible: the names of the outputs that MLX sees. hidden: the names of
+results that Python saves for the backward pass without MLX; saved: these results. chunked: an object that runs the
+engine in chunks of time, or None. left_out: names of gradients that nobody asks for, which `numpy` does not compute.
+tap: an identity function after an output, whose rule notes that the output has a cotangent. mark: a scalar whose rule
+notes that MLX asks for the gradient of x. `for_engine` casts arrays to the dtypes that an engine reads.
 
 A derivative that is refused must also be refused inside mx.vmap. But the default rule of MLX for mx.vmap drops all
 other rules of a custom function; `without_derivatives` keeps them.
@@ -45,8 +51,8 @@ ENGINE_MODULES: dict[str, Any] = {"fused": fused, "stepwise": stepwise, "numpy":
 
 
 TAPS = (("h",), ("c",), ("gates",), ("hT", "cT"))
-"""Groups of outputs that share a tap. A tap is an identity function after the outputs; its vjp rule notes that these
-outputs have a cotangent. A tap costs the host as much time as two kernel launches. hT and cT share one, because they
+"""Groups of outputs that share a tap, an identity function whose vjp rule notes that these outputs have a cotangent. A
+tap costs the host as much time as two kernel launches. hT and cT share one, because they
 are small: if one of them has no cotangent, zeros for it cost less than a second tap."""
 
 
@@ -81,6 +87,7 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
             arrays = for_engine(engine, arrays)
         if batch_first:
             arrays = arrays | {"x": mx.swapaxes(arrays["x"], 0, 1)}
+        # of_graph: whether MLX derives the gradient from the graph, so that no custom function is needed.
         of_graph = engine == "ops" and chunked is None and has_plain_gradient(problem)
         if problem.plain or of_graph:
             outputs = (chunked or ENGINE_MODULES[engine]).forward(problem, arrays)
@@ -143,7 +150,9 @@ def with_gradient(problem: Problem, arrays: Arrays) -> list[str]:
 def differentiable(
     problem: Problem, arrays: Arrays, engine: str, chunked: Chunked | None, refusal: Refusal | None
 ) -> Arrays:
-    """Return the engine's outputs by name. Their gradient is the engine's backward pass.
+    """Return the engine's outputs by name. Their gradient is the engine's backward pass. chunked: runs the engine in
+    chunks of time, or None. refusal: returns a reason if that backward pass must not run; then `ops` computes the
+    gradient.
 
     A custom function of MLX must get every array as an argument. MLX treats any other array that the function reads
     as a constant: MLX does not map it, and its gradient is 0.
@@ -201,6 +210,8 @@ def differentiable(
     evaluates = engine == "numpy" or evaluated_chunks
     results = with_graphs_kept(lambda: function(*arrays.values())) if evaluates else function(*arrays.values())
     outputs: Arrays = dict(zip(visible, results, strict=True))
+    # Without training `used` has all names already, so taps would have nothing to note. With evaluated chunks they are
+    # needed in any case: there the taps also exchange the stand-ins for the real sequences.
     if not problem.training and not evaluated_chunks:
         return outputs
     shown = shown_of(problem)
@@ -276,13 +287,15 @@ def tapped(
     """
     if not names:
         return ()
-    shows, marks = values if chunked is None else chunked.stood_for(names, values), () if mark is None else (mark,)
+    shows, marks = values if chunked is None else chunked.real_sequences(names, values), () if mark is None else (mark,)
 
+    # The vjp rule: the gradients of the outputs are their cotangents, and the gradient of the mark is 0.
     def note(primals: object, cotangents: tuple[mx.array, ...], outputs: object) -> tuple[mx.array, ...]:
         used.update(names)
         return (*cotangents, *zeros)
 
     zeros = [ZERO for _ in marks]
+    # shows: what the tap returns. It differs from `values`, its arguments, if these are stand-ins for real sequences.
     identity = custom_function(lambda *given: given[: len(names)] if shows is values else tuple(shows))
     identity.vjp(note)
     identity.jvp(lambda primals, tangents: tangents[: len(names)] if marks else tangents)
@@ -290,6 +303,7 @@ def tapped(
 
 
 MARK = "the gradient of x"
+"""What the set `used`, which otherwise has names of outputs, contains if MLX asks for the gradient of x."""
 
 
 def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
@@ -301,6 +315,7 @@ def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
     recurrence.
     """
 
+    # The vjp rule of the mark. The mark's gradient does not depend on the arguments, so it is zeros like x.
     def note(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         used.add(MARK)
         return mx.broadcast_to(mx.array(0, primal.dtype), primal.shape)
@@ -348,7 +363,8 @@ def backward(
     again as far as the engine supports it.
 
     forward: the outputs of the forward pass that MLX sees, and the arrays that it saved where MLX does not see them.
-    left_out: names of gradients that nobody asks for, which the engine `numpy` need not compute.
+    cotangents: those of some outputs. left_out: names of gradients that nobody asks for, which the engine `numpy` need
+    not compute.
     """
     outputs, hidden = forward
     if engine == "ops" or (engine == "numpy" and chunked is None and is_rnn_step(problem)):
@@ -365,9 +381,10 @@ def backward(
 
     def gradients_of(*values: mx.array) -> tuple[mx.array, ...]:
         rest = iter(values)
+        # Divide the arguments again, in the order of `values` below: arrays, their cotangents d, and saved outputs.
         given, d, saved = (dict(zip(named, rest, strict=False)) for named in (arrays, cotangents, outputs))
         gradients = engine_gradients(problem, given, engine, chunked, d, saved | hidden, left_out)
-        names[:] = [name for name in gradients if name.partition(" ")[0] in wanted]
+        names[:] = [name for name in gradients if name.partition(" ")[0] in wanted]  # "Wh 0" is a factor of that of Wh
         return tuple([gradients[name] for name in names])
 
     error = f"[{problem.cell.op}] engine={engine!r} has no second derivative: use engine='ops'."
@@ -417,8 +434,11 @@ def engine_gradients(
 
 
 def gradients_with_input_norm(problem: Problem, floats: Arrays, cotangents: Arrays) -> Arrays:
-    """Return the gradients that the engine `ops` computes, if the input's product is normalised: those of the steps,
-    then through what comes before them."""
+    """Return the gradients that the engine `ops` computes, if the input's product is normalised. `ops` runs only the
+    steps; `before_steps` normalises the product before them. So the gradients of the steps come first, and MLX's own
+    gradient of `before_steps` continues them to the arrays of the call. floats: these arrays, none of them
+    quantized."""
+    # MLX differentiates all arrays but `rest`, the lengths, which are integers.
     names = [name for name in floats if name != "lengths"]
     rest = {name: floats[name] for name in floats if name == "lengths"}
 
@@ -440,6 +460,8 @@ def evaluated_gradients(problem: Problem, floats: Arrays, chunked: Chunked, cota
     """Return the gradients of the engine `ops`. They are computed and evaluated chunk by chunk to save memory, so MLX
     has no graph of them. If MLX asks for their derivatives (a second derivative), `plain_gradients` computes the same
     gradients again as one graph of all steps, which MLX differentiates."""
+    # A custom function takes arrays only as arguments, one after the other: all arrays but lengths (integers, which
+    # have no gradient), then the cotangents. `split` makes dicts of them again.
     names = [name for name in floats if name != "lengths"]
     lengths = {"lengths": floats["lengths"]} if "lengths" in floats else {}
 
@@ -483,11 +505,13 @@ def all_of(*values: mx.array) -> tuple[mx.array, ...]:
 
 def without_derivatives(function: Callable[..., tuple[mx.array, ...]], error: str) -> Any:
     """Return a function that computes the same as `function`, which takes at least two arrays. Asking for a
-    derivative of the returned function raises `error`."""
+    derivative of the returned function raises a RuntimeError with the text `error`."""
 
     def refuse(*arguments: object) -> NoReturn:
         raise RuntimeError(error)
 
+    # The rule for mx.vmap: map `function` over the axes that MLX names, and refuse derivatives of the mapped function,
+    # too. It returns the results and the axis of each along which it is mapped, 0.
     def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
         mapped = without_derivatives(mx.vmap(function, in_axes=axes), error)
         results = with_graphs_kept(lambda: mapped(*values))
@@ -507,6 +531,7 @@ def with_derivatives_of(
     Both compute the same results, but those of `function` have no graph, so MLX can differentiate only `plain`. Both
     take at least two arrays: for one array MLX would pass the rules below an array instead of a tuple."""
 
+    # The rule for mx.vmap: map both functions over the axes that MLX names. Each result is mapped along its axis 0.
     def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
         mapped = with_derivatives_of(mx.vmap(plain, in_axes=axes), mx.vmap(function, in_axes=axes))
         results = with_graphs_kept(lambda: mapped(*values))
@@ -522,7 +547,8 @@ def with_derivatives_of(
 def tangents_of(
     function: Callable[..., Any], values: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]
 ) -> list[mx.array]:
-    """Return the tangents of a function's results, computed from the tangents of those values that have one.
+    """Return the tangents of a function's results, computed from the tangents of those values that have one. values:
+    the arguments of the function. tangents: one for each value, or None for a value that is a constant.
 
     MLX's default rule calls mx.jvp for all values, with zero tangents for the values that have none. If such a value
     is a copy of an array of an outer transformation, mx.jvp replaces it by the original array, and the outer

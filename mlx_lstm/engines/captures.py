@@ -1,5 +1,9 @@
-"""Find what a function reads besides its arguments: variables of enclosing functions, global variables, defaults, and
-what these objects hold. A cache of the function's results needs these values in its key."""
+"""Find what a function reads besides its arguments (what it captures): variables of enclosing functions, global
+variables, defaults, and what these objects hold. A cache of the function's results needs these values in its key.
+
+The search begins at the function and follows objects in objects, up to some limits. It follows an attribute only if the
+code that reads the object contains the attribute's name.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,13 +17,14 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 DEEPEST, MOST, LARGEST = 8, 2000, 4096
-"""Limits of a search: how deep it follows objects in objects, how many objects it visits, and the size of a NumPy
-array whose numbers it compares."""
+"""Limits of a search: how deep it follows objects in objects, how many objects it visits, and the bytes of a NumPy
+array whose numbers it puts into the key."""
 
 LIBRARIES = ("mlx", "numpy", "math", "builtins")
-"""Modules whose functions and constants do not change."""
+"""Packages whose functions and constants do not change, so that the search does not enter them."""
 
 PLAIN = (type(None), bool, int, str, bytes, complex, slice, range, mx.Dtype)
+"""Types whose values are put into the key as they are, because they hold no other objects."""
 
 
 class TooMuch(Exception):
@@ -87,9 +92,11 @@ class Captured:
             self.object(value, names, depth)
 
     def object(self, value: Any, names: tuple[str, ...], depth: int) -> None:
-        """Search an object with attributes: an instance, a class or a Python module."""
+        """Search an object with attributes: an instance, a class or a Python module. names: the names in the code that
+        reads it. depth: how many objects lead from the function to its attributes."""
         if isinstance(value, nn.Module):
             self.modules.append(value)
+        # An object that can be called runs the method `__call__` of its class, which reads more attributes.
         call = next((vars(each)["__call__"] for each in type(value).__mro__ if "__call__" in vars(each)), None)
         if isinstance(call, FunctionType):
             self.visit(call, names, depth)
@@ -104,7 +111,7 @@ class Captured:
             self.visit(held, names, depth)
 
     def many(self, values: Any, names: tuple[str, ...], depth: int) -> None:
-        """Search several objects."""
+        """Search several objects. names, depth: as in `visit`."""
         for value in values:
             self.visit(value, names, depth)
 
@@ -124,6 +131,7 @@ def library_of(value: Any) -> str:
 def variables_of(function: FunctionType) -> list[tuple[str, Any]]:
     """Return the variables of enclosing functions and the global variables that a function reads, as pairs (name,
     value)."""
+    # A cell of Python holds a variable that an enclosing function shares with the functions inside of it.
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     held = [(name, cell.cell_contents) for name, cell in cells if cell_is_full(cell)]
     names = [name for name in names_in(function.__code__) if name in function.__globals__]

@@ -1,7 +1,25 @@
 """Pointwise functions as graphs of operations. `Graph` collects the operations and rewrites them so that results stay
-precise and finite. `CellGraph` is a recurrent cell with its derivative.
+precise and finite. `CellGraph` is a recurrent cell with its derivative. `engines.cell_tracer` builds the graphs from
+functions that use MLX. Every engine generates its own code from a graph.
 
-`engines.cell_tracer` builds the graphs from functions that use MLX. Every engine generates its own code from a graph.
+A graph is a list of nodes. A node is an operation on other nodes, which it names by their numbers in the list. So the
+functions below take and return numbers of nodes. The operations "input" and "const" have a value instead of operands:
+the name of the input, or the number.
+
+The name of an input is a letter and a number, from 0 on:
+
+    x  a preactivation, or only its part from the input if the cell reads both parts `apart`
+    p  the recurrent part of a preactivation, if `apart`
+    s  a state before the step; s0 is h, s1 the c of an LSTM
+    u  an input of each step, w  a parameter with one number per unit, such as a peephole weight
+    d  the gradient of a new state, e  the gradient of a gate
+    i  i0 is h times the mask, which enters the recurrent product
+    k  k0 is the limit of c, k1 that of a projected h
+    W  W0 is the matrix of a second product in the step, W0T its transpose
+    N  N0 is the layer normalisation of c
+
+The lists of a `CellGraph` are node numbers, too. forward: the new states, h first. back: the gradients of the inputs
+that `names` lists. saved: what the forward pass saves for the backward pass.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -28,7 +46,7 @@ class Node(NamedTuple):
 
 class Graph:
     """A graph under construction. Equal nodes are stored once, and `add` rewrites nodes as the table `REWRITES`
-    says."""
+    says. nodes: the list of nodes. numbers: the number of each node by its text."""
 
     def __init__(self, is_built_in: bool = False) -> None:
         """Create an empty graph. is_built_in: whether it is that of a built-in cell, to which more rewrites apply."""
@@ -43,7 +61,9 @@ class Graph:
         if op in COMMUTES:
             args = tuple(sorted(args))
         if repr(Node(op, args)) in self.numbers:
-            return self.node(Node(op, args))  # the derivative reads a number of the cell
+            # The graph has this operation, so the derivative reads the value that the cell has computed. A rewrite
+            # could find another node with the same value, which would be computed in addition.
+            return self.node(Node(op, args))
         for rewrite in REWRITES.get(op, ()):
             same = rewrite(self, *args)
             if same is not None:
@@ -68,6 +88,7 @@ class Graph:
 
     def normalise(self, x: int, matrix: int) -> int:
         """Return the node of the layer normalisation of x, or of its derivative at the same numbers, applied to x.
+        matrix: the input N0 or N0T.
 
         When MLX traces a cell, a product c N0 with a matrix N0 stands for the normalisation of c. MLX's gradient of
         this product is d N0^T. Both products become nodes: "norm" (c, N0) and, for the gradient, "unnorm" (d, c, N0).
@@ -85,9 +106,10 @@ class Graph:
 
 # --- Rewrites ---
 #
-# Each function takes a graph and the operands of a new node. It returns the number of a simpler node with the same
-# value, or None if the rewrite does not apply. tests/test_cell_graphs.py compares every rewrite with
-# the original operation in plain MLX.
+# Each function takes a graph and the operands of a new node (numbers of nodes, such as a and b). It returns the number
+# of a simpler node with the same value, or None if the rewrite does not apply. `graph.value(n)` is the number of a
+# constant, None for another node. `graph.derives` says whether the new node is one of the derivative.
+# tests/test_cell_graphs.py compares every rewrite with the original operation in plain MLX.
 #
 # A rewrite that may change the sign of a zero applies only to operations that only the derivative has: in the cell
 # itself arctan2 and 1 / x make two very different numbers of the two zeros.
@@ -115,6 +137,8 @@ def add_branches(graph: Graph, a: int, b: int) -> int | None:
     one, other = graph.nodes[a], graph.nodes[b]
     if one.op != "select" or other.op != "select" or one.args[0] != other.args[0]:
         return None
+    # Both have the same condition p. A selection "x if p else y" is a node select(p, x, y). The sum is simpler if one
+    # of x and u, and the other one of y and v, is 0: (x + u) if p else (y + v) then adds nothing.
     (p, x, y), (_, u, v) = one.args, other.args
     zeros = {graph.value(x), graph.value(v)}, {graph.value(y), graph.value(u)}
     return graph.add("select", p, graph.add("add", x, u), graph.add("add", y, v)) if {0.0} in zeros else None
@@ -157,7 +181,7 @@ def divide_by_one(graph: Graph, a: int, b: int) -> int | None:
 def divide_by_cosh(graph: Graph, a: int, b: int) -> int | None:
     """Rewrite d / cosh(x)^2, as MLX writes the gradient of tanh, as d (1 - tanh(x)^2). cosh overflows for |x| > 89,
     and tanh(x) is known from the forward pass."""
-    product = graph.nodes[b]
+    product = graph.nodes[b]  # b is cosh(x) * cosh(x), and a is d
     if product.op != "mul" or product.args[0] != product.args[1] or graph.nodes[product.args[0]].op != "cosh":
         return None
     y = graph.add("tanh", *graph.nodes[product.args[0]].args)
@@ -192,8 +216,9 @@ def same_branches(graph: Graph, condition: int, x: int, y: int) -> int | None:
 
 
 def after_clip(op: str) -> Callable[..., int | None]:
-    """Return the rewrite of x > c as max(x, c) > c, or as min(x, k) > c with k > c, if this maximum or minimum is in
-    the graph; the same for x < c. The slope of a clip is then known from its result, which the forward pass saves."""
+    """Return the rewrite of x > c (if `op` is "gt") as max(x, c) > c, or as min(x, k) > c with k > c, if this maximum
+    or minimum is in the graph; the same for x < c (if `op` is "lt") with max and min exchanged. c and k are constants.
+    The slope of a clip is then known from its result, which the forward pass saves."""
     first, second = ("max", "min") if op == "gt" else ("min", "max")
 
     def rewrite(graph: Graph, x: int, c: int) -> int | None:
@@ -223,6 +248,7 @@ def folded(op: str) -> Callable[..., int | None]:
 
 
 FOLDS = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative}
+"""The operations that are computed at once if all their operands are constants."""
 
 REWRITES: dict[str, tuple[Callable[..., int | None], ...]] = {
     "add": (folded("add"), add_zero, add_difference, add_branches),
@@ -335,7 +361,7 @@ class CellGraph:
         has no such part."""
         gradients = dict(zip(self.names, self.back, strict=True))
         # The names of inputs: x0 is the first gate's preactivation (or its input's part), p0 its recurrent part.
-        return [gradients.get(f"p{k}", gradients[f"x{k}"]) for k in range(self.gates)]
+        return [gradients.get(f"p{k}", gradients[f"x{k}"]) for k in range(self.gates)]  # k: the number of a gate
 
     @cached_property
     def stored_gradients(self) -> list[int]:
@@ -359,6 +385,7 @@ class CellGraph:
 
     def reads_after(self, k: int) -> bool:
         """Return whether the backward pass reads the new state k."""
+        # The values that are there without their operands: what the forward pass saved, and the new states.
         leaves = {*self.saved, *self.known_after()}
         return self.forward[k] in self.known_after() and self.forward[k] in needed(self.nodes, self.back, leaves)
 
@@ -383,7 +410,8 @@ class CellGraph:
 
     @cached_property
     def recomputed(self) -> list[int]:
-        """Return the gates whose recurrent product the backward pass reads although it was not saved."""
+        """Return the numbers of the gates whose recurrent product the backward pass reads although it was not saved,
+        such as that of a GRU's candidate. The backward pass computes it again."""
         return [k for k in range(self.gates) if self.reads(f"p{k}")] if self.gates else []
 
     def to_json(self) -> list[Any]:
@@ -423,7 +451,7 @@ def cell_graph(
     the forward pass saves for the backward pass are chosen, unless they are given as `saved`. The parameters are those
     of `CellGraph`: forward are the nodes of the new states, back those of the gradients."""
     whole = needed(graph.nodes, [*forward, *back, *(saved or [])])
-    number = {n: k for k, n in enumerate(whole)}
+    number = {n: k for k, n in enumerate(whole)}  # {old number of a node: new number}
     nodes = tuple(graph.nodes[n]._replace(args=tuple(number[k] for k in graph.nodes[n].args)) for n in whole)
     results = tuple(number[n] for n in forward), tuple(number[n] for n in back)
     if saved is not None:
@@ -440,7 +468,7 @@ def to_save(cell: CellGraph) -> list[int]:
     also contains the nodes of the backward pass. They depend on a gradient, which the forward pass does not know, so
     they are never saved. The new states need not be saved, because the outputs contain them.
     """
-    free, saved = set(cell.known_after()), []
+    free, saved = set(cell.known_after()), []  # free: the new states, which need not be saved
     order = needed(cell.nodes, cell.back, free)
     gradients = entered_by_gradients(cell.nodes)
     for name in cell.names:  # x: preactivations, p: their recurrent parts
@@ -471,12 +499,13 @@ def entered_by_gradients(nodes: tuple[Node, ...]) -> set[int]:
 
 def next_on_all_paths(cell: CellGraph, order: list[int], n: int, excluded: set[int]) -> int | None:
     """Return a node that the forward pass can save instead of node n: the first node after n through which every path
-    from n to a gradient leads. Return None if there is none. Nodes in `excluded` and nodes with bool values
-    (conditions) are not returned."""
+    from n to a gradient leads. Return None if there is none. order: the nodes from which the gradients are computed.
+    Nodes in `excluded` and nodes with bool values (conditions) are not returned."""
     leaves = set(cell.known_after())
     for candidate in order:
         if candidate <= n or candidate in excluded or cell.nodes[candidate].op in CONDITIONS:
             continue
+        # `candidate` depends on n, and without the operands of `candidate` no gradient depends on n any more.
         below = n in needed(cell.nodes, [candidate], leaves)
         if below and n not in needed(cell.nodes, cell.back, leaves | {candidate}):
             return candidate

@@ -1,9 +1,19 @@
 """Trace a recurrent cell that a user wrote with MLX's operations, and MLX's own derivative of it, into a `CellGraph`.
-Refuse a cell that is not pointwise, with an error that names the operation and its line.
+Refuse a cell that is not pointwise, with an error that names the operation and its line. A cell is pointwise if each
+number of its results depends only on the numbers of the same batch item and hidden unit.
 
-A graph is a list of nodes; a node is an operation on other nodes, by number. A cell gets the preactivations as sums, or
-with `apart` as pairs of the input's part and the recurrent part. Built-in cells are traced like a user's cell; their
-inputs have the names that `CellGraph` lists, a letter and a number: x, p, s, u, w, d, e, i, k, W, N.
+The user's function is cell(a, state, *inputs, *params), which returns the new states. Here it is called as `step`, with
+all arrays in one list, [B, H] each (B: batch items, H: hidden units). A cell gets the preactivations `a` as sums, or
+with `apart` as pairs of the input's part and the recurrent part.
+
+A graph is a list of nodes; a node is an operation on other nodes, by number. The name of an input is a letter and a
+number: x a preactivation (or its input's part), p its recurrent part, s a state (s0 is h), u an input of the step, w a
+parameter, d the gradient of a new state. Built-in cells are traced like a user's cell. They have more inputs: e the
+gradient of a gate, i0 is h times the mask, k a limit, W0 a matrix, N0 the layer normalisation of c.
+
+MLX lists the operations of a function in an export, as dicts in which a key stands for each array. `exported` returns
+the list, `absorb` adds it to a graph, `primitive` one operation. `found` maps a key to its node. NotPointwise is raised
+with the name of what a cell must not use; `refuse` turns that name into the error for the user.
 """
 
 import linecache
@@ -28,6 +38,7 @@ from .cells import AnyCell, Cell, NormOptions, PointwiseCell, form_of
 from .tracing import distinct, have_values, vjp
 
 OP = "pointwise"
+"""The user's function that an error names."""
 
 MLX = str(Path(mx.__file__).parent)
 """The folder of MLX's own Python code."""
@@ -44,6 +55,8 @@ BINARY = {
     "GreaterEqual": "ge", "Less": "lt", "LessEqual": "le", "Equal": "eq", "NotEqual": "ne",
     "LogicalAnd": "and", "LogicalOr": "or",
 }  # fmt: skip
+"""UNARY, BINARY: MLX's operations of one and of two operands, and their names in a graph."""
+
 VIEWS = ("Broadcast", "Copy", "Contiguous", "Full")
 """Operations that only repeat or copy numbers. A number keeps its value and its hidden unit."""
 
@@ -104,9 +117,11 @@ def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[i
     """Return the graph of a cell, from a cache if the same function was traced for the same arguments and captures the
     same numbers.
 
-    cell: cell(a, state, *inputs, *params), which returns a tuple of states. shape: (B, H), the shape of each state.
-    dtype: float32 or float64.
+    cell: cell(a, state, *inputs, *params), which returns a tuple of states. counts: how many gates, states, inputs and
+    parameters it has. apart: whether it gets the input's part and the recurrent part of each preactivation as a pair.
+    shape: (B, H), the shape of each state. dtype: float32 or float64.
     """
+    # The cell is traced without the cache if it captures too much to compare, or something that cannot be hashed.
     try:
         captured = tuple(Captured(cell).key)
         return cached_trace(cell, counts, apart, shape, dtype, captured)
@@ -138,6 +153,7 @@ def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[in
     preactivations separately. shape: (B, H), the shape of each array. dtype: float32 or float64."""
     with mx.stream(mx.cpu):  # nothing runs, but MLX creates float64 arrays only on the CPU
         step = partial(called, cell, counts, apart)
+        # One array for each input: the preactivations (twice as many if `apart`), states, inputs and parameters.
         given = [mx.zeros(shape, dtype)] * (counts.gates * (1 + apart) + sum(counts[1:]))
         d_states = [mx.zeros(shape, dtype)] * counts.states
         graph = Graph()
@@ -181,9 +197,9 @@ def values_of(
 ) -> dict[int, mx.array]:
     """Return the values of the nodes from which the outputs are computed.
 
-    known: the values of some nodes, among them all inputs that are needed. like: an array of the shape and dtype of
-    the results; constants stay scalars of this dtype. functions: the function of MLX for each operation. order: the
-    nodes to compute, if the caller knows them.
+    outputs: the numbers of nodes. known: the values of some nodes by number, among them all inputs that are needed.
+    like: an array of the shape and dtype of the results; constants stay scalars of this dtype. functions: the function
+    of MLX for each operation. order: the nodes to compute, if the caller knows them.
     """
     values = dict(known)
     for n in needed(nodes, outputs, known) if order is None else order:
@@ -205,8 +221,9 @@ comparison of two numbers that differ by rounding only."""
 
 
 def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int]) -> None:
-    """Compare a graph with the function, and its gradients with MLX's forward-mode derivative of the function, at
-    random numbers in float64. The graph was made from the other mode, which MLX computes by other formulas.
+    """Compare a graph with the function `step`, and its gradients with MLX's forward-mode derivative of the function,
+    at random numbers in float64. The graph was made from the other mode, which MLX computes by other formulas. shape:
+    (B, H), the shape of each random array.
 
     Where a result of MLX is not finite, it is not compared, because a rewrite may be finite where MLX's formula
     overflows. So each item and unit gets numbers of one of three kinds: of any sign, between 0 and 1, or above 1, for
@@ -220,7 +237,7 @@ def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int]) -
     for kind in kinds:
         numbers = [(rng.normal(size=shape), rng.uniform(0.1, 0.9, shape), rng.uniform(1.1, 3, shape)) for _ in names]
         drawn = [mx.array(np.choose(kind, each), mx.float64) for each in numbers]
-        weights = [mx.array(rng.normal(size=shape), mx.float64) for _ in range(graph.states)]
+        weights = [mx.array(rng.normal(size=shape), mx.float64) for _ in range(graph.states)]  # random cotangents
         try:
             wanted = [*step(*drawn), *derivative_forward(step, drawn, weights)]
         except ValueError:  # a function of MLX that does not take float64
@@ -240,7 +257,7 @@ def derivative_forward(step: Callable[..., Any], drawn: list[mx.array], weights:
     This suffices because each number of a new state depends only on the numbers of its own item and unit."""
     found = []
     for k in range(len(drawn)):
-
+        # `step` as a function of argument k alone. The default k = k keeps this k: the loop changes the variable.
         def of_one(value: mx.array, k: int = k) -> list[mx.array]:
             return step(*drawn[:k], value, *drawn[k + 1 :])
 
@@ -278,8 +295,8 @@ def straight_through(x: mx.array, value: mx.array) -> mx.array:
 
 
 def traced_clip(x: mx.array, limit: mx.array, gradient: str) -> mx.array:
-    """Return clip(x, -limit, limit). Its gradient passes to x unchanged if `gradient` is "through". If it is "zero", it
-    is 0 where the clip changed x.
+    """Return clip(x, -limit, limit) for the graph of a built-in cell. Its gradient passes to x unchanged if `gradient`
+    is "through". If it is "zero", the gradient is 0 where the clip changed x.
 
     A backward pass computes x again, maybe rounded differently. So it looks at the clipped value, too: this tells
     exactly which numbers are below the limit, and x finds those that were equal to the limit before the clip, which the
@@ -299,13 +316,16 @@ TRACED: definitions.Functions = {
     "where": lambda condition, value, x: straight_through(x, mx.where(condition, value, x)),
     "norm": lambda c, N: c @ N,  # a product that stands for it; `Graph.normalise` replaces it
 }
-"""The functions from which a traced definition is built."""
+"""The functions that a definition calls while it is traced. Four of them differ from those that compute, so that the
+graph gets the operations and gradients that engines need."""
 
 
 @lru_cache(256)
 def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellGraph:
     """Return the graph of a built-in cell. The forget bias and bhn are parts of the preactivations, and the limits of c
-    and h are inputs, so that calls with other numbers need no other graph."""
+    and h are inputs, so that calls with other numbers need no other graph. names: which of the arrays "peephole" and
+    "Wp" the call has. exposes: for a forward pass, whether the caller gets the gates; for a backward pass, whether they
+    have cotangents."""
     gates, before = cell.gate_order, cell.reset == "before"
     products = [k for k, gate in enumerate(gates) if cell.apart and not (before and gate == "n")]
     peepholes = [f"w{k}" for k in range(cell.gates)] if "peephole" in names else []
@@ -332,7 +352,7 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
         graph.derives = True
         cotangents = [*(f"d{k}" for k in range(states)), *(f"e{k}" for k in range(n - states))]
         back = absorb(graph, derivatives, [zero] * (len(given) + n), [*given, *cotangents])
-    saved = forward[states:]
+    saved = forward[states:]  # the gates
     if not exposes:  # the backward pass of a plain RNN reads only h
         read = needed(graph.nodes, back, {*forward})
         saved = [k for k in saved if k in read]
@@ -382,10 +402,12 @@ def derivative(step: Callable[..., list[mx.array]], n: int, *arrays: mx.array) -
 # --- From MLX's graph to ours ---
 
 Exported = list[dict[str, Any]]
+"""MLX's graph of a function: a list of inputs, constants, operations ("primitive") and outputs."""
 
 
 def exported(function: Callable[..., Any], given: list[mx.array]) -> Exported:
-    """Return MLX's graph of a function, as mx.export_function lists it."""
+    """Return MLX's graph of a function, as mx.export_function lists it. given: arrays of the shapes and dtypes of its
+    arguments. Raise `NotPointwise` if MLX cannot list an operation; its error says which."""
     content: Exported = []
     try:
         mx.export_function(content.append, function, *given)
@@ -402,8 +424,8 @@ def exported(function: Callable[..., Any], given: list[mx.array]) -> Exported:
 
 
 def absorb(graph: Graph, function: Callable[..., Any], given: list[mx.array], names: list[str]) -> list[int]:
-    """Trace a function of MLX and add its operations to `graph`. Return the nodes of its results. names: the names of
-    its arguments."""
+    """Trace a function of MLX and add its operations to `graph`. Return the nodes of its results. given: arrays of the
+    shapes and dtypes of its arguments; names: the names of the graph's inputs for them."""
     content = exported(function, given)
     # A function with random numbers is refused. MLX may list the splitting of the random key (Split) before
     # RandomBits. The error shall name RandomBits, so this check comes before the other operations are read. The same
@@ -488,7 +510,7 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
         raise NotPointwise("a captured array" if captured.intersection(keys) else "a constant array")
     args = [n for n in (found[key] for key in keys) if n is not None]
     conditions = [graph.nodes[n].op in CONDITIONS for n in args]
-    if name == "Transpose":
+    if name == "Transpose":  # "W0" becomes "W0T", "W0T" becomes "W0"
         matrix = str(graph.nodes[args[0]].value)
         return graph.input(matrix[:-1] if matrix[-1] == "T" else matrix + "T")
     if name == "Matmul":
@@ -501,7 +523,7 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
         return graph.add("rsqrt" if arguments[0] else "sqrt", *args)
     if name == "Log":
         return graph.add(("log2", "log10", "log")[int(arguments[0])], *args)
-    if name == "BitwiseBinary":
+    if name == "BitwiseBinary":  # MLX's numbers 0, 1, 2 mean and, or, xor; on conditions xor is "not equal"
         if not all(conditions) or arguments[0] not in (0, 1, 2):
             raise NotPointwise(name)
         return graph.add(("and", "or", "ne")[arguments[0]], *args)
@@ -512,6 +534,8 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
     if name == "FloorDivide":
         return graph.add("floor", graph.add("div", *args))
     op = {**UNARY, **BINARY}[name]
+    # Convert operands. A logical operation needs conditions: a number x becomes x != 0. Any other operation needs
+    # numbers: a condition becomes 0 or 1.
     if op in ("and", "or", "not"):
         args = [
             n if is_bool else graph.add("ne", n, graph.constant(0)) for n, is_bool in zip(args, conditions, strict=True)
@@ -522,7 +546,8 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
 
 
 def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype) -> int:
-    """Return the node of a conversion from `before` to `after`. The function supports conversions between bool and
+    """Return the node of a conversion of node n from the dtype `before` to the dtype `after`. is_bool: whether n is a
+    condition. The function supports conversions between bool and
     numbers, all conversions of a constant, and that from float32 to float64: as all arguments of a cell of float64 have
     this dtype, only selected constants such as mx.where(p, 1.0, 0.0) are float32. For any other conversion raise an
     error."""
@@ -539,8 +564,9 @@ def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype)
 
 
 def refuse(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.array], what: str) -> None:
-    """Raise the error for a cell that is not pointwise. The error names the operation, its line and what to do
-    instead."""
+    """Raise the error for a cell that is not pointwise. The error names the operation, its line and what to do instead.
+    step, given: the cell as a function of one list of arrays, and such arrays. what: the name of what the cell must not
+    use, from `NotPointwise`."""
     what = what_with_values(cell, step, given, what)
     advice = next((text for text, names in ADVICE.items() if what in names), "docs/cells.md lists the operations")
     if what == "a decision on values" and (other := call_outside_mlx(step, given)):
@@ -550,7 +576,8 @@ def refuse(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.ar
 
 
 def what_with_values(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.array], what: str) -> str:
-    """Return what a cell uses that is not pointwise, after the arrays that it captures got their values.
+    """Return the name of what a cell uses that is not pointwise. The cell is traced again for it after the arrays that
+    it captures got their values. what: the name that the first trace found.
 
     MLX lists the operations of an array without a value as if the cell did them. So the initial weights of a module,
     which nobody has evaluated, would look like random numbers that the cell draws.
@@ -602,6 +629,7 @@ def line_of(step: Callable[..., Any], given: list[mx.array]) -> str:
     names, n = [f"x{k}" for k in range(len(given))], 0
     seen: list[tuple[mx.array, str, int]] = []
 
+    # Run the cell, but return only its intermediate result number n. seen: (result, file, line) of each.
     def one(*arrays: mx.array) -> list[mx.array]:
         seen.clear()
         with recorded(seen):
@@ -644,6 +672,8 @@ def recorded(seen: list[tuple[mx.array, str, int]]) -> Iterator[None]:
                 known[id(value)] = value
                 seen.append((value, frame.f_code.co_filename, line))
 
+    # Python calls `enter` for each function that begins and then `follow` before each of its lines and at its return.
+    # So at that moment the values of variables come from the line before, whose number `last` holds.
     def enter(frame: FrameType, event: str, argument: Any) -> Any:
         if not is_users(frame.f_code.co_filename):
             return None

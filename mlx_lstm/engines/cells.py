@@ -1,4 +1,24 @@
-"""The options of the recurrent cells: gate order, activations and others. The classes hold no arrays."""
+"""The options of the recurrent cells: gate order, activations and others. The classes hold no arrays. H: hidden units.
+
+Every cell has these attributes, of which most say which arrays an engine needs for it:
+
+    op            the name of the user's function: "lstm", "gru", "rnn" or "pointwise"
+    gates         the number of preactivations; gate_order: one letter for each, in the order of the weights' rows
+    carried       how many blocks of H numbers the state c has
+    kept          how many blocks of H numbers the output `gates` has; reads_kept: whether the backward pass reads it
+    outputs       the names of an engine's outputs: h, c and gates of all steps; hT and cT after the last step
+    apart         whether a step reads the input's part and the recurrent part of a preactivation as two values
+    recurrent     whether h is multiplied by Wh
+    params        the name of the array with numbers per unit that a step reads; "" for none
+    inputs        how many blocks of H numbers a step reads besides the preactivations
+    gradients     how many gradients of preactivations a kernel's backward pass stores
+    summed        of how many numbers per unit a kernel sums the gradient over the steps
+    passes_h      whether a step reads h itself, not only its product with Wh
+    reads_h       whether the gradient of a step reads h before or after the step
+    stops_c       whether the clip of c makes gradients 0 where it changed c; stops_h: likewise for a projected h
+
+A cell without an option has the value that stands for "not used": 0, "", None or False.
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -16,15 +36,15 @@ HARD_SIGMOIDS = {"hard_sigmoid": 0.2, "hard_sigmoid_sixth": 1 / 6}
 
 
 def known(engine: str, table: Mapping[str, Entry], name: str) -> Entry:
-    """Return the entry for an activation in `table`, an engine's table of activations. Raise a ValueError if the
-    table has no such entry."""
+    """Return the entry for the activation `name` in `table`, a table of activations. Raise a ValueError that names the
+    engine if the table has no such entry."""
     if name not in table:
         raise ValueError(f"[activation] engine={engine!r} must know the activation but got {name!r}.")
     return table[name]
 
 
 def gate_block(cell: "AnyCell", gate: str, hidden: int) -> slice:
-    """Return the rows of one gate on an axis that holds all gates, such as the axis 4H of an LSTM."""
+    """Return the rows of one gate on an axis that holds all gates, such as the axis 4H of an LSTM. hidden: H."""
     start = cell.gate_order.index(gate) * hidden
     return slice(start, start + hidden)
 
@@ -71,14 +91,7 @@ class LSTMCell(NamedTuple):
     clip_gradient: str = "through"
     norm: NormOptions | None = None
 
-    # Every cell has these attributes. op: the name of the function for users. gates: the number of gates. carried: how
-    # many blocks of H numbers the state c has. kept: how many blocks of H numbers the output `gates` has, which the
-    # backward pass reads; a plain RNN's backward pass does not read its own. outputs: the names of an engine's outputs.
-    # apart: whether a step reads the input's part and the recurrent part of the preactivations separately. recurrent:
-    # whether h is multiplied by Wh. params: the name of the array with the numbers per unit that a step reads.
-    # gradients: how many gradients of preactivations a kernel's backward pass stores. inputs: how many blocks of H
-    # numbers a step reads besides the preactivations. summed: of how many numbers per unit a kernel sums the gradient.
-    # passes_h: whether a step reads h besides in the product. reads_h: whether its gradient reads h before or after it.
+    # The module's docstring describes these attributes, which every cell has.
     op = "lstm"
     gates = gradients = 4
     carried = 1
@@ -122,6 +135,7 @@ class GRUCell(NamedTuple):
     flip_z: bool = False
     norm: NormOptions | None = None
 
+    # The module's docstring describes these attributes, which every cell has.
     op = "gru"
     gates = gradients = 3
     carried = inputs = summed = 0
@@ -141,11 +155,14 @@ class GRUCell(NamedTuple):
 
 
 class RNNCell(NamedTuple):
-    """The options of the plain RNN cell. Its only "gate" is the preactivation: h = act(gate)."""
+    """The options of the plain RNN cell. Its only "gate" is the preactivation: h = act(gate). act: the name of the
+    activation. norm: the layer normalisation."""
 
     act: str = "tanh"
     norm: NormOptions | None = None
 
+    # The module's docstring describes these attributes, which every cell has. reads_kept is false: the gradient of a
+    # step reads only its h, because the derivative of the activation is a function of its result.
     op = "rnn"
     gates = gradients = 1
     carried = inputs = summed = 0
@@ -169,13 +186,15 @@ class RNNCell(NamedTuple):
 class PointwiseCell(NamedTuple):
     """A cell that the user wrote. Its state c holds all states except h, side by side: [B, carried * H].
 
-    graph: the traced function. recurrent: whether h is multiplied by Wh; otherwise the units are independent.
+    graph: the traced function. recurrent: whether h is multiplied by Wh; otherwise the units are independent. norm: the
+    layer normalisation of the preactivations.
     """
 
     graph: CellGraph
     recurrent: bool = True
     norm: NormOptions | None = None
 
+    # The module's docstring describes the attributes below, which every cell has.
     op = "pointwise"
     reads_kept = True
     params = "params"
@@ -235,8 +254,9 @@ class PointwiseCell(NamedTuple):
     @property
     def passes_h(self) -> bool:
         """Whether a step reads h, besides in the recurrent product."""
-        graph = self.graph
+        graph = self.graph  # in which s0 is the h before the step
         forward = graph.number.get("s0", -1) in needed(graph.nodes, graph.forward)
+        # `gradients("s")[0]` is the gradient of that h, apart from what comes through the product.
         return forward or graph.nodes[graph.gradients("s")[0]] != Node("const", (), 0.0)
 
     @property
@@ -265,7 +285,8 @@ def norm_blocks(cell: AnyCell) -> int:
 
 
 def form_of(cell: AnyCell) -> Any:
-    """Return the cell without the numbers that generated code gets as arguments."""
+    """Return the cell without the numbers that generated code gets as arguments: the forget bias is 0, and the limits
+    of the clips and the eps of a norm are 1. Cells that differ only in such numbers share their code by this key."""
     if cell.norm is not None:
         cell = cell._replace(norm=cell.norm._replace(eps=1.0))
     limits = {name: 1.0 for name in ("cell_clip", "projection_clip") if getattr(cell, name) is not None}

@@ -1,5 +1,9 @@
 """Choose the engine that runs a recurrence, with a reason. The choice is a pure function of its arguments, so the
-choice for one machine can be tested on any other."""
+choice for one machine can be tested on any other.
+
+T: time steps, B: batch items, I: input features, H: hidden units, G: gates of a cell. A threadgroup is a group of
+threads of the GPU that share memory; Metal allows at most 1024 threads in one.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -27,8 +31,10 @@ Engine = Literal["fused", "stepwise", "numpy", "ops"]
 """The type of an option `engine`."""
 
 METAL_ENGINES: tuple[Engine, ...] = ("fused", "stepwise")
+"""The engines that run on the GPU with our own shaders."""
 
 LSTM = LSTMCell()
+"""The default of the argument `cell`: an LSTM with the usual options."""
 
 FUSED_LIMIT = {"lstm": 256, "gru": 256, "rnn": 1024}
 """The largest H that `fused` supports, by op. A threadgroup has 4 threads per hidden unit (1 for a plain RNN), and
@@ -125,6 +131,7 @@ def choose(
     check_option(op, "device", device, ("cpu", "gpu"))
     T, B, _, H = sizes
     names = ("Wp",) if projection else ()
+    # plain: nobody asks for a gradient; then the rule of `is_small_step` does not apply.
     options = {"packing": packing, "plain": True, "limits": LIMITS._replace(cores=cores)}
     problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, **options)
     return decide(problem, table, op, requested, Place(device, metal, traced), refused=refused)
@@ -151,8 +158,9 @@ def decide(
     """Return the engine that runs this problem, and the reason. Like `choose`, but for a problem whose arguments have
     already been checked.
 
+    table: measurements of the faster Metal engine; without any, its `source` says why. op: the op that an error names.
     requested: the engine that the caller forces. If it cannot run, an error is raised. If it is None, the fastest
-    engine that can run is returned. refused: engines that failed a test run, with reasons.
+    engine that can run is returned. place: where the call runs. refused: engines that failed a test run, with reasons.
     """
     check_engine(op, requested)
     B, H, dtype, packing, cell = problem.B, problem.H, problem.dtype, problem.packing, problem.cell
@@ -205,7 +213,8 @@ def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
 
 
 def obstacles(cell: AnyCell, H: int, place: Place, projection: bool) -> dict[str, str]:
-    """Return a dict from each engine that cannot run here to the reason."""
+    """Return a dict from each engine that cannot run here to the reason. H: the hidden units. projection: whether h is
+    projected. Engine `ops` can always run."""
     (device, metal, traced), reasons = place, {}
     if traced:
         reasons["numpy"] = "inside mx.compile, mx.vmap or an export the arrays have no values yet"
@@ -217,7 +226,7 @@ def obstacles(cell: AnyCell, H: int, place: Place, projection: bool) -> dict[str
         reasons["fused"] = reasons["stepwise"] = "MLX has no Metal back end on this machine"
     if isinstance(cell, PointwiseCell) and "erf" in [node.op for node in cell.graph.nodes]:
         reasons.setdefault("numpy", "NumPy has no erf")
-    if "fused" in reasons:
+    if "fused" in reasons:  # Metal does not run at all, so the sizes below do not matter
         return reasons
     if isinstance(cell, PointwiseCell):
         if cell.recurrent and cell.gates > STEPWISE_GATES:
@@ -278,8 +287,10 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
 
 
 Stream = mx.Stream | mx.Device | None
+"""The type of an option `stream`; None for MLX's default stream."""
 
 NOWHERE: AbstractContextManager[None] = nullcontext()
+"""A context manager that does nothing."""
 
 
 def on(stream: Stream, op: str = "stream") -> AbstractContextManager[object]:

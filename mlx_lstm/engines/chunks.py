@@ -12,6 +12,11 @@ Chunks run in one of two modes. If all arrays have values and the sequence is lo
 the next one starts, so that the graph stays small (eager mode). Otherwise, for example in `mx.compile`, all chunks
 are parts of one graph. In that graph the input of a chunk waits for the results of the chunk before, so that MLX
 does not run chunks side by side.
+
+Arrays are in dicts by the names that `problem` lists. h0, c0: the states before the first step. hT, cT: the states
+after the last step. h_starts, c_starts: the states at the start of each chunk. A state's letter is name[0]. A cotangent
+is the gradient that the caller gives for an output. T: steps, B: batch items, H: hidden units, P: the width of h, D:
+directions; d is the number of a direction, 0 or 1. start, stop: a chunk has the steps from `start` to `stop` - 1.
 """
 
 from collections.abc import Iterator
@@ -30,6 +35,7 @@ from .problem import Array, Arrays, Chunks, Problem, masks_differ
 from .tracing import have_values
 
 SEQUENCES = ("h", "c", "gates")
+"""The outputs that have one row per step."""
 
 HALVES = (mx.float16, mx.bfloat16)
 """The 16-bit dtypes. Engines compute with them in float32."""
@@ -54,7 +60,8 @@ def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chun
     """Return an object that runs the engine in chunks, or None if dividing the sequence has no benefit.
 
     There are two benefits: chunks that are evaluated keep the graph small, and a backward pass that recomputes chunks
-    saves memory. Without a gradient `numpy` has neither a graph nor a backward pass, so it runs undivided.
+    saves memory. Without a gradient `numpy` has neither a graph nor a backward pass, so it runs undivided. module: the
+    module of the engine, with the functions `forward` and `backward`.
     """
     chunks, plain = problem.chunks, problem.plain
     if chunks is None or (plain and engine == "numpy"):
@@ -91,8 +98,8 @@ class Chunked:
         self.eager: bool = evaluates
         self.takes_numpy: bool = False
         self.pending: list[Array] = []
-        # held: the real sequences, until the caller gets them; until then MLX has small arrays of zeros in their place
-        # (see `stand_ins`). dtypes: the dtypes of the outputs that MLX gets.
+        # held: the real sequences between `forward` and the moment when the caller gets them. MLX meanwhile has arrays
+        # of zeros in their place (see `stand_ins`). dtypes: the dtypes of the outputs that MLX gets.
         self.held: Arrays = {}
         self.dtypes: dict[str, mx.Dtype] = {}
 
@@ -122,10 +129,15 @@ class Chunked:
         self.dtypes = {name: array.dtype for name, array in outputs.items()}
         return outputs
 
-    def stood_for(self, names: list[str], values: list[Array]) -> list[Array]:
-        """Return `values`, but with the real sequences in place of their stand-ins. (MLX got these arrays of zeros
-        instead of long sequences.) Each returned sequence is removed from `held`, so that only the caller keeps it in
-        memory. Without stand-ins return `values` unchanged. names: the names of the values."""
+    def real_sequences(self, names: list[str], values: list[Array]) -> list[Array]:
+        """Return `values`, but with the real sequences in place of their stand-ins. names: the names of the values,
+        which are outputs of the call.
+
+        A stand-in is an array of zeros that takes no memory. MLX got it instead of a long sequence, because MLX would
+        keep the sequence in memory as long as it needs any output of the call (see `stand_ins`, which put the real
+        sequences into `held`). Each returned sequence is removed from `held`, so that only the caller keeps it.
+        Without stand-ins `held` is empty, and `values` is returned unchanged.
+        """
         if not self.held:
             return values
         return [self.held.pop(name, value) for name, value in zip(names, values, strict=True)]
@@ -150,6 +162,7 @@ class Chunked:
         if self.engine == "numpy" and dtype.size > 2:
             outputs = self.module.forward(problem._replace(training=False, wants_last=True), arrays)
             return outputs | self.starts(problem, arrays, outputs)
+        # sequences: the memory of each output that has steps, into which the chunks write; widths: its last axis.
         saved, sequences = self.results_saved(problem) if problem.training else [], {}
         widths = {"h": P, "c": problem.cell.carried * H}
         if problem.return_gates or "gates" in saved:
@@ -171,7 +184,7 @@ class Chunked:
 
     def starts(self, problem: Problem, arrays: Arrays, outputs: Arrays) -> Arrays:
         """Return h_starts and c_starts, the states at the start of each chunk, read from the outputs of all steps."""
-        by_d = []  # by direction
+        by_d = []  # by direction; own: the problem of one direction
         for d, own, (own_arrays,) in by_direction(problem, arrays):
             first: Arrays = dict(zip(("h0", "c0"), initial_states(own, own_arrays), strict=True))
             mx.eval(first)
@@ -188,7 +201,8 @@ class Chunked:
 
     def sweep_forward(self, d: int, problem: Problem, arrays: Arrays, sequences: dict[str, "SequenceBuffer"]) -> Arrays:
         """Run the chunks of direction d forward and write their parts of the sequences. Return the last states and
-        the states at the start of each chunk."""
+        the states at the start of each chunk. sequences: the memory of h, c and gates."""
+        # shared: what all chunks read. by_step: what has one row per step. starts: {first step of a chunk: states}.
         shared, by_step, starts = self.shared_by_steps(arrays), self.by_step(arrays), {}
         h0, c0 = initial_states(problem, arrays)
         states = {"h0": h0, "c0": widened(c0)}  # c is at least float32, as in the engines' outputs
@@ -251,8 +265,9 @@ class Chunked:
         *,
         left_out: tuple[str, ...],
     ) -> Arrays:
-        """Run the chunks of direction d backward. Write the gradients of sequences, and return the gradients of the
-        other arrays."""
+        """Run the chunks of direction d backward. Write the gradients of arrays with steps, such as x, to `sequences`,
+        and return the gradients of the other arrays. saved, cotangents, left_out: as for `backward`."""
+        # starts: {first state: name of this state at the start of each chunk}. sums: the gradients of weights so far.
         starts, sums = {name: f"{name[0]}_starts" for name in states_of(problem)}, {}
         # shared: what all chunks read. ..._by_step: what has one row per step, so that a chunk gets its part.
         shared = self.shared_by_steps(arrays)
@@ -261,7 +276,7 @@ class Chunked:
         # for each earlier chunk the gradients that the next chunk returns.
         after = self.prepared({name: cotangents[name] for name in ("hT", "cT") if name in cotangents})
         for start, stop in reversed(self.bounds(problem)):
-            chunk, n = problem._replace(T=stop - start), start // self.steps
+            chunk, n = problem._replace(T=stop - start), start // self.steps  # n: the number of the chunk
             inputs = lengths_of(shared, start, stop) | self.steps_of(by_step, start, stop)
             inputs |= {name: saved[of_chunks][n, ...] for name, of_chunks in starts.items()}
             if self.recomputes:
@@ -344,9 +359,13 @@ class Chunked:
     def write(
         self, sequences: dict[str, "SequenceBuffer"], d: int, start: int, stop: int, results: Arrays, others: Arrays
     ) -> None:
-        """Write the results of one chunk, the steps from `start` to `stop`, into the sequences of direction d. In
-        eager mode (each chunk is evaluated) first evaluate these results and `others`, the chunk's results that are
-        not sequences."""
+        """Write the results of one chunk, the steps from `start` to `stop`, into the sequences of direction d. others:
+        the chunk's results that are not sequences, such as its last states.
+
+        In eager mode (each chunk is evaluated) first evaluate all these results. Otherwise nothing is evaluated, so
+        note all results of this chunk in `pending`: `steps_of` makes the input of the next chunk depend on them, and
+        MLX then computes the chunks one after the other.
+        """
         rows = {name: results[name].astype(sequence.dtype) for name, sequence in sequences.items()}
         if self.eager:
             mx.eval(rows, others)
@@ -356,8 +375,8 @@ class Chunked:
             self.pending = [*others.values(), *(sequence.memory for sequence in sequences.values())]
 
     def added(self, sums: dict[str, Any], terms: Arrays) -> dict[str, Any]:
-        """Return the sums over chunks, with the terms of one more chunk added. In eager mode (each chunk is
-        evaluated) the sums are NumPy arrays."""
+        """Return the sums over chunks, with the terms of one more chunk added. sums: a dict by name, empty before the
+        first chunk. In eager mode (each chunk is evaluated) the sums are NumPy arrays, which are added in place."""
         if not self.eager:
             return {name: term + sums[name] if sums else term for name, term in terms.items()}
         if not sums:
@@ -370,8 +389,8 @@ class Chunked:
 class SequenceBuffer:
     """A sequence [T, B, .] of one direction or of both, into which chunks write their parts.
 
-    With `batch_first` its memory is [B, T, .]. In eager mode (each chunk is evaluated) NumPy writes the parts, because
-    MLX would copy the whole sequence for each chunk.
+    memory: the MLX array, [B, T, .] with `batch_first`. view: in eager mode (each chunk is evaluated) a NumPy view of
+    this memory, to which NumPy writes the parts, because MLX would copy the whole sequence for each chunk; else None.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: mx.Dtype, batch_first: bool, eager: bool):
@@ -393,6 +412,7 @@ class SequenceBuffer:
         target: Any = self.memory if self.view is None else self.view
         source: Any = rows if self.view is None else memory_of(rows)
         source = source.swapaxes(0, 1) if self.batch_first else source
+        # Direction 1 whose columns begin at 0 shares them with direction 0, whose rows are there already.
         target[at] = target[at] + source if d and not first else source
 
     @property

@@ -1,7 +1,20 @@
 """The equations of the built-in cells, each written once, in MLX. Engine `ops` calls these functions. The functions
-`graph_of` in `engines.cell_tracer` traces them, and engine `numpy` generates its code from the graphs.
+`graph_of` in `engines.cell_tracer` traces them, and engine `numpy` generates its code from the graphs. The float64
+reference (`oracle`) and the Metal shaders have their own equations.
 
-The float64 reference (`oracle`) and the Metal shaders have their own equations.
+A definition is called as lstm(cell, a, v, s):
+
+    cell    the options of the cell: gate order, activations, clips and others (`engines.cells`)
+    a       the preactivations by gate
+    v       the other inputs by name; None where the call lacks one. h, c: the states before the step. h_in: h times the
+            mask. W: the matrix of a second product, which is the projection Wp of an LSTM or the candidate's rows of Wh
+            of a GRU. peephole: the weights p by gate. limit, projection limit: of the clips of c and of a projected h.
+            norm: a function, the layer normalisation of c
+    s       the activations and other functions by name. `FUNCTIONS` computes; `engines.cell_tracer` passes functions
+            that write a graph
+
+and returns ([h, c], gates), with the states after the step, h first, and the gates by letter. `known(engine, s, name)`
+returns s[name], or raises an error that names the engine if there is no such activation.
 """
 
 from collections.abc import Callable, Mapping
@@ -55,8 +68,11 @@ def clipped(x: Array, limit: Array, gradient: str) -> Array:
 
 
 def normalised(a: Array, blocks: int, eps: float) -> tuple[Array, Array]:
-    """Return (y, r): y [.., n] is a [.., n] with mean 0 and variance 1 in each of its blocks of n / blocks numbers, and
-    r [.., blocks] is 1 / sqrt(variance + eps), with the variance of all numbers of a block, as in torch."""
+    """Return (y, r) of the array a [.., n], whose last axis is divided into `blocks` blocks of the same size.
+
+    y [.., n] is (a - mean) r, with the mean of a block. r [.., blocks] is 1 / sqrt(variance + eps), with the variance
+    of all numbers of a block (divided by their number, as in torch).
+    """
     parts = mx.unflatten(a, -1, (blocks, -1))
     centred = parts - parts.mean(axis=-1, keepdims=True)
     # The mean of the squares minus the square of the mean would lose all digits where the mean is large.
@@ -65,15 +81,19 @@ def normalised(a: Array, blocks: int, eps: float) -> tuple[Array, Array]:
 
 
 def before_norm(d: Array, y: Array, r: Array) -> Array:
-    """Return the gradient of a in `normalised(a)`, which returned (y, r). d [.., n]: the gradient of y."""
+    """Return the gradient of the array a [.., n] in `normalised(a, blocks, eps)`, which returned y [.., n] and r [..,
+    blocks]. d [.., n]: the gradient of y.
+
+    With the means of a block the gradient is r (d - mean(d) - y mean(d y)).
+    """
     d, y = (mx.unflatten(part, -1, (r.shape[-1], -1)) for part in (d, y))
     rest = d - d.mean(axis=-1, keepdims=True) - y * (d * y).mean(axis=-1, keepdims=True)
     return (rest * r[..., None]).flatten(-2)
 
 
 class ScaledNorm:
-    """Layer normalisation of arrays [.., n] in blocks, then a scale and a shift [n]. Without an array the scale is 1,
-    the shift 0."""
+    """Layer normalisation of arrays [.., n] in blocks, then a scale and a shift [n]. If `scale` is None, the scale is
+    1; if `shift` is None, the shift is 0. eps: the number that is added to each variance."""
 
     def __init__(self, blocks: int, eps: float, scale: Array | None, shift: Array | None):
         self.blocks, self.eps, self.scale, self.shift = blocks, eps, scale, shift
@@ -97,6 +117,7 @@ class ScaledNorm:
 
 
 Functions = Mapping[str, Callable[..., Array]]
+"""The type of a table of functions by name."""
 
 ACTIVATIONS: Functions = {
     "identity": lambda x: x,
@@ -120,11 +141,9 @@ Step = tuple[list[Array], dict[str, Array]]
 
 
 def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functions) -> Step:
-    """Run one step of an LSTM. Return ([h, c], gates).
-
-    a: the preactivation of each gate, forget bias included. v: c, the state before the step, and where given the
-    peephole weights of each gate, the projection Wp, the limit of c and that of a projected h, and the layer
-    normalisation of c with its scale and shift.
+    """Run one step of an LSTM. Return ([h, c], gates). The module's docstring describes the arguments; each a includes
+    the bias, for f also the forget bias. In the equations c_prev is the c before the step, p_i the peephole weights of
+    the gate i, s_i its activation, s_output that of c.
 
       i = s_i(a_i + p_i c_prev)   f = s_f(a_f + p_f c_prev)   g = s_g(a_g + p_g c_prev)
       c = f c_prev + i g, clipped if there is a limit; `clipped` defines the gradient of the clip
@@ -134,14 +153,14 @@ def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functi
     """
     p, c_prev = v["peephole"], v["c"]
 
-    def gate(name: str, seen: Array) -> Array:
+    def gate(name: str, seen: Array) -> Array:  # seen: the c that the gate's peephole reads
         return known("ops", s, cell.activation(name))(a[name] + p[name] * seen if p else a[name])
 
     i, f, g = (gate(name, c_prev) for name in "ifg")
     c = f * c_prev + i * g
     if v["limit"] is not None:
         c = s["clip"](c, v["limit"], cell.clip_gradient)
-    shown = c if v["norm"] is None else s["norm"](c, v["norm"])
+    shown = c if v["norm"] is None else s["norm"](c, v["norm"])  # the c from which h is computed
     if cell.norm is not None and cell.norm.c == "state":
         c = shown
     o = gate("o", c if cell.output_peephole == "current" else c_prev)
@@ -153,11 +172,11 @@ def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functi
 
 
 def gru(cell: GRUCell, a: Mapping[str, Any], v: Mapping[str, Any], s: Functions) -> Step:
-    """Run one step of a GRU. Return ([h], gates).
+    """Run one step of a GRU. Return ([h], gates). The module's docstring describes the arguments; s_r, s_z and s_n are
+    the activations of the gates.
 
     a: for each gate the pair (x, p), with x the input's part of the preactivation and p = h_in Wh^T the recurrent part,
-    to which bhn is added for n. With reset "before" n has no p. v: h, the state before the step; with reset "before"
-    also h_in, which is h times the mask, and Wh_n, the candidate's rows of Wh.
+    to which bhn is added for n. With reset "before" n has no p; its product is computed here, because it reads r.
 
       r = s_r(x_r + p_r)   z = s_z(x_z + p_z)
       n = s_n(x_n + r p_n)  or, with reset "before",  s_n(x_n + (r h_in) Wh_n^T)
@@ -174,8 +193,8 @@ def gru(cell: GRUCell, a: Mapping[str, Any], v: Mapping[str, Any], s: Functions)
 
 
 def rnn(cell: RNNCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functions) -> Step:
-    """Run one step of a plain RNN. Return ([h], gates) with h = s(a), where the only gate is the preactivation a and s
-    the activation of the cell, from the table `s` of all activations."""
+    """Run one step of a plain RNN. Return ([h], gates) with h = activation(a). The only gate, "h", is the preactivation
+    a itself. v is not read."""
     return [known("ops", s, cell.act)(a["h"])], dict(a)
 
 
@@ -183,13 +202,16 @@ DEFINITIONS: dict[str, Callable[..., Step]] = {"lstm": lstm, "gru": gru, "rnn": 
 
 
 NAMES = {letter: tuple([f"{letter}{k}" for k in range(4)]) for letter in "xpwe"}
-"""The names of a graph's inputs that exist once per gate."""
+"""The names of a graph's inputs that exist once per gate, such as "x0" to "x3". x: a preactivation, or the input's part
+of it. p: its recurrent part. w: a peephole weight. e: the gradient of a gate."""
 
 
 def step(cell: Any, of: Mapping[str, Any], s: Functions = FUNCTIONS) -> Step:
-    """Run one step of a built-in cell, as its definition says. of: the inputs by the names that `CellGraph` lists. An
-    input that the call lacks is None or missing."""
+    """Run one step of a built-in cell: collect the arguments of its definition, and call it. of: the inputs by the
+    names that `CellGraph` lists, a letter and a number. An input that the call lacks is None or missing. s: the
+    functions that the definition calls."""
     gates, get = cell.gate_order, of.get
+    # x0, p0, w0: of the first gate in gate_order. s0: h, s1: c. i0: h_in. W0: a matrix. N0: a norm. k0, k1: limits.
     a = {g: of[x] for g, x in zip(gates, NAMES["x"], strict=False)}
     if cell.apart:
         a = {g: (a[g], get(p)) for g, p in zip(gates, NAMES["p"], strict=False)}

@@ -52,7 +52,7 @@ def part(arrays: dict[str, Array], d: int, projects: bool | None = None) -> dict
 def part_of(name: str, array: Array, d: int, projects: bool) -> Array:
     """Return the part of one array that belongs to direction d, as the table at the head of this module says."""
     if name == "lengths" or (name == "x" and projects) or (name == "mask" and is_shared(array)):
-        return array
+        return array  # both directions read the whole array
     if base(name) in OWN_AXIS:
         return array[d, ...]
     if base(name) in ROWS:
@@ -74,7 +74,8 @@ def join(parts: list[Arrays]) -> Arrays:
 
 
 def join_of(name: str, parts: list[Any]) -> Any:
-    """Join the arrays (or the quantized weights) that both directions have under one name."""
+    """Join the arrays (or the quantized weights) that both directions have under one name. parts: [that of the forward
+    direction, that of the reverse direction]."""
     if isinstance(parts[0], Quantized):
         joined = join([part.arrays(name) for part in parts])
         return parts[0]._replace(**dict(zip(("packed", "scales", "biases"), joined.values(), strict=False)))
@@ -105,10 +106,12 @@ def is_shared(mask: mx.array | np.ndarray) -> bool:
 def state_before(
     problem: Problem, states: np.ndarray, first: np.ndarray, lengths: np.ndarray | None, start: int, stop: int
 ) -> np.ndarray:
-    """Return the state [B, .] of one direction before the steps from `start` to `stop`. states: the state after each
-    step. first: the first state.
+    """Return the state [B, .] of one direction before the steps from `start` to `stop`. states [T, B, .]: the state
+    after each step. first [B, .]: the state before all steps. lengths [B]: after how many steps each batch item ends,
+    or None if none ends early.
 
-    For a batch item that has ended before these steps the result is arbitrary.
+    In reverse a batch item begins with its own last step. So an item with at most `stop` steps begins within these
+    steps, from `first`. For an item that has ended before these steps the result is arbitrary.
     """
     last = stop if problem.reverse else start - 1  # the step that is processed just before these steps
     if not 0 <= last < problem.T:

@@ -1,5 +1,16 @@
 """The part of layer normalisation that comes before the steps: the normalised product of the input, and a shift that is
-a part of the bias. The engine `numpy` computes this part itself (`numpy.norms.InputNorm`), other engines do not."""
+a part of the bias. The engine `numpy` computes this part itself (`numpy.norms.InputNorm`), other engines do not.
+
+    norm(a) = scale (a - mean) / sqrt(variance + eps) + shift
+
+`cell.norm.of` says what is normalised. "products": norm(x Wx^T) + norm(h Wh^T), each with a scale and a shift of its
+own. "product": x Wx^T + norm(h Wh^T). With "products" the first norm does not depend on h. So it is computed here for
+all steps, and the engine then gets a call with "product".
+
+G: gates, H: hidden units. The arrays of the call are in a dict by name: `norm_input_scale`, `norm_input_shift` belong
+to x Wx^T; `norm_scale`, `norm_shift` to h Wh^T; each has G H numbers per direction. packing: the format of quantized
+weights, or None.
+"""
 
 from typing import TypeVar
 
@@ -14,6 +25,7 @@ from .problem import Arrays
 SomeCell = TypeVar("SomeCell", bound=AnyCell)
 
 HALVES = (mx.float16, mx.bfloat16)
+"""The 16-bit dtypes, whose means are computed in float32."""
 
 
 def before_steps(
@@ -22,7 +34,8 @@ def before_steps(
     """Return (cell, arrays, packing) of a call with layer normalisation as an engine other than `numpy` takes them.
 
     If the input's product is normalised, it is computed here, for all steps: x becomes the normalised product, without
-    Wx. The shift of the recurrent product becomes a part of the biases, where the cell has them.
+    Wx. The shift of the recurrent product is added to the biases. A user's cell that reads both parts of a
+    preactivation `apart` keeps this shift: its bias is in the input's part, and the shift belongs to the other one.
     """
     norm = cell.norm
     if norm is None or norm.of not in ("product", "products"):
@@ -42,7 +55,7 @@ def normalised_input(
 ) -> mx.array:
     """Return the normalised product x Wx^T of all steps. Where a batch item has ended, x is replaced by 0, because NaN
     there would spoil the gradient of Wx."""
-    x, lengths = arrays["x"], arrays.get("lengths")
+    x, lengths = arrays["x"], arrays.get("lengths")  # lengths [B]: after how many steps each batch item ends
     assert cell.norm is not None
     if lengths is not None:
         times, ends = mx.arange(x.shape[1 if batch_first else 0]), lengths
@@ -61,7 +74,7 @@ def normalised_input(
 def with_shift_in_bias(cell: AnyCell, arrays: Arrays, directions: int) -> Arrays:
     """Return the arrays with `norm_shift` added to b. A GRU's candidate n is an exception: its shift is added to bhn,
     because the reset gate multiplies the normalised product with its shift, as it multiplies bhn."""
-    shift = arrays["norm_shift"].reshape(directions, cell.gates, -1)
+    shift = arrays["norm_shift"].reshape(directions, cell.gates, -1)  # [directions, gates, H]
     found: dict[str, mx.array] = {"b": shift.reshape(-1)}
     if isinstance(cell, GRUCell):
         n = cell.gate_order.index("n")

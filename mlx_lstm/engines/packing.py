@@ -1,5 +1,10 @@
 """Quantized weights: the class `Quantized`, with which callers pass them, and `Packing`, which tells an engine their
-format."""
+format.
+
+A quantized weight stores each number in a few bits. A group of neighbouring numbers of a row shares a scale and, in
+mode "affine", a bias: the number is scale q + bias, with an integer q. The bits are packed into 32-bit integers.
+Engines get a weight such as Wh as up to three arrays: `Wh` (the packed integers), `Wh_scales` and `Wh_biases`.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -12,7 +17,7 @@ WIDTHS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "mxfp8": ((32,), (8,)),
     "nvfp4": ((16,), (4,)),
 }
-"""For each mode of `mx.quantize`: the group sizes and the bits per weight that it supports."""
+"""For each mode of `mx.quantize`: (the group sizes, the bits per weight) that it supports."""
 
 DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 """The default group size and bits per weight of each mode, as in MLX."""
@@ -91,6 +96,6 @@ def packed_names(arrays: Mapping[str, object]) -> list[str]:
 
 
 def field_of(packing: Packing) -> int:
-    """Return how many bits a quantized weight takes after `fused` has copied the weights into the order in which its
-    lanes read them."""
+    """Return how many bits one quantized weight takes in engine `fused`, 4 or 8. This engine copies the weights into
+    the order in which its lanes read them; there each weight has a field of this size."""
     return 4 if packing.bits <= 4 else 8

@@ -3,6 +3,12 @@
 The prediction is a small model of the hardware: how many cycles a time step takes on the core that gets the most
 threadgroups (groups of threads that share memory). tests/machine_code has a larger model, which counts every launch and
 every instruction. The tests check that both models agree. No Mac has measured the numbers below.
+
+The engine `fused` runs all steps in one launch; `stepwise` launches a kernel for each step. B: batch items, H: hidden
+units. From `metal.fused`: `step_cycles` predicts the cycles of a step, `rows_for` how many batch items a threadgroup
+computes; SIMPLER (1.05): a prediction must differ by this factor, because predictions are not exact; BYTES_PER_CYCLE:
+what one core loads. From `metal.stepwise`: `stepwise_rows` and `tile_of` say how many batch items a threadgroup
+computes, and UNITS and `tile_of` how many hidden units.
 """
 
 from functools import lru_cache
@@ -72,7 +78,7 @@ def predict(
         return Prediction("stepwise", f"H = {H} > {WIDEST}, up to which kernels of fused were counted")
     layer = LayerSize(cell, B, H, dtype.size, directions, cores, packing)
     fused = step_cycles(layer, rows_for(layer)) * (1 if cell.norm is None else NORM_CYCLES)
-    share = fused / stepwise_cycles(cell, dtype, B, H, cores, directions, packing)
+    share = fused / stepwise_cycles(cell, dtype, B, H, cores, directions, packing)  # the time of `fused` relative to it
     weights = f", weights of {field_of(packing)} bits," if packing else ""
     where = f"in {str(dtype).removeprefix('mlx.core.')}{weights} at B = {B}, H = {H} on {cores} GPU cores"
     where += "" if cell.norm is None else ", with layer normalisation"
@@ -86,20 +92,20 @@ def stepwise_cycles(
     """Return the predicted cycles of one time step of `stepwise`, including the time in which the host builds its
     launches."""
     problem = Problem(2, B, H, H, cell, dtype, bidirectional=directions == 2, limits=LIMITS._replace(cores=cores))
-    numbers = directions * cell.gates * H * H
-    size = field_of(packing) / 8 if packing else dtype.size
+    numbers = directions * cell.gates * H * H  # the recurrent weights
+    size = field_of(packing) / 8 if packing else dtype.size  # bytes per weight
+    # Quantized weights have no gradient, so only the forward pass counts.
     total = BUILDING["forward" if packing else "both"]
     for backward in (False,) if packing else (False, True):
         rows, units = tile_of(problem, H) if backward else (stepwise_rows(B), UNITS.get(cell.gates, 8))
-        # down: how many threadgroups share one part of the units, each with `rows` batch items. one: the cycles of a
-        # threadgroup's multiplications. loaded: the cycles to load all weights. each: threadgroups of the busiest core.
-        # The slowest of these limits decides: arithmetic, one threadgroup's waits, the shared cache, a core's loads.
-        down = -(-B // rows)
-        groups = directions * down * -(-H // units)
-        one = CYCLES[rows] * numbers * down * rows / groups
-        waits = TURN * (cell.gates * H if backward else H) / TERMS
-        loaded = numbers * down * size / (CACHE_BYTES * cores)
-        each = -(-groups // cores)
+        down = -(-B // rows)  # parts of the batch, of `rows` items each
+        groups = directions * down * -(-H // units)  # threadgroups
+        one = CYCLES[rows] * numbers * down * rows / groups  # the cycles of one threadgroup's multiplications
+        waits = TURN * (cell.gates * H if backward else H) / TERMS  # the cycles for which it waits for weights
+        loaded = numbers * down * size / (CACHE_BYTES * cores)  # the cycles to load all weights from the shared cache
+        each = -(-groups // cores)  # the threadgroups of the busiest core
+        # The slowest of four limits decides: arithmetic, one threadgroup's waits, the shared cache, a core's loads. A
+        # step with layer normalisation needs a second launch.
         total += LAUNCH if cell.norm is None else 2 * LAUNCH
         total += max(each * one, one + waits, loaded, numbers * size / groups / BYTES_PER_CYCLE * each)
     return total

@@ -1,7 +1,7 @@
 """The static description of a recurrence, `Problem`, and the names and shapes of its arrays.
 
 The arrays of a call with one direction have these shapes. T: time steps, B: batch items, I: input features, H: hidden
-units, P: the width of h (H, or the width of the projection), G: gates.
+units, P: the width of h (H, or the width of the projection), G: gates. D: directions, 1 or 2.
 
     x [T, B, I], or [T, B, G H] without Wx   Wx [G H, I]   Wh [G H, P]   b [G H]   bhn [H]   peephole [4H]   Wp [P, H]
     norm_scale [G H]   norm_shift [G H]   norm_c_scale [H]   norm_c_shift [H]
@@ -35,9 +35,12 @@ Arrays = dict[str, Array]
 
 
 class Cut(NamedTuple):
-    """How an engine divides its work, chosen by a measurement, or without 8 x 8 matrices on a GPU where they do not
-    work. rows: the number of batch items in a threadgroup; 8 or more select a kernel that multiplies 8 x 8 matrices.
-    spare: how many registers of a thread must stay free of weights, in `fused`."""
+    """How a Metal engine divides its work among the threads of the GPU, if the engine's own rules do not decide that.
+    The cut comes from a measurement (`tuning`), or from a test run of kernels on a GPU that lacks 8 x 8 matrices.
+
+    rows: the number of batch items that a threadgroup computes; with 8 or more the kernel multiplies 8 x 8 matrices.
+    spare: how many registers of a thread must stay free of weights, in `fused`.
+    """
 
     rows: int
     spare: int = 0
@@ -114,7 +117,7 @@ class Problem(NamedTuple):
     reverse, bidirectional: whether the only direction is the reverse one, and whether both directions run.
     batch_first: whether x and the sequences are [B, T, .].
     training: whether the forward pass saves the arrays that the backward pass needs.
-    plain: whether the outputs need no gradient function, because nobody can ask for a gradient.
+    plain: whether nobody can ask for a gradient, so that the outputs need no gradient function.
     return_gates, wants_last: whether the caller wants `gates`, and `hT`, `cT`.
     cotangents: the outputs that have a cotangent, for a gradient op; None for a forward op.
     cut: a measured choice of how `fused` divides its work, or None if `fused` uses its own rules.

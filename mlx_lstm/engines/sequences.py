@@ -1,5 +1,8 @@
 """Helpers for functions with TensorFlow's conventions: tanh(c) of a whole sequence, and separate gates joined in one
-array, both in the memory order of the engine."""
+array, both in the memory order of the engine. T: steps, B: batch items, G: gates, H: hidden units.
+
+An array that has a value is no placeholder of mx.compile or mx.vmap, so NumPy can read it.
+"""
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +18,7 @@ def tanh_by_numpy(x: mx.array) -> mx.array:
     has a gradient and a forward-mode derivative."""
     mx.eval(x)
     y = view(x)
+    # The axes in the order of memory, the one with the largest stride first: NumPy then reads and writes in this order.
     order = sorted(range(y.ndim), key=lambda axis: -y.strides[axis])
     y = y.transpose(order)
     new = NewArray(y.dtype, y.shape)

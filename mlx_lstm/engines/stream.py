@@ -1,4 +1,10 @@
-"""Run steps that arrive one at a time on an engine that computes with MLX: `fused`, `stepwise` or `ops`."""
+"""Run steps that arrive one at a time on an engine that computes with MLX: `fused`, `stepwise` or `ops`. The states
+stay here between two calls.
+
+Arrays are in dicts by the names that `problem` lists: parameters such as Wx and Wh, the states h0 and c0 before a step,
+the states hT and cT after it. B: batch items, I: input features, H: hidden units, P: the width of h, D = 1 direction.
+`for_engine` casts arrays to the dtypes that an engine reads.
+"""
 
 from math import prod
 from typing import Any, NamedTuple
@@ -67,7 +73,7 @@ class MLXStream:
         the states are multiplied before the step, or None. inputs [B, U H]: the U inputs of this step of a cell that
         the user wrote, or None."""
         with mx.stream(self.device):
-            dtype, more = self.launches[0][0].arrays["x"].dtype, {}
+            dtype, more = self.launches[0][0].arrays["x"].dtype, {}  # more: arrays of this step alone
             row: mx.array = x.astype(dtype) if isinstance(x, mx.array) else to_mlx(x, dtype)
             row = row.reshape(1, self.B, -1)
             if keep is not None:
@@ -76,6 +82,7 @@ class MLXStream:
                 more["inputs"] = to_mlx(inputs[None], dtype)
             for n, pair in enumerate(self.launches):
                 module, problem, arrays, norm = pair[keep is not None]
+                # A layer that normalises its input's product gets it computed, without Wx (see `Launch.norm`).
                 if norm is not None:
                     cell, given, packing = norm
                     row = normalised_input(cell, given | {"x": row.astype(given["Wh"].dtype)}, packing, 1, False)
@@ -88,7 +95,7 @@ class MLXStream:
     def states(self) -> dict[str, list[mx.array]]:
         """Return the current states of all layers by name: h (*batch, P) and, for an LSTM, c (*batch, H). P is the
         width of a layer's h, H the number of its hidden units."""
-        names = self.carried[0]
+        names = self.carried[0]  # h0 and, for an LSTM, c0: the first letter is the state's name
         return {name[0]: [layer[name].reshape(*self.batch, -1) for layer in self.carried] for name in names}
 
     def set_states(self, states: dict[str, list[np.ndarray]]) -> None:

@@ -1,8 +1,12 @@
 """Find out whether MLX is transforming a function, and evaluate arrays during a transformation.
 
-MLX's transformations (grad, vjp, jvp, vmap, checkpoint, compile, export) run a function on tracers: arrays whose
-graph MLX reads afterwards. Tracers of grad, vjp and jvp have values. Tracers of vmap, compile and an export are
+MLX's transformations (grad, vjp, jvp, vmap, checkpoint, compile, export) run a function on tracers: arrays with a mark,
+whose graph MLX reads afterwards. Tracers of grad, vjp and jvp have values. Tracers of vmap, compile and an export are
 placeholders without values.
+
+A custom function is a function with rules of its own for derivatives: MLX calls its vjp rule with (primals, cotangents,
+outputs) to get a gradient. Primals are the arguments, cotangents the gradients of the outputs. The functions below use
+vjp rules also for their side effects: MLX calls a rule at a certain time, and only if it needs that gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,8 +63,10 @@ def stale_placeholder() -> mx.array:
 
 
 PLACEHOLDER = stale_placeholder()
+"""An array that MLX treats as a tracer while a transformation runs in this thread, and only then."""
 
 ZERO = mx.array(0.0)
+"""An array with a value, which is never marked as a tracer."""
 
 
 class Probe(local):
@@ -84,6 +90,7 @@ def count_run(array: mx.array) -> list[mx.array]:
 
 
 probe = Probe()
+"""The compiled function of the current thread: the class is a `threading.local`, so each thread sees another one."""
 
 
 def runs_python(array: mx.array) -> bool:
@@ -153,6 +160,7 @@ def with_graphs_kept(function: Callable[[], Any]) -> Any:
     """
     results = []
 
+    # MLX passes three arguments to a vjp rule; only the cotangent is needed here.
     def rule(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         results.append(function())
         return cotangent
@@ -172,7 +180,7 @@ def marks_come_first() -> bool:
     knows whether the rule of `mark` was called. If MLX asks only for the gradient of w, it must not call the rule of
     `mark`.
     """
-    called: list[str] = []
+    called: list[str] = []  # the names of the rules that MLX called, in this order; "function" stands for `product`
 
     def noting(name: str, function: Callable[..., Any], gradient: Callable[..., Any]) -> Callable[..., Any]:
         noted = custom_function(function)
@@ -188,3 +196,4 @@ def marks_come_first() -> bool:
 
 
 MARKS_COME_FIRST = marks_come_first()
+"""Whether this version of MLX calls vjp rules in the order that `marks_come_first` tests."""

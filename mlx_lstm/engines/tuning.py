@@ -24,6 +24,7 @@ from ..ground.machine import VERSION, counted_gpu_cores, installed_version, shad
 from .problem import CORES, Cut, Limits
 
 Row = tuple[tuple[int, str], ...]
+"""The type of a row of the table: pairs (largest H, engine that is faster up to this H), with H ascending."""
 
 
 class Table(NamedTuple):
@@ -53,11 +54,11 @@ class Table(NamedTuple):
             ('fused', 'H = 64 <= 128 in float32 at B = 32, measured')
         """
         name, _, row = self.row_at(dtype, B)
-        where = f"in {name} at B = {B}, {self.source}"
+        where = f"in {name} at B = {B}, {self.source}"  # a part of the reason
         for largest, engine in row:
             if largest >= H:
                 return engine, f"H = {H} <= {largest} {where}"
-        beyond = "stepwise" if self.trusts("stepwise", dtype, B) else "ops"
+        beyond = "stepwise" if self.trusts("stepwise", dtype, B) else "ops"  # the engine above the last measured H
         return beyond, f"H = {H} > {row[-1][0]} {where}" if row else f"H = {H} {where}"
 
     def trusts(self, engine: str, dtype: mx.Dtype | str, B: int) -> bool:
@@ -160,6 +161,7 @@ def load(file: Path) -> Table:
         }
         discarded = frozenset(failures(content["measured"]))
         cuts = {(str(dtype), int(least)): checked_cut(*cut) for dtype, least, *cut in content.get("cuts", [])}
+        # What differs between this machine and the one that measured the table, such as "mlx" (its version).
         differing = [name for name, value in machine().items() if content["machine"].get(name) != value]
     except (FileNotFoundError, NotADirectoryError):
         return PREDICTED
@@ -198,7 +200,10 @@ def checked_cut(rows: Any, spare: Any) -> Cut:
 
 
 _chosen: list[Path] = []
+"""The file that `use` has chosen; empty for the file in the user's cache folder."""
+
 _tried: list[Cut | None] = []
+"""The cuts of the contexts `trying` that are active, the innermost last."""
 
 
 @cache
@@ -209,7 +214,8 @@ def current() -> Table:
 
 
 def cut(dtype: mx.Dtype, B: int) -> Cut | None:
-    """Return how `fused` divides its work in this process, or None if it uses its own rules."""
+    """Return how `fused` divides its work in this process for this dtype and a batch of B items, or None if it uses its
+    own rules."""
     return _tried[-1] if _tried else current().cut(dtype, B)
 
 

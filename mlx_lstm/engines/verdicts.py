@@ -1,8 +1,9 @@
-"""The verdicts on kernels. A verdict is the result of a test run of kernels on this machine, before their first use.
-All processes share a file of verdicts.
+"""The verdicts on kernels. A verdict is the result of a test run of kernels on this machine, before their first use: a
+text that says why the kernels are refused, or "" if they are correct.
 
-The file is next to the table that says which engine is faster. It holds the verdicts for a few environments. An
-environment is a system with its versions of macOS, MLX and the kernels' source.
+All processes share the file `verdicts.json`, next to the table that says which engine is faster (`tuning`). It holds
+the verdicts for a few environments: {environment: {name of a test run: verdict}}. An environment is a chip and a system
+with its versions of macOS, MLX and the kernels' source. The name of a test run (`trial`) says which kernels it ran.
 """
 
 import json
@@ -21,7 +22,8 @@ MACHINES = 8
 environment."""
 
 PROCESSES = 3
-"""After faults in this number of processes, which may not have come again, kernels are refused for a week."""
+"""A fault that may not come again refuses kernels in its own process only. After such faults in this number of
+processes the kernels are refused for a week."""
 
 DAY, WEEK = 86_400.0, 604_800.0
 
@@ -45,7 +47,10 @@ class Kept(NamedTuple):
 
 
 _known: dict[str, Kept] = {}
+"""The verdicts that this process has read or stored, by the name of the test run."""
+
 _broken: set[Path] = set()
+"""The broken files for which this process has warned already."""
 
 
 def file() -> Path:
@@ -66,6 +71,7 @@ def record(trial: str, reason: str, keeping: Keeping = "always") -> None:
     """Store the verdict of one test run of kernels: the reason why they are refused, or "" if they are correct. It is
     stored for this process and, if `verdicts.json` can be written, for other processes."""
     content = read()
+    # This environment is removed and added again as the last one, so that the oldest one falls out of the file.
     mine = content.pop(names(), {})
     kept = Kept(reason)
     if keeping != "always":
@@ -84,7 +90,7 @@ def keeping_of(reason: str) -> str:
     """Return how long `verdicts.json` keeps a verdict with this reason, in words: "always", "for a week", "for a day",
     or "" if only this process obeys it."""
     kept = next((one for one in reversed(_known.values()) if one.reason == reason), None)
-    if kept is None or kept.until == 0.0:
+    if kept is None or kept.until == 0.0:  # 1970: no other process obeys such a verdict
         return ""
     if kept.until is None:
         return "always"
@@ -99,7 +105,7 @@ def forget() -> None:
 
 
 def names() -> str:
-    """Return the name of this environment, made of its chip, system, versions and kernels."""
+    """Return the name of this environment, made of the names and values of its chip, system, versions and kernels."""
     return ", ".join(f"{name} {value}" for name, value in tuning.machine().items())
 
 

@@ -1,6 +1,9 @@
 """Advice in the error texts of layers: what to write in place of a name that other frameworks have.
 
-`Advised` is the base class of the layers. `advised` decorates their constructors and their `__call__`.
+`Advised` is the base class of the layers. `advised` decorates their constructors and their `__call__`. op: a layer's
+name in error texts, such as "nn.LSTM" or "torch.GRU". The tables map a name of another framework to the advice, which
+an error text contains: OF_CONSTRUCTORS (options of a constructor), OF_CALLS (arguments of a call), STATES (names of the
+first states), ATTRIBUTES (methods of a layer).
 """
 
 from collections.abc import Callable, Iterable
@@ -18,6 +21,7 @@ SIZES: dict[str, str] = dict.fromkeys(
     ("units", "num_units", "hidden_dim", "hidden_dims", "n_hidden"), "it is called hidden_size here"
 )
 SIZES |= dict.fromkeys(("input_dims", "input_dim", "n_input"), "it is called input_size here")
+"""Names of the two sizes of a layer in other frameworks, and ours."""
 
 OF_CONSTRUCTORS: dict[str, str] = SIZES | {
     "device": "MLX uses a Mac's GPU by itself; mx.set_default_device(mx.cpu) selects the CPU",
@@ -42,6 +46,8 @@ OF_CALLS: dict[str, str] = {
 OF_CALLS |= dict.fromkeys(
     ("sequence_lengths", "seq_lengths", "seq_lens", "sequence_length"), "it is called lengths here"
 )
+"""Arguments of calls in other frameworks, and what to use here."""
+
 STATES = ("initial_state", "state", "states", "h0", "h_0", "c0", "c_0", "carry")
 """Names of the first states in other frameworks."""
 
@@ -72,8 +78,8 @@ ATTRIBUTES |= {
 
 
 def missing(module: str, name: str, names: Iterable[str]) -> AttributeError:
-    """Return the error for a name that a module does not have. If another framework spells one of `names` so, such as
-    BlockLSTM for block_lstm, the text has ours."""
+    """Return the error for a name that a module does not have. names: the names that it has. If another framework
+    spells one of them so, such as BlockLSTM for block_lstm, the text has our spelling."""
     ours = {one.replace("_", ""): one for one in names}.get(name.lower())
     text = (
         f"{module} has no {name}: it is called {ours} here" if ours else f"module {module!r} has no attribute {name!r}"
@@ -103,7 +109,8 @@ class Advised(nn.Module):
 
 def advised(function: Function) -> Function:
     """Return a constructor or `__call__` of a layer that refuses keywords of other frameworks with advice. Python
-    itself refuses other unknown keywords."""
+    itself refuses other unknown keywords. function: the constructor or `__call__` without this check."""
+    # known: the names of its parameters, which are the first variables of its code.
     code = function.__code__
     known = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     is_call = function.__name__ == "__call__"
@@ -119,7 +126,9 @@ def advised(function: Function) -> Function:
 
 
 def refuse(op: str, name: str, value: object, is_call: bool) -> None:
-    """Raise ValueError if another framework has an option of this name. The text says what to use here."""
+    """Raise ValueError if another framework has an option of this name. The text says what to use here. value: what the
+    caller passed. is_call: whether `name` is an argument of a call, not of the constructor."""
+    # kind: "nn" or "torch", whose layers have different names and options. layer: the class, such as "LSTM".
     kind, _, layer = op.partition(".")
     advice: dict[str, str] = OF_CALLS if is_call else OF_CONSTRUCTORS
     if is_call:

@@ -1,5 +1,9 @@
 """Limit what reading one foreign file may cost. This module imports only Python's own modules, so that a child process
-that reads files can load it without the package."""
+that reads files can load it without the package.
+
+A foreign file comes from an unknown source: it may declare huge sizes, millions of names or endless nesting. A reader
+takes what it is about to allocate from a `Budget`, which raises `Refused`, a ValueError, if the file takes too much.
+"""
 
 import json
 from typing import Any
@@ -29,7 +33,7 @@ def shown(text: object, most: int = 80) -> str:
 
 
 class Refused(ValueError):
-    """The error of a file that exceeds its budget; a user understands its text."""
+    """The error of a file that exceeds its budget. Its text is written for users, so it is shown to them as it is."""
 
 
 class Budget:
@@ -90,6 +94,7 @@ class Budget:
             found = json.loads(text, object_pairs_hook=without_duplicates)
         except (RecursionError, ValueError) as error:
             raise Refused(f"it is truncated or damaged: its JSON: {shown(error)}") from None
+        # Count the levels: `level` has the values of one level, `inner` the dicts and lists among them.
         level, depth = [found], 0
         while level:
             inner = [each.values() if isinstance(each, dict) else each for each in level if type(each) in (dict, list)]

@@ -1,5 +1,9 @@
 """Check the arguments of public functions before any work is done; an error text has the form "[op] rule but got
-value." Show each warning once, at the caller's line."""
+value." Show each warning once, at the caller's line.
+
+op: the name of the function or layer that the user called. name: the name of the argument. why: a reason or advice that
+is added to the rule. A check either returns the value, or raises a ValueError.
+"""
 
 import math
 import sys
@@ -18,7 +22,10 @@ NO_UNITS = ", as weights are drawn from +-1/sqrt(hidden_size),"
 """A part of error texts: the reason why a layer must have at least one unit."""
 
 FLOATS = (mx.float32, mx.float16, mx.bfloat16, mx.float64)
+"""The dtypes that the arrays of a call may have."""
+
 ARRAYS = ((np.ndarray, np), (mx.array, mx))
+"""Pairs (class of arrays, its module)."""
 
 
 class ArraySpec(NamedTuple):
@@ -46,8 +53,13 @@ def in_the_name_of(op: str, other: str) -> Iterator[None]:
 
 
 PACKAGE = str(Path(__file__).parents[1])
+"""The folder of this package."""
+
 _said: set[str] = set()
+"""The texts of the warnings that were shown."""
+
 _lock = Lock()
+"""The lock of `_said`."""
 
 
 def warn_once(text: str) -> None:
@@ -58,6 +70,7 @@ def warn_once(text: str) -> None:
         _said.add(text)
     if known:
         return
+    # level: how many calls lie between `warnings.warn` and the frame: 2 is the caller of this function.
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame, level = frame.f_back, level + 1
@@ -79,6 +92,7 @@ def check_array(
     if not isinstance(array, (mx.array, ArraySpec)):
         fail(op, f"{name} must be an mlx.core.array{instead_of(array, name)}", type(array).__name__)
     sizes = array.shape
+    # pairs: where the shape differs from the sizes; a letter in the shape differs from every size, and is allowed.
     pairs = [pair for pair in zip(shape, sizes, strict=False) if pair[0] != pair[1]]
     if len(sizes) != len(shape) or not all([isinstance(want, str) for want, _ in pairs]):
         fail(op, f"{name} must have shape [{', '.join(map(str, shape))}]{why}", f"shape {list(sizes)}")
@@ -176,8 +190,9 @@ def as_float(value: object) -> float | None:
 def check_lengths(
     op: str, lengths: Any, batch: int, longest: int, *, traced: bool, name: str = "lengths", shortest: int = 0
 ) -> mx.array:
-    """Check that each length is in shortest..longest, and return `lengths` as int32 [batch]. The values of a traced
-    array cannot be checked."""
+    """Check that each length is in shortest..longest, and return `lengths` as int32 [batch]. batch: the number of
+    lengths. longest: the number of steps of the input. traced: whether the array is a placeholder of `mx.compile` and
+    the like, whose values cannot be checked."""
     if isinstance(lengths, (list, tuple)):
         if not all(isinstance(n, Integral) and not isinstance(n, bool) for n in lengths):
             fail(op, f"{name} must be integers", lengths)

@@ -2,7 +2,8 @@
 lost.
 
 Requests and answers are JSON objects, one per line, on the child's standard input and output. Each request has a
-number, which its answer repeats. A child ends when its parent closes the pipe or ends.
+number, which its answer repeats. A child ends when its parent closes the pipe or ends. `Child` is the parent's side,
+`serve` the child's. Times such as `until` are those of `monotonic`, in seconds.
 """
 
 import json
@@ -65,9 +66,10 @@ class Child:
             cast(IO[bytes], stream) for stream in (self.process.stdin, self.process.stdout, self.process.stderr)
         )
         self.pipes: list[IO[bytes]] = [self.answers, self.stderr]  # those that the child has not closed
-        self.unread: bytes = b""
-        self.asked: int = 0
-        self.ended: bool = False
+        self.unread: bytes = b""  # what the child has answered and nobody has read yet
+        self.asked: int = 0  # the number of the last request
+        self.ended: bool = False  # whether `end` was called
+        # The first and the last bytes of the child's stderr.
         self.first_errors: bytes = b""
         self.last_errors: bytes = b""
 
@@ -204,8 +206,8 @@ def ended(code: int) -> str:
 
 
 def shortened(text: str, most: int = MOST) -> str:
-    """Return a text without empty lines. Of a text with more than `most` characters, return a third of this number
-    from its beginning, a third around the first "error:" after it, and a third from its end."""
+    """Return a text without empty lines. Of a text with more than `most` characters, return three parts, each a third
+    of this number long: its beginning, the place of the first "error:" after that, and its end."""
     text = "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
     if len(text) <= most:
         return text
@@ -220,6 +222,7 @@ def shortened(text: str, most: int = MOST) -> str:
 def serve(answer: Callable[..., dict[str, Any]]) -> None:
     """In the child process, answer the parent's requests by the function `answer` until the parent closes the pipe.
     What libraries print goes to stderr."""
+    # Keep stdout (1) for the answers under another number, and let 1 mean stderr (2) from now on.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -2,6 +2,10 @@
 
 `foreign` is the only function of the package that opens a file from an unknown source. Such a file may declare a wrong
 format, wrong sizes or wrong names. Its `Budget` limits bytes, names, levels and time, whatever the file declares.
+`broken(text)` raises the ValueError of a damaged file; `shown` makes a name from such a file safe to print.
+
+A safetensors file is a header in JSON, then the bytes of the arrays. An .npy file is a header and one array; an .npz
+file is a zip of .npy files.
 """
 
 import errno
@@ -146,7 +150,8 @@ def array_in(
     order: Any = "C",
 ) -> np.ndarray:
     """Return the array whose bytes are data[start:stop]. The arrays of every format are made here: the dtype must be
-    known, and the bytes must be as many as the shape declares."""
+    known, and the bytes must be as many as the shape declares. data: the bytes of the file. stop: None for their end.
+    order: "C" or "F", as in NumPy."""
     stored = (len(data) if stop is None else stop) - start
     if dtype.newbyteorder("=") not in NUMBERS and not (dtype.kind == "U" and dtype.itemsize):
         raise ValueError(f"{shown(name)} must have a dtype that MLX knows but got {shown(dtype)}.")
@@ -163,6 +168,7 @@ def as_bfloat16(array: np.ndarray) -> mx.array:
 
 def read_safetensors(file: Foreign) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the arrays of a safetensors file by key, and the file's metadata."""
+    # size: the bytes of the file. name: the function that takes a name from the budget. n: the bytes of the header.
     data, size, name = file.read(), file.budget.stored, file.budget.name
     n = int.from_bytes(data[:8], "little")
     if size < 8 or n > min(size - 8, MOST_HEADER):
@@ -227,6 +233,7 @@ def content_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytearray:
     it declares."""
     data, end = bytearray(member.file_size), 0
     reader: Any
+    # end: how many bytes have been read.
     longer = copy(member)
     longer.file_size += 1  # otherwise Python would cut off what is too long
     with archive.open(longer) as reader, memoryview(data) as view:
@@ -248,7 +255,8 @@ def read_npy(file: Foreign) -> np.ndarray:
 
 
 def npy_array(data: bytes | bytearray, name: str, text: bool = False) -> np.ndarray:
-    """Return the array in the bytes of an .npy file."""
+    """Return the array in `data`, the bytes of an .npy file. name: what error texts call it. text: whether an array of
+    text is allowed, too."""
     headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     stream = io.BytesIO(memoryview(data)[: 2**16])  # NumPy accepts headers of 10,000 bytes
     try:

@@ -1,4 +1,8 @@
-"""Describe the machine (chip, system, versions), start Python as a child process, and run commands to their end."""
+"""Describe the machine (chip, system, versions), start Python as a child process, and run commands to their end.
+
+A child is a process that this one starts. A command is a program of this package, such as `python -m mlx_lstm.check`.
+SIGTERM, SIGHUP and SIGALRM are signals of the system: end, closed terminal, timer.
+"""
 
 import os
 import platform
@@ -156,7 +160,8 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 
 def terminate(signum: int, frame: object) -> NoReturn:
-    """Raise SystemExit for a signal, so that `finally` blocks run; a second signal ends the process at once."""
+    """Raise SystemExit for a signal, so that `finally` blocks run; a second signal ends the process at once. signum:
+    its number. frame: where the program was; Python passes it to a signal handler, and it is not read."""
     signal.signal(signum, signal.SIG_DFL)
     raise SystemExit(128 + signum)
 
@@ -169,6 +174,7 @@ def raise_later(unraisable: "sys.UnraisableHookArgs") -> None:
         sys.__unraisablehook__(unraisable)
         return
 
+    # The handler of the timer's signal. Python passes both arguments; neither is read.
     def again(signum: int, frame: object) -> NoReturn:
         raise SystemExit(end.code)
 

@@ -1,5 +1,12 @@
 """Run Apple's GRU and GRUGradients of MPSGraph. The docstring of `mlx_lstm.mpsgraph` describes what all ops of the
-package have in common."""
+package have in common.
+
+Sizes: T time, N batch, I input, H hidden. Apple's names are in Python's spelling: source (x), recurrent_weight (Wh),
+secondary_bias (bhn), z_state (zState, the gates), output_fwd (h); Apple's gate o is our n. A descriptor is an object
+with the options of an op. Each op checks its arguments, converts them to those of `mlx_lstm.gru` or `gru_gradients`
+(`translate`), and returns Apple's list of results. E:name is an experiment that decides on a Mac what Apple's text
+leaves open.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +28,7 @@ GRADIENTS |= {"init_state": "h0", "secondary_bias": "bhn"}
 
 WORDS = GRADIENTS | {"mask": "mask", "source_gradient": "dh", "z_state": "gates", "output_fwd": "h"}
 WORDS |= {"state_gradient": "dhT"}
+"""All arrays that one of the two ops gets: Apple's names, and the names in `mlx_lstm.recurrence`."""
 
 
 @dataclass(kw_only=True)
@@ -181,7 +189,8 @@ def gru_gradients(
 
 
 def translate(op: str, arrays: Given, descriptor: GRUDescriptor, hard_sigmoid: str, mask_layout: str) -> dict[str, Any]:
-    """Check Apple's arguments of a GRU and convert them to arguments of `mlx_lstm.recurrence`."""
+    """Check Apple's arguments of a GRU and convert them to arguments of `mlx_lstm.recurrence`. arrays: by Apple's
+    names, None for those that the caller left out. The options are those of `gru`. 3: a GRU has three gates."""
     check_descriptor(op, descriptor, GRUDescriptor)
     arguments = translated(op, arrays, 3, WORDS, descriptor, mask_layout)
     if "bhn" in arguments and not descriptor.reset_after:

@@ -1,5 +1,11 @@
 """Run Apple's LSTM and LSTMGradients of MPSGraph. The docstring of `mlx_lstm.mpsgraph` describes what all ops of the
-package have in common."""
+package have in common.
+
+Sizes: T time, N batch, I input, H hidden. Apple's names are in Python's spelling: source (x), recurrent_weight (Wh),
+z_state (zState, the gates), cell_output_fwd (c); Apple's gate z is our g. A descriptor is an object with the options of
+an op. Each op checks its arguments, converts them to those of `mlx_lstm.lstm` or `lstm_gradients` (`translate`), and
+returns Apple's list of results. E:name is an experiment that decides on a Mac what Apple's text leaves open.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +27,7 @@ in `mlx_lstm.recurrence`."""
 
 WORDS = GRADIENTS | {"mask": "mask", "source_gradient": "dh", "z_state": "gates", "cell_output_fwd": "c"}
 WORDS |= {"state_gradient": "dhT", "cell_gradient": "dcT"}
+"""All arrays that one of the two ops gets: Apple's names, and the names in `mlx_lstm.recurrence`."""
 
 
 @dataclass(kw_only=True)
@@ -207,7 +214,8 @@ def lstm_gradients(
 def translate(
     op: str, arrays: Given, descriptor: LSTMDescriptor, output_peephole: str, hard_sigmoid: str, mask_layout: str
 ) -> dict[str, Any]:
-    """Check Apple's arguments of an LSTM and convert them to arguments of `mlx_lstm.recurrence`."""
+    """Check Apple's arguments of an LSTM and convert them to arguments of `mlx_lstm.recurrence`. arrays: by Apple's
+    names, None for those that the caller left out. The options are those of `lstm`. 4: an LSTM has four gates."""
     check_descriptor(op, descriptor, LSTMDescriptor)
     check_option(op, "output_peephole", output_peephole, ("previous", "current"))
     return translated(op, arrays, 4, WORDS, descriptor, mask_layout) | {

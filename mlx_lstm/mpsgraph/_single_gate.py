@@ -1,5 +1,11 @@
 """Run Apple's singleGateRNN and singleGateRNNGradients of MPSGraph. The docstring of `mlx_lstm.mpsgraph` describes
-what all ops of the package have in common."""
+what all ops of the package have in common.
+
+Sizes: T time, N batch, I input, H hidden. Apple's names are in Python's spelling: source (x), recurrent_weight (Wh),
+z_state (zState, an array that the gradient op reads). A descriptor is an object with the options of an op. Each op
+checks its arguments, converts them to those of `mlx_lstm.rnn` or `rnn_gradients` (`translate`), and returns Apple's
+list of results. E:name is an experiment that decides on a Mac what Apple's text leaves open.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +24,8 @@ GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bia
 in `mlx_lstm.recurrence`."""
 
 WORDS = GRADIENTS | {"mask": "mask", "source_gradient": "dh", "state_gradient": "dhT"}
+"""All arrays but z_state that one of the two ops gets: Apple's names, and the names in `mlx_lstm.recurrence`."""
+
 Z_STATES = {"preactivations": "gates", "activations": "h"}
 """What Apple's zState, an array that the gradient op reads, may hold. Each value is the name of the output of
 `recurrence.rnn` with these values."""
@@ -165,7 +173,9 @@ def single_gate_rnn_gradients(
 def translate(
     op: str, arrays: Given, descriptor: SingleGateRNNDescriptor, z_state_holds: str, hard_sigmoid: str, mask_layout: str
 ) -> dict[str, Any]:
-    """Check Apple's arguments of a single-gate RNN and convert them to arguments of `mlx_lstm.recurrence`."""
+    """Check Apple's arguments of a single-gate RNN and convert them to arguments of `mlx_lstm.recurrence`. arrays: by
+    Apple's names, None for those that the caller left out. The options are those of `single_gate_rnn`. 1: there is one
+    gate."""
     check_descriptor(op, descriptor, SingleGateRNNDescriptor)
     check_option(op, "z_state_holds", z_state_holds, tuple(Z_STATES))
     words = WORDS | {"z_state": Z_STATES[z_state_holds]}

@@ -1,6 +1,11 @@
 """Check the arguments of the MPSGraph ops and their layouts, convert masks, and make the lists of gradients.
 
-Sizes are Apple's: T time, N batch, I input, H hidden; D is 2 with `bidirectional`, else 1; G gates of the op.
+Sizes are Apple's: T time, N batch, I input, H hidden; D is 2 with `bidirectional`, else 1; G gates of the op. A layout
+is a list with one text per axis, such as ["T", "N", "4H"]; sizes has the numbers for these letters. Arrays are in dicts
+by Apple's names in Python's spelling: source (x), recurrent_weight (Wh), source_gradient (dh) and so on; `words` maps
+them to the names of `mlx_lstm.recurrence`. present: the arrays that are not None. descriptor: the object with the
+options of an op. leading_ones: names of arguments whose gradients get two leading axes of size 1. op: the function that
+error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 import re
@@ -18,7 +23,11 @@ from ..ground.checks import check_array, check_flag, check_option, check_sizes, 
 __all__ = ["ACTIVATIONS", "layouts", "size_of", "title"]
 
 MASK_LAYOUTS = ("channels", "directions", "steps")
+"""The values of the option mask_layout, the default first."""
+
 REQUIRED = ("source", "recurrent_weight", "source_gradient", "z_state", "cell_output_fwd", "output_fwd")
+"""The arguments that must not be None, in every op that has them."""
+
 Given = dict[str, mx.array | None]
 """An op's arrays by their names in Python; None for arguments that the caller left out."""
 
@@ -31,6 +40,7 @@ def layouts(G: int, bidirectional: bool, projects: bool) -> dict[str, list[str]]
     of gates. projects: whether the op multiplies source by an input_weight."""
     D = 2 if bidirectional else 1
     own = ["2"] if bidirectional else []  # the axis of arrays with one entry per direction
+    # Texts for the widths H, D H, G H and D G H, such as "H" and "8H".
     H, DH, GH, DGH = ("H" if n == 1 else f"{n}H" for n in (1, D, G, D * G))
     sequence, state = ["T", "N", DH], ["N", DH]
     axes = {"source": ["T", "N", "I" if projects else DGH], "recurrent_weight": [*own, GH, H]}
@@ -44,7 +54,8 @@ def translated(
     op: str, arrays: Given, G: int, words: dict[str, str], descriptor: Any, mask_layout: str
 ) -> dict[str, Any]:
     """Check the layouts of an op's arrays, and convert the arrays and the direction to arguments of
-    `mlx_lstm.recurrence`. `words` maps Apple's names to the names of these arguments."""
+    `mlx_lstm.recurrence`. G: the op's number of gates. words: Apple's names, and the names of these arguments.
+    mask_layout: what the axes of the mask are, see `MASK_LAYOUTS`."""
     present = check_layouts(op, arrays, G, descriptor.bidirectional)
     check_option(op, "mask_layout", mask_layout, MASK_LAYOUTS)
     if mask_layout != MASK_LAYOUTS[0] and "mask" not in present:
@@ -90,7 +101,8 @@ def size_of(axis: str, sizes: dict[str, int]) -> int:
 
 
 def wrong_layout(op: str, name: str, layout: list[str], sizes: dict[str, int], value: str) -> NoReturn:
-    """Raise an error with the argument's name and layout, and the shape it must have if `sizes` are known."""
+    """Raise an error with the argument's name and layout, and the shape it must have if `sizes` are known (else {}).
+    value: what the caller passed, as text."""
     rule = f"{title(name)} must have layout [{', '.join(layout)}]"
     fail(op, rule + (f" = {[size_of(axis, sizes) for axis in layout]}" if sizes else ""), value)
 
@@ -107,6 +119,7 @@ def check_mask(op: str, arrays: Arrays, bidirectional: bool, mask_layout: str) -
     mask, source, H = arrays["mask"], arrays["source"], arrays["recurrent_weight"].shape[-1]
     check_array(op, "mask", mask, list(getattr(mask, "shape", ())), source.dtype)
     (T, N, _), D, DH = source.shape, 2 if bidirectional else 1, "2H" if bidirectional else "H"
+    # expected: the rule as text. shape: what the mask must broadcast to.
     expected, shape = {
         "channels": (f"broadcast to [N, {DH}]", (1, N, D * H)),
         "steps": (f"broadcast to [T, N, {DH}]", (T, N, D * H)),

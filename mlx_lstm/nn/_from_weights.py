@@ -1,4 +1,10 @@
-"""Make a layer with any option of the cell from weights of any format."""
+"""Make a layer with any option of the cell from weights of any format.
+
+A `Weights` is a stack of layers in one form for all formats, with a cell (the formula and its options). B: sequences,
+T: steps, I: input features, H: units, P: the width of h, or of the projection (0 without one), K: layers, D:
+directions. `Call` runs one layer. `fail(OP, rule, got)` raises the ValueError "[nn.from_weights] rule but got ...";
+`check_array(OP, name, array, shape)` checks a shape, in which a text stands for any size.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,6 +31,7 @@ from ..recurrence import (
 )
 
 OP = "nn.from_weights"
+"""The function that error texts begin with."""
 
 REVERSE = "layers must run forward, because the reverse direction starts at the end of the sequence,"
 """The reason, in an error text, why a stepper refuses layers that run in reverse."""
@@ -42,6 +49,7 @@ class Recurrence(nn.Module):
     engine_used = engine_used
 
     def __init__(self, weights: Weights, checkpoint_every: int | str | None, engine: Engine | None):
+        """Make a layer with these weights. checkpoint_every, engine: options, as in `from_weights`."""
         super().__init__()
         self.engine = engine
         self.checkpoint_every = checkpoint_every
@@ -97,6 +105,7 @@ class Recurrence(nn.Module):
         options: dict[str, Any] = {"hold": steps.pop("hold", None), "lengths": whole_lengths(OP, lengths, B, T)}
         options |= {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "batch_first": True}
         call = Call(cell, self._is_reverse, D == 2, lengths_checked=True, **options)
+        # rows: by state the first states of each layer. last: the outputs of each layer, with its last states.
         rows, last = {name: split_states(D, array) for name, array in first.items()}, []
         for k, layer in enumerate(self.layers):
             arrays = layer | {"x": x} | {f"{name}0": array[k] for name, array in rows.items()}

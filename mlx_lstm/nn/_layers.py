@@ -1,7 +1,13 @@
 """The recurrent layers of `mlx.nn`, computed by `mlx_lstm.recurrence`, with float or quantized weights.
 
 `Layer` is the base class: it has the constructor, the checks, and the call of the recurrence. A subclass adds its cell,
-and the names that its parameters have in `mlx.nn`.
+and the names that its parameters have in `mlx.nn`. The call itself, `Call`, takes arrays by the argument names of
+`mlx_lstm.lstm`, `gru` and `rnn`: Wx, Wh, b, bhn, h0, c0.
+
+D: features of the input (input_size; `mlx.nn` prints it as input_dims), H: hidden units (hidden_size), L: time steps,
+B: sequences, "...": any number of batch axes. hidden and cell are the states h and c. keep: a factor on the states
+before a step; hold: steps that leave the states unchanged; lengths: the number of steps of each sequence. op: the name
+that error texts begin with, such as "nn.LSTM"; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 import math
@@ -62,6 +68,7 @@ class Layer(Advised):
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool, checkpoint_every: int | str | None, engine: Engine | None
     ):
+        """Check the options, and draw random parameters. The subclasses describe the arguments."""
         super().__init__()
         I = check_integer(self.op, "input_size", input_size, least=1)
         H = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
@@ -112,6 +119,7 @@ class Layer(Advised):
         """
         op = f"{self.op}.stepper"
         class_of(op, "the layer", self)
+        # read: returns the layer's cell, parameters and engine; the stepper calls it again if parameters have changed.
         read = lambda: [(self._cell(), self._arrays(), self.engine)]  # noqa: E731
         return Stepper(op, read, [self], batch=batch, is_stack=False)
 
@@ -159,8 +167,8 @@ class Layer(Advised):
         """Run all time steps and return the states at every step, h and for an LSTM c: each [..., L, H]. With
         `is_step`, x is [..., D] and the results are [..., H].
 
-        `states` holds the states before the first step by the names of the caller's arguments. The results have the
-        dtype to which x, the parameters and the states promote.
+        `states` holds the states before the first step by the names of the caller's arguments, "hidden" and "cell";
+        None stands for zeros. The results have the dtype to which x, the parameters and the states promote.
         """
         op, cell, arrays = self.op, self._cell(), self._arrays()
         D, H = arrays["Wx"].shape[1], arrays["Wh"].shape[1]
@@ -558,6 +566,7 @@ class RNN(Layer):
         if any(self.nonlinearity is function for function in NONLINEARITIES):
             return super()._run(x, states, lengths, keep, hold, is_step=is_step)
         op, arrays, hidden = self.op, self._arrays(), states["hidden"]
+        # `pointwise` takes no quantized weights. So here `activation_of` raises its error for an unknown function.
         if any(isinstance(array, Quantized) for array in arrays.values()):
             activation_of(self.nonlinearity)
         (_, D), H = arrays["Wx"].shape, self.hidden_size
@@ -575,6 +584,7 @@ class RNN(Layer):
         options: dict[str, Any] = {name: array.reshape(-1, L).T for name, array in steps.items()}
         options |= {"norm": None if self._norm is None else norm_given(self._norm, arrays)}
         options |= {"lengths": flat_lengths(op, lengths, tuple(batch)), "checkpoint_every": self.checkpoint_every}
+        # `pointwise` takes x [L, B, D], with one batch axis and the time first.
         given = arrays["Wx"], arrays["Wh"], arrays.get("b"), [arrays["h0"].reshape(-1, H)]
         cell, x = Activated(self.nonlinearity), arrays["x"].reshape(-1, L, D).swapaxes(0, 1)
         try:
@@ -605,8 +615,8 @@ class QuantizedLSTM(QuantizedLayer, LSTM):
     `mlx.nn.QuantizedLinear`; after `layer.unfreeze(keys="bias")` the bias is trained. Quantized weights have no
     gradient: asking for one raises a ValueError.
 
-    If D is not a multiple of the group, `Wx` stays a float weight. This costs little time: a call reads `Wx` once, but
-    `Wh` at every step.
+    `Wx` has D = input_size columns. If D is not a multiple of group_size, `Wx` stays a float weight. This costs little
+    time: a call reads `Wx` once, but `Wh` at every step.
 
     Args:
         input_size, hidden_size, bias, engine: as in `LSTM`.
@@ -688,18 +698,20 @@ def check_nonlinearity(nonlinearity: object) -> None:
 
 
 class Activated(NamedTuple):
-    """The cell of a plain RNN for `mlx_lstm.pointwise`. Cells of one function are equal, so each is traced
-    once."""
+    """The cell of a plain RNN with any activation, as `mlx_lstm.pointwise` takes a cell. Two cells with the same
+    function are equal, so the function is traced (turned into a graph of operations) only once."""
 
     function: Callable[[mx.array], mx.array]
 
     def __call__(self, a: tuple[mx.array, ...], state: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
-        """Return the new h."""
+        """Return (new h,). a: one preactivation, because the cell has one gate. The old state is in a already, by its
+        product with Wh, so `state` is not read."""
         return (self.function(a[0]),)
 
 
 def check_input(op: str, x: object, D: int, Wx: Weight, is_step: bool) -> None:
-    """Check that x is a layer's input [..., L, D], or the input [..., D] of a step."""
+    """Check that x is a layer's input [..., L, D], or the input [..., D] of a step. Wx: the input weight, for which a
+    wrong D may be the sign that another kind of file was loaded."""
     if not isinstance(x, mx.array):
         fail(op, f"x must be an mlx.core.array{instead_of(x, 'x')}", type(x).__name__)
     if x.dtype == mx.complex64:
@@ -723,7 +735,8 @@ def check_loaded(op: str, Wx: Weight) -> None:
 
 
 def whole_state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx.array) -> mx.array:
-    """Return an initial state, broadcast to `shape` [..., H], where ... are the batch axes of x."""
+    """Return an initial state, broadcast to `shape` [..., H], where ... are the batch axes of x. name: the argument,
+    "hidden" or "cell"."""
     if not isinstance(array, mx.array):
         both = isinstance(array, tuple) and op.endswith("LSTM")
         instead = ": pass hidden and cell, not a tuple," if both else instead_of(array)

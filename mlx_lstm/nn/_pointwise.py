@@ -1,4 +1,9 @@
-"""`Pointwise`, a recurrent layer whose cell is a function that the user writes."""
+"""`Pointwise`, a recurrent layer whose cell is a function that the user writes.
+
+B: sequences, L: time steps, D: features of the input, H: units, G: gates. In the checks of parameters D is the number
+of directions. `OwnCell` is the function with its options. `fail(OP, rule, got)` raises the ValueError "[nn.Pointwise]
+rule but got ..."; `check_array(OP, name, array, shape)` checks a shape, in which a text stands for any size.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -35,6 +40,7 @@ from ..recurrence import (
 )
 
 OP = "nn.Pointwise"
+"""The class that error texts begin with."""
 
 
 class Pointwise(nn.Module):
@@ -134,7 +140,7 @@ class Pointwise(nn.Module):
         own_cell = OwnCell(cell, G, *counts, apart, recurrent)
         vars(self)["_own_cell"] = own_cell = own_cell._replace(norm=layer_norm_of(OP, own_cell, layer_norm))
         scale, rows = 1.0 / math.sqrt(H), self._directions * G * H
-        own = [2] if bidirectional else []
+        own = [2] if bidirectional else []  # the axis of both directions of Wh
         self.Wx = mx.random.uniform(-scale, scale, (rows, I))
         self.Wh = mx.random.uniform(-scale, scale, (*own, G * H, H)) if recurrent else None
         self.bias = mx.random.uniform(-scale, scale, (rows,)) if bias else None
@@ -190,6 +196,7 @@ class Pointwise(nn.Module):
         self._check_arrays()
         check_array(OP, "x", x, ["B", "L", self.Wx.shape[1]])
         state = self._first_states(state, x.shape[0], x.dtype)
+        # Cast all arrays to one dtype. `others` then has the states, the params and the arrays of the norm, in turn.
         norms = {name: getattr(self, name) for name in self._norm_shapes()}
         arrays: list[Any] = [x, self.Wx, self.Wh, self.bias, *state, *self.params, *norms.values()]
         dtype = common_dtype([array for array in arrays if array is not None])
@@ -285,6 +292,7 @@ class Pointwise(nn.Module):
         class_of(op, "the layer", self)
         self._check_forward(op)
         count = check_integer(op, "inputs", inputs, least=0)
+        # read: returns the cell, the parameters and the engine; the stepper calls it again if parameters have changed.
         read = lambda: [(self._own_cell, self._by_argument(), self.engine)]  # noqa: E731
         return Stepper(op, read, [self], batch=batch, is_stack=False, inputs=count)
 
@@ -296,6 +304,7 @@ class Pointwise(nn.Module):
 
     def _check_arrays(self) -> None:
         """Check that the parameters are arrays of the shapes that the cell needs."""
+        # The fields of the cell that decide shapes: gates, params and whether h is multiplied by Wh. D: directions.
         (_, G, _, params, _, recurrent, _), H, D = self._own_cell, self.hidden_size, self._directions
         check_one_way(self.reverse, D == 2)
         check_array(OP, "Wx", self.Wx, [D * G * H, "D"])
@@ -314,7 +323,8 @@ class Pointwise(nn.Module):
             check_array(OP, f"params[{k}]", array, [D * H], None, ", one number per unit,")
 
     def _first_states(self, state: Any, B: int, dtype: mx.Dtype) -> list[mx.array]:
-        """Check the first states that the caller passed. Return them as a list; zeros [B, H] in place of None."""
+        """Check the first states that the caller passed. Return them as a list. If `state` is None, they are zeros [B,
+        H] of this dtype, with 2H in place of H for both directions."""
         count, shape = self._own_cell.states, [B, self._width]
         if isinstance(state, mx.array):
             fail(OP, f"state must be a tuple or list of {count} arrays", "an array")

@@ -1,4 +1,5 @@
-"""Run a model in 16 bits while its parameters stay float32."""
+"""Run a model in 16 bits while its parameters stay float32. The path of a parameter is its name in the model, such as
+"layers.0.Wh"."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,10 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..ground.checks import fail
 
 OP = "nn.precision"
+"""The function that error texts begin with."""
+
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
+"""The dtypes to which parameters may be cast."""
 
 
 @contextmanager
@@ -57,6 +61,7 @@ def precision(
         fail(OP, "dtype must be mx.bfloat16, mx.float16 or mx.float32", dtype)
     if predicate is not None and not callable(predicate):
         fail(OP, "predicate must be a function of a parameter's path", type(predicate).__name__)
+    # By path: all float parameters, those that are cast, and their copies in the new dtype.
     floats = {key: array for key, array in flat(model) if mx.issubdtype(array.dtype, mx.floating)}
     old = {key: array for key, array in floats.items() if predicate is None or predicate(key)}
     new = {key: array.astype(dtype) for key, array in old.items()}

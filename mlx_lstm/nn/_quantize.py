@@ -1,4 +1,9 @@
-"""Quantize a whole model, including its recurrent layers."""
+"""Quantize a whole model, including its recurrent layers.
+
+The path of a layer is its name in the model, such as "layers.0". QUANTIZED has the quantized class of each class of
+float layers of this package. OURS and THEIRS (`_replace`) map the layers of `mlx.nn` to those of this package, and
+back.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -64,6 +69,7 @@ def quantize(
     quantized: dict[int, nn.Module] = {}
     predicate = class_predicate or (lambda _, layer: quantizes(layer) or hasattr(layer, "to_quantized"))
 
+    # Make the quantized copy of a layer of this package and put it into `quantized`, if the predicate wants it.
     def quantize_ours(path: str, layer: Any) -> None:
         result = quantizes(layer) and predicate(path, layer)
         if result and id(layer) not in quantized:
@@ -73,6 +79,7 @@ def quantize(
             except ValueError as error:
                 raise ValueError(f"{error} The layer is {path} of the model.") from None
 
+    # The predicate for `mlx.nn.quantize`, which quantizes all other layers.
     def is_of_mlx(path: str, layer: nn.Module) -> bool | dict[str, Any]:
         return not quantizes(layer) and predicate(path, layer)
 
@@ -83,7 +90,7 @@ def quantize(
     more = {"quantize_input": True} if quantize_input else {}
     quantize_mlx(model, group_size, bits, mode=mode, class_predicate=is_of_mlx, **more)
     model.update_modules(each(lambda _, layer: quantized.get(id(layer), layer), model.leaf_modules()))
-    left = []
+    left = []  # the layers that stay in float, for a warning
     for path, layer in modules_of(model, "", set()):
         if (reason := float_layer(path, layer)) and (class_predicate is None or class_predicate(path, layer)):
             left.append(f"{path or 'the model'} ({reason})")
@@ -93,7 +100,7 @@ def quantize(
 
 def float_layer(path: str, layer: nn.Module) -> str:
     """Return the reason why a recurrent layer stays in float, for a warning. Return an empty text for a layer that
-    is quantized, can be quantized, or is not recurrent."""
+    is quantized, can be quantized, or is not recurrent. path: the layer's name in the model."""
     if type(layer) in OURS:
         return f"{name_of(type(layer))}: call mlx_lstm.nn.replace first"
     if quantizes(layer) or isinstance(layer, QuantizedLayer):

@@ -1,4 +1,10 @@
-"""Replace the recurrent layers of `mlx.nn` in a model by those of `mlx_lstm.nn`, or the reverse."""
+"""Replace the recurrent layers of `mlx.nn` in a model by those of `mlx_lstm.nn`, or the reverse.
+
+A layer stays the same object: only its class changes. kinds: a dict from the class of a layer to the class that it
+gets. A reason is a text that says why a layer stays as it is; "" means that it was converted, or is no recurrent layer.
+name: the path of a layer in the model, such as "layers.0". `fail(op, rule, got)` raises the ValueError "[op] rule but
+got ...".
+"""
 
 import functools
 import warnings
@@ -23,6 +29,7 @@ Kinds = dict[type[nn.Module], type[nn.Module]]
 
 OURS: Kinds = {nn.LSTM: LSTM, nn.GRU: GRU, nn.RNN: RNN}
 THEIRS: Kinds = {ours: theirs for theirs, ours in OURS.items()}
+"""OURS: {class of `mlx.nn`: class of `mlx_lstm.nn`}. THEIRS: the reverse."""
 
 _constructors: dict[type[nn.Module], Callable[..., None]] = {}
 """MLX's own constructors, which `patched` restores."""
@@ -31,6 +38,7 @@ _blocks: dict[object, Engine | None] = {}
 """The active `with patched()` blocks of all threads, in the order in which they began, each with its engine."""
 
 _lock = Lock()
+"""The lock of the two dicts above and of MLX's constructors."""
 
 
 def replace(model: M, *, back: bool = False, engine: Engine | None = None) -> M:
@@ -162,8 +170,8 @@ def modules_of(tree: object, name: str, seen: set[int]) -> Iterator[tuple[str, n
 
 
 def convert(layer: nn.Module, kinds: Kinds) -> str:
-    """Change the class of a layer to the class that `kinds` maps it to. Return an empty string, or the reason why
-    the layer stays as it is."""
+    """Change the class of a layer to the class that `kinds` maps it to. Return the reason why the layer stays as it is,
+    or "" if it was changed or is none of these classes."""
     kind = kinds.get(type(layer))
     if kind is None:
         bases = [name_of(base) for base in kinds if isinstance(layer, base)]
@@ -200,6 +208,7 @@ def kind_of_parameters(layer: nn.Module) -> str:
     """Return "an LSTM", "a GRU" or "an RNN" if a module has the parameters of one, under the names of any known
     format, else an empty text."""
     try:
+        # False: no cache of converted arrays. `read` returns layers, each a list of its directions.
         first = read("the layer", layer, False, may_drop=True)[0][0]
     except ValueError:
         return ""

@@ -1,4 +1,13 @@
-"""Run lists of layers as one layer; each layer has the parameters of a recurrent layer of `mlx.nn`."""
+"""Run lists of layers as one layer; each layer has the parameters of a recurrent layer of `mlx.nn`.
+
+B: sequences, T: steps, D: features that a layer reads, H: units, P: the width of h (H, or that of a projection), K:
+layers. A side is one direction of all layers: the list `layers` (forward) or `reverse`. A way is one direction of one
+layer. A depth is the list of the layers that run at the same depth: one, or with `groups` several side by side, each on
+its part of the features. Arrays are in dicts by the argument names of `mlx_lstm.lstm`, `gru` and `rnn`: Wx, Wh, b, bhn,
+Wp. `join` puts both directions into one array, `half` and `part` take one of them. now: whether the call computes
+immediately; then converted arrays may come from a cache (`derived`). `fail(OP, rule, got)` raises the ValueError
+"[nn.stack] rule but got ..."; `check_array(OP, name, array, shape)` checks a shape.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -49,12 +58,17 @@ from ._pointwise import Pointwise
 
 OP = "nn.stack"  # the name of the function in error texts
 KINDS: tuple[type[Layer], ...] = (LSTM, GRU, RNN)
+"""The classes whose names of parameters are tried; they are those of `mlx.nn`."""
 
-Depths = list[list["Depth"]]
-"""The layers in order; for each layer a list of its groups or, while they are read, of its directions."""
+Depths = list[list["StackedLayer"]]
+"""The layers in the order in which they run. Each element is the list of the layers at this depth: one, or with
+`groups` those that lie side by side. While the layers are read, it is the list of a layer's directions."""
 
 Between = Callable[[int, mx.array], mx.array]
+"""The type of the option `between`: between(n, output of layer n) returns the input of the next layer."""
+
 States = tuple[mx.array | None, mx.array | None]
+"""The type of the first states of LSTMs, (h_0, c_0)."""
 
 
 @overload
@@ -203,6 +217,7 @@ def stack(
     every, engine = check_every(OP, checkpoint_every), check_engine(OP, engine)
     sides = read_sides(layers, [] if reverse is None else reverse, computes_now(engine))
     depths = read_depths(sides, groups, engine, merge, between is not None)
+    # one: the first layer, whose sizes all others have. rows: the entries of a state: one per layer and direction.
     one, directions, rows = depths[0][0], len(sides), len(sides) * len(sides[0])
     check_x(x, groups * one.arrays["Wx"].shape[1])
     batch, T = x.shape[:-2], x.shape[-2]
@@ -224,13 +239,14 @@ def stack(
     options = {"reverse": not layers, "bidirectional": directions == 2, "hold": steps.pop("hold", None)}
     options |= {"lengths": whole_lengths(OP, lengths, x.shape[0], T), "lengths_checked": True, "batch_first": True}
     starts = {name: small(partial(split_states, directions), array) for name, array in first.items()}
+    # starts: by state the first states of each layer. last: the last states of each layer that has run.
     last: list[Arrays] = []
     for n, depth in enumerate(depths):
         outputs = []
         for group, own_x in zip(depth, mx.split(x, groups, axis=-1) if groups > 1 else [x], strict=True):
             own_states = {name: array[len(last)] for name, array in starts.items()}
             options["checkpoint_every"] = group.every if every is None else every
-            found = run_group(group, in_dtype(group.arrays | {"x": own_x} | own_states, dtype), steps, options)
+            found = run_layer(group, in_dtype(group.arrays | {"x": own_x} | own_states, dtype), steps, options)
             last.append({name: found[f"{name}T"] for name in shapes})
             sums = directions == 2 and merge == "sum"
             outputs.append(half(found["h"], 0) + half(found["h"], 1) if sums else found["h"])
@@ -260,41 +276,42 @@ def state_names(cell: Cell | OwnCell) -> list[str]:
     return ["h", "c"][: 1 + cell.carried]
 
 
-def run_group(group: "Depth", arrays: Arrays, steps: Arrays, options: dict[str, Any]) -> dict[str, Any]:
-    """Run one layer, in one or both directions. With `groups` a layer is divided into groups, each of which reads
-    its part of the features; then run one of these groups. Return the outputs by name, such as "h" and "hT".
+def run_layer(layer: "StackedLayer", arrays: Arrays, steps: Arrays, options: dict[str, Any]) -> dict[str, Any]:
+    """Run one layer, in one or both directions. With `groups` run one of the layers that lie side by side. Return the
+    outputs by name, such as "h" and "hT".
 
     arrays: x [B, T, D], the parameters and the first states, by the names of `state_names`. steps: the option `keep`
-    [B, T] if there is one.
+    [B, T] if there is one. options: the other options of a `Call`, such as lengths.
     """
-    names = state_names(group.cell)
+    names = state_names(layer.cell)
     states = {name: arrays.pop(name) for name in names if name in arrays}
-    if isinstance(group.cell, OwnCell):
-        return run_own_group(group, group.cell, arrays, states, steps, options)
+    if isinstance(layer.cell, OwnCell):
+        return run_own_layer(layer, layer.cell, arrays, states, steps, options)
     arrays |= {f"{name}0": state for name, state in states.items()} | steps
-    call = Call(group.cell, engine=group.engine, op=OP, **options)
-    outputs, choice = call.forward(arrays, return_gates=False, training=group.training)
-    for layer in group.owners:
-        vars(layer)["_engine_used"] = choice
+    call = Call(layer.cell, engine=layer.engine, op=OP, **options)
+    outputs, choice = call.forward(arrays, return_gates=False, training=layer.training)
+    for owner in layer.owners:
+        vars(owner)["_engine_used"] = choice
     return outputs
 
 
-def run_own_group(
-    group: "Depth", own: OwnCell, arrays: Arrays, states: Arrays, steps: Arrays, options: dict[str, Any]
+def run_own_layer(
+    layer: "StackedLayer", own: OwnCell, arrays: Arrays, states: Arrays, steps: Arrays, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run the layers of one depth whose cell the user wrote. Return h and the last states by name. Such a cell takes
-    arrays with time first, and one array for all states besides h; the arguments have the batch first, and one array
-    per state. steps: the arrays of each step, such as `keep`."""
+    """Run a layer whose cell the user wrote, in one or both directions. Return h and the last states by name. Such a
+    cell takes arrays with time first, and one array for all states besides h; the arguments have the batch first, and
+    one array per state. own: the user's cell. states: the first states by name; one that is missing is zeros. steps:
+    the arrays of each step, such as `keep`. options: as for `run_layer`."""
     x, D = mx.swapaxes(arrays["x"], 0, 1), 2 if options["bidirectional"] else 1
-    zeros = mx.zeros((x.shape[1], D * group.H), x.dtype)
+    zeros = mx.zeros((x.shape[1], D * layer.H), x.dtype)
     h0, *others = [states.get(name, zeros) for name in state_names(own)]
     in_time = {name: mx.swapaxes(array, 0, 1) for name, array in steps.items()}
     hold = options["hold"]
     options = options | {"batch_first": False, "hold": None if hold is None else mx.swapaxes(hold, 0, 1)}
     others_joined = {"c0": side_by_side(others, D)} if others else {}
     given: dict[str, Any] = arrays | {"x": x, "h0": h0} | others_joined | in_time
-    call = Call(own.traced(x.shape[1], group.H, x.dtype), engine=group.engine, op=OP, **options)
-    outputs, _ = call.forward(given, return_gates=False, training=group.training)
+    call = Call(own.traced(x.shape[1], layer.H, x.dtype), engine=layer.engine, op=OP, **options)
+    outputs, _ = call.forward(given, return_gates=False, training=layer.training)
     last = zip(state_names(own)[1:], apart_again(outputs.get("cT"), len(others), D), strict=True)
     return {"h": mx.swapaxes(outputs["h"], 0, 1), "hT": outputs["hT"]} | {f"{name}T": array for name, array in last}
 
@@ -313,13 +330,14 @@ def call_between(between: Between, n: int, x: mx.array, axes: tuple[int, ...], D
     return result.reshape(-1, *result.shape[-2:])
 
 
-class Depth(NamedTuple):
-    """One direction of one layer, or both directions joined.
+class StackedLayer(NamedTuple):
+    """One direction of one layer, or both directions joined, as it was read from the object that the caller passed.
 
     name: what error texts call the object that the caller passed, such as "layers[0]". arrays: the weights and biases
     by the argument names of `mlx_lstm.lstm`. titles: what error texts call these arrays, by the same names. P, H: the
-    number of features of h (H, or the width of the projection), and of units. owners: the layers of `mlx_lstm.nn` that
-    hold the arrays.
+    number of features of h (H, or the width of the projection), and of units. engine, every: the options `engine` and
+    `checkpoint_every` of a layer of `mlx_lstm.nn`. owners: the layers of `mlx_lstm.nn` that hold the arrays; they note
+    which engine ran.
     """
 
     name: str
@@ -334,21 +352,24 @@ class Depth(NamedTuple):
     owners: tuple[Layer, ...] = ()
 
 
-def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, merge: str, any_width: bool) -> Depths:
+def read_depths(
+    sides: list[list[StackedLayer]], groups: int, engine: Engine | None, merge: str, any_width: bool
+) -> Depths:
     """Check that each layer fits the layer before, and that both directions of a layer are alike. Return one entry
     per layer, in which the arrays of both directions are joined. An entry is a list of the layer's groups, which run
     side by side on parts of the features. Without groups it has one element.
 
     sides: for each direction a list of all layers and groups, the forward direction first. groups: the number of
-    groups of a layer. engine: if it is not None, it replaces the engines of the layers. any_width: whether the
-    layers after the first may read any number of features.
+    groups of a layer. engine: if it is not None, it replaces the engines of the layers. merge: "concat" or "sum", which
+    decides how wide a layer's output is. any_width: whether the layers after the first may read any number of
+    features, because the caller's function `between` makes them.
     """
     first, count = sides[0][0], len(sides[0])
     if count % groups:
         fail(OP, f"layers must hold {groups} layers for each of its depths, as groups={groups},", f"{count} layers")
-    depths: list[Depth] = []
+    depths: list[StackedLayer] = []
     for n, pair in enumerate(zip(*sides, strict=True)):
-        one = pair[0]
+        one = pair[0]  # the layer's forward direction, with which the other one must agree
         D = first.P * (len(sides) if merge == "concat" else 1) if n >= groups else first.arrays["Wx"].shape[1]
         for other in pair:
             if other.cell.op != first.cell.op:
@@ -373,10 +394,12 @@ def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, me
     return [depths[n : n + groups] for n in range(0, count, groups)]
 
 
-def read_sides(layers: Sequence[Any], reverse: Sequence[Any], now: bool, may_drop: bool = False) -> list[list[Depth]]:
+def read_sides(
+    layers: Sequence[Any], reverse: Sequence[Any], now: bool, may_drop: bool = False
+) -> list[list[StackedLayer]]:
     """Read the parameters of all layers. Return one list of layers per direction, the forward direction first. now:
     whether the call computes immediately, so that converted arrays may come from a cache. may_drop: as in `read`."""
-    sides: dict[str, list[Depth]] = {"layers": [], "reverse": []}
+    sides: dict[str, list[StackedLayer]] = {"layers": [], "reverse": []}
     for name, side in (("layers", layers), ("reverse", reverse)):
         if not isinstance(side, (list, tuple)):
             fail(OP, f"{name} must be a list of layers", type(side).__name__)
@@ -431,12 +454,18 @@ def read(name: str, layer: Any, now: bool, may_drop: bool) -> Depths:
         fail(OP, f"{name} must hold {kinds}, {other}", f"{found.shapes} ({why})" if found.shapes else found.shapes)
     check_nonlinearity(name, weights.cell, act)
     sizes = weights.proj_size or weights.hidden_size, weights.hidden_size
-    return [[Depth(name, weights.cell, way, {}, found.training, *sizes) for way in each] for each in weights.layers]
+    return [
+        [StackedLayer(name, weights.cell, way, {}, found.training, *sizes) for way in each] for each in weights.layers
+    ]
 
 
-def read_named(name: str, kind: type[Layer], layer: Any, held: dict[str, Any], found: Description) -> Depth | None:
+def read_named(
+    name: str, kind: type[Layer], layer: Any, held: dict[str, Any], found: Description
+) -> StackedLayer | None:
     """Return the layer whose arrays have the names and shapes of a layer of MLX of this kind, or None if its
-    arrays have other names or shapes. held: the arrays, in which a quantized weight is a `Quantized`."""
+    arrays have other names or shapes. name: what error texts call the object `layer`. held: its arrays, in which a
+    quantized weight is a `Quantized`. found: what else `describe` read of it."""
+    # The shapes of both matrices; kind._names: {name of a parameter: argument}, the matrices first.
     Wx, Wh = (list(held[key].shape) if key in held else [] for key in list(kind._names)[:2])
     norms = layer._norm_arrays() if isinstance(layer, Layer) else {}
     held = {key: array for key, array in held.items() if key not in norms}
@@ -457,25 +486,27 @@ def read_named(name: str, kind: type[Layer], layer: Any, held: dict[str, Any], f
         cell, arrays = cell._replace(norm=layer._norm), arrays | norms
     check_nonlinearity(name, cell, found.nonlinearity)
     own: Any = (layer.engine, layer.checkpoint_every, (layer,)) if isinstance(layer, Layer) else ()
-    return Depth(name, cell, arrays, titles, found.training, Wh[1], Wh[0] // kind._gates, *own)
+    return StackedLayer(name, cell, arrays, titles, found.training, Wh[1], Wh[0] // kind._gates, *own)
 
 
 def check_nonlinearity(name: str, cell: Cell, act: str | None) -> None:
-    """Check the nonlinearity that an object names: a plain RNN needs a known one, other cells have tanh."""
+    """Check the nonlinearity `act` that the object `name` names: a plain RNN needs a known one, other cells have tanh.
+    None: the object names none."""
     allowed = tuple(ACTIVATIONS) if isinstance(cell, RNNCell) else ("tanh",)
     if act is not None:
         check_option(OP, f"{name}.nonlinearity", act, allowed)
 
 
-def read_own(name: str, layer: Pointwise) -> list[Depth]:
-    """Return the directions of a layer whose cell the user wrote."""
+def read_own(name: str, layer: Pointwise) -> list[StackedLayer]:
+    """Return the directions of a layer whose cell the user wrote. name: what error texts call it, such as
+    "layers[0]"."""
     both, cell = layer._directions == 2, layer._own_cell
     if layer.reverse and not name.startswith("reverse"):
         fail(OP, f"{name} must run forward (pass layers that run in reverse as reverse=)", "reverse=True")
     arrays = layer._by_argument()
     titles = {key: f"{name}.{'bias' if key == 'b' else key}" for key in arrays}
     H = layer.hidden_size
-    depth = Depth(name, cell, arrays, titles, layer.training, H, H, layer.engine, layer.checkpoint_every)
+    depth = StackedLayer(name, cell, arrays, titles, layer.training, H, H, layer.engine, layer.checkpoint_every)
     return [depth._replace(arrays=part(arrays, d, True)) for d in range(2)] if both else [depth]
 
 
@@ -496,13 +527,13 @@ def of_call(cell: Cell, arrays: Arrays) -> Arrays:
     return others | join_biases(bx, bh, gru=cell.reset == "after")
 
 
-def packings(layer: Depth) -> dict[str, tuple[int | str, ...]]:
+def packings(layer: StackedLayer) -> dict[str, tuple[int | str, ...]]:
     """Return for each quantized weight of a layer its group size, bits and mode, by the weight's name."""
     return {name: tuple(array.packing) for name, array in layer.arrays.items() if isinstance(array, Quantized)}
 
 
 def options_apart(cell: Any, other: Any) -> list[str]:
-    """Return the options of a cell that another cell of the same class has not, as texts."""
+    """Return the options of a cell that have other values in another cell of the same class, as texts for an error."""
     texts: list[str] = []
     for name, value in cell._asdict().items():
         if value != getattr(other, name):
@@ -511,7 +542,7 @@ def options_apart(cell: Any, other: Any) -> list[str]:
     return texts
 
 
-def check_parameters(layer: Depth, D: int, first: Depth) -> None:
+def check_parameters(layer: StackedLayer, D: int, first: StackedLayer) -> None:
     """Check the shapes of the parameters of `layer`. It reads D features. All its other sizes must equal those of
     the layer `first`."""
     P, H = first.P, first.H
@@ -529,7 +560,8 @@ def check_parameters(layer: Depth, D: int, first: Depth) -> None:
 
 
 def first_states(state: Any, shapes: dict[str, tuple[int, ...]]) -> Arrays:
-    """Return the initial states that the caller passed, as a dict by name, after checking their shapes."""
+    """Return the initial states that the caller passed, as a dict by name, after checking their shapes. A state that is
+    missing is zeros. shapes: the shape of each state by name."""
     if len(shapes) == 1 or state is None:
         state = [state] * len(shapes)
     elif not isinstance(state, (tuple, list)) or len(state) != len(shapes):

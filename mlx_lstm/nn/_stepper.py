@@ -1,4 +1,6 @@
-"""Run lists of layers one time step at a time."""
+"""Run lists of layers one time step at a time. `read_sides` and `read_depths` (`_stack`) read the parameters of a list
+of layers; a depth is the list of the layers that run side by side, here one. STACK is the name of `stack` in errors,
+which is replaced by OP, the name of this function."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +13,7 @@ from ._stack import OP as STACK
 from ._stack import read_depths, read_sides
 
 OP = "nn.stepper"
+"""The function that error texts begin with."""
 
 
 def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: Engine | None = None) -> Stepper:
@@ -49,6 +52,7 @@ def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: E
     if not isinstance(layers, (list, tuple)):
         fail(OP, "layers must be a list of layers (one layer has the method `stepper`)", type(layers).__name__)
 
+    # Return (cell, parameters, engine) of each layer. The stepper calls this again if parameters have changed.
     def read() -> list[tuple[Any, dict[str, Any], Engine | None]]:
         with in_the_name_of(OP, STACK):
             sides = read_sides(layers, [], computes_now(engine), may_drop=True)
@@ -57,6 +61,7 @@ def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: E
                     "layers must have one direction, because the reverse direction starts at the end of the sequence,"
                 )
                 fail(OP, rule, "both directions")
+            # One group; how directions are merged does not matter; each layer must read the h of the one before.
             depths = read_depths(sides, 1, engine, "concat", False)
         return [(layer.cell, layer.arrays, layer.engine) for (layer,) in depths]
 

@@ -1,9 +1,11 @@
 """The rounding of the float64 oracle (the slow reference implementation): operations that are rounded to a dtype,
 activations, and slopes of activations.
 
-The oracle's formulas take a `Rounding` called `fl`; `fl(...)` marks the rounding of one operation. For float64 `fl`
-does nothing. For another dtype it rounds, so that the same formula is computed in that dtype. `closeness` passes an
-`Rounding` that adds random errors, in order to derive bounds on the errors of results.
+The oracle's formulas take a `Rounding` called `fl`; `fl(value)` rounds the result of one operation. For float64 `fl`
+does nothing. For another dtype it rounds, so that the same formula is computed in that dtype. `closeness` passes a
+subclass, `Noise`, that adds random errors, in order to derive bounds on the errors of results.
+
+A unit roundoff is the largest relative error of rounding once: half a unit of the last place.
 """
 
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from numpy.typing import DTypeLike
 
 Array = np.ndarray
 Tensors = dict[str, Array]
+"""The type of arrays by name."""
 
 ACTIVATION_UNITS = 8
 """The largest error of an activation function's result before the result is stored: 8 unit roundoffs, which are 4
@@ -27,6 +30,7 @@ class Rounding:
     """
 
     def __init__(self, dtype: DTypeLike):
+        """Make the arithmetic of this dtype. accumulator: the dtype in which products and sums add their terms."""
         self.dtype: np.dtype = np.dtype(dtype)
         self.accumulator: type[np.floating] = np.float64 if self.dtype == np.float64 else np.float32
 
@@ -70,6 +74,8 @@ def sigmoid(x: Array, fl: Rounding) -> Array:
 
 
 Activation = Callable[[Array, Rounding], Array]
+"""The type of an activation function(x, fl), or of its slope as a function(y, fl) of the activation's result y."""
+
 ACTIVATIONS: dict[str, Activation] = {
     "identity": lambda x, fl: x,
     "relu": lambda x, fl: np.maximum(x, 0.0),

@@ -1,10 +1,18 @@
 """One time step of each cell (LSTM, GRU, plain RNN), forward and backward. `recurrence` runs the steps over time.
 
 Letters in shapes: B batch, I input, H hidden, P width of h (H without projection), G gates. The gates are i f g o of an
-LSTM and r z n of a GRU; the only gate of a plain RNN is called h. An axis GH holds the gates in the order `gate_order`.
-`p` is one direction of a case, with all sizes and defaults filled in. `fl(value)` rounds the result of one operation.
-h_in is h_prev times the mask, which the recurrent product multiplies. A step returns its values by name, and
-`norm_values` are those that the gradient of layer normalisation needs.
+LSTM and r z n of a GRU; the only gate of a plain RNN is called h; k stands for a gate. An axis GH holds the gates in
+the order `gate_order`. p is one direction of a case, with all arguments, sizes and defaults as attributes: p.act[k] is
+the name of an activation, p.norm_of says whether the recurrent product or its sum with the input's part is normalised
+("product", "sum", None). `fl(value)` rounds the result of one operation.
+
+All steps are called alike: step(p, x, h_in, h_prev, c_prev, fl, shift). h_in is h_prev times the mask, which the
+recurrent product multiplies. shift: arrays that are added in place of clipping, of an LSTM only. A cell without c
+returns c_prev unchanged. A step returns a `Step`, its values by name: the states h and c, the gates after their
+activations, the preactivations a by gate, and what the gradient reads, among it norm_values, those of layer
+normalisation. A backward step is called as step_back(p, s, dh, dc, dgates, fl), with the `Step` s and the gradients of
+its h, c and gates. It returns a `Step` of gradients: dh_in of h_in, dh_direct of h_prev apart from h_in or None,
+dc_prev of c_prev, and to_sum, the terms of this step from which `recurrence` sums the gradients of the arrays.
 """
 
 import numpy as np
@@ -86,6 +94,7 @@ def through_norm(p: OneDirection, s: Step, dinput: Array, drecurrent: Array, fl:
     of scale and shift. dinput, drecurrent [B,GH]: the gradients of both parts after layer normalisation."""
     if p.norm_of is None:
         return dict(da=dinput, drecurrent=drecurrent)
+    # drecurrent is the gradient of the norm's result: times the scale and through the norm it is that of the product.
     back = unnormalised(drecurrent if p.norm_scale is None else fl(drecurrent * p.norm_scale), s.norm_y, s.norm_r, fl)
     terms = fl(drecurrent * s.norm_y.reshape(drecurrent.shape))
     da = back if p.norm_of == "sum" else dinput
@@ -214,12 +223,13 @@ def through_norm_of_c(p: OneDirection, s: Step, d: Array, fl: Rounding) -> tuple
 
 def gru_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding) -> Step:
     """Run one GRU step and return its values. Inputs are x [B,I] (or x Wx^T [B,3H]), h_prev [B,H], and h_in, which is
-    h_prev times the mask.
+    h_prev times the mask. A GRU has no c and no clip, so c_prev is returned unchanged, and t is not read.
 
     r, z = act(a + h_in Wh^T)
     n = act(a_n + r (h_in Wh_n^T + bhn)),  or with reset "before"  act(a_n + (r h_in) Wh_n^T)
     h = z h_prev + (1 - z) n,  or with flip_z  (1 - z) h_prev + z n
     """
+    # y: the gates after their activations. products: with a norm, the normalised recurrent product of each gate.
     z = input_part(p, x, fl)
     a, y, norm_values, products = blocks(p, z), {}, {}, {}
     if p.norm_of is not None:
@@ -273,7 +283,8 @@ def gru_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array,
 
 def rnn_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding) -> Step:
     """Run one step of a plain RNN and return its values. Inputs are x [B,I] (or x Wx^T [B,H]) and h_in [B,H], which is
-    h_prev times the mask. In the result, `gates` is the preactivation."""
+    h_prev times the mask. In the result, `gates` is the preactivation. A plain RNN has no c and no clip, so c_prev is
+    returned unchanged, and t is not read."""
     z, product, norm_values = joined_parts(p, input_part(p, x, fl), fl.dot(h_in, p.Wh.T), fl)
     a = fl(z + product)
     return Step(h=ACTIVATIONS[p.activation](a, fl), c=c_prev, gates=a, a={"h": a}, **norm_values)

@@ -4,6 +4,12 @@
 Letters in shapes: B batch, H hidden units, G gates (blocks of H preactivations), C states besides h, U inputs of the
 cell at each step, V parameter vectors. `p` is one direction of a case; its arrays `inputs` [T, B, U H] and `params`
 [V H] belong to such cells only. `fl(value)` rounds the result of one operation.
+
+A graph is a list of nodes; a node has an operation, the numbers of its operands, and a value: an input's name, or the
+number of a constant. The name of an input is a letter and a number: x a preactivation (or its input's part), p its
+recurrent part if the cell reads both parts `apart`, s a state (s0 is h), u an input of the step, w a parameter, d the
+gradient of a new state. graph.number: {name of an input: its node}; graph.forward: the nodes of the new states;
+graph.names, graph.back: the inputs that have gradients, and the nodes of these. values: {node: its value [B, H]}.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +47,7 @@ FUNCTIONS: dict[str, Callable[..., Array]] = {
 relative to the result, before it is rounded."""
 
 COMPARISONS = ("gt", "ge", "lt", "le", "max", "min", "eq", "ne")
+"""The operations whose result or slope jumps where their two operands are equal."""
 
 
 def graph_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding) -> Step:
@@ -71,8 +78,7 @@ def graph_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Arra
     values = s.values | {graph.number[name]: gradient for name, gradient in given.items() if name in graph.number}
     back = list(zip(graph.names, computed(p, values, graph.back, fl), strict=True))
     none = np.zeros((p.B, 0))
-    # The gradients by the letter of the input: x preactivations, p recurrent products, s states, u inputs of the step,
-    # w parameters.
+    # The gradients by the letter of the input.
     d = {k: np.concatenate([none, *(g for name, g in back if name[0] == k)], axis=-1) for k in "xpsuw"}
     # A cell that adds input and product has one gradient for both; apart: it gets them as two arguments.
     of_norm = through_norm(p, s, d["x"], d["p"] if graph.apart else d["x"], fl)
@@ -115,6 +121,7 @@ def jumps(p: OneDirection, s: Step) -> Iterator[Array]:
     argument of floor, ceil, round, sign or abs, or from the quotient of a remainder's operands, to the nearest point
     where this function or its slope jumps."""
     graph, values = p.graph, s.values
+    # Also compute the nodes that only the gradient needs, but none that depends on a gradient.
     computed(p, values, [n for n in range(len(graph.nodes)) if not reads_gradient(graph, n)], Rounding(np.float64))
     for op, args, _ in (node for n, node in enumerate(graph.nodes) if n in values):
         operands = [values[k] for k in args]

@@ -2,8 +2,13 @@
 
 Other modules of this package: `case` defines the arguments and the letters in shapes, `cells` defines one time step of
 each cell, `pointwise` one of a cell that the user wrote, `arithmetic` defines the rounded operations: `fl(value)`
-rounds the result of one operation to a dtype. The letter p stands for one direction of a case, with all arguments and
-sizes.
+rounds the result of one operation to a dtype.
+
+A case is a dict of an op's arguments, arrays and options. `sides(case)` divides it into directions, and `complete`
+fills in the defaults: p stands for such a direction, with all arguments and sizes as attributes. T: time steps, B:
+sequences of the batch, I: input features, H: units, P: the width of h, G: gates, D: directions. s is a `Step`: the
+values of one time step, which the tape (a dict by t) keeps for the gradient. p.active[t] [B, 1]: which sequences run
+step t; p.alive [t]: which have not ended, held or not. A cotangent is the gradient that the caller gives for an output.
 """
 
 from typing import Any
@@ -54,6 +59,7 @@ def evaluate(
     results = []
     for d, side in enumerate(sides(case)):
         p = complete(side, fl)
+        # `half` takes a direction's part of an array in which both lie side by side.
         p.frozen_clip = frozen_clip and {name: half(case, shift, d) for name, shift in frozen_clip.items()}
         outputs, tape = unroll(p, fl)
         gradients = {}
@@ -127,6 +133,7 @@ def unroll(p: OneDirection, fl: Rounding) -> tuple[Tensors, dict[int, Step]]:
         x, mask, last = padded(on, p.x[t]), None if p.mask is None else padded(on, p.mask[t]), (h, c)
         h, c = times_keep(p, t, h, fl), times_keep(p, t, c, fl)
         h_in = h if mask is None else fl(mask * h)
+        # s: what the step computed; then also what it read, which the gradient needs.
         s = step(p, t, x, h_in, h, c, fl)
         s = Step(**vars(s), x=x, mask=mask, last=last, h_in=h_in, h_prev=h, c_prev=c)
         h, c = np.where(on, s.h, h), np.where(on, s.c, c)
@@ -153,7 +160,7 @@ def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl:
     """Run backpropagation through time over the tape (the values of each time step). Return the gradients of the arrays
     that the case has. fl: how results are rounded. dh, dc: the gradients of h and c from later steps; dh_t, dc_t: with
     the cotangents of step t added."""
-    step_back = STEPS[p.op][1]
+    step_back = STEPS[p.op][1]  # the gradient of a step; index 0 is the step
     cot = {name: fl.load(value) for name, value in cotangents.items()}
     dh = cot.get("hT", np.zeros((p.B, p.P)))
     dc = cot.get("cT", np.zeros(p.c0.shape))
@@ -165,8 +172,10 @@ def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl:
         dgates = padded(on, cot["gates"][t]) if "gates" in cot else 0.0
         dgates = np.broadcast_to(dgates, (p.B, len(p.gate_order) * p.H))
         dh_t, dc_t = fl(dh + dh_t), fl(dc + dc_t)
+        # The gradient of h before the step: through the product (which a cell that the user wrote may lack) and the
+        # mask, and directly (of a GRU, and of a user's cell). Items that do not run this step pass the gradients on
+        # unchanged; last they go through `keep`.
         back = step_back(p, s, dh_t, dc_t, dgates, fl)
-        # dh_in: the gradient by way of the recurrent product, which a cell that the user wrote may lack.
         dh_prev = back.dh_in if s.mask is None else fl(back.dh_in * s.mask)
         if back.dh_direct is not None:
             dh_prev = back.dh_direct if dh_prev is None else fl(dh_prev + back.dh_direct)

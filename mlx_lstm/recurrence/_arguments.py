@@ -1,4 +1,13 @@
-"""Check the arguments of a recurrence: shapes, dtypes and options. Build the cell that the options describe."""
+"""Check the arguments of a recurrence: shapes, dtypes and options. Build the cell that the options describe.
+
+T: time steps, B: batch items, I: input features, H: hidden units, P: the width of h (H, or that of a projection), G:
+gates, D: directions, 1 or 2. Arrays are in dicts by the names of the arguments: x, Wx, Wh, b, h0, c0, mask and so on.
+Two directions are joined in one array: side by side, such as h0 [B, D P], or on a first axis of 2, such as Wh [2, G H,
+P]; own is [2] then, else []. packing: the format of quantized weights. op: the public function that error texts begin
+with. The functions of `ground.checks` raise a ValueError: `fail(op, rule, got)` with the text "[op] rule but got ...";
+`check_array(op, name, array, shape, dtype, why)` for a wrong shape, in which a text such as "H" stands for any size;
+why: a text that is added to the rule. ArraySpec: the shape and dtype of an array, without the array.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -25,7 +34,10 @@ from ._steps import check_keep
 
 Check = TypeVar("Check", bound=Callable[..., Cell])
 Sizes = tuple[int, int, int, int]
+"""(T, B, H, P) of one direction."""
+
 NamedSpec = tuple[str, tuple[int, ...], mx.Dtype]
+"""(name, shape, dtype) of an array. Only these matter to `check_shapes`, so its results can be cached."""
 
 
 def check_call(
@@ -42,7 +54,8 @@ def check_call(
     batch, units, width of h.
 
     inputs: arrays and `Quantized` weights by argument name. The parts of a `Quantized` weight are returned as
-    separate arrays, under the names of `Quantized.arrays`. one_step: x is [B, I], without a time axis.
+    separate arrays, under the names of `Quantized.arrays`. flags: options that must be True or False, by name.
+    batch_first: x is [B, T, I]. one_step: x is [B, I], without a time axis.
     """
     for name, flag in flags.items():
         if not isinstance(flag, bool):
@@ -122,7 +135,8 @@ def check_shapes(
 ) -> Sizes:
     """Check the shapes and dtypes of a call's arrays. Return the sizes (T, B, H, P) of one direction.
 
-    The result is cached, because the checks take as long as one step of a small layer.
+    specs: the name, shape and dtype of each array. The result is cached, because the checks take as long as one step of
+    a small layer.
     """
     arrays = {name: ArraySpec(shape, dtype) for name, shape, dtype in specs}
     if packing is not None:
@@ -132,7 +146,8 @@ def check_shapes(
     x, Wh, G = arrays["x"], arrays["Wh"], cell.gates
     D = 2 if bidirectional else 1
     GH, DGH = ("H" if n == 1 else f"{n}H" for n in (G, D * G))
-    # own: the axis of arrays with one entry per direction. many: the number of directions in error texts.
+    # GH, DGH: the sizes G H and D G H for error texts. own: the axis of arrays with one entry per direction. many: the
+    # number of directions in error texts.
     own, many = ([2] if bidirectional else []), ("2" if bidirectional else "")
     check_array(op, "x", x, ["T", "B", "I" if "Wx" in arrays else DGH])
     joined = " (join_directions joins the arrays of two directions)" if bidirectional and len(Wh.shape) == 2 else ""
@@ -152,6 +167,7 @@ def check_shapes(
         fail(op, f"x must have shape [T, B, {DGH} = {D * G * H}] when Wx is None", f"shape {list(x.shape)}")
     shapes = {"Wx": [D * G * H, I], "b": [D * G * H], "h0": [B, D * P], "c0": [B, D * H], "bhn": [D * H]}
     shapes |= {"peephole": [*own, 4 * H], "Wp": [*own, P, H]} | norm_shapes(own, G, H)
+    # Reasons for error texts, by the array: what the rule on its shape follows from, or what mistake it probably is.
     why = f", as x is [{'batch, time' if batch_first else 'time, batch'}, features] = {list(x.shape)},"
     is_bias = arrays.get("h0", x).shape == (D * G * H,)  # as torch has two biases, b_ih and b_hh
     first = " (b is one bias, such as the sum of two)" if is_bias else why
@@ -258,7 +274,8 @@ def check_sequences(problem: Problem, arrays: Arrays, saved: Arrays, cotangents:
 
 
 def once(check: Check) -> Check:
-    """Cache the results of a check function, because one check takes as long as a step of a small layer."""
+    """Return the check function with a cache of its results, because one check takes as long as a step of a small
+    layer. typed=True: 1, 1.0 and True are different arguments, because a check may refuse one of them."""
     cached = lru_cache(maxsize=256, typed=True)(check)
 
     def checked(*arguments: Any, **named: Any) -> Any:

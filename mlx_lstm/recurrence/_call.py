@@ -1,5 +1,12 @@
 """Run one call of a recurrence: check the caller's arguments, describe them as a `Problem`, choose an engine and run
-it."""
+it.
+
+T: time steps, B: batch items, H: hidden units, P: the width of h, D: directions. sizes: (T, B, H, P). Arrays are in
+dicts by the names of the arguments (x, Wx, Wh, ...) and outputs (h, c, gates, hT, cT). packing: the format of quantized
+weights, or None. keep: a factor on the states before a step; hold: steps that leave the states unchanged; engines know
+no `hold`, so `Steps` (`_steps`) moves the other steps together before an engine runs. A cotangent is the gradient that
+the caller gives for an output. A `Choice` is an engine's name and why it was chosen. op: what error texts begin with.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -23,12 +30,16 @@ from ._guard import guarded, guarded_gradients
 from ._steps import Steps, check_flags, check_hold
 
 Lengths = mx.array | Sequence[int] | None
+"""The type of an option `lengths`."""
+
 Hold = mx.array | Sequence[Sequence[bool]] | None
+"""The type of an option `hold`."""
 
 SLOW_WHEN_TRACED = """\
 inside mx.compile, mx.vmap or an export the arrays have no values yet, which engine 'numpy' needs. On the CPU 'ops' \
 takes over, a graph of every step: several times slower. mx.disable_compile() lets compiled functions run 'numpy'; \
 engine='ops' says that the graph is wanted."""
+"""The warning of a call on the CPU whose arrays have no values."""
 
 
 class Wanted(NamedTuple):
@@ -100,7 +111,8 @@ class Call(NamedTuple):
             return steps.outputs(call.run(problem, inner, choice), arrays, wants_last), choice
 
     def run(self, problem: Problem, arrays: Arrays, choice: Choice) -> dict[str, Any]:
-        """Run the chosen engine. Return the outputs, which MLX can differentiate."""
+        """Run the chosen engine. Return the outputs, which MLX can differentiate. For a Metal engine
+        `guarded_gradients` tests the kernels of the backward pass when MLX asks for a gradient."""
         refusal = None
         if choice.engine in METAL_ENGINES:
             refusal = guarded_gradients(choice, problem, is_forced=self.engine is not None)
@@ -143,6 +155,7 @@ class Call(NamedTuple):
         before and after that function.
         """
         (steps, call), x = self.steps(arrays, sizes, op), arrays["x"]
+        # Without any cotangent the gradients are 0: pass zeros for h.
         width = (2 if self.bidirectional else 1) * sizes[3]
         saved, cotangents = steps.saved(saved), cotangents or {"h": mx.zeros((*x.shape[:2], width), x.dtype)}
         quantized = packed_names(arrays)
@@ -155,6 +168,8 @@ class Call(NamedTuple):
         def outputs_of(*values: mx.array) -> list[mx.array]:
             changed = arrays | dict(zip(names, values, strict=True))
             inner = steps.to_engine(changed)
+            # The engine as a custom function. Its values do not matter: only its vjp rule runs, which calls the
+            # gradient op. So it returns arrays of the right shapes.
             engine = custom_function(lambda *values: tuple(like.values()))
 
             @engine.vjp
@@ -282,8 +297,9 @@ def with_limits_of(cell: AnyCell, dtype: mx.Dtype) -> AnyCell:
 
 
 def whole_lengths(op: str, lengths: Lengths, batch: int, longest: int, *, checked: bool = False) -> mx.array | None:
-    """Check a caller's lengths. Return them as an int32 array [batch], or None if there are none. The range is not
-    checked for arrays without values (inside mx.compile) or if `checked` is true."""
+    """Check a caller's lengths. Return them as an int32 array [batch], or None if there are none. longest: the number
+    of steps, which no length exceeds. The range is not checked for arrays without values (inside mx.compile) or if
+    `checked` is true."""
     if lengths is None:
         return None
     unknown = isinstance(lengths, mx.array) and (checked or not have_values([lengths]))
@@ -314,6 +330,7 @@ def h_of(problem: Problem, saved: Arrays) -> mx.array:
     if cell.op == "rnn":
         return activate(cell.activations[-1], gates)
     c = saved["c"]
-    # h = o output(c), with o the output gate and `output` the last activation.
+    # h = o output(c), with o the output gate and `output` the last activation. blocks: o of each direction, [T, B, D,
+    # H].
     blocks = gates.reshape(*gates.shape[:2], D, 4 * H)[..., cell.block("o", H)]
     return (blocks.reshape(c.shape) * activate(cell.activations[-1], c)).astype(gates.dtype)

@@ -4,6 +4,11 @@ the start of each chunk are saved, and the gradient runs each chunk again.
 `mx.checkpoint` does not suffice for two reasons. An array that a function captures would get a gradient of 0, and
 MLX could run all chunks again at the same time. Here the gradient of a chunk waits for the gradient of the following
 chunk, and the parameters of captured modules are inputs of a chunk.
+
+T: time steps, B: batch items, K: steps of a chunk; `start` is the first step of a chunk. A tree is an array, or nested
+tuples, lists and dicts of arrays; its leaves are the arrays; `filled(tree, arrays)` puts other arrays in their places.
+A piece is the part of all sequences that belongs to a chunk. The letter d begins the names of gradients. A custom
+function of MLX gets and returns arrays only, not trees; its vjp rule gets (primals, cotangents, results).
 """
 
 from collections.abc import Callable, Iterator
@@ -22,6 +27,8 @@ from ..engines.tracing import custom_function, vjp
 from ..ground.checks import fail
 
 OP = "recurrent"
+"""The function that error texts begin with."""
+
 DEEPEST = 6
 """The number of levels to which `captured_modules` searches what a function captures for modules and arrays."""
 
@@ -36,6 +43,7 @@ def checkpointed(
     """Run all chunks of a sequence. Return the outputs [T, B, ...] and the last state; their gradient runs the
     chunks again. every: the number of steps per chunk, or "auto". step: the user's function, which may capture
     modules; their parameters get gradients, too. sequences: a tree of arrays [T, ...]."""
+    # floats: for each module its parameters that can have a gradient, as pairs (key, array).
     modules = captured_modules(step)
     floats = [[(key, a) for key, a in flat(module.parameters()) if is_float(a)] for module in modules]
     inputs = {"sequences": sequences, "state": state, "parameters": parameters}
@@ -52,7 +60,7 @@ def checkpointed(
         with replaced(modules, [list(zip(*each, strict=True)) for each in zip(keys, tree["modules"], strict=True)]):
             return chunk(start, piece, state, tree["parameters"])
 
-    structure: list[Any] = []
+    structure: list[Any] = []  # [the tree of the results of `forward`], which is known when it has run
 
     def forward(*values: mx.array) -> list[mx.array]:
         tree = filled(inputs, values)
@@ -77,6 +85,7 @@ def checkpointed(
             given = waiting({"piece": pieces[start // K], "state": starts[str(start)], "shared": shared}, d_state)
             work = partial(results_of, run, start)
             d = gradients(work, given, (d_outputs[start // K], d_state))
+            # The states at the starts are results of `forward`, so they have cotangents, too.
             d_state = mapped(added, d["state"], d_starts[str(start)])
             d_shared = mapped(added, d_shared, d["shared"])
             # The chunk that ran before this one is next in the backward pass. Let its gradients wait for all gradients
@@ -103,6 +112,7 @@ def gradients(function: Callable[[Any], Any], given: Any, cotangents: Any) -> An
     cotangents: the gradients of the function's results, as a tree like these. The gradient of an array of integers
     is 0."""
     arrays = leaves(given)
+    # varied: the indices of the arrays of floats.
     varied = [n for n, array in enumerate(arrays) if is_float(array)]
 
     def floats_of(*values: mx.array) -> list[mx.array]:
@@ -172,7 +182,8 @@ def waiting(tree: Any, before: Any) -> Any:
 
 @contextmanager
 def replaced(modules: list[nn.Module], parameters: list[Any]) -> Iterator[None]:
-    """Inside the context, replace parameters of the modules. parameters: for each module a list of (key, new array)."""
+    """Inside the context, replace parameters of the modules. parameters: for each module a list of (key, new array).
+    Afterwards the modules have their own parameters again."""
     old = [dict(flat(module.parameters())) for module in modules]
     try:
         for module, new in zip(modules, parameters, strict=True):

@@ -1,7 +1,9 @@
 """Run trials of Metal kernels (small test runs before the kernels' first use) in a child process.
 
 One child serves all trials of a process, because starting a process takes seconds and the child remembers which
-kernels it has already found correct. The code that runs in the child is `_judge.main`.
+kernels it has already found correct. The code that runs in the child is `_judge.main`. A `Trial` describes a test run:
+its engine, and a text that the child gets. A verdict is the result of a trial; `verdicts` stores it. A child hung if it
+gave no answer in time; ChildError says how a child ended.
 """
 
 import re
@@ -44,6 +46,8 @@ a kernel needs more registers, threads or memory than the GPU has. All other err
 others, a compiler service that cannot be reached or a full memory, may not come again."""
 
 _lock = Lock()
+"""The lock of the child process: one thread at a time sends it a request."""
+
 _children: list[Child] = []
 """The child process of this process, if it has one."""
 
@@ -123,11 +127,12 @@ class Attempt:
     """
 
     def __init__(self, command: list[str], trials: list[Trial]):
+        """Prepare a request. command: what starts the child process."""
         self.command, self.trials = command, trials
         self.verdicts: list[Verdict] = []
         self.began = False
         self.kernels: int | None = None
-        self.told = False
+        self.told = False  # whether the user has been told that the call waits
 
     def run(self) -> None:
         """Run the test runs of kernels in the child process and append the result of each to `verdicts`. Start the
@@ -147,9 +152,9 @@ class Attempt:
             self.verdicts.append(verdict_of(str(answer.get("reason", answer))))
 
     def ask(self, child: Child, do: str, trials: list[Trial]) -> dict[str, Any]:
-        """Return the child's answer to a request, or {"reason": error} if the request failed. Raise ChildError if the
-        child ended or gave no answer in time. If the user has waited `PATIENCE` seconds for one answer, print once
-        that kernels are being tested."""
+        """Return the child's answer to a request, or {"reason": error} if the request failed. do: "count" counts the
+        kernels of the trials, "judge" runs them. Raise ChildError if the child ended or gave no answer in time. If the
+        user has waited `PATIENCE` seconds for one answer, print once that kernels are being tested."""
         limit = SECONDS + KERNEL_SECONDS * (self.kernels or 0)
         notice = None if self.told else (PATIENCE, self.tell_waiting)
         try:
@@ -186,6 +191,7 @@ class Attempt:
         the child's imports failed, so no kernel is to blame."""
         if not self.began and end.code is not None and end.code >= 0:
             raise CannotBegin(str(end))
+        # If the child never answered, or ended without an error, the verdict counts in this process only.
         said = _children[-1].said() or "it said nothing"
         how = f"failed: {end}" if end.code is None else f"ended {ended(end.code)}: {said}"
         verdict = verdict_of(f"its trial on this machine {how}")

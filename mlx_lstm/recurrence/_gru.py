@@ -1,4 +1,9 @@
-"""The GRU over a sequence (`gru`) and its gradient op (`gru_gradients`)."""
+"""The GRU over a sequence (`gru`) and its gradient op (`gru_gradients`).
+
+T: time steps, B: sequences of the batch, I: input features, H: hidden units. `given` makes a dict of the arrays that
+are not None; `check_gru` checks the options and returns the cell; `Call` checks the arrays, chooses an engine and runs
+it.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -3,6 +3,11 @@
 A trial runs in a child process. Its verdict stays valid on this machine until the chip, the system, MLX or the
 kernels change. An engine whose kernels fail is refused: another engine takes over, with a warning. If the caller
 forced the refused engine, the reason is raised as an error.
+
+A `Problem` describes a call without its arrays. `trial_of` (`_trial`) makes a `Trial` of it: a small call that runs the
+same kernels; its text is a line of JSON, under which `verdicts` stores the result. A reason is a text that says why
+kernels are refused; "" means that they are correct, None that they were not tested. A `Choice` is an engine's name and
+why it was chosen.
 """
 
 from collections import defaultdict
@@ -23,8 +28,13 @@ from ._child import CannotBegin, Verdict, by_child, verdict_of
 from ._trial import USUAL, Trial, neighbours, trial_of, without_matrices
 
 _locks: defaultdict[str, Lock] = defaultdict(Lock)
+"""For each trial, by its text, a lock, so that only one thread runs it."""
+
 _lock = Lock()
+"""The lock of the dict `_locks`."""
+
 _unguarded: list[bool] = []
+"""One entry for each context `unguarded` that is active; while there is one, no kernel is tested."""
 
 
 def guarded(
@@ -36,7 +46,7 @@ def guarded(
     best: a function that chooses again without the `refused` engines. It raises ValueError if the caller forced one
     of them. divided: a function that completes a problem with the options of an engine.
     """
-    refused: dict[str, str] = {}
+    refused: dict[str, str] = {}  # {engine: reason}
     if _unguarded:
         return chosen, problem
     while chosen.engine in METAL_ENGINES and (reason := refusal(chosen.engine, problem)):
@@ -69,6 +79,8 @@ def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> R
     def refused(names: tuple[str, ...]) -> str:
         if names == USUAL or not problem.training:
             return ""
+        # A last state or the gates have a cotangent only if the forward pass returned them, so the problem says so,
+        # too.
         shown = {
             "wants_last": problem.wants_last or not {"hT", "cT"}.isdisjoint(names),
             "return_gates": "gates" in names,
@@ -211,4 +223,5 @@ def try_out(trials: list[Trial]) -> list[Verdict]:
     from ._judge import verdict as judge  # imported here: few processes need the oracle
 
     reason = judge(trials[0])
+    # `and`: an empty reason stays empty.
     return [verdict_of(reason and f"{reason} (tried in this process, as no other could be started)")]

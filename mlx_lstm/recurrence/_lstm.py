@@ -1,4 +1,9 @@
-"""The LSTM over a sequence (`lstm`) and its gradient op (`lstm_gradients`)."""
+"""The LSTM over a sequence (`lstm`) and its gradient op (`lstm_gradients`).
+
+T: time steps, B: sequences of the batch, I: input features, H: hidden units, P: the width of h (H, or that of the
+projection). `given` makes a dict of the arrays that are not None; `check_lstm` checks the options and returns the cell;
+`Call` checks the arrays, chooses an engine and runs it.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple

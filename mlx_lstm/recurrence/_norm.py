@@ -1,5 +1,11 @@
 """Layer normalisation inside the step: the argument `norm` of the functions and the option `layer_norm` of layers, with
-their checks. `engines.input_norm` computes the part of it that comes before the steps, except for `numpy`."""
+their checks. `engines.input_norm` computes the part of it that comes before the steps, except for `numpy`.
+
+A `Norm` is what the user writes, with the arrays of scales and shifts. `NormOptions`, a field of the cell, is what
+engines read: the options without arrays. The arrays become arrays of the call, such as `norm_scale`. G: gates, H:
+units. op: the function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got
+...".
+"""
 
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -91,7 +97,8 @@ OF = {"products": "products", "recurrent": "product", "sum": "sum", None: None}
 
 
 def without_norm(function: Function) -> Function:
-    """Return a gradient op that refuses the argument `norm` and says what to use instead."""
+    """Return the gradient op `function`, which does not have the argument `norm`, with a check before it: a call with
+    `norm` raises an error that says what to use instead."""
 
     @wraps(function)
     def checked(*arguments: Any, **options: Any) -> Any:
@@ -110,6 +117,8 @@ def with_norm(op: str, cell: SomeCell, norm: Any, arrays: dict[str, Any]) -> tup
     if norm is None:
         return cell, arrays
     options = options_of(op, cell, norm)
+    # An array makes sense only if what it scales or shifts is normalised: field is the option that says so, and values
+    # are the values of the option that need the array.
     for name in NAMES:
         field = "c" if name[:2] == "c_" else "of"
         values = ("products",) if name[:5] == "input" else ("products", "recurrent", "sum")

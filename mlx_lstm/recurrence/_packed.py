@@ -1,5 +1,10 @@
 """Pack padded sequences of different lengths into one array without padding, and unpack them, as
-`torch.nn.utils.rnn` does."""
+`torch.nn.utils.rnn` does.
+
+N: sequences, L: steps of the padded batch, P: steps of all sequences together. counts: the number of steps of each
+sequence. A sequence is called n, a step t. op: the function that error texts begin with; `fail(op, rule, got)` raises
+the ValueError "[op] rule but got ...".
+"""
 
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -64,12 +69,14 @@ def pack_padded_sequence(
         shape = f"shape {list(input.shape)}" if isinstance(input, mx.array) else type(input).__name__
         fail(op, "input must be an mlx.core.array [L, N, ...] with at least one step and one sequence", shape)
     L, N = reversed(input.shape[:2]) if batch_first else input.shape[:2]
+    # traced=False: the lengths must have values, because they decide the shape of the result.
     counts = np.array(check_lengths(op, lengths, N, L, traced=False, shortest=1))
-    order = np.arange(N)
+    order = np.arange(N)  # the sequences, the longest first
     if not enforce_sorted:
         order = np.argsort(-counts, kind="stable")
     elif (np.diff(counts) > 0).any():
         fail(op, "lengths must fall, the longest first, or enforce_sorted be False,", counts.tolist())
+    # steps: for each t the sequences that have a step t.
     steps = [order[: int((counts > t).sum())] for t in range(int(counts.max()))]
     # The place of each step in the input, whose first two axes become one.
     places = np.concatenate([n * L + t if batch_first else t * N + n for t, n in enumerate(steps)])
@@ -131,6 +138,7 @@ def check_packed(op: str, sequence: Any) -> tuple[np.ndarray, np.ndarray]:
     indices = np.arange(N) if order is None else np.array(order)
     if not np.array_equal(np.sort(indices), np.arange(N)):
         fail(op, f"sorted_indices must hold each of 0..{N - 1} once", indices.tolist())
+    # The k-th sequence of the data has as many steps as there are batch sizes above k.
     counts = np.empty(N, int)
     counts[indices] = (sizes[:, None] > np.arange(N)).sum(axis=0)
     return indices, counts

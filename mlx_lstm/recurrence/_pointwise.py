@@ -1,5 +1,12 @@
 """The function `pointwise`: it runs a recurrent cell that the user wrote as a Python function. The engines compute the
-products with the weights; the function then computes each hidden unit from the numbers of this unit alone."""
+products with the weights; the function then computes each hidden unit from the numbers of this unit alone.
+
+T: time steps, B: batch items, I: input features, H: hidden units, G: gates (preactivations per unit), S: states, D:
+directions. The function is cell(a, state, *inputs, *params): a holds the gates; the inputs differ by step, the params
+do not. To trace the function is to find its graph of operations, from which the engines generate code. In a call h0 is
+the first state h, and c0 has all other states side by side. `fail(OP, rule, got)` raises the ValueError "[pointwise]
+rule but got ..."; `check_array(OP, name, array, shape)` checks a shape, in which a text stands for any size.
+"""
 
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -16,6 +23,7 @@ from ._call import Call, Hold, Lengths
 from ._norm import Norm, with_norm
 
 OP = "pointwise"
+"""The function that error texts begin with."""
 
 
 class OwnCell(NamedTuple):
@@ -153,6 +161,7 @@ def pointwise(
         fail(OP, "cell must be a function", type(cell).__name__)
     D = directions(apart, bidirectional)
     states, B, H = check_states(state, D)
+    # each: the inputs as arrays [T, B, D H]. numbers: the params as arrays [D H].
     each = check_sequences_of(inputs, x, H * D)
     numbers = check_params(params, H * D)
     arrays: dict[str, Any] = {"x": x, "Wx": Wx, "Wh": Wh, "b": b, "h0": states[0], "mask": mask, "keep": keep}
@@ -259,7 +268,8 @@ def side_by_side(arrays: list[Array], D: int) -> Array | None:
 
 
 def apart_again(joined: Array | None, n: int, D: int) -> list[Array]:
-    """Return the n arrays that `side_by_side` joined into one. D: the number of directions."""
+    """Return the n arrays [..., D H] that `side_by_side` joined into one. joined: that array, or None if n is 0. D: the
+    number of directions."""
     if joined is None or n < 2:
         return [] if joined is None else [joined]
     if D == 1:

@@ -1,4 +1,9 @@
-"""Base class of the quantized layers of `mlx_lstm.nn` and `mlx_lstm.torch`."""
+"""Base class of the quantized layers of `mlx_lstm.nn` and `mlx_lstm.torch`.
+
+`mx.quantize` stores a weight matrix as packed integers of a few bits, with a scale and mostly a bias for each group of
+numbers of a row. A quantized layer has the parameters of its float layer, but a quantized weight such as `Wh` is three
+arrays: `Wh` (the packed integers), `Wh_scales` and `Wh_biases`. group_size, bits, mode: the arguments of `mx.quantize`.
+"""
 
 from inspect import Signature, signature
 from typing import Any, TypeVar, cast
@@ -36,6 +41,7 @@ class QuantizedLayer(nn.Module):
             return
         QUANTIZED[cls.of] = cls
 
+        # The constructor of the new class. It only calls that of this class, but has the signature that help() shows.
         def constructor(self: QuantizedLayer, *sizes: Any, **options: Any) -> None:
             QuantizedLayer.__init__(self, *sizes, **options)
 
@@ -78,6 +84,7 @@ class QuantizedLayer(nn.Module):
         """
         new = self.of.__new__(self.of)
         nn.Module.__init__(new)
+        # own: the attributes that the float layer does not get. _no_grad has MLX's names of frozen parameters.
         own = ("group_size", "bits", "mode", "_no_grad", "_engine_used")
         vars(new).update({name: value for name, value in vars(self).items() if name not in own})
         for name, value in self.items():
@@ -128,7 +135,7 @@ class QuantizedLayer(nn.Module):
         return f"{super()._extra_repr()}, group_size={self.group_size}, bits={self.bits}, mode={self.mode}"
 
     def _parameter(self, name: str) -> Weight:
-        """Return a parameter of the layer: a `Quantized` object for a quantized weight, else the array."""
+        """Return the parameter `name` of the layer: a `Quantized` object for a quantized weight, else the array."""
         array = cast(Any, super())._parameter(name)
         if f"{name}_scales" not in self:
             return array

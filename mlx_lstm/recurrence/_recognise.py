@@ -13,6 +13,12 @@
 
 The cell runs in float64 on the CPU. There MLX computes `mx.sigmoid` and `mx.exp` to the precision of float32, and
 everything else exactly.
+
+D: features of x, H: units, B: batch items. A block is H rows of a parameter (`Block`), n its number in `trial.blocks`.
+A part says what a block is for: (gate, kind), such as ("f", "x") for the input's weights of the forget gate. A form
+says how the step takes and returns states (`Form`). A way is a hypothesis: the function "lstm", "gru" or "rnn", and
+options (`Way`). A trial runs the user's cell (`Trial`). A title is the Python code for a parameter, such as
+"self.weight".
 """
 
 import warnings
@@ -35,6 +41,8 @@ from ._rnn import rnn
 OP = "recognise"
 OPS = {"lstm": lstm, "gru": gru, "rnn": rnn}
 GATES = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
+"""OP: the function that error texts begin with. OPS, GATES: the functions by name, and their usual gate orders."""
+
 HIDDEN = {"lstm": "i", "gru": "r", "rnn": ""}
 """For each op the gate whose weights have no effect while all other parameters are 0."""
 
@@ -71,6 +79,7 @@ LOOSE = 0.1
 So the text on a cell that is nearly an LSTM can tell by how much it misses."""
 
 B, T = 3, 8
+"""The batch size and the number of steps of a comparison of several steps."""
 
 BATCHES = [
     # matrices, vectors, x and h, c
@@ -93,6 +102,7 @@ inputs and states themselves. Gradients and several steps are compared in the fi
 of a sigmoid written with mx.exp is NaN for large arguments. The fourth shows the gradient at a limit on c."""
 
 WITH_GRADIENTS, ROWS = 4, 48
+"""How many of the first batches are compared with gradients, and the rows (batch items) of each."""
 
 BESIDE = "what it returns beside its state and must be h (let step return the state only)"
 """The name of the other arrays [B, H] that a step returns."""
@@ -335,12 +345,13 @@ class Trial:
         self.places = {text: (owner, key) for text, owner, key in parameters_of(module, title, set())}
         self.before = {text: owner[key] for text, (owner, key) in self.places.items()}
         self.shapes: dict[str, tuple[int, ...]] = {text: array.shape for text, array in self.before.items()}
+        # x and the states of all runs of one step. No number of c is near 0, because results are divided by it.
         draws = np.random.default_rng(0)
         self.x, self.h = (draws.uniform(-1, 1, (B, width)) for width in (D, H))
         self.c = draws.uniform(0.2, 1, (B, H)) * draws.choice([-1, 1], (B, H))
         self.blocks = [each for text, shape in self.shapes.items() for each in blocks_of(text, shape, D, H)]
         self.known: dict[Any, np.ndarray | None] = {}
-        self.rank: tuple[float, ...] = ()
+        self.rank: tuple[float, ...] = ()  # that of `nearest`, see `note`
         self.nearest, self.errors = "It does not run with all parameters 0", ""
 
     def set(self, arrays: dict[str, mx.array]) -> None:
@@ -350,7 +361,9 @@ class Trial:
             owner[key] = array
 
     def note(self, rank: tuple[float, ...], text: str) -> None:
-        """Remember the text on a hypothesis if its rank is the highest so far."""
+        """Remember the text on a hypothesis if its rank is the highest so far. rank: how near the hypothesis came to
+        the cell; tuples are compared from the left. Its first number is 0 if no formula fits, 1 if no matrix belongs to
+        a gate, 2 if values differ, 3 if all are equal but a number could not be read, 4 if the cell is random."""
         if rank > self.rank:
             self.rank, self.nearest = rank, text
 
@@ -398,7 +411,8 @@ class Trial:
             raise StepError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
     def run(self, form: Form, x: mx.array, *states: mx.array) -> tuple[list[mx.array], list[mx.array]]:
-        """Run the user's step. Return the new states, h or h and c, and all other arrays [B, H] that it returns."""
+        """Run the user's step. Return the new states, h or h and c, and all other arrays [B, H] that it returns. form:
+        how it takes and returns the states; x, states: its arguments, h before c."""
         arrays, stop = self.arrays(form.call, x, *states), form.at + form.states
         found, rest = arrays[form.at : stop], arrays[: form.at] + arrays[stop:]
         if [array.shape for array in found] != [states[0].shape] * form.states:
@@ -473,6 +487,7 @@ def blocks_of(title: str, shape: tuple[int, ...], D: int, H: int) -> Iterator[Bl
             yield Block(title, lambda a: a, "", "", row, shape[0] // H, ("b", "bhn", "p"))
     if len(shape) != 2:
         return
+    # columns: for each kind its possible places in a matrix: (width of the matrix, first column, last + 1, their code).
     columns = {"x": [(D, 0, D, ""), (D + H, 0, D, f":{D}"), (D + H, H, D + H, f"{H}:")]}
     columns["h"] = [(H, 0, H, ""), (D + H, D, D + H, f"{D}:"), (D + H, 0, H, f":{H}")]
     for form, (rows, width) in (("", shape), (".T", shape[::-1])):
@@ -493,6 +508,7 @@ def blocks_of(title: str, shape: tuple[int, ...], D: int, H: int) -> Iterator[Bl
 
 OTHERS = [Way("gru", {"reset": reset, "flip_z": flip}) for reset in ("after", "before") for flip in (False, True)]
 OTHERS += [Way("rnn", {"activation": word}) for word in ("tanh", "relu", "sigmoid")]
+"""The hypotheses on the formula of a cell whose only state is h."""
 
 
 def ways_of(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
@@ -540,7 +556,7 @@ def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
     if limit > 0 and np.abs(limits - limit).max() <= error:
         number = decimal(limit, error)
         options["cell_clip"] = written(limit) if number is None else number
-    rules = ("through", "zero") if "cell_clip" in options else ("through",)
+    rules = ("through", "zero") if "cell_clip" in options else ("through",)  # of the gradient at the clip
     for word, rule in product(("current", "previous"), rules):
         yield Way("lstm", options | {"output_peephole": word, "clip_gradient": rule}), text
 
@@ -564,6 +580,7 @@ def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]
     gate."""
     parts: dict[Part, list[int]] = {}
     gates = [gate for gate in GATES[way.op] if gate != HIDDEN[way.op]]
+    # rest: the blocks that belong to no gate yet. effects: those of them that have an effect.
     rest, effects = list(range(len(trial.blocks))), set[int]()
 
     def assign(gates: list[str], known: dict[Part, int]) -> None:
@@ -577,6 +594,7 @@ def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]
                 effects.add(n)
 
     assign(gates, {})
+    # The weights of the hidden gate have an effect only while another block, the opener, is not 0.
     opener = next((part for part in OPENERS[way.op] if part in parts), None)
     if opener:
         assign([HIDDEN[way.op]], {opener: parts[opener][0]})
@@ -658,6 +676,7 @@ def match_of(way: Way, trial: Trial, form: Form) -> Match:
     if way.options.get("output_peephole") == "previous" and ("o", "p") not in parts:
         return Match({}, parts, unknown)  # without this peephole it is the same as "current", which was tested before
     gates, H = GATES[way.op], trial.H
+    # The gate order of a parameter that holds all gates, if there is one; the call then takes it without slices.
     whole = [order_of([parts.get((gate, kind), []) for gate in gates], gates) for kind in "xh"]
     order = next((found for found in whole if found), gates)
     arguments: dict[str, Any] = {}
@@ -701,6 +720,7 @@ def joined(blocks: list[list[Block]], order: str, shape: tuple[int, ...]) -> Exp
     ]
     text = texts[0] if len(texts) == 1 else f"mx.concatenate([{', '.join(texts)}])"
 
+    # Compute from the module's parameters what the code `text` says.
     def value(arrays: dict[str, mx.array]) -> mx.array:
         rows = []
         for each in blocks:
@@ -755,6 +775,8 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
     even a shift by a small part of this precision moves the points where the result changes. The new c is sigmoid(z_f)
     g if only f has weights and the old c is g; it is sigmoid(z_i) g if only i and g have weights and the old c is 0.
     """
+    # found: a block of f and of i that multiplies x, and one of g, if there are such. by_x: that of g multiplies x,
+    # too.
     kinds = (("f", "x"),), (("i", "x"),), (("g", "h"), ("g", "b"), ("g", "x"))
     found = [[block for part in each for block in match.parts.get(part, [])][:1] for each in kinds]
     by_x = bool(found[2]) and found[2][0].kinds == ("x",)
@@ -794,8 +816,9 @@ def compared(
     """Run the user's cell and the call with random numbers of the sizes `BATCHES[n]`. Yield (name, the cell's array,
     the call's array, its allowed error) for the outputs of one step with many rows, the gradients of all parameters, of
     x and of the states, and the outputs of several steps."""
-    arrays, first = drawn(trial, form, n)
+    arrays, first = drawn(trial, form, n)  # parameters by title; [x, h] or [x, h, c]
 
+    # One step of the user's cell, and the same step of the call.
     def by_hand(arrays: dict[str, mx.array], *inputs: mx.array) -> list[mx.array]:
         trial.set(arrays)
         states, rest = trial.run(form, *inputs)
@@ -805,6 +828,7 @@ def compared(
         values = {key: each.value(arrays) if isinstance(each, Expression) else each for key, each in arguments.items()}
         return called(way, values, *inputs)
 
+    # Compare the outputs of one step: `given` of the user's cell, and those of the call for the same inputs.
     def outputs(
         inputs: list[mx.array], given: list[mx.array]
     ) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
@@ -836,6 +860,7 @@ def compared(
 
 def drawn(trial: Trial, form: Form, n: int) -> tuple[dict[str, mx.array], list[mx.array]]:
     """Return random parameters by title, and x and the states with many rows, of the sizes `BATCHES[n]`."""
+    # matrices, vectors, inputs, cell: the sizes of the matrices, of the biases and peepholes, of x and h, and of c.
     draws, (matrices, vectors, inputs, cell) = np.random.default_rng(n + 1), BATCHES[n]
     arrays = {}
     for title, shape in trial.shapes.items():
@@ -853,7 +878,7 @@ def gradients(
     function: Callable[..., list[mx.array]], states: int, arrays: dict[str, mx.array], inputs: list[mx.array]
 ) -> dict[str, np.ndarray]:
     """Return the gradients of all parameters by title, and of x and the states, for random gradients of the first
-    `states` outputs of a function."""
+    `states` outputs of a function. arrays: the parameters by title. inputs: x and the states."""
     draws = np.random.default_rng(0)
     cotangents = [mx.array(draws.uniform(0.5, 1.5, inputs[1].shape), mx.float64) for _ in range(states)]
 

@@ -1,4 +1,10 @@
-"""The function `recurrent`: run a cell that the user wrote in plain MLX over a sequence."""
+"""The function `recurrent`: run a cell that the user wrote in plain MLX over a sequence.
+
+T: time steps, B: batch items. A tree is an array, or nested tuples, lists and dicts of arrays; its leaves are the
+arrays. step: the user's function of one time step. live [T, B]: which steps run; None if all do. before, after: factors
+of the option `keep`, by which the state is multiplied before and after a step. `filled(tree, arrays)` returns a tree of
+the same structure with other arrays. `fail(OP, rule, got)` raises the ValueError "[recurrent] rule but got ...".
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +22,7 @@ from ._checkpointed import checkpointed, filled, leaves
 from ._steps import Steps, factors, whole_steps
 
 OP = "recurrent"
+"""The function that error texts begin with."""
 
 
 def recurrent(
@@ -102,11 +109,12 @@ def recurrent(
         form(parameters, "parameters", ())
     ends = whole_lengths(OP, lengths, B, T)
     live, before, after = over_steps(keep, hold, T, B, ends, reverse)
-    forms: list[Any] = []
+    forms: list[Any] = []  # the dtypes and shapes of the outputs of each step so far
 
     def run(start: int, sequences: Any, state: Any, parameters: Any) -> tuple[Any, Any]:
         """Run the steps of a chunk of the sequence, which begins at step `start`."""
         x, live, before = sequences
+        # x_at, live_at, before_at: the same by step. own: the third argument of the user's function, if there is one.
         own = () if parameters is None else (parameters,)
         x_at = tree_map(lambda array: by_time(array if live is None else of_live(live, array)), x)
         arrays: Any = tree_flatten(x)
@@ -117,6 +125,7 @@ def recurrent(
         def at(t: int, state: Any) -> tuple[Any, Any]:
             """Run the user's step and check what it returns."""
             state = state if before_at is None else times(before_at[t], state)
+            # The tree of x at step t: x gives the structure, x_at a list of steps in the place of each array.
             given = tree_map(lambda _, rows: rows[t], x, x_at), state
             results = step(*filled(given, only_live(live_at[t], leaves(given))), *own)
             if not isinstance(results, tuple) or len(results) != 2:
@@ -144,7 +153,8 @@ def recurrent(
 def over_steps(
     keep: Any, hold: Any, T: int, B: int, ends: mx.array | None, reverse: bool
 ) -> tuple[Array | None, Array | None, Array | None]:
-    """Return (live, before, after). live, bool [T, B]: which steps run, or None if all do. before, after [T, B]: the
+    """Check the options `keep` and `hold`. Return (live, before, after). ends [B]: the number of steps of each item, or
+    None. live, bool [T, B]: which steps run, or None if all do. before, after [T, B]: the
     factors by which the state is multiplied before and after each step, or None."""
     options = whole_steps(OP, keep, hold, (T, B), "[T, B]")
     held = options["hold"] != 0 if "hold" in options else None
@@ -182,7 +192,7 @@ def time_and_batch(x: Any) -> tuple[int, int]:
 
 def form(tree: Any, name: str, begin: tuple[int | str, ...]) -> Any:
     """Return a tree with the dtype and shape of each array as text. Raise an error if a shape does not begin with
-    `begin`, in which a letter stands for any size."""
+    `begin`, in which a letter stands for any size. name: what the error text calls the tree."""
 
     def of(array: Any) -> str:
         if not isinstance(array, mx.array):

@@ -1,4 +1,9 @@
-"""The plain RNN over a sequence (`rnn`) and its gradient op (`rnn_gradients`)."""
+"""The plain RNN over a sequence (`rnn`) and its gradient op (`rnn_gradients`).
+
+T: time steps, B: sequences of the batch, I: input features, H: hidden units. `given` makes a dict of the arrays that
+are not None; `check_rnn` checks the option and returns the cell; `Call` checks the arrays, chooses an engine and runs
+it.
+"""
 
 from typing import NamedTuple
 

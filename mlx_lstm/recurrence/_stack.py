@@ -1,5 +1,10 @@
 """Translate the states and biases of layer stacks (as torch and cuDNN store them) to single calls of the recurrence,
-and join the arrays of two directions."""
+and join the arrays of two directions.
+
+L: layers of a stack, D: directions (1 or 2), N: sequences, G: gates, H: units. A stack stores the states of all layers
+in one array [L D, N, width]: layer by layer, in each layer the forward direction first. A call of the recurrence takes
+those of one layer, [N, D width], with both directions side by side.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +16,8 @@ from ..engines.directions import OWN_AXIS, ROWS, is_shared, join
 from ..ground.checks import check_array, fail
 
 OUTPUTS = ("h", "c", "gates", "hT", "cT")
+"""The names of the outputs of `lstm`, some of which `gru` and `rnn` have, too."""
+
 JOINED = (*ROWS, *OWN_AXIS, "h0", "c0", "mask", "x", *OUTPUTS, *(f"d{name}" for name in OUTPUTS))
 """Names of the arguments and outputs that `join_directions` accepts: each direction has a separate array of this
 name."""

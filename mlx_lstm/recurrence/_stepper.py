@@ -1,7 +1,12 @@
 """Run layers one time step at a time with as little work per step as possible: the class `Stepper`.
 
-A `Stepper` checks its arguments once and keeps the states. The steps themselves run in `engines.numpy.stream` on the
-CPU, and in `engines.stream` on all other engines.
+A `Stepper` checks its arguments once and keeps the states. The steps themselves run in a stream: `Stream`
+(`engines.numpy.stream`) on the CPU, `MLXStream` (`engines.stream`) on all other engines.
+
+B: batch items, H: hidden units, P: the width of h, U: inputs of each step of a user's cell, K: layers. keep: a factor
+on the states before a step. A holder is a dict that holds parameters: a layer, or a dict of arrays. A `Plan` is one
+layer with the engine that was chosen; a `Problem` the description of one step; a `Launch` what an engine other than
+`numpy` needs at each step. `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Callable, Sequence
@@ -33,6 +38,7 @@ Read = Callable[[], Sequence[tuple[Cell | OwnCell, dict[str, Any], str | None]]]
 engine that the user forces, or None."""
 
 OUTSIDE = "a stepper has no gradient and must be called outside of mx.grad, mx.compile and mx.vmap (use step there)"
+"""The rule of the error that a stepper raises inside a transformation of MLX."""
 
 
 class Watched(NamedTuple):
@@ -235,6 +241,7 @@ class Stepper:
     def _prepare(self) -> None:
         """Read and check the parameters, choose an engine, and make a stream whose states are zero. A stream is the
         object of an engine that runs the steps."""
+        # With these `_has_changed` finds out whether a parameter has changed since.
         self._watched = watched(self._holders)
         self._count = count_of(self._holders)
         layers = self._read()
@@ -362,8 +369,9 @@ def view_of_bfloat16(array: mx.array) -> np.ndarray:
 
 
 def plan(op: str, cell: Cell | OwnCell, parameters: dict[str, Any], engine: str | None, B: int, inputs: int) -> Plan:
-    """Check the parameters of one layer, which have one dtype, and choose the engine for steps of B batch items.
-    inputs: the number of inputs of each step that a cell of the user's own reads."""
+    """Check the parameters of one layer, which have one dtype, and choose the engine for steps of B batch items. cell:
+    the layer's cell; an `OwnCell` is traced here. engine: the engine that the user forces, or None. inputs: the number
+    of inputs of each step that a cell of the user's own reads."""
     Wx, dtype = parameters["Wx"], common_dtype(parameters.values())
     H = Wx.shape[0] // cell.gates  # units; P: the width of h
     P = parameters["Wh"].shape[-1] if "Wh" in parameters else H
@@ -373,8 +381,10 @@ def plan(op: str, cell: Cell | OwnCell, parameters: dict[str, Any], engine: str 
         arrays["c0"] = mx.zeros((B, traced.carried * H), dtype)
     if inputs:
         arrays["inputs"] = mx.zeros((1, B, inputs * H), dtype)
+    # False, {}: one direction, and no options to check.
     arrays, packing, sizes = check_call(op, arrays, traced, False, {}, one_step=True)
     call, inner, inner_packing = Call(traced, engine=engine, one_step=True).with_norm(arrays, packing)
+    # Plan a step without `keep` and one with it, of which only the name and the shape matter here.
     names = inner | {"keep": mx.ones((1, B, 1), dtype)}
     wanted = Wanted(return_gates=False, training=False, wants_last=True)
     with in_the_name_of(op, cell.op):

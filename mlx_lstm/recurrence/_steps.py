@@ -3,6 +3,11 @@
 No engine implements `hold`. `Steps` gathers the steps of a batch item that are not held to the front, in the order
 of time. The engine runs them as a shorter item, and `Steps` scatters the outputs back. Engines implement `keep` as
 an array [T, B, D], one factor per direction, which is 1 where an item has ended.
+
+T: time steps, B: batch items, D: directions; d is the number of one. Arrays are in dicts by the names of arguments (x,
+h0, mask, ...) and outputs (h, c, gates). An item is alive at a step before its end, and live if the step is not held,
+either. A time index is the position of a step in a sequence. op: the function that error texts begin with; `fail(op,
+rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +23,7 @@ from ..ground.checks import ArraySpec, fail, instead_of
 
 def check_keep(op: str, keep: ArraySpec, T: int, B: int, D: int, batch_first: bool) -> None:
     """Check that `keep` has the axes [T, B] or [T, B, D] (D: directions), each with its full size or the size 1, and
-    that its dtype is real."""
+    that its dtype is real. batch_first: the axes are [B, T] or [B, T, D]."""
     axes, sizes = ("[B, T", (B, T)) if batch_first else ("[T, B", (T, B))
     if not broadcasts(keep.shape, sizes) and not broadcasts(keep.shape, (*sizes, D)):
         more = f" or {axes}, 2] = {[*sizes, D]}" if D > 1 else ""
@@ -44,7 +49,8 @@ def check_flags(op: str, name: str, array: mx.array) -> mx.array:
 
 
 def check_hold(op: str, hold: Any, T: int, B: int, batch_first: bool) -> mx.array:
-    """Check the type, dtype and shape of `hold`. Return it as bool [T, B]."""
+    """Check the type, dtype and shape of `hold`, which is [T, B], or [B, T] with `batch_first`. Return it as bool [T,
+    B]."""
     array = hold_array(op, hold)
     axes, sizes = ("[B, T]", (B, T)) if batch_first else ("[T, B]", (T, B))
     if not broadcasts(array.shape, sizes):
@@ -142,6 +148,7 @@ class Steps(NamedTuple):
         if "keep" in arrays:
             # The engine does not run held steps, but their factors `keep` still act on the state. So multiply the
             # factor of each running step by the factors of the held steps just before it.
+            # The 0 selects the factors before each step.
             inner["keep"] = mx.where(ran, self.taken(self.each_direction(inner["keep"], live, 0), order), 1)
         if masks_differ(arrays):
             mask = arrays["mask"]
@@ -165,11 +172,13 @@ class Steps(NamedTuple):
         return {name: mx.where(ran, self.taken(array, order), 0) for name, array in saved.items()}
 
     def outputs(self, inner: dict[str, Any], arrays: Arrays, wants_last: bool) -> dict[str, Any]:
-        """Return the outputs of the call, computed from the engine's outputs (h, c, gates) and the call's arrays."""
+        """Return the outputs of the call, computed from `inner`, the engine's outputs (h, c, gates), and the call's
+        arrays. wants_last: whether the caller wants hT and cT."""
         if self.hold is None:
             return inner
         live = self.live()
         ran = mx.cumsum(live.astype(mx.int32), axis=0)  # [T, B]: how many steps have run up to each time index
+        # keep: the factors on the states after held steps; the 1 selects these in `each_direction`.
         keep = self.each_direction(self.whole_keep(arrays), live, 1) if "keep" in arrays else None
         outputs: dict[str, Any] = {}
         for name in ("h", "c"):
@@ -239,13 +248,15 @@ class Steps(NamedTuple):
         run still multiplies the state by keep; `factors` explains how."""
         each = []
         for d, back in enumerate(self.backwards):
+            # `factors` takes and returns steps in processing order, so a reversed direction is flipped, twice.
             turn = slice(None, None, -1 if back else 1)
             each.append(factors(keep[turn, :, d], live[turn])[which][turn])
         return mx.stack(each, axis=-1)
 
     def taken(self, sequence: Array, times: Array, batch_first: bool = False) -> Array:
-        """Gather the steps of a sequence. For each batch item `times` [T, B] has the time indices of the steps to
-        take."""
+        """Gather the steps of a sequence [T, B, .]. For each batch item `times` [T, B] has the time indices of the
+        steps to take. batch_first: the sequence and the result are [B, T, .]."""
+        # rows: the positions in the sequence with its first two axes joined.
         items = mx.arange(self.B)
         rows = times.T + sequence.shape[1] * items[:, None] if batch_first else times * self.B + items
         return mx.take(sequence.reshape(-1, sequence.shape[-1]), rows, axis=0)
@@ -269,6 +280,8 @@ def factors(keep: Array, live: Array) -> tuple[Array, Array]:
         product = mx.where(closed, product, product * shifted(product, distance, 1))
         closed = closed | shifted(closed, distance, 1)
         distance *= 2
+    # Before a step: its own factor, times the product after the step before it. shifted(..., 1, 1): one step later,
+    # with the factor 1 at the first step.
     return keep * shifted(product, 1, 1), product
 
 

@@ -2,7 +2,10 @@
 does not check.
 
 Ranks are checked before sizes, because a size cannot be read from a missing axis. If the arguments break several rules
-at once, TensorFlow's error may name another rule than the error of this package.
+at once, TensorFlow's error may name another rule than the error of this package. The rank of an array is the number of
+its axes. T: steps, N: batch items (batch_size), I: inputs (input_size), H: units (cell_size). arrays: the arrays of a
+call by TensorFlow's names. op: the function that error texts begin with. `reject` raises an error with TensorFlow's
+text; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from typing import NoReturn
@@ -19,6 +22,7 @@ SAVED = ("i", "cs", "f", "o", "ci", "co")
 and co after its last activation."""
 
 PEEPHOLES = ("wci", "wcf", "wco")
+"""TensorFlow's names of the peephole weights of i, f and o."""
 
 
 def check_lstm_block_cell(op: str, arrays: Arrays, use_peephole: bool) -> None:
@@ -27,7 +31,7 @@ def check_lstm_block_cell(op: str, arrays: Arrays, use_peephole: bool) -> None:
     check_flag(op, "use_peephole", use_peephole)
     check_kinds(op, arrays)
     ranks = {"b": 1} | dict.fromkeys(PEEPHOLES, 1)
-    check_ranks(op, arrays, ranks, 2, "{name}_tensor must be rank {rank} but is rank {got}.")
+    check_ranks(op, arrays, ranks, 2, "{name}_tensor must be rank {rank} but is rank {got}.")  # 2: all other ranks
     N, H = check_cell(op, arrays)
     if 0 in (N, H):
         reject(op, f"cs_prev_tensor is empty, has shape: ({N},{H}).")
@@ -111,7 +115,7 @@ def check_kinds(op: str, arrays: Arrays) -> None:
 
 def check_ranks(op: str, arrays: Arrays, ranks: dict[str, int], otherwise: int, text: str) -> None:
     """Check that the rank of every array is `ranks[name]`, or `otherwise` if `ranks` lacks the name. `text` is the
-    template of the error text."""
+    template of the error text, in which {name}, {rank} and {got} are replaced."""
     for name, array in arrays.items():
         rank = ranks.get(name, otherwise)
         if array.ndim != rank:
@@ -119,7 +123,8 @@ def check_ranks(op: str, arrays: Arrays, ranks: dict[str, int], otherwise: int, 
 
 
 def check_matrices(op: str, arrays: Arrays, names: tuple[str, ...], dims: str, N: int, H: int) -> None:
-    """Check that the arrays of these names have shape [N, H]; names without an array are skipped."""
+    """Check that the arrays of these names have shape [N, H]; names without an array are skipped. dims: how
+    TensorFlow's text for this op writes the sizes of an array, such as ".dim_size"."""
     for name in (name for name in names if name in arrays):
         check_size(op, f"{name}{dims}(0) != batch_size", arrays[name].shape[0], N)
         check_size(op, f"{name}{dims}(1) != cell_size", arrays[name].shape[1], H)

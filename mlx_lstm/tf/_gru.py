@@ -1,7 +1,9 @@
 """Run one step of TensorFlow's GRU block cell, or compute its gradient.
 
 Letters in shapes: N batch items, I inputs, H units. Names are TensorFlow's: u is the update gate (our z), c the
-candidate (our n)."""
+candidate (our n). given: the arrays of the op in a dict by TensorFlow's names. Each op checks its arguments, converts
+them to those of `mlx_lstm.gru` or `gru_gradients`, and converts the results back.
+"""
 
 from typing import Any, NamedTuple
 
@@ -67,12 +69,12 @@ def gru_block_cell(
         >>> tf.gru_block_cell(mx.ones((2, 3)), mx.zeros((2, 4)), *weights).h.shape
         (2, 4)
     """
-    names = {"x": x, "h_prev": h_prev, "w_ru": w_ru, "w_c": w_c, "b_ru": b_ru, "b_c": b_c}
-    check_gru_block_cell("gru_block_cell", names)
+    given = {"x": x, "h_prev": h_prev, "w_ru": w_ru, "w_c": w_c, "b_ru": b_ru, "b_c": b_c}
+    check_gru_block_cell("gru_block_cell", given)
     with on(stream, "gru_block_cell"):
         if h_prev.size == 0:
             return GRUBlockCellOutput(*[mx.zeros_like(h_prev)] * 4)
-        out = gru(**gru_arguments(names), return_gates=True, engine=engine)._asdict()
+        out = gru(**gru_arguments(given), return_gates=True, engine=engine)._asdict()
         r, u, c = mx.split(out["gates"][0], 3, axis=-1)
         return GRUBlockCellOutput(r, u, c, out["h"][0])
 
@@ -111,14 +113,14 @@ def gru_block_cell_grad(
         >>> tf.gru_block_cell_grad(*arrays, r, u, c, d_h=h).d_x.shape
         (2, 3)
     """
-    names = {"x": x, "h_prev": h_prev, "w_ru": w_ru, "w_c": w_c, "b_ru": b_ru, "b_c": b_c}
-    check_gru_block_cell("gru_block_cell_grad", names | {"r": r, "u": u, "c": c, "d_h": d_h})
+    given = {"x": x, "h_prev": h_prev, "w_ru": w_ru, "w_c": w_c, "b_ru": b_ru, "b_c": b_c}
+    check_gru_block_cell("gru_block_cell_grad", given | {"r": r, "u": u, "c": c, "d_h": d_h})
     I, H = x.shape[1], h_prev.shape[1]
     with on(stream, "gru_block_cell_grad"):
         if h_prev.size == 0:
             d_h_prev = mx.zeros_like(h_prev)
             return GRUBlockCellGradOutput(mx.zeros_like(x), d_h_prev, d_h_prev, mx.concatenate([d_h_prev] * 2, axis=1))
-        arrays = gru_arguments(names)
+        arrays = gru_arguments(given)
         Wx, gates = arrays["Wx"], joined([array[None] for array in (r, u, c)])
         # Without Wx, x stands for the projected input x Wx^T, so its gradient is the gradient of the preactivations,
         # from which all other gradients follow below. `gru_gradients` then uses only the shape of x and, for one step,
@@ -130,11 +132,12 @@ def gru_block_cell_grad(
         return GRUBlockCellGradOutput(d_x, d["h0"], dz[:, 2 * H :], dz[:, : 2 * H])
 
 
-def gru_arguments(names: Arrays) -> dict[str, Any]:
-    """Convert TensorFlow's arrays to the arguments of `mlx_lstm.gru` for one step."""
-    x, I = names["x"], names["x"].shape[-1]
-    w = mx.concatenate([names["w_ru"], names["w_c"]], axis=1)
-    arrays = {"x": x[None], "Wx": w[:I].T, "Wh": w[I:].T, "h0": names["h_prev"]}
+def gru_arguments(given: Arrays) -> dict[str, Any]:
+    """Convert TensorFlow's arrays, `given` by name, to the arguments of `mlx_lstm.gru` for one step. Wx and Wh are
+    views of w, whose first I rows belong to x and whose columns are in the order r, u, c."""
+    x, I = given["x"], given["x"].shape[-1]
+    w = mx.concatenate([given["w_ru"], given["w_c"]], axis=1)
+    arrays = {"x": x[None], "Wx": w[:I].T, "Wh": w[I:].T, "h0": given["h_prev"]}
     if I == 0:  # with I = 0 the input's part of the preactivations is 0
         arrays |= {"x": mx.zeros((1, x.shape[0], w.shape[1]), x.dtype), "Wx": None}
-    return arrays | {"b": mx.concatenate([names["b_ru"], names["b_c"]]), "gate_order": "rzn", "reset": "before"}
+    return arrays | {"b": mx.concatenate([given["b_ru"], given["b_c"]]), "gate_order": "rzn", "reset": "before"}

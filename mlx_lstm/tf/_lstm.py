@@ -2,6 +2,10 @@
 
 Letters in shapes: T steps, N batch items, I inputs, H units. Names are TensorFlow's: cs is the cell state before tanh,
 co after it, ci the candidate (our g), and wci, wcf, wco are the peepholes of i, f, o.
+
+Each op checks its arguments, converts them to those of `mlx_lstm.lstm` or `lstm_gradients`, and converts the results
+back. given: the arrays that all ops get, in a dict by TensorFlow's names. order: the order of the gates' blocks in w
+and b, in our letters: ICFO = "igfo" or IFCO = "ifgo". op: the function that error texts begin with.
 """
 
 from typing import Any, NamedTuple
@@ -18,6 +22,7 @@ from ..recurrence import lstm, lstm_gradients
 from ._checks import PEEPHOLES, check_attributes, check_block_lstm, check_block_lstm_grad, check_lstm_block_cell
 
 ICFO, IFCO = TF["icfo"], TF["ifco"]
+"""TensorFlow's gate orders in our letters, "igfo" and "ifgo": TensorFlow's ci is g here."""
 
 
 class BlockLSTMOutput(NamedTuple):
@@ -110,12 +115,12 @@ def lstm_block_cell(
         >>> out.h.shape
         (2, 4)
     """
-    op, names = "lstm_block_cell", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
-    check_lstm_block_cell(op, names, use_peephole)
+    op, given = "lstm_block_cell", common_arrays(x, cs_prev, h_prev, w, wci, wcf, wco, b)
+    check_lstm_block_cell(op, given, use_peephole)
     forget_bias, cell_clip = check_attributes(op, forget_bias, cell_clip)
     with on(stream, op):
-        names["x"] = x[None]
-        out = run_lstm(ICFO, 1, names, use_peephole, forget_bias, cell_clip, {"engine": engine})
+        given["x"] = x[None]
+        out = run_lstm(ICFO, 1, given, use_peephole, forget_bias, cell_clip, {"engine": engine})
         return BlockLSTMOutput(*(array[0] for array in out))
 
 
@@ -167,17 +172,17 @@ def lstm_block_cell_grad(
         >>> tf.lstm_block_cell_grad(*arrays, i, cs, f, o, ci, co, cs_grad=cs, h_grad=h, use_peephole=False).dicfo.shape
         (2, 16)
     """
-    op, names = "lstm_block_cell_grad", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
+    op, given = "lstm_block_cell_grad", common_arrays(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     saved = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co}
-    check_lstm_block_cell(op, names | saved | {"cs_grad": cs_grad, "h_grad": h_grad}, use_peephole)
+    check_lstm_block_cell(op, given | saved | {"cs_grad": cs_grad, "h_grad": h_grad}, use_peephole)
     with on(stream, op):
         gates = joined([array[None] for array in in_order(ICFO, i, f, ci, o)])
         # Without Wx, `lstm_gradients` takes x as the input's part of the preactivations and returns the gradient of
         # the preactivations. It uses only the shape of x, so pass `gates`, which has this shape, as x.
-        arrays = lstm_arguments(ICFO, names, use_peephole) | {"x": gates, "Wx": None}
+        arrays = lstm_arguments(ICFO, given, use_peephole) | {"x": gates, "Wx": None}
         arrays |= {"gates": gates, "c": cs[None], "dh": h_grad[None], "dc": cs_grad[None]}
         d = lstm_gradients(**arrays, engine=engine)
-        return LSTMBlockCellGradOutput(d["c0"], d["x"][0], *peephole_gradients(ICFO, d, names))
+        return LSTMBlockCellGradOutput(d["c0"], d["x"][0], *peephole_gradients(ICFO, d, given))
 
 
 def block_lstm(
@@ -233,12 +238,12 @@ def block_lstm(
         >>> mx.grad(lambda w: tf.block_lstm(5, x, state, state, w, *[peephole] * 3, b).i.sum())(w).shape
         (7, 16)
     """
-    op, names = "block_lstm", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
-    steps = check_block_lstm(op, seq_len_max, names, use_peephole)
+    op, given = "block_lstm", common_arrays(x, cs_prev, h_prev, w, wci, wcf, wco, b)
+    steps = check_block_lstm(op, seq_len_max, given, use_peephole)
     forget_bias, cell_clip = check_attributes(op, forget_bias, cell_clip)
     options = {"checkpoint_every": check_every(op, checkpoint_every), "engine": engine}
     with on(stream, op):
-        return run_lstm(ICFO, steps, names, use_peephole, forget_bias, cell_clip, options)
+        return run_lstm(ICFO, steps, given, use_peephole, forget_bias, cell_clip, options)
 
 
 def block_lstm_grad(
@@ -294,10 +299,10 @@ def block_lstm_grad(
         >>> tf.block_lstm_grad(5, *arrays, *out, cs_grad=out.cs, h_grad=out.h, use_peephole=False).w_grad.shape
         (7, 16)
     """
-    names = lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
+    given = common_arrays(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     saved = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
     with on(stream, "block_lstm_grad"):
-        return run_lstm_gradients("block_lstm_grad", ICFO, seq_len_max, names, saved, use_peephole, engine)
+        return run_lstm_gradients("block_lstm_grad", ICFO, seq_len_max, given, saved, use_peephole, engine)
 
 
 def block_lstm_v2(
@@ -348,12 +353,12 @@ def block_lstm_v2(
         >>> tf.block_lstm_v2(3, *arrays, use_peephole=True).cs[3:].any().item()  # nothing after three steps
         False
     """
-    op, names = "block_lstm_v2", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
-    steps = check_block_lstm(op, seq_len_max, names, use_peephole)
+    op, given = "block_lstm_v2", common_arrays(x, cs_prev, h_prev, w, wci, wcf, wco, b)
+    steps = check_block_lstm(op, seq_len_max, given, use_peephole)
     _, cell_clip = check_attributes(op, 0.0, cell_clip)
     options = {"checkpoint_every": check_every(op, checkpoint_every), "engine": engine}
     with on(stream, op):
-        return run_lstm(IFCO, steps, names, use_peephole, 0.0, cell_clip, options)
+        return run_lstm(IFCO, steps, given, use_peephole, 0.0, cell_clip, options)
 
 
 def block_lstm_grad_v2(
@@ -382,27 +387,27 @@ def block_lstm_grad_v2(
 ) -> BlockLSTMGradOutput:
     """Return the gradient of `block_lstm_v2`, in gate order IFCO; equals `tf.raw_ops.BlockLSTMGradV2`. The arguments
     and the outputs are those of `block_lstm_grad`."""
-    names = lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
+    given = common_arrays(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     saved = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
     with on(stream, "block_lstm_grad_v2"):
-        return run_lstm_gradients("block_lstm_grad_v2", IFCO, seq_len_max, names, saved, use_peephole, engine)
+        return run_lstm_gradients("block_lstm_grad_v2", IFCO, seq_len_max, given, saved, use_peephole, engine)
 
 
-def lstm_names(*arrays: mx.array) -> Arrays:
-    """Return the arguments that all LSTM ops have in common (x, cs_prev, ..., b) as a dict by name."""
+def common_arrays(*arrays: mx.array) -> Arrays:
+    """Return the arrays that all LSTM ops get (x, cs_prev, ..., b, in this order) as a dict by TensorFlow's names."""
     return dict(zip(("x", "cs_prev", "h_prev", "w", *PEEPHOLES, "b"), arrays, strict=True))
 
 
-def lstm_arguments(order: str, names: Arrays, use_peephole: bool) -> dict[str, Any]:
-    """Convert TensorFlow's arrays, with x [T, N, I], to the arguments of `mlx_lstm.lstm`; Wx and Wh are views of w.
-    order: the gate order of w and b."""
-    x, w, I = names["x"], names["w"], names["x"].shape[-1]
-    arrays = {"x": x, "Wx": w[:I].T, "Wh": w[I:].T, "b": names["b"], "h0": names["h_prev"], "c0": names["cs_prev"]}
+def lstm_arguments(order: str, given: Arrays, use_peephole: bool) -> dict[str, Any]:
+    """Convert TensorFlow's arrays, `given` by name, with x [T, N, I], to the arguments of `mlx_lstm.lstm`; Wx and Wh
+    are views of w. order: the gate order of w and b, such as "igfo". use_peephole: whether the peepholes are used."""
+    x, w, I = given["x"], given["w"], given["x"].shape[-1]
+    arrays = {"x": x, "Wx": w[:I].T, "Wh": w[I:].T, "b": given["b"], "h0": given["h_prev"], "c0": given["cs_prev"]}
     if I == 0:  # with I = 0 the input's part of the preactivations is 0
         arrays |= {"x": mx.zeros((*x.shape[:-1], w.shape[1]), x.dtype), "Wx": None}
     if use_peephole:
         # `mlx_lstm.lstm` takes one vector for all gates. The candidate has no peephole, so its block is zeros.
-        wci, wcf, wco = (names[name] for name in PEEPHOLES)
+        wci, wcf, wco = (given[name] for name in PEEPHOLES)
         arrays["peephole"] = mx.concatenate(in_order(order, wci, wcf, mx.zeros_like(wci), wco))
     return arrays | {"gate_order": order}
 
@@ -410,19 +415,20 @@ def lstm_arguments(order: str, names: Arrays, use_peephole: bool) -> dict[str, A
 def run_lstm(
     order: str,
     steps: int,
-    names: Arrays,
+    given: Arrays,
     use_peephole: bool,
     forget_bias: float,
     cell_clip: float,
     options: dict[str, Any],
 ) -> BlockLSTMOutput:
-    """Run the first `steps` steps of x [T, N, I] and return all outputs. `options`: engine and checkpoint_every."""
-    x, cs_prev = names["x"], names["cs_prev"]
+    """Run the first `steps` steps of x [T, N, I] and return all outputs, with zeros at all later steps. order: the gate
+    order of w and b. given: the arrays of the op by name. options: engine and checkpoint_every."""
+    x, cs_prev = given["x"], given["cs_prev"]
     T, N, H = x.shape[0], *cs_prev.shape
     if 0 in (steps, N, H):
         return BlockLSTMOutput(*[mx.zeros((T, N, H), x.dtype)] * 7)
-    arrays = lstm_arguments(order, names | {"x": x[:steps]}, use_peephole)
-    clip = cell_clip if 0 < cell_clip < np.inf else None
+    arrays = lstm_arguments(order, given | {"x": x[:steps]}, use_peephole)
+    clip = cell_clip if 0 < cell_clip < np.inf else None  # any other value, also NaN, means no clip
     out = lstm(**arrays, cell_clip=clip, forget_bias=forget_bias, return_gates=True, **options)._asdict()
     gates = dict(zip(order, mx.split(out["gates"], 4, axis=-1), strict=True))
     outputs = gates["i"], out["c"], gates["f"], gates["o"], gates["g"], tanh(out["c"]), out["h"]
@@ -430,35 +436,42 @@ def run_lstm(
 
 
 def run_lstm_gradients(
-    op: str, order: str, limit: object, names: Arrays, saved: Arrays, use_peephole: bool, engine: Engine | None
+    op: str, order: str, limit: object, given: Arrays, saved: Arrays, use_peephole: bool, engine: Engine | None
 ) -> BlockLSTMGradOutput:
-    """Return the gradients of an LSTM over a sequence. `saved`: the forward op's outputs and the gradients of cs and
-    h; `limit`: seq_len_max."""
-    steps = check_block_lstm_grad(op, limit, names | saved, use_peephole)
-    x, I = names["x"], names["x"].shape[-1]
+    """Return the gradients of an LSTM over a sequence. order: the gate order of w and b. limit: seq_len_max, the number
+    of steps that run. given: the arrays of the forward op by name. saved: the forward op's outputs and the gradients of
+    cs and h, by name."""
+    steps = check_block_lstm_grad(op, limit, given | saved, use_peephole)
+    x, I = given["x"], given["x"].shape[-1]
     if steps == 0 or x.shape[1] == 0:
-        return BlockLSTMGradOutput(*(mx.zeros_like(array) for array in names.values()))
-    arrays = lstm_arguments(order, names | {"x": x[:steps]}, use_peephole)
+        return BlockLSTMGradOutput(*(mx.zeros_like(array) for array in given.values()))
+    arrays = lstm_arguments(order, given | {"x": x[:steps]}, use_peephole)
     saved = {name: array[:steps] for name, array in saved.items()}
     gates = joined(in_order(order, *(saved[name] for name in ("i", "f", "ci", "o"))))
     arrays |= {"gates": gates, "c": saved["cs"], "h": saved["h"], "dh": saved["h_grad"], "dc": saved["cs_grad"]}
     d = lstm_gradients(**arrays, engine=engine)
     x_grad = with_padding(d["x"], x.shape[0]) if I else mx.zeros_like(x)
     w_grad = mx.concatenate([d["Wx"], d["Wh"]] if I else [d["Wh"]], axis=1).T
-    wci, wcf, wco = peephole_gradients(order, d, names)
+    wci, wcf, wco = peephole_gradients(order, d, given)
     return BlockLSTMGradOutput(x_grad, d["c0"], d["h0"], w_grad, wci, wcf, wco, d["b"])
 
 
-def peephole_gradients(order: str, gradients: Arrays, names: Arrays) -> list[mx.array]:
-    """Return the gradients of wci, wcf and wco; zeros of their shapes if the op runs without peepholes."""
+def peephole_gradients(order: str, gradients: Arrays, given: Arrays) -> list[mx.array]:
+    """Return the gradients of the three peepholes wci, wcf and wco, each [H].
+
+    order: the gate order of the call, such as "igfo". gradients: what `lstm_gradients` returned, by name. Its entry
+    "peephole" [4H] has one block per gate in this order; the block of the candidate g, which has no peephole in
+    TensorFlow, is dropped. Without this entry the op runs without peepholes: return zeros of the shapes that the
+    peepholes have in `given`, the arrays of the op by name.
+    """
     if "peephole" not in gradients:
-        return [mx.zeros_like(names[name]) for name in PEEPHOLES]
+        return [mx.zeros_like(given[name]) for name in PEEPHOLES]
     blocks = dict(zip(order, mx.split(gradients["peephole"], 4), strict=True))
     return [blocks[gate] for gate in "ifo"]
 
 
 def in_order(order: str, i: mx.array, f: mx.array, g: mx.array, o: mx.array) -> list[mx.array]:
-    """Return the arrays of the gates i, f, g and o as a list in the gate order `order`."""
+    """Return the arrays of the gates i, f, g and o as a list in the gate order `order`, such as "igfo"."""
     return [{"i": i, "f": f, "g": g, "o": o}[gate] for gate in order]
 
 

@@ -1,11 +1,27 @@
 """Engine `fused`: run the recurrence on the GPU, with all steps of a pass in one launch of a Metal shader.
 
 A threadgroup computes all steps of a few batch items in one direction and keeps the recurrent weights in its registers.
-MLX computes the products over all T * B rows. A lane is one of the 32 threads of a simdgroup. h and gates are stored in
-the dtype of the arrays, c in float32; all arithmetic is in float32. All results are lazy, so the engine also runs
-inside `mx.compile` and exports. It does not support a projection. Quantized recurrent weights stay quantized; a kernel
-that multiplies 8 x 8 matrices gets dequantized weights instead. A cell written by the user runs through the same
-launches with a generated struct; its kernels in lanes have shaders of their own.
+MLX computes the products over all T * B rows. h and gates are stored in the dtype of the arrays, c in float32; all
+arithmetic is in float32. All results are lazy, so the engine also runs inside `mx.compile` and exports. It does not
+support a projection. Quantized recurrent weights stay quantized; a kernel that multiplies 8 x 8 matrices gets
+dequantized weights instead. A cell written by the user runs through the same launches with a generated struct; its
+kernels in lanes have shaders of their own.
+
+What the names in this file mean:
+
+- T, B, D, H: time steps, batch items, directions, hidden units. G: the gates of the cell. C: its states besides h
+- problem: the sizes and options of a call, without its arrays. arrays: the arrays of the call, by name
+- pass, sweep: the steps "forward" or "backward" through time. A `Sweep` has the launches of one pass
+- names, present: the names of the arrays that the call, or a launch, has. A kernel is built for them; an array that is
+  not present is `absent` in its source
+- lane: one of the 32 threads of a simdgroup. A product is computed "in lanes" (each lane multiplies a part of the
+  weights) or with 8 x 8 matrices, which are for wide batches
+- tiling: how a pass is divided among threads. units, rows: the hidden units of a group of lanes, the batch items of a
+  threadgroup
+- packing: how weights are quantized, or None
+- mask, keep: factors on h in the recurrent product, and on all states before a step
+- cotangent: the gradient that the caller gives for an output
+- q: the recurrent product of a GRU's candidate gate, which the backward steps of some GRUs read
 """
 
 from collections.abc import Collection
@@ -49,12 +65,13 @@ SWEEPS = ("forward", "backward")
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """Run the forward pass, with D directions, C states besides h and K numbers per unit that the backward pass reads
-    (mostly the gates). Return h [T, B, D H], gates [T, B, D K H] and hT [B, D H]; if C > 0 also c [T, B, D C H] and cT
-    [B, D C H], both in float32. Gates are returned only in training or if the caller asks for them."""
+    """Run the forward pass. Return h [T, B, D H], gates [T, B, D K H] (K: the numbers per unit that the backward pass
+    reads, mostly the gates) and hT [B, D H]; if C > 0 also c [T, B, D C H] and cT [B, D C H], both in float32. Gates
+    are returned only in training or if the caller asks for them."""
     if runs_apart(problem):
         return join([forward(one_direction(problem, d), part(arrays, d)) for d in range(2)])
     cell = problem.cell
+    # The mask is the factor on h in the recurrent product. It has one time index if all steps share it.
     dtype, mask = arrays["x"].dtype, whole_mask(problem, arrays) if cell.recurrent else None
     sweep = forward_sweep(problem, dtype, tuple(arrays), mask is not None and mask.shape[0] > 1)
     inputs: Inputs = {"mask": mask, "numbers": sweep.numbers} | norms.inputs_of(problem, arrays)
@@ -69,15 +86,18 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     if cell.recurrent:
         inputs["arranged"] = arrays["arranged"] if "arranged" in arrays else arranged(problem, arrays, sweep)
     results = run(problem, sweep.parts, inputs, {"hT": "h0", "cT": "c0"})
+    # No launch writes the gates of a cell that saves no numbers; the caller gets an empty array.
     if cell.kept == 0:
         results["gates"] = mx.zeros((problem.T, problem.B, 0), dtype)
     return results
 
 
 def runs_apart(problem: Problem) -> bool:
-    """Return whether both directions run one after the other: those of a user's cell with a small H. The trial of its
-    kernels has one direction (the float64 reference computes one), and its arrays would then be so small that Metal
-    binds them in another address space than those of the call, in kernels with another source."""
+    """Return whether both directions run one after the other, each in launches of its own. This is so for a user's cell
+    with a small H. The trial run of its kernels has one direction, because the float64 reference computes one. MLX
+    binds an array of fewer than 8 elements in another address space, which changes the kernel's source. With H < 8 the
+    arrays of one direction may be that small while those of both are not; so the trial would run other kernels than the
+    call."""
     return problem.bidirectional and isinstance(problem.cell, PointwiseCell) and problem.H < 8
 
 
@@ -86,6 +106,7 @@ def arranged(problem: Problem, arrays: Arrays, sweep: "Sweep | None" = None) -> 
     many steps one at a time passes the result to `forward` as the array `arranged`. sweep: the launches of the forward
     pass, or None to build them."""
     dtype = arrays["x"].dtype
+    # False: the order of the weights does not depend on whether the mask differs from step to step.
     sweep = forward_sweep(problem, dtype, tuple(arrays), False) if sweep is None else sweep
     if sweep.quantized:
         scales, biases = scales_of(arrays, "Wh", dtype)
@@ -102,7 +123,9 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     """Run the backward pass. Return the gradients of all arrays, by name.
 
     saved: the outputs of the forward pass. cotangents: the gradients of some outputs, with the keys h, c, gates, hT,
-    cT. If the gates were not saved, the forward pass runs again to compute them.
+    cT. If the gates were not saved, the forward pass runs again to compute them. MLX computes some arrays before the
+    backward steps, for all steps at once: h_in (the input of the recurrent product), q, and the normalised numbers
+    (`of_norms`). After the steps it computes the gradients of the weights as products over all steps.
     """
     cell = problem.cell
     if saved.get("gates") is None and cell.reads_kept:
@@ -121,7 +144,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     inputs |= of_norms
     if sweep.takes_product and "q" not in inputs:
         inputs["q"] = candidates(problem, arrays, operand["h_in"])
-    if len(sweep.parts) > 1:
+    if len(sweep.parts) > 1:  # several launches read these arrays, and each would copy one that is not contiguous
         for name in ("gates", "h", "c", "h0", "c0", "dh", "dc", "q", "dgates", *of_norms):
             if name in inputs:
                 inputs[name] = contiguous(inputs[name])
@@ -136,7 +159,9 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
 
 def backward_inputs(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, sweep: "Sweep") -> Inputs:
-    """Return the arrays that the launches of a backward pass read unchanged, apart from the mask and the weights."""
+    """Return the arrays of the caller and of the forward pass (`saved`) that the launches of a backward pass read,
+    apart from the mask and the weights. A cotangent has the name of its output with a d before it. sweep: the
+    launches."""
     cell = problem.cell
     inputs: Inputs = {name: saved[name] for name in states_of(cell)} | norms.inputs_of(problem, arrays)
     if cell.reads_kept and cell.kept:
@@ -156,13 +181,17 @@ def backward_inputs(problem: Problem, arrays: Arrays, saved: Arrays, cotangents:
 
 
 def states_of(cell: AnyCell) -> tuple[str, ...]:
-    """Return the names of the states that the backward steps of a cell read."""
+    """Return the names of the states that the backward steps of a cell read: h, if they read it, and c, which stands
+    for all states besides h."""
     return (("h",) if cell.reads_h else ()) + (("c",) if cell.carried else ())
 
 
 class Part(NamedTuple):
-    """One launch of a forward or backward pass, which runs some of its steps: the launch, its array of sizes, and
-    the names of its inputs and outputs."""
+    """One launch of a forward or backward pass, which runs some of its steps.
+
+    launch: called with the list of its input arrays, it returns the list of its outputs. sizes: the seven integers that
+    metal/fused.metal lists, such as the first and last step. inputs, outputs: the names of its arrays, in order.
+    """
 
     launch: Launch
     sizes: mx.array
@@ -191,8 +220,9 @@ class Sweep(NamedTuple):
 
 
 def run(problem: Problem, parts: tuple[Part, ...], inputs: Inputs, carried: dict[str, str]) -> Arrays:
-    """Run the launches `parts` of a pass, one after the other, and return the results of the whole pass. carried:
-    which result of a launch is an input of the next launch, as a dict from the result's name to the input's name."""
+    """Run the launches `parts` of a pass, one after the other, and return the results of the whole pass: sequences,
+    joined from those of all launches, and for the names in `carried` the results of the last launch. carried: which
+    result of a launch is an input of the next launch, from the result's name to the input's name (hT is its h0)."""
     pieces: list[Arrays] = []
     for each in parts:
         inputs["sizes"] = each.sizes
@@ -211,8 +241,9 @@ def run(problem: Problem, parts: tuple[Part, ...], inputs: Inputs, carried: dict
 
 
 def joined(problem: Problem, pieces: list[mx.array]) -> mx.array:
-    """Return the whole sequence, joined from the pieces that the launches of a pass returned. `pieces` are in the
-    order of the forward steps, which is the reverse of the order of time in a reverse direction."""
+    """Return the whole sequence, joined from the pieces that the launches of a pass returned. `pieces` are in the order
+    of the forward steps. In a reverse direction this is the reverse of the order of time, so its pieces are joined in
+    the opposite order. `half` takes one direction's half of the last axis."""
     if problem.bidirectional:
         forward, reverse = ([half(piece, d) for piece in pieces] for d in range(2))
         return mx.concatenate([mx.concatenate(forward), mx.concatenate(reverse[::-1])], axis=-1)
@@ -226,7 +257,7 @@ LAUNCH_CYCLES = 0.02 * 1.278e9
 one command buffer, and macOS ends a command buffer that keeps the GPU from the display for too long."""
 
 VECTOR = "PackedVector<FIELD, GROUP, BIASED>"
-"""The name of the Metal type in which lanes read quantized weights."""
+"""The Metal type in which lanes read quantized weights; `packing_template` says what its template arguments are."""
 
 LANE_FILES, QUANTIZED_FILES = ("fused_lanes",), ("quantized", "fused_quantized")
 """The shader files of the product in lanes (each lane multiplies a part of the weights), and the additional files for
@@ -255,8 +286,10 @@ INPUTS = {
 
 @cached
 def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool) -> Sweep:
-    """Return the launches of the forward pass for arrays of these names. masks_differ: whether each step has its own
-    mask."""
+    """Return the launches of the forward pass for a call whose arrays have these names. masks_differ: whether each step
+    has its own mask. there: whether a launch has each of its arrays; present: the names of those that it has; later:
+    the same for all launches but the first, which get the states that the launch before returned. bare: the problem,
+    without its packing if the launches read dequantized weights."""
     bare, cell = readable(problem, names, dtype), problem.cell
     there = {name: name in names for name in ("h0", "c0", "lengths")}
     there |= {"z": True, "arranged": cell.recurrent, "sizes": True}
@@ -277,10 +310,12 @@ def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], mas
 def backward_sweep(
     problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, cotangents: tuple[str, ...]
 ) -> Sweep:
-    """Return the launches of the backward pass for arrays and cotangents of these names. masks_differ: whether each
-    step has its own mask. few: whether few launches can compute the weight gradients afterwards. saves_d: whether the
-    kernel also writes the gradients of the recurrent products (d_out), because they differ from dz. present, later: the
-    inputs of the first launch, and of the others, which get the gradients of the states from the one before."""
+    """Return the launches of the backward pass for a call whose arrays and cotangents have these names. The first one
+    runs the last steps. masks_differ: whether each step has its own mask. few: whether few launches can compute the
+    weight gradients afterwards. product: whether the steps read q. saves_d: whether the kernel also writes the
+    gradients of the recurrent products (d_out), because they differ from dz. there: whether a launch has each of its
+    arrays; present: the names of those that the first launch has; later: the same for the others, which get the
+    gradients of the states (dhT, dcT) from the launch before."""
     cell, bare = problem.cell, readable(problem)
     few, product = is_plain(problem, names) and not isinstance(cell, PointwiseCell), takes_product(cell)
     saves_d = product and (few or norms.of_product(cell))
@@ -312,7 +347,8 @@ def options_of(problem: Problem, names: Collection[str]) -> tuple[str, ...]:
 
 def readable(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx.float32) -> Problem:
     """Return the problem, but without its packing if the forward kernels do not read quantized weights. They then
-    get weights that are dequantized once per pass.
+    get weights that are dequantized once per pass. Without `names` the result is for a backward pass, which never reads
+    quantized weights.
 
     The kernel that multiplies 8 x 8 matrices cannot read quantized weights. It is used for float32 arrays, because
     it is predicted to take a half to four fifths of the time of a kernel that reads quantized weights. For 16-bit
@@ -330,8 +366,12 @@ def readable(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx
 def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
     """Divide the steps of a pass into launches. Return, for each launch in the order of processing, the number of its
     steps and its input array `sizes`, which metal/fused.metal describes. Both passes are divided into the same
-    launches. masks_differ: whether each step has its own mask."""
-    # The array has fewer than 8 elements, so that MLX binds it in constant memory.
+    launches. masks_differ: whether each step has its own mask.
+
+    A launch has as many steps as are predicted to take LAUNCH_CYCLES in the slower of the two passes, and at most
+    `limits.launch_steps`. groups: for each pass its tiling and the number of its threadgroups.
+    """
+    # `sizes` has fewer than 8 elements, so that MLX binds it in constant memory.
     tilings = [tiling_of(sweep, problem, problem.dtype) for sweep in SWEEPS]
     T, B, D, size = problem.T, problem.B, problem.directions, problem.dtype.size
     groups = [(tiling, D * -(-B // tiling.rows)) for tiling in tilings]
@@ -359,7 +399,9 @@ def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, keep: bool, steps:
 
     keep: whether the call has the option `keep`. The backward pass then also writes `carry` [steps, B, D N H]: the
     gradients of the N states that bypass the recurrent product. saves_d: whether the backward pass writes d_out
-    [steps, B, D G H], the gradient of the recurrent product. D is the number of directions, G the number of gates.
+    [steps, B, D G H], the gradient of the recurrent product. steps: the time steps of the launch. `array` returns the
+    shape of an array with `blocks` numbers per unit and the axes `lead` before them; metal/fused.metal and
+    metal/pointwise_backward.metal describe the arrays.
     """
     B, H, D, cell = problem.B, problem.H, problem.directions, problem.cell
 
@@ -385,8 +427,13 @@ def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, keep: bool, steps:
 
 
 class Shader(NamedTuple):
-    """What the source of a kernel needs for a cell: the expression of the cell's struct, the files that define it, the
-    generated source of a user's cell, and the beginning of the kernel's name."""
+    """What the source of a kernel needs for a cell.
+
+    struct: the Metal type of the cell, the first template argument of a shader: "LSTMCell<OPTIONS>", or "Own" for a
+    cell that a user wrote. files: the shader files that define it, such as "cell_lstm". own: the generated source of
+    the struct of a user's cell; "" for a built-in cell, whose struct is in a file. name: how the kernel's name begins:
+    "lstm", or for a user's cell a hash of its source.
+    """
 
     struct: str
     files: tuple[str, ...]
@@ -395,8 +442,9 @@ class Shader(NamedTuple):
 
 
 def shader_of(cell: AnyCell, lanes: bool, computes: bool = True) -> Shader:
-    """Return the struct of a cell for a kernel. lanes: whether the product is in lanes, which share the work on a unit.
-    computes: whether the kernel computes steps."""
+    """Return what the source of a kernel needs for a cell. lanes: whether the product is in lanes, which share the work
+    on a unit; a struct `Lanes<Cell>` then says how. computes: whether the kernel computes steps; one that only moves
+    weights needs less generated source."""
     if isinstance(cell, PointwiseCell):
         own = lanes_text(cell, computes) if lanes else struct_text(cell)
         files = (*LANE_FILES, "pointwise") if lanes else ("pointwise",)
@@ -415,8 +463,13 @@ def prepared_part(
     *,
     saves_d: bool = False,
 ) -> Part:
-    """Return one launch that runs `steps` steps of a forward or backward pass. present: the names of the inputs that
-    this call has."""
+    """Return one launch that runs `steps` steps of a pass ("forward" or "backward"). present: the names of the inputs
+    that this launch has. sizes: its array of seven integers (`division`). saves_d: whether the backward pass writes
+    d_out.
+
+    The kernel's body declares the struct of its arrays and the threadgroup memory `vectors`, and calls the shader with
+    its template arguments: the cell's struct, H, and how the work is divided. options, template: constants that the
+    source declares before the body; `arguments` are those of them that the shader takes, in order."""
     has_norm = problem.cell.norm is not None
     inputs = {name: name in present for name in (*INPUTS[sweep], *(norms.READ[sweep] if has_norm else ()))}
     outputs = outputs_of(sweep, problem, dtype, "keep" in present, steps, saves_d)
@@ -452,14 +505,17 @@ def prepared_part(
 
 
 def packing_template(problem: Problem) -> Template:
-    """Return the template arguments that say how weights are quantized."""
+    """Return the template arguments that say how weights are quantized. FIELD: the bits that a weight takes where lanes
+    read it. GROUP: how many neighbouring weights of a row share a scale. BIASED: whether they share a bias, too. A
+    problem without quantized weights gets numbers that no kernel uses."""
     packing = problem.packing or Packing(1, 32, "")
     return {"FIELD": field_of(packing), "GROUP": packing.group_size, "BIASED": packing.mode == "affine"}
 
 
 def arrange(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
     """Return Wh, copied into the order in which lanes (threads of a simdgroup) read it. The axes of the result are:
-    directions, simdgroups, vectors of a lane, the 32 lanes of a simdgroup, the 4 weights of a vector."""
+    directions, simdgroups, vectors of a lane, the 32 lanes of a simdgroup, the 4 weights of a vector. sweep: "forward"
+    or "backward", which read them in different orders."""
     launch = arrange_launch(sweep, problem, Wh.dtype)
     assert launch is not None
     return launch(inputs=[Wh])[0]
@@ -468,7 +524,9 @@ def arrange(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
 @cached
 def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch | None:
     """Return the launch that copies the weights of a forward or backward pass into the order in which lanes read
-    them. Return None if the cell has none."""
+    them. Return None if the cell has none. sweep: "forward" or "backward". BACK, MATRICES: whether the order is that of
+    the backward pass, and of products of 8 x 8 matrices. OPTIONS has only the bits on which the order depends, so that
+    cells with other activations share the kernel."""
     if not problem.cell.recurrent:
         return None
     D, tiling = problem.directions, tiling_of(sweep, problem, dtype)
@@ -492,7 +550,8 @@ def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch | No
 def arrange_quantized(problem: Problem, names: tuple[str, ...], dtype: mx.Dtype) -> Launch:
     """Return the launch that copies quantized weights into the order in which lanes read them. The axes of the copy
     are: directions, simdgroups, vectors of a lane, the 32 lanes of a simdgroup, the 4 words of a vector. A word has 32
-    bits. metal/fused_quantized.metal describes what a lane's words contain."""
+    bits. metal/fused_quantized.metal describes what a lane's words contain. names: the call's arrays. BITS: the bits of
+    a weight as `mx.quantize` packs it; FIELD: those that it takes in the copy."""
     D, tiling = problem.directions, tiling_of("forward", problem, dtype)
     struct, files, own, name = shader_of(problem.cell, lanes=True, computes=False)
     inputs = {"Wh": True, "Wh_scales": True, "Wh_biases": "Wh_biases" in names}
@@ -591,8 +650,9 @@ class FusedTiling(NamedTuple):
 
 
 class LayerSize(NamedTuple):
-    """What the division of a layer among threads depends on. H: the hidden units. itemsize: the bytes of a number.
-    cores: the number of GPU cores. packing: how the weights of a forward pass are quantized, or None."""
+    """What the division of a layer among threads depends on. B: the batch items. H: the hidden units. itemsize: the
+    bytes of a number. directions: 1 or 2. cores: the number of GPU cores. packing: how the weights of a forward pass
+    are quantized, or None."""
 
     cell: AnyCell
     B: int
@@ -609,11 +669,15 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
     more: how many more registers a thread needs for the call's optional inputs. cut: the batch items per threadgroup
     and the registers to keep free, as a measurement chose them, or None to predict them. A lane reads weights in
     vectors of four: four weights or, if they are quantized, four 32-bit words of packed weights.
+
+    -(-a // b) is a / b, rounded up. wanted: the batch items that a threadgroup shall have. lengths: see below. piece:
+    so many terms of a sum are divided among lanes at once. slots: how many rows of weights a lane works on. weights:
+    how many vectors of four a lane has. one, vectors: the bytes of one buffer, and whether there are two.
     """
     cell, H, itemsize, packing = layer.cell, layer.H, layer.itemsize, layer.packing
     lanes, gates = lanes_of(cell), cell.gates
     sweep = "backward" if backward else "forward"
-    if not cell.recurrent:  # one lane per unit, and no weights
+    if not cell.recurrent:  # one lane per unit, one item per threadgroup, the least memory (16 bytes), and no weights
         return FusedTiling(False, 1, 1, 32 * -(-H // 32), 1, 16, 0, 0, 1.0, working_registers(cell, sweep, 1, False))
     wanted = cut.rows if cut else rows_for(layer)
     matrices = wanted == 8 and fits_matrices(cell, H) and packing is None
@@ -655,7 +719,9 @@ def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int,
     all its rows together. lanes: how many lanes share each row of the quantized weights. slots: how many rows each lane
     works on. metal/fused_quantized.metal computes the same numbers.
 
-    span is H / lanes, rounded up to a power of two, but at least 8. `-(-a // b)` is a / b, rounded up.
+    span is H / lanes, rounded up to a power of two, but at least 8. `-(-a // b)` is a / b, rounded up. pieces: how many
+    quantization groups a lane has of a row; each has a scale and, in mode affine, a bias, which take a word each. A
+    weight takes `field_of(packing)` bits, 4 or 8.
     """
     span = max(8, 2 ** (-(-H // lanes) - 1).bit_length())
     pieces = max(1, span // packing.group_size)
@@ -665,11 +731,13 @@ def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int,
 
 @lru_cache(4096)
 def rows_for(layer: LayerSize) -> int:
-    """Return how many batch items a threadgroup computes; 8 means that it multiplies 8 x 8 matrices.
+    """Return how many batch items a threadgroup computes: 1, 2, 4 or 8. 8 means that it multiplies 8 x 8 matrices.
 
     If a threadgroup computes more items, each weight that it loads serves more items. If it computes fewer, there are
     more threadgroups, so that all cores have work. The result is the smallest number of items whose predicted time is
-    nearly the shortest (see SIMPLER).
+    nearly the shortest (see SIMPLER). 8 items are a candidate if the cell and H fit, and if the threads of such
+    a threadgroup have enough registers; otherwise 4 are one. A cell without a recurrent product has no weights
+    to share, so 1 item is enough.
     """
     if not layer.cell.recurrent:
         return 1
@@ -684,7 +752,8 @@ def rows_for(layer: LayerSize) -> int:
 
 def step_cycles(layer: LayerSize, rows: int) -> float:
     """Return the predicted cycles of a GPU core for one time step, forward and backward, if a threadgroup computes
-    `rows` batch items. Quantized weights have no backward pass, so only the forward pass is counted."""
+    `rows` batch items. Quantized weights have no backward pass, so only the forward pass is counted. groups: the number
+    of threadgroups. numbers: the quantized weights that a threadgroup multiplies, without padding."""
     total = 0.0
     for backward in (False,) if layer.packing else (False, True):
         tiling = fused_tiling(layer, backward=backward, cut=Cut(rows))
@@ -697,8 +766,9 @@ def step_cycles(layer: LayerSize, rows: int) -> float:
 def pass_cycles(
     tiling: FusedTiling, groups: int, cores: int, itemsize: int, packing: Packing | None, numbers: int | None = None
 ) -> float:
-    """Return the predicted cycles of one time step of one pass, which `groups` threadgroups compute. numbers: how many
-    weights a threadgroup multiplies, or None for all that its lanes hold, padding included.
+    """Return the predicted cycles of one time step of one pass, which `groups` threadgroups compute on `cores` GPU
+    cores. itemsize: the bytes of a weight. numbers: how many weights a threadgroup multiplies, or None for all that its
+    lanes hold, padding included.
 
     The core that gets the most threadgroups determines the time. It runs as many threadgroups at the same time as fit
     in its registers and in its threadgroup memory. While one threadgroup waits, another one computes.
@@ -721,15 +791,17 @@ def groups_at_once(tiling: FusedTiling) -> int:
 
 
 def rows_of(cell: AnyCell, sweep: str, wanted: int, threads: int, packed: bool) -> int:
-    """Return how many batch items a threadgroup computes if it multiplies in lanes: `wanted`, or fewer if the
-    registers do not suffice for that many."""
+    """Return how many batch items a threadgroup of `threads` threads computes if it multiplies in lanes: `wanted`, or
+    fewer if the registers do not suffice for that many. sweep: "forward" or "backward". packed: whether the weights are
+    quantized. The possible numbers are those in the table WORKING_REGISTERS."""
     most = registers_of(threads)
     possible = [rows for rows in WORKING_REGISTERS[cell.op, sweep] if rows <= wanted]
     return max(rows for rows in possible if rows == 1 or working_registers(cell, sweep, rows, packed) <= most)
 
 
 def working_registers(cell: AnyCell, sweep: str, rows: int, packed: bool) -> int:
-    """Return the number of registers that a thread needs besides those for resident weights and optional inputs."""
+    """Return the number of registers that a thread needs besides those for resident weights and optional inputs. sweep:
+    "forward" or "backward". rows: the batch items of a threadgroup. packed: whether the weights are quantized."""
     own = own_registers(cell, rows)
     return WORKING_REGISTERS[cell.op, sweep][rows] + own + (PACKED_REGISTERS[rows] if packed else 0)
 
@@ -737,7 +809,8 @@ def working_registers(cell: AnyCell, sweep: str, rows: int, packed: bool) -> int
 def own_registers(cell: AnyCell, rows: int) -> int:
     """Return how many more registers a thread needs for the states, inputs, gates and parameters of a user's cell. A
     thread computes all batch items of a threadgroup (`rows`), or 2 of 8 with 8 x 8 matrices; it then also holds the
-    states of the next step."""
+    states of the next step. WORKING_REGISTERS already counts one state besides h and four gates. `each` is the number
+    of registers for one batch item: 2 per further state (4 with matrices), 1 per input, 2 per further gate."""
     if not isinstance(cell, PointwiseCell):
         return 0
     each = (4 if rows == 8 else 2) * max(0, cell.carried - 1) + cell.inputs + 2 * max(0, cell.gates - 4)
@@ -751,8 +824,9 @@ def lanes_of(cell: AnyCell) -> int:
 
 
 def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[str] = ()) -> FusedTiling:
-    """Return how a pass of this problem is divided among threads. names: the names of a launch's inputs. Optional
-    inputs need additional registers, so the division depends on them."""
+    """Return how a pass ("forward" or "backward") of this problem is divided among threads. names: the names of a
+    launch's inputs. Optional inputs need additional registers, so the division depends on them. Only a forward pass
+    reads quantized weights."""
     more = sum(count for name, count in OPTION_REGISTERS.items() if name in names)
     more += EACH_REGISTERS if norm_blocks(problem.cell) > 1 else 0
     packing = problem.packing if sweep == "forward" else None
@@ -774,7 +848,7 @@ def two_products(cell: AnyCell) -> bool:
 
 def registers_of(threads: int) -> int:
     """Return the number of registers that each thread can have in a threadgroup of `threads` threads: that of the next
-    larger size in the table."""
+    larger size in the table REGISTERS."""
     return REGISTERS[min(most for most in REGISTERS if most >= threads)]
 
 
@@ -783,8 +857,8 @@ def fits_matrices(cell: AnyCell, H: int) -> bool:
     multiply.
 
     A threadgroup has at most 32 simdgroups with 8 units each: 32 * 8 = 256 units. Its 32 KB of memory hold 1024
-    gradients, in float32, of each of 8 items. A cell without a recurrent product has nothing to multiply. A GRU whose
-    reset comes before the candidate's product is not supported, because it has two products per step; nor is a cell
-    with a norm, whose sums over all units are written for lanes only.
+    gradients (of all gates of all units), in float32, of each of 8 items. A cell without a recurrent product has
+    nothing to multiply. A GRU whose reset comes before the candidate's product is not supported, because it has two
+    products per step; nor is a cell with a norm, whose sums over all units are written for lanes only.
     """
     return H <= 256 and cell.gates * H <= 1024 and cell.recurrent and not two_products(cell) and cell.norm is None

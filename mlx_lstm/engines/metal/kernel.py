@@ -1,8 +1,14 @@
 """Build the kernels of the Metal engines: their source, arrays and launches. No other module calls `metal_kernel`.
 
-The source of a kernel consists of the shader definitions that it needs and a body: the template arguments, the
-struct of its arrays and one call of a shader. A kernel is built at its first launch and cached. At every call MLX
-writes and hashes the whole source. This takes 2 to 3 us, and hardly more for 20 KB than for 50 B.
+A shader is a function template in a file of the folder metal/. The source of a kernel consists of the shader
+definitions that it needs (the header) and a body: the template arguments as constants, the struct of its arrays and one
+call of a shader. A launch is a kernel with its grid of threads and the shapes of its outputs; it is called with a list
+of arrays. A kernel is built at its first launch and cached. At every call MLX writes and hashes the whole source. This
+takes 2 to 3 us, and hardly more for 20 KB than for 50 B.
+
+A shader names more arrays than a call may have. `inputs` and `outputs` list all of them; `present` or `given` are the
+names of those that the call has. In place of the others the source has the value `absent` (metal/arrays.metal). A
+threadgroup is a group of threads that share memory and can wait for each other.
 """
 
 import re
@@ -18,7 +24,7 @@ from ..packing import is_packed
 from ..problem import Arrays, Problem
 
 Inputs = dict[str, "mx.array | None"]
-"""The inputs of kernels by name. None, or a missing name, means that the array is absent."""
+"""The inputs of kernels by name. None, or a missing name, means that the call does not have this array."""
 
 Outputs = dict[str, tuple[tuple[int, ...], mx.Dtype] | None]
 """The shape and dtype of each output of a shader, or None if the shader shall not write this output."""
@@ -34,10 +40,11 @@ Launch = Callable[..., list[mx.array]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _clear_caches: list[Callable[[], None]] = []
+"""The functions that clear the caches made by `cached`."""
 
 
 def cached(function: Function) -> Function:
-    """Decorate a function that builds something: cache its results until `forget` is called."""
+    """Decorate a function that builds something, such as a kernel: cache its results until `forget` is called."""
     with_cache = lru_cache(maxsize=1024)(function)
     _clear_caches.append(with_cache.cache_clear)
     return cast(Function, with_cache)
@@ -68,14 +75,15 @@ def contiguous(array: mx.array | None) -> mx.array | None:
     would copy it; here it is copied only once."""
     if array is None:
         return None
-    # `mx.contiguous` cannot be exported, so only arrays with too many elements for one axis of MLX use it.
+    # To make one axis of all elements, MLX copies an array in another order. (`mx.contiguous` would do the same, but it
+    # cannot be exported. So only arrays with too many elements for one axis of MLX use it.)
     return mx.contiguous(array) if array.size >= 2**31 else array.reshape(-1).reshape(array.shape)
 
 
 def whole_mask(problem: Problem, arrays: Arrays) -> mx.array | None:
     """Return the factor on h in the recurrent product: the option `mask` times the option `keep` (factors on the
-    states before each step). It is [T, B, D P], or [1, B, D P] if all steps share it. Return None if the call has
-    neither option."""
+    states before each step, [T, B, D]). It is [T, B, D P], or [1, B, D P] if all steps share it, for T steps, B batch
+    items, D directions and P numbers of h. Return None if the call has neither option."""
     mask, keep = arrays.get("mask"), arrays.get("keep")
     if keep is not None:
         keep = mx.repeat(keep, problem.P, axis=-1)
@@ -96,8 +104,9 @@ def shader_file(name: str) -> str:
 
 
 class Definition(NamedTuple):
-    """A top-level definition in a shader file, without comments and indentation: the number of its first line, the
-    names it defines, and all words in it."""
+    """A top-level definition in a shader file, such as a function or a struct. file, line: the file, and the number of
+    the definition's first line in it. text: its code without comments and indentation. names: the names that it
+    defines. words: all identifiers in it, by which `header` finds what it uses."""
 
     file: str
     line: int
@@ -112,7 +121,8 @@ DEFINED = re.compile(r"\b(?:struct|enum|using)\s+(\w+)|\bconstexpr\s+\w+\s+(\w+)
 
 @lru_cache(512)
 def definitions(file: str, text: str) -> list[Definition]:
-    """Return the top-level definitions of a shader file. Blank lines outside of braces separate them."""
+    """Return the top-level definitions of a shader file. Blank lines outside of braces separate them. text: the file's
+    contents. depth: how many braces are open."""
     found: list[Definition] = []
     lines = [line.strip() for line in re.sub(r"//.*", "", text).split("\n")] + [""]
     first = depth = 0
@@ -137,7 +147,8 @@ def definitions(file: str, text: str) -> list[Definition]:
 def header(shaders: Iterable[str], body: str) -> str:
     """Return the definitions in these files that a body needs, in the order of the files. A definition is needed if
     it defines a word of the body or of another needed definition. `#line` directives tell compilers, profilers and
-    the tests' emulator the file and line."""
+    the tests' emulator the file and line. shaders: the names of the files, without their ending. left: the definitions
+    that nothing has needed so far."""
     every = [definition for name in shaders for definition in definitions(f"{name}.metal", shader_file(name))]
     words, left = set(re.findall(r"\w+", body)), every
     while needed := [definition for definition in left if not words.isdisjoint(definition.names)]:
@@ -156,8 +167,8 @@ def header(shaders: Iterable[str], body: str) -> str:
 def fields_of(names: Iterable[str], present: Collection[str]) -> dict[str, str]:
     """Return a dict with the fields of the struct in which a kernel gets its arrays: from each field's name to the
     Metal expression of its value. The expression is the array's name, or `absent` if the name is not in `present`.
-    The words, scales and biases of a quantized weight are one field; the kernel must then have the template
-    parameters BITS and GROUP."""
+    The words, scales and biases of a quantized weight are one field with the name of the weight; the kernel must
+    then have the template parameters BITS and GROUP."""
     fields = {name: name if name in present else "absent" for name in names if not name.endswith(PARTS)}
     for name in fields:
         if is_packed(name, present):
@@ -171,8 +182,9 @@ PARTS = ("_scales", "_biases")
 
 
 def struct_of(fields: Mapping[str, str], name: str = "Arrays", variable: str = "a") -> str:
-    """Return the source of a struct with these fields, and of a variable of this struct. metal/arrays.metal explains
-    the struct."""
+    """Return the source of a struct with these fields, and of a variable of this struct. fields: from each field's name
+    to the Metal expression of its value (`fields_of`). name, variable: the names of the struct and of the variable.
+    metal/arrays.metal explains the struct."""
     # Fields have the names of the kernel's parameters. C++ forbids that such a name means the parameter in one place of
     # the struct and the field in another, so the types are named before the struct, outside of its braces.
     kinds = {field: "Absent" if value == "absent" else f"{name}_{field}" for field, value in fields.items()}
@@ -188,15 +200,16 @@ register files of Apple's GPUs hold this many threads, even if each thread uses 
 
 
 def limited(header: str, source: str, threads: int) -> tuple[str, str]:
-    """Return the header and source of a kernel that is compiled for this number of threads per threadgroup. Without
-    this limit the compiler may use so many registers per thread that MLX refuses the launch. MLX itself writes the
-    attribute `kernel` between header and source; a macro of that name adds the limit."""
+    """Return the header and source of a kernel, changed so that it is compiled for this number of threads per
+    threadgroup. Without this limit the compiler may use so many registers per thread that MLX refuses the launch. MLX
+    itself writes the attribute `kernel` between header and source; a macro of that name adds the limit."""
     if threads <= NEVER_REFUSED:
         return header, source
     limit = f"#define kernel kernel,max_total_threads_per_threadgroup({threads})\n"
     return header + limit, f"{source}\n#undef kernel"
 
 
+# The Metal type of each dtype, as MLX names it in the source of a kernel.
 TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t", mx.uint16: "ushort", mx.uint32: "uint"}
 TYPES |= {mx.uint64: "ulong", mx.int32: "int", mx.int64: "long"}
 
@@ -227,9 +240,11 @@ def build(
     threads: int,
 ) -> Launch:
     """Build a kernel. MLX caches compiled code by the kernel's name, so each source needs a different name. The name
-    contains the shader, the arrays that are `missing`, and the template arguments.
+    contains the shader, the arrays that are `missing`, and the template arguments (`words`).
 
-    The template arguments are written into the source, because passing them to MLX would cost 0.8 us at every call.
+    template: pairs (name, value) of the template arguments; a type is given as a dtype of MLX. They are written into
+    the source, because passing them to MLX would cost 0.8 us at every call. inputs, outputs: the names of the arrays
+    that the kernel has. threads: the threads of a threadgroup, for which the kernel is compiled.
     """
     shader, files, body, index, own = source
     words: list[str] = []
@@ -256,11 +271,12 @@ def prepare(
     groups: tuple[int, ...],
     threads: int,
 ) -> Launch:
-    """Return a launch of a shader on groups x threads threads. The launch can be called any number of times with
-    `inputs`, the list of the arrays that this call has.
+    """Return a launch of a shader. The launch can be called any number of times with `inputs`, the list of the arrays
+    that this call has, in the order of their names here.
 
     inputs: the name of each array that the shader can read, and whether this call has it. outputs: the shape and dtype
-    of each output, or None if it is not written.
+    of each output, or None if it is not written. groups: the number of threadgroups along one to three axes. threads:
+    the threads of a threadgroup, all along the first axis. MLX takes the grid in threads: groups[0] * threads.
     """
     given = tuple(name for name, is_there in inputs.items() if is_there)
     written = {name: output for name, output in outputs.items() if output is not None}
@@ -287,11 +303,15 @@ STRUCTS = {"lstm": "LSTMCell<OPTIONS>", "gru": "GRUCell<OPTIONS>", "rnn": "RNNCe
 
 @cache
 def cell_number(cell: AnyCell, peephole: bool = False) -> int:
-    """Return the options of a cell as one integer, the template argument OPTIONS. metal/cell.metal lists its bits."""
+    """Return the options of a cell as one integer, the template argument OPTIONS. metal/cell.metal lists its bits: from
+    bit 0 on the position of each gate in `gate_order`, from bit 8 the activations, from bit 23 the cell's own options,
+    from bit 27 the norm. peephole: whether the call has peepholes. `known` refuses an activation that the table
+    lacks."""
     order, gates, own = cell.gate_order, {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}[cell.op], 0
     if isinstance(cell, GRUCell):
         own = (cell.reset == "before") + (cell.flip_z << 1)
     elif cell.op == "lstm":
+        # sees: which c the peephole of gate o reads, the new one (1) or that before the step (2); 0 without peepholes
         sees = (1 if cell.output_peephole == "current" else 2) if peephole else 0
         own = sees + ((cell.cell_clip is not None) << 2) + (cell.stops_c << 3)
     number = sum(order.index(gate) << 2 * k for k, gate in enumerate(gates))
@@ -300,7 +320,8 @@ def cell_number(cell: AnyCell, peephole: bool = False) -> int:
 
 
 def number_of_norm(cell: AnyCell) -> int:
-    """Return how a cell uses layer normalisation as an integer, as metal/norm.metal says."""
+    """Return how a cell uses layer normalisation as one integer: what is normalised, plus 0, 5 or 10 for no norm of
+    c, one for the output only, and one in the state. metal/norm.metal lists these numbers."""
     norm = cell.norm
     if norm is None:
         return 0

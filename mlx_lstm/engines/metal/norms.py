@@ -1,8 +1,17 @@
 """Layer normalisation in the Metal engines: what their kernels read besides the arrays of other calls, and the names
 that `engines.ops.sweep.gradients_after_sweep` has for the arrays that they write.
 
-The backward pass computes the normalised numbers of all steps again before its own steps, as one product over all T * B
-rows. So the forward pass saves nothing more. D is the number of directions, G that of gates.
+A norm computes y = (x - mean) r with r = 1 / sqrt(variance + eps), and y scale + shift as its result. x is the
+recurrent product, or its sum with the input's part of the preactivations, over all gates or one norm per gate; an LSTM
+may also normalise c. The backward pass computes y and r of all steps again before its own steps, as one product over
+all T * B rows. So the forward pass saves nothing more.
+
+- norm_scale, norm_shift [G H], norm_c_scale, norm_c_shift [H]: arrays of a call with one direction
+- norm_y, norm_r: y and r of the product or sum; norm_c_y, norm_c_r: those of c
+- q: the normalised recurrent product of a GRU's candidate, with its bias bhn
+- d_product: the gradient of x. d_norm_c: that of the result of the norm of c
+
+T steps, B items, D directions, G gates, H units, P the width of h.
 """
 
 import mlx.core as mx
@@ -33,7 +42,8 @@ def of_state(cell: AnyCell) -> bool:
 
 
 def inputs_of(problem: Problem, arrays: Arrays) -> Inputs:
-    """Return the inputs that all kernels of a cell with a norm read: the norms' arrays, and eps."""
+    """Return the inputs that all kernels of a cell with a norm read: the norms' arrays, and eps as an array of one
+    number."""
     norm = problem.cell.norm
     if norm is None:
         return {}
@@ -42,7 +52,8 @@ def inputs_of(problem: Problem, arrays: Arrays) -> Inputs:
 
 
 def present(problem: Problem, names: tuple[str, ...], sweep: str) -> set[str]:
-    """Return the names of the inputs in `READ` that the kernels of a pass get. names: the arrays of the call."""
+    """Return the names of the inputs in `READ` that the kernels of a pass get. names: the arrays of the call. sweep:
+    the pass, "forward" or "backward"."""
     cell = problem.cell
     if cell.norm is None:
         return set()
@@ -70,6 +81,7 @@ def numbers_before_sweep(problem: Problem, arrays: Arrays, saved: Arrays, h_in: 
     if of_product(cell):
         assert h_in is not None
         _, T, B, P = h_in.shape
+        # a: what the norm gets at each step, h_in Wh^T or its sum with the input's part, for each direction.
         Wh = arrays["Wh"].reshape(D, -1, P).astype(mx.float32)
         a = h_in.reshape(D, T * B, P).astype(mx.float32) @ mx.swapaxes(Wh, 1, 2)
         a = mx.swapaxes(a, 0, 1).reshape(T, B, -1)
@@ -101,8 +113,8 @@ def candidates(problem: Problem, arrays: Arrays, y: mx.array) -> mx.array:
 
 
 def before_norm_of_c(problem: Problem, arrays: Arrays, saved: Arrays) -> mx.array:
-    """Return what the norm of c got at each step, [T, B, D H] in float32: c after its clip. If the normalised c is the
-    state, it is computed again from the gates and the state before the step."""
+    """Return what the norm of c got at each step, [T, B, D H] in float32: c after its clip. If the normalised c is
+    the state, only that was saved; so c is computed again from the gates and the state before the step."""
     cell = problem.cell
     assert cell.norm is not None
     if cell.norm.c == "output":
@@ -118,8 +130,8 @@ def before_norm_of_c(problem: Problem, arrays: Arrays, saved: Arrays) -> mx.arra
 
 def joined(problem: Problem, arrays: Arrays, numbers: Arrays) -> Arrays:
     """Return norm_y, norm_c_y and two joined arrays: norm_r with norm_c_r behind the numbers of each direction, and
-    norm_c [2, D, H], the scale and the shift of the norm of c. The kernels of `stepwise` read them so, because Metal
-    binds at most 31 arrays to one launch."""
+    norm_c [2, D, H], the scale and the shift of the norm of c. The kernels of `stepwise` read them joined, because
+    Metal binds at most 31 arrays to one launch. numbers: the result of `numbers_before_sweep`."""
     D, shape = problem.directions, (problem.directions, problem.H)
     parts = [numbers[name] for name in ("norm_r", "norm_c_r") if name in numbers]
     parts = [part.reshape(*part.shape[:2], D, -1) for part in parts]
@@ -135,9 +147,13 @@ def joined(problem: Problem, arrays: Arrays, numbers: Arrays) -> Arrays:
 
 
 def for_gradients(problem: Problem, results: Arrays, numbers: Arrays, gates: mx.array | None = None) -> Arrays:
-    """Return what the backward steps wrote, and what they read (`numbers`), under the names that
-    `gradients_after_sweep` takes. gates: those of a GRU, if the steps did not write d_out, the gradient of the result
-    of the norm of its products."""
+    """Return what the backward steps wrote (`results`) and what they read (`numbers`) under the names that
+    `gradients_after_sweep` takes: da, the gradient of the result of the norm of the products, dp, that of the
+    products themselves, and y; dn and yc, for c, the gradient of the result and y.
+
+    gates: those of a GRU, if the steps did not write d_out. The norm's result of its candidate is multiplied by r, so
+    da is dz with the candidate's part times r.
+    """
     cell = problem.cell
     if cell.norm is None:
         return results
@@ -157,7 +173,8 @@ def for_gradients(problem: Problem, results: Arrays, numbers: Arrays, gates: mx.
 
 
 def times_reset(problem: Problem, dz: mx.array, gates: mx.array) -> mx.array:
-    """Return dz [T, B, D 3H] of a GRU with the candidate's block times the gate r."""
+    """Return dz [T, B, D 3H] of a GRU with the candidate's block times the gate r. gates: those of all steps, in the
+    shape of dz."""
     cell, (T, B), D, H = problem.cell, dz.shape[:2], problem.directions, problem.H
     r = gates.reshape(T, B, D, 3 * H)[..., cell.block("r", H)]
     factors = [r if gate == "n" else mx.ones_like(r) for gate in cell.gate_order]
@@ -165,11 +182,15 @@ def times_reset(problem: Problem, dz: mx.array, gates: mx.array) -> mx.array:
 
 
 def memory_of(cell: AnyCell, H: int, lanes: int, rows: int) -> int:
-    """Return the bytes of threadgroup memory in which simdgroups exchange the sums of the norms; NormMemory in
-    metal/fused_norm.metal describes it. lanes: the lanes of a unit. rows: the batch items of a threadgroup."""
+    """Return the bytes of threadgroup memory in which the simdgroups of a `fused` kernel exchange the sums of the
+    norms. metal/fused_norm.metal describes it (NormMemory): each norm has a pair of floats for each simdgroup and
+    batch item. H: the units. lanes: the lanes of a unit. rows: the batch items of a threadgroup."""
     simdgroups = -(-H * lanes // 32)
+    # every: every `every`-th lane has numbers of the same norm. It is 1 (all lanes), or with a norm per gate `lanes`.
+    # places: the pairs of each norm. The 32 // every lanes of a norm in a simdgroup divide the sums of all simdgroups
+    # among themselves, so their number is rounded up to a multiple of these lanes.
     every = lanes if norm_blocks(cell) > 1 else 1
     gates = -(-cell.gates // lanes) if every > 1 else 1  # a lane has as many norms
     places = gates * [every * -(-simdgroups // (32 // every)) * (32 // every)] if of_product(cell) else []
     places += [32] if of_state(cell) else []
-    return sum(-(-count * rows // 2) * 16 for count in places)
+    return sum(-(-count * rows // 2) * 16 for count in places)  # two pairs fill a vector of 16 bytes

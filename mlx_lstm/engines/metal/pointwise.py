@@ -1,6 +1,22 @@
 """A cell written by the user, in Metal. This module generates the source of the cell's struct, which metal/cell.metal
 describes, from the graph of the cell's operations. It also computes the gradients that remain after the backward steps.
 The modules `fused` and `stepwise` run such a cell like the built-in ones.
+
+A graph (`cell.graph`) is a list of nodes: operations on other nodes, named by their numbers. graph.forward: the nodes
+of the new states. graph.saved: what the forward step saves for the backward one. graph.gradients(letter): the nodes of
+the gradients of all inputs with this letter. graph.number: {name of an input: its node}. graph.apart: whether the cell
+reads the two parts of a preactivation, from the input and from the recurrent product, as two values. An input's name is
+a letter and a number:
+
+- x: a preactivation, or its part from the input if `apart`; p: then its recurrent part
+- s: a state before the step, s0 is h; u: an input of the step; w: a parameter; d: the gradient of a new state
+
+The letters of the generated functions `forward` and `backward` are those of metal/cell.metal: p the parameters, u the
+inputs of the step, sums the recurrent products, s (ds) the states (their gradients), y preactivations and saved values,
+d the gradients of the preactivations. n_in0 and the like are variables with the values of their elements.
+
+lanes: how many GPU threads share a unit, 1 or 4. They divide its costly operations. A register is a Metal variable.
+With four lanes it may hold a different node in each lane, node number lanes * j + k in lane k of register j.
 """
 
 from functools import lru_cache
@@ -20,32 +36,33 @@ from .statements import HELPERS, Statements
 
 
 def scatters(cell: PointwiseCell) -> bool:
-    """Return whether each of a unit's four lanes gets the recurrent product of one gate only: lane k gets the product
-    of gate k. Otherwise all lanes get the products of all gates, which takes more additions."""
+    """Return whether each of a unit's four lanes gets the recurrent product of one gate only: lane k gets the
+    product of gate k. Otherwise all lanes get the products of all gates, which takes more additions. A cell that
+    reads the products `apart` needs all of them in every lane."""
     return cell.recurrent and cell.gates == 4 and not cell.graph.apart
 
 
 def grouped(letter: str, nodes: list[int], lanes: int) -> list[tuple[str, list[int]]]:
-    """Divide nodes of a cell's graph (values that a unit computes) among registers that hold a different node in
-    each lane, so that each lane stores only a part of the values. Return pairs (name of the register, the node of
-    each lane). The registers are called letter0, letter1, ...; register j holds in lane k the node nodes[j * lanes +
-    k], or -1 if there is no such node."""
+    """Divide nodes of a cell's graph among registers that hold a different node in each lane, so that each lane
+    stores only a part of the values. Return pairs (name of the register, the node of each lane). The registers are
+    called letter0, letter1, ...; register j holds in lane k the node nodes[j * lanes + k], or -1 if there is no such
+    node."""
     parts = [nodes[start : start + lanes] for start in range(0, len(nodes), lanes)]
     return [(f"{letter}{j}", [*nodes, *[-1] * (lanes - len(nodes))]) for j, nodes in enumerate(parts)]
 
 
 @lru_cache(512)
 def struct_text(cell: PointwiseCell) -> str:
-    """Return the Metal source of a cell's struct, which has the name `Own`. metal/cell.metal lists its members. One
-    thread computes a unit."""
+    """Return the Metal source of a cell's struct, which has the name `Own`, for kernels in which one thread computes
+    a unit. metal/cell.metal lists its members."""
     return own_text(cell, helpers_text(cell) + forward_text(cell, 1) + backward_text(cell, 1))
 
 
 @lru_cache(512)
 def lanes_text(cell: PointwiseCell, computes: bool = True) -> str:
-    """Return the source of the structs of a cell whose units are shared by lanes: `Own`, without its functions, and
-    `Lanes<Own>`, which metal/pointwise.metal describes. computes: whether it has the functions of a step; the launches
-    that only move weights do without."""
+    """Return the source of the structs of a cell whose units are shared by lanes: `Own`, without the functions of a
+    step, and `Lanes<Own>` with them, whose members metal/pointwise.metal lists. slot_block: which gate's weights are
+    in a lane's slot n. computes: False for launches that only move weights and need no functions."""
     lanes = 4 if cell.recurrent else 1
     enum = f"enum {{ LANES = {lanes}, SCATTERS = {int(scatters(cell))}, TWO_PRODUCTS = 0, "
     enum += f"NORMALISES = {int(cell.norm is not None)} }};\n"
@@ -76,8 +93,8 @@ def own_text(cell: PointwiseCell, functions: str = "") -> str:
 
 
 def norm_text(cell: PointwiseCell) -> str:
-    """Return the source of `Norm<Own>`, which says what a cell normalises, as metal/norm.metal describes; "" for a cell
-    without a norm."""
+    """Return the source of `Norm<Own>`, which says what a cell normalises; metal/norm.metal lists its members. A
+    user's cell has no c to normalise, so OF_C, IN_STATE and HAS_C are 0. Return "" for a cell without a norm."""
     if cell.norm is None:
         return ""
     numbers = {
@@ -89,7 +106,8 @@ def norm_text(cell: PointwiseCell) -> str:
 
 
 def helpers_text(cell: PointwiseCell) -> str:
-    """Return the source of the functions that the cell's operations call and Metal lacks."""
+    """Return the source of those functions that the cell's operations call and neither Metal nor
+    metal/pointwise.metal has."""
     return "".join(text for op, text in HELPERS.items() if any(node.op == op for node in cell.graph.nodes))
 
 
@@ -101,7 +119,9 @@ for (int k = 0; k < SUMMED; ++k) p[k] = value_at(a.params, (Index(SUMMED) * dire
 }
 static float product_gradient(int k, thread const float*, thread const float* d) { return d[k]; }
 """
-"""The members that all generated structs have in common."""
+"""The members that all generated structs have in common: `block`, the position of block k of a unit's numbers, which
+for a user's cell is k; `constants`, which reads a unit's parameters p from params [D, SUMMED H]; `product_gradient`,
+which returns the gradient of the recurrent product of gate k: the k-th of the gradients d of preactivations."""
 
 
 def function_text(head: str, lines: list[str]) -> str:
@@ -110,7 +130,8 @@ def function_text(head: str, lines: list[str]) -> str:
 
 
 def of_lane(names: list[str], lanes: int) -> str:
-    """Return the Metal expression that has the value names[k] in lane k."""
+    """Return the Metal expression that has in lane k the value of the variable names[k], and in lanes behind them
+    that of the last one. With one lane it is names[0]."""
     code = names[-1]
     for k in reversed(range(len(names) - 1)):
         code = f"lane == {k} ? {names[k]} : {code}" if lanes > 1 else names[0]
@@ -118,17 +139,19 @@ def of_lane(names: list[str], lanes: int) -> str:
 
 
 def name_of(text: str) -> str:
-    """Return the name with which the kernels of a generated struct begin. MLX caches compiled code by the kernel's
-    name, so the name contains a hash of the struct's source."""
+    """Return the beginning of the names of the kernels with this struct; text: the struct's source. MLX caches
+    compiled code by the kernel's name, so the name contains a hash of the source."""
     return f"pointwise_{blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 def forward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
-    """Return the source of the Metal function that computes one forward step; metal/cell.metal lists its parameters.
-    lanes: how many lanes share a unit. first: an additional first parameter.
+    """Return the source of the Metal function `forward`, one step. lanes: how many lanes share a unit. first: an
+    additional first parameter.
 
-    The letters of a graph's inputs: x preactivations, p their recurrent parts, s states, u inputs of the step, w
-    parameters, d gradients of the new states. uniform: the values that all lanes of a unit have.
+    In the code below `uniform` are the values that all lanes of a unit have: {node: variable}. a0, a1, ... are
+    registers with the preactivations: y, the input's part, plus the recurrent product. With `scatters` a lane finds
+    its gate's product in sums[0], else in the element of its gate. If the graph reads both parts `apart`, nothing is
+    added.
     """
     graph = cell.graph
     lines: list[str] = []
@@ -161,9 +184,13 @@ def forward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
 
 
 def backward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
-    """Return the source of the Metal function that computes one backward step; metal/cell.metal lists its parameters.
-    lanes: how many lanes share a unit. first: an additional first parameter. The letters are those of
-    `forward_text`."""
+    """Return the source of the Metal function `backward`, one step in reverse. lanes: how many lanes share a unit.
+    first: an additional first parameter.
+
+    In the code below `uniform` are the values that all lanes of a unit have: {node: variable}. Besides the inputs of
+    the step these are the new states (n_in0, ...), which are read from the outputs instead of being computed again. y0,
+    y1, ... are registers with the saved values.
+    """
     graph = cell.graph
     after, number = graph.known_after(), graph.number
     uniform = {n: f"n_in{k}" for n, k in after.items()}
@@ -192,17 +219,21 @@ def backward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
 
 
 def own_cell(problem: Problem) -> PointwiseCell:
-    """Return the problem's cell, which must be a cell written by the user (a `PointwiseCell`)."""
+    """Return the problem's cell, which must be a cell written by the user (a `PointwiseCell`): for the type checker."""
     assert isinstance(problem.cell, PointwiseCell)
     return problem.cell
 
 
 def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arrays) -> Arrays:
-    """Return the gradients of all arrays. They are computed from the results of the backward kernels (`swept`) with
-    products and sums over all steps. saved: the outputs of the forward pass.
+    """Return the gradients of all arrays, by name. They are computed with products and sums over all steps from
+    `swept`, the results of the backward kernels by name (`stepwise.sweep_backward` lists them). saved: the outputs
+    of the forward pass.
 
-    With a norm the gradients of the first G preactivations in dz are those of its result, d_product [T, B, D G H] has
-    those of the recurrent products, and y has the normalised numbers.
+    Two directions are computed one after the other. G gates, H units. d: the stored gradients of preactivations [T, B,
+    M H], in the order of graph.stored_gradients: first those of the G recurrent products, then those of the input's
+    parts that differ from them. dz: those of the input's parts only. With a norm the first G in d are those of the
+    norm's results instead; d_product [T, B, G H] has those of the recurrent products, and y the normalised numbers.
+    If the norm's operand is the sum with the input's part, d_product is also dz.
     """
     if problem.bidirectional:
         parts = []
@@ -230,6 +261,7 @@ def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arra
 
 
 def bias_gradient(dz: mx.array) -> mx.array:
-    """Return the gradient of b, the sum of dz [T, B, .] over all steps and items."""
+    """Return the gradient of b, the sum of dz [T, B, .] over all steps and items. 16-bit rows are added up in
+    float32 by a product with ones (`column_sums`)."""
     rows = ops.flat(dz)
     return column_sums(rows, None if rows.dtype == mx.float32 else mx.ones((1, len(rows)), rows.dtype))

@@ -2,8 +2,17 @@
 the steps, and the gradients of the weights after the backward steps.
 
 This module computes the gradients in few launches: one product per weight, for both directions at once. It does not
-support a mask, `keep`, a peephole, or a GRU whose reset comes before the candidate's product. For these options the
-engines call `engines.ops.sweep.gradients_after_sweep`, which supports all of them.
+support a mask, `keep`, a peephole, a norm, or a GRU whose reset comes before the candidate's product. For these options
+the engines call `engines.ops.sweep.gradients_after_sweep`, which supports all of them.
+
+- z [T, B, D G H]: the input's part of the preactivations
+- h_in [D, T, B, P]: what the recurrent product multiplies with Wh at each step
+- q [D, T, B, H]: the recurrent product of a GRU's candidate; r multiplies it if the reset comes after the product
+- dz [T, B, D G H]: the gradient of the preactivations. d_out: that of the recurrent products, if it differs
+- m [D, T, B, H]: the vector that a projection multiplies, h = m Wp^T
+- ones [1, T B]: multiplied with 16-bit rows, it adds them up in float32
+
+T steps, B items, D directions, G gates, H units, P the width of h.
 """
 
 from collections.abc import Collection
@@ -42,19 +51,17 @@ def is_plain(problem: Problem, names: Collection[str]) -> bool:
 
 
 def takes_product(cell: AnyCell) -> bool:
-    """Return whether the backward steps read the recurrent product of a GRU's candidate. They do if the reset comes
-    after this product, because r then multiplies it."""
+    """Return whether the backward steps read q, the recurrent product of a GRU's candidate. They do if the reset
+    comes after this product, because the gradient of r then is q times that of the candidate's preactivation."""
     return cell.reset == "after"
 
 
 def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.array | None) -> Arrays:
-    """Return a dict with h_in [D, T, B, P]: what the recurrent product multiplies with Wh at each step, for D
-    directions and P numbers of h. It is mask * (h before the step), and 0 past an item's end. If the arrays have 16
-    bits and there are biases, also return `ones` [1, T * B]: `column_sums` computes a sum of rows in float32 as a
-    product with ones. If the call has lengths and Wx and `is_plain` is true, also return x_in [T, B, I]: x with 0 past
-    an item's end.
+    """Return a dict with h_in: mask * (h before the step) at each step, and 0 past an item's end. If the arrays have
+    16 bits and there are biases, the dict also has `ones`. If the call has lengths and Wx and `is_plain` is true, it
+    also has x_in [T, B, I]: x with 0 past an item's end.
 
-    mask: the factor on h in the recurrent product (it includes `keep`), or None.
+    h: the output of the forward pass. mask: the factor on h in the recurrent product (it includes `keep`), or None.
     """
     inputs = {"h": h, "h0": arrays.get("h0"), "mask": mask, "lengths": arrays.get("lengths")}
     # A NaN in the padding of x would reach the gradient of Wx, because NaN times 0 is NaN. So the launch writes a copy
@@ -78,9 +85,9 @@ def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.arra
 def input_launch(
     problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, sums: bool, width: int
 ) -> tuple[Launch, mx.array]:
-    """Return the launch of the shader `recurrent_input`, and its array of sizes. names: which of the arrays h, h0,
-    mask, lengths and x the call has. width: the number of features of x, or 0 without x. sums: whether the shader also
-    writes the array `ones` [1, T * B]. `column_sums` multiplies it with 16-bit rows to add them up in float32."""
+    """Return the launch of the shader `recurrent_input`, and its array of sizes, which metal/recurrent_input.metal
+    lists. names: which of the arrays h, h0, mask, lengths and x the call has. masks_differ: whether each step has
+    its own mask. sums: whether the shader also writes `ones`. width: the number of features of x, or 0 without x."""
     T, B, P, D = problem.T, problem.B, problem.P, problem.directions
     inputs = {name: name in (*names, "sizes") for name in ("h", "h0", "mask", "lengths", "x", "sizes")}
     outputs: Outputs = {"h_in": ((D, T, B, P), dtype), "ones": ((1, T * B), dtype) if sums else None}
@@ -95,8 +102,8 @@ def input_launch(
 
 
 def candidates(problem: Problem, arrays: Arrays, h_in: mx.array) -> mx.array:
-    """Return q [D, T, B, H], the recurrent product of a GRU's candidate at all steps. It is computed as one product
-    over all T * B rows. q is not yet multiplied by r."""
+    """Return q for all steps, as one product over all T * B rows: h_in with the candidate's rows of Wh, plus its
+    bias bhn, if the call has one. q is not yet multiplied by r."""
     D, T, B, H = h_in.shape
     Wh, bhn = arrays["Wh"].reshape(D, 3 * H, H), arrays.get("bhn")
     rows, Wh_n = h_in.reshape(D, T * B, H), mx.swapaxes(Wh[:, problem.cell.block("n", H)], 1, 2)
@@ -107,10 +114,8 @@ def candidates(problem: Problem, arrays: Arrays, h_in: mx.array) -> mx.array:
 def gradients_in_few_launches(problem: Problem, arrays: Arrays, sweep: Arrays) -> Arrays:
     """Return the gradients of all arrays, by name.
 
-    sweep: the results of `recurrent_input` and of the backward steps, with D directions and G gates. The backward
-    steps give dz [T, B, D G H], the gradient of the preactivations; dh0 and dc0; and, only if it differs from dz,
-    d_out, the gradient of the recurrent product. With a projection to P numbers they also give dh [T, B, D P], the
-    gradient of h, and m [D, T, B, H], the vector that the projection multiplies with Wp.
+    sweep: the results of `recurrent_input` and of the backward steps, by name: h_in and perhaps ones and x_in; dz, dh0
+    and dc0; d_out, if it differs from dz; with a projection dh [T, B, D P], the gradient of h, and m.
     """
     (D, T, B, P), H, ones = sweep["h_in"].shape, problem.H, sweep.get("ones")
     d = sweep.get("d_out", sweep["dz"]).reshape(T * B, D, -1)  # the gradients of the recurrent products
@@ -138,5 +143,5 @@ def gradients_in_few_launches(problem: Problem, arrays: Arrays, sweep: Arrays) -
 
 def column_sums(rows: mx.array, ones: mx.array | None) -> mx.array:
     """Return the sum of all rows, accumulated in float32. The sum of 16-bit rows is a product with `ones` [1, rows],
-    so that they need not be copied to float32."""
+    so that they need not be copied to float32; float32 rows are added up as they are (`ones` is None)."""
     return rows.sum(axis=0) if ones is None else (ones @ rows).reshape(-1)

@@ -6,6 +6,10 @@ rows into sequences. But Metal binds at most 31 arrays to a launch, so this laun
 Therefore some launches of later steps also join N arrays into one. N is 16 if the launch has few other arrays, else 8.
 With N = 16 a pass of up to 320 = 16 * 20 steps joins each row at most once; longer passes join arrays that are already
 joined. A projection writes a second kind of row; then each kind has 10 of the 20 arrays.
+
+- piece: an array of one or more rows; written (level, number of rows) while a pass is planned
+- level: how many joins the rows of a piece went through, at most; a new row has level 0
+- T: the launches of a pass. left: how many pieces may remain at its end. most: how many a launch can join, N
 """
 
 from collections.abc import Iterator
@@ -34,20 +38,20 @@ class Join(NamedTuple):
 
 
 def joined_beside(others: int) -> int:
-    """Return how many arrays a launch can join into one if it also binds `others` other arrays. Metal limits the
-    arrays of a launch to 31."""
+    """Return how many arrays a launch can join into one if it also binds `others` other arrays: 16, or 8 if 16 and
+    the others are more than Metal binds."""
     return next((count for count in JOINED if count + others <= BOUND), JOINED[-1])
 
 
 @lru_cache(64)
 def joins(T: int, left: int, most: int) -> tuple[tuple[Join | None, ...], tuple[int, ...]]:
-    """Plan which launches copy several arrays into one (a join), so that at most `left` arrays remain after T
-    launches that each write one array. Return (joins, sizes): the join of each launch, or None; and how many rows
-    (results of one launch) each remaining array has. A join has at most `most` arrays.
+    """Plan the joins of a pass of T launches that each write one row, so that at most `left` arrays remain. Return
+    (joins, sizes): the join of each launch, or None; and how many rows each remaining array has. A join has at most
+    `most` arrays.
 
-    To copy each row as seldom as possible, a launch joins only neighbouring arrays of the same level; the level of an
-    array is the largest number of joins that one of its rows went through. Only near the end, if too many arrays would
-    remain, it joins the shortest neighbouring arrays of any level.
+    To copy each row as seldom as possible, a launch joins only neighbouring arrays of the same level. `levels`: the
+    least number of levels with which at most `left` arrays remain. Only near the end, if too many arrays would remain,
+    it joins the shortest neighbouring arrays of any level.
     """
     levels = next(level for level in range(T) if left * most**level >= T)
     plan: list[Join | None] = []
@@ -66,12 +70,12 @@ def joins(T: int, left: int, most: int) -> tuple[tuple[Join | None, ...], tuple[
 
 
 def due(pieces: list[tuple[int, int]], to_come: int, left: int, levels: int, most: int) -> tuple[int, int] | None:
-    """Return (first, count): the index of the first array that the next launch copies into a larger one, and how
-    many neighbouring arrays it copies. Return None if it copies none.
+    """Return (first, count): the index of the first piece that the next launch joins, and how many neighbouring
+    pieces it joins. Return None if it joins none.
 
-    pieces: (level, number of rows) of each array so far; the level says how often its rows were copied. to_come: how
-    many launches are left, including the next one. left: how many arrays may remain after the last launch. levels:
-    how often a row may be copied before the end of the pass. most: how many arrays one launch can copy.
+    pieces: (level, number of rows) of each array so far. to_come: how many launches are left, including the next one.
+    left: how many arrays may remain after the last launch. levels: how often a row may be copied before the end of the
+    pass. most: how many arrays one launch can join.
     """
     count = len(pieces)
     size = min(most, count + to_come - left + 1)  # a join of n arrays into one removes n - 1 arrays
@@ -98,6 +102,8 @@ class Rows:
     """
 
     def __init__(self, T: int, left: int):
+        """Create the object without arrays and without a plan. T: the launches of the pass. left: how many arrays may
+        remain after the last one."""
         self.T: int = T
         self.left: int = left
         self.pieces: list[mx.array] = []
@@ -113,6 +119,7 @@ class Rows:
 
 def starts_of(steps: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Return count + 1 numbers: the index of the first row in each array, and the index at which the last array
-    ends. If there are fewer than `count` arrays, the missing ones are empty."""
+    ends. steps: the number of rows in each array. If there are fewer than `count` arrays, the missing ones are
+    empty."""
     starts = tuple(accumulate(steps, initial=0))
     return starts + starts[-1:] * (count + 1 - len(starts))

@@ -1,13 +1,27 @@
 """Engine `stepwise`: run the recurrence on the GPU, with one launch of a Metal shader per time step.
 
-One launch computes the recurrent product and the cell of a step. If both directions run, it computes both. A
-projection needs one more launch per step. Each launch writes a separate array, called a row (see `rows`). One launch
-at the end of a pass copies all rows into sequences in the order of time. Dtypes, laziness and quantized weights are
-as in the module `fused`.
+One launch computes the recurrent product and the cell of a step, for both directions if both run. Some calls need more
+launches per step: one for a projection; one for a norm; one for a GRU whose reset comes before the candidate's product.
+A launch of MLX cannot write to an existing array. So each launch writes a new one, a row, and the next launch reads it.
+One more launch at the end of a pass copies all rows into sequences in the order of time. Dtypes, laziness and quantized
+weights are as in the module `fused`. Words and names:
 
-A kernel is compiled Metal code; a launch runs it once. A tile is what one threadgroup computes of a product: rows
-(batch items) times columns (one per unit and gate). A lane is one of the 32 threads of a simdgroup. Letters: T steps, B
-items, D directions, H units, P the width of h, K the terms of each sum of a product.
+- kernel, launch: compiled Metal code; one run of it
+- row: first float32 numbers (c, or gradients in the backward pass), then blocks of H numbers in the dtype of the call
+- `rows`: a `Rows`, which collects the rows of a pass. Some launches also join several earlier rows into one array
+- `inputs`: the arrays that kernels read, by name; None means absent. `present`: the names of those that are there
+- `step`, `dh`, ...: what `each_step` returns. `step(n, row)` launches step n, reads `row` and returns the new row
+- `before`, `after`: the input of a kernel with the row of the launch before; its output, the new row
+- `sizes`: an input with the sizes of a launch. `weights`: the matrix of a backward product
+- saved, cotangents: the outputs of the forward pass; the gradients that the caller gives for some of them
+- carry: the gradient of a state before a step, without the part through the recurrent product
+- z: the input's part of the preactivations. q: a GRU's candidate's recurrent product. m: in a projection h = m Wp^T
+- tile: the rows (batch items) and columns (one per unit and gate) of a product that one threadgroup computes
+- lane: one of the 32 threads of a simdgroup, which run together
+
+T steps, B items, D directions, H units, P the width of h, K the terms of each sum of a product, G gates. All functions
+`..._kernel` have the parameters that `each_step` passes: problem, dtype of the arrays, `present`, and has_rows: whether
+the rows of these launches are collected. Only `dh_kernel` reads has_rows; for others it is _has_rows.
 """
 
 from collections.abc import Callable, Collection
@@ -50,16 +64,17 @@ from .rows import LEFT, Join, Rows, joined_beside, starts_of
 
 
 def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
-    """Run the forward pass, with D directions, P numbers of h per item, C states besides h and K numbers per unit that
-    the backward pass reads (mostly the gates). Return h [T, B, D P] and hT [B, D P]; if C > 0 also c [T, B, D C H] and
-    cT [B, D C H], both in float32. In training, or if the caller asks for them, also return gates [T, B, D K H].
+    """Run the forward pass. Return h [T, B, D P] and hT [B, D P]; with C > 0 states besides h also c [T, B, D C H]
+    and cT [B, D C H], both in float32. In training, or if the caller asks for them, also return gates [T, B, D N H]:
+    the N numbers per unit that the backward pass reads, mostly the gates.
 
-    If only the backward pass will read the gates (`keeps_rows`), they are not copied into a sequence. The result
-    `ROWS` then replaces them: a list of the arrays that the steps wrote, which contain the gates.
+    If only the backward pass will read the gates (`keeps_rows`), they are not copied into a sequence. Then the result
+    `ROWS` replaces them: a list of the arrays that contain the rows of the pass, and in them the gates.
     """
     T, H, P, cell, Wp = problem.T, problem.H, problem.P, problem.cell, arrays.get("Wp")
     mask, z = whole_mask(problem, arrays) if cell.recurrent else None, project(problem, arrays)
-    row = nothing(row_type(z.dtype))
+    # before, reset_row: here only to say that the kernels have these inputs. Each launch gets its own.
+    row = no_row(row_type(z.dtype))
     inputs = options(problem, arrays, ("Wh", "Wp", "peephole", "bhn", "inputs", "params"))
     inputs |= {"z": z, "mask": mask, "sizes": sizes(problem, mask, H, P), "before": row, "reset_row": row}
     inputs["numbers"] = numbers_of(cell)
@@ -83,6 +98,7 @@ def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
         for n in range(T):
             row = step(n, row, h)
             h = project_row(n, row)
+    # After the steps one launch copies the outputs from the rows: those of the cells, and those of a projection.
     kinds = [(rows, H)] if Wp is None else [(rows, H), (projected, P)]
     keeps = keeps_rows(problem, arrays)
     with_gates = (problem.training or problem.return_gates) and not keeps and cell.kept > 0
@@ -94,10 +110,12 @@ def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
 
 
 def normed_steps(problem: Problem, arrays: Arrays, inputs: Inputs, row: mx.array, rows: Rows, projected: Rows) -> None:
-    """Launch the forward steps of a cell with a norm. Each has two launches: one computes the products of all units,
-    the next one their norm and the cell. With a projection a third one follows. row: the input of the first step in
-    place of a row."""
+    """Launch the forward steps of a cell with a norm, and collect their rows in `rows`. Each step has two launches:
+    one computes the products of all units, the next one their norm and the cell. With a projection a third one
+    computes h, whose rows `projected` collects. inputs: what the kernels read, apart from the norms' arrays. row:
+    what the first step gets in place of the row of the step before."""
     T, H, P, mask, h = problem.T, problem.H, problem.P, inputs["mask"], row
+    # before, h_before, product: here only to say that the kernels have these inputs. Each launch gets its own.
     inputs = inputs | norms.inputs_of(problem, arrays)
     before = {"before": row} if "Wp" not in arrays else {"before": row, "h_before": row}
     product = each_step(norm_product_kernel, problem, inputs | before)
@@ -115,8 +133,12 @@ def normed_steps(problem: Problem, arrays: Arrays, inputs: Inputs, row: mx.array
 def backward(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents: Arrays) -> Arrays:
     """Run the backward pass. Return the gradients of all arrays, by name.
 
-    saved: the outputs of the forward pass. cotangents: the gradients of some outputs. If the gates were not saved,
-    or if their rows were already used (see `taken_rows`), the forward pass runs again to compute them.
+    saved: the outputs of the forward pass. cotangents: the gradients of some outputs. If the gates were not saved, or
+    if their rows were already used (see `taken_rows`), the forward pass runs again to compute them.
+
+    First the launches of the steps compute the gradients that pass from step to step (`sweep_backward`, with a norm
+    `normed_backward`). The gradients of the weights follow: in few products if `is_plain` allows it, else as in the
+    other engines. operand: what the recurrent product multiplied with Wh at each step.
     """
     cell = problem.cell
     if saved.get("gates") is None and cell.reads_kept and not saved.get(ROWS):
@@ -152,25 +174,27 @@ def sweep_backward(
     *,
     wants_m: bool,
 ) -> Arrays:
-    """Run the backward steps, with D directions and P numbers of h per item. The letters count blocks of H numbers: C
-    states besides h, M stored gradients of preactivations; in a user's cell also U inputs and V parameters. Return the
-    results by name:
+    """Run the backward steps of a cell without norms. Return the results by name. The letters count numbers per
+    unit: C states besides h, M stored gradients of preactivations; in a user's cell also U inputs and V parameters.
 
     - dz [T, B, D M H]: the gradients of the preactivations
     - du [T, B, D U H]: the gradients of the inputs
     - dh0 [B, D P], dc0 [B, D C H]: the gradients of h0 and c0, each if the call has this array
     - dw [B, D V H]: the gradients of the parameters, not yet summed over the batch
-    - carry [T, B, D N H] in float32, if the call has `keep`: the gradients of keep * (the states before each step),
-      without the part that flows through the recurrent product, for the N states that have another part
+    - carry [T, B, D N H] in float32, if the call has `keep`: the carries of the N states that have one, before their
+      multiplication by keep
     - dh [T, B, D P], with a projection: the gradient of h
     - m [D, T, B, H], with a projection and if `wants_m`: the vector that the projection multiplies with Wp
     - d_out [T, B, D 3H], for a GRU whose reset comes after the product: the gradient of the recurrent product
+
+    saved, cotangents: as in `backward`. mask: the factor on h in the recurrent product, with `keep` in it, or None. q:
+    the recurrent product of a GRU's candidate at all steps, or None.
     """
     T, B, H, P = problem[:4]
     D, cell = problem.directions, problem.cell
-    before, projects = resets_before(problem), "Wp" in arrays
-    # K: the terms of the product dz Wh; with the reset before, the candidate has a product of its own.
-    row, K = nothing(row_type(saved["h"].dtype)), (2 if before else cell.gates) * H
+    resets_first, projects = resets_before(problem), "Wp" in arrays
+    # K: the terms of the product dz Wh; with the reset before it, the candidate has a product of its own.
+    row, K = no_row(row_type(saved["h"].dtype)), (2 if resets_first else cell.gates) * H
     inputs = options(problem, arrays, ("peephole", "inputs", "params"))
     inputs |= {"mask": mask, "q": q, "before": row}
     for name in ("h", "c") if cell.reads_h else ("c",):
@@ -179,14 +203,17 @@ def sweep_backward(
         inputs.pop("h0", None)
     inputs |= {f"d{name}": contiguous(cotangents[name]) for name in cotangents}
     inputs["gates"] = contiguous(saved["gates"]) if "gates" in saved and cell.reads_kept and cell.kept else None
-    kept = taken_rows(problem, saved)
-    inputs |= {"rows": row, "row": step_number(0)} if kept else {}
+    # Without a sequence of gates each step reads them from a row of the forward pass. `rows` and `row` only say here
+    # that the kernel has these inputs: each launch gets its own.
+    forward_rows = taken_rows(problem, saved)
+    inputs |= {"rows": row, "row": step_number(0)} if forward_rows else {}
     inputs |= {"weights": transposed(arrays["Wh"]) if cell.recurrent else None, "sizes": sizes(problem, mask, H, K)}
+    # The kernel of dh computes P numbers per item, the one of the cell H units.
     of_dh = inputs | {"sizes": sizes(problem, mask, P, K)}
     if cell.stops_c:
         inputs["numbers"] = numbers_of(cell)
     rows, dh_rows = rows_of(problem, projects)
-    if before:
+    if resets_first:
         gates = {gate: arrays["Wh"][..., cell.block(gate, H), :] for gate in "rzn"}
         inputs["weights"] = of_dh["weights"] = transposed(mx.concatenate([gates["r"], gates["z"]], axis=-2))
         of_reset = inputs | {"weights": transposed(gates["n"]), "sizes": sizes(problem, mask, H, H), "now_row": row}
@@ -195,6 +222,7 @@ def sweep_backward(
         for n in reversed(range(T)):
             row = reset(n, step(n, row))
     elif projects:
+        # The product is dm = dh Wp here. The mask and the cotangents of h are already in dh.
         of_m = {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, H, P), "dh_now": row}
         of_m |= dict.fromkeys(("mask", "dh", "dhT"))
         dh = each_step(dh_kernel, problem, of_dh | {"unclipped": unclipped(problem, arrays, saved)}, dh_rows)
@@ -204,12 +232,13 @@ def sweep_backward(
     else:
         step = each_step(backward_kernel, problem, inputs, rows)
         for n in reversed(range(T)):
-            row = step(n, row, *(kept.pop() if kept else ()))
+            row = step(n, row, *(forward_rows.pop() if forward_rows else ()))
     wanted = {"dc0": "c0" in arrays, "d_out": takes_product(cell), "m": wants_m, "carry": "keep" in inputs}
     wanted |= {"du": cell.inputs > 0, "dw": cell.summed > 0}
     kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
     results = after_sweep(gradients_launch, problem, inputs, kinds, frozenset(n for n in wanted if wanted[n]))
     if "h0" in arrays:
+        # Step -1 is the one before the first: its dh, without a cotangent, is dh0. Padding behind it is cut off.
         last = each_step(dh_kernel, problem, of_dh | {"dh": None})
         results["dh0"] = last(-1, row)[: B * D * P].reshape(B, D * P)
     return results
@@ -223,15 +252,19 @@ def normed_backward(
     mask: mx.array | None,
     h_in: mx.array | None,
 ) -> Arrays:
-    """Run the backward steps of a cell with a norm. Each has two launches: one computes the gradient of h, the next one
-    the cell and the norms. With a projection one between them multiplies this gradient with Wp. Return what
-    `gradients_after_sweep` takes or, for a cell written by the user, what `pointwise.gradients_after` takes. h_in: the
-    input of the recurrent product at each step."""
+    """Run the backward steps of a cell with a norm. Each has two launches: one computes dh, the gradient of h, the
+    next one the gradients in the cell and the norms. With a projection one between them computes dm = dh Wp. Return
+    what `gradients_after_sweep` takes or, for a cell written by the user, what `pointwise.gradients_after` takes.
+
+    saved, cotangents: as in `backward`. mask: the factor on h in the recurrent product, or None. h_in: what this
+    product multiplied with Wh at each step, for the numbers that the norms need (`norms.numbers_before_sweep`).
+    """
     T, B, H, P = problem[:4]
     D, cell, projects = problem.directions, problem.cell, "Wp" in arrays
-    row, K = nothing(row_type(arrays["Wh"].dtype)), cell.gates * H
+    row, K = no_row(row_type(arrays["Wh"].dtype)), cell.gates * H
     numbers = norms.numbers_before_sweep(problem, arrays, saved, h_in)
     inputs = options(problem, arrays, ("peephole", "inputs", "params")) | norms.inputs_of(problem, arrays)
+    # The states that the cell's backward step reads; a built-in cell that reads h has no c.
     own = isinstance(cell, PointwiseCell)
     states = ("h", "c") if own and cell.reads_h else ("h",) if cell.reads_h else ("c",)
     if not cell.reads_h:
@@ -242,6 +275,7 @@ def normed_backward(
     inputs["gates"] = contiguous(saved["gates"]) if cell.op != "rnn" and cell.kept else None
     inputs |= {name: contiguous(array) for name, array in norms.joined(problem, arrays, numbers).items()}
     inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, P, K)}
+    # The kernel of dh computes P numbers per item, the one of the cell H units.
     of_cell = inputs | {"sizes": sizes(problem, mask, H, K), "dh_now": row}
     if cell.stops_c:
         of_cell["numbers"] = numbers_of(cell)
@@ -259,6 +293,7 @@ def normed_backward(
     kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
     results = after_sweep(norm_gradients_launch, problem, inputs, kinds, frozenset(n for n in wanted if wanted[n]))
     if "h0" in arrays:
+        # Step -1 is the one before the first: its dh, without a cotangent, is dh0. Padding behind it is cut off.
         last = each_step(norm_dh0_kernel, problem, inputs | {"dh": None})
         results["dh0"] = last(-1, row)[: B * D * P].reshape(B, D * P)
     return norms.for_gradients(problem, results, numbers, saved.get("gates"))
@@ -266,7 +301,8 @@ def normed_backward(
 
 def unclipped(problem: Problem, arrays: Arrays, saved: Arrays) -> mx.array | None:
     """Return an array [T, B, D P] with 1 where a projected h was not changed by its clip, else 0. Return None if the
-    clip does not stop gradients."""
+    clip does not stop gradients. `through_projection_clip` sets a gradient of h to 0 where the clip changed h; here
+    this gradient is all ones."""
     cell = problem.cell
     if not cell.stops_h:
         return None
@@ -283,12 +319,12 @@ ROWS = "rows"
 
 
 def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
-    """Return whether the forward pass keeps its rows (the arrays that its launches wrote) for the backward pass,
-    instead of copying the gates from the rows into a sequence.
+    """Return whether the forward pass keeps its rows for the backward pass, instead of copying the gates from the
+    rows into a sequence. names: the arrays that the call has.
 
-    Only cells written by the user and an LSTM without a projection keep them, if the caller does not ask for the
-    gates. Other backward passes cannot read rows: a GRU's steps need the gates of two steps at a time, and a projection
-    needs the gates of all steps in one launch.
+    Only cells written by the user and an LSTM keep them, without a projection and without a norm, and if the caller
+    does not ask for the gates. Other backward passes cannot read rows: a GRU's steps need the gates of two steps at a
+    time, and a projection needs the gates of all steps in one launch.
     """
     cell = problem.cell
     reads_rows = cell.kept > 0 and cell.op in ("lstm", "pointwise") and "Wp" not in names
@@ -296,11 +332,12 @@ def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
 
 
 def taken_rows(problem: Problem, saved: dict[str, Any]) -> list[tuple[mx.array, mx.array]]:
-    """Return, for each step of the forward pass, the array that contains the step's row (what its launch wrote), and
-    the number of this row in the array. Return an empty list if the forward pass kept no rows.
+    """Return, for each step of the forward pass, (the array that contains the step's row, the number of this row in
+    it), as inputs of a launch. Return an empty list if the forward pass kept no rows.
 
-    The list of arrays in `saved` becomes empty. So only the returned list holds these arrays, and the caller frees an
-    array when it removes the array's last row from the returned list.
+    The list of arrays in `saved` becomes empty. So only the returned list holds these arrays, and an array's memory is
+    freed when the caller has removed its last row from the returned list. piece: an array of one or more rows of
+    `length` elements.
     """
     pieces: list[mx.array] = saved.get(ROWS, [])
     length = sum([piece.size for piece in pieces]) // problem.T
@@ -311,9 +348,10 @@ def taken_rows(problem: Problem, saved: dict[str, Any]) -> list[tuple[mx.array, 
 
 def options(problem: Problem, arrays: Arrays, more: tuple[str, ...]) -> Inputs:
     """Return the inputs that all launches of a pass read unchanged: lengths, h0, c0, keep and the arrays named in
-    `more`, if the caller passed them. They are contiguous, so that no launch copies them. A plain RNN does not read
-    `keep`, because its mask already includes `keep`. The input `step` is 0 here; each launch replaces it by the number
-    of its step."""
+    `more`, if the call has them. They are contiguous, so that no launch copies them. A plain RNN does not read
+    `keep`, because its mask already includes `keep`. The input `step` is 0 here; each launch replaces it by the
+    number of its step. The kernels declare h0, Wh and Wp as `device` arrays, so smaller ones are padded
+    (`in_device_memory`)."""
     names = ("h0", "c0", *more) if problem.cell.op == "rnn" else ("h0", "c0", "keep", *more)
     inputs: Inputs = {"step": step_number(0), "lengths": arrays.get("lengths")}
     for name in names:
@@ -323,14 +361,15 @@ def options(problem: Problem, arrays: Arrays, more: tuple[str, ...]) -> Inputs:
 
 
 def rows_of(problem: Problem, projects: bool) -> tuple[Rows, Rows]:
-    """Return two empty `Rows`: one for the arrays that the cells of a pass write, one for the arrays that its
-    projection writes."""
+    """Return two empty `Rows`: one for the rows of the cells, one for those of the projection, if there is one
+    (`projects`). The last launch can read `rows_left` arrays in all; with a projection each kind gets half of them."""
     left = problem.limits.rows_left // 2 if projects else problem.limits.rows_left
     return Rows(problem.T, left), Rows(problem.T, left)
 
 
 def quantized_parts(arrays: Arrays, dtype: mx.Dtype) -> Inputs:
-    """Return the scales and biases of the quantized weights that the steps read."""
+    """Return the scales and biases of the quantized weights that the steps read, under the names that kernels have
+    for them."""
     parts: Inputs = {}
     for name in ("Wh", "Wp"):
         if is_packed(name, arrays):
@@ -340,33 +379,35 @@ def quantized_parts(arrays: Arrays, dtype: mx.Dtype) -> Inputs:
 
 
 def sizes(problem: Problem, mask: mx.array | None, width: int, K: int) -> mx.array:
-    """Return the array of sizes that a launch reads; metal/stepwise.metal lists these sizes. The array has fewer
-    than 8 elements, so that MLX binds it in constant memory."""
+    """Return the array of sizes that a launch reads; metal/stepwise.metal lists them. width: the units or numbers of
+    h that the launch computes. K: the terms of each sum of its product. The array has fewer than 8 elements, so that
+    MLX binds it in constant memory."""
     differ = mask is not None and mask.shape[0] > 1
     return constant((problem.T, problem.B, width, K, problem.directions, problem.reverse, differ), mx.int32)
 
 
-def nothing(dtype: mx.Dtype) -> mx.array:
-    """Return an array to pass to the first step's launch in place of the array that the previous launch wrote,
-    because each launch needs this input. The kernels do not read its values at the first step."""
+def no_row(dtype: mx.Dtype) -> mx.array:
+    """Return an array to pass to the first step's launch in place of the row of the launch before, because each
+    launch needs this input. The kernels do not read its 8 zeros. With fewer elements MLX would bind it in another
+    address space than a row."""
     return constant((0,) * 8, dtype)
 
 
 def in_device_memory(array: mx.array | None) -> mx.array | None:
-    """Return the array, padded to 8 numbers if it is smaller. Metal binds arrays of fewer than 8 numbers in another
+    """Return the array, padded to 8 numbers if it is smaller. MLX binds arrays of fewer than 8 numbers in another
     address space (`constant`), and the kernels can read weights and h0 only in the address space `device`."""
     return array if array is None or array.size >= 8 else mx.pad(array.reshape(-1), (0, 8 - array.size))
 
 
 def transposed(weights: mx.array) -> mx.array | None:
-    """Return the transpose [.., m, n] of matrices [.., n, m], in row-major order."""
+    """Return the transpose [.., m, n] of matrices [.., n, m], in row-major order, as a kernel reads it."""
     return in_device_memory(contiguous(mx.swapaxes(weights, -1, -2)))
 
 
 # --- Sizes ---
 
 UNITS = {1: 32, 2: 16}
-"""How many hidden units a threadgroup computes in the forward pass, by the number of gates. With more gates it is 8."""
+"""How many hidden units a threadgroup computes in the forward pass, by the number of gates. For more gates it is 8."""
 
 SLICES = {8: 4, 16: 2}
 """How many simdgroups share the work on eight columns of the product in tiles, by the number of columns of a
@@ -374,26 +415,27 @@ threadgroup. For other numbers it is one. It is also one with quantized weights,
 the same words."""
 
 TILES = {8: ((8, 32), (8, 16), (8, 8)), 32: ((32, 32), (16, 32), (16, 16))}
-"""The sizes from which `tile_of` chooses how many rows and columns of a product one threadgroup computes with 8 x 8
-matrices, largest first. They are for products with one column per unit. The key is the result of `stepwise_rows`."""
+"""The tiles (rows, columns) from which `tile_of` chooses, largest first, for products of 8 x 8 matrices with one column
+per unit. The key is the result of `stepwise_rows`."""
 
 
 def stepwise_rows(B: int, cut: Cut | None = None) -> int:
-    """Return how many batch items a threadgroup computes: at most `cut.rows`. With fewer than 8, the product is
-    computed in lanes; otherwise with 8 x 8 matrices."""
+    """Return how many batch items a threadgroup computes: at most `cut.rows`, a measured choice. With fewer than 8
+    the product is computed in lanes, else with 8 x 8 matrices."""
     rows = 1 if B == 1 else 4 if B < 8 else 8 if B < 32 else 32
     return min(rows, cut.rows) if cut else rows
 
 
 def forward_tile(problem: Problem) -> tuple[int, int, int]:
-    """Return how a forward step is divided among threadgroups: the batch items of a threadgroup, the columns of its
-    product, and its units. Without a product each thread computes one unit."""
+    """Return how a forward step is divided among threadgroups: (the batch items of a threadgroup, the columns of its
+    product, its units). A column is one gate of one unit. Without a product each of 256 threads computes one unit."""
     cell, rows = problem.cell, stepwise_rows(problem.B, problem.cut)
     if not cell.recurrent:
         return 1, 256, 256
     units = UNITS.get(cell.gates, 8)
     # With 4 batch items a thread has one sum per gate and item, so many gates need too many registers. 8 x 8 matrices
-    # replace these sums from 8 items on. With 32 items the sums of many gates exceed the 32 KB of a threadgroup.
+    # replace these sums from 8 items on; but a `cut` of fewer rows forbids matrices, so then a thread gets one item.
+    # With 32 items the sums of many gates exceed the 32 KB of a threadgroup.
     if rows == 4 and cell.gates > 8:
         rows = 1 if problem.cut else 8
     if rows == 32 and cell.gates > 15:
@@ -402,8 +444,8 @@ def forward_tile(problem: Problem) -> tuple[int, int, int]:
 
 
 def tile_of(problem: Problem, width: int) -> tuple[int, int]:
-    """Return (rows, columns): how many batch items and how many columns of the recurrent product one threadgroup
-    computes. width: the number of columns, one per unit. A cell without a product has a thread per unit.
+    """Return (rows, columns): how many batch items and how many columns of a product one threadgroup computes.
+    width: the number of columns of the whole product, one per unit. A cell without a product has a thread per unit.
 
     For fewer than 8 batch items the lanes of a threadgroup compute 8 columns by matrix-vector products. For more items
     it multiplies 8 x 8 matrices; then it gets the largest tile for which there are still enough threadgroups for all
@@ -422,10 +464,13 @@ def tile_of(problem: Problem, width: int) -> tuple[int, int]:
 
 
 def memory_of(tile: tuple[int, int], slices: int) -> int:
-    """Return the bytes of threadgroup memory of a product. tile: the rows and columns of the product. slices: how many
-    simdgroups share each eight columns of a product of matrices. Its operands, rows of 132 floats (PITCH in
-    metal/stepwise_tiles.metal: 528 bytes), and later its sums lie in the same memory. A product in lanes, for fewer
-    than 8 rows, stores only its sums, rounded up to whole vectors of 16 bytes."""
+    """Return the bytes of threadgroup memory of a product. tile: its rows and columns. slices: how many simdgroups
+    share each eight columns of a product of matrices.
+
+    A product of matrices has its operands, rows of 132 floats (PITCH in metal/stepwise_tiles.metal: 528 bytes), and
+    later its sums in the same memory. A product in lanes, for fewer than 8 rows, stores only its sums. The memory is
+    declared as vectors of 16 bytes, so it is rounded up to whole ones.
+    """
     rows, columns = tile
     sums = 4 * slices * rows * columns
     return -(-sums // 16) * 16 if rows < 8 else max(528 * rows, sums)
@@ -451,29 +496,28 @@ def index_type(problem: Problem) -> str:
 
 
 def named(name: str, problem: Problem) -> str:
-    """Return the kernel's name, with a suffix if its array indices have 64 bits. Kernels with the same name must
-    have the same source."""
+    """Return the kernel's name, with a suffix if its array indices have 64 bits: MLX caches compiled code by the
+    name, so another source needs another name."""
     return name if index_bits(problem) == 32 else f"{name}__64"
 
 
 def row_type(dtype: mx.Dtype) -> mx.Dtype:
-    """Return the dtype of a row (the array that one launch writes). A row holds both float32 values and values in
-    the dtype of the arrays. If the arrays have 16 bits, the row's dtype is uint16, and a float32 value takes two
-    elements."""
+    """Return the dtype of a row's elements. A row holds both float32 values and values in `dtype`, that of the
+    arrays. If these have 16 bits, its elements are uint16, and a float32 value takes two of them."""
     return mx.float32 if dtype == mx.float32 else mx.uint16
 
 
-def row_length(problem: Problem, width: int, arrays: int, carries: int, dtype: mx.Dtype) -> int:
-    """Return the number of elements of a row, the array that one launch writes. It contains `arrays` arrays [B, D
-    width] in the dtype of the call, and `carries` arrays of the same shape in float32, such as c or the gradient of c.
-    The number is at least 8, because Metal binds smaller arrays in another address space."""
-    words = carries * (4 // dtype.size)
-    return max(8, problem.B * problem.directions * width * (arrays + words))
+def row_length(problem: Problem, width: int, blocks: int, floats: int, dtype: mx.Dtype) -> int:
+    """Return the number of elements of a row. It contains `blocks` arrays [B, D width] in the dtype of the call, and
+    `floats` arrays of the same shape in float32, such as c or the gradient of c. The number is at least 8, because
+    MLX binds smaller arrays in another address space."""
+    words = floats * (4 // dtype.size)
+    return max(8, problem.B * problem.directions * width * (blocks + words))
 
 
 def resets_before(problem: Problem) -> bool:
-    """Return whether a step needs two launches. Only a GRU whose reset comes before the candidate's product needs
-    two."""
+    """Return whether the cell is a GRU whose reset comes before the candidate's product. Its steps have one more
+    launch than others, because this product needs the gate r of all units."""
     return problem.cell.reset == "before"
 
 
@@ -481,9 +525,10 @@ def resets_before(problem: Problem) -> bool:
 
 
 class StepShader(NamedTuple):
-    """A shader of one step. fields: the names of all arrays that it can read, separated by spaces. saves: whether the
-    array that it writes includes the gates, or None if the shader has no such choice. cell: whether it computes a
-    cell."""
+    """What a kernel of one step is built from. name: the shader, a function in metal/. fields: the names of all
+    arrays that it can read, separated by spaces, in the order in which a launch gets them. saves: whether the row
+    that it writes includes the gates, or None if the shader has no such choice. cell: whether the shader has the
+    cell's struct as template argument."""
 
     name: str
     fields: str
@@ -492,13 +537,12 @@ class StepShader(NamedTuple):
 
 
 class StepKernel:
-    """The kernel of one step. Its shader computes a recurrent product and, in most kernels, also the cell. A launch
-    writes one array. The kernel has two variants. The second one has additional threadgroups, which join the arrays of
-    earlier steps: they copy them into one array.
+    """The kernel of one launch of a step. It has two variants: `launch` runs the step only; `joining` returns
+    launches with additional threadgroups, which also copy the rows of earlier steps into one array.
 
-    present: the names of the arrays that the caller has. tile: how many rows and columns of the product a threadgroup
-    computes. units: the number of hidden units in all, and of one threadgroup. output: the number of elements and the
-    dtype of the array that a launch writes.
+    present: the names of the arrays that the call has. step: the shader. tile: how many rows and columns of the product
+    a threadgroup computes. units: (the number of columns or units in all, that of one threadgroup); their quotient is
+    the number of threadgroups. output: the number of elements and the dtype of the row that a launch writes.
     """
 
     def __init__(
@@ -512,9 +556,12 @@ class StepKernel:
         units: tuple[int, int],
         output: tuple[int, mx.Dtype],
     ):
+        """Build the source of the kernel and its first launch. The class's docstring describes the parameters."""
         shader, fields, saves, cell = step
         rows, columns = tile
         self.problem: Problem = problem
+        # own: the generated source of a user's cell, "" for a built-in one. The kernel's name names the cell, too,
+        # unless the shader does: kernels with different sources need different names.
         own = struct_text(problem.cell) + norm_text(problem.cell) if isinstance(problem.cell, PointwiseCell) else ""
         self.own: str = own
         self.name: str = shader if "gru" in shader else f"{name_of(own) if own else problem.cell.op}_{shader}"
@@ -522,11 +569,14 @@ class StepKernel:
         self.inputs: dict[str, bool] = {field: field in present for field in fields.split()}
         self.names: list[str] = [field for field, is_there in self.inputs.items() if is_there]
         quantized, lanes = any(is_packed(field, present) for field in self.names), rows < 8
+        # slices: how many simdgroups share eight columns of 8 x 8 matrices, each computing a part of the sum. The
+        # threads are as many as the constant THREADS of the shaders' products says. 32 of them compute eight columns
+        # with 8 x 8 matrices: 4 per column.
         slices = 1 if lanes or quantized else SLICES.get(columns, 1)
-        # As the constant THREADS of the shaders' products says. 32 threads compute eight columns with 8 x 8 matrices: 4
-        # per column. slices: how many simdgroups share eight columns, each computing a part of the sum.
         self.threads: int = (64 if quantized else 256) if lanes else 4 * columns * slices
         self.groups: tuple[int, ...] = -(-units[0] // units[1]), -(-problem.B // rows), problem.directions
+        # The template arguments of the shader, such as <LSTMCell<OPTIONS>, ByLanes<ROWS, COLUMNS>, SAVES, S>. The names
+        # in them are declared from `template`.
         product = "QuantizedByLanes" if lanes and quantized else "ByLanes" if lanes else "ByTiles"
         if not problem.cell.recurrent:
             product = "NoProduct"
@@ -545,6 +595,7 @@ class StepKernel:
         self.files: tuple[str, ...] = (*cell_files(problem), "quantized", "stepwise")
         self.files += ("stepwise_lanes", "stepwise_tiles", *(("stepwise_quantized",) if quantized else ()))
         self.files += (*SHADERS[shader], "stepwise_rows")
+        # The statements of the kernel: the struct `a` of its arrays, threadgroup memory, and one call of the shader.
         self.arrays: str = struct_of(fields_of((*self.inputs, "after"), {*self.names, "after"}))
         self.arrays += f"threadgroup vec<float, 4> vectors[{memory_of(tile, slices) // 16}];\n"
         self.arrays += "threadgroup float* sums = (threadgroup float*)vectors;\n"
@@ -559,9 +610,10 @@ class StepKernel:
     def prepare(
         self, name: str, body: str, joined: int = 0, more_groups: int = 0, pieces: tuple[str, ...] = ()
     ) -> Launch:
-        """Return a launch of the shader. Some launches also join arrays that earlier steps wrote into one new array:
-        `pieces` are the names of these arrays, `joined` is the number of elements of the new array, and `more_groups`
-        are additional threadgroups that copy. The defaults are for a launch that joins nothing."""
+        """Return a launch of the shader, named `name`, with the statements `body`. Some launches also join the rows
+        of earlier steps into one new array: then `pieces` are the names of the inputs with these rows, `joined` is
+        the number of elements of the new array, and `more_groups` are the additional threadgroups that copy. The
+        defaults are for a launch that joins nothing."""
         outputs: Outputs = {"after": ((self.output[0],), self.output[1])}
         if joined:
             outputs["joined"] = (joined,), self.output[1]
@@ -572,20 +624,17 @@ class StepKernel:
         return prepare(source, self.template, inputs, outputs, groups, self.threads)
 
     def joining(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
-        """Return a launch of the step's kernel that also copies several arrays of earlier steps into one array, and
-        two small arrays that this launch reads: where each copied array begins in the new one, and which
-        threadgroups copy. The launch is built once for each `steps`.
-
-        steps: for each array to be copied, how many rows (results of one step) it contains.
-        """
+        """Return a launch of the step that also copies several arrays of rows into one array, and two small arrays
+        that it reads: where each copied array begins in the new one, and which threadgroups copy. It is built once
+        for each `steps`: for each array to be copied, how many rows it contains."""
         if steps not in self.joins:
             self.joins[steps] = self.prepare_join(steps)
         return self.joins[steps]
 
     def prepare_join(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
-        """Build the launch that `joining` returns: it runs the step's kernel and also copies several arrays of
-        earlier steps into one array. Return it with two small arrays that it reads: where each copied array begins
-        in the new one, and which threadgroups copy."""
+        """Build what `joining` returns. more: how many threadgroups copy, at 8 elements per thread, from 1 to 64.
+        The kernel always has `self.most` inputs for pieces, so that one kernel serves for all numbers of copied
+        arrays."""
         length, total = self.output[0], sum(steps)
         more = max(1, min(64, length * total // (8 * self.threads)))  # threadgroups that copy: 8 elements per thread
         pieces = tuple(f"p{n}" for n in range(self.most))
@@ -601,7 +650,7 @@ stepwise_join(pieces, join, group, thread_index_in_threadgroup);
 
 
 STEP_NORM_FILES = ("norm", "stepwise_forward", "stepwise_backward", "stepwise_norm")
-"""The additional shader files of a step with layer normalisation."""
+"""The files in metal/ that the kernels of a step with layer normalisation need besides those of all kernels."""
 
 SHADERS = {
     "stepwise_forward": ("stepwise_forward",),
@@ -614,7 +663,7 @@ SHADERS = {
     **{f"stepwise_norm_{name}": STEP_NORM_FILES for name in ("product", "forward", "dh", "dm", "backward", "dh0")},
     "stepwise_norm_own_backward": (*STEP_NORM_FILES, "stepwise_norm_own"),
 }
-"""The files that each shader of a step needs, in addition to the files that all of them need."""
+"""The files in metal/ that each shader of a step needs besides those that all of them need, by its name."""
 
 
 def cell_files(problem: Problem) -> tuple[str, ...]:
@@ -628,15 +677,18 @@ LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 
 
 CHANGING = frozenset(("step", "before", "h_before", "reset_row", "now_row", "dh_now", "rows", "row", "product"))
-"""The names of the inputs that are not the same at all steps. They come first among the inputs of a kernel."""
+"""The names of the inputs that differ from step to step: its number, and rows that earlier launches wrote. They come
+first among the fields of a shader."""
 
 
 class StepLaunch:
-    """A callable that launches a kernel at each step of a pass. With `rows` it appends the array that each launch
-    writes to `rows`. At the steps where `rows` plans a join, the launch also copies several earlier arrays into one.
-    inputs: the kernel's input arrays by name."""
+    """A callable that launches a kernel at each step of a pass. kernel: the kernel. inputs: its arrays by name;
+    those in `CHANGING` are given at each call instead. rows: a `Rows` that collects the written rows, or None. It
+    also plans at which steps the launch copies several earlier arrays into one (a join)."""
 
     def __init__(self, kernel: StepKernel, inputs: Arrays, rows: Rows | None = None):
+        """Prepare the launches of a pass. `fixed` are the inputs that all steps share, in the order of the kernel's
+        fields. rows: collects the written rows. Its plan depends on how many arrays this kernel can join at once."""
         self.kernel: StepKernel = kernel
         self.launch: Launch = kernel.launch
         self.rows: Rows | None = rows
@@ -645,8 +697,8 @@ class StepLaunch:
             rows.plan(kernel.most)
 
     def __call__(self, n: int, *changed: mx.array) -> mx.array:
-        """Launch step n and return the array that it writes. changed: the inputs of this step that are named in
-        `CHANGING`, in the order of the kernel's inputs."""
+        """Launch step n and return the row that it writes. changed: the inputs of this step that are named in
+        `CHANGING`, without its number, in the order of the kernel's fields."""
         inputs, rows = [step_number(n), *changed, *self.fixed], self.rows
         if rows is None:
             return self.launch(inputs)[0]
@@ -656,9 +708,9 @@ class StepLaunch:
         return row
 
     def join(self, inputs: list[mx.array], pieces: list[mx.array], join: Join) -> mx.array:
-        """Launch a step that also copies some of the arrays `pieces`, which earlier steps wrote, into one array. In
-        the list, replace the copied arrays by the new one, so that the last launch of the pass has fewer arrays to
-        read. Return the array that the step itself writes. join: which arrays to copy."""
+        """Launch a step that also copies some of the arrays `pieces`, which earlier steps wrote, into one array;
+        `join` says which. In the list, replace the copied arrays by the new one, so that the last launch of the pass
+        has fewer arrays to read. Return the row that the step itself writes."""
         due = slice(join.first, join.first + len(join.steps))
         # The kernel reads a fixed number of arrays. Unused places get the last one again; no thread reads it there.
         arrays = pieces[due] + pieces[due.stop - 1 : due.stop] * (self.kernel.most - len(join.steps))
@@ -669,38 +721,40 @@ class StepLaunch:
 
 @cache
 def step_number(n: int) -> mx.array:
-    """Return the number of a step, as an array that a launch can read."""
+    """Return the number of a step as an array, which a launch reads as its input `step`. Each is made once."""
     return mx.array(n, mx.int32)
 
 
-def there(inputs: Inputs) -> Arrays:
+def without_absent(inputs: Inputs) -> Arrays:
     """Return a dict of the inputs that are not None."""
     return {name: array for name, array in inputs.items() if array is not None}
 
 
-Make = Callable[[Problem, mx.Dtype, tuple[str, ...], bool], StepKernel]
+KernelMaker = Callable[[Problem, mx.Dtype, tuple[str, ...], bool], StepKernel]
+"""The type of the functions `..._kernel` below. Their arguments are the problem, the dtype of the arrays, the names of
+the arrays that are there, and whether the rows of the launches are collected."""
 
 
-def each_step(make: Make, problem: Problem, inputs: Inputs, rows: Rows | None = None) -> StepLaunch:
-    """Return a callable that launches, at each step, the kernel that `make` builds for these inputs. If `rows` is
-    given, the written arrays are appended to `rows`."""
-    present = there(inputs)
+def each_step(make: KernelMaker, problem: Problem, inputs: Inputs, rows: Rows | None = None) -> StepLaunch:
+    """Return a callable that launches, at each step, the kernel that `make` builds for these inputs: called with the
+    step's number and the rows that it reads, it returns the row that it writes. rows: collects the written rows, if
+    the last launch of the pass shall read them."""
+    present = without_absent(inputs)
     return StepLaunch(make(problem, problem.dtype, tuple(present), rows is not None), present, rows)
 
 
-# The functions below return the kernels of a step. Their arguments are the problem, the dtype of the arrays, the names
-# of the arrays that the call passes, and whether the launch of each step writes a separate array (a row).
-
-
 @cached
-def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel of a forward step. At each step it writes one array (a row). metal/stepwise_forward.metal lists
-    the kernel's inputs and the contents of the row."""
+def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
+    """Return the kernel of a forward step. metal/stepwise_forward.metal describes its inputs and the row that it
+    writes: c, h and, if the backward pass or the caller needs them, the gates. present: the names of the arrays that
+    are there."""
     H, cell, (rows, columns, units) = problem.H, problem.cell, forward_tile(problem)
     saves = problem.training or problem.return_gates
-    length = row_length(problem, H, 1 + cell.kept if saves else 1, cell.carried, dtype)
+    length = row_length(problem, H, blocks=1 + cell.kept if saves else 1, floats=cell.carried, dtype=dtype)
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader(
             "stepwise_forward",
             "step before h_before z Wh Wh_scales Wh_biases h0 c0 peephole bhn inputs params mask keep lengths sizes "
@@ -714,26 +768,32 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
 
 
 @cached
-def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the first kernel of a step of a GRU whose reset comes before the product. It writes one array [3, B, D
-    H] with r * mask * h_before, r and z. The shader is in metal/stepwise_gru.metal."""
+def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
+    """Return the first kernel of a step of a GRU whose reset comes before the product. It writes a row [3, B, D H]
+    with r * mask * h_before, r and z. The product has the columns of two gates, r and z: 32 for 16 units. The shader
+    is in metal/stepwise_gru.metal."""
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader("stepwise_gru_reset", "step before z Wh Wh_scales Wh_biases h0 mask lengths sizes"),
         tile=(stepwise_rows(problem.B, problem.cut), 32),
         units=(problem.H, 16),
-        output=(row_length(problem, problem.H, 3, False, dtype), dtype),
+        output=(row_length(problem, problem.H, blocks=3, floats=0, dtype=dtype), dtype),
     )
 
 
 @cached
-def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the second kernel of a step of a GRU whose reset comes before the candidate's product. It reads the
-    gates r, z and r * mask * h_before, which the first kernel (`gru_reset_kernel`) wrote. It computes the candidate
-    n and the new h, and writes h and, in training, the gates into one array."""
+def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
+    """Return the second kernel of a step of a GRU whose reset comes before the candidate's product. It reads the row
+    of the first kernel (`gru_reset_kernel`) with r * mask * h_before, r and z. It computes the candidate n and the
+    new h, and writes a row with h and, if the backward pass or the caller needs them, the three gates. The shader is
+    in metal/stepwise_gru.metal."""
     saves = problem.training or problem.return_gates
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader(
             "stepwise_gru_candidate",
             "step before reset_row z Wh Wh_scales Wh_biases h0 keep lengths sizes",
@@ -741,14 +801,15 @@ def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
         ),
         tile=(stepwise_rows(problem.B, problem.cut), 32),
         units=(problem.H, 32),
-        output=(row_length(problem, problem.H, 4 if saves else 1, False, dtype), row_type(dtype)),
+        output=(row_length(problem, problem.H, blocks=4 if saves else 1, floats=0, dtype=dtype), row_type(dtype)),
     )
 
 
 @cached
-def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel that computes the projection of a step, h = m Wp^T with P numbers per item. It writes one
-    array per step with h [B, D P] of all D directions. The shader is in metal/stepwise_forward.metal."""
+def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
+    """Return the kernel that computes the projection of a step, h = m Wp^T, and writes a row with h [B, D P]. Of
+    `numbers` it reads the limit of h: without a clip of h the array is left out. The shader is in
+    metal/stepwise_forward.metal."""
     clips = problem.cell.projection_clip is not None
     present = present if clips else tuple(name for name in present if name != "numbers")
     shader = StepShader("stepwise_project", "step before Wp Wp_scales Wp_biases sizes numbers", cell=False)
@@ -758,21 +819,24 @@ def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
 def product_kernel(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], shader: StepShader, width: int, written: mx.Dtype
 ) -> StepKernel:
-    """Return a kernel that computes a matrix product and writes it as one array [B, D width] of the type `written`. D
-    is the number of directions, `width` the number of columns for each of them."""
+    """Return a kernel that computes a matrix product and writes it as a row [B, D width] of the dtype `written`.
+    width: the number of columns for each direction. present: the names of the arrays that are there. shader: its
+    name and fields."""
     tile = tile_of(problem, width)
-    output = row_length(problem, width, 1, False, dtype), written
+    output = row_length(problem, width, blocks=1, floats=0, dtype=dtype), written
     return StepKernel(problem, dtype, present, shader, tile=tile, units=(width, tile[1]), output=output)
 
 
 @cached
-def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel of a backward step. It writes one array (a row) with the gradients of this step.
-    metal/stepwise_backward.metal describes its inputs, and what a row contains. present: the names of the arrays that
-    the call has. A threadgroup computes a tile of the product: some batch items, and one column per unit."""
+def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
+    """Return the kernel of a backward step, which writes a row with the gradients of this step.
+    metal/stepwise_backward.metal describes its inputs and the row. present: the names of the arrays that are there.
+    A threadgroup computes a tile of the product: some batch items, and one column per unit."""
     tile = tile_of(problem, problem.H)
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader(
             "stepwise_backward",
             "step before dh_now rows row weights gates h c h0 c0 q peephole bhn inputs params mask keep lengths dh dc "
@@ -785,21 +849,27 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
 
 
 def backward_length(problem: Problem, present: Collection[str], dtype: mx.Dtype) -> int:
-    """Return the number of elements of the row that a backward step writes."""
+    """Return the number of elements of the row that a backward step writes. present: the names of the arrays that
+    are there; with `keep` the row has the carries a second time, before their multiplication by keep. summed: the
+    parameters whose gradients the steps sum up."""
     cell = problem.cell
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
-    return row_length(problem, problem.H, cell.gradients + cell.inputs, floats, dtype)
+    return row_length(problem, problem.H, blocks=cell.gradients + cell.inputs, floats=floats, dtype=dtype)
 
 
 @cached
-def gru_reset_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
+def gru_reset_backward_kernel(
+    problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool
+) -> StepKernel:
     """Return the second kernel of a backward step of a GRU whose reset comes before the candidate's product. It
     multiplies the candidate's gradient with Wh, and computes the gradient of the gate r and a part of the gradient
-    of h. It reads the array that the first kernel (`backward_kernel`) wrote, and writes a copy that includes both
+    of h. It reads the row that the first kernel (`backward_kernel`) wrote, and writes a copy that includes both
     gradients. The shader is in metal/stepwise_gru.metal."""
     tile = tile_of(problem, problem.H)
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader("stepwise_gru_reset_backward", "step now_row weights gates h h0 mask keep lengths sizes"),
         tile=tile,
         units=(problem.H, tile[1]),
@@ -808,14 +878,14 @@ def gru_reset_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[
 
 
 DH_INPUTS = "step before weights gates mask keep lengths dh dhT unclipped sizes"
-"""The inputs of the kernels that compute the gradient of h."""
+"""The fields of the shaders that compute the gradient of h from the gradients of the products of the next step."""
 
 
 @cached
 def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_rows: bool) -> StepKernel:
-    """Return the kernel that computes the gradient of h, [B, D P] for D directions and P numbers of h per item. If
-    `has_rows`, it runs at each step and writes one array per step; otherwise it runs once, after all steps, and
-    writes dh0. The shader is in metal/stepwise_backward.metal."""
+    """Return the kernel that computes the gradient of h, [B, D P]. With a projection it runs at each step and writes
+    a row (`has_rows`). For all cells it runs once after all steps, for dh0: then it writes the dtype of the call, as
+    dh0 is a result. The shader is in metal/stepwise_backward.metal."""
     shader, written = StepShader("stepwise_dh", DH_INPUTS), row_type(dtype) if has_rows else dtype
     return product_kernel(problem, dtype, present, shader, problem.P, written)
 
@@ -824,32 +894,42 @@ def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_r
 
 
 def item_tile(cell: AnyCell) -> tuple[int, int]:
-    """Return the tile of kernels in which each threadgroup computes all units of one batch item. Its size is that of
-    the memory in which simdgroups exchange sums, in floats; metal/stepwise_norm.metal describes it."""
+    """Return the tile (1, columns) of kernels in which each threadgroup of 256 threads computes all units of one
+    batch item. They have no product; `columns` is the size of the threadgroup memory in which simdgroups exchange
+    sums, in floats: 3 numbers of 8 simdgroups for each norm of the gates, at least 128, which also has room for a
+    norm of c. metal/stepwise_norm.metal describes it."""
     return 1, max(128, 24 * norm_blocks(cell))
 
 
 @cached
-def norm_product_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the first kernel of a forward step. It writes the recurrent products [B, D G H] in float32."""
+def norm_product_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
+    """Return the first kernel of a forward step of a cell with a norm. It writes a row with the recurrent products
+    of all gates, [B, D G H] in float32. A norm needs the products of all units of an item, so it is a launch of its
+    own. The shader is in metal/stepwise_norm.metal."""
     width = problem.cell.gates * problem.H
     tile = tile_of(problem, width)
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader("stepwise_norm_product", "step before h_before Wh Wh_scales Wh_biases h0 mask lengths sizes"),
         tile=tile,
         units=(width, tile[1]),
-        output=(row_length(problem, width, 0, 1, dtype), row_type(dtype)),
+        output=(row_length(problem, width, blocks=0, floats=1, dtype=dtype), row_type(dtype)),
     )
 
 
 @cached
-def norm_forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the second kernel of a forward step. It reads the products, and writes what `forward_kernel` writes."""
+def norm_forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
+    """Return the second kernel of a forward step of a cell with a norm. It reads the products that
+    `norm_product_kernel` wrote, computes norms and cell, and writes the same row as `forward_kernel`. A threadgroup
+    has all units of one batch item, so there is one along the units: units=(1, 1)."""
     cell, saves = problem.cell, problem.training or problem.return_gates
-    length = row_length(problem, problem.H, 1 + cell.kept if saves else 1, cell.carried, dtype)
+    length = row_length(problem, problem.H, blocks=1 + cell.kept if saves else 1, floats=cell.carried, dtype=dtype)
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader(
             "stepwise_norm_forward",
             "step before product z h0 c0 peephole bhn inputs params keep lengths sizes numbers "
@@ -863,40 +943,48 @@ def norm_forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, .
 
 
 @cached
-def norm_dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the first kernel of a backward step. It writes the gradient of h [B, D P], without the part that bypasses
-    the products."""
-    return of_dh("stepwise_norm_dh", problem, dtype, present, row_type(dtype))
+def norm_dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
+    """Return the first kernel of a backward step of a cell with a norm. It writes a row with the gradient of h [B, D
+    P], without the part that bypasses the products. The cell's kernel needs this gradient of all units of an item at
+    once, for the norms, so it is a launch of its own."""
+    return dh_of_norm("stepwise_norm_dh", problem, dtype, present, row_type(dtype))
 
 
 @cached
-def norm_dh0_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel that computes dh0 after the backward steps."""
-    return of_dh("stepwise_norm_dh0", problem, dtype, present, dtype)
+def norm_dh0_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
+    """Return the kernel that computes dh0 [B, D P] once after the backward steps of a cell with a norm. It writes
+    the dtype of the call, as dh0 is a result."""
+    return dh_of_norm("stepwise_norm_dh0", problem, dtype, present, dtype)
 
 
-def of_dh(name: str, problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], written: mx.Dtype) -> StepKernel:
-    """Return a kernel that computes a gradient of h [B, D P] from the gradients of the products."""
+def dh_of_norm(name: str, problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], written: mx.Dtype) -> StepKernel:
+    """Return a kernel that computes a gradient of h [B, D P] from the gradients of the products, for a cell with a
+    norm. name: its shader. written: the dtype of what it writes. The kernel does not get the gates: in these rows
+    the gradients of a GRU's products are already multiplied by r."""
     present = tuple(field for field in present if field != "gates")
     return product_kernel(problem, dtype, present, StepShader(name, DH_INPUTS), problem.P, written)
 
 
 @cached
-def norm_dm_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel that multiplies the gradient of a projected h with Wp. It writes the product [B, D H]."""
+def norm_dm_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
+    """Return the kernel between the two of a backward step, for a cell with a norm and a projection. It multiplies
+    dh_t, the gradient of a projected h, with Wp, and writes a row with the product [B, D H]: the gradient of m."""
     shader = StepShader("stepwise_norm_dm", "step dh_now weights sizes", cell=False)
     return product_kernel(problem, dtype, present, shader, problem.H, row_type(dtype))
 
 
 @cached
-def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the last kernel of a backward step. It writes a row with the gradients of this step, which
-    metal/stepwise_norm.metal describes."""
+def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
+    """Return the last kernel of a backward step of a built-in cell with a norm. It writes a row with the gradients
+    of this step, which metal/stepwise_norm.metal describes: `floats` carries per unit, and `blocks` numbers in the
+    dtype of the call. present: the names of the arrays that are there."""
     cell = problem.cell
     blocks = cell.gates * (2 if norms.of_product(cell) else 1) + norms.of_state(cell)
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1)
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader(
             "stepwise_norm_backward",
             "step before dh_now gates h c h0 c0 q peephole bhn keep lengths dc dgates dcT sizes numbers "
@@ -909,14 +997,18 @@ def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
 
 
 @cached
-def norm_own_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the last kernel of a backward step of a cell written by the user. metal/stepwise_norm_own.metal describes
-    the row that it writes."""
+def norm_own_backward_kernel(
+    problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool
+) -> StepKernel:
+    """Return the last kernel of a backward step of a cell written by the user, with a norm.
+    metal/stepwise_norm_own.metal describes the row that it writes. present: the names of the arrays that are there."""
     cell = problem.cell
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
     blocks = cell.gates + cell.inputs + cell.gradients
     return StepKernel(
-        *(problem, dtype, present),
+        problem,
+        dtype,
+        present,
         StepShader(
             "stepwise_norm_own_backward",
             "step before dh_now rows row gates h c h0 c0 q inputs params keep lengths dc dcT sizes "
@@ -931,16 +1023,17 @@ def norm_own_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[s
 # --- The launch after all steps ---
 
 Kind = tuple[Rows, int]
-"""The rows of one kind (of the cells or of the projection), and their number of units: H or P."""
+"""All rows of one kind (of the cells or of the projection), and the numbers per item and direction of their arrays: H
+or P."""
 
 Layout = tuple[tuple[tuple[int, ...], int, int], ...]
-"""For each kind of rows: the number of rows in each array, the number of elements of a row, and its number of units."""
+"""For each kind of rows: (the number of rows in each array, the number of elements of a row, H or P)."""
 
 
 class Sequences(NamedTuple):
-    """The launch after all steps, which copies the rows of a pass (one array per step) into sequences such as h [T, B,
-    H]: the launch, the names of its inputs and outputs, and two small arrays that say where each row begins and how
-    long it is."""
+    """The launch after all steps, which copies the rows of a pass into sequences such as h [T, B, H]: the launch,
+    the names of its inputs and outputs, and two small arrays that it reads: where each array of rows begins, counted
+    in rows, and the sizes of each kind of rows."""
 
     launch: Launch
     inputs: list[str]
@@ -955,14 +1048,15 @@ def after_sweep(
     kinds: list[Kind],
     names: frozenset[str],
 ) -> Arrays:
-    """After the last step of a pass, launch one more kernel, which `make` builds. This kernel reads the rows of all
-    steps: the arrays that their launches wrote. Return the results named in `names`. kinds: the rows to read, each kind
-    with its width."""
+    """After the last step of a pass, launch one more kernel, which `make` builds (`outputs_launch` or one like it).
+    It reads the rows of all steps and writes the results named in `names`, which are returned. inputs: the pass's
+    inputs. kinds: the rows to read, each kind with its width, H or P. The kernel has inputs for LEFT arrays of rows:
+    if there are fewer, the last one is passed again."""
     left: list[mx.array] = []
     for rows, _ in kinds:
         left += rows.pieces
     layout = tuple([(rows.steps, rows.pieces[-1].size, width) for rows, width in kinds])
-    present = there(inputs)
+    present = without_absent(inputs)
     sequences = make(problem, problem.dtype, tuple(present), layout, names)
     arrays = [present[name] for name in sequences.inputs] + left + left[-1:] * (LEFT - len(left)) + sequences.sizes
     return dict(zip(sequences.outputs, sequences.launch(inputs=arrays), strict=True))
@@ -977,11 +1071,13 @@ def prepare_sequences(
     inputs: dict[str, bool],
     outputs: Outputs,
 ) -> Sequences:
-    """Return the launch that copies the rows of a pass (the arrays that its steps wrote) into sequences. It has one
-    thread per batch item, unit, step and direction.
+    """Return the launch that copies the rows of a pass into sequences. It has one thread per batch item, unit, step
+    and direction, in threadgroups of 256.
 
     layout: the number and size of the rows of each kind. source: the kernel's name, the files that it needs besides
-    those that every such launch needs, and the Metal statements that call the shader.
+    those that every such launch needs, and the Metal statements that call the shader. inputs: the name of each array
+    that it can read besides the rows, and whether the call has it. outputs: the shape and dtype of each result, or
+    None.
     """
     starts = starts_of(sum((steps for steps, _, _ in layout), ()), LEFT)
     numbers = [number for n, (_, size, width) in enumerate(layout) for number in (size, width, n * problem.T)]
@@ -1004,7 +1100,8 @@ def outputs_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
 ) -> Sequences:
     """Return the launch that copies the outputs in `names` (some of h, c, gates, hT, cT) from the rows of a forward
-    pass: the rows that the cells wrote and, with a projection, the rows with h."""
+    pass: the rows that the cells wrote and, with a projection, the rows with h. present: the names of the inputs
+    that are there. layout: the sizes of each kind of rows."""
     (T, B, H, P), D, gates, c = problem[:4], problem.directions, problem.cell.kept, problem.cell.carried
     shapes = {
         "c": ((T, B, D * c * H), mx.float32),
@@ -1023,7 +1120,7 @@ def outputs_launch(
     else:
         # With a projection the cells' launches write c and the gates, and separate launches write h. So the kernel
         # calls the shader twice: once to copy c and the gates, with h marked as absent; once to copy h, with the
-        # others absent.
+        # others absent. These rows have no gates and no floats (0, 0); kinds + 3 are the three numbers of their kind.
         body = struct_of(fields | dict.fromkeys(("h0", "h", "hT"), "absent"))
         body += struct_of(fields | dict.fromkeys(("c0", "c", "cT", "gates"), "absent"), "Projected", "projected")
         body += f"stepwise_outputs<GATES, CARRIES, S>(rows, kinds, a, {end}"
@@ -1036,16 +1133,16 @@ def outputs_launch(
 def gradients_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
 ) -> Sequences:
-    """Return the launch that copies the results of a backward pass from the arrays that its steps wrote (rows) into
-    sequences.
+    """Return the launch that copies the results of a backward pass from its rows into sequences. present: the names of
+    the inputs that are there. layout: the sizes of each kind of rows.
 
-    It always writes dz, the gradient of the preactivations, and with a projection dh, the gradient of h. If `names`
+    It always writes dz, the gradients of the preactivations, and with a projection dh, the gradient of h. If `names`
     contains them, it also writes
 
     - dc0, the gradient of the initial state c0
     - du and dw, the gradients of the inputs and of the parameters of a user's cell
-    - d_out, the gradient of a GRU's recurrent products
-    - carry, the gradients of the states without the parts that flow through the recurrent product
+    - d_out, the gradient of a GRU's recurrent products: dz, but the candidate's part times the gate r
+    - carry, the gradients of the states before each step, without the parts through the recurrent product
     - m, the vector that a projection multiplies with Wp, which this launch computes from the gates and c
     """
     (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
@@ -1069,14 +1166,15 @@ def gradients_launch(
     candidate, reset = (cell.gate_order.index(gate) for gate in "nr") if "d_out" in names else (0, 0)
     template: Template = {"GRADIENTS": cell.gradients, "CANDIDATE": candidate, "RESET": reset, "INPUTS": cell.inputs}
     template |= {"CARRIED": cell.carried, "PASSES_H": int(cell.passes_h), "SUMMED": cell.summed}
-    there = {*names, "starts", "kinds", *(name for name in inputs if inputs[name])}
-    fields = fields_of((*inputs, "starts", "kinds", *outputs), there)
+    existing = {*names, "starts", "kinds", *(name for name in inputs if inputs[name])}
+    fields = fields_of((*inputs, "starts", "kinds", *outputs), existing)
     start, end = "stepwise_gradients<{}>(rows, kinds", "thread_position_in_grid);\n"
     body = struct_of(fields) + f"{start.format(', '.join([*template, 'S']))}, a, {end}"
     if projects:
-        # Separate launches wrote dh. Their arrays have the layout of the dz of a cell with one gate, so a second call
-        # of the shader copies dh under the name dz. The other outputs are marked as absent, so this call writes
-        # nothing else.
+        # Separate launches wrote dh. Their rows have the layout of the dz of a cell with one gate (the template
+        # arguments 1, 0, ...: one block, no others), so a second call of the shader copies dh under the name dz. The
+        # other outputs are marked as absent, so this call writes nothing else. kinds + 3: the three numbers of the
+        # second kind of rows.
         of_dh = fields | dict.fromkeys(("gates", "dc0", "d_out", "carry", "m"), "absent") | {"dz": "dh"}
         body += struct_of(of_dh, "Projected", "projected")
         body += f"{start.format('1, 0, 0, 0, 0, 0, 0, S')} + 3, projected, {end}"
@@ -1091,9 +1189,15 @@ def gradients_launch(
 def norm_gradients_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
 ) -> Sequences:
-    """Return the launch that copies the results of a backward pass with a norm from its rows into sequences. It
-    writes, under the names of the kernels of `fused`, d_product and dz, or only dz if the products are not normalised;
-    with a norm of c also d_norm_c; with a projection dh. If `names` contains them, it writes dc0, carry, du and dw."""
+    """Return the launch that copies the results of a backward pass with a norm from its rows into sequences.
+    present: the names of the inputs that are there. layout: the sizes of each kind of rows. It writes
+
+    - d_product, the gradients of the recurrent products, and dz, those of the preactivations; without a norm of the
+      products only dz
+    - d_norm_c, with a norm of c: the gradient of its result
+    - dh, with a projection: the gradient of h
+    - dc0, carry, du and dw, if `names` contains them, as `gradients_launch` does
+    """
     (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
     products, states, G, keep = norms.of_product(cell), norms.of_state(cell), cell.gates, "carry" in names
     C, U, V, M, carries = cell.carried, cell.inputs, cell.summed, cell.gradients, cell.carried + cell.passes_h
@@ -1114,7 +1218,8 @@ def norm_gradients_launch(
     fields = fields_of((*inputs, "starts", "kinds", *outputs), {*read, *written, "starts", "kinds"})
     fields |= dict.fromkeys(("gates", "d_out"), "absent")
     first, floats = ("d_product" if products else "dz"), carries * (1 + keep) + V
-    # The first block of a row has the place of dz in the row of a cell without a norm, so the same shader copies it.
+    # Letters: G gates, C states besides h, U inputs, V parameters, M gradients of preactivations. Behind the floats a
+    # row has first the G gradients of the products, where a cell without a norm has dz. So the same shader copies them.
     body = struct_of(fields | {"dz": first})
     end = "thread_position_in_grid);\n"
     body += f"stepwise_gradients<{G}, 0, 0, {U}, {C}, {int(cell.passes_h)}, {V}, S>(rows, kinds, a, {end}"

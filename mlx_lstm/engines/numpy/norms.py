@@ -3,7 +3,21 @@
 An array of a step has one column per batch item, [n, B]: n = G H numbers (G gates, H units), or n = H numbers of c. Its
 rows are one block, or one block per gate. Each block is normalised by itself: y = (a - mean) r with r = 1 /
 sqrt(variance + eps). The result is y times a scale plus a shift. `kept` is memory of one step for y and r, which the
-forward pass fills and the backward pass reads. v holds the arrays of the call by name.
+forward pass fills and the backward pass reads. d: the gradient of the result.
+
+`NormOptions.of` says what is normalised: "product": the recurrent product h Wh^T; "products": also the input's product
+x Wx^T, by itself; "sum": the sum of both and the bias. The arrays' names: `norm_scale`, `norm_shift` belong to the
+recurrent product or the sum, `norm_input_...` to the input's product, `norm_c_...` to c. v holds the arrays of the call
+by name; P is the width of h, I that of x, T the number of steps. `products` is an object that sums the gradients of
+weights (`WeightGradients`); its `out` is the memory of the requested gradients.
+
+There are two ways. `Normalisation` computes mean and variance of a product at each step. For one block and many steps
+there is a faster way, "by factors": if the weights W have a mean of 0 over their rows, the normalised product is W (r
+u), so only u, the vector that W multiplies, is multiplied by r. `Factor` computes r from a small triangle instead of
+the product; `ProductNorm` is the backward pass of this way.
+
+Mostly the functions write into memory that was allocated before: an argument or a last argument `out` of a NumPy
+function is where the result goes. A mean is a product with a row of equal numbers, because BLAS is faster than NumPy.
 """
 
 from collections.abc import Callable, Sequence
@@ -113,6 +127,7 @@ class Normalisation:
         The gradient is r (d scale - mean(d scale) - y mean(d scale y)), with the means over a block.
         """
         # self.scratch holds d y first, then the part that is subtracted: y mean(d scale y) + mean(d scale).
+        # With self.scaled_row a mean is that of the array times the scale.
         shape, dy, scratch = self.shape, np.multiply(d, y, self.scratch), self.scratch.reshape(self.shape)
         np.matmul(self.scaled_row, scratch, out=self.mean)
         for total, terms in ((self.dscale, dy), (self.dshift, d)):
@@ -160,6 +175,7 @@ class OneColumn(Normalisation):
 
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
         """Write to `out` the gradient of a, and add the terms of scale and shift, as `Normalisation.before` does."""
+        # The statements are those of `Normalisation.before` for a single column and block.
         row, scratch, y = self.scaled_row.reshape(-1), self.scratch[:, 0], y[:, 0]
         dy = np.multiply(d[:, 0], y, scratch)
         mean = dot(row, dy)
@@ -199,6 +215,8 @@ class OneBlock(Normalisation):
 
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
         """Write to `out` the gradient of a, and add the terms of scale and shift, as `Normalisation.before` does."""
+        # The statements are those of `Normalisation.before`. `scratch` is the memory of self.scratch [n, B], viewed as
+        # [n / 8, 8 B]; `tiles` repeats a row [1, B] to this width.
         tiles, scratch, row = self.tiles, self.wide_scratch, self.scaled_row.reshape(1, -1)
         dy = np.multiply(d, y, self.scratch)
         dot(row, dy, out=self.mean[0])
@@ -277,7 +295,7 @@ def centred(blocks: int, array: Array) -> Array:
 
 
 CENTRED = {"product": ("Wh",), "products": ("Wh", "Wx"), "sum": ("Wh", "Wx", "b")}
-"""For each value of `NormOptions.of`: the arrays that enter what is normalised."""
+"""For each value of `NormOptions.of`: the weights and bias in what is normalised, of which the means are subtracted."""
 
 
 def centres(problem: Problem, v: Views) -> bool:
@@ -339,8 +357,9 @@ def by_factors(problem: Problem, rows: int) -> bool:
 
 
 def centre_gradients(problem: Problem, out: Views) -> None:
-    """Subtract from the gradients of weights what those of `with_centred_weights` have too much. Other gradients have a
-    mean of 0 already, so this does not change them."""
+    """Subtract from the gradients of weights and bias in `out` their means over the rows of each block. If the forward
+    pass used weights with a mean of 0 (`with_centred_weights`), the gradients have a mean that the true ones do not
+    have. Other gradients have a mean of 0 already, so this does not change them."""
     norm, blocks = norm_options(problem), norm_blocks(problem.cell)
     for name in CENTRED[norm.of] if norm.of is not None else ():
         if name in out:
@@ -383,7 +402,8 @@ class InputNormOfSteps:
         rows, dtype = problem.cell.gates * problem.H, v["x"].dtype
         self.y: Array = np.empty((rows, problem.B), dtype)
         self.r: Array = np.empty((self.norm.shape[0], 1, problem.B), dtype)
-        # The backward pass multiplies some steps at once, so that Wx need not be in the cache at every step.
+        # ahead [steps, G H, B]: the products of some steps. The backward pass multiplies some steps at once, so that Wx
+        # need not be in the cache at every step.
         self.ahead: Array = np.empty((min(problem.T, max(1, AHEAD_ROWS // problem.B)), *self.y.shape), dtype)
         self.d: Array = np.empty((rows, problem.B), dtype)  # for the backward pass: the gradient of the result
         self.norm.sum_gradients(self.d, "norm_input_scale" in v, bool({"norm_input_shift", "b"} & v.keys()))
@@ -409,7 +429,7 @@ class InputNormOfSteps:
     def back(self, k: int, out: Array) -> None:
         """Write to `out` [G H, B] the gradient of the product at step k of the chunk, from that of the result, `d`."""
         steps = len(self.ahead)
-        block, n = divmod(k, steps)
+        block, n = divmod(k, steps)  # step k is number n of this block of steps
         if block != self.block:
             x = self.x[block * steps : (block + 1) * steps]
             self.products(x, self.ahead[: len(x)])
@@ -460,7 +480,7 @@ class InputNorm:
             y[...] = x.T
         else:
             np.matmul(self.Wx, matrix(x).T, out=y)
-        parts = self.divided(y)
+        parts = self.divided(y)  # a view: the statements below change y in place
         if not self.centred:
             parts -= np.matmul(self.row, parts)
         r = np.einsum("kin,kin->kn", parts, parts)[:, None]
@@ -502,7 +522,7 @@ class InputNorm:
 
 
 SMALLEST = 1e-30
-"""What is added to a matrix that may be 0, so that it has a root."""
+"""What is added to the diagonal of a matrix that may be 0, so that it has a Cholesky factor."""
 
 
 class Factor:
@@ -566,10 +586,12 @@ class NormByFactors:
 
     def __init__(self, problem: Problem, v: Views, norms: Array | None, rows: int):
         """Multiply the weights by the scales, and x by its factors. v: the arrays, from `with_centred_weights`. norms
-        [T, B, rows]: memory for the factors, or None if nobody reads them. rows: see `kept_rows`."""
+        [T, B, rows]: memory for the factors, or None if nobody reads them. rows: how many factors each step and item
+        has: 1 for h, and a second one if the input's product is normalised in this way, too."""
         (T, B, _, _, cell), eps, dtype = problem[:5], norm_options(problem).eps, v["x"].dtype
         self.of_h: Factor = Factor(v["Wh"], eps, B)
         self.r: Any = [np.empty((1, B), dtype)] * T if norms is None else norms.transpose(0, 2, 1)[:, :1]
+        # W (r u) times the scale is (scale W) (r u), and the shift is a bias.
         arrays = with_shift(cell, problem.H, v, "norm_shift")
         if "norm_scale" in v:
             arrays["Wh"] = v["Wh"] * v["norm_scale"][:, None]
@@ -584,13 +606,14 @@ class NormByFactors:
         self.arrays: Views = arrays
 
     def enter(self, t: int, h: Array, out: Array) -> None:
-        """Write to `out` [P, B] the h that enters the product of step t."""
+        """Write to `out` [P, B] the h that enters the product of step t: h [P, B] times its factors r."""
         self.of_h(h, self.r[t], out)
 
 
 def with_shift(cell: AnyCell | None, H: int, v: Views, name: str) -> Views:
-    """Return the arrays with a shift of a product as a part of b. That of a GRU's candidate is a part of bhn instead,
-    if it belongs to the recurrent product. cell: None for the input's product."""
+    """Return the arrays v with the shift `name` of a product as a part of b. If it belongs to the recurrent product,
+    the shift of a GRU's candidate is a part of bhn instead, because the reset gate multiplies both. cell: None for the
+    input's product. H: the units per gate."""
     v = dict(v)
     if name not in v:
         return v
@@ -608,10 +631,11 @@ class ProductNorm:
     """The backward pass of `Factor`: through the layer normalisation of a product W u in one block. The product itself
     is not computed again.
 
-    The weights W [GH, K] have a mean of 0 over their rows, so y = r W u with r = 1 / sqrt(variance + eps). d [GH, n]:
-    the gradient of the result of the norm for the columns u [K, n]. With D = d scale and m = mean(D y), the gradient of
-    the product is r (D - m y), up to its mean. It is never computed, because every gradient needs it only in a product
-    with W or u, and a product of W with W, or of u with u, is small. E = W^T D is computed anyway. With c = r^2 m:
+    K is the number of columns of W. The weights W [GH, K] have a mean of 0 over their rows, so y = r W u with r = 1 /
+    sqrt(variance + eps). d [GH, n]: the gradient of the result of the norm for the columns u [K, n]. With D = d scale
+    and m = mean(D y), the gradient of the product is r (D - m y), up to its mean. It is never computed, because every
+    gradient needs it only in a product with W or u, and a product of W with W, or of u with u, is small. E = W^T D is
+    computed anyway. With c = r^2 m:
 
         m = r (u E) / GH, summed over K         du = r E - c (W^T W u)
         dW = scale A - W S                      dscale = the sum of A W over K
@@ -680,6 +704,7 @@ class RecurrentNorm:
         """Begin a chunk, the first of which is step `start`. h_in [n, P]: what the recurrent product read."""
         P, B = self.h.shape[1:]
         self.start, self.steps = start, len(h_in) // B
+        # square_h [steps, P, B]: Wh^T Wh h_in. With one item a single product computes it for all steps.
         if B == 1:
             self.square_h: Array = (h_in @ self.norm.square)[:, :, None]
         np.copyto(self.h[: self.steps], h_in.reshape(-1, B, P).transpose(0, 2, 1))
@@ -735,6 +760,7 @@ class InputProductNorm:
     def back(self, start: int, stop: int, x: Array, d: Array, products: WeightGradients) -> None:
         """Write the gradient of x for the steps from `start` to `stop`, and add their terms to the gradients of the
         arrays. x [n, I]: the input. d [GH, n]: the gradient of the norm's result."""
+        # E [n, I], r and c [1, n]: see `ProductNorm`. Its function takes columns, so it gets transposed views.
         E, r, c = d.T @ self.norm.scaled, self.r[start:stop].reshape(1, -1), np.empty((1, len(x)), x.dtype)
         x = matrix(x)
         self.norm.through(x.T, self.norm.square @ x.T, r, E.T, c, np.empty_like(E).T)
@@ -796,7 +822,7 @@ class NormBackward:
 
     def through(self, t: int, columns: slice) -> Array:
         """Return the gradient of the recurrent product of step t, `columns` of `dp`, from the gradient `d` of the
-        norm's result."""
+        norm's result. columns: where this step lies in arrays of the chunk."""
         dp = self.dp[:, columns]
         if self.ended is not None:  # their numbers may be NaN
             self.d[:, self.ended] = self.dx[:, self.ended] = 0

@@ -1,9 +1,17 @@
 """The forward pass and the backward pass of one direction in the engine `numpy`: the loops over time.
 
 Within a step every array is feature-major, [GH, B] or [H, B]. The sequences are views [T, B, .] of any memory order.
-T: steps, B: batch items, G: gates, H: units, P: the width of h. v holds the arrays of the call, `out` the memory of the
-results, dv the cotangents (the gradients that the caller gives for outputs), each by name. An item has ended after its
-own length of steps.
+T: steps, B: batch items, G: gates, H: units, P: the width of h, I: input features. v holds the arrays of the call,
+`out` the memory of the results, dv the cotangents (the gradients that the caller gives for outputs), each by name. An
+item has ended after its own length of steps; `Ends` says which items end when. In reverse it begins with its own last
+step.
+
+Options of the call: `keep` [T, B, 1] multiplies h and c before a step; `mask` multiplies the h that enters the
+recurrent product. h_prev: h before a step, times `keep`. h_in: h_prev times the mask.
+
+From other files: `Step.run` and `StepBackward.run` (`steps`) compute one step. `products` of a step holds the buffers
+of h and computes the products with x (`products`). `WeightGradients` sums the gradients of weights. The classes with
+Norm in their names are layer normalisations (`norms`); `of_input` is that of the input's product.
 """
 
 from collections.abc import Callable
@@ -25,6 +33,7 @@ from .products import FEATURE_MAJOR, Array, Views, WeightGradients, matrix
 from .steps import Step, StepBackward, steps_of
 
 SEQUENCES = ("h", "c", "gates")
+"""The outputs that have one row per step."""
 
 
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
@@ -37,10 +46,12 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     """
     dtype, (T, B, H, _), keep, mask = v["x"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
     step = Step(problem, v, mask, out.get("norms"))
+    # enter: writes what h becomes when it enters the product; None: h itself. buffers: the arrays of h before and after
+    # a step, in turn. block: the number of steps whose products with x are computed at once.
     run, products, enter, ends = step.run, step.products, step.enter, Ends(problem, v)
     buffers, block = products.h_buffers, products.block
     h, (gates, norms) = out["h"], [out[n].transpose(FEATURE_MAJOR) if n in out else None for n in ("gates", "norms")]
-    if step.by_factors:
+    if step.by_factors:  # `enter` writes what these norms save
         norms = None
     if "c" in out:
         c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (problem.cell.carried * H, B), dtype)
@@ -52,6 +63,8 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
         times, onwards = times[::-1], -1
     h_prev = buffers[(times[0] if times else 0) % len(buffers)]
     h_prev[...] = v["h0"].T if "h0" in v else 0
+    # inputs: the input's part of the preactivations of a block of steps, from `start` to `stop`; inputs_t: of step t.
+    # They are None if the product of each step includes this part.
     inputs, start, stop, inputs_t = None, 0, 0, None
     for t in times:
         gates_t, c_t, kept = None if gates is None else gates[t], c[t], None if norms is None else norms[t]
@@ -85,9 +98,9 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
 
 
 def close_ended(problem: Problem, v: Views, out: Views, ends: "Ends", last: Views) -> None:
-    """Overwrite the padding of the outputs by 0: all steps after the end of a batch item with fewer than T steps.
-    Write the states after such an item's own last step to `last`: h [P, B] and c [H, B], with P the width of h, H
-    hidden units and B batch items."""
+    """Overwrite the padding of the outputs `out` by 0: all steps after the end of a batch item with fewer than T steps.
+    Write the states after such an item's own last step to `last`: h [P, B] and c [H, B]. v has the first states h0 and
+    c0, which are the last ones of an item without steps."""
     for b in np.flatnonzero(ends.lengths < problem.T).tolist():
         length = int(ends.lengths[b])
         for name in {"h", "c"} & out.keys():
@@ -134,8 +147,8 @@ class BackwardSweep:
         self.c0: Any = first_state(v, "c0", (carried * H, B), dtype) if has_c else None
         self.dh: Array = first_state(dv, "hT", (P, B), dtype)
         self.dc: Array = first_state(dv, "cT", (carried * H if has_c else 0, B), dtype)
-        # The gradients of the states of those items that do not run at the current step. Meanwhile their columns of dh
-        # and dc are 0, so that they add nothing to any gradient.
+        # waiting: pairs (running, waiting). running is dh or dc; waiting has the gradients of those items that do not
+        # run at the current step. Meanwhile their columns of dh and dc are 0, so that they add nothing to any gradient.
         self.waiting: list[tuple[Array, Array]] = []
         if self.ends.shortest < problem.T:
             self.waiting = [(self.dh, self.dh.copy()), (self.dc, self.dc.copy())]
@@ -145,10 +158,11 @@ class BackwardSweep:
     def run(self) -> None:
         """Run all steps, then write the gradients of the first states, and of the peephole weights or the parameters of
         a user's cell."""
-        T, chunk, out = self.problem.T, self.step.chunk, self.out
+        T, chunk, out = self.problem.T, self.step.chunk, self.out  # chunk: the number of steps of a chunk
         bounds = [(start, min(start + chunk, T)) for start in range(0, T, chunk)]
         for start, stop in bounds if self.problem.reverse else reversed(bounds):
             self.run_chunk(start, stop)
+        # Items whose gradients wait until the end: in reverse all, else those without steps.
         done = self.ends.lengths < (T + 1 if self.problem.reverse else 1)
         for running, waiting in self.waiting:
             running[:, done] = waiting[:, done]
@@ -162,8 +176,7 @@ class BackwardSweep:
             self.products.add(params, self.step.dparams.sum(axis=1))
 
     def run_chunk(self, start: int, stop: int) -> None:
-        """Run the steps from `start` to `stop` backward, then add their weight gradients. columns: where the step's
-        results lie in arrays of the whole chunk, which have one column per step and batch item."""
+        """Run the steps from `start` to `stop` backward, then add their weight gradients."""
         problem, v, step, dh, dc = self.problem, self.v, self.step, self.dh, self.dc
         dv = {name: self.without_padding(self.dv[name], start, stop) for name in SEQUENCES if name in self.dv}
         keep = self.without_padding(v["keep"], start, stop) if "keep" in v else None
@@ -175,6 +188,8 @@ class BackwardSweep:
         step.begin_chunk(start, h_prev, h_in, x)
         times = range(start, stop)
         for t in times if problem.reverse else reversed(times):
+            # k: the step's number in the chunk. columns: where its results lie in the arrays of the chunk, which have
+            # one column per step and batch item.
             k, columns = t - start, slice((t - start) * problem.B, (t - start + 1) * problem.B)
             if t >= self.ends.longest:
                 step.skip(columns)
@@ -194,6 +209,8 @@ class BackwardSweep:
             c_prev = c_before if c_before is None or keep is None else c_before * keep[k].T
             ended = np.flatnonzero(self.ends.lengths <= t) if t >= self.ends.shortest else None
             step.begin_step(ended)
+            # In place: dh becomes the gradient of h_in, dc that of c before the step; step.direct is the part of the
+            # gradient of h_prev that bypasses the recurrent product.
             step.run(step, t, columns, c_prev, self.c_at(t), dh, dc, dgates)
             if step.finishes or ended is not None:
                 step.finish(t, columns, ended, self.out)
@@ -215,11 +232,14 @@ class BackwardSweep:
         """Compute the gradient of x for the steps from `start` to `stop`, and add these steps' terms to the gradients
         of the weights. h_in: what the recurrent product of these steps read, [steps * B, P]."""
         n = (stop - start) * self.problem.B
-        dz, x = self.step.dz[:, :n], None  # [GH, n]
+        dz, x = self.step.dz[:, :n], None  # [GH, n]: the gradients of the preactivations
         of_input = self.step.of_input
+        # x without padding is needed for the gradient of Wx, and for a norm that computes its product again.
         if "Wx" in self.out or "Wx" in self.products.factors or isinstance(of_input, InputNorm | InputProductNorm):
             x = self.inputs(start, stop)
         self.step.end_chunk(self.products, h_in)
+        # The gradient of b is the sum of dz over its columns: a product with ones. A norm that runs at every step of
+        # the backward pass (`input_by_step`) sums it itself.
         if not self.step.input_by_step:
             self.products.accumulate("b", dz, np.ones(n, dz.dtype))
         if isinstance(of_input, InputProductNorm) and x is not None:
@@ -238,6 +258,7 @@ class BackwardSweep:
     def through_mask(self, t: int, mask: Array, h_prev: Array) -> None:
         """Turn self.dh [P, B], the gradient of mask * h_prev, into the gradient of h_prev, and add the term of step t
         to the gradient of the mask. mask, h_prev [B, P]."""
+        # The gradient of a mask with an axis of time has a part for each step; any other mask serves all steps.
         dmask = self.out["mask"]
         add_unbroadcast(self.dh.T * h_prev, dmask if dmask.ndim < 3 or dmask.shape[0] == 1 else dmask[t])
         self.dh *= mask.T
@@ -246,7 +267,8 @@ class BackwardSweep:
         """Compute the gradient through the option `keep`, a factor on the states before a step.
 
         At first dh and dc are the gradients of keep * h and keep * c. Write step t of the gradient of `keep`. Then
-        multiply dh and dc by keep; they become the gradients of the states themselves.
+        multiply dh and dc by keep; they become the gradients of the states themselves. keep [1, B]: of step t. h_before
+        [B, P], c_before [H, B]: the states before they are multiplied.
         """
         terms = (self.dh * h_before.T).sum(axis=0)
         if c_before is not None:

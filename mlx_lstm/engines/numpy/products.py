@@ -3,6 +3,14 @@
 Forward: the product of the input x and Wx. `SeparateProducts` computes it for many steps at once, before these steps
 run. `JoinedProduct` computes it in each step, in one product with Wh h. Backward: the gradients of the weights
 (`WeightGradients`), each in one product over many steps.
+
+T: steps, B: batch items, I: input features, H: hidden units, P: the width of h, G: gates, n: rows of many steps (steps
+x batch). v: the arrays of the call by name: x [T, B, I], Wx [G H, I], Wh [G H, P] and so on. Without Wx, x is projected
+already, [T, B, G H]. z: a preactivation, x Wx^T + b + h Wh^T; dz: its gradient. In a step every array is feature-major,
+[rows, B], so that the weights are the left factor.
+
+BLAS is the library that multiplies matrices. It reads a matrix whose rows or columns are contiguous, and uses several
+threads for a large product. A stream runs steps that arrive one at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +23,11 @@ from ..problem import Problem
 
 Array = np.ndarray
 Views = dict[str, Array]
-Order = tuple[int, int, int]
+"""The type of arrays by name."""
 
-TIME_MAJOR, BATCH_MAJOR, FEATURE_MAJOR = (0, 1, 2), (1, 0, 2), (0, 2, 1)  # orders of the axes of [T, B, .] in memory
+Order = tuple[int, int, int]
+TIME_MAJOR, BATCH_MAJOR, FEATURE_MAJOR = (0, 1, 2), (1, 0, 2), (0, 2, 1)
+"""Orders of the axes of a sequence [T, B, .] in memory: FEATURE_MAJOR is [T, ., B]."""
 
 CHUNK_ROWS = 1024
 """The largest number of rows (steps x batch) of one matrix product over time in the backward pass. Exception: a step
@@ -85,7 +95,7 @@ def input_products(
     problem: Problem, v: Views, copies_h: bool, reciprocal: str, streamed: bool = False
 ) -> "JoinedProduct | SeparateProducts":
     """Return an object that computes x Wx^T + h Wh^T at each step: a `JoinedProduct` or a `SeparateProducts`, the
-    faster one.
+    faster one. copies_h: whether the h that enters the product is another array than h, such as mask * h.
 
     A `JoinedProduct` copies both weights into one matrix when it is created, and multiplies by this matrix at each
     step. It is returned in two cases: if steps arrive one at a time (`streamed`); or if the batch is wide, the matrix
@@ -123,11 +133,13 @@ def in_blocks(weights: Array, B: int, streamed: bool = False) -> Array:
       with a pause after each step would otherwise keep the other threads of BLAS spinning all the time.
     - A contiguous matrix for a narrow batch, so that BLAS need not copy it at every step.
     """
+    # numbers: the multiplications of the product. largest: the most that one block's product may have.
     numbers, largest = weights.size * B, QUIET_NUMBERS if streamed else UNPACKED_NUMBERS
     divides = numbers <= THREADED_NUMBERS if streamed else 1 < B < NARROW_BATCH and weights.flags.c_contiguous
     if numbers <= largest or not divides:
         return weights
     rows, fewest = len(weights), -(-numbers // largest)
+    # n: the smallest sufficient number of blocks that divides the rows; 1 if none does up to four times this number.
     n = next((n for n in range(fewest, 4 * fewest) if rows % n == 0), 1)
     return weights.reshape(n, rows // n, -1)
 
@@ -304,6 +316,7 @@ def factored_names(problem: Problem, v: Views) -> list[str]:
         return []
     large = [name for name in ("Wx", "Wh", "Wp") if name in v and v[name].size >= FACTORED_NUMBERS]
     new = {name: sum(v[name].shape) if name == "Wp" else len(v[name]) for name in large}
+    # `new` has the numbers per batch item of the factors that are not in memory already.
     return [name for name in large if problem.B * new[name] < v[name].size]
 
 
@@ -329,7 +342,8 @@ class WeightGradients:
 
     def accumulate(self, name: str, left: Array, right: Array, rows: slice = slice(None)) -> None:
         """Add left @ right to these rows of the gradient `name`, if that gradient is requested. The first chunk
-        writes the product, later chunks add theirs."""
+        writes the product, later chunks add theirs. left [rows, n], right [n, columns]. If the gradient is returned as
+        two factors, keep both instead; there is then one chunk only."""
         if name in self.factors:
             left = np.array(left.T, order="C")
             # Wx and Wh usually have the same left factor, dz. It is the larger one and is stored once.
@@ -355,7 +369,8 @@ class WeightGradients:
         return part
 
     def add(self, name: str, term: Array) -> None:
-        """Add a term to the gradient `name`. The first term is written to the gradient's memory."""
+        """Add a term to the gradient `name`, which has the shape of the gradient. The first term is written to the
+        gradient's memory."""
         if (name, None) in self.begun:
             self.out[name] += term
         else:

@@ -4,6 +4,11 @@ ended.
 The steps are divided into segments. A segment runs only the batch items that have not ended before its first step, as a
 smaller call with these items' parts of the arrays. Items that end within the segment run on until its last step. The
 module `passes` keeps the results of these additional steps out of the outputs and gradients.
+
+T: steps, B: batch items, G: gates, H: hidden units, P: the width of h. v holds the arrays of the call by name (x, Wh,
+lengths and so on), `out` the memory of the results, dv the cotangents (the gradients that the caller gives for
+outputs). h0, c0: the first states; hT, cT: the last ones. `FEATURE_MAJOR` transposes [T, B, .] to [T, ., B], the memory
+order of c and gates. lengths [B]: after how many steps each item ends.
 """
 
 from math import isqrt
@@ -67,6 +72,7 @@ class Segment(NamedTuple):
         B, .], such as a mask."""
         whole = slice(None)
         steps, items = slice(self.start, self.stop), self.items
+        # The sizes of the array with three axes; an axis of size 1 is broadcast, so it is taken whole.
         sizes = (1,) * (3 - array.ndim) + array.shape
         index = (steps if sizes[0] > 1 else whole, items if sizes[1] > 1 else whole, whole)
         return index[3 - array.ndim :]
@@ -84,7 +90,7 @@ def segments(problem: Problem, v: Views) -> list[Segment]:
     # both costs is smallest near sqrt(T) steps. A new segment must also be smaller by at least `enough` items.
     shortest, enough = isqrt(T), min(ENDED, B / 8)
     lengths, found, start = v["lengths"], [], 0
-    live = np.flatnonzero(lengths > 0)
+    live = np.flatnonzero(lengths > 0)  # the items of the current segment
     for stop in sorted(set(lengths[live].tolist())):
         left = np.flatnonzero(lengths > stop)
         # End the segment at step `stop` if it is long enough (`shortest` steps) and enough of its items have ended by
@@ -93,6 +99,7 @@ def segments(problem: Problem, v: Views) -> list[Segment]:
             first, last = int(live[0]), int(live[-1]) + 1
             found.append(Segment(start, stop, slice(first, last) if last - first == len(live) else live))
             start, live = stop, left
+    # run: how many (step, item) pairs the segments compute, of T * B.
     run = sum([steps * items for steps, items in [segment.sizes(B) for segment in found]])
     return found if run <= (1 - SAVED) * T * B else []
 
@@ -127,6 +134,7 @@ def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: V
     for name, state in states.items():
         if f"{name}0" in v:
             state[...] = v[f"{name}0"]
+    # one: the problem of a segment. own: its arrays, with the states that the segment before has left as h0 and c0.
     order = range(len(parts))
     for n in reversed(order) if problem.reverse else order:
         segment = parts[n]
@@ -161,8 +169,8 @@ def backward_in_segments(
     items that have not ended before it. Write every gradient for which `products.out` has memory. Where an item has
     ended, the gradient of x keeps the 0 that this memory contains at first.
 
-    saved: the outputs of the forward pass. hidden: for each segment what the forward pass saved for it alone, such as
-    gates, by name.
+    products: sums the gradients of the weights. saved: the outputs of the forward pass. hidden: for each segment what
+    the forward pass saved for it alone, such as gates, by name.
     """
     (_, B, H, P), out, dtype = problem[:4], products.out, v["x"].dtype
     widths = {"h": P, "c": problem.cell.carried * H} if "c" in saved else {"h": P}
@@ -173,7 +181,8 @@ def backward_in_segments(
     # Segments with a wide batch read Wh in another memory order. Copy it to this order once, for all segments.
     ordered = {"Wh": transposed(v["Wh"], problem).T} if "Wh" in v else {}
     adds = "Wx" in v and bool(products.written)  # the other direction has written its part of the gradient of x
-    # own_...: the arrays of one segment alone. d_states: the gradients of the states of all items.
+    # own_...: the arrays of one segment alone. d_states: the gradients of the states of all items; a segment reads them
+    # as cotangents of its last states, and replaces them by the gradients of its first states.
     order = range(len(parts))
     for n in order if problem.reverse else reversed(order):
         segment = parts[n]
@@ -204,4 +213,4 @@ def backward_in_segments(
     for name, d_state in d_states.items():
         if f"{name}0" in out:
             out[f"{name}0"][...] = d_state
-    products.written.add(0)
+    products.written.add(0)  # from now on the gradient of x contains that of this direction

@@ -1,9 +1,20 @@
-"""Turn the graph of a cell into NumPy statements that write in place.
+"""Turn the graph of a cell into NumPy statements that write in place, such as "multiply(f, c_prev, c)".
 
 A step's arrays are feature-major, [n H, B]: n blocks of H hidden units side by side. A value of the graph lies in one
 block, its place (a `Place`: the array's name and the row, which is the block's number in it). Where the same operation
 is applied to neighbouring blocks, such as the sigmoid to the gates i and f, one statement computes all of them (a
 group).
+
+`lowered` rewrites the graph in operations that NumPy has; `Groups` finds the groups; `Writer` writes the statements. A
+graph is a list of nodes. A node has an operation, the numbers of the nodes that are its operands (args), and a value:
+an input's name, or the number of a "const". Letters such as n and k are numbers of nodes.
+
+    known     the places of values that exist before the first statement
+    targets   pairs (node, place): where a value shall lie after the last statement; into: those as a dict
+    order     the nodes to compute, each after its operands
+    unit      a group, or one node alone: what one statement computes; t is its number in the order of the units
+    scratch   arrays that only these statements use; their names are b0, b1, ..., for groups g0, g1, ...
+    views     {(array, first row, last row + 1): the name that the statements use for these blocks}
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -54,6 +65,7 @@ LIMITS = ("k0", "k1")
 
 Nodes = list[Node] | tuple[Node, ...]
 NEW = "new"
+"""What `Groups.spot` returns instead of an array's name for a value that has no place yet."""
 
 
 class Scratch(NamedTuple):
@@ -107,7 +119,8 @@ def lowered(
     known: Mapping[int, Place],
     rewrites: Rewrites,
 ) -> tuple[Graph, dict[int, int]]:
-    """Return the graph in operations that NumPy has, and for each node its number there. Nodes in `known`, whose values
+    """Return the graph in operations that NumPy has, and for each node its number there. outputs: the nodes that are
+    computed. Nodes in `known`, whose values
     exist already, become inputs: node 7 becomes the input "n7", or "-n7" if its place holds the negated value."""
     negated, squares, divided = rewrites
     graph, number = Graph(), dict[int, int]()
@@ -123,7 +136,7 @@ def lowered(
                     return graph.node(Node("sub", (graph.input(signs[graph.nodes[k].value]), other)))
         return graph.node(Node("neg", (n,)))
 
-    signs = {f"n{n}": f"-n{n}" for n in negated}
+    signs = {f"n{n}": f"-n{n}" for n in negated}  # for an input whose place holds -x: the name of -x
     for n in needed(nodes, outputs, known):
         node = nodes[n]
         args = [] if n in known else [number[k] for k in node.args]
@@ -132,7 +145,7 @@ def lowered(
         elif node.op == "sigmoid":
             u = graph.node(Node("add", (graph.node(Node("exp", (negative(args[0]),))), one)))
             number[n] = graph.node(Node("div", (one, u)))
-        elif n in divided:
+        elif n in divided:  # x * sigmoid(z) as x / (1 + exp(-z)): `other` is x, and the divisor is that of the sigmoid
             (other,) = (number[k] for k in node.args if k != divided[n])
             number[n] = graph.node(Node("div", (other, graph.nodes[number[divided[n]]].args[1])))
         elif node.op == "rsqrt":
@@ -141,6 +154,7 @@ def lowered(
             number[n] = graph.node(Node("sub", (args[0], graph.nodes[args[1]].args[0])))
         elif (clipped := before_clip(nodes, node, known)) is not None:
             number[n] = graph.node(Node("clip", (number[clipped], args[1])))
+        # y (1 - y) as y - y * y
         elif squares and node.op == "mul" and graph.nodes[args[1]] == Node("sub", (one, args[0])):
             number[n] = graph.node(Node("sub", (args[0], graph.node(Node("mul", (args[0], args[0]))))))
         else:
@@ -188,6 +202,8 @@ class Groups:
     ):
         """Find the groups. order: the nodes to compute. known: the places of values that exist already. into: where
         other nodes shall lie. lengths: the number of blocks of each array."""
+        # of: {node: its group}. sizes: {scratch array of groups: number of its blocks}. uses: {node: nodes that read
+        # it}.
         self.nodes, self.order, self.known, self.into = nodes, order, known, into
         self.of: dict[int, tuple[int, ...]] = {}
         self.block: dict[int, Place] = {}
@@ -244,23 +260,26 @@ class Groups:
         return (self.into[n].array, self.into[n].row - self.by_row[n][0]) if n in self.into else None
 
     def group(self, members: list[int]) -> None:
-        """Make groups of these nodes, as large as possible: all at once, unless one depends on another. self.of: the
-        group of each node that is in one."""
+        """Make groups of these nodes, as large as possible: all at once, unless one depends on another. members: nodes
+        with the same operation, in the order of their rows."""
         while members:
+            # n: how many of the first members can be one group.
             n = next(n for n in range(len(members), 0, -1) if n == 1 or self.is_possible(members[:n]))
             if n > 1:
                 self.of.update(dict.fromkeys(members[:n], tuple(members[:n])))
             members = members[n:]
 
     def is_possible(self, members: Sequence[int]) -> bool:
-        """Return whether the nodes can be computed at once: all statements can then be ordered so that each follows
-        those whose results it reads."""
+        """Return whether the nodes `members` can be computed at once: all statements can then be ordered so that each
+        follows those whose results it reads."""
         groups = self.of | dict.fromkeys(members, tuple(members))
         return ordered(self.nodes, self.order, groups, self.known) is not None
 
     def side_by_side(self, members: list[int]) -> None:
-        """Make groups of neighbouring nodes whose operands are in neighbouring blocks or can be computed there."""
+        """Make groups of neighbouring nodes whose operands are in neighbouring blocks or can be computed there.
+        members: nodes whose results shall lie in neighbouring blocks, in this order."""
         while members:
+            # count: how many of the first members are one group. placed: their operands that need neighbouring blocks.
             count, placed = 1, list[list[int]]()
             for n in range(2, len(members) + 1):
                 columns = self.columns(members[:n])
@@ -310,7 +329,7 @@ def ordered(
     nodes: Nodes, order: Sequence[int], groups: Mapping[int, tuple[int, ...]], known: Mapping[int, Any]
 ) -> list[tuple[int, ...]] | None:
     """Return the groups, and the other nodes as groups of one, in an order in which they can be computed. Return None
-    if there is none."""
+    if there is none. groups: {node: its group}. known: the nodes whose values exist already."""
     found, state = list[tuple[int, ...]](), dict[tuple[int, ...], bool]()
 
     def visit(group: tuple[int, ...]) -> bool:
@@ -332,7 +351,7 @@ def ordered(
 
 
 def call(op: str, operands: Sequence[str], out: str) -> str:
-    """Return the statement that computes an operation."""
+    """Return the statement that computes an operation. operands, out: the names of arrays, for the result `out`."""
     if op not in UFUNCS:
         return COMPOSED[op].format(*operands, out=out)
     # `out` as a position takes less time than a keyword, but NumPy deprecates it for these two functions.
@@ -377,12 +396,16 @@ class Writer:
         }
         unread = {n for n, node in enumerate(self.nodes) if node.op == "input" and f"-{node.value}" in minus}
         self.place = {n: place for n, place in self.place.items() if n not in unread}
+        # wide: the nodes whose values have the width of a projected h. They are inputs of this width, results of the
+        # product with the projection (W0T), and results of these in operations that do not change the width.
         self.wide: set[int] = set()
         for n, node in enumerate(self.nodes):
             array = self.place[n].array if n in self.place else ""
             product = bool(wide) and node.op == "matmul" and self.place[node.args[1]].array == "W0T"
             if array in wide or product or (node.op != "matmul" and not self.wide.isdisjoint(node.args)):
                 self.wide.add(n)
+        # A target is computed into its place, or copied there last: if its value exists already, if it is a constant,
+        # or if it has another target, too.
         goals = [(number[n], place) for n, place in targets]
         into: dict[int, Place] = {}
         self.copies: list[tuple[int, Place]] = []
@@ -404,6 +427,7 @@ class Writer:
             k: t for t, unit in enumerate(self.units) for n in unit for k in self.nodes[n].args
         }
         self.last |= {n: inf for n, _ in goals}
+        # holds: {place: the node whose value lies there now}. readers: {node: the nodes that read it}.
         self.holds: dict[Place, int] = {place: n for n, place in self.place.items()}
         self.readers: dict[int, list[int]] = groups.uses
         for t, unit in enumerate(self.units):
@@ -432,7 +456,8 @@ class Writer:
                 waiting.remove(ready)
 
     def text(self, blocks: Sequence[Place]) -> str:
-        """Return the name of neighbouring blocks, which is a view of their array."""
+        """Return the name of neighbouring blocks of one array: of the array itself, or of a view, which is noted in
+        `views`."""
         array, start, stop = blocks[0].array, blocks[0].row, blocks[-1].row + 1
         if stop - start == self.sizes[array]:
             return array
@@ -466,7 +491,7 @@ class Writer:
         """Return whether unit t (a group or one node) can write node n to this place: no later statement reads what
         lies there now, and unit t reads it only for the node n itself, in a NumPy function, which may overwrite its
         operand."""
-        old = self.holds.get(place)
+        old = self.holds.get(place)  # the node whose value would be overwritten
         if old is None or self.last.get(old, -1) < t:
             return True
         readers = [k for k in unit if old in self.nodes[k].args]
@@ -501,6 +526,8 @@ class Writer:
         for found in candidates:
             if self.are_neighbours(found) and all(map(lambda n, p: self.can_write(t, unit, n, p), unit, found)):
                 return found
+        # No place fits, so make a scratch array. Each result gets the row of its first operand in it; if these rows are
+        # not neighbours, the rows are 0, 1, ...
         name, rows = f"b{len(self.scratch)}", [self.row(n) for n in unit]
         count = max(self.sizes[self.place[k].array] for k in args[0] if k in self.place)
         if rows != [*range(rows[0], rows[0] + len(rows))]:
@@ -551,7 +578,9 @@ class Writer:
                 self.free.setdefault(found, []).append(self.place[k].array)
 
     def hint(self, t: int, n: int, unit: Sequence[int]) -> Place | None:
-        """Return the target of the only node that reads node n, if that node can overwrite it there."""
+        """Return the target of the only node that reads node n, or of the node after that one, and so on, if each of
+        them can overwrite its operand: all of them can then be computed in this place. Return None otherwise, or if the
+        target is not in an array for intermediate results (`dense`)."""
         while len(readers := self.readers.get(n, [])) == 1 and self.nodes[n := readers[0]].op in OVERWRITES:
             if n in self.into:
                 return self.into[n] if self.into[n].array in self.dense else None

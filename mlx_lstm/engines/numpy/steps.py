@@ -1,13 +1,20 @@
 """The steps of every cell on the engine `numpy`: one step forward and one step backward, generated from the cell's
 graph. The code is generated once for each kind of call, and a call gives it the arrays on which it runs.
 
-Every array of a step is feature-major, [n H, B], so that each gate and each state is one contiguous block. A value of
-the graph has a place: a row of an array, which is its block number.
+Every array of a step is feature-major, [n H, B]: n blocks of H units, so that each gate and each state is contiguous. A
+value of the graph lies in one block, its `Place` (the array's name, the number of the block). `Writer` (`statements`)
+writes the statements of a graph. A plan says how the step of a cell is computed. H: units, B: batch items, G: gates, P:
+the width of a projected h, else H. v: the arrays of the call by name.
 
 Names of the graph's inputs, a letter and a number: x preactivations (or only the input's part, if the cell gets both
 parts `apart`), p their recurrent part, s states (s0 is h), u inputs of the step, w parameters, d gradients of the new
-states, e gradients of the gates, k limits, W0 the matrix of a second product, N0 the layer normalisation of c. A plan
-says how the step of a cell is computed. H: units, B: batch items, G: gates.
+states, e gradients of the gates, i0 h times the mask, k limits, W0 the matrix of a second product (W0T its transpose),
+N0 the layer normalisation of c.
+
+The arrays of generated code: z preactivations, xs their input's part, y what the forward pass saves, c_prev and c the
+states besides h before and after the step, n0 the h after it, us and w the inputs and parameters. Backward: dz, dx,
+dc, du, dw gradients of these; the other names are described at `backward_function`. An array of a chunk of steps has
+one column per step and batch item; `columns` are those of one step.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -54,6 +61,7 @@ from .products import (
 from .statements import UFUNCS, Place, Rewrites, Store, Writer, places, quotients
 
 Build = Callable[..., Callable[..., None]]
+"""The type of a generated function build(H, B, dtype, ...), which allocates memory and returns the function step."""
 
 
 @cache
@@ -65,6 +73,8 @@ def constant(text: str, dtype: np.dtype) -> Array:
 
 
 FUNCTIONS = (*UFUNCS.values(), "sign", "copyto", "clip", "fmin", "fmod", "remainder", "empty", "matmul")
+"""The functions of NumPy that generated code calls."""
+
 NAMES: dict[str, Any] = {"constant": constant} | {name: getattr(np, name) for name in FUNCTIONS}
 """The names that generated code uses."""
 
@@ -77,15 +87,18 @@ def function_of(
     batch items.
 
     given, fixed: the names of further arrays that the statements use, the same arrays in every call of `step`. Those of
-    `fixed` are in the dict `more`.
+    `given`, divided by commas, are arguments of `build`; those of `fixed` are in its dict `more`, if the call has them.
+    parameters: the parameters of `step`, as text.
     """
     lines = [*before, *code.lines, *after]
+    # The names in the statements, and the arrays of which they read views: what is not among them is not made.
     words = {*findall(r"\w+", " ".join(lines)), *(array for array, _, _ in code.views)}
     # A view of an array that is the same in every call is made once; the other views are made at every call.
     once, unpacked = list[str](), list[str]()
     own = {*code.scratch, *fixed, *given.split(", ")}
     for (array, start, stop), name in code.views.items():
         (once if array in own else unpacked).append(f"{name} = {array}[{start} * H : {stop} * H]")
+    # made: the statements that allocate or fetch arrays, once. body: the statements of each call of `step`.
     made = [f"{name} = more['{name}']" for name in fixed if name in words]
     for name, (n, is_bool, is_wide) in code.scratch.items():
         rows = "more['P']" if is_wide else f"{n} * H"
@@ -114,6 +127,7 @@ class Plan:
     """
 
     def __init__(self, cell: AnyCell, names: Collection[str], exposes: bool):
+        """Read the cell's graph. names, exposes: as for `plan_of`."""
         graph = graph_of(cell, names, exposes)
         self.cell, self.graph = cell, graph
         self.rows: list[tuple[int, int]] = rows_of_product(cell) if cell.recurrent else []
@@ -132,6 +146,7 @@ class Plan:
 
 
 plan_of_form = lru_cache(128)(Plan)
+"""`Plan(cell, names, exposes)` with a cache, for a cell without the numbers that generated code gets as arguments."""
 
 
 @lru_cache(128)
@@ -150,11 +165,12 @@ def graph_arrays(v: Views) -> tuple[str, ...]:
 
 
 def negatable(graph: CellGraph, letters: str) -> str:
-    """Return the letters of the gates whose preactivation z is read only by one sigmoid, directly or after something
-    is added to it. `JoinedProduct` can compute -z instead of z for these gates. The sigmoid 1 / (1 + exp(-z)) then need
-    not negate z, which saves a pass over memory."""
+    """Return the letters of the gates whose preactivation z is read only by one sigmoid, directly or after something is
+    added to it. letters: one for each gate, in order. `JoinedProduct` can compute -z instead of z for these gates. The
+    sigmoid 1 / (1 + exp(-z)) then need not negate z, which saves a pass over memory."""
     order, found = needed(graph.nodes, [*graph.forward, *graph.saved]), ""
     for k in range(0 if graph.apart else graph.gates):
+        # n: a node, first the preactivation of gate k, then the only node that uses it, and so on. ops: what these do.
         n, ops = graph.number.get(f"x{k}"), []
         while n not in (*graph.saved, *graph.forward) and ops[-1:] != ["sigmoid"] and len(ops) < 2:
             uses = [m for m in order if n in graph.nodes[m].args]
@@ -180,7 +196,7 @@ def at_places(*rows: tuple[str, int, str, int]) -> dict[str, Place]:
 
 
 ALONE = ("s0", "n0", "i0", "d0", "k0", "k1", "W0", "W0T", "N0", "direct", "di", "m", "dh")
-"""The arrays that are one block."""
+"""The names in generated code that are one block, or no array of blocks at all, such as a limit."""
 
 WIDE = ("n0", "d0", "dh")
 """The arrays that have the width of a projected h."""
@@ -243,8 +259,9 @@ class Step:
     def __init__(
         self, problem: Problem, v: Views, mask: Array | None, norms: Array | None = None, streamed: bool = False
     ):
-        """Allocate the arrays that every step overwrites. norms [T, B, n]: memory for what the backward pass of
-        norms reads, if it runs. streamed: the steps arrive one at a time (`engines.numpy.stream`)."""
+        """Allocate the arrays that every step overwrites. mask [T, B, P]: factors on the h that enters the recurrent
+        product, or None. norms [T, B, n]: memory for what the backward pass of norms reads, if it runs. streamed: the
+        steps arrive one at a time (`engines.numpy.stream`)."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         plan = plan_of(cell, graph_arrays(v), problem.return_gates)
         self.apart: bool = plan.graph.apart
@@ -253,6 +270,8 @@ class Step:
         """Writes to its last argument what h [P, B] of step t becomes when it enters the product; None: h itself."""
         if mask is not None:
             self.enter = lambda t, h, out: np.multiply(h, mask[t].T, out=out)
+        # norm: of the recurrent product or the sum; of_input: of the input's product; norm_of_c: of c. `of` says which
+        # of the first two the step computes itself.
         norm = of_input = norm_of_c = None
         if cell.norm is not None:
             v, norm, of_input = self.prepare_norms(problem, v, streamed, norms)
@@ -272,7 +291,7 @@ class Step:
         if plan.whole:
             weights = in_blocks(products.weights, B, streamed)
             product = z.reshape(*weights.shape[:-1], -1)  # z, divided like the weights
-        elif plan.rows:
+        elif plan.rows:  # a GRU with reset "before": one or two products, without the rows of the candidate
             rows = [slice(start * H, stop * H) for start, stop in plan.rows]
             (weights, product), *others = [(products.weights[of], z[of]) for of in rows]
             more |= {"weights1": others[0][0], "product1": others[0][1]} if others else {}
@@ -298,6 +317,7 @@ class Step:
         v = with_centred_weights(many, v, self.by_factors)
         if not self.by_factors:
             return v, norm_of_preactivations(many, v), None if streamed else input_norm_of(problem, v)
+        # multiply: the function that applies the mask, or None. The factor of the norm is computed after the mask.
         forward, multiply = NormByFactors(problem, v, norms, rows), self.enter
         self.enter = forward.enter
         if multiply is not None:
@@ -306,8 +326,9 @@ class Step:
 
 
 def constants_of(plan: Plan, cell: AnyCell, v: Views, B: int) -> dict[str, Any]:
-    """Return the arrays that a step reads and that are the same at every step: w [V H, B], the parameters repeated over
-    the batch; k0 and k1, the limits of c and of a projected h; and the matrix W0 with its transpose."""
+    """Return the arrays that a step reads and that are the same at every step: w [V H, B], the V parameters per unit,
+    repeated over the batch; k0 and k1, the limits of c and of a projected h; the matrix W0 of a second product with its
+    transpose W0T; and the number P, the width of a projected h."""
     found: dict[str, Any] = {}
     if plan.graph.params:
         found["w"] = np.repeat(v[cell.params][:, None], B, axis=1)
@@ -365,9 +386,11 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
     at = at_places(("s", 1, "c_prev", carried), ("d", 1, "dc", carried), ("u", 0, "us", graph.inputs))
     at |= at_places(("w", 0, "w", graph.params), ("e", 0, "e", graph.gates)) | {name: Place(name, 0) for name in ALONE}
     at |= {f"p{k}": Place("q", row) for row, k in enumerate(plan.recomputed)}
+    # known: the places of values that exist before the step: new states, what the forward pass saved, and the inputs.
     known = {n: Place("c", k - 1) if k else Place("n0", 0) for n, k in graph.known_after().items()}
     known |= dict(zip(graph.saved, places("y", len(graph.saved)), strict=True))
     known |= {n: at[name] for name, n in graph.number.items() if name in at}
+    # targets: (node of a gradient, place into which the statements compute it).
     x, (s0, *others) = graph.gradients("x"), graph.gradients("s")
     targets = [*zip(graph.of_product(), places("dz", graph.gates), strict=True)]
     targets += [(x[k], Place("dx", row)) for row, k in enumerate(other)]
@@ -385,6 +408,7 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
     wide = WIDE if plan.projects else ()
     store = Store(sizes, ["dc", "d0"], ["dc", "direct", "di"], wide)
     code = Writer(graph.nodes, known, targets, store, Rewrites(squares=squares))
+    # Fetch only the arrays that occur in the statements. read: the statement that fetches each.
     words = findall(r"\w+", " ".join([*code.lines, *(array for array, _, _ in code.views)]))
     read = {
         "y": "y = saved_at(t)", "n0": "n0 = h_at(t)", "i0": "i0 = own.h_in[columns].T",
@@ -402,6 +426,7 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
     fixed += ["dz"] * normalises + ["dx"] * with_input
     if words.count("s0") <= 1:
         fixed.remove("s0")
+    # Last, turn the gradients of the recurrent product into the gradient of the h that Wh multiplied, in d0.
     if normalises:
         after = ["through_Wh(through_norm(t, columns), d0)"]
     elif plan.whole:
@@ -430,13 +455,14 @@ class StepBackward:
     direct: Array | None = None
     """The part of the gradient of h_prev that bypasses the recurrent product, if there is one."""
     q: Array | None = None
-    """The candidate's product of each step, if the backward pass reads it."""
+    """The recurrent products of the gates in `plan.recomputed` at each step of a chunk: a GRU's candidate has one."""
 
     def __init__(self, problem: Problem, v: Views, saved: Views, exposes: bool):
         """Allocate the arrays that every backward step overwrites. saved: the outputs h, c and gates [T, B, K H] of the
         forward pass. exposes: whether the gates have cotangents."""
         (_, B, H, P, cell), dtype = problem[:5], v["x"].dtype
         plan = self.plan = plan_of(cell, graph_arrays(v), exposes)
+        # more: the arrays that the generated code gets by name.
         graph, more = plan.graph, constants_of(plan, cell, v, B)
         self.chunk: int = chunk_steps(problem)  # how many steps the arrays by column have room for
         n = self.chunk * B
@@ -509,7 +535,8 @@ class StepBackward:
 
     def through_rows(self, dz: Array, dh: Array) -> None:
         """Write to dh [H, B] the gradient of h times the mask, for a GRU whose reset comes before the candidate's
-        product: the part through that second product (`di`), plus those of the gates whose rows of Wh multiply h."""
+        product: the part through that second product (`di`), plus those of the gates r and z, whose rows of Wh multiply
+        h. dz [G H, B]: the gradients of the preactivations of this step."""
         np.copyto(dh, self.di)
         for start, stop in self.plan.rows:
             rows = slice(start * self.H, stop * self.H)

@@ -1,7 +1,13 @@
 """Run steps that arrive one at a time on the engine `numpy`. The weights are copied and the buffers allocated once; a
 step then runs without allocating memory.
 
-Within a step every array is feature-major, as in `engines.numpy.sweep`.
+Within a step every array is feature-major, as in `engines.numpy.sweep`: [rows, B]. B: batch items, I: input features,
+H: hidden units, P: the width of h, C: states of a cell besides h, U: inputs of each step of a user's cell. v: the
+arrays of a layer by name.
+
+`Step` (`steps`) runs one step; its `products` hold the weights and the buffers of h (`products`). With a
+`JoinedProduct` one product [Wx b Wh] [x; 1; h] gives the preactivations, so x is written into its operand. Otherwise
+the input's part is a product of its own, computed here.
 """
 
 import numpy as np
@@ -26,7 +32,7 @@ class StreamedLayer:
         later. problem: the description of a single step."""
         (_, B, H, _), dtype, cell = problem[:4], v["Wx"].dtype, problem.cell
         I = v["Wx"].shape[1]
-        v = v | {"x": np.empty((1, B, I), dtype)}
+        v = v | {"x": np.empty((1, B, I), dtype)}  # only its shape and dtype matter
         step = Step(problem, v, None, streamed=True)
         self.whole_step, self.step, products = step, step.run, step.products
         self.h: list[Array] = products.h_buffers
@@ -61,6 +67,7 @@ class StreamedLayer:
             if self.norm is not None:
                 self.norm(self.inputs, self.inputs)
         h, new = self.h[k], self.h[1 - k]
+        # None: nothing is saved for a backward pass.
         self.step(self.operands[k], self.inputs, h, self.c[k], None, self.c[1 - k], new)
         return new
 
@@ -85,7 +92,8 @@ class Stream:
         self.h: list[Array] = [self.outward(rows) for rows in last.h]
 
     def outward(self, rows: Array) -> Array:
-        """Return a view (*batch, F) of an array [F, B] of F features. B is the product of the batch axes."""
+        """Return a view (*batch, F) of an array [F, B] of F features. B is the product of the batch axes. An empty
+        array (F = 0), which `reshape` cannot divide, is returned unchanged."""
         return rows.T.reshape(*self.batch, -1) if len(rows) else rows
 
     def __call__(self, x: Array, keep: Array | None = None, inputs: Array | None = None) -> Array:

@@ -5,6 +5,12 @@ feature-major, [GH, B] or [H, B]. The large matrix is then the left factor of th
 twice as fast in BLAS, and every gate is one contiguous block. Therefore gates and c are allocated as [T, D G H, B]
 and [T, D H, B], and callers get transposed views of them; h has the memory order of x. Each direction writes its own
 rows and columns of the arrays that both share. Only float32 and float64 are supported: the caller casts.
+
+T: steps, B: batch items, G: gates, H: hidden units, P: the width of h, D: directions, I: input features. d: the number
+of a direction, or None if there is one only. v: NumPy views of the arrays of the call by name, such as x, Wx, Wh; dv:
+those of the cotangents (the gradients that the caller gives for outputs); out: the memory of the results. norms: what
+the forward pass saves of layer normalisations for the backward pass. A segment: some steps of those batch items that
+have not ended before them (`ragged`); parts: the segments of the call, empty if it is not divided.
 """
 
 from math import prod
@@ -82,12 +88,14 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         sequences["h"] = NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first)
         if "c" in widths:
             sequences["c"] = NewSequence(dtype, (T, B, widths["c"]), FEATURE_MAJOR, batch_first)
+    # rows: the numbers per step and batch item of each array that only the backward pass reads (`hidden`).
     parts, rows = segments(problem, v) if "lengths" in v else [], dict[str, int]()
     if problem.return_gates:
         sequences["gates"] = NewSequence(dtype, (T, B, D * cell.kept * H), FEATURE_MAJOR, batch_first)
     elif problem.training and cell.reads_kept:
         rows["gates"] = D * cell.kept * H
     if problem.training and cell.norm is not None and cell.norm.of is not None:
+        # `kept_rows` says how many numbers one direction saves for each step and batch item.
         rows["norms"] = D * kept_rows(directions[0][1], of_direction(directions[0][0], v))
     # MLX initializes the memory of its arrays, which costs an additional write. Arrays that MLX need not see are
     # therefore allocated by NumPy: for each segment a dict of them.
@@ -110,6 +118,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
             else:
                 sweep_forward(one, own, own_out)
     saved = {name: [own[name] for own in hidden] if parts else hidden[0][name] for name in rows}
+    # `saved` has gates only in training; a cell whose backward pass reads none returns None.
     return {"gates": None} | saved | {name: array.to_mlx() for name, array in (sequences | last).items()}
 
 
@@ -127,6 +136,7 @@ def backward(
     gradients as two factors, which `multiplied` then multiplies. left_out: the names of gradients that nobody needs,
     () or ("x",).
     """
+    # Without training the forward pass saved too little, and runs again.
     if any(saved.get(name) is None for name in reads(problem.cell)):
         saved = forward(problem._replace(training=True), arrays)
     packing = problem.packing
@@ -135,6 +145,7 @@ def backward(
     arrays_saved = {name: a for name, a in saved.items() if isinstance(a, mx.array | np.ndarray)}
     outputs = {name: view(array) for name, array in arrays_saved.items() if name in ("h", "c", *HIDDEN)}
     by_segment = {name: a for name in HIDDEN if isinstance(a := saved.get(name), list)}
+    # hidden: for each segment a dict of its own arrays. new: the memory of the gradients that are not pairs of factors.
     hidden = [{name: a[n] for name, a in by_segment.items()} for n in range(len(parts))]
     wanted = [name for name in v if name not in ("x", "lengths") and not (packing and is_packed(name, arrays))]
     factored = [name for name in factored_names(problem, v) if name in wanted] if as_factors and not parts else []
@@ -170,15 +181,15 @@ def reads(cell: AnyCell) -> list[str]:
 
 
 def in_mlx(arrays: Arrays, factors: dict[str, dict[int, tuple[Array, Array]]]) -> Arrays:
-    """Return weight gradients as pairs of factors, which are multiplied later. factors: NumPy arrays from
-    `WeightGradients.factors`. The results are MLX arrays named "Wh 0" (left factor), "Wh 1" (right factor), "Wh 2"
-    (the next pair's left factor) and so on.
+    """Return weight gradients as pairs of factors, which are multiplied later. arrays: the arrays of the call. factors:
+    NumPy arrays from `WeightGradients.factors`: {name: {first row of a block: (left, right)}}. The results are MLX
+    arrays named "Wh 0" (left factor), "Wh 1" (right factor), "Wh 2" (the next pair's left factor) and so on.
 
     A factor that occurs twice is copied only once. A right factor that is x or h0 itself is not copied: the result is
     the caller's array.
     """
     callers = [arrays[name] for name in ("x", "h0") if name in arrays] if factors else []
-    known = {place_of(view(array)): array for array in callers}
+    known = {place_of(view(array)): array for array in callers}  # {description of its memory: MLX array}
     results = {}
     for name, blocks in factors.items():
         for n, factor in enumerate([factor for row in sorted(blocks) for factor in blocks[row]]):
@@ -209,7 +220,7 @@ def multiplied(gradients: Arrays) -> Arrays:
     """
     blocks: dict[str, list[mx.array]] = {}
     factors = iter([name for name in gradients if " " in name])
-    for left, right in zip(factors, factors, strict=True):
+    for left, right in zip(factors, factors, strict=True):  # one iterator twice: its next two names are a pair
         blocks.setdefault(left.partition(" ")[0], []).append(gradients[left].T @ gradients[right])
     products = {name: each[0] if len(each) == 1 else mx.concatenate(each) for name, each in blocks.items()}
     return products | {name: gradient for name, gradient in gradients.items() if " " not in name}
@@ -277,6 +288,7 @@ def order_of(sequence: Array) -> Order:
 def are_small(problem: Problem, v: Views, D: int) -> bool:
     """Return whether the products of a call with D directions are so small that one thread computes them as fast as
     several. Return False if they are so small that OpenBLAS uses one thread in any case."""
+    # step: the multiplications in the products of one time step of one direction.
     weights = sum([v[name].size for name in ("Wx", "Wh") if name in v]) // D
     step = weights * problem.B
     return weights <= SMALL_WEIGHTS and step <= SMALL_PRODUCT and step * problem.T > ALONE

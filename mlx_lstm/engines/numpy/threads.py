@@ -15,6 +15,7 @@ from functools import cache
 from typing import NamedTuple
 
 ALL_THREADS: AbstractContextManager[None] = nullcontext()
+"""A context in which BLAS uses its usual number of threads; it changes nothing."""
 
 
 class Threads(NamedTuple):

@@ -52,9 +52,9 @@ def cached(kind: Hashable, parameters: Any, derive: Callable[[Any], Any]) -> Any
     entry = _cached.get(id(first))
     if entry and entry.first() is first and entry.key == key_of(kind, parameters):
         return entry.value
-    # mx.stop_gradient makes new MLX arrays on the memory of the parameters. Both the key and the cached value are
-    # computed from these arrays. So key and value belong together even if another thread changes a parameter
-    # meanwhile.
+    # shared: the same tree, with new arrays. mx.stop_gradient makes new MLX arrays on the memory of the parameters.
+    # Both the key and the cached value are computed from these arrays. So key and value belong together even if another
+    # thread changes a parameter meanwhile.
     shared = tree_map(lambda leaf: mx.stop_gradient(leaf) if isinstance(leaf, mx.array) else leaf, parameters)
     mx.eval(shared)
     value = derive(shared)
@@ -85,6 +85,7 @@ def with_float_weights(packing: Packing, arrays: Arrays) -> Arrays:
     floats = {name: array for name, array in arrays.items() if name not in quantized}
     for name in WEIGHTS:
         if is_packed(name, arrays):
+            # The integers, scales and biases of this weight, such as Wh, Wh_scales and Wh_biases.
             parts = {part: arrays[part] for part in quantized if part.partition("_")[0] == name}
             floats[name] = cached((packing, dtype), parts, lambda parts, name=name: matrix(packing, parts, name, dtype))
     return floats

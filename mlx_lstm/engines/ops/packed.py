@@ -1,4 +1,10 @@
-"""Quantized weights in plain MLX operations: dequantize them, or multiply by them directly."""
+"""Quantized weights in plain MLX operations: dequantize them, or multiply by them directly.
+
+A quantized weight such as Wh is up to three arrays of the call: `Wh` (integers of a few bits each, packed), `Wh_scales`
+and, in mode "affine", `Wh_biases`; a group of numbers shares a scale and a bias, and each number is scale q + bias with
+an integer q. packing: group size, bits and mode; None if no weight is quantized. arrays: the arrays of the call by
+name.
+"""
 
 import mlx.core as mx
 import numpy as np

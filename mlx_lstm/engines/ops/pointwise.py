@@ -1,5 +1,9 @@
 """Run a cell that the user wrote in plain MLX operations, by calling the user's function. In a test run of kernels
-there is only the cell's graph and no function; there the graph's nodes are computed one by one."""
+there is only the cell's graph and no function; there the graph's nodes are computed one by one.
+
+B: batch items, H: hidden units, G: gates. A user's cell has one or more states, h first; c has the others side by side.
+The function gets x, the preactivations or the input's part of them, and p, their recurrent part if it reads both.
+"""
 
 from collections.abc import Callable, Iterable
 
@@ -64,6 +68,7 @@ def pointwise_step(
     x, p = blocks(z, graph.gates), blocks(product, graph.gates)
     if not graph.apart and product is not None:
         x, p = [a + b for a, b in zip(x, p, strict=True)], []
+    # every: the arguments of the function, in order. per_unit: the parameters, the same for all batch items.
     per_unit = [mx.broadcast_to(w, h.shape) for w in blocks(params, graph.params)]
     every = [*x, *p, h, *blocks(c, graph.states - 1), *blocks(inputs, graph.inputs), *per_unit]
     given = only_live(live, every)

@@ -1,14 +1,21 @@
 """Engine `ops`: the recurrence in plain MLX operations, with forward and backward written out as readable formulas.
 
-The engine runs on any device and inside `mx.compile`, `mx.vmap` and exports. Sizes: T time steps, B batch items, I
-input features, H hidden units, P the width of h (H, or the width of the projection), G gates of the cell, D
-directions. Two directions run one after the other, each on its part of the arrays. Every function takes and returns
-MLX arrays; nothing is evaluated.
+The engine runs on any device and inside `mx.compile`, `mx.vmap` and exports. Every function takes and returns MLX
+arrays; nothing is evaluated. Two directions run one after the other, each on its part of the arrays. Arrays are in
+dicts by the names that `problem` lists: x, Wx, Wh, b, h0, c0 and so on. Sizes: T time steps, B batch items, I input
+features, H hidden units, P the width of h (H, or the width of the projection), G gates of the cell, D directions.
 
-Letters of gradients: dz belongs to the input's part of the preactivations, dp to their recurrent part h Wh^T, da to the
-result of a layer normalisation. A cell reads both parts `apart` if it needs them as two values, as a GRU does, whose r
-multiplies the candidate's recurrent part; else dz is the gradient of both. A carry is the gradient of a state that
-reaches the step before without the recurrent product. A cotangent is the gradient that the caller gives for an output.
+z: the input's part of the preactivations, x Wx^T + b. h_in: h times the mask; its product h_in Wh^T is the recurrent
+part. keep: an option, a factor on the states before a step. Letters of gradients: dz belongs to z, dp to the recurrent
+part, da to the result of a layer normalisation. A cell reads both parts `apart` if it needs them as two values, as a
+GRU does, whose r multiplies the candidate's recurrent part; else dz is the gradient of both. A carry is the gradient of
+a state that reaches the step before without the recurrent product. A cotangent is the gradient that the caller gives
+for an output. saved: the outputs of the forward pass. sweep: what the backward steps returned, stacked over time.
+
+A step computes its cell by a function of `definitions`, or its gradient by the nodes of the cell's graph. The inputs of
+both have the same names, a letter and a number: x0, x1, ... are the gates' preactivations (or z alone), p0, ... their
+recurrent part, s0 and s1 the states h and c, w0, ... the peephole weights, d0, d1 and e0, ... the gradients of states
+and gates, k0 and k1 the limits of c and h, i0 is h_in, W0 a second matrix (W0T its transpose), N0 the norm of c.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -60,6 +67,7 @@ def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
     preactivations."""
     z_at = by_time(z)
 
+    # Run step t from the states (h, c) before it. Return the outputs of the step and the states after it.
     def step_at(t: int, state: tuple[Array, Array]) -> tuple[Arrays, tuple[Array, Array]]:
         h, c = (times_keep(arrays, of_state, t) for of_state in state)
         gates, c, h = step(problem, arrays, t, z_at[t], times_mask(arrays, h, t), h, c)
@@ -123,9 +131,8 @@ def by_time(sequence: Array) -> list[Array]:
 def step(
     problem: Problem, arrays: Arrays, t: int, z: Array, h_in: Array, h: Array, c: Array
 ) -> tuple[Array, Array, Array]:
-    """Run step t of the problem's cell. Return (gates, c, h). The inputs of a step have the names of the cell's graph:
-    x0, x1, ... are the gates' preactivations (or the input's part), p0, ... their recurrent part, s0 and s1 the states
-    h and c, w0, ... the peephole weights, k0 and k1 the limits of c and h, i0 is h_in, W0 a second matrix.
+    """Run step t of the problem's cell. Return (gates, c, h): collect the inputs of the cell's definition in `of`, and
+    call it. The head of this module lists their names, such as x0.
 
     z [B, G H]: the input's part of the preactivations. h_in: h times the mask. c: the cell state of an LSTM; other
     cells return it unchanged.
@@ -142,7 +149,7 @@ def step(
     if "peephole" in arrays:
         of |= named("w", cell, arrays["peephole"])
     # mx.addmm is not used here and in the definitions: MLX 0.32.4 refuses it under vmap over x alone.
-    if cell.reset == "before":
+    if cell.reset == "before":  # a GRU whose candidate has a product of its own; the other products follow below
         of |= named("x", cell, z)
     else:  # one product with all blocks of Wh
         z, product = preactivations(cell, arrays, z, h_in)
@@ -161,6 +168,7 @@ def step(
         of["W0"] = Wh[cell.block("n", H)]
         of |= {f"p{k}": h_in @ Wh[cell.block(gate, H)].T for k, gate in enumerate(cell.gate_order) if gate != "n"}
     states, gates = definitions.step(cell, of)
+    # Join the gates, and return c unchanged if the cell has none.
     of_gates = [gates[gate] for gate in cell.gate_order]
     every = of_gates[0] if len(of_gates) == 1 else mx.concatenate(of_gates, axis=-1)
     return every, states[1] if len(states) > 1 else c, states[0]
@@ -203,7 +211,7 @@ def named(letter: str, cell: AnyCell, array: Array) -> Arrays:
 
 
 def by_gate(cell: AnyCell, array: Array) -> dict[str, Array]:
-    """Return a dict from each gate to its part of an array [.., GH] with all gates."""
+    """Return a dict from each gate, a letter such as "i", to its part [.., H] of an array [.., GH] with all gates."""
     parts = [array] if cell.gates == 1 else mx.split(array, cell.gates, axis=-1)
     return dict(zip(cell.gate_order, parts, strict=True))
 
@@ -255,6 +263,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
         after = {name: saved[name][t, ...] for name in ("h", "c", "gates") if name in saved}
         if problem.cell.stops_h:
             dh_t = through_projection_clip(problem.cell, arrays, after, dh_t)
+        # An array of an item that has ended is 0 in `found`; its gradients of states stay unchanged, as its states did.
         back = step_back(t, before, after, dh_t, dc_t, dgates)
         live, found = live_items(arrays, t), {"dz": back.dz, "dh": dh_t} | (back.of_norms or {})
         for name, array in found.items():
@@ -310,7 +319,8 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
     if graph.has_product():
         W = arrays["Wp"] if "Wp" in arrays else Wh[cell.block("n", H)]
         fixed |= {"W0": W, "W0T": W.T}
-    number = graph.number
+    number = graph.number  # {name of an input: its node}
+    # norm: of the recurrent product, or of the sum if `sums`; None without one.
     norm, sums = None, False
     if cell.norm is not None and cell.norm.of is not None:
         norm, sums = norm_of(cell, arrays), cell.norm.of == "sum"
@@ -318,6 +328,7 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
         fixed["N0"] = norm_of_c(cell, arrays)
     fixed_nodes = {number[name]: array for name, array in fixed.items() if name in number}
     of = {name: n for name, n in zip(graph.names, graph.back, strict=True) if name[0] != "w"}
+    # of: {name of an input: the node of its gradient}. of_x, of_p: those of both parts of the preactivations.
     of_x = [of[f"x{k}"] for k in range(cell.gates)]
     of_p = [(of[f"p{k}"], cell.block(gate, H)) for k, gate in enumerate(cell.gate_order) if f"p{k}" in of]
     order: list[int] = []  # the nodes to compute, the same at every step
@@ -338,11 +349,12 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
         known |= {number[name]: array for name, array in given.items() if name in number}
         of_norms: Arrays = {}
         raw = dh
-        if graph.has_norm():
+        if graph.has_norm():  # compute c before its norm, `raw`, which the gradient of the norm reads
             raw = values_of(graph.nodes, [graph.norm_operand("norm")], known, dh)[graph.norm_operand("norm")]
             known[graph.norm_operand("norm")] = raw
         if "Wp" in arrays:
             known[graph.operand("W0")] = dh
+        # The constants of the graph and the order of its nodes are the same at every step, so they are made once.
         if dh.dtype not in constants:
             every = order_of(graph, tuple(of.values()), frozenset(known))
             numbers = {n: graph.nodes[n].value for n in every if graph.nodes[n].op == "const"}
@@ -352,6 +364,8 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
         if graph.has_norm():
             of_norms = {"dn": values[graph.norm_operand("unnorm")], "yc": normalised(raw, 1, fixed["N0"].eps)[0]}
         dz = values[of_x[0]] if len(of_x) == 1 else mx.concatenate([values[n] for n in of_x], axis=-1)
+        # dh_in: the gradient of h_in. With reset "before" it is a sum over the products of r and z and the graph's
+        # gradient of i0, which came through the candidate's product.
         if "i0" in of:
             dh_in = sum([values[n] @ Wh[block] for n, block in of_p], values[of["i0"]])
         else:
@@ -376,7 +390,7 @@ def order_of(graph: CellGraph, outputs: tuple[int, ...], known: frozenset[int]) 
 def known_after(graph: CellGraph, cell: AnyCell, after: Arrays) -> dict[int, Array]:
     """Return the values of a graph's nodes that are known after a step. after: h, c and the gates after the step, or
     some of them."""
-    known = {n: after["hc"[k]] for n, k in graph.known_after().items()}
+    known = {n: after["hc"[k]] for n, k in graph.known_after().items()}  # state 0 is h, state 1 is c
     if graph.saved and "gates" in after:
         known |= zip(graph.saved, by_gate(cell, after["gates"]).values(), strict=True)
     return known
@@ -389,13 +403,14 @@ def through_projection_clip(cell: AnyCell, arrays: Arrays, after: Arrays, dh: Ar
     given = {"d0": dh, "W0T": Wp.T} | limits_of(cell, None, after["h"])
     known = known_after(graph, cell, after) | {graph.number[name]: array for name, array in given.items()}
     known[graph.operand("W0T")] = projected_vector(cell, arrays, after).astype(Wp.dtype)
-    n = graph.operand("W0")
+    n = graph.operand("W0")  # the node that the backward step multiplies by Wp: the gradient before the clip
     return values_of(graph.nodes, [n], known, dh)[n]
 
 
 def projected_vector(cell: AnyCell, arrays: Arrays, after: Arrays) -> Array:
     """Return m = o * output(c) [.., H], the vector that the projection multiplies. after: h, c and the gates."""
     graph = graph_of(cell, ["Wp"], exposes=False)
+    # n: the node of m. It is computed from the gates and c, which are known.
     n, known = graph.operand("W0T"), dict[int, Any](known_after(graph, cell, after))
     if graph.has_norm():
         known[graph.number["N0"]] = norm_of_c(cell, arrays)
@@ -480,7 +495,8 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
 
 
 def norm_gradients(cell: AnyCell, sweep: Arrays) -> Arrays:
-    """Return the gradients of the scale and shift of each norm, and of bhn, which is added after the norm."""
+    """Return the gradients of the scale and shift of each norm, and of bhn, which is added after the norm. sweep: da
+    and dn are the gradients of the norms' results, y and yc the numbers before scale and shift, of all steps."""
     gradients: Arrays = {}
     for name, d, y in (("norm", "da", "y"), ("norm_c", "dn", "yc")):
         if d in sweep:
@@ -501,6 +517,7 @@ def keep_gradient(cell: AnyCell, before: Arrays, dh: Array | None, carry: Array 
     gradient = mx.zeros(before["h"].shape[:2]) if dh is None else total(dh * before["h"], axis=-1)
     if carry is not None:
         states = [before[name] for name in "hc" if name in before and (name == "c" or cell.passes_h)]
+        # beside: the states that `carry` belongs to.
         beside = states[0] if len(states) == 1 else mx.concatenate(states, axis=-1)
         gradient = gradient + total(carry * beside, axis=-1)
     return gradient[..., None]
@@ -510,7 +527,8 @@ def gru_recurrent_gradients(
     cell: AnyCell, arrays: Arrays, gates: Array, h_in: Array, dz: Array
 ) -> tuple[Arrays, Array | None]:
     """Return the gradients of Wh and bhn of a GRU, and the gradient of h_in [T, B, H]. The gradient of h_in is None
-    if the call has neither a mask nor `keep`, because only their gradients need it."""
+    if the call has neither a mask nor `keep`, because only their gradients need it. gates [T, B, 3H]: the outputs of
+    the forward pass. h_in: h before each step, times the mask. dz [T, B, 3H]: the gradients of the input parts."""
     d, r = by_gate(cell, dz), by_gate(cell, gates)["r"]
     # The gradient of each gate's rows of Wh is a product of the gate's gradient d and the array that these rows
     # multiply, `seen`. For the candidate n both depend on where the reset gate r enters: after the product or before.
@@ -560,7 +578,8 @@ def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array, y: Array | N
 
 def peephole_gradient(cell: AnyCell, dz: Array, c_prev: Array, c: Array) -> Array:
     """Return the gradient of the peephole weights [4H], in gate order. It sums over steps and batch the products of
-    dz and the cell state that each gate's peephole reads."""
+    dz [T, B, 4H] and the cell state that each gate's peephole reads: c_prev [T, B, H] before the step or, for o by
+    default, c after it. All four gates have peephole weights; the caller passes 0 for a gate without a peephole."""
     seen = {gate: c if gate == "o" and cell.output_peephole == "current" else c_prev for gate in "ifgo"}
     return mx.concatenate([total(block * seen[gate], axis=(0, 1)) for gate, block in by_gate(cell, dz).items()])
 
