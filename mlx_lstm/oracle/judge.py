@@ -15,7 +15,8 @@ from .verdict import Judge
 class Case(NamedTuple):
     """A call with its numbers.
 
-    call: the arguments of the oracle, as a dict. A cell that the user wrote has its graph there, by the name "graph".
+    call: the arguments of the oracle, as a dict. For a cell that the user wrote, "op" is "pointwise", and
+    "graph" is its graph.
     cotangents: the cotangents of outputs by name; without any, there are no gradients.
     dtype: the name of the dtype in which the call is run. The arrays have values that it can represent.
     weights: quantized weights by name, for whoever runs the call. The arrays of `call` have the same values.
@@ -28,7 +29,7 @@ class Case(NamedTuple):
 
     @property
     def op(self) -> str:
-        """Return the op's name: `lstm`, `gru` or `rnn`."""
+        """Return the op's name: `lstm`, `gru`, `rnn`, or `pointwise` for a cell that the user wrote."""
         return self.call.get("op", "lstm")
 
     @property
