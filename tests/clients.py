@@ -7,10 +7,11 @@ All models read x [B, T, D] and return a tuple of arrays. `CLIENTS` maps a name 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from assertions import assert_within
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_lstm.nn import stack
-from mlx_lstm.oracle.closeness import assert_within, float_of, largest
+from mlx_lstm.oracle.closeness import float_of, largest
 
 D, H = 3, 4
 LENGTHS = [5, 2, 4]

@@ -3,13 +3,13 @@
 import mlx.core as mx
 import norm_reference
 import numpy as np
+from assertions import assert_within
 from cases import METAL
 from on_metal import on_metal
 
 from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, NormOptions, RNNCell
 from mlx_lstm.engines.problem import LIMITS, Cut, Problem
-from mlx_lstm.oracle.closeness import assert_within
 
 T = 5
 ALL = {"mask": True, "keep": True, "lengths": True}

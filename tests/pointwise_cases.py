@@ -3,13 +3,15 @@ the float64 oracle. The cells are those of `mlx_lstm.cells` and random ones."""
 
 import mlx.core as mx
 import numpy as np
+from assertions import assert_within
 from cases import to_mlx, to_numpy
 
 from mlx_lstm import cells, pointwise, recurrent
 from mlx_lstm.check import cells as check_cells
 from mlx_lstm.engines.cell_tracer import Counts, traced
-from mlx_lstm.oracle.closeness import assert_within, exact_and_bounds
-from mlx_lstm.oracle.pointwise import NOT_FLOATS, comparison_distance, evaluate_graph
+from mlx_lstm.oracle import kink_distance
+from mlx_lstm.oracle.closeness import exact_and_bounds
+from mlx_lstm.oracle.judge import Case
 
 
 class Form(check_cells.Form):
@@ -22,6 +24,7 @@ class Form(check_cells.Form):
 
 ZOO = {form.cell.__name__: Form(*form) for form in check_cells.FORMS}
 SIZES = (5, 3, 2, 7)
+NOT_FLOATS = ("lengths", "reverse", "hold")
 OPTIONS = {
     "plain": {},
     "no_bias_projected": {"b": None, "Wx": None},
@@ -145,8 +148,8 @@ def judged(form, case, cotangents, dtype="float32", trials=8):
     graph = form.graph(case["h0"].shape[0], case["h0"].shape[1])
 
     def values(fl):
-        outputs, gradients = evaluate_graph(graph, case, cotangents, fl)
-        return {name: outputs[name] for name in cotangents} | {f"d{name}": d for name, d in gradients.items()}
+        results = Case(case | {"op": "pointwise", "graph": graph}, cotangents).results(fl)
+        return {name: array for name, array in results.items() if name in cotangents or name.startswith("d")}
 
     return exact_and_bounds(values, dtype, trials)
 
@@ -161,7 +164,7 @@ def assert_right(got, exact, bounds, what=""):
 def is_smooth(form, case, margin=1e-3):
     """Return whether all comparisons in the cell (e.g. of a maximum) have operands that differ by more than
     `margin`, so that rounding cannot change the outcome."""
-    return comparison_distance(form.graph(*case["h0"].shape), case) > margin
+    return kink_distance(op="pointwise", graph=form.graph(*case["h0"].shape), **case) > margin
 
 
 def draw_smooth(rng, form, options, sizes=SIZES):

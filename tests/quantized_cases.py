@@ -3,13 +3,13 @@ that `mx.dequantize` returns."""
 
 import mlx.core as mx
 import numpy as np
+from assertions import assert_within
 from cases import draw_away_from_kinks, judge, run, to_mlx
 
 from mlx_lstm import Quantized
 from mlx_lstm.engines.ops.packed import matrix_for_oracle
 from mlx_lstm.engines.packing import WIDTHS
 from mlx_lstm.oracle import ARRAYS
-from mlx_lstm.oracle.closeness import assert_within
 
 PACKINGS = [(group, bits, mode) for mode, (groups, widths) in WIDTHS.items() for group in groups for bits in widths]
 """Every (group size, bits, mode) of quantized weights that MLX supports."""

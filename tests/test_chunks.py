@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
+from assertions import assert_close, assert_within
 from cases import BOTH, CELLS, KINDS, OPTIONS, combination, draw_away_from_kinks, judge, run, split, to_mlx
 from on_metal import CROSSED, CROSSED_BATCHES, on_metal, options_at, over_engines
 
@@ -21,7 +22,6 @@ from mlx_lstm.engines.problem import Problem, limited
 from mlx_lstm.lab.cases import at_batch
 from mlx_lstm.lab.timing.worker import PeakMemory, release_memory
 from mlx_lstm.oracle import ARRAYS, backward, forward
-from mlx_lstm.oracle.closeness import assert_close, assert_within
 
 EVERY_OPTION = OPTIONS | CELLS | BOTH
 ENGINES = ["numpy", "ops", "stepwise", "fused"]

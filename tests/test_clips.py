@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from assertions import assert_within, bounds, keeps_off_kinks
 from cases import device_of, draw, draw_cotangents, run, run_gradients, split
 from on_metal import on_metal
 from quantized_cases import check_quantized, quantized_case
@@ -15,7 +16,6 @@ from quantized_cases import check_quantized, quantized_case
 from mlx_lstm import convert, lstm, lstm_gradients, nn
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.oracle import clip_shift
-from mlx_lstm.oracle.closeness import assert_within, bounds, keeps_off_kinks
 
 SIZES = (5, 3, 4, 6, 4)
 CLIPS = {"cell_clip": 0.5, "projection_clip": 0.15, "clip_gradient": "zero"}

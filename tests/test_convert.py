@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
+from assertions import assert_within, bounds
 from cases import needs
 
 import mlx_lstm
@@ -23,7 +24,7 @@ from mlx_lstm import convert, cudnn, mpsgraph, nn
 from mlx_lstm.convert.__main__ import main
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.oracle import evaluate
-from mlx_lstm.oracle.closeness import assert_within, bounds, exact_and_bounds
+from mlx_lstm.oracle.closeness import exact_and_bounds
 
 ROOT = Path(__file__).parents[1]
 T, B, I, H, P = 5, 3, 6, 4, 2

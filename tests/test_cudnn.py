@@ -7,6 +7,7 @@ import ml_dtypes
 import mlx.core as mx
 import numpy as np
 import pytest
+from assertions import assert_within
 from cases import to_mlx, to_numpy
 from cudnn_cases import INPUTS, MODES, OUTPUTS, by_oracle, by_torch, draw, draw_for, lengths_of, ours, torch_arrays
 from on_metal import ENGINES as METAL_ENGINES
@@ -16,7 +17,7 @@ from mlx_lstm import cudnn, rnn
 from mlx_lstm.convert.cudnn import GATES, layer_arrays
 from mlx_lstm.cudnn._buffer import Attributes, layout
 from mlx_lstm.cudnn._stack import dropout_factors
-from mlx_lstm.oracle.closeness import assert_within, exact_and_bounds
+from mlx_lstm.oracle.closeness import exact_and_bounds
 
 
 def assert_double(got, expected):

@@ -8,8 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-
-from mlx_lstm.oracle.closeness import assert_close
+from assertions import assert_close
 
 torch = pytest.importorskip("torch")
 

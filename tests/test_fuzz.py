@@ -21,6 +21,7 @@ import pytest
 import test_convert
 import test_mpsgraph
 import tf_cases
+from assertions import assert_within, keeps_off_kinks
 from cases import (
     KINDS,
     OUTPUTS_OF,
@@ -45,7 +46,7 @@ from mlx_lstm.lab.mpsgraph import judge as mpsgraph_judge
 from mlx_lstm.lab.mpsgraph import ours as mpsgraph_ours
 from mlx_lstm.oracle import evaluate, forward
 from mlx_lstm.oracle.arithmetic import ACTIVATION_UNITS
-from mlx_lstm.oracle.closeness import assert_within, exact_and_bounds, float_of, keeps_off_kinks
+from mlx_lstm.oracle.closeness import exact_and_bounds, float_of
 from mlx_lstm.oracle.verdict import widest
 
 # Some random cases have infinities. NumPy's warnings about them are ignored.

@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
+from assertions import assert_within, bounds
 from cases import METAL, draw, draw_cotangents, run
 from kernel_texts import noted
 from on_metal import EVERY_OPTION, matrices_from, on_metal, pairs
@@ -33,7 +34,6 @@ from mlx_lstm.engines.problem import Cut, Limits, Problem
 from mlx_lstm.engines.tuning import Table
 from mlx_lstm.oracle import clip_shift, evaluate, forward
 from mlx_lstm.oracle.arithmetic import Rounding
-from mlx_lstm.oracle.closeness import assert_within, bounds
 from mlx_lstm.recurrence import _call, _child, _draw, _guard, _judge, unguarded
 from mlx_lstm.recurrence._trial import trial_from, trial_of, without_numbers
 

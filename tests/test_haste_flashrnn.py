@@ -4,12 +4,12 @@ come from loops in NumPy that follow the equations and layouts of their sources 
 import mlx.core as mx
 import numpy as np
 import pytest
+from assertions import assert_close
 
 import mlx_lstm
 from mlx_lstm import cells, convert
 from mlx_lstm.convert.__main__ import main
 from mlx_lstm.nn import Pointwise, stack
-from mlx_lstm.oracle.closeness import assert_close
 
 T, B, I, H, N = 6, 3, 5, 4, 2
 RNG = np.random.default_rng(7)

@@ -8,6 +8,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
+from assertions import assert_close, assert_within
 
 from mlx_lstm.convert.weights import Weights, differences
 from mlx_lstm.engines.cells import GRUCell, LSTMCell
@@ -16,7 +17,7 @@ from mlx_lstm.lab.mpsgraph import measure
 from mlx_lstm.lab.mpsgraph.contenders import Outcome, run_here
 from mlx_lstm.lab.mpsgraph.grid import grid
 from mlx_lstm.lab.mpsgraph.judge import evaluated
-from mlx_lstm.oracle.closeness import assert_close, assert_within, exact_and_element_bounds
+from mlx_lstm.oracle.closeness import exact_and_element_bounds
 from mlx_lstm.oracle.judge import Case
 from mlx_lstm.oracle.verdict import Judge, judged
 from mlx_lstm.recurrence import _judge

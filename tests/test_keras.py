@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
+from assertions import assert_within, bounds
 
 from mlx_lstm import gru, keras, lstm, nn, recurrence
-from mlx_lstm.oracle.closeness import assert_within, bounds
 
 T, B, I, H = 7, 3, 5, 4
 X = np.random.default_rng(5).normal(size=(T, B, I)).astype(np.float32)

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import mlx.core as mx
 import numpy as np
 import pytest
+from assertions import assert_within, bounds
 from cases import draw, draw_cotangents, elementwise_bounds, judge, run
 from metal_emulator import coverage, mutations
 from metal_emulator.findings import KernelError
@@ -26,7 +27,6 @@ from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.engines.problem import Cut, limited
 from mlx_lstm.ground.machine import shader_folder
 from mlx_lstm.oracle import forward
-from mlx_lstm.oracle.closeness import assert_within, bounds
 
 pytestmark = pytest.mark.not_on_a_mac("damaged kernels: a GPU may hang, and the emulator is to notice them")
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
+from assertions import assert_within
 from cases import draw_away_from_kinks, joined, run, to_mlx
 from on_metal import matrices_from, on_metal
 from quantized_cases import packed
@@ -21,7 +22,7 @@ from mlx_lstm.engines.problem import limited
 from mlx_lstm.lab.cases import EVERY_OPTION
 from mlx_lstm.lab.cases import T as T_OF_OPTIONS
 from mlx_lstm.oracle import evaluate
-from mlx_lstm.oracle.closeness import assert_within, exact_and_bounds
+from mlx_lstm.oracle.closeness import exact_and_bounds
 
 T = 6
 

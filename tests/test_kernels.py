@@ -10,6 +10,7 @@ import ml_dtypes
 import mlx.core as mx
 import numpy as np
 import pytest
+from assertions import assert_within, keeps_off_kinks
 from cases import (
     BOTH,
     CELLS,
@@ -49,7 +50,6 @@ from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.engines.problem import Problem, limited
 from mlx_lstm.lab.cases import at_batch
 from mlx_lstm.oracle import ARRAYS, backward, forward
-from mlx_lstm.oracle.closeness import assert_within, keeps_off_kinks
 
 ENGINES = METAL_ENGINES
 WAYS = [{"reverse": False}, {"reverse": True}, {"bidirectional": True}]

@@ -4,6 +4,7 @@ oracle, `mx.grad` and torch; wrong arguments are refused."""
 import mlx.core as mx
 import numpy as np
 import pytest
+from assertions import assert_within
 from on_metal import on_metal
 
 from mlx_lstm import mpsgraph
@@ -13,7 +14,7 @@ from mlx_lstm.lab.mpsgraph import judge, ours
 from mlx_lstm.lab.mpsgraph.cases import ACTIVATION_PROPERTIES, COTANGENTS, GATES, RESULTS, CompareCase, draw
 from mlx_lstm.lab.mpsgraph.grid import draw_until
 from mlx_lstm.mpsgraph.layouts import ACTIVATIONS, LEADING_ONE, layouts, title
-from mlx_lstm.oracle.closeness import assert_within, bounds_of, exact_and_bounds
+from mlx_lstm.oracle.closeness import bounds_of, exact_and_bounds
 
 ROUNDING_MARGIN = 1e-4  # smallest allowed distance of relu and hard_sigmoid arguments from their kinks
 CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}

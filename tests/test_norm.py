@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from assertions import assert_within, keeps_off_kinks
 from cases import combination, draw, draw_cotangents, is_in_range, poison_scratch, random_norm
 
 from mlx_lstm import Norm, convert, gru, lstm, lstm_gradients, pointwise, rnn
@@ -18,7 +19,6 @@ from mlx_lstm.nn import GRU, LSTM, RNN, Pointwise, QuantizedLSTM, replace, stack
 from mlx_lstm.oracle import evaluate
 from mlx_lstm.oracle.arithmetic import Rounding
 from mlx_lstm.oracle.case import ARRAYS
-from mlx_lstm.oracle.closeness import assert_within, keeps_off_kinks
 from mlx_lstm.oracle.judge import Case
 
 T, B, I, H = 5, 3, 4, 6

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from assertions import assert_within
 from cases import METAL
 from norm_cases import CELLS, ROWS, T, check, drawn
 from on_metal import on_metal
@@ -13,7 +14,6 @@ from mlx_lstm.engines.cell_tracer import Counts, traced
 from mlx_lstm.engines.cells import NormOptions, PointwiseCell
 from mlx_lstm.engines.metal import kernel, norms
 from mlx_lstm.engines.problem import Problem
-from mlx_lstm.oracle.closeness import assert_within
 from mlx_lstm.recurrence import _judge
 from mlx_lstm.recurrence._trial import trial_from, trial_of
 

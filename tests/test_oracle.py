@@ -6,21 +6,12 @@ from decimal import Decimal
 import ml_dtypes
 import numpy as np
 import pytest
+from assertions import assert_close, assert_within, bounds, keeps_off_kinks
 from cases import BOTH, CELLS, OPTIONS, SIZES, combination, draw, draw_away_from_kinks, draw_cotangents
 
 from mlx_lstm.oracle import ARRAYS, OUTPUTS, activation_arguments, backward, clip_shift, forward, kink_distance
 from mlx_lstm.oracle.arithmetic import ACTIVATIONS, SLOPES, Rounding
-from mlx_lstm.oracle.closeness import (
-    FIRST,
-    FLOATS,
-    Noise,
-    assert_close,
-    assert_within,
-    bounds,
-    errors,
-    errors_of_groups,
-    keeps_off_kinks,
-)
+from mlx_lstm.oracle.closeness import FIRST, FLOATS, Noise, errors, errors_of_groups
 from mlx_lstm.oracle.recurrence import KINKS
 
 T, B, I, H, _ = SIZES

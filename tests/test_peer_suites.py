@@ -16,13 +16,13 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
+from assertions import assert_within, bounds
 from cases import draw, run
 from test_cudnn import assert_double
 from test_torch import drawing, run_ours, run_torch
 
 import mlx_lstm.torch
 from mlx_lstm import cudnn, gru, keras, lstm, rnn
-from mlx_lstm.oracle.closeness import assert_within, bounds
 
 ENGINES = ("numpy", "ops")
 engines = pytest.mark.parametrize("engine", ENGINES)

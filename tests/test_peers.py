@@ -5,9 +5,8 @@ from functools import cache
 
 import numpy as np
 import pytest
+from assertions import assert_within, bounds
 from cases import draw, run
-
-from mlx_lstm.oracle.closeness import assert_within, bounds
 
 SIZES = T, B, I, H = 7, 3, 5, 4
 ENGINES = ("numpy", "ops")

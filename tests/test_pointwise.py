@@ -10,6 +10,7 @@ import pytest
 from cases import to_mlx, to_numpy
 from on_metal import on_metal
 from pointwise_cases import (
+    NOT_FLOATS,
     OPTIONS,
     ZOO,
     Form,
@@ -25,7 +26,6 @@ from slstm_reference import draw_extreme, slstm_by_softmax
 
 from mlx_lstm import cells, lstm, pointwise
 from mlx_lstm.nn import Pointwise
-from mlx_lstm.oracle.pointwise import NOT_FLOATS
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -23,8 +23,8 @@ from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.engines.metal.statements import OPERATIONS
 from mlx_lstm.engines.problem import limited
+from mlx_lstm.oracle import evaluate
 from mlx_lstm.oracle.arithmetic import Rounding
-from mlx_lstm.oracle.pointwise import evaluate_graph
 
 ENGINES = ("ops", "numpy", *METAL_ENGINES)
 
@@ -293,12 +293,13 @@ def test_norms_without_kernels(name):
     options = {"norm": ("product" if of == "recurrent" else of, gates, None, 1e-3), "lengths": case.options["lengths"]}
     d = dict(zip(("h", "hT", "cT"), case.cotangents, strict=True))
     graph, fl = traced(case.cell, Counts(3, 2, 1, 1), apart, (5, 3), mx.float32), Rounding(np.float64)
+    options |= {"op": "pointwise", "graph": graph}
 
     def loss(arrays):
-        outputs, _ = evaluate_graph(graph, arrays | options, None, fl)
+        outputs, _ = evaluate(arrays | options, None, fl)
         return sum((outputs[name] * d[name]).sum() for name in d)
 
-    _, gradients = evaluate_graph(graph, a | options, d, fl)
+    _, gradients = evaluate(a | options, d, fl)
     assert gradients.keys() == a.keys()
     for place, array in case.arrays.items():
         which, rng = names.get(place, place), np.random.default_rng(1)

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from assertions import assert_within
 from cases import judge
 from mlx.utils import tree_flatten
 from quantized_cases import PACKINGS, check_quantized, matrix_of, packed, quantized_case
@@ -146,7 +147,7 @@ def test_gradient_ops(engine, option):
     )
     assert gradients.keys() == given.keys() - weights.keys()
     for name, value in gradients.items():
-        mlx_lstm.oracle.closeness.assert_within(name, value, exact[name], limits[name])
+        assert_within(name, value, exact[name], limits[name])
 
 
 GOOD = packed(mx.ones((128, 32)), 32, 4, "affine")

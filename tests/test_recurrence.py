@@ -8,6 +8,7 @@ import ml_dtypes
 import mlx.core as mx
 import numpy as np
 import pytest
+from assertions import assert_close, assert_within, keeps_off_kinks
 from cases import (
     BOTH,
     CELLS,
@@ -38,7 +39,7 @@ from mlx_lstm import lstm, recurrence
 from mlx_lstm.engines.definitions import activate
 from mlx_lstm.engines.numpy import products as engine_numpy_products
 from mlx_lstm.oracle import ARRAYS, backward, forward
-from mlx_lstm.oracle.closeness import SAFETY, assert_close, assert_within, float_of, keeps_off_kinks
+from mlx_lstm.oracle.closeness import SAFETY, float_of
 
 ENGINES = ("numpy", "ops")
 EVERY_OPTION = OPTIONS | CELLS | BOTH

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from assertions import assert_within, bounds
 from cases import draw_away_from_kinks, split, to_mlx
 
 import mlx_lstm
@@ -14,7 +15,6 @@ from mlx_lstm import recurrent
 from mlx_lstm.engines.definitions import sigmoid  # MLX's own sigmoid has only float32 accuracy in float64
 from mlx_lstm.oracle import evaluate
 from mlx_lstm.oracle.arithmetic import Rounding
-from mlx_lstm.oracle.closeness import assert_within, bounds
 
 T, B, I, H = SIZES = 5, 3, 2, 4
 LENGTHS = [3, 0, 5]

@@ -10,6 +10,7 @@ import ml_dtypes
 import mlx.core as mx
 import numpy as np
 import pytest
+from assertions import assert_within
 from cases import CELLS, OPTIONS, ROUNDING_MARGIN, draw_away_from_kinks, split, to_mlx
 from on_metal import in_turns, on_metal
 from test_parameter_changes import CHANGES
@@ -19,7 +20,7 @@ from mlx_lstm import convert, nn
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.numpy import products
 from mlx_lstm.oracle import evaluate
-from mlx_lstm.oracle.closeness import assert_within, exact_and_bounds
+from mlx_lstm.oracle.closeness import exact_and_bounds
 from mlx_lstm.recurrence import Stepper
 
 T, I, H = 4, 3, 8

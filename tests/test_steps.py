@@ -8,6 +8,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
+from assertions import assert_within
 from cases import KINDS, draw, draw_cotangents, run, run_gradients, split, to_mlx, to_numpy
 from on_metal import on_metal
 
@@ -15,7 +16,6 @@ import mlx_lstm.nn
 import mlx_lstm.torch
 from mlx_lstm import gru, lstm, lstm_gradients, recurrence, rnn
 from mlx_lstm.oracle import forward
-from mlx_lstm.oracle.closeness import assert_within
 
 CPU_ENGINES = ("numpy", "ops")
 T, B, I, H = 7, 3, 4, 5

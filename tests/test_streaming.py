@@ -9,12 +9,13 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from assertions import assert_within
 from mlx.utils import tree_flatten
 
 from mlx_lstm import nn
 from mlx_lstm import torch as like_torch
 from mlx_lstm.oracle import evaluate
-from mlx_lstm.oracle.closeness import assert_within, exact_and_bounds
+from mlx_lstm.oracle.closeness import exact_and_bounds
 
 T, I, H = 40, 5, 6
 OPTIONS = {"LSTM": {}, "GRU": {"op": "gru"}, "RNN": {"op": "rnn"}}  # options of the oracle for each layer class

@@ -8,6 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from assertions import assert_within, bounds
 from cases import METAL
 from on_metal import on_metal
 from tf_cases import (
@@ -32,7 +33,7 @@ from tf_cases import (
 from mlx_lstm import tf
 from mlx_lstm.engines import ENGINES, METAL_ENGINES
 from mlx_lstm.oracle import backward, forward
-from mlx_lstm.oracle.closeness import assert_within, bounds, largest
+from mlx_lstm.oracle.closeness import largest
 
 CPU_ENGINES = ("numpy", "ops")
 ON_CPU = [(op, engine) for op in OPS for engine in engines_that_run(op, CPU_ENGINES)]

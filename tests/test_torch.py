@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
+from assertions import assert_close
 from mlx.utils import tree_flatten
 from on_metal import on_metal
 
@@ -14,7 +15,6 @@ import mlx_lstm.torch as ours
 from mlx_lstm import convert, lstm, nn, rnn
 from mlx_lstm.engines.directions import join
 from mlx_lstm.engines.numpy import weights
-from mlx_lstm.oracle.closeness import assert_close
 
 torch = pytest.importorskip("torch")
 

@@ -1,6 +1,6 @@
 """The arguments of the float64 oracle. A *case* is a dict with the argument names of the op `lstm`, `gru` or `rnn`
-as keys. Its key `op` names the op (default: "lstm"). An absent argument is a missing key or None. `recurrence` runs
-one direction of a case, completed with defaults.
+as keys. Its key `op` names the op (default: "lstm"); "pointwise" is a cell that the user wrote, of one direction. An
+absent argument is a missing key or None. `recurrence` runs one direction of a case, completed with defaults.
 
 Letters in shapes: T time, B batch, I input, H hidden, P width of h (H without projection), G gates, D directions. An
 axis GH holds the gates in the order `gate_order`.
@@ -22,12 +22,14 @@ Step = SimpleNamespace  # the inputs and results of one time step
 ARRAYS = ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp", "bhn")
 NORMS = ("norm_scale", "norm_shift", "norm_c_scale", "norm_c_shift")  # scales and shifts of layer normalisation
 ARRAYS += NORMS
+ARRAYS += ("inputs", "params")  # of a cell that the user wrote: inputs of each step [T,B,U H], parameters [V H]
 OWN_AXIS = ("Wh", "Wp", "peephole", *NORMS)  # with both directions, these arrays have an axis of directions
 OUTPUTS = {"lstm": ("h", "c", "gates", "hT", "cT"), "gru": ("h", "gates", "hT"), "rnn": ("h", "gates", "hT")}
 TAKEN = {  # the names of the arrays that each op takes
     "lstm": ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp", *NORMS),
     "gru": ("x", "Wx", "Wh", "b", "h0", "mask", "keep", "bhn", *NORMS[:2]),
     "rnn": ("x", "Wx", "Wh", "b", "h0", "mask", "keep", *NORMS[:2]),
+    "pointwise": ("x", "Wx", "Wh", "b", "h0", "c0", "mask", "keep", "inputs", "params", *NORMS[:2]),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "lstm": {
@@ -48,6 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "norm": None,
     },
     "rnn": {"activation": "tanh", "norm": None},
+    "pointwise": {"graph": None, "norm": None},  # graph: a `CellGraph` of the engines, of a cell that the user wrote
 }
 COMMON = {
     "reverse": False,
@@ -123,30 +126,39 @@ def join_sides(case: Call, results: list[tuple[Tensors, Tensors]], fl: Rounding)
 
 
 def complete(case: Call, fl: Rounding) -> OneDirection:
-    """Return the case with sizes and defaults filled in. Defaults: an absent state is 0, an absent mask is 1, absent
-    lengths are T. Without `hold`, no step is held (holding a step leaves the states unchanged)."""
+    """Return the case with sizes and defaults filled in. Defaults: an absent state is 0, absent lengths are T, an
+    absent mask is 1 (and stays None for a cell that the user wrote, which may have no Wh). Without `hold`, no step is
+    held (holding a step leaves the states unchanged)."""
     op = case.get("op", "lstm")
     options = OPTIONS[op] | COMMON
     unknown = set(case) - set(TAKEN[op]) - set(options) - {"op"}
     if unknown:
         raise TypeError(f"[oracle] unknown arguments {sorted(unknown)} of {op}")
-    p = OneDirection(**dict.fromkeys(ARRAYS), **options, op=op)
+    p = OneDirection(**dict.fromkeys(ARRAYS), **options, op=op, outputs=OUTPUTS.get(op))
     for name, value in case.items():
         if value is not None:
             setattr(p, name, fl.load(value) if name in ARRAYS else value)
     p.given = [name for name in ARRAYS if case.get(name) is not None]
-    if op == "rnn":
+    carried = 1  # blocks of H in c
+    if op == "pointwise":
+        p.gate_order, p.act, carried = range(p.graph.gates), {}, p.graph.states - 1
+        p.outputs = ("h", "c", "hT", "cT") if carried else ("h", "hT")
+    elif op == "rnn":
         p.gate_order, p.act = "h", {"h": p.activation}
     else:
         names = (*"ifgo", "output") if op == "lstm" else "rzn"
         p.act = dict(zip(names, p.activations, strict=True))
         p.act |= {"clip_c": "clip", "clip_h": "clip"} if op == "lstm" else {}
     p.T, p.B = p.x.shape[:2]
-    p.H, p.P = p.Wh.shape[0] // len(p.gate_order), p.Wh.shape[1]
+    # A cell that the user wrote may have no Wh; it always has h0.
+    p.P = p.h0.shape[1] if p.Wh is None else p.Wh.shape[1]
+    p.H = p.P if p.Wh is None else p.Wh.shape[0] // len(p.gate_order)
     p.h0 = np.zeros((p.B, p.P)) if p.h0 is None else p.h0
-    p.c0 = np.zeros((p.B, p.H)) if p.c0 is None else p.c0  # zeros also for a GRU and a plain RNN, which do not use c0
+    p.c0 = np.zeros((p.B, carried * p.H)) if p.c0 is None else p.c0  # zeros also for cells that do not use c0
     p.mask_shape = np.shape(p.mask)
-    p.mask = np.broadcast_to(1.0 if p.mask is None else p.mask, (p.T, p.B, p.P))
+    if p.mask is not None or op != "pointwise":
+        p.mask = np.broadcast_to(1.0 if p.mask is None else p.mask, (p.T, p.B, p.P))
+    p.frozen_clip = None  # see `forward`
     p.keep_shape = np.shape(p.keep)
     p.keep = None if p.keep is None else p.keep.reshape(p.T, p.B, 1)
     lengths = np.full(p.B, p.T) if p.lengths is None else np.asarray(p.lengths)

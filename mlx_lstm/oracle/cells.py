@@ -108,16 +108,14 @@ def through(p: OneDirection, gate: str, y: Array, gradient: Array, dgates: Array
     return fl(fl(gradient + block(p, dgates, gate)) * SLOPES[p.act[gate]](y, fl))
 
 
-def lstm_step(
-    p: OneDirection, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding, shift: Tensors | None
-) -> Step:
+def lstm_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding) -> Step:
     """Run one LSTM step and return its values. Inputs are x [B,I] (or x Wx^T [B,4H]), h_in [B,P], which is h_prev times
-    the mask, and c_prev [B,H]. If `shift` is given, its arrays "c" [B,H] and "h" [B,P] are added to c and h in place of
-    clipping them."""
+    the mask, and c_prev [B,H]. If p has a frozen clip, its arrays of step t are added to c and h in place of clipping
+    them."""
     a, norm_values = lstm_preactivations(p, x, h_in, c_prev, fl)
     gates = {k: ACTIVATIONS[p.act[k]](a[k], fl) for k in "ifg"}
     c_raw = fl(fl(gates["f"] * c_prev) + fl(gates["i"] * gates["g"]))
-    c = unclipped = clipped(c_raw, p.cell_clip, fl) if shift is None else c_raw + shift["c"]
+    c = unclipped = clipped(c_raw, p.cell_clip, fl) if p.frozen_clip is None else c_raw + p.frozen_clip["c"][t]
     shown = c  # what h is computed from
     if p.norm_c is not None:
         norm_values["norm_c_y"], norm_values["norm_c_r"] = normalised(c, 1, p.norm_eps, fl)
@@ -130,7 +128,7 @@ def lstm_step(
     squashed = ACTIVATIONS[p.act["output"]](shown, fl)
     m = fl(gates["o"] * squashed)
     h_raw = m if p.Wp is None else fl.dot(m, p.Wp.T)
-    h = clipped(h_raw, p.projection_clip, fl) if shift is None else h_raw + shift["h"]
+    h = clipped(h_raw, p.projection_clip, fl) if p.frozen_clip is None else h_raw + p.frozen_clip["h"][t]
     made = dict(h=h, c=c, gates=join(p, gates), squashed=squashed, m=m)
     made |= dict(h_raw=h_raw, c_raw=c_raw, clip_shift={"c": unclipped - c_raw, "h": h - h_raw}) | norm_values
     # Where a clip stops gradients, its argument in units of the limit has kinks at -1 and 1.
@@ -223,11 +221,9 @@ def through_norm_of_c(p: OneDirection, s: Step, d: Array, fl: Rounding) -> tuple
     return unnormalised(d if p.norm_c_scale is None else fl(d * p.norm_c_scale), s.norm_c_y, s.norm_c_r, fl), terms
 
 
-def gru_step(
-    p: OneDirection, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding, shift: Tensors | None
-) -> Step:
+def gru_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding) -> Step:
     """Run one GRU step and return its values. Inputs are x [B,I] (or x Wx^T [B,3H]), h_prev [B,H], and h_in, which is
-    h_prev times the mask. A GRU has no c and no clip, so c_prev is returned unchanged, and shift is not read.
+    h_prev times the mask. A GRU has no c and no clip, so c_prev is returned unchanged, and t is not read.
 
     r, z = act(a + h_in Wh^T)
     n = act(a_n + r (h_in Wh_n^T + bhn)),  or with reset "before"  act(a_n + (r h_in) Wh_n^T)
@@ -285,12 +281,10 @@ def gru_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array,
     return Step(dh_in=dh_in, dh_direct=to_h, dc_prev=dc, to_sum=to_sum)
 
 
-def rnn_step(
-    p: OneDirection, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding, shift: Tensors | None
-) -> Step:
+def rnn_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding) -> Step:
     """Run one step of a plain RNN and return its values. Inputs are x [B,I] (or x Wx^T [B,H]) and h_in [B,H], which is
     h_prev times the mask. In the result, `gates` is the preactivation. A plain RNN has no c and no clip, so c_prev is
-    returned unchanged, and shift is not read."""
+    returned unchanged, and t is not read."""
     z, product, norm_values = joined_parts(p, input_part(p, x, fl), fl.dot(h_in, p.Wh.T), fl)
     a = fl(z + product)
     return Step(h=ACTIVATIONS[p.activation](a, fl), c=c_prev, gates=a, a={"h": a}, **norm_values)
@@ -302,7 +296,3 @@ def rnn_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array,
     d = fl(fl(dh * SLOPES[p.activation](s.h, fl)) + dgates)
     to_sum = through_norm(p, s, d, d, fl)
     return Step(dh_in=fl.dot(to_sum["drecurrent"], p.Wh), dh_direct=None, dc_prev=dc, to_sum=to_sum)
-
-
-STEPS = {"lstm": (lstm_step, lstm_step_back), "gru": (gru_step, gru_step_back), "rnn": (rnn_step, rnn_step_back)}
-"""The forward and the backward step of each cell."""

@@ -1,7 +1,5 @@
-"""The tolerances of all tests: a result may differ from the float64 oracle only as much as rounding explains.
-
-`assert_close` allows a multiple of the error that the oracle's formula has in the same dtype. `bounds` derives a limit
-from the inputs alone, which `assert_within` enforces. No number in this file is fitted to the results of an engine: if
+"""The tolerances of all tests and commands: a result may differ from the float64 oracle only as much as rounding
+explains. The bounds are derived from the inputs alone. No number in this file is fitted to the results of an engine: if
 a check fails, look for the error in the engine.
 """
 
@@ -11,12 +9,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import DTypeLike
 
-from .arithmetic import ACTIVATION_UNITS, Array, Rounding, Tensors
-from .case import Call, Cotangents
-from .recurrence import KINKS, activation_arguments, evaluate
-from .verdict import Bound, Judge, judged, largest, widest
+from .arithmetic import Array, Rounding, Tensors
+from .verdict import Bound, Judge, largest, widest
 
 Values = Callable[[Rounding], Tensors]
 
@@ -50,41 +46,26 @@ def float_of(dtype: DTypeLike) -> Float:
     return FLOATS[dtype if isinstance(dtype, str) else np.dtype(dtype).name]
 
 
-def assert_close(name: str, got: ArrayLike, same_dtype: ArrayLike, ref64: Array, *, factor: float = 2.0) -> None:
-    """Assert that the error of `got` is at most `factor` times the error of `same_dtype`, plus a small floor for
-    rounding. Both errors are distances from the float64 result `ref64`. `same_dtype` is the result of the same formula
-    in the dtype of `got`.
-
-    max|got - ref64| <= factor * max|same_dtype - ref64| + 4 eps * max|ref64|. A NaN, a wrong shape or a wrong dtype
-    fails.
-    """
-    same_dtype = np.asarray(same_dtype)
-    floor = 4 * float_of(same_dtype.dtype).eps * largest(ref64)
-    bound = factor * largest(same_dtype.astype(np.float64) - ref64) + floor
-    assert_within(name, got, ref64, bound, same_dtype.dtype)
+def bounds_of(values: Values, dtype: DTypeLike) -> dict[str, float]:
+    """Return {name: bound}: the largest error that each result of `values` may have in `dtype`. `exact_and_bounds`
+    explains how. `values` is a function that computes the results in a `Rounding`."""
+    return widest(exact_and_bounds(values, dtype).bounds)
 
 
-def assert_within(
-    name: str, got: ArrayLike, ref64: ArrayLike, bound: Array | float, dtype: DTypeLike | None = None
-) -> None:
-    """Assert |got - ref64| <= bound, where `bound` is one number or one number per element. A value that is not finite,
-    a wrong shape or another dtype than `dtype` fails."""
-    got, ref64 = np.asarray(got), np.asarray(ref64)
-    if ref64.dtype != np.float64 or not np.isfinite(ref64).all() or not np.isfinite(bound).all():
-        rule = "the reference must be finite float64 and the bound finite"
-        raise AssertionError(f"{name}: {rule}, got {ref64.dtype}, {bound}")
-    verdict = judged(name, got, ref64, bound, dtype)
-    if verdict.refusal:
-        where = verdict.first is not None and f" at {list(verdict.at)}: got {got[verdict.at]!s}, expected "
-        raise AssertionError(f"{name}: {verdict.refusal}" + (f"{where}{ref64[verdict.at]:.9g}" if where else ""))
+def trials_for(elements: int) -> int:
+    """Return how many evaluations with random errors find the bounds of a case whose largest tensor has so many
+    elements."""
+    return TRIALS if elements < LARGE else FEW
 
 
-def bounds(case: Call, dtype: DTypeLike, cotangents: Cotangents | None = None) -> dict[str, float]:
-    """Return {name: bound}: the largest error of each result that a right implementation in `dtype` may have.
+def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> Judge:
+    """Return a `Judge` (exact, bounds), two dicts by name: the results that `values` computes in float64, and for each
+    result the largest error that a right implementation in `dtype` may have, as a `Bound`. trials: the number of
+    evaluations with random errors. A bound is the largest change in any of them, so fewer evaluations give equal or
+    narrower bounds.
 
-    There is a bound for each output, and for each gradient if cotangents are given. The bounds depend only on the case.
-    Its arrays must have values of `dtype` and keep the arguments of relu and hard_sigmoid away from their kinks, where
-    rounding makes a gradient jump.
+    The bounds depend only on the case. Its arrays must have values of `dtype`, and keep the arguments of relu and
+    hard_sigmoid away from their kinks, where rounding makes a gradient jump.
 
     First-order error analysis says that the error of a result is the sum, over all operations, of the operation's error
     times the result's sensitivity to this error. The errors have known limits, with u the unit roundoff of `dtype` and
@@ -114,30 +95,6 @@ def bounds(case: Call, dtype: DTypeLike, cotangents: Cotangents | None = None) -
     root of the sum of squares of the terms. SAFETY times this change covers the worst case of up to 36 equal terms, in
     which all their errors have the same sign. Another eps max|result| is added in case all random errors cancel.
     """
-
-    def values(fl: Rounding) -> Tensors:
-        outputs, gradients = evaluate(case, cotangents, fl)
-        return outputs | gradients
-
-    return bounds_of(values, dtype)
-
-
-def bounds_of(values: Values, dtype: DTypeLike) -> dict[str, float]:
-    """Return {name: bound}: the largest error that each result of `values` may have in `dtype`. `bounds` explains
-    how. `values` is a function that computes the results in a `Rounding`."""
-    return widest(exact_and_bounds(values, dtype).bounds)
-
-
-def trials_for(elements: int) -> int:
-    """Return how many evaluations with random errors find the bounds of a case whose largest tensor has so many
-    elements."""
-    return TRIALS if elements < LARGE else FEW
-
-
-def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> Judge:
-    """Return a `Judge` (exact, bounds), two dicts by name: the results that `values` computes in float64, and for each
-    result the largest error that it may have in `dtype`, as a `Bound`. trials: the number of evaluations with random
-    errors. A bound is the largest change in any of them, so fewer evaluations give equal or narrower bounds."""
     changes = Changes(values, dtype)
 
     def bound(name: str, trials: int) -> float:
@@ -147,12 +104,12 @@ def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> 
     return Judge(changes.exact, {k: Bound(bound(k, min(FEW, trials)), partial(bound, k, trials)) for k in names})
 
 
-def exact_and_element_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> Judge:
+def exact_and_element_bounds(values: Values, dtype: DTypeLike) -> Judge:
     """Return a `Judge` (exact, bounds) as `exact_and_bounds` does, with a bound for each element. It comes from the
     changes that random errors in all operations make to this element alone, so it may be narrower than the bound of the
     whole tensor. SAFETY times the largest change, and a floor for one rounding and underflow, is the bound."""
     changes = Changes(values, dtype)
-    moved = changes.of(trials)
+    moved = changes.of(TRIALS)
     return Judge(changes.exact, {k: SAFETY * moved[k] + changes.floor(np.abs(a)) for k, a in changes.exact.items()})
 
 
@@ -184,32 +141,6 @@ class Changes:
         underflow may add."""
         stored = float_of(self.dtype)
         return stored.eps * size + Noise(self.dtype, seed=0, systematic=False).underflow
-
-
-def keeps_off_kinks(case: Call, dtype: DTypeLike) -> bool:
-    """Return whether no rounding in `dtype` can move an argument of relu, a hard sigmoid or a clip that stops gradients
-    across a kink. At a kink the gradient jumps, so it has no error bound. The argument of a clip is divided by the
-    clip's limit, so that the kinks are at -1 and 1.
-
-    An argument that is not 0 must be farther from each kink than the sum of two distances. The first is the argument's
-    error bound times `Noise.gain`. This factor is needed because bounds are computed with random errors that are `gain`
-    times as large as real ones. These errors must not move an argument across a kink, either. The second distance
-    covers the error of the activation function itself: a hard sigmoid has the slope 1 / (2 |kink|), so an error e of
-    its result is like a shift of the argument by 2 |kink| e. An argument that is exactly 0 stays 0 when it is rounded.
-    """
-    names = [name for name, _ in activation_arguments(**case)]
-    if not KINKS.keys() & set(names):
-        return True
-    exact, limit = exact_and_bounds(
-        lambda fl: {str(n): a for n, (_, a) in enumerate(activation_arguments(fl=fl, **case))}, dtype
-    )
-    noise, limit = Noise(dtype, seed=0, systematic=False), widest(limit)
-    own = noise.unit + ACTIVATION_UNITS * noise.accumulator_unit
-    return all(
-        (np.abs(exact[str(n)][exact[str(n)] != 0] - kink) > noise.gain * limit[str(n)] + 2 * abs(kink) * own).all()
-        for n, name in enumerate(names)
-        for kink in KINKS.get(name, ())
-    )
 
 
 FIRST = 2**16
@@ -298,7 +229,7 @@ def errors_of_groups(a: Array, factors: Array) -> Array | float:
     Quantized weights come in groups with a common scale. A kernel may sum over a group before it applies the scale.
     Such a sum is larger than the group's part of the product, so its rounding errors are larger, too. `factors` [K,
     N] says how much larger: it has a factor in the row of the first weight of each group, and 0 in all other rows.
-    `bounds` gives the formula.
+    `exact_and_bounds` gives the formula.
 
     If the groups lie along N instead of K, return 0: a kernel then multiplies b like a matrix that is not quantized.
     """

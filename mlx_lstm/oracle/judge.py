@@ -3,18 +3,20 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .arithmetic import Array, Rounding, Tensors
 from .case import ARRAYS, OUTPUTS, Call
 from .closeness import exact_and_bounds, trials_for
-from .pointwise import comparison_distance, evaluate_graph
-from .recurrence import evaluate, kink_distance
+from .recurrence import evaluate
 from .verdict import Judge
 
 
 class Case(NamedTuple):
     """A call with its numbers.
 
-    call: the arguments of the oracle, as a dict. A cell that the user wrote has its graph there, by the name "graph".
+    call: the arguments of the oracle, as a dict. For a cell that the user wrote, "op" is "pointwise", and
+    "graph" is its graph.
     cotangents: the cotangents of outputs by name; without any, there are no gradients.
     dtype: the name of the dtype in which the call is run. The arrays have values that it can represent.
     weights: quantized weights by name, for whoever runs the call. The arrays of `call` have the same values.
@@ -27,7 +29,7 @@ class Case(NamedTuple):
 
     @property
     def op(self) -> str:
-        """Return the op's name: `lstm`, `gru` or `rnn`."""
+        """Return the op's name: `lstm`, `gru`, `rnn`, or `pointwise` for a cell that the user wrote."""
         return self.call.get("op", "lstm")
 
     @property
@@ -50,21 +52,12 @@ class Case(NamedTuple):
 
     def results(self, fl: Rounding) -> Tensors:
         """Return all outputs by name, and all gradients as "d" + name, computed in the arithmetic `fl`."""
-        if "graph" in self.call:
-            outputs, gradients = evaluate_graph(self.call["graph"], self.call, self.cotangents or None, fl)
-        else:
+        # Unbounded activations may overflow, and a cell that the user wrote may have no value at padded steps.
+        with np.errstate(all="ignore"):
             outputs, gradients = evaluate(self.call, self.cotangents or None, fl)
         return outputs | {f"d{name}": gradient for name, gradient in gradients.items()}
 
-    def kink_distance(self) -> float:
-        """Return how near the call comes to a point where rounding makes a result or a gradient jump: the smallest
-        distance of an argument of an activation from a kink, or between the sides of a comparison in a user's cell."""
-        if "graph" in self.call:
-            return comparison_distance(self.call["graph"], self.call)
-        return kink_distance(**self.call)
-
-    def judge(self, trials: int | None = None) -> Judge:
-        """Return the float64 results with bounds on their errors. trials: the number of evaluations with random errors
-        that find the bounds; by default it depends on the size of the arrays."""
-        trials = trials or trials_for(max(array.size for array in self.arrays.values()))
+    def judge(self) -> Judge:
+        """Return the float64 results with bounds on their errors."""
+        trials = trials_for(max(array.size for array in self.arrays.values()))
         return exact_and_bounds(self.results, self.dtype, trials)

@@ -1,7 +1,8 @@
 """The ops of `mlx_lstm.recurrence` in NumPy float64. The code is slow and simple, and shares no code with the engines.
 
 Other modules of this package: `case` defines the arguments and the letters in shapes, `cells` defines one time step of
-each cell, `arithmetic` defines the rounded operations: `fl(value)` rounds the result of one operation to a dtype.
+each cell, `pointwise` one of a cell that the user wrote, `arithmetic` defines the rounded operations: `fl(value)`
+rounds the result of one operation to a dtype.
 
 A case is a dict of an op's arguments, arrays and options. `sides(case)` divides it into directions, and `complete`
 fills in the defaults: p stands for such a direction, with all arguments and sizes as attributes. T: time steps, B:
@@ -16,8 +17,17 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from .arithmetic import Array, Rounding, Tensors
-from .case import OUTPUTS, Call, Cotangents, OneDirection, Step, complete, half, join_sides, sides
-from .cells import STEPS, block
+from .case import Call, Cotangents, OneDirection, Step, complete, half, join_sides, sides
+from .cells import block, gru_step, gru_step_back, lstm_step, lstm_step_back, rnn_step, rnn_step_back
+from .pointwise import graph_step, graph_step_back, jumps
+
+STEPS = {
+    "lstm": (lstm_step, lstm_step_back),
+    "gru": (gru_step, gru_step_back),
+    "rnn": (rnn_step, rnn_step_back),
+    "pointwise": (graph_step, graph_step_back),
+}
+"""The functions that run one time step of each op, forward and backward."""
 
 
 def forward(*, dtype: DTypeLike = np.float64, frozen_clip: Tensors | None = None, **case: Any) -> Tensors:
@@ -50,8 +60,8 @@ def evaluate(
     for d, side in enumerate(sides(case)):
         p = complete(side, fl)
         # `half` takes a direction's part of an array in which both lie side by side.
-        frozen = frozen_clip and {name: half(case, shift, d) for name, shift in frozen_clip.items()}
-        outputs, tape = unroll(p, fl, frozen)
+        p.frozen_clip = frozen_clip and {name: half(case, shift, d) for name, shift in frozen_clip.items()}
+        outputs, tape = unroll(p, fl)
         gradients = {}
         if cotangents is not None:
             here = {name: half(case, value, d) for name, value in cotangents.items() if value is not None}
@@ -90,11 +100,16 @@ KINKS = {"relu": (0.0,), "hard_sigmoid": (-2.5, 2.5), "hard_sigmoid_sixth": (-3.
 
 def kink_distance(**case: Any) -> float:
     """Return how near an argument of relu, a hard sigmoid or a clip that stops gradients comes to a kink, where
-    rounding can make a gradient jump.
+    rounding can make a gradient jump. In a cell that the user wrote, return how near it comes to any jump (`jumps`).
 
     Arguments that are exactly 0 are left out: such an argument is 0 because another activation computed it in its flat
     part, and rounding leaves it 0.
     """
+    if "graph" in case:
+        p = complete(case, Rounding(np.float64))
+        tape = unroll(p, Rounding(np.float64))[1]
+        # Where the cell has no value, such as at padded steps, a distance is NaN, which `min` passes over after inf.
+        return float(min([np.inf, *(distance.min() for s in tape.values() for distance in jumps(p, s))]))
     distances = (
         np.abs(argument[argument != 0] - kink).min(initial=np.inf)
         for name, argument in activation_arguments(**case)
@@ -103,11 +118,11 @@ def kink_distance(**case: Any) -> float:
     return float(min(distances, default=np.inf))
 
 
-def unroll(p: OneDirection, fl: Rounding, frozen_clip: Tensors | None = None) -> tuple[Tensors, dict[int, Step]]:
+def unroll(p: OneDirection, fl: Rounding) -> tuple[Tensors, dict[int, Step]]:
     """Run one direction of a case over time. Return (outputs, tape). The tape is a dict from t to the values of time
-    step t. fl: how results are rounded. frozen_clip: arrays that are added to c and h in place of clipping them."""
+    step t. fl: how results are rounded."""
     step = STEPS[p.op][0]
-    widths = {"h": p.P, "c": p.H, "gates": len(p.gate_order) * p.H}
+    widths = {"h": p.P, "c": p.c0.shape[1], "gates": len(p.gate_order) * p.H}
     outputs = {name: np.zeros((p.T, p.B, width)) for name, width in widths.items()}
     tape = {}
     h, c = p.h0, p.c0
@@ -115,18 +130,18 @@ def unroll(p: OneDirection, fl: Rounding, frozen_clip: Tensors | None = None) ->
         fl.start_step()
         # alive: the sequences that have not ended. on: of these, the ones that the option `hold` does not skip at t.
         on, alive = p.active[t], p.alive[t]
-        x, mask, last = padded(on, p.x[t]), padded(on, p.mask[t]), (h, c)
+        x, mask, last = padded(on, p.x[t]), None if p.mask is None else padded(on, p.mask[t]), (h, c)
         h, c = times_keep(p, t, h, fl), times_keep(p, t, c, fl)
-        h_in = fl(mask * h)
+        h_in = h if mask is None else fl(mask * h)
         # s: what the step computed; then also what it read, which the gradient needs.
-        s = step(p, x, h_in, h, c, fl, frozen_clip and {name: shift[t] for name, shift in frozen_clip.items()})
+        s = step(p, t, x, h_in, h, c, fl)
         s = Step(**vars(s), x=x, mask=mask, last=last, h_in=h_in, h_prev=h, c_prev=c)
         h, c = np.where(on, s.h, h), np.where(on, s.c, c)
         outputs["h"][t], outputs["c"][t] = padded(alive, h), padded(alive, c)
         outputs["gates"][t] = padded(on, s.gates)
         tape[t] = s
     outputs |= {"hT": h, "cT": c}
-    return {name: outputs[name] for name in OUTPUTS[p.op]}, tape
+    return {name: outputs[name] for name in p.outputs}, tape
 
 
 def padded(on: Array, value: Array) -> Array:
@@ -148,7 +163,7 @@ def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl:
     step_back = STEPS[p.op][1]  # the gradient of a step; index 0 is the step
     cot = {name: fl.load(value) for name, value in cotangents.items()}
     dh = cot.get("hT", np.zeros((p.B, p.P)))
-    dc = cot.get("cT", np.zeros((p.B, p.H)))
+    dc = cot.get("cT", np.zeros(p.c0.shape))
     rows = []
     for t in reversed(p.times):
         fl.start_step()
@@ -157,17 +172,19 @@ def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl:
         dgates = padded(on, cot["gates"][t]) if "gates" in cot else 0.0
         dgates = np.broadcast_to(dgates, (p.B, len(p.gate_order) * p.H))
         dh_t, dc_t = fl(dh + dh_t), fl(dc + dc_t)
-        # The gradient of h before the step: through the product and the mask, and directly (of a GRU). Items that do
-        # not run this step pass the gradients on unchanged; last they go through `keep`.
+        # The gradient of h before the step: through the product (which a cell that the user wrote may lack) and the
+        # mask, and directly (of a GRU, and of a user's cell). Items that do not run this step pass the gradients on
+        # unchanged; last they go through `keep`.
         back = step_back(p, s, dh_t, dc_t, dgates, fl)
-        dh_prev = fl(back.dh_in * s.mask)
-        dh_prev = dh_prev if back.dh_direct is None else fl(dh_prev + back.dh_direct)
+        dh_prev = back.dh_in if s.mask is None else fl(back.dh_in * s.mask)
+        if back.dh_direct is not None:
+            dh_prev = back.dh_direct if dh_prev is None else fl(dh_prev + back.dh_direct)
         dh_prev, dc_prev = np.where(on, dh_prev, dh_t), np.where(on, back.dc_prev, dc_t)
         dh, dc = times_keep(p, t, dh_prev, fl), times_keep(p, t, dc_prev, fl)
         da = back.to_sum["da"]
         # row: the gradients of this step, and the arrays that the gradients of the weights multiply them by.
         row = back.to_sum | {"dx": da if p.Wx is None else fl.dot(da, p.Wx)}
-        row |= {"dmask": fl(back.dh_in * s.h_prev), "x": s.x, "h_in": s.h_in}
+        row |= {"x": s.x, "h_in": s.h_in} | ({} if s.mask is None else {"dmask": fl(back.dh_in * s.h_prev)})
         row = {name: padded(on, value) for name, value in row.items()}
         if p.keep is not None:
             terms = np.concatenate([fl(dh_prev * s.last[0]), fl(dc_prev * s.last[1])], axis=1)
@@ -203,8 +220,9 @@ def collect(p: OneDirection, rows: list[tuple[int, Tensors]], dh0: Array, dc0: A
         "b": summed("da", GH),
         "h0": dh0,
         "c0": dc0,
-        "mask": unbroadcast(sequence("dmask", p.P), p.mask_shape, fl),
     }
+    if p.mask is not None:
+        gradients["mask"] = unbroadcast(sequence("dmask", p.P), p.mask_shape, fl)
     if p.keep is not None:
         gradients["keep"] = sequence("dkeep", 1).reshape(p.keep_shape)
     if p.peephole is not None:
@@ -214,6 +232,10 @@ def collect(p: OneDirection, rows: list[tuple[int, Tensors]], dh0: Array, dc0: A
     for name, width in (("norm_scale", GH), ("norm_shift", GH), ("norm_c_scale", p.H), ("norm_c_shift", p.H)):
         if name in p.given:
             gradients[name] = summed(f"d{name}", width)
+    if p.inputs is not None:
+        gradients["inputs"] = sequence("dinputs", p.inputs.shape[-1])
+    if p.params is not None:
+        gradients["params"] = summed("dparams", len(p.params))
     if p.Wp is not None:
         gradients["Wp"] = sum_of_outer_products(sequence("dh", p.P), sequence("m", p.H))
     return gradients

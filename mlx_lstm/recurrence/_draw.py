@@ -10,6 +10,7 @@ from ..engines.cells import PointwiseCell
 from ..engines.ops.packed import matrix_for_oracle
 from ..engines.packing import is_packed
 from ..engines.problem import Problem
+from ..oracle import kink_distance
 from ..oracle.arithmetic import ACTIVATIONS, Array, Rounding, Tensors
 from ..oracle.closeness import float_of
 from ..oracle.judge import Case
@@ -57,11 +58,11 @@ def is_smooth(case: Case) -> bool:
     argument is so near to a kink or to a comparison in the cell that rounding could move it across."""
     with np.errstate(all="ignore"):  # unbounded activations may overflow float64
         results = case.results(Rounding(np.float64))
-        if "graph" in case.call:
+        if case.op == "pointwise":
             ones = {name: np.ones_like(array) for name, array in results.items()}
             results = case._replace(cotangents=ones).results(Rounding(np.float64))
         is_small = all(largest(array) < LARGEST for array in results.values())
-        return is_small and case.kink_distance() > 16 * float_of(case.dtype).eps
+        return is_small and kink_distance(**case.call) > 16 * float_of(case.dtype).eps
 
 
 def values_for_own_cell(problem: Problem, rng: np.random.Generator, attempt: int) -> Tensors:
@@ -222,7 +223,7 @@ def case_of(problem: Problem, values: Tensors) -> tuple[Case, dict[str, mx.array
     if "lengths" in problem.names:
         call["lengths"] = np.array([problem.T - n % (problem.T + 1) for n in range(problem.B)])
     if isinstance(cell, PointwiseCell):
-        options = {"graph": cell.graph, "norm": cell.norm}
+        options = {"op": "pointwise", "graph": cell.graph, "norm": cell.norm}
     else:
         options = {"activation": cell.activations[-1], "norm": cell.norm} if cell.op == "rnn" else cell._asdict()
         options |= {"op": cell.op, "bidirectional": problem.bidirectional}

@@ -37,7 +37,7 @@ def matrix_for_oracle(packing: Packing, arrays: Arrays, name: str) -> np.ndarray
     In mode "affine" the matrix is complex. The real part is the weight, scale q + bias. The imaginary part is a factor
     for the first weight of each group, and 0 for the others. A kernel computes scale (S - 2^f s) + bias s with the sums
     S of (2^f + q) x and s of x over the group, which are larger than the result and so round with larger errors. The
-    factor says how large: sqrt((2 scale 2^f)^2 + (scale 2^f + |bias|)^2), as `oracle.closeness.bounds` derives. f is
+    factor says how large: sqrt((2 scale 2^f)^2 + (scale 2^f + |bias|)^2), as `closeness.exact_and_bounds` derives. f is
     the bits of the field that holds a weight. The factor is never 0, which would mean that no group begins here.
     """
     values = np.array(matrix(packing, arrays, name, mx.float32)).astype(np.float64)

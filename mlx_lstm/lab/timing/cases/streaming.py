@@ -8,13 +8,13 @@ steps must give the result of the whole sequence.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ....oracle.arithmetic import Tensors
+from ....oracle.arithmetic import Array, Tensors
 from ...cases import DTYPES
 from ..tasks import Contender, Size, Task, Work
 
@@ -26,50 +26,48 @@ PAUSE = 0.003
 asleep, and the caches of the CPU lose data."""
 
 
-class Frames:
-    """The inputs of all time steps, one frame per step, to be iterated over once per run. A task has one of two
-    passes: `forward` yields the frames without pauses, `paced` pauses before each frame, as if it came from a
-    microphone. `slept` is the sum of these pauses in the latest iteration, in seconds."""
+def streamed(
+    frames: list[Any],
+    call: Callable[..., tuple[Any, Any]],
+    state: Any,
+    as_numpy: Callable[[Any], Array],
+    task: Task,
+    wait: Callable[..., object] = lambda *results: None,
+) -> Work:
+    """Return a layer that runs one time step per call, ready to be timed. `call(frame, state)` must return (h, next
+    state). A frame is the input of one step. state: the first state of each run. wait: waits until the results of a
+    call are computed. In the pass "paced" a run sleeps before each frame, as if it came from a microphone."""
+    pause, slept = PAUSE if task.which == "paced" else 0.0, [0.0]
 
-    def __init__(self, frames: list[Any], task: Task):
-        self.frames: list[Any] = frames
-        self.pause: float = PAUSE if task.which == "paced" else 0.0
-        self.slept: float = 0.0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.slept = 0.0
-        for frame in self.frames:
-            if self.pause:
+    def run() -> list[Any]:
+        outputs, now, slept[0] = [], state, 0.0
+        for frame in frames:
+            if pause:
                 start = time.perf_counter()
-                time.sleep(self.pause)
-                self.slept += time.perf_counter() - start
-            yield frame
+                time.sleep(pause)
+                slept[0] += time.perf_counter() - start
+            h, now = call(frame, now)
+            wait(h, now)
+            outputs.append(h)
+        return outputs
+
+    def tensors(outputs: list[Any]) -> Tensors:
+        return {"h": np.stack([as_numpy(h) for h in outputs]).reshape(len(outputs), task.size.B, -1)}
+
+    return Work(run, tensors, slept=lambda: slept[0])
 
 
 def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors, task: Task, axis: int | None) -> Work:
-    """Return an MLX layer that runs one time step per call, ready to be timed. `call(frame, state)` must return (h,
-    next state). A frame is the input of one step. `state`: the shape of a state. `axis`: where a frame needs a time
-    axis of size 1, or None if it needs none."""
+    """Return an MLX layer that runs one time step per call, ready to be timed: see `streamed`. state: the shape of a
+    state. axis: where a frame needs a time axis of size 1, or None if it needs none."""
     layer.update({name: mx.array(array) for name, array in weights.items()})
     layer.set_dtype(DTYPES[task.dtype])
     layer.eval()
     steps = numbers["x"] if axis is None else [np.expand_dims(x, axis) for x in numbers["x"]]
-    frames = Frames([mx.array(x).astype(DTYPES[task.dtype]) for x in steps], task)
+    frames = [mx.array(x).astype(DTYPES[task.dtype]) for x in steps]
     zeros = tuple(mx.zeros(state, DTYPES[task.dtype]) for _ in range(2))
-    mx.eval(layer.parameters(), frames.frames, zeros)
-
-    def run() -> list[mx.array]:
-        outputs, state = [], zeros
-        for frame in frames:
-            h, state = call(frame, state)
-            mx.eval(h, state)
-            outputs.append(h)
-        return outputs
-
-    def tensors(outputs: list[mx.array]) -> Tensors:
-        return {"h": np.stack([np.array(h.astype(mx.float32)) for h in outputs]).reshape(len(outputs), task.size.B, -1)}
-
-    return Work(run, tensors, slept=lambda: frames.slept)
+    mx.eval(layer.parameters(), frames, zeros)
+    return streamed(frames, call, zeros, lambda h: np.array(h.astype(mx.float32)), task, mx.eval)
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
@@ -143,21 +141,10 @@ def prepare_torch(numbers: Tensors, task: Task) -> Work:
     layer = torch.nn.LSTM(task.size.I, task.size.H)
     layer.load_state_dict({name: torch.from_numpy(array) for name, array in torch_weights(numbers).items()})
     layer = layer.to(dtype).eval()
-    frames = Frames([torch.from_numpy(x[None]).to(dtype) for x in numbers["x"]], task)
+    frames = [torch.from_numpy(x[None]).to(dtype) for x in numbers["x"]]
     zeros = tuple(torch.zeros(1, task.size.B, task.size.H, dtype=dtype) for _ in range(2))
-
-    def run() -> list[Any]:
-        outputs, state = [], zeros
-        with torch.inference_mode():
-            for frame in frames:
-                h, state = layer(frame, state)
-                outputs.append(h)
-        return outputs
-
-    def tensors(outputs: list[Any]) -> Tensors:
-        return {"h": torch.cat(outputs).float().numpy()}
-
-    return Work(run, tensors, torch.get_num_threads(), slept=lambda: frames.slept)
+    work = streamed(frames, layer, zeros, lambda h: h.float().numpy(), task)
+    return work._replace(run=torch.inference_mode()(work.run), threads=torch.get_num_threads())
 
 
 CONTENDERS = {
