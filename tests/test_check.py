@@ -195,7 +195,8 @@ def test_an_interrupted_check_keeps_what_it_found(tmp_path, capsys, monkeypatch)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "findings", interrupted)
-    code, _, report = run(tmp_path, capsys, "--problems", "rnn, 17 items")
+    code, printed, report = run(tmp_path, capsys, "--problems", "rnn, 17 items")
+    assert not any("interrupted" in line for line in printed)  # stderr has that line
     assert code == 130 and report["verdict"] == "unfinished" and len(report["comparisons"]) == 1
     assert report["comparisons"][0]["failure"] == "~/x" and str(Path.home()) not in json.dumps(report)
 
