@@ -393,12 +393,13 @@ def dict_of_parameters():
 
 
 def dicts_in_a_module():
-    """Return a plain RNN cell whose module has a dict in a list, and keeps an array that is not a parameter."""
-    m = Cell(layers=[{"w": {"in.x": drawn(H, D), "in.h": drawn(H, H)}}], _seen=mx.zeros(3))
+    """Return a plain RNN cell whose module has a dict in a list, and an array that is no parameter: MLX and `recognise`
+    leave attributes alone whose names begin with an underscore."""
+    m = Cell(layers=[{"w": {"in.x": drawn(H, D), "in.h": drawn(H, H)}}], _kept=mx.ones(H))
 
     def step(x, h):
         w = m.layers[0]["w"]
-        h = mx.maximum(x @ w["in.x"].T + h @ w["in.h"].T, 0)
+        h = mx.maximum(x @ w["in.x"].T + (h * m._kept) @ w["in.h"].T, 0)
         return h, h
 
     text = "rnn(x, layers[0]['w']['in.x'], layers[0]['w']['in.h'], activation='relu')"
@@ -635,6 +636,17 @@ def test_finds_activations_that_are_written_by_other_functions():
 
     line = "lstm(x, weight_ih, weight_hh, b=bias_ih + bias_hh, forget_bias=0.1)"
     assert recognise(module, step, D, H) == line
+
+
+@pytest.mark.parametrize("bias", [7.1, -6.3])
+def test_a_forget_bias_is_read_where_the_sigmoid_is_flat(bias):
+    """Far from 0 the sigmoid hardly changes, so rounding leaves fewer digits of the forget bias. It is read anyway."""
+    m = Cell(Wx=drawn(4 * H, D), Wh=drawn(4 * H, H))
+
+    def step(x, state):
+        return lstm_of(mx.split(x @ m.Wx.T + state[0] @ m.Wh.T, 4, axis=-1), state, bias)
+
+    assert recognise(m, step, D, H) == f"lstm(x, Wx, Wh, forget_bias={bias})"
 
 
 LIES = {
