@@ -101,8 +101,11 @@ def double(array):
 
 
 def fill(node, random, size):
-    """Replace all arrays in a tree of modules, dicts and lists by random ones in float64."""
+    """Replace all arrays in a tree of modules, dicts and lists by random ones in float64, except those that MLX does
+    not count as parameters: attributes whose names begin with an underscore."""
     for key, child in enumerate(node) if isinstance(node, list) else list(node.items()):
+        if isinstance(key, str) and key.startswith("_"):
+            continue
         if isinstance(child, mx.array):
             node[key] = mx.array(random.normal(size=child.shape) * size, mx.float64)
         elif isinstance(child, (dict, list)):
