@@ -1,5 +1,7 @@
 """Tests of layer normalisation in the Metal kernels, against PyTorch's float64."""
 
+from itertools import product
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from mlx_lstm import Norm, Quantized, gru, lstm, rnn
 from mlx_lstm.engines.cell_tracer import Counts, traced
 from mlx_lstm.engines.cells import NormOptions, PointwiseCell
 from mlx_lstm.engines.metal import kernel, norms
+from mlx_lstm.engines.metal.stepwise import tile_of
 from mlx_lstm.engines.problem import Problem
 from mlx_lstm.recurrence import _judge
 from mlx_lstm.recurrence._trial import trial_from, trial_of
@@ -40,6 +43,15 @@ def test_trials_accept_the_kernels(engine, name, P):
     assert trial_from(trial.text()) == trial
     with on_metal(), mx.stream(METAL):
         assert _judge.verdict(trial) == ""
+
+
+def test_a_trial_uses_the_tiles_of_the_call():
+    """With a norm one product computes the gates of all units. The trial, whose sizes are small, uses the same tile for
+    it as the call, and for the products of H columns, too."""
+    for B, H in product((1, 8, 9, 17, 64, 128), (9, 33, 40, 64, 128, 512)):
+        call = Problem(64, B, H, H, CELLS["product"], mx.float32, ("x", "Wx", "Wh", "h0"))
+        small = trial_of("stepwise", call).problem
+        assert small.H <= H and [tile_of(small, n * small.H) for n in (1, 4)] == [tile_of(call, n * H) for n in (1, 4)]
 
 
 OWN = [("fused", NormOptions("sum", "each"), False), ("stepwise", NormOptions("product"), True)]
