@@ -1,7 +1,14 @@
 r"""Recurrent cells for `mlx_lstm.pointwise` and `mlx_lstm.nn.Pointwise`, each in a few lines of MLX.
 
 Use them as they are, or copy and change them. The docstring of each names the paper, the order of the gates `a` and of
-the states, and the equations.
+the states, and the equations. A cell computes one time step. Its arguments are those that `pointwise` passes to it:
+
+- a: the preactivations (what the gates' activation functions get), one array [B, H] for each gate, for B sequences and
+  H units. With `apart=True` each gate is a pair: the part from x and the part from h.
+- state: the states before the step, arrays [B, H]; h is the first. c is the cell state of an LSTM.
+- then arrays that differ from step to step (`inputs` of `pointwise`) and arrays of parameters (`params`).
+
+The result has the new states in the same order. In the equations a prime marks a new state, and sigma is the sigmoid.
 """
 
 from collections.abc import Sequence

@@ -219,8 +219,12 @@ def bidirectional_to_keras(convert: Callable[..., list[np.ndarray]], arrays: Arr
 
 
 def one_direction(op: str, kind: str, weights: Sequence[Any], *biases: list[int]) -> Arrays:
-    """Return Keras' weights of one direction as arguments of `mlx_lstm.lstm`, `gru` or `rnn`. `biases`: the allowed
-    shapes of the bias, with the last axis counted in H; for a GRU [3] means shape [3H], [2, 3] means [2, 3H]."""
+    """Return Keras' weights of one direction as arguments of `mlx_lstm.lstm`, `gru` or `rnn`.
+
+    op: the name of the public function, for errors. kind: "lstm", "gru" or "rnn". weights: the arrays that the user
+    passed; a missing one is None. biases: the allowed shapes of the bias, with the last axis counted in H; for a GRU
+    [3] means the shape [3H], [2, 3] means [2, 3H].
+    """
     if len(weights) > 3:
         rule = f"the arrays must be those of one layer (bidirectional_from_keras({op}, weights) takes both directions),"
         fail(op, rule, f"{len(weights)} arrays")
@@ -236,7 +240,8 @@ def one_direction(op: str, kind: str, weights: Sequence[Any], *biases: list[int]
 
 
 def into_keras(cell: Cell, Wx: mx.array, Wh: mx.array, b: mx.array | None, bhn: mx.array | None) -> list[np.ndarray]:
-    """Return kernel, recurrent kernel and bias in Keras' layout."""
+    """Return kernel, recurrent kernel and bias in Keras' layout. If b and bhn both are None, the result has no
+    bias."""
     arrays = {"Wx": Wx, "Wh": Wh} | from_one_bias(b, bhn)
     return arrays_of(cell, arrays, b is not None or bhn is not None)
 
@@ -249,7 +254,8 @@ def check_function(op: str, convert: object) -> None:
 
 
 def check_ours(op: str, G: int, Wx: mx.array, Wh: mx.array, biases: dict[str, mx.array | None]) -> None:
-    """Check the shapes of Wx [GH, I] and Wh [GH, H], and of b [GH] and bhn [H] where they are not None."""
+    """Check the shapes of Wx [GH, I] and Wh [GH, H], G gates of H units, and in `biases` those of b [GH] and bhn [H]
+    where they are not None. op: the name of the public function, for errors."""
     check_array(op, "Wx", Wx, [times(G), "I"])
     H, more = divmod(Wx.shape[0], G)
     if more or not H:

@@ -118,7 +118,7 @@ def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapp
     # does not support.
     options.pop("layout", None)
     if options:
-        fail(op, f"the attributes of {op_type} must be those that ours can do", ", ".join(sorted(options)))
+        fail(op, f"the attributes of {op_type} must be those that this package supports", ", ".join(sorted(options)))
     layer = []
     for d in range(D):
         words = {"Wx": arrays["W"][d], "Wh": arrays["R"][d]}
@@ -140,7 +140,7 @@ def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int) -> Cell
     `attributes`."""
     for name in ("clip", "input_forget"):
         if attributes.pop(name, 0):
-            fail(op, f"{name} must be absent, as ours have no such option,", "it")
+            fail(op, f"{name} must be absent, as this package has no such option,", "it")
     names = [each.decode() if isinstance(each, bytes) else each for each in attributes.pop("activations", [])]
     names = names or list(DEFAULTS[kind] * D)
     slopes, offsets = (list(attributes.pop(f"activation_{name}", [])) for name in ("alpha", "beta"))

@@ -560,7 +560,7 @@ class Writer:
         if place is None and not kind.is_bool:
             own = [self.place[k] for k in dead if self.overwritable(self.place[k])] if node.op in OVERWRITES else []
             own = [p for p in own if not self.scratch.get(p.array, kind).is_bool]
-            for p in [*filter(None, [self.block.get(n), self.hint(t, n, unit)]), *own]:
+            for p in [*filter(None, [self.block.get(n), self.hint(n)]), *own]:
                 if self.can_write(t, unit, n, p):
                     place = p
                     break
@@ -577,7 +577,7 @@ class Writer:
             if found.blocks == 1 and self.holds.get(self.place[k]) == k:
                 self.free.setdefault(found, []).append(self.place[k].array)
 
-    def hint(self, t: int, n: int, unit: Sequence[int]) -> Place | None:
+    def hint(self, n: int) -> Place | None:
         """Return the target of the only node that reads node n, or of the node after that one, and so on, if each of
         them can overwrite its operand: all of them can then be computed in this place. Return None otherwise, or if the
         target is not in an array for intermediate results (`dense`)."""
