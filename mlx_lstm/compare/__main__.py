@@ -9,25 +9,13 @@ from typing import Any, TextIO
 
 from ..ground.machine import VERSION, check_files, in_all_digits, run_command
 from ..lab.command import Parser
-from ..lab.mpsgraph import judge
+from ..lab.mpsgraph import judge, report
 from ..lab.mpsgraph.cases import GATES, CompareCase
 from ..lab.mpsgraph.contenders import HOW_TO_GET, Contender, Outcome, all_contenders
 from ..lab.mpsgraph.dump import Dump, load_dump
 from ..lab.mpsgraph.files import Golden, load_golden, save_golden
 from ..lab.mpsgraph.grid import grid
 from ..lab.mpsgraph.measure import ComparisonRow, rows_of
-from ..lab.mpsgraph.report import (
-    LEGEND,
-    LEGEND_OF_TWO,
-    card_text,
-    failures_text,
-    machine_card,
-    pairs_text,
-    plot,
-    rows_text,
-    summary_text,
-    write_json,
-)
 from ..lab.progress import Progress
 from ..recurrence import unguarded
 from .experiments import experiments
@@ -192,11 +180,12 @@ def run_arrays(dumps: list[Dump], contenders: dict[str, Contender], options: arg
 def conclude(rows: list[ComparisonRow], failed: bool, options: argparse.Namespace, more: dict[str, Any]) -> int:
     """Write the plot and the JSON report, if the user asked for them. more: what the report has besides the rows.
     Return the exit code."""
-    card = machine_card()
+    card = report.machine_card()
     if options.plot:
-        plot(options.plot, rows, card)
+        report.plot(options.plot, rows, card)
     if options.json:
-        write_json(options.json, {"card": card, "rows": [row._asdict() for row in rows], "failed": failed} | more)
+        found = {"rows": [row._asdict() for row in rows], "failed": failed}
+        report.write_json(options.json, {"card": card} | found | more)
     return 1 if failed else 0
 
 
@@ -237,19 +226,19 @@ def show(
     """Print the whole report: verdict, explanation, machine, compared pairs, differences, legend, and the contenders
     (implementations) that cannot run here."""
     out = screen(options)
-    print(
-        "\n".join([summary_text(rows, cases), *([explanation] if explanation else []), card_text(machine_card())]),
-        file=out,
-    )
+    print(report.summary_text(rows, cases), file=out)
+    if explanation:
+        print(explanation, file=out)
+    print(report.card_text(report.machine_card()), file=out)
     if golden:
-        print(f"golden computed by {golden.contender} on {card_text(golden.card)}", file=out)
+        print(f"golden computed by {golden.contender} on {report.card_text(golden.card)}", file=out)
     if any(row.tensor != "-" for row in rows):
-        print(f"\n{rows_text(rows) if options.all else pairs_text(rows)}", file=out)
+        print(f"\n{report.rows_text(rows) if options.all else report.pairs_text(rows)}", file=out)
     if any(row.failed for row in rows):
-        print(f"\n{failures_text(rows)}", file=out)
-    print(LEGEND, file=out)
+        print(f"\n{report.failures_text(rows)}", file=out)
+    print(report.LEGEND, file=out)
     if any(row.tensor != "-" and "oracle" not in row.pair for row in rows):
-        print(LEGEND_OF_TWO, file=out)
+        print(report.LEGEND_OF_TWO, file=out)
     missing = absent()
     for why in dict.fromkeys(missing.values()):
         print(f"not here: {', '.join(name for name in missing if missing[name] == why)}: {why}", file=out)
@@ -295,13 +284,13 @@ def record(file: str, cases: list[CompareCase], outcomes: dict[str, dict[str, Ou
             dtype = case.arrays["source"].dtype
             results[case.name] = {name: value.astype(dtype) for name, value in judge.expected(case).items()}
     computed = [case for case in cases if results[case.name]]
-    save_golden(file, Golden(machine_card(), "mpsgraph" if theirs else "oracle", computed, results))
+    save_golden(file, Golden(report.machine_card(), "mpsgraph" if theirs else "oracle", computed, results))
 
 
 def run_settle(contenders: dict[str, Contender], options: argparse.Namespace) -> int:
     """Run MPSGraph on every open point of its documentation and print the answers. Without MPSGraph, list the
     points."""
-    card, here = machine_card(), "mpsgraph" in contenders
+    card, here = report.machine_card(), "mpsgraph" in contenders
     nobody = Outcome({}, "not measured")
     findings, outcomes = [], {}
     with Progress() as progress:
@@ -311,9 +300,9 @@ def run_settle(contenders: dict[str, Contender], options: argparse.Namespace) ->
                 outcomes[case.name] = attempt(contenders["mpsgraph"], case) if here else nobody
             finding = settle(experiment, outcomes[case.name])
             findings.append(finding if here else finding._replace(verdict="not measured", confirmed=False))
-    print(f"{card_text(card)}\n{settle_text(findings, here)}", file=screen(options))
+    print(f"{report.card_text(card)}\n{settle_text(findings, here)}", file=screen(options))
     if options.json:
-        write_json(options.json, {"card": card, "findings": [finding._asdict() for finding in findings]})
+        report.write_json(options.json, {"card": card, "findings": [finding._asdict() for finding in findings]})
     if not here:
         print(f"Only a Mac can tell: {absent()['mpsgraph']}", file=screen(options))
         return 2
