@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_lstm.compare import __main__ as command
-from mlx_lstm.compare.forms import preactivations
+from mlx_lstm.compare.forms import preactivations, predicted
 from mlx_lstm.lab.mpsgraph import judge
 from mlx_lstm.lab.mpsgraph.cases import draw
 from mlx_lstm.oracle.arithmetic import Rounding
@@ -122,6 +122,18 @@ def test_gru_of_another_flavour(tmp_path, capsys):
     arrays = dumped("gru", reset_after=True, flip_z=True)
     code, text = told(tmp_path, capsys, arrays, "--descriptor", '{"resetAfter": true}', op="gru")
     assert code == 1 and "fits: all 8 results agree" in text and "if the descriptor has flip_z = True" in text
+
+
+def test_the_recurrent_product_of_a_candidate_includes_its_bias():
+    """The form "z_state product" of a GRU is what the reset gate multiplies: with it the gates give the states again,
+    h = z h + (1 - z) tanh(x + r product)."""
+    case = draw(np.random.default_rng(0), "gru", (4, 3, 5, 6), reset_after=True)
+    found, H = predicted(case, Rounding(np.float64), {}), case.hidden
+    given = {name: np.asarray(array, np.float64) for name, array in case.arrays.items()}
+    z, r, product = np.split(found["z_state product"], 3, axis=-1)
+    of_input = given["source"] @ given["input_weight"][2 * H :].T + given["bias"][2 * H :]
+    before = np.concatenate([given["init_state"][None], found["h"][:-1]])
+    np.testing.assert_allclose(found["h"], z * before + (1 - z) * np.tanh(of_input + r * product), rtol=1e-12)
 
 
 @pytest.mark.parametrize("word", ["outputFwd", "output"])
