@@ -60,6 +60,6 @@ def test_a_noticed_slip_and_a_survivor(tmp_path):
     (tmp_path / "tests" / "test_sums.py").write_text(test)
     right = module.read_text()
     by_line = {slip.line: slip for slip in python_slips(right)}
-    assert notice(tmp_path, "mlx_lstm/sums.py", by_line[2].text, 60)[0] == "tests/test_sums.py::test_add"
-    assert notice(tmp_path, "mlx_lstm/sums.py", by_line[6].text, 60) == ("", 2, False)
+    assert notice(tmp_path, "mlx_lstm/sums.py", 2, by_line[2].text, 60)[0] == "tests/test_sums.py::test_add"
+    assert notice(tmp_path, "mlx_lstm/sums.py", 6, by_line[6].text, 60) == ("", 2, False)
     assert module.read_text() == right
