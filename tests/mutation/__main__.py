@@ -108,8 +108,8 @@ def notice(copy: Path, path: str, line: int, text: str, limit: float) -> tuple[s
     """Run the tests of a line that has a slip. Return (first test that fails or "", how many ran, time was up)."""
     end, right, ran, known = time.monotonic() + limit, (copy / path).read_text(), 0, list[str]()
     words = tests_of_line(copy, path, line)
-    size = 8 if words else 1  # few files first, because an import of a large framework takes seconds
-    words = words or tests_of(copy, path)
+    size = 8 if words else 1  # few first, because an import of a large framework takes seconds
+    words += tests_of(copy, path)
     while ran < len(words):
         write(copy, path, text)
         try:

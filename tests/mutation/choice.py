@@ -7,7 +7,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from .record import RECORD, digest
+from .record import KEPT, RECORD, digest
 
 TABLES = ("tests/machine_code/", "tests/mutation/", "tests/test_kernel_mutations.py")
 """Tests that compare the text of the sources with a table. They fail for any change, right or wrong."""
@@ -75,10 +75,16 @@ def recorded() -> dict:
 
 
 def tests_of_line(root: Path, path: str, line: int) -> list[str]:
-    """Return the tests that ran a line when the record was written, in the order to run them. Return none if the file
-    has another text since then, or if no test ran the line in its own process."""
+    """Return the tests that ran a line when the record was written, in the order to run them. If no test ran it, as it
+    runs when the file is imported, return those that ran any line of the file. Return none if the file has another text
+    since then. First come the tests whose files share most words with the path, then one of each file, and so on."""
     found = recorded()
     if found["digests"].get(path) != digest((root / path).read_text()):
         return []
-    tests = [found["tests"][number] for number in found["lines"][path].get(str(line), [])]
-    return [test for test in tests if not test.startswith(TABLES) and (root / test.partition("::")[0]).exists()]
+    lines = found["lines"][path]
+    each = [lines[str(line)]] if str(line) in lines else lines.values()
+    ranked = sorted({(rank, number) for tests in each for rank, number in enumerate(tests)})
+    tests = list(dict.fromkeys(found["tests"][number] for _, number in ranked))[:KEPT]
+    tests = [test for test in tests if not test.startswith(TABLES) and (root / test.partition("::")[0]).exists()]
+    shared = {test: len(words_of(test.partition("::")[0]) & words_of(path)) for test in tests}
+    return sorted(tests, key=lambda test: -shared[test])

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "build" / "tests_by_line.json"
 PARTS = RECORD.with_suffix("")
 """The folder of the files that the worker processes of one run write."""
-KEPT = 60
+KEPT = 100
 """The most tests that the record keeps for a line."""
 IMPORT = {"tensorflow": 6.0, "torch": 2.0, "jax": 1.0, "keras": 6.0}
 """About how many seconds the import of a framework takes."""
@@ -152,10 +152,15 @@ def import_seconds(path: Path) -> float:
 
 
 def in_order(tests: set[str], cost: dict[str, float]) -> list[str]:
-    """Sort tests: the quickest case of each test function, then the second of each, and so on."""
-    ordered, taken = [], defaultdict(int)
+    """Sort tests: first the quickest one of each file, then the second of each, and so on. In a file come first the
+    quickest case of each test function, then the second case of each."""
+    cases, ranked = defaultdict(int), list[tuple[str, int, float, str]]()
     for test in sorted((test for test in tests if test in cost), key=lambda test: (cost[test], test)):
         function = test.partition("[")[0]
-        ordered.append((taken[function], len(ordered), test))
-        taken[function] += 1
+        ranked.append((function.partition("::")[0], cases[function], cost[test], test))
+        cases[function] += 1
+    of_file, ordered = defaultdict(int), list[tuple[int, float, str]]()
+    for file, _, time, test in sorted(ranked):
+        ordered.append((of_file[file], time, test))
+        of_file[file] += 1
     return [test for _, _, test in sorted(ordered)]
