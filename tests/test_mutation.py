@@ -9,7 +9,10 @@ from mutation.slips import python_slips, slips
 
 ROOT = Path(__file__).parents[1]
 
-TEXT = """def add(a, b: int = 1) -> int:
+TEXT = """Pair = tuple[int, int]
+
+
+def add(a, b: int = 1) -> int:
     if a < b and not a:
         return sum((a, b), start=2)
     return -a
