@@ -17,8 +17,8 @@ test-all: .venv/test lint  ## the tests, the heavier sweeps, and on Linux the te
 	test "$$(uname)" = Darwin || \
 		PYTHONPATH=tests $(BIN)/python -m pytest -p simulated_mac -n auto --dist worksteal --no-skips -q
 
-mutate: .venv/test  ## plant N small errors in the lines changed since a commit, print those that no test notices
-	PYTHONPATH=tests $(BIN)/python -m mutation --since $(or $(SINCE),HEAD~1) --number $(or $(N),20) --seed $(or $(SEED),0)
+mutate: .venv/test  ## plant N small errors in the lines changed since a commit, print those that no test notices; RECORD=1 first
+	PYTHONPATH=tests $(BIN)/python -m mutation --since $(or $(SINCE),HEAD~1) --number $(or $(N),20) --seed $(or $(SEED),0) $(if $(RECORD),--record)
 
 bench: .venv/test  ## ours against mlx.nn.LSTM and torch
 	$(BIN)/python -m mlx_lstm.bench

@@ -9,7 +9,10 @@ from mutation.slips import python_slips, slips
 
 ROOT = Path(__file__).parents[1]
 
-TEXT = """def add(a, b: int = 1) -> int:
+TEXT = """Pair = tuple[int, int]
+
+
+def add(a, b: int = 1) -> int:
     if a < b and not a:
         return sum((a, b), start=2)
     return -a
@@ -60,6 +63,6 @@ def test_a_noticed_slip_and_a_survivor(tmp_path):
     (tmp_path / "tests" / "test_sums.py").write_text(test)
     right = module.read_text()
     by_line = {slip.line: slip for slip in python_slips(right)}
-    assert notice(tmp_path, "mlx_lstm/sums.py", by_line[2].text, 60)[0] == "tests/test_sums.py::test_add"
-    assert notice(tmp_path, "mlx_lstm/sums.py", by_line[6].text, 60) == ("", 2, False)
+    assert notice(tmp_path, "mlx_lstm/sums.py", 2, by_line[2].text, 60)[0] == "tests/test_sums.py::test_add"
+    assert notice(tmp_path, "mlx_lstm/sums.py", 6, by_line[6].text, 60) == ("", 2, False)
     assert module.read_text() == right

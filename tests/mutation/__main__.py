@@ -15,7 +15,7 @@ from functools import cache
 from importlib.util import cache_from_source
 from pathlib import Path
 
-from .choice import tests_of
+from .choice import tests_of, tests_of_line
 from .slips import Slip, compiles, slips
 
 ROOT = Path(__file__).parents[2]
@@ -104,14 +104,16 @@ def fails_anyway(copy: Path, test: str) -> bool:
     return bool(Path(copy, test.partition("::")[0]).exists() and pytest(copy, words, 120))
 
 
-def notice(copy: Path, path: str, text: str, limit: float) -> tuple[str, int, bool]:
-    """Run the tests of a file that has a slip. Return (first test that fails or "", test files run, time was up)."""
-    end, files, right, ran, size, known = time.monotonic() + limit, tests_of(copy, path), "", 0, 1, []
-    right = (copy / path).read_text()
-    while ran < len(files):  # few files first, because an import of a large framework takes seconds
+def notice(copy: Path, path: str, line: int, text: str, limit: float) -> tuple[str, int, bool]:
+    """Run the tests of a line that has a slip. Return (first test that fails or "", how many ran, time was up)."""
+    end, right, ran, known = time.monotonic() + limit, (copy / path).read_text(), 0, list[str]()
+    words = tests_of_line(copy, path, line)
+    size = 8 if words else 1  # few first, because an import of a large framework takes seconds
+    words += tests_of(copy, path)
+    while ran < len(words):
         write(copy, path, text)
         try:
-            found = pytest(copy, [*files[ran : ran + size], *known], end - time.monotonic())
+            found = pytest(copy, [*words[ran : ran + size], *known], end - time.monotonic())
         finally:
             write(copy, path, right)
         if found is None:
@@ -122,7 +124,13 @@ def notice(copy: Path, path: str, text: str, limit: float) -> tuple[str, int, bo
             known += ["--deselect", found]
         else:
             ran, size = ran + size, 2 * size
-    return "", len(files), False
+    return "", len(words), False
+
+
+def record() -> int:
+    """Run all tests and write which of them run which line, for the slips that are planted afterwards."""
+    words = ["-n", "auto", "--dist", "worksteal", "-q", "-p", "mutation.record"]
+    return subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT).returncode
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -132,7 +140,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     parser.add_argument("--seconds", type=float, default=180, metavar="LIMIT", help="time for the tests of one slip")
     parser.add_argument("--slip", metavar="PATH:LINE:NUMBER", help="only this slip, as the report names it")
+    parser.add_argument("--record", action="store_true", help="run all tests first and note which lines each test runs")
     given = parser.parse_args(arguments)
+    if given.record and (code := record()):
+        return code
     places = drawn(given.since, given.number, given.seed)
     if given.slip:
         path, line, number = given.slip.rsplit(":", 2)
@@ -142,12 +153,12 @@ def main(arguments: list[str] | None = None) -> int:
         copy_to(Path(folder))
         for path, line, number in places:
             slip, place = slips_at(path)[line][number], f"{path}:{line}:{number}"
-            noticed, ran, late = notice(Path(folder), path, slip.text, given.seconds)
+            noticed, ran, late = notice(Path(folder), path, line, slip.text, given.seconds)
             if noticed:
                 print(f"noticed   {place}: {slip.what} ({noticed})", flush=True)
                 continue
             survivors += 1
-            print(f"SURVIVED  {place}: {slip.what} ({ran} test files{', then time was up' if late else ''})")
+            print(f"SURVIVED  {place}: {slip.what} ({ran} tests or test files{', then time was up' if late else ''})")
             lines = (ROOT / path).read_text().splitlines(), slip.text.splitlines()
             print("\n".join(difflib.unified_diff(*lines, path, path, lineterm="", n=2)))
             print(f"  PYTHONPATH=tests python -m mutation --slip {place}", flush=True)

@@ -1,9 +1,13 @@
-"""Choose the test files that use a file of the library, those that import it most directly first."""
+"""Choose the tests for a slip: those that ran its line in a recorded run, else the test files that use its file, those
+that import it most directly first."""
 
 import ast
+import json
 import re
 from functools import cache
 from pathlib import Path
+
+from .record import KEPT, RECORD, digest
 
 TABLES = ("tests/machine_code/", "tests/mutation/", "tests/test_kernel_mutations.py")
 """Tests that compare the text of the sources with a table. They fail for any change, right or wrong."""
@@ -63,3 +67,24 @@ def tests_of(root: Path, path: str) -> list[str]:
     shared = {file: len(words_of(file) & words_of(path)) for file in tests}
     tests.sort(key=lambda file: (-shared[file], distance[file], (root / file).stat().st_size))
     return [path] * (path.endswith(".py") and ">>>" in (root / path).read_text()) + tests
+
+
+@cache
+def recorded() -> dict:
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {"tests": [], "digests": {}, "lines": {}}
+
+
+def tests_of_line(root: Path, path: str, line: int) -> list[str]:
+    """Return the tests that ran a line when the record was written, in the order to run them. If no test ran it, as it
+    runs when the file is imported, return those that ran any line of the file. Return none if the file has another text
+    since then. First come the tests whose files share most words with the path, then one of each file, and so on."""
+    found = recorded()
+    if found["digests"].get(path) != digest((root / path).read_text()):
+        return []
+    lines = found["lines"][path]
+    each = [lines[str(line)]] if str(line) in lines else lines.values()
+    ranked = sorted({(rank, number) for tests in each for rank, number in enumerate(tests)})
+    tests = list(dict.fromkeys(found["tests"][number] for _, number in ranked))[:KEPT]
+    tests = [test for test in tests if not test.startswith(TABLES) and (root / test.partition("::")[0]).exists()]
+    shared = {test: len(words_of(test.partition("::")[0]) & words_of(path)) for test in tests}
+    return sorted(tests, key=lambda test: -shared[test])

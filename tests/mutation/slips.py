@@ -107,6 +107,9 @@ def operations(node: ast.AST) -> Iterator[tuple[ast.expr, ast.AST, ast.expr]]:
 
 def touched(node: ast.AST) -> Iterator[ast.AST]:
     """Yield a node and all nodes below it, except those in which no slip is planted."""
+    if isinstance(node, ast.Module):  # an alias of a type, such as `Pairs = dict[str, tuple[int, int]]`
+        is_alias = [isinstance(each, ast.Assign) and isinstance(each.value, ast.Subscript) for each in node.body]
+        node.body = [each for each, alias in zip(node.body, is_alias, strict=True) if not alias]
     yield node
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
