@@ -4,6 +4,7 @@ tables and writes CSV files."""
 import csv
 import importlib.util
 import io
+import platform
 import sys
 import time
 from pathlib import Path
@@ -325,7 +326,7 @@ def test_parse_size_refuses(text):
 def test_machine_card():
     card = machine_card("python -m mlx_lstm.bench", "cpu")
     assert {"chip", "cores", "system", "python", "mlx", "numpy", "blas", "torch", "threads"} <= card.keys()
-    assert all(card.values()) and card["numpy"] == np.__version__
+    assert all(card.values()) and card["numpy"] == np.__version__ and card["python"] == platform.python_version()
 
 
 def test_the_card_names_the_kernel_of_the_blas(monkeypatch):
@@ -382,11 +383,14 @@ def test_a_line_of_times_compares_with_mlx():
 
 
 def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
     file = tmp_path / "ratios.png"
     rows = [timed("ours", (0.002,)), timed("torch", (0.001,)), Measurement(task("mlx", "-"), "failed: x")]
     plot(str(file), [rows], machine_card("python -m mlx_lstm.bench", "cpu"))
     assert file.stat().st_size > 1000
+    (axis,) = pyplot.gcf().axes
+    bars = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in axis.patches]
+    np.testing.assert_allclose(bars, [(0, 2), (0.8 / 3, 1)])  # the contenders of a size side by side
 
 
 def test_command(tmp_path, capsys):

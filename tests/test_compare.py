@@ -3,6 +3,7 @@ and returns the results of the float64 oracle."""
 
 import importlib.util
 import json
+import platform
 import sys
 from pathlib import Path
 
@@ -109,6 +110,7 @@ def test_everything_agrees_in_processes_of_their_own(tmp_path, on_path):
     assert {row["pair"] for row in rows} == {"mpsgraph - oracle", "ops - oracle", "ops - mpsgraph"}
     assert {row["case"] for row in rows} >= {"lstm: uni, mask", "gru: bi, no bias"}
     assert {"chip", "system", "macOS build", "mlx", "torch", "pyobjc-core"} <= set(report["card"])
+    assert report["card"]["python"] == platform.python_version()
 
 
 def test_a_crash_is_reported_and_the_others_go_on(tmp_path, on_path, monkeypatch, capsys):

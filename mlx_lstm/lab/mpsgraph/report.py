@@ -2,6 +2,7 @@
 Also write a plot and a JSON file."""
 
 import math
+import platform
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ LEGEND_OF_TWO = "The bound between two contenders is twice that against the orac
 def machine_card() -> dict[str, str]:
     """Return a dict of everything, besides the code, that results depend on: chip, system, versions."""
     packages = ("mlx", "numpy", "torch", "pyobjc-core", "pyobjc-framework-MetalPerformanceShadersGraph")
-    card = {"chip": chip(), "system": system(), "macOS build": macos_build(), "python": sys.version.split()[0]}
+    card = {"chip": chip(), "system": system(), "macOS build": macos_build(), "python": platform.python_version()}
     card |= {"mlx_lstm": __version__} | {package: installed_version(package) for package in packages}
     return card | {"metal": "yes" if has_metal() else "no"}
 
