@@ -517,3 +517,29 @@ def test_bad_arguments(case):
     call, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def stacked(lengths):
+    return mlx_lstm.nn.stack([mlx_lstm.nn.LSTM(3, 4)], mx.ones((2, 5, 3)), lengths=lengths)
+
+
+def from_weights(lengths):
+    weights = convert.from_mlx(mlx_lstm.nn.LSTM(3, 4))
+    return mlx_lstm.nn.from_weights(weights)(mx.ones((2, 5, 3)), lengths=lengths)
+
+
+def by_steps(lengths):
+    return mlx_lstm.recurrent(lambda x, h: (x + h, x + h), mx.ones((5, 2, 3)), mx.zeros((2, 3)), lengths=lengths)
+
+
+def of_torch(lengths):
+    return mlx_lstm.torch.LSTM(3, 4)(mx.ones((5, 2, 3)), lengths=lengths)
+
+
+@pytest.mark.parametrize("run", [stacked, from_weights, by_steps, of_torch])
+@pytest.mark.parametrize("lengths", [[5, 6], [-1, 2]])
+def test_lengths_out_of_range_are_refused_as_a_list_and_as_an_array(run, lengths):
+    """No layer runs lengths beyond the number of steps, whether they come as numbers or as an array of MLX."""
+    for given in (lengths, mx.array(lengths)):
+        with pytest.raises(ValueError, match=r"lengths must lie in 0\.\.5 "):
+            run(given)
