@@ -436,12 +436,12 @@ def engine_gradients(
             return numpy.backward(problem, arrays, saved, cotangents, as_factors=True, left_out=left_out)
         return chunked.backward(problem, arrays, saved, cotangents, left_out)
     floats, cotangents = (for_engine(engine, values) for values in (dequantized(problem.packing, arrays), cotangents))
+    gates = saved.get("gates")
     if normalises_input(problem.cell):
         return gradients_with_input_norm(problem, floats, cotangents)
     # The backward pass of `ops` reads h, c and gates, each as one array with all steps. The forward pass runs again if
     # they are not there: chunks may have saved only their first states; with lengths `numpy` saves a list of gates, an
     # array per segment of the steps; without training it saves no gates. A plain RNN needs no gates.
-    gates = saved.get("gates")
     if chunked or isinstance(gates, list) or (gates is None and problem.cell.op != "rnn"):
         saved = ops.forward(problem, floats)
     saved = {name: a for name, a in saved.items() if a is not None and name != "norms"}

@@ -9,7 +9,8 @@ the width of a projected h, else H. v: the arrays of the call by name.
 Names of the graph's inputs, a letter and a number: x preactivations (or only the input's part, if the cell gets both
 parts `apart`), p their recurrent part, s states (s0 is h), u inputs of the step, w parameters, d gradients of the new
 states, e gradients of the gates, i0 h times the mask, k limits, W0 the matrix of a second product (W0T its transpose),
-N0 the layer normalisation of c.
+N0 the layer normalisation of c. Of a graph: gradients("x"): the nodes of the gradients of these inputs; of_product():
+those of the gates' recurrent parts; saved, forward: the nodes that the forward pass saves, and those of the new states.
 
 The arrays of generated code: z preactivations, xs their input's part, y what the forward pass saves, c_prev and c the
 states besides h before and after the step, n0 the h after it, us and w the inputs and parameters. Backward: dz, dx,
@@ -91,6 +92,7 @@ def function_of(
     parameters: the parameters of `step`, as text.
     """
     lines = [*before, *code.lines, *after]
+    # code.views: {(array, first block, last block + 1): the name of this view}. code.scratch: {name: Scratch}.
     # The names in the statements, and the arrays of which they read views: what is not among them is not made.
     words = {*findall(r"\w+", " ".join(lines)), *(array for array, _, _ in code.views)}
     # A view of an array that is the same in every call is made once; the other views are made at every call.
@@ -100,7 +102,7 @@ def function_of(
         (once if array in own else unpacked).append(f"{name} = {array}[{start} * H : {stop} * H]")
     # made: the statements that allocate or fetch arrays, once. body: the statements of each call of `step`.
     made = [f"{name} = more['{name}']" for name in fixed if name in words]
-    for name, (n, is_bool, is_wide) in code.scratch.items():
+    for name, (n, is_bool, is_wide) in code.scratch.items():  # n blocks; is_wide: as wide as a projected h, P
         rows = "more['P']" if is_wide else f"{n} * H"
         made.append(f"{name} = empty(({rows}, B), {'bool' if is_bool else 'dtype'})")
     made += [f"{name} = constant('{value!r}', dtype)" for name, value in code.constants.items() if name in words]
@@ -109,7 +111,7 @@ def function_of(
     text = (
         f"def build(H, B, dtype, {given}, more):\n    {start}def step({parameters}):\n        {body}\n    return step\n"
     )
-    made_here: dict[str, Any] = {}
+    made_here: dict[str, Any] = {}  # what the text defines: the function `build`
     # The statements were generated from a graph of numbered nodes, so they contain no text that the caller wrote.
     exec(compile(text, "<a cell>", "exec"), NAMES, made_here)  # nosec B102
     return made_here["build"]
@@ -138,7 +140,7 @@ class Plan:
         self.other: tuple[int, ...] = tuple(
             [k for k, (x, p) in enumerate(zip(graph.gradients("x"), graph.of_product(), strict=True)) if x != p]
         )
-        direct = graph.nodes[graph.gradients("s")[0]]
+        direct = graph.nodes[graph.gradients("s")[0]]  # the gradient of h_prev without the recurrent product
         self.passes_h: bool = direct.op != "const" or direct.value != 0
         self.reads_h: bool = graph.reads_after(0)
         self.holds_h: bool = self.passes_h or graph.reads("s0")
@@ -168,11 +170,12 @@ def negatable(graph: CellGraph, letters: str) -> str:
     """Return the letters of the gates whose preactivation z is read only by one sigmoid, directly or after something is
     added to it. letters: one for each gate, in order. `JoinedProduct` can compute -z instead of z for these gates. The
     sigmoid 1 / (1 + exp(-z)) then need not negate z, which saves a pass over memory."""
-    order, found = needed(graph.nodes, [*graph.forward, *graph.saved]), ""
+    order, found = needed(graph.nodes, [*graph.forward, *graph.saved]), ""  # order: the nodes of the forward pass
     for k in range(0 if graph.apart else graph.gates):
         # n: a node, first the preactivation of gate k, then the only node that uses it, and so on. ops: what these do.
         n, ops = graph.number.get(f"x{k}"), []
         while n not in (*graph.saved, *graph.forward) and ops[-1:] != ["sigmoid"] and len(ops) < 2:
+            # A node with several uses ends the loop: n becomes a new state, which is in graph.forward.
             uses = [m for m in order if n in graph.nodes[m].args]
             n = uses[0] if len(uses) == 1 else graph.forward[0]
             ops.append(graph.nodes[n].op if len(uses) == 1 else "")
@@ -185,6 +188,7 @@ def rows_of_product(cell: AnyCell) -> list[tuple[int, int]]:
     comes before the candidate's product."""
     if cell.reset != "before":
         return [(0, cell.gates)]
+    # r and z may be neighbours in gate_order or not: one range of blocks, or two.
     first, second = sorted(cell.gate_order.index(gate) for gate in "rz")
     return [(first, second + 1)] if second == first + 1 else [(first, first + 1), (second, second + 1)]
 
