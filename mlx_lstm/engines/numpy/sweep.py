@@ -11,7 +11,7 @@ of a direction, or None if there is one only. v: NumPy views of the arrays of th
 those of the cotangents (the gradients that the caller gives for outputs); out: the memory of the results. norms: what
 the forward pass saves of layer normalisations for the backward pass. `cell.carried`, `cell.kept`: how many blocks of H
 numbers c and gates have; `cell.reads_kept`: whether the backward pass reads gates. A segment: some steps of those batch
-items that have not ended before them (`ragged`); parts: the segments of the call, empty if it is not divided. """
+items that have not ended before them (`ragged`); parts: the segments of the call, empty if it is not divided."""
 
 from math import prod
 
@@ -88,7 +88,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         sequences["h"] = NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first)
         if "c" in widths:
             sequences["c"] = NewSequence(dtype, (T, B, widths["c"]), FEATURE_MAJOR, batch_first)
-    # parts: the segments, if lengths make it worth to divide the call. rows: the numbers per step and batch item of
+    # parts: the segments, if it pays to divide a call with lengths. rows: the numbers per step and batch item of
     # each array that only the backward pass reads (`hidden`).
     parts, rows = segments(problem, v) if "lengths" in v else [], dict[str, int]()
     if problem.return_gates:
@@ -170,7 +170,7 @@ def backward(
                 backward_in_segments(one, parts, products, own, own_saved, own_hidden, own_dv)
             else:
                 BackwardSweep(one, products, own, own_saved, own_dv).run()
-            if problem.cell.norm is not None:  # the weights had their means subtracted, so the gradients need it, too
+            if problem.cell.norm is not None:  # subtract means that the true gradients of weights do not have
                 centre_gradients(one, own_out)
             factors |= in_mlx(arrays, products.factors)
     return factors | {name: array.to_mlx() for name, array in new.items()}
