@@ -10,10 +10,9 @@ already, [T, B, G H]. z: a preactivation, x Wx^T + b + h Wh^T; dz: its gradient.
 [rows, B], so that the weights are the left factor.
 
 BLAS is the library that multiplies matrices. It reads a matrix whose rows or columns are contiguous, and uses several
-threads for a large product. A stream runs steps that arrive one at a time. A batch is wide from WIDE_BATCH (16) items on.
-A block is a range of steps whose inputs are multiplied or copied before these steps run. `bias_of`: the bias with an
-LSTM's forget bias.
-"""
+threads for a large product. A stream runs steps that arrive one at a time. A batch is wide from WIDE_BATCH (16) items
+on. A block is a range of steps whose inputs are multiplied or copied before these steps run. `bias_of`: the bias with
+an LSTM's forget bias."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -224,7 +223,8 @@ class SeparateProducts:
             self.bias, self.ahead = np.repeat(bias[:, None], B, axis=1), np.empty((rows, B), dtype)
         # Two buffers, one for h before a step and one for h after it. They swap at every step.
         self.h_buffers: list[Array] = [np.empty((P, B), dtype) for _ in range(2)]
-        self.h_rows: list[Array] = 2 * [np.empty((P, B), dtype)] if copies_h else self.h_buffers  # one array, used twice
+        # h_rows: a single further array for both, because a step writes it and reads it at once.
+        self.h_rows: list[Array] = 2 * [np.empty((P, B), dtype)] if copies_h else self.h_buffers
         self.operands: list[Array] = self.h_rows
 
     def load(self, start: int) -> Array:
@@ -355,7 +355,7 @@ class WeightGradients:
         writes the product, later chunks add theirs. left [rows, n], right [n, columns]. If the gradient is returned as
         two factors, keep both instead; there is then one chunk only."""
         if name in self.factors:
-            left = np.array(left.T, order="C")  # a copy, because later steps overwrite dz
+            left = np.array(left.T, order="C")  # a copy, because `StepBackward.end_chunk` overwrites dz
             # Wx and Wh usually have the same left factor, dz. It is the larger one and is stored once.
             if self.left is None or not np.array_equal(left, self.left):
                 self.left = left

@@ -63,7 +63,7 @@ class Segment(NamedTuple):
         B, .]. If the sequence is feature-major in memory, both arrays are first transposed to [T, ., B], so that NumPy
         writes it in the order of its memory."""
         target, source = sequence[self.start : self.stop], part
-        if target.strides[1] < target.strides[2]:  # feature-major: neighbouring items are closer than neighbouring features
+        if target.strides[1] < target.strides[2]:  # feature-major: two items are closer than two features
             target.transpose(FEATURE_MAJOR)[:, :, self.items] = source.transpose(FEATURE_MAJOR)
         else:
             target[:, self.items] = source

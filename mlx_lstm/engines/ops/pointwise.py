@@ -73,7 +73,7 @@ def pointwise_step(
     per_unit = [mx.broadcast_to(w, h.shape) for w in blocks(params, graph.params)]
     every = [*x, *p, h, *blocks(c, graph.states - 1), *blocks(inputs, graph.inputs), *per_unit]
     given = only_live(live, every)  # the same values, but without derivatives where an item has ended
-    # after: the new states, h first. function: the user's, which takes one list of arrays; None in a test run.
+    # after: the new states, h first. function: the user's, called with all arrays in order; None in a test run.
     if graph.function is not None:
         after = list(graph.function(*given))
     else:

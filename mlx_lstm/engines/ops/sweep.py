@@ -342,7 +342,8 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
     constants: dict[mx.Dtype, dict[int, Array]] = {}
 
     def step(t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None) -> StepGradients:
-        # given: the graph's inputs of this step by name. known: the values of nodes that need no computation, by number.
+        # given: the graph's inputs of this step by name. known: the values of nodes that need no computation, by
+        # number.
         given = {"s0": before["h"], "d0": dh, "d1": dc}
         if "c" in before:
             given["s1"] = before["c"]
@@ -407,6 +408,7 @@ def known_after(graph: CellGraph, cell: AnyCell, after: Arrays) -> dict[int, Arr
 def through_projection_clip(cell: AnyCell, arrays: Arrays, after: Arrays, dh: Array) -> Array:
     """Return the gradient of a projected h before the clip `projection_clip`: dh [.., P], or 0 where the clip changed
     h. after: h, c and the gates after the step or, with an axis of time, after all steps."""
+    # The graph of an LSTM with a projection (Wp), whose gates have no cotangents. d0: the gradient of h.
     graph, Wp = graph_of(cell, ["Wp"], exposes=False), arrays["Wp"]
     given = {"d0": dh, "W0T": Wp.T} | limits_of(cell, None, after["h"])
     known = known_after(graph, cell, after) | {graph.number[name]: array for name, array in given.items()}
