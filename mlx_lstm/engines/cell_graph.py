@@ -455,8 +455,10 @@ def cell_graph(
     names: tuple[str, ...] | None = None,
 ) -> CellGraph:
     """Return the graph of a cell. Nodes that neither its results nor its gradients need are removed, and the nodes that
-    the forward pass saves for the backward pass are chosen, unless they are given as `saved`. The parameters are those
-    of `CellGraph`: forward are the nodes of the new states, back those of the gradients."""
+    the forward pass saves for the backward pass are chosen, unless they are given as `saved`. counts: the numbers of
+    gates, states, inputs of each step and parameters. apart: whether the cell reads both parts of a preactivation.
+    forward: the nodes of the new states. back: those of the gradients of the inputs `names`; None: of all inputs of a
+    user's cell."""
     whole = needed(graph.nodes, [*forward, *back, *(saved or [])])  # the nodes that remain, by their old numbers
     number = {n: k for k, n in enumerate(whole)}  # {old number of a node: new number}
     nodes = tuple(graph.nodes[n]._replace(args=tuple(number[k] for k in graph.nodes[n].args)) for n in whole)

@@ -252,6 +252,7 @@ def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int]) -
             wanted = [*step(*drawn), *derivative_forward(step, drawn, weights)]
         given = dict(zip([*names, *(f"d{k}" for k in range(graph.states))], [*drawn, *weights], strict=True))
         known = {n: given[name] for name, n in graph.number.items()}
+        # AS_MLX: the functions that the cell calls, one for each operation of the graph.
         values = values_of(graph.nodes, [*graph.forward, *graph.back], known, drawn[0], AS_MLX)
         got = [mx.broadcast_to(values[n], shape) for n in (*graph.forward, *graph.back)]
         mx.eval(wanted, got)
@@ -344,7 +345,8 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
     more["N0"] = cell.norm is not None
     given = [*first, *(name for name, is_there in more.items() if is_there)]
 
-    # The new states and then the gates, as a function of the arrays `given`.
+    # The new states and then the gates, as a function of the arrays `given`. TRACED: the functions that a definition
+    # calls while it is traced; some of them differ from those that compute.
     def results(*arrays: mx.array) -> list[mx.array]:
         states, found = definitions.step(cell, dict(zip(given, arrays, strict=True)), TRACED)
         return distinct([*states, *(found[gate] for gate in gates)])

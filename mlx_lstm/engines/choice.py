@@ -291,6 +291,7 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
         return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True, is_long=longest < T)
     if not 0 < longest < T:
         return None
+    # A chunk has at most `longest` steps, and at most GATES[engine] numbers in its gates.
     return Chunks(max(1, min(longest, GATES[engine] // (B * width))), recomputes=False, is_long=True)
 
 

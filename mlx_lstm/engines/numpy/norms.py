@@ -555,7 +555,8 @@ class Factor:
         """Prepare the triangle R. W [n, K]: the weights. B: how many columns u a call of this object gets."""
         wide = W.astype(np.float64)
         square = wide.T @ wide  # W^T W
-        # Rounding in float64 must not make the matrix indefinite. This number is far below the rounding of W itself.
+        # Rounding in float64 must not make the matrix indefinite, so a small number is added to its diagonal. The
+        # number is far below the rounding of W itself.
         least = 4 * np.finfo(np.float64).eps * sum(W.shape) * np.trace(square) + SMALLEST
         square[np.diag_indices_from(square)] += least
         try:  # R is divided by sqrt(n), so that |R u|^2 is the variance
@@ -566,7 +567,7 @@ class Factor:
         self.wide_eps: Array = np.array(eps, W.dtype)  # the same number for functions of NumPy
         self.row: Array = np.ones((1, len(square)), W.dtype)  # a product with it is a sum over K
         self.scratch: Array = np.empty((len(square), B), W.dtype)
-        self.tiles: Tiles = Tiles(len(square), B, W.dtype)
+        self.tiles: Tiles = Tiles(len(square), B, W.dtype)  # repeats r, so that the product with u has longer loops
 
     def __call__(self, u: Array, r: Array, out: Array) -> None:
         """Write r [1, B] for the columns u [K, B], and r u to `out`, which may be u itself."""
@@ -669,7 +670,8 @@ class ProductNorm:
         self.square: Array = W.T @ W  # [K, K]
         # A product with this row sums over K and divides by GH; BLAS does this faster than np.sum.
         self.row: Array = np.full((1, W.shape[1]), 1 / len(W), W.dtype)
-        # The sums of the class's text over all columns, from which the gradients of W and of the scale are computed.
+        # A = d (r u)^T and S = (c u) u^T, summed over all columns. dW = scale A - W S, and dscale is A W, summed over
+        # K.
         self.A: Array = np.zeros((len(W), W.shape[1]), W.dtype)
         self.S: Array = np.zeros_like(self.square)
 

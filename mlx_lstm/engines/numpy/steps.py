@@ -129,7 +129,8 @@ class Plan:
     """
 
     def __init__(self, cell: AnyCell, names: Collection[str], exposes: bool):
-        """Read the cell's graph. names, exposes: as for `plan_of`."""
+        """Read the cell's graph. names: which of the arrays "peephole" and "Wp" the call has. exposes: whether the
+        caller gets the gates (forward), or whether they have cotangents (backward)."""
         graph = graph_of(cell, names, exposes)
         self.cell, self.graph = cell, graph
         self.rows: list[tuple[int, int]] = rows_of_product(cell) if cell.recurrent else []
@@ -137,12 +138,13 @@ class Plan:
         self.projects: bool = "Wp" in names
         self.whole: bool = cell.recurrent and self.rows == [(0, cell.gates)]
         self.negatable: str = negatable(graph, cell.gate_order) if cell.recurrent else ""
+        # Both lists have one node per gate: the gradient of its input part, and that of its recurrent part.
         self.other: tuple[int, ...] = tuple(
             [k for k, (x, p) in enumerate(zip(graph.gradients("x"), graph.of_product(), strict=True)) if x != p]
         )
         direct = graph.nodes[graph.gradients("s")[0]]  # the gradient of h_prev without the recurrent product
         self.passes_h: bool = direct.op != "const" or direct.value != 0
-        self.reads_h: bool = graph.reads_after(0)
+        self.reads_h: bool = graph.reads_after(0)  # state 0 is h
         self.holds_h: bool = self.passes_h or graph.reads("s0")
         self.recomputed: list[int] = graph.recomputed
 
@@ -331,7 +333,7 @@ class Step:
         # computed.
         rows = 0 if streamed else kept_rows(problem, v) if norms is None else norms.shape[2]
         self.by_factors = by_factors(problem, rows)
-        v = with_centred_weights(many, v, self.by_factors)
+        v = with_centred_weights(many, v, self.by_factors)  # so that no step subtracts a mean, if that pays
         if not self.by_factors:
             return v, norm_of_preactivations(many, v), None if streamed else input_norm_of(problem, v)
         # By factors: the norm is a factor on the h that enters the product. multiply: the function that applies the
@@ -340,6 +342,7 @@ class Step:
         self.enter = forward.enter
         if multiply is not None:
             self.enter = lambda t, h, out: forward.enter(t, multiply(t, h, out), out)
+        # rows: 2 if the input's product is normalised by factors, too, on x; 1 if not.
         return forward.arrays, None, input_norm_of(problem, forward.arrays) if rows == 1 else None
 
 
@@ -628,7 +631,7 @@ class StepBackward:
         else:
             # dp: the gradients of the recurrent products; with a norm they are others than dz.
             dp = self.dz if self.norm is None else self.norm.dp
-            for start, stop in self.plan.rows:
+            for start, stop in self.plan.rows:  # the blocks of Wh that multiply h: all, or those of a GRU's r and z
                 rows = slice(None) if (start, stop) == (0, cell.gates) else slice(start * H, stop * H)
                 products.accumulate("Wh", dp[rows, :n], h_in, rows)
         # The second product of a step: with the projection, or with the candidate's rows of Wh.
@@ -637,8 +640,8 @@ class StepBackward:
         elif self.m is not None:
             rows = cell.block("n", H)
             products.accumulate("Wh", self.dz[rows, :n], self.m[:, :n].T, rows)
-        if self.bhn is not None and not self.input_by_step:
+        if self.bhn is not None and not self.input_by_step:  # else a norm sums the gradient of bhn
             products.accumulate("bhn", self.dz[cell.block("n", H), :n], np.ones(n, self.dz.dtype))
-        if self.dx is not None:
+        if self.dx is not None:  # from now on dz has the gradients of the input parts
             for place, k in enumerate(self.plan.other):
                 self.dz[k * H : (k + 1) * H, :n] = self.dx[place * H : (place + 1) * H, :n]

@@ -94,7 +94,7 @@ def over_time(
     """Run `step_at(t, state) -> (output, state)` for each t of `steps`. Return the outputs, stacked to [T, B, .] in
     the order of time, and the last state. Both are arrays or trees of arrays.
 
-    live_at(t): a bool array [B], true for batch items that have not ended at step t, or None if all still run. For
+    live_at(t): a bool array [B, 1], true for batch items that have not ended at step t; None without lengths. For
     an item that has ended the output is 0 and the state stays unchanged. by_mlx: whether MLX differentiates the steps,
     which may have infinite derivatives, as those of a user's cell.
     """
@@ -102,6 +102,7 @@ def over_time(
     for t in steps:
         (output, after), live = step_at(t, state), live_at(t)
         if live is not None:
+            # For items that have ended take zeros instead of the output, and the state before instead of that after.
             zeros = tree_map(lambda array: mx.array(0, array.dtype), output)
             output, after = (choose_items(live, *pair, by_mlx) for pair in ((output, zeros), (after, state)))
         outputs[t], state = output, after
@@ -583,7 +584,8 @@ def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array, y: Array | N
     if cell.reset != "after":
         return {}
     h_in = h_prev * arrays["mask"] if "mask" in arrays else h_prev
-    Wh_n = arrays["Wh"][cell.block("n", problem.H)]
+    Wh_n = arrays["Wh"][cell.block("n", problem.H)]  # the candidate's rows
+    # `scaled` returns y times the scale plus the shift; `by_gate` divides it into the gates.
     q = flat(h_in) @ Wh_n.T if y is None else flat(by_gate(cell, norm_of(cell, arrays).scaled(y))["n"])
     return {"q": (q + arrays["bhn"] if "bhn" in arrays else q).reshape(h_prev.shape)}
 
