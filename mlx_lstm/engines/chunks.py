@@ -197,6 +197,7 @@ class Chunked:
                 states, first_state = half(states, d) if problem.bidirectional else states, memory_of(first[name])
                 lengths, bounds = arrays.get("lengths"), sorted(self.bounds(own))
                 lengths = None if lengths is None else memory_of(lengths)
+                # rows: the state before each chunk, in the order of time (`sorted`).
                 rows = [state_before(own, states, first_state, lengths, *chunk) for chunk in bounds]
                 starts[f"{name[0]}_starts"] = copied_to_mlx(np.stack(rows))
             by_d.append(starts)

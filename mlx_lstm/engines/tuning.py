@@ -58,7 +58,8 @@ class Table(NamedTuple):
         for largest, engine in row:
             if largest >= H:
                 return engine, f"H = {H} <= {largest} {where}"
-        beyond = "stepwise" if self.trusts("stepwise", dtype, B) else "ops"  # the engine above the last measured H
+        # The engine above the last measured H: `stepwise`, unless a measurement of it failed.
+        beyond = "stepwise" if self.trusts("stepwise", dtype, B) else "ops"
         return beyond, f"H = {H} > {row[-1][0]} {where}" if row else f"H = {H} {where}"
 
     def trusts(self, engine: str, dtype: mx.Dtype | str, B: int) -> bool:

@@ -132,16 +132,16 @@ class Normalisation:
 
         The gradient is r (d scale - mean(d scale) - y mean(d scale y)), with the means over a block.
         """
-        # self.scratch holds d y first, then the part that is subtracted: y mean(d scale y) + mean(d scale).
-        # With self.scaled_row a mean is that of the array times the scale.
+        # self.scratch holds d y first, then the part that is subtracted: y mean(d scale y) + mean(d scale). A product
+        # with self.scaled_row is the mean of an array times the scale.
         shape, dy, scratch = self.shape, np.multiply(d, y, self.scratch), self.scratch.reshape(self.shape)
-        np.matmul(self.scaled_row, scratch, out=self.mean)
+        np.matmul(self.scaled_row, scratch, out=self.mean)  # mean(d scale y)
         for total, terms in ((self.dscale, dy), (self.dshift, d)):
             if total is not None:
                 np.add(total, terms, total)
         np.multiply(y.reshape(shape), self.mean, scratch)
         if not self.centred:
-            np.matmul(self.scaled_row, d.reshape(shape), out=self.other_mean)
+            np.matmul(self.scaled_row, d.reshape(shape), out=self.other_mean)  # mean(d scale)
             np.add(scratch, self.other_mean, scratch)
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
         np.subtract(scaled, self.scratch, self.scratch)
@@ -181,20 +181,20 @@ class OneColumn(Normalisation):
         np.multiply(a, factor, y)
 
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
-        """Write to `out` the gradient of a, and add the terms of scale and shift, as `Normalisation.before` does."""
-        # The statements are those of `Normalisation.before` for a single column and block: `scratch` is first d y, then
-        # the part that is subtracted, y mean(d scale y) + mean(d scale). A product with `row` is the mean of an array
-        # times the scale.
+        """Write to `out` the gradient of a, r (d scale - mean(d scale) - y mean(d scale y)), from the gradient d of the
+        result. Add the terms of the gradients of scale and shift."""
+        # `scratch` is first d y, then the part that is subtracted, y mean(d scale y) + mean(d scale). A product with
+        # `row` is the mean of an array times the scale.
         row, scratch, y = self.scaled_row.reshape(-1), self.scratch[:, 0], y[:, 0]
         dy = np.multiply(d[:, 0], y, scratch)
-        mean = dot(row, dy)
+        mean = dot(row, dy)  # mean(d scale y)
         if self.dscale is not None:
             self.dscale += self.scratch
         if self.dshift is not None:
             self.dshift += d
         np.multiply(y, mean, scratch)
         if not self.centred:
-            np.add(scratch, dot(row, d[:, 0]), scratch)
+            np.add(scratch, dot(row, d[:, 0]), scratch)  # the mean of d scale
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
         np.subtract(scaled, self.scratch, self.scratch)
         np.multiply(self.scratch, r.item(), out)
@@ -224,18 +224,20 @@ class OneBlock(Normalisation):
         np.multiply(a.reshape(shape), tiles(r), out)
 
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
-        """Write to `out` the gradient of a, and add the terms of scale and shift, as `Normalisation.before` does."""
-        # The statements are those of `Normalisation.before`. `scratch` is the memory of self.scratch [n, B], viewed as
-        # [n / 8, 8 B]; `tiles` repeats a row [1, B] to this width.
+        """Write to `out` the gradient of a, r (d scale - mean(d scale) - y mean(d scale y)), from the gradient d of the
+        result. Add the terms of the gradients of scale and shift."""
+        # self.scratch [n, B] is first d y, then the part that is subtracted, y mean(d scale y) + mean(d scale).
+        # `scratch` is the same memory, viewed as [n / 8, 8 B]; `tiles` repeats a row [1, B] to this width. A product
+        # with `row` is the mean of an array times the scale.
         tiles, scratch, row = self.tiles, self.wide_scratch, self.scaled_row.reshape(1, -1)
         dy = np.multiply(d, y, self.scratch)
-        dot(row, dy, out=self.mean[0])
+        dot(row, dy, out=self.mean[0])  # mean(d scale y)
         for total, terms in ((self.dscale, dy), (self.dshift, d)):
             if total is not None:
                 np.add(total, terms, total)
         np.multiply(y.reshape(tiles.shape), tiles(self.mean[0]), scratch)
         if not self.centred:
-            dot(row, d, out=self.other_mean[0])
+            dot(row, d, out=self.other_mean[0])  # mean(d scale)
             np.add(scratch, tiles(self.other_mean[0]), scratch)
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
         np.subtract(scaled, self.scratch, self.scratch)

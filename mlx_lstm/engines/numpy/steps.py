@@ -624,7 +624,7 @@ class StepBackward:
 
     def end_chunk(self, products: WeightGradients, h_in: Array) -> None:
         """Add the terms of one chunk of time steps to the weight gradients in `products`. h_in [n, P]: the h that
-        entered the recurrent product at each step of the chunk."""
+        entered the recurrent product, with n = steps x batch of the chunk."""
         n, H, cell, h_in = len(h_in), self.H, self.cell, matrix(h_in)
         if isinstance(self.norm, RecurrentNorm):  # it computes the gradient of Wh itself
             self.norm.end_chunk(self.dz[:, :n], h_in, products)

@@ -69,7 +69,8 @@ class StreamedLayer:
             if self.norm is not None:  # the layer normalisation of the input's product
                 self.norm(self.inputs, self.inputs)
         h, new = self.h[k], self.h[1 - k]
-        # None: nothing is saved for a backward pass.
+        # The arguments: what the weights multiply, the input's part, h, c, then the memory for what a backward pass
+        # reads (None), the new c and the new h.
         self.step(self.operands[k], self.inputs, h, self.c[k], None, self.c[1 - k], new)
         return new
 

@@ -362,7 +362,7 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
         if graph.has_norm():  # compute c before its norm, `raw`, which the gradient of the norm reads
             raw = values_of(graph.nodes, [graph.norm_operand("norm")], known, dh)[graph.norm_operand("norm")]
             known[graph.norm_operand("norm")] = raw
-        if "Wp" in arrays:
+        if "Wp" in arrays:  # dh went through the clip of h already, so the graph need not compute this
             known[graph.operand("W0")] = dh
         # The constants of the graph and the order of its nodes are the same at every step, so they are made once.
         if dh.dtype not in constants:
