@@ -376,6 +376,7 @@ def backward(
     not compute.
     """
     outputs, hidden = forward
+    # The gradients of `ops` are a graph that MLX can differentiate again; evaluated chunks need a rule for that.
     if engine == "ops" or (engine == "numpy" and chunked is None and is_rnn_step(problem)):
         floats = dequantized(problem.packing, arrays)
         if chunked is None:
@@ -383,7 +384,7 @@ def backward(
         if not chunked.evaluates:
             return chunked.backward(problem, floats, outputs | hidden, cotangents)
         return evaluated_gradients(problem, floats, chunked, cotangents, outputs | hidden)
-    wanted = with_gradient(problem, arrays)
+    wanted = with_gradient(problem, arrays)  # the names of the arrays that have a gradient
     if set(wanted) <= set(left_out):  # a custom function of MLX needs at least one result
         left_out = ()
     # The names of the results. `numpy` returns some gradients as factors: "Wh 0" and "Wh 1" are two factors of that of

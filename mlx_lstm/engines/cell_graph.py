@@ -59,7 +59,7 @@ class Graph:
     def add(self, op: str, *args: int) -> int:
         """Add the operation `op` on the nodes `args`, and return the number of its node. If a rewrite applies, return
         the number of a simpler node with the same value instead."""
-        if op in COMMUTES:
+        if op in COMMUTES:  # such as a + b and b + a, which become the same node
             args = tuple(sorted(args))
         if repr(Node(op, args)) in self.numbers:
             # The graph has this operation, so the new node is the old one: the derivative reads the value that the cell
@@ -168,7 +168,7 @@ def multiply_by_condition(graph: Graph, a: int, b: int) -> int | None:
         if graph.nodes[factor].op != "float" or not graph.derives:
             continue
         condition = graph.nodes[factor].args[0]
-        if graph.nodes[condition].op == "not":
+        if graph.nodes[condition].op == "not":  # float(not p) * x is 0 if p else x
             return graph.add("select", graph.nodes[condition].args[0], graph.constant(0), x)
         return graph.add("select", condition, x, graph.constant(0))
     return None
@@ -512,7 +512,7 @@ def next_on_all_paths(cell: CellGraph, order: list[int], n: int, excluded: set[i
     """Return a node that the forward pass can save instead of node n: the first node after n through which every path
     from n to a gradient leads. Return None if there is none. order: the nodes from which the gradients are computed.
     Nodes in `excluded` and nodes with bool values (conditions) are not returned."""
-    leaves = set(cell.known_after())
+    leaves = set(cell.known_after())  # the new states, whose values are known without their operands
     for candidate in order:
         if candidate <= n or candidate in excluded or cell.nodes[candidate].op in CONDITIONS:
             continue

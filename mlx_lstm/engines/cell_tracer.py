@@ -169,7 +169,7 @@ def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[in
             graph.derives, gradient = True, partial(derivative, step, len(given))
             back = absorb(graph, gradient, given + d_states, [*names, *(f"d{k}" for k in range(counts.states))])
         except NotPointwise as error:
-            refuse(cell, step, given, error.what)
+            refuse(cell, step, given, error.what)  # raises the error for the user
         cell_of = cell_graph(graph, counts, apart, forward, back)
         verify(cell_of, step, shape)
         cell_of.function = step
@@ -608,7 +608,7 @@ def what_with_values(cell: Callable[..., Any], step: Callable[..., Any], given: 
     if arrays:
         have_values(arrays)
         try:
-            absorb(Graph(), step, given, [f"x{k}" for k in range(len(given))])
+            absorb(Graph(), step, given, [f"x{k}" for k in range(len(given))])  # any names will do
         except NotPointwise as error:
             what = error.what
     elif what == "a captured array":  # MLX keeps the constants of a compiled function from call to call

@@ -113,7 +113,7 @@ class ScaledNorm:
         return before_norm(d if self.scale is None else d * self.scale, y, r)
 
     def back(self, d: Array, a: Array) -> Array:
-        """Return the gradient of a, from the gradient d of `self(a)`."""
+        """Return the gradient of a, from the gradient d of `self(a)`. Normalise a again for it."""
         return self.before(d, *normalised(a, self.blocks, self.eps))
 
 

@@ -19,7 +19,8 @@ u), so only u, the vector that W multiplies, is multiplied by r. `Factor` comput
 the product; `ProductNorm` is the backward pass of this way.
 
 Mostly the functions write into memory that was allocated before: an argument or a last argument `out` of a NumPy
-function is where the result goes. A mean is a product with a row of equal numbers, because BLAS is faster than NumPy.
+function is where the result goes. A mean is a product with `row`, a row of equal numbers, because BLAS is faster than
+NumPy. `centred`: the means are 0 already, because they were subtracted from the weights.
 """
 
 from collections.abc import Callable, Sequence

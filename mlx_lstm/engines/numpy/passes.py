@@ -141,14 +141,16 @@ class BackwardSweep:
         if problem.cell.norm is not None:
             # rows: the numbers that the norms saved per step and item. They tell by which way the norms were computed.
             rows = saved["norms"].shape[2] if "norms" in saved else 0
-            v = with_centred_weights(problem, v, by_factors(problem, rows))
+            v = with_centred_weights(problem, v, by_factors(problem, rows))  # the weights of the forward pass
         self.problem, self.v, self.dv, self.h = problem, v, dv, saved["h"]
         self.ends: Ends = Ends(problem, v)
         self.mask: Any = step_mask(v, problem)
-        self.step: StepBackward = StepBackward(problem, v, saved, "gates" in dv)
+        self.step: StepBackward = StepBackward(problem, v, saved, "gates" in dv)  # whether gates have cotangents
         self.products: WeightGradients = products
         self.out: Views = products.out
         has_c = "c" in saved
+        # c_at(t): c after step t, [H, B]. c0: the c before the first step. dh, dc: at first the cotangents of hT and
+        # cT.
         self.c_at: Callable[[int], Any] = steps_of(saved["c"]) if has_c else lambda t: None
         self.c0: Any = first_state(v, "c0", (carried * H, B), dtype) if has_c else None
         self.dh: Array = first_state(dv, "hT", (P, B), dtype)
@@ -158,6 +160,7 @@ class BackwardSweep:
         self.waiting: list[tuple[Array, Array]] = []
         if self.ends.shortest < problem.T:
             self.waiting = [(self.dh, self.dh.copy()), (self.dc, self.dc.copy())]
+            # idle: the items that do not run at the first step of this pass, which is step 0 in reverse, else T - 1.
             idle = self.ends.lengths < (1 if problem.reverse else problem.T)
             self.dh[:, idle] = self.dc[:, idle] = 0
 

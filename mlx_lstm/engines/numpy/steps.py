@@ -272,9 +272,10 @@ class Step:
         self, problem: Problem, v: Views, mask: Array | None, norms: Array | None = None, streamed: bool = False
     ):
         """Allocate the arrays that every step overwrites. mask [T, B, P]: factors on the h that enters the recurrent
-        product, or None. norms [T, B, n]: memory for what the backward pass of norms reads, if it runs. streamed: the
-        steps arrive one at a time (`engines.numpy.stream`)."""
+        product, or None. norms [T, B, n]: memory for the n numbers per step and item that the backward pass of norms
+        reads, if it runs. streamed: the steps arrive one at a time (`engines.numpy.stream`)."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
+        # plan: how the step of the cell is computed; it depends on whether the call has peephole weights and Wp.
         plan = plan_of(cell, graph_arrays(v), problem.return_gates)
         self.apart: bool = plan.graph.apart
         self.by_factors: bool = False
@@ -487,8 +488,9 @@ class StepBackward:
     """The recurrent products of the gates in `plan.recomputed` at each step of a chunk: a GRU's candidate has one."""
 
     def __init__(self, problem: Problem, v: Views, saved: Views, exposes: bool):
-        """Allocate the arrays that every backward step overwrites. saved: the outputs h, c and gates [T, B, K H] of the
-        forward pass. exposes: whether the gates have cotangents."""
+        """Allocate the arrays that every backward step overwrites. saved: the outputs h, c and gates of the forward
+        pass. gates [T, B, K H] has the K numbers per unit that this pass reads, mostly those of the gates. exposes:
+        whether the gates have cotangents."""
         (_, B, H, P, cell), dtype = problem[:5], v["x"].dtype
         plan = self.plan = plan_of(cell, graph_arrays(v), exposes)
         # more: the arrays that the generated code gets by name.
