@@ -22,6 +22,9 @@ What the names in this file mean:
 - mask, keep: factors on h in the recurrent product, and on all states before a step
 - cotangent: the gradient that the caller gives for an output
 - q: the recurrent product of a GRU's candidate gate, which the backward steps of some GRUs read
+- from kernel.py: `prepare` returns a launch; `contiguous` an array in row-major order, which no launch need copy;
+  `constant` a cached array of a few numbers; `struct_of` the source of the struct `a` in which a kernel gets its
+  arrays; `numbers_of` an LSTM's forget bias and limits; `cell_number` the options of a cell as bits, OPTIONS in Metal
 """
 
 from collections.abc import Collection

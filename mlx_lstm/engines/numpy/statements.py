@@ -128,7 +128,9 @@ def lowered(
     graph, number = Graph(), dict[int, int]()  # the new graph; number: {node: its number in the new graph}
     one = graph.constant(1)
 
-    def negative(n: int) -> int:  # -n without an operation if n, or one operand of a sum n, is there negated
+    # Return the node of -n. It needs no operation if the place of n holds the negated value already (`signs` below),
+    # and it is a difference if this is so for one operand of a sum n.
+    def negative(n: int) -> int:
         node = graph.nodes[n]
         if node.op == "input" and node.value in signs:
             return graph.input(signs[node.value])

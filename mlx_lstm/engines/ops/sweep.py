@@ -151,7 +151,7 @@ def step(
     of: dict[str, Any] = {"s0": h, "s1": c, "i0": h_in, "W0": arrays.get("Wp")}
     if cell.cell_clip is not None or cell.projection_clip is not None:
         of |= limits_of(cell, c, h)
-    if "peephole" in arrays:
+    if "peephole" in arrays:  # `named` divides an array into w0, w1, ..., one part for each gate
         of |= named("w", cell, arrays["peephole"])
     # mx.addmm is not used here and in the definitions: MLX 0.32.4 refuses it under vmap over x alone.
     if cell.reset == "before":  # a GRU whose candidate has a product of its own; the other products follow below
@@ -344,7 +344,7 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
 
     def step(t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None) -> StepGradients:
         # given: the graph's inputs of this step by name. known: the values of nodes that need no computation, by
-        # number.
+        # number. From outside: number: {name of an input: its node}; of: {name of an input: the node of its gradient}.
         given = {"s0": before["h"], "d0": dh, "d1": dc}
         if "c" in before:
             given["s1"] = before["c"]
