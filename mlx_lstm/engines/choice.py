@@ -258,8 +258,8 @@ def divide(problem: Problem, engine: str, every: int | str | None) -> Problem:
     """Return the problem completed with the options that depend on its engine: the cut of `fused` (a measured choice
     of rows and registers) and the chunks in time.
 
-    every: the option `checkpoint_every`. A gradient op has no chunks, because it already gets all arrays that a
-    chunk would recompute.
+    every: the option `checkpoint_every`: steps in a chunk, "auto" or None. A gradient op, which is called with the
+    `cotangents`, has no chunks, because it already gets all arrays that a chunk would recompute.
     """
     cut = tuning.cut(problem.dtype, problem.B) if engine == "fused" else None
     chunks = chunks_of(engine, problem, every) if problem.cotangents is None else None
@@ -274,7 +274,7 @@ launch and an array in each of the two passes."""
 
 def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks | None:
     """Return how a call is divided into chunks of time, or None if it is not divided. every: the option
-    `checkpoint_every`."""
+    `checkpoint_every`, which saves memory: the number of steps in a chunk, "auto", or None for no such chunks."""
     T, B, width = problem.T, problem.B, problem.cell.gates * problem.H  # width: the numbers of all gates of an item
     # longest: the largest number of steps in one graph of this engine; 0: the engine builds no graph.
     longest = LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked
@@ -287,7 +287,6 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
         # memory of h and dx, so the option still saves memory.
         if engine == "numpy":
             auto = max(auto, min(ROWS // B, T // 8))
-        # A text is "auto".
         return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True, is_long=longest < T)
     if not 0 < longest < T:
         return None

@@ -143,6 +143,7 @@ def backward(
     packing = problem.packing
     v, dv = views(arrays if packing is None else with_float_weights(packing, arrays)), views(cotangents)
     parts = segments(problem, v) if "lengths" in v else []
+    # outputs: the saved arrays of the whole call. by_segment: what was saved as a list with one array per segment.
     arrays_saved = {name: a for name, a in saved.items() if isinstance(a, mx.array | np.ndarray)}
     outputs = {name: view(array) for name, array in arrays_saved.items() if name in ("h", "c", *HIDDEN)}
     by_segment = {name: a for name in HIDDEN if isinstance(a := saved.get(name), list)}
