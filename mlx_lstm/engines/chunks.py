@@ -84,7 +84,8 @@ class Chunked:
     In addition to the engine's outputs `forward` returns the states at the start of each chunk, because `backward` runs
     each chunk from them: h_starts [N, B, D P] and c_starts [N, B, D H], in the order of time. There are N chunks, B
     batch items and D directions; P is the width of h and H the width of c. MLX's results of a call in evaluated chunks
-    have no graph, so `saved_of`, `stand_ins` and `real_sequences` say what MLX and Python keep of them. """
+    have no graph, so `saved_of`, `stand_ins` and `real_sequences` say what MLX and Python keep of them.
+    """
 
     def __init__(self, chunks: Chunks, engine: str, module: Any, batch_first: bool, evaluates: bool):
         """Prepare a run in chunks. module: the module of the engine, with the functions `forward` and `backward`.

@@ -12,7 +12,8 @@ already, [T, B, G H]. z: a preactivation, x Wx^T + b + h Wh^T; dz: its gradient.
 BLAS is the library that multiplies matrices. It reads a matrix whose rows or columns are contiguous, and uses several
 threads for a large product. A stream runs steps that arrive one at a time. A batch is wide from WIDE_BATCH (16) items
 on. A block is a range of steps whose inputs are multiplied or copied before these steps run. `bias_of`: the bias with
-an LSTM's forget bias."""
+an LSTM's forget bias.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
