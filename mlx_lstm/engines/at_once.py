@@ -41,7 +41,7 @@ def by_numpy(function: Run, *arrays: mx.array) -> Any:
     dtypes, dtype = [array.dtype for array in arrays], arrays[0].dtype
     if dtypes.count(dtype) < len(dtypes) or dtype not in (mx.float32, mx.float64):
         return function(*arrays)
-    if sum([array.size for array in arrays]) >= MLX_ALLOCATES:
+    if sum([array.size for array in arrays]) >= MLX_ALLOCATES:  # too large for copies to pay
         return function(*arrays)
     mx.eval(arrays)
     with np.errstate(all="ignore"):  # infinity and NaN go through without NumPy's warnings, as in MLX

@@ -22,6 +22,9 @@ engine in chunks of time, or None. left_out: names of gradients that nobody asks
 tap: an identity function after an output, whose rule notes that the output has a cotangent. mark: a scalar whose rule
 notes that MLX asks for the gradient of x. `for_engine` casts arrays to the dtypes that an engine reads.
 
+From `Problem`: plain: nobody can ask for a gradient. training: the forward pass saves what the backward pass reads.
+packing: the format of quantized weights, or None; `dequantized` returns arrays with float weights instead.
+
 A derivative that is refused must also be refused inside mx.vmap. But the default rule of MLX for mx.vmap drops all
 other rules of a custom function; `without_derivatives` keeps them.
 """
@@ -74,14 +77,15 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
     """
     dtype, batch_first = problem.dtype, problem.batch_first
     if problem.plain and engine == "numpy":  # `numpy` reads both memory orders of x without an operation of MLX
-        if dtype in HALVES:
+        if dtype in HALVES:  # the 16-bit dtypes
             arrays = for_engine(engine, arrays)
         outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first)
     elif engine == "ops" and is_plain_step(problem):
         outputs = graph_of_step(problem, arrays if dtype not in HALVES else for_engine(engine, arrays))
     else:
-        if arrays["x"].ndim == 2:
+        if arrays["x"].ndim == 2:  # a single step [B, I]
             arrays = arrays | {"x": arrays["x"][None]}
+        # `divided` returns None if chunks have no benefit for this call.
         chunked = None if problem.chunks is None else divided(problem, arrays, engine, ENGINE_MODULES[engine])
         if chunked is None and dtype in HALVES:
             arrays = for_engine(engine, arrays)
@@ -130,12 +134,13 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
 
     saved: the outputs h, c and gates of a forward pass. cotangents: the cotangents of some outputs.
     """
+    # For `backward`: None, as a gradient op has no chunks, and {}, as nothing was saved that MLX does not see.
     arrays, saved, cotangents = (for_engine(engine, values) for values in (arrays, saved, cotangents))
     if engine != "numpy":
         gradients = backward(problem, arrays, engine, None, cotangents, (dict(saved), {}))
     elif problem.plain:  # nobody can ask for a derivative of the gradients
         gradients = numpy.backward(problem, arrays, dict(saved), cotangents)
-    else:
+    else:  # `numpy` evaluates its arrays; they must keep their graphs, which an outer derivative needs
         gradients = with_graphs_kept(lambda: backward(problem, arrays, engine, None, cotangents, (dict(saved), {})))
     return {name: gradients[name].astype(problem.dtype) for name in with_gradient(problem, arrays)}
 
@@ -160,7 +165,7 @@ def differentiable(
     None of the functions inside refers to the custom function. So the graph, the gradient function and all arrays
     that they hold are freed with the last reference to the outputs, without waiting for the garbage collector.
     """
-    names, sweeps = tuple(arrays), chunked or ENGINE_MODULES[engine]
+    names, sweeps = tuple(arrays), chunked or ENGINE_MODULES[engine]  # sweeps: has the functions forward and backward
     visible, hidden = saved_of(problem, engine, names) if chunked is None else chunked.saved_of(problem)
     saved: Saved = {}  # the arrays named in `hidden`, which only the backward pass sees
     used = set() if problem.training else set(visible)  # names of outputs that have a cotangent; taps add them
@@ -174,7 +179,7 @@ def differentiable(
         outputs = sweeps.forward(problem, dict(zip(names, values, strict=True)))
         if hidden:
             saved.update({name: outputs.get(name) for name in hidden})
-        if chunked is not None:
+        if chunked is not None:  # put zeros in place of evaluated sequences, until the taps return the real ones
             outputs = chunked.stand_ins(outputs, visible)
         return tuple([outputs[name] for name in visible])
 
@@ -226,6 +231,7 @@ def forward_mode(
     """Return the forward-mode rule (jvp) of a custom function whose arguments are the arrays `names` and whose results
     are the outputs `visible`. On every engine but `ops` the rule raises RuntimeError."""
 
+    # The outputs as a graph that MLX can differentiate. `plain_outputs` builds it for a call in chunks.
     def outputs_of(*values: mx.array) -> list[mx.array]:
         given = dict(zip(names, values, strict=True))
         outputs = ops.forward(problem, given) if chunked is None else plain_outputs(problem, given, chunked)
@@ -246,13 +252,13 @@ def has_plain_gradient(problem: Problem) -> bool:
 
     It is used for a cell that the user wrote, and for a single step of any other cell, where a custom function would
     cost twice as much. It is not used for quantized weights, nor for options whose masked or infinite values would make
-    MLX's gradient NaN: lengths and unbounded activations.
+    MLX's gradient NaN: lengths, and activations whose result may be infinite (`UNBOUNDED`).
     """
     cell = problem.cell
     if isinstance(cell, PointwiseCell):
         return True
-    whole = problem.packing is None and "lengths" not in problem.names
-    return problem.T == 1 and whole and not set(cell.activations) & set(UNBOUNDED)
+    has_floats_only = problem.packing is None and "lengths" not in problem.names
+    return problem.T == 1 and has_floats_only and not set(cell.activations) & set(UNBOUNDED)
 
 
 def is_plain_step(problem: Problem) -> bool:
@@ -264,15 +270,15 @@ def is_plain_step(problem: Problem) -> bool:
 
 def is_rnn_step(problem: Problem) -> bool:
     """Return whether a call is a single step of a plain RNN with fewer batch items than hidden units. After a forward
-    pass on `numpy`, engine `ops` then computes the gradients, because a program that makes a call for each step needs
-    half of the memory.
+    pass on `numpy`, engine `ops` then computes the gradients: a program that makes a call for each step needs half as
+    much memory with `ops`. A norm of the input's product is excluded, because `ops` does not compute it.
 
     The gradients of `ops` are a graph, which MLX evaluates after the transformation; it frees each array after its last
     use. `numpy` would evaluate all arrays during the transformation, while MLX keeps them. A plain RNN saves so few
     arrays for its gradient that these would be most of the memory. With more batch items `numpy` is much faster.
     """
-    plain = problem.T == 1 and problem.B < problem.H and problem.cell.op == "rnn"
-    return plain and not normalises_input(problem.cell)
+    is_small = problem.T == 1 and problem.B < problem.H and problem.cell.op == "rnn"
+    return is_small and not normalises_input(problem.cell)
 
 
 def tapped(
@@ -334,8 +340,11 @@ def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[lis
     - `ops`: MLX gets the gates. The backward pass of `ops` reads them, and MLX can differentiate this pass again.
     - `stepwise`: Python saves the gates of an LSTM in training, unless the caller wants them. They are up to 20 arrays.
       If they were outputs, they would cause a third of the time in which MLX builds and frees the graph.
-    - `numpy`: Python saves the gates, unless the caller wants them, and the normalised products.
+    - `numpy`: Python saves the gates, unless the caller wants them, and the normalised products ("norms").
     - All engines but `ops`: without training they compute no gates, unless the caller wants them.
+
+    `stepwise.keeps_rows` says whether the gates are saved in that way, and `stepwise.ROWS` is the name of the result
+    that holds them.
     """
     visible: list[str] = [*problem.cell.outputs]
     if engine == "numpy" and not problem.wants_last:
@@ -347,7 +356,7 @@ def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[lis
     if engine == "ops" or problem.return_gates or (engine != "numpy" and problem.training):
         return visible, norms
     visible.remove("gates")
-    return visible, ["gates", *norms]
+    return visible, ["gates", *norms]  # on `fused` and `stepwise` without training "gates" is None
 
 
 def backward(
@@ -367,6 +376,7 @@ def backward(
     not compute.
     """
     outputs, hidden = forward
+    # The gradients of `ops` are a graph that MLX can differentiate again; evaluated chunks need a rule for that.
     if engine == "ops" or (engine == "numpy" and chunked is None and is_rnn_step(problem)):
         floats = dequantized(problem.packing, arrays)
         if chunked is None:
@@ -374,17 +384,19 @@ def backward(
         if not chunked.evaluates:
             return chunked.backward(problem, floats, outputs | hidden, cotangents)
         return evaluated_gradients(problem, floats, chunked, cotangents, outputs | hidden)
-    wanted = with_gradient(problem, arrays)
+    wanted = with_gradient(problem, arrays)  # the names of the arrays that have a gradient
     if set(wanted) <= set(left_out):  # a custom function of MLX needs at least one result
         left_out = ()
-    names: list[str] = []  # the names of the results: gradients, or factors of gradients
+    # The names of the results. `numpy` returns some gradients as factors: "Wh 0" and "Wh 1" are two factors of that of
+    # Wh, which `numpy.multiplied` multiplies.
+    names: list[str] = []
 
     def gradients_of(*values: mx.array) -> tuple[mx.array, ...]:
         rest = iter(values)
         # Divide the arguments again, in the order of `values` below: arrays, their cotangents d, and saved outputs.
         given, d, saved = (dict(zip(named, rest, strict=False)) for named in (arrays, cotangents, outputs))
         gradients = engine_gradients(problem, given, engine, chunked, d, saved | hidden, left_out)
-        names[:] = [name for name in gradients if name.partition(" ")[0] in wanted]  # "Wh 0" is a factor of that of Wh
+        names[:] = [name for name in gradients if name.partition(" ")[0] in wanted]
         return tuple([gradients[name] for name in names])
 
     error = f"[{problem.cell.op}] engine={engine!r} has no second derivative: use engine='ops'."
@@ -411,21 +423,26 @@ def engine_gradients(
 
     `numpy` can compute only with arrays that have values. In a Jacobian by mx.vmap the cotangents have none; then the
     engine `ops` computes the gradients.
+
+    chunked: the object that ran the forward pass in chunks of time; None if all steps ran at once. saved: what the
+    forward pass saved, by name. left_out: the names of gradients that nobody asks for, () or ("x",).
     """
-    sweeps = chunked or ENGINE_MODULES[engine]
+    sweeps = chunked or ENGINE_MODULES[engine]  # both have the function `backward`
     if engine != "numpy":
         floats = arrays if problem.packing is None else dequantized(problem.packing, arrays)
         return sweeps.backward(problem, floats, saved, cotangents)
+    # transforming=False: this runs in a vjp rule, where MLX keeps all graphs of evaluated arrays anyway.
     if have_values([*arrays.values(), *cotangents.values()], transforming=False):
         if chunked is None:
             return numpy.backward(problem, arrays, saved, cotangents, as_factors=True, left_out=left_out)
         return chunked.backward(problem, arrays, saved, cotangents, left_out)
     floats, cotangents = (for_engine(engine, values) for values in (dequantized(problem.packing, arrays), cotangents))
     gates = saved.get("gates")
-    # The backward pass of `ops` reads the gates of all steps in one array. If there is no such array, the forward pass
-    # runs again.
     if normalises_input(problem.cell):
         return gradients_with_input_norm(problem, floats, cotangents)
+    # The backward pass of `ops` reads h, c and gates, each as one array with all steps. The forward pass runs again if
+    # they are not there: chunks may have saved only their first states; with lengths `numpy` saves a list of gates, an
+    # array per segment of the steps; without training it saves no gates. A plain RNN needs no gates.
     if chunked or isinstance(gates, list) or (gates is None and problem.cell.op != "rnn"):
         saved = ops.forward(problem, floats)
     saved = {name: a for name, a in saved.items() if a is not None and name != "norms"}
@@ -442,6 +459,8 @@ def gradients_with_input_norm(problem: Problem, floats: Arrays, cotangents: Arra
     names = [name for name in floats if name != "lengths"]
     rest = {name: floats[name] for name in floats if name == "lengths"}
 
+    # Return (cell, arrays) for the steps: x is the normalised product, and the cell does not normalise it again. None:
+    # no weight is quantized; False: x is time-major.
     def of_steps(arrays: Arrays) -> tuple[AnyCell, Arrays]:
         return before_steps(problem.cell, arrays, None, problem.directions, False)[:2]
 
@@ -449,7 +468,7 @@ def gradients_with_input_norm(problem: Problem, floats: Arrays, cotangents: Arra
         _, found = of_steps(dict(zip(names, values, strict=True)) | rest)
         return [found[name] for name in found if name != "lengths"]
 
-    cell, given = of_steps(floats)
+    cell, given = of_steps(floats)  # given: the arrays of the steps by name
     steps = problem._replace(cell=cell, names=tuple(given), packing=None)
     gradients = plain_gradients(steps, given, cotangents)
     d = [gradients[name] for name in given if name != "lengths"]

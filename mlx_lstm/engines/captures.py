@@ -63,6 +63,7 @@ class Captured:
             self.arrays.append(value)
         elif (id(value), names) not in self.seen:
             self.seen[id(value), names] = value
+            # An object that was visited with other names is visited again: other attributes of it are followed.
             if depth > DEEPEST or len(self.seen) > MOST:
                 raise TooMuch
             self.enter(value, names, depth + 1)
@@ -82,9 +83,11 @@ class Captured:
             self.key.append((dict, len(value)))
             self.many([each for pair in value.items() for each in pair], names, depth)
         elif isinstance(value, BuiltinFunctionType) or library_of(value) in LIBRARIES:
+            # Do not enter it. But a layer of mlx.nn holds arrays.
             self.modules += [value] if isinstance(value, nn.Module) else []
         elif isinstance(value, FunctionType):
             self.key.append(value.__code__)
+            # read: the names in its own code, which say what it reads of its variables and defaults.
             read = names_in(value.__code__)
             self.many([each for _, each in variables_of(value)], read, depth)
             self.many([value.__defaults__, value.__kwdefaults__], read, depth)

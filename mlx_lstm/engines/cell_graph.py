@@ -19,7 +19,8 @@ The name of an input is a letter and a number, from 0 on:
     N  N0 is the layer normalisation of c
 
 The lists of a `CellGraph` are node numbers, too. forward: the new states, h first. back: the gradients of the inputs
-that `names` lists. saved: what the forward pass saves for the backward pass.
+that `names` lists. saved: what the forward pass saves for the backward pass. A built-in cell is an LSTM, GRU or RNN of
+this package; the gradient is added to the graph after the cell itself.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -52,17 +53,17 @@ class Graph:
         """Create an empty graph. is_built_in: whether it is that of a built-in cell, to which more rewrites apply."""
         self.is_built_in = is_built_in
         self.nodes: list[Node] = []
-        self.numbers: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}  # {text of a node: its number}
         self.derives = False  # whether the operations of the derivative are being added, after those of the cell
 
     def add(self, op: str, *args: int) -> int:
         """Add the operation `op` on the nodes `args`, and return the number of its node. If a rewrite applies, return
         the number of a simpler node with the same value instead."""
-        if op in COMMUTES:
+        if op in COMMUTES:  # such as a + b and b + a, which become the same node
             args = tuple(sorted(args))
         if repr(Node(op, args)) in self.numbers:
-            # The graph has this operation, so the derivative reads the value that the cell has computed. A rewrite
-            # could find another node with the same value, which would be computed in addition.
+            # The graph has this operation, so the new node is the old one: the derivative reads the value that the cell
+            # has computed. A rewrite could find another node with the same value, which would be computed in addition.
             return self.node(Node(op, args))
         for rewrite in REWRITES.get(op, ()):
             same = rewrite(self, *args)
@@ -96,7 +97,7 @@ class Graph:
         """
         if self.nodes[matrix].value == "N0":
             return self.add("norm", x, matrix)
-        found = next(node for node in self.nodes if node.op == "norm")
+        found = next(node for node in self.nodes if node.op == "norm")  # its operands are c and N0; x is d
         return self.add("unnorm", x, *found.args)
 
     def value(self, n: int) -> float | None:
@@ -125,7 +126,7 @@ def add_zero(graph: Graph, a: int, b: int) -> int | None:
 def add_difference(graph: Graph, a: int, b: int) -> int | None:
     """Rewrite x + (y - x) as y in a built-in cell, where mx.stop_gradient around the difference gives it the value of y
     and the gradient of x. In a cell of the user's own the sum is rounded, and NaN if x and y are infinite."""
-    for x, other in ((a, b), (b, a)):
+    for x, other in ((a, b), (b, a)):  # other: the node y - x
         if graph.is_built_in and graph.nodes[other].op == "sub" and graph.nodes[other].args[1] == x:
             return graph.nodes[other].args[0]
     return None
@@ -167,7 +168,7 @@ def multiply_by_condition(graph: Graph, a: int, b: int) -> int | None:
         if graph.nodes[factor].op != "float" or not graph.derives:
             continue
         condition = graph.nodes[factor].args[0]
-        if graph.nodes[condition].op == "not":
+        if graph.nodes[condition].op == "not":  # float(not p) * x is 0 if p else x
             return graph.add("select", graph.nodes[condition].args[0], graph.constant(0), x)
         return graph.add("select", condition, x, graph.constant(0))
     return None
@@ -184,7 +185,7 @@ def divide_by_cosh(graph: Graph, a: int, b: int) -> int | None:
     product = graph.nodes[b]  # b is cosh(x) * cosh(x), and a is d
     if product.op != "mul" or product.args[0] != product.args[1] or graph.nodes[product.args[0]].op != "cosh":
         return None
-    y = graph.add("tanh", *graph.nodes[product.args[0]].args)
+    y = graph.add("tanh", *graph.nodes[product.args[0]].args)  # tanh of the operand of cosh
     return graph.add("mul", a, graph.add("sub", graph.constant(1), graph.add("mul", y, y)))
 
 
@@ -221,11 +222,13 @@ def after_clip(op: str) -> Callable[..., int | None]:
     The slope of a clip is then known from its result, which the forward pass saves."""
     first, second = ("max", "min") if op == "gt" else ("min", "max")
 
+    # The rewrite gets the operands x and c of the comparison. bound: the number c, None if c is no constant.
     def rewrite(graph: Graph, x: int, c: int) -> int | None:
         bound = graph.value(c)
         for n, node in enumerate(graph.nodes):
             if bound is None or not graph.is_built_in or x not in node.args or node.op not in (first, second):
                 continue
+            # Node n is max or min of x and k. Return the comparison of node n with c if it gives the same result.
             k = graph.value(node.args[1] if node.args[0] == x else node.args[0])
             if k is not None and (k == bound if node.op == first else (k > bound if op == "gt" else k < bound)):
                 return graph.add(op, n, c)
@@ -335,6 +338,7 @@ class CellGraph:
         """
         self.nodes, self.apart, self.forward, self.back, self.saved = nodes, apart, forward, back, saved
         self.gates, self.states, self.inputs, self.params = counts
+        # number: {name of an input: its node}
         self.number: dict[str, int] = {node.value: n for n, node in enumerate(nodes) if node.op == "input"}
         self.names: tuple[str, ...] = names or names_of(counts, apart)
         self.function: Callable[..., list[Any]] | None = None  # the user's function; None in a test run of kernels
@@ -387,6 +391,7 @@ class CellGraph:
         """Return whether the backward pass reads the new state k."""
         # The values that are there without their operands: what the forward pass saved, and the new states.
         leaves = {*self.saved, *self.known_after()}
+        # The state is not a constant or an unchanged input, and a gradient is computed from it.
         return self.forward[k] in self.known_after() and self.forward[k] in needed(self.nodes, self.back, leaves)
 
     def has_product(self) -> bool:
@@ -405,6 +410,7 @@ class CellGraph:
     def operand(self, matrix: str) -> int:
         """Return the node that a step with a second product multiplies by "W0T" (in the forward pass) or "W0" (in the
         backward pass)."""
+        # A product has two operands: what is multiplied, and the matrix.
         products = [node for node in self.nodes if node.op == "matmul" and self.nodes[node.args[1]].value == matrix]
         return products[0].args[0]
 
@@ -412,6 +418,7 @@ class CellGraph:
     def recomputed(self) -> list[int]:
         """Return the numbers of the gates whose recurrent product the backward pass reads although it was not saved,
         such as that of a GRU's candidate. The backward pass computes it again."""
+        # p and the number of a gate is the name of its recurrent product.
         return [k for k in range(self.gates) if self.reads(f"p{k}")] if self.gates else []
 
     def to_json(self) -> list[Any]:
@@ -422,7 +429,7 @@ class CellGraph:
 
 def from_json(content: list[Any]) -> CellGraph:
     """Return the graph that `CellGraph.to_json` wrote."""
-    nodes, counts, apart, *lists = content
+    nodes, counts, apart, *lists = content  # lists: forward, back, saved
     gates, states, inputs, params = counts
     forward, back, saved = (tuple(numbers) for numbers in lists)
     made = tuple(Node(op, tuple(args), value) for op, args, value in nodes)
@@ -434,7 +441,7 @@ def names_of(counts: tuple[int, int, int, int], apart: bool) -> tuple[str, ...]:
     (their recurrent parts, if they are separate), s0, ... (states), u0, ... (inputs of each step) and w0, ...
     (parameters)."""
     gates, states, inputs, params = counts
-    parts = {"x": gates, "p": gates * apart, "s": states, "u": inputs, "w": params}
+    parts = {"x": gates, "p": gates * apart, "s": states, "u": inputs, "w": params}  # gates * False is 0
     return tuple([f"{letter}{k}" for letter, n in parts.items() for k in range(n)])
 
 
@@ -448,14 +455,17 @@ def cell_graph(
     names: tuple[str, ...] | None = None,
 ) -> CellGraph:
     """Return the graph of a cell. Nodes that neither its results nor its gradients need are removed, and the nodes that
-    the forward pass saves for the backward pass are chosen, unless they are given as `saved`. The parameters are those
-    of `CellGraph`: forward are the nodes of the new states, back those of the gradients."""
-    whole = needed(graph.nodes, [*forward, *back, *(saved or [])])
+    the forward pass saves for the backward pass are chosen, unless they are given as `saved`. counts: the numbers of
+    gates, states, inputs of each step and parameters. apart: whether the cell reads both parts of a preactivation.
+    forward: the nodes of the new states. back: those of the gradients of the inputs `names`; None: of all inputs of a
+    user's cell."""
+    whole = needed(graph.nodes, [*forward, *back, *(saved or [])])  # the nodes that remain, by their old numbers
     number = {n: k for k, n in enumerate(whole)}  # {old number of a node: new number}
     nodes = tuple(graph.nodes[n]._replace(args=tuple(number[k] for k in graph.nodes[n].args)) for n in whole)
-    results = tuple(number[n] for n in forward), tuple(number[n] for n in back)
+    results = tuple(number[n] for n in forward), tuple(number[n] for n in back)  # both lists, by the new numbers
     if saved is not None:
         return CellGraph(nodes, counts, apart, *results, tuple(number[n] for n in saved), names)
+    # `to_save` chooses the nodes to save from the same graph with nothing saved, ().
     bare = CellGraph(nodes, counts, apart, *results, ())
     return CellGraph(nodes, counts, apart, *results, tuple(to_save(bare)))
 
@@ -469,11 +479,12 @@ def to_save(cell: CellGraph) -> list[int]:
     they are never saved. The new states need not be saved, because the outputs contain them.
     """
     free, saved = set(cell.known_after()), []  # free: the new states, which need not be saved
-    order = needed(cell.nodes, cell.back, free)
-    gradients = entered_by_gradients(cell.nodes)
+    order = needed(cell.nodes, cell.back, free)  # what the backward pass computes or reads if nothing is saved
+    gradients = entered_by_gradients(cell.nodes)  # the nodes of the backward pass
     for name in cell.names:  # x: preactivations, p: their recurrent parts
         if name[0] not in "xp" or cell.number.get(name) not in order:
             continue
+        # last: the preactivation, then the last node after it through which every path to a gradient leads.
         last = cell.number[name]
         while (after := next_on_all_paths(cell, order, last, free | gradients)) is not None:
             last = after
@@ -501,7 +512,7 @@ def next_on_all_paths(cell: CellGraph, order: list[int], n: int, excluded: set[i
     """Return a node that the forward pass can save instead of node n: the first node after n through which every path
     from n to a gradient leads. Return None if there is none. order: the nodes from which the gradients are computed.
     Nodes in `excluded` and nodes with bool values (conditions) are not returned."""
-    leaves = set(cell.known_after())
+    leaves = set(cell.known_after())  # the new states, whose values are known without their operands
     for candidate in order:
         if candidate <= n or candidate in excluded or cell.nodes[candidate].op in CONDITIONS:
             continue

@@ -14,6 +14,9 @@ gradient of a gate, i0 is h times the mask, k a limit, W0 a matrix, N0 the layer
 MLX lists the operations of a function in an export, as dicts in which a key stands for each array. `exported` returns
 the list, `absorb` adds it to a graph, `primitive` one operation. `found` maps a key to its node. NotPointwise is raised
 with the name of what a cell must not use; `refuse` turns that name into the error for the user.
+
+counts: how many gates, states, inputs of each step and parameters a cell has (`Counts`). given: arrays of the shapes
+and dtypes of a function's arguments; their numbers do not matter. `distinct` returns results as arrays of their own.
 """
 
 import linecache
@@ -152,7 +155,7 @@ def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[in
     *params), which returns the new states. apart: whether it gets the input's part and the recurrent part of the
     preactivations separately. shape: (B, H), the shape of each array. dtype: float32 or float64."""
     with mx.stream(mx.cpu):  # nothing runs, but MLX creates float64 arrays only on the CPU
-        step = partial(called, cell, counts, apart)
+        step = partial(called, cell, counts, apart)  # the cell as a function of one list of arrays
         # One array for each input: the preactivations (twice as many if `apart`), states, inputs and parameters.
         given = [mx.zeros(shape, dtype)] * (counts.gates * (1 + apart) + sum(counts[1:]))
         d_states = [mx.zeros(shape, dtype)] * counts.states
@@ -161,10 +164,12 @@ def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[in
             names = [*names_of(counts, apart)]
             # MLX's export forgets an output that equals another one but for an mx.stop_gradient, so each is distinct.
             forward = absorb(graph, lambda *arrays: distinct(step(*arrays)), given, names)
+            # derives: from now on the nodes are those of the derivative. gradient: a function of the arguments and of
+            # the cotangents d0, d1, ... of the new states.
             graph.derives, gradient = True, partial(derivative, step, len(given))
             back = absorb(graph, gradient, given + d_states, [*names, *(f"d{k}" for k in range(counts.states))])
         except NotPointwise as error:
-            refuse(cell, step, given, error.what)
+            refuse(cell, step, given, error.what)  # raises the error for the user
         cell_of = cell_graph(graph, counts, apart, forward, back)
         verify(cell_of, step, shape)
         cell_of.function = step
@@ -206,7 +211,7 @@ def values_of(
         node = nodes[n]
         if n in values:
             continue
-        if node.op == "const":
+        if node.op == "const":  # "float" converts a condition to 0 or 1
             values[n] = mx.array(node.value, like.dtype)
         elif node.op == "float":
             values[n] = values[node.args[0]].astype(like.dtype)
@@ -233,6 +238,8 @@ def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int]) -
         RuntimeError: they differ, which is a defect of this package.
     """
     rng, names = np.random.default_rng(0), graph.names
+    # kind: for each item and unit the number of its kind, 0, 1 or 2; from 64 of them on each kind is there often
+    # enough.
     kinds = [rng.integers(3, size=shape)] if shape[0] * shape[1] >= 64 else [np.full(shape, kind) for kind in range(3)]
     for kind in kinds:
         numbers = [(rng.normal(size=shape), rng.uniform(0.1, 0.9, shape), rng.uniform(1.1, 3, shape)) for _ in names]
@@ -240,11 +247,12 @@ def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int]) -
         weights = [mx.array(rng.normal(size=shape), mx.float64) for _ in range(graph.states)]  # random cotangents
         try:
             wanted = [*step(*drawn), *derivative_forward(step, drawn, weights)]
-        except ValueError:  # a function of MLX that does not take float64
+        except ValueError:  # a function of MLX that does not take float64: compare in float32
             drawn, weights = ([array.astype(mx.float32) for array in each] for each in (drawn, weights))
             wanted = [*step(*drawn), *derivative_forward(step, drawn, weights)]
         given = dict(zip([*names, *(f"d{k}" for k in range(graph.states))], [*drawn, *weights], strict=True))
         known = {n: given[name] for name, n in graph.number.items()}
+        # AS_MLX: the functions that the cell calls, one for each operation of the graph.
         values = values_of(graph.nodes, [*graph.forward, *graph.back], known, drawn[0], AS_MLX)
         got = [mx.broadcast_to(values[n], shape) for n in (*graph.forward, *graph.back)]
         mx.eval(wanted, got)
@@ -282,7 +290,7 @@ def graph_of(cell: AnyCell, names: Collection[str], exposes: bool) -> CellGraph:
     caller gets the gates; for a backward pass, whether they have cotangents."""
     if isinstance(cell, PointwiseCell):
         return cell.graph
-    form = form_of(cell)
+    form = form_of(cell)  # without the numbers that a graph gets as inputs, such as limits
     if form.norm is not None:  # only the norm of c is in the graph: the others change the preactivations before it
         form = form._replace(norm=NormOptions(None, c=form.norm.c) if form.norm.c else None)
     return traced_definition(form, frozenset({"peephole", "Wp"} & set(names)), exposes)
@@ -327,6 +335,7 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
     "Wp" the call has. exposes: for a forward pass, whether the caller gets the gates; for a backward pass, whether they
     have cotangents."""
     gates, before = cell.gate_order, cell.reset == "before"
+    # products: the numbers of the gates whose recurrent part is an input of its own, such as p0.
     products = [k for k, gate in enumerate(gates) if cell.apart and not (before and gate == "n")]
     peepholes = [f"w{k}" for k in range(cell.gates)] if "peephole" in names else []
     # first: the inputs that have a gradient. given: all inputs. before: a GRU's second product reads h_in (i0) itself.
@@ -336,10 +345,13 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
     more["N0"] = cell.norm is not None
     given = [*first, *(name for name, is_there in more.items() if is_there)]
 
+    # The new states and then the gates, as a function of the arrays `given`. TRACED: the functions that a definition
+    # calls while it is traced; some of them differ from those that compute.
     def results(*arrays: mx.array) -> list[mx.array]:
         states, found = definitions.step(cell, dict(zip(given, arrays, strict=True)), TRACED)
         return distinct([*states, *(found[gate] for gate in gates)])
 
+    # The gradients of the arrays `first`. The arguments are `given`, then the cotangents of n results.
     def derivatives(*arrays: mx.array) -> list[mx.array]:
         rest = arrays[len(first) : len(given)]
         return vjp(lambda *x: results(*x, *rest)[:n], arrays[: len(first)], arrays[len(given) :])[1]
@@ -347,6 +359,7 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
     states = cell.carried + 1
     n = states + cell.gates * exposes  # the number of results that have cotangents
     with mx.stream(mx.cpu):
+        # zero: stands for every argument; its square shape fits the matrix products, too.
         graph, zero = Graph(is_built_in=True), mx.zeros((3, 3), mx.float64)
         forward = absorb(graph, results, [zero] * len(given), given)
         graph.derives = True
@@ -356,7 +369,7 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
     if not exposes:  # the backward pass of a plain RNN reads only h
         read = needed(graph.nodes, back, {*forward})
         saved = [k for k in saved if k in read]
-    counts = cell.gates, states, 0, len(peepholes)
+    counts = cell.gates, states, 0, len(peepholes)  # 0: a built-in cell has no inputs of each step
     return cell_graph(graph, counts, cell.apart, forward[:states], back, saved, tuple(first))
 
 
@@ -364,7 +377,7 @@ def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.ar
     """Call the cell with arrays in the order of `names_of`. Return the new states. Raise an error if their number,
     type, shape or dtype is wrong. apart: whether the cell gets each preactivation as a pair (input's part, recurrent
     part) instead of their sum."""
-    x, rest = arrays[: counts.gates], arrays[counts.gates :]
+    x, rest = arrays[: counts.gates], arrays[counts.gates :]  # x: the preactivations, or their input parts
     a: Sequence[Any] = x
     if apart:
         a, rest = tuple(zip(x, rest[: counts.gates], strict=True)), rest[counts.gates :]
@@ -458,9 +471,11 @@ def absorb(graph: Graph, function: Callable[..., Any], given: list[mx.array], na
 def constant_of(graph: Graph, array: mx.array) -> int | None:
     """Return the node of a constant, or None for an array whose numbers are not all equal."""
     values = np.array(array.astype(mx.float64 if array.dtype == mx.float64 else mx.float32), copy=False).reshape(-1)
+    # A NaN differs from itself, so an array with NaN has no node either.
     if values.size == 0 or (values != values[0]).any():
         return None
     n = graph.constant(float(values[0]))
+    # A bool becomes a condition, "number != 0".
     return graph.add("ne", n, graph.constant(0)) if array.dtype == mx.bool_ else n
 
 
@@ -508,6 +523,7 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
         raise NotPointwise("a captured array" if captured.intersection(keys) else name)
     if any(found[key] is None for key in keys):
         raise NotPointwise("a captured array" if captured.intersection(keys) else "a constant array")
+    # args: the nodes of the operands. conditions: for each of them whether its values are bool.
     args = [n for n in (found[key] for key in keys) if n is not None]
     conditions = [graph.nodes[n].op in CONDITIONS for n in args]
     if name == "Transpose":  # "W0" becomes "W0T", "W0T" becomes "W0"
@@ -518,10 +534,10 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
     if name in (*VIEWS, "StopGradient"):
         return args[0]
     if name == "AsType":
-        return cast(graph, args[0], conditions[0], item["inputs"][0][2], item["outputs"][0][2])
-    if name == "Sqrt":
+        return cast(graph, args[0], conditions[0], item["inputs"][0][2], item["outputs"][0][2])  # both dtypes
+    if name == "Sqrt":  # its argument says whether it is 1 / sqrt
         return graph.add("rsqrt" if arguments[0] else "sqrt", *args)
-    if name == "Log":
+    if name == "Log":  # its argument is the number of the base: 2, 10 or e
         return graph.add(("log2", "log10", "log")[int(arguments[0])], *args)
     if name == "BitwiseBinary":  # MLX's numbers 0, 1, 2 mean and, or, xor; on conditions xor is "not equal"
         if not all(conditions) or arguments[0] not in (0, 1, 2):
@@ -547,10 +563,12 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
 
 def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype) -> int:
     """Return the node of a conversion of node n from the dtype `before` to the dtype `after`. is_bool: whether n is a
-    condition. The function supports conversions between bool and
-    numbers, all conversions of a constant, and that from float32 to float64: as all arguments of a cell of float64 have
-    this dtype, only selected constants such as mx.where(p, 1.0, 0.0) are float32. For any other conversion raise an
-    error."""
+    condition.
+
+    The function supports conversions between bool and numbers, all conversions of a constant, and that from float32 to
+    float64: as all arguments of a cell of float64 have this dtype, only selected constants such as mx.where(p, 1.0,
+    0.0) are float32. For any other conversion raise an error.
+    """
     if after == mx.bool_:
         return n if is_bool else graph.add("ne", n, graph.constant(0))
     if is_bool:
@@ -569,6 +587,7 @@ def refuse(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.ar
     use, from `NotPointwise`."""
     what = what_with_values(cell, step, given, what)
     advice = next((text for text, names in ADVICE.items() if what in names), "docs/cells.md lists the operations")
+    # A decision on values may be a call such as np.tanh(h), which needs the numbers of h. Then name the call.
     if what == "a decision on values" and (other := call_outside_mlx(step, given)):
         what, advice = other
     name = getattr(cell, "__name__", type(cell).__name__)
@@ -589,7 +608,7 @@ def what_with_values(cell: Callable[..., Any], step: Callable[..., Any], given: 
     if arrays:
         have_values(arrays)
         try:
-            absorb(Graph(), step, given, [f"x{k}" for k in range(len(given))])
+            absorb(Graph(), step, given, [f"x{k}" for k in range(len(given))])  # any names will do
         except NotPointwise as error:
             what = error.what
     elif what == "a captured array":  # MLX keeps the constants of a compiled function from call to call
@@ -603,12 +622,15 @@ def call_outside_mlx(step: Callable[..., Any], given: list[mx.array]) -> tuple[s
     try:
         exported(step, given)
     except NotPointwise as error:
+        # The last line of the user's code on the way to MLX's error is the one with the call.
         cause = None if error.__cause__ is None else error.__cause__.__traceback__
         frames = [(frame, line) for frame, line in walk_tb(cause) if is_users(frame.f_code.co_filename)]
         if not frames:
             return None
         frame, line = frames[-1]
         names = frame.f_builtins | frame.f_globals | frame.f_locals
+        # Each text before a "(" in this line, such as "np.tanh": find the object that it names, one part after the
+        # other.
         for text in re.findall(r"([A-Za-z_][\w.]*)\(", linecache.getline(frame.f_code.co_filename, line)):
             first, *rest = text.split(".")
             value = names.get(first)
@@ -636,7 +658,7 @@ def line_of(step: Callable[..., Any], given: list[mx.array]) -> str:
             step(*arrays)
         return [seen[n][0]] if n < len(seen) else []
 
-    while n == 0 or n < len(seen):
+    while n == 0 or n < len(seen):  # the first run fills `seen`
         try:
             absorb(Graph(), one, given, names)
         except NotPointwise as error:

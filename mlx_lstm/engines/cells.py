@@ -52,7 +52,10 @@ def gate_block(cell: "AnyCell", gate: str, hidden: int) -> slice:
 # These names are defined here with their types. Inside a NamedTuple an annotation would make them fields.
 LSTM_OUTPUTS: tuple[str, ...] = ("h", "c", "gates", "hT", "cT")
 OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
+"""LSTM_OUTPUTS, OUTPUTS: the attribute `outputs` of cells with and without c."""
+
 NO_BIAS: float = 0.0
+"""The `forget_bias` of cells without this option."""
 
 
 class NormOptions(NamedTuple):
@@ -255,6 +258,7 @@ class PointwiseCell(NamedTuple):
     def passes_h(self) -> bool:
         """Whether a step reads h, besides in the recurrent product."""
         graph = self.graph  # in which s0 is the h before the step
+        # forward: whether the new states are computed from h itself. -1: no node, if h is no input of the graph.
         forward = graph.number.get("s0", -1) in needed(graph.nodes, graph.forward)
         # `gradients("s")[0]` is the gradient of that h, apart from what comes through the product.
         return forward or graph.nodes[graph.gradients("s")[0]] != Node("const", (), 0.0)
@@ -290,5 +294,5 @@ def form_of(cell: AnyCell) -> Any:
     if cell.norm is not None:
         cell = cell._replace(norm=cell.norm._replace(eps=1.0))
     limits = {name: 1.0 for name in ("cell_clip", "projection_clip") if getattr(cell, name) is not None}
-    whole: Any = cell
+    whole: Any = cell  # the same cell, for the type checker
     return whole._replace(forget_bias=0.0, **limits) if limits or cell.forget_bias else cell

@@ -131,7 +131,9 @@ def choose(
     check_option(op, "device", device, ("cpu", "gpu"))
     T, B, _, H = sizes
     names = ("Wp",) if projection else ()
-    # plain: nobody asks for a gradient; then the rule of `is_small_step` does not apply.
+    # plain: nobody asks for a gradient; then the rule of `is_small_step` does not apply. LIMITS: the sizes above which
+    # an engine launches other kernels, here with the caller's number of cores. The second H stands for the width of h,
+    # on which the choice does not depend.
     options = {"packing": packing, "plain": True, "limits": LIMITS._replace(cores=cores)}
     problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, **options)
     return decide(problem, table, op, requested, Place(device, metal, traced), refused=refused)
@@ -158,21 +160,23 @@ def decide(
     """Return the engine that runs this problem, and the reason. Like `choose`, but for a problem whose arguments have
     already been checked.
 
-    table: measurements of the faster Metal engine; without any, its `source` says why. op: the op that an error names.
+    table: measurements of the faster Metal engine; without any, its `engines` are empty and its `source` says why.
+    `table.trusts` says whether an engine was right in all measurements at this batch size. op: the op that an error
+    names.
     requested: the engine that the caller forces. If it cannot run, an error is raised. If it is None, the fastest
     engine that can run is returned. place: where the call runs. refused: engines that failed a test run, with reasons.
     """
     check_engine(op, requested)
     B, H, dtype, packing, cell = problem.B, problem.H, problem.dtype, problem.packing, problem.cell
     check_device(op, dtype, place.device)
-    reasons = {**refused, **obstacles(cell, H, place, "Wp" in problem.names)}
+    reasons = {**refused, **obstacles(cell, H, place, "Wp" in problem.names)}  # {engine that cannot run: the reason}
     if requested is not None:
         if requested in reasons:
             raise ValueError(f"[{op}] engine={requested!r} cannot run: {reasons[requested]}.")
         return Choice(requested, "asked for")
     if "numpy" not in reasons and not problem.plain and is_small_step(problem.cell, problem.T, B, H):
         return Choice("ops", "one small step inside a transformation of MLX")
-    if "numpy" not in reasons:
+    if "numpy" not in reasons:  # the CPU: no Metal engine can run, and `numpy` comes before `ops`
         return Choice("numpy", "the stream's device is the CPU")
     if table.engines and packing is None:
         engine, reason = table.preferred(dtype, B, H)
@@ -214,7 +218,8 @@ def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
 
 def obstacles(cell: AnyCell, H: int, place: Place, projection: bool) -> dict[str, str]:
     """Return a dict from each engine that cannot run here to the reason. H: the hidden units. projection: whether h is
-    projected. Engine `ops` can always run."""
+    projected. Engine `ops` can always run. `place` holds the device of the stream, whether MLX can run Metal kernels,
+    and whether arrays have no values yet (`traced`)."""
     (device, metal, traced), reasons = place, {}
     if traced:
         reasons["numpy"] = "inside mx.compile, mx.vmap or an export the arrays have no values yet"
@@ -233,6 +238,7 @@ def obstacles(cell: AnyCell, H: int, place: Place, projection: bool) -> dict[str
             reasons["stepwise"] = (
                 f"its {cell.gates} gates > {STEPWISE_GATES}, and a threadgroup has at most 1024 threads, 32 per gate"
             )
+        # numbers: what a thread holds per unit. lanes: the threads that share a unit.
         numbers = cell.gates + cell.graph.states + cell.graph.inputs + cell.graph.params
         lanes = 4 if cell.recurrent else 1
         if 1024 // lanes < H:
@@ -252,8 +258,8 @@ def divide(problem: Problem, engine: str, every: int | str | None) -> Problem:
     """Return the problem completed with the options that depend on its engine: the cut of `fused` (a measured choice
     of rows and registers) and the chunks in time.
 
-    every: the option `checkpoint_every`. A gradient op has no chunks, because it already gets all arrays that a
-    chunk would recompute.
+    every: the option `checkpoint_every`: steps in a chunk, "auto" or None. A gradient op, which is called with the
+    `cotangents`, has no chunks, because it already gets all arrays that a chunk would recompute.
     """
     cut = tuning.cut(problem.dtype, problem.B) if engine == "fused" else None
     chunks = chunks_of(engine, problem, every) if problem.cotangents is None else None
@@ -268,8 +274,9 @@ launch and an array in each of the two passes."""
 
 def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks | None:
     """Return how a call is divided into chunks of time, or None if it is not divided. every: the option
-    `checkpoint_every`."""
-    T, B, width = problem.T, problem.B, problem.cell.gates * problem.H
+    `checkpoint_every`, which saves memory: the number of steps in a chunk, "auto", or None for no such chunks."""
+    T, B, width = problem.T, problem.B, problem.cell.gates * problem.H  # width: the numbers of all gates of an item
+    # longest: the largest number of steps in one graph of this engine; 0: the engine builds no graph.
     longest = LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked
     if every is not None:
         # K steps per chunk. The T / K saved states and one chunk of K steps together need the least memory near
@@ -283,6 +290,7 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
         return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True, is_long=longest < T)
     if not 0 < longest < T:
         return None
+    # A chunk has at most `longest` steps, and at most GATES[engine] numbers in its gates.
     return Chunks(max(1, min(longest, GATES[engine] // (B * width))), recomputes=False, is_long=True)
 
 

@@ -15,8 +15,9 @@ does not run chunks side by side.
 
 Arrays are in dicts by the names that `problem` lists. h0, c0: the states before the first step. hT, cT: the states
 after the last step. h_starts, c_starts: the states at the start of each chunk. A state's letter is name[0]. A cotangent
-is the gradient that the caller gives for an output. T: steps, B: batch items, H: hidden units, P: the width of h, D:
-directions; d is the number of a direction, 0 or 1. start, stop: a chunk has the steps from `start` to `stop` - 1.
+is the gradient that the caller gives for an output. `cell.carried`, `cell.kept`: how many blocks of H numbers c and
+gates have. `problem.plain`: nobody can ask for a gradient. T: steps, B: batch items, H: hidden units, P: the width of
+h, D: directions; d is the number of a direction, 0 or 1. start, stop: a chunk has the steps from `start` to `stop` - 1.
 """
 
 from collections.abc import Iterator
@@ -63,6 +64,7 @@ def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chun
     saves memory. Without a gradient `numpy` has neither a graph nor a backward pass, so it runs undivided. module: the
     module of the engine, with the functions `forward` and `backward`.
     """
+    # chunks.is_long: too many steps for one graph. chunks.recomputes: the caller uses `checkpoint_every`.
     chunks, plain = problem.chunks, problem.plain
     if chunks is None or (plain and engine == "numpy"):
         return None
@@ -79,9 +81,10 @@ class Chunked:
     """An engine that runs a sequence chunk by chunk. Its methods `forward` and `backward` are called like an engine's
     functions.
 
-    In addition to the engine's outputs `forward` returns the states at the start of each chunk, because `backward`
-    runs each chunk from them: h_starts [N, B, D P] and c_starts [N, B, D H], in the order of time. There are N chunks,
-    B batch items and D directions; P is the width of h and H the width of c.
+    In addition to the engine's outputs `forward` returns the states at the start of each chunk, because `backward` runs
+    each chunk from them: h_starts [N, B, D P] and c_starts [N, B, D H], in the order of time. There are N chunks, B
+    batch items and D directions; P is the width of h and H the width of c. MLX's results of a call in evaluated chunks
+    have no graph, so `saved_of`, `stand_ins` and `real_sequences` say what MLX and Python keep of them.
     """
 
     def __init__(self, chunks: Chunks, engine: str, module: Any, batch_first: bool, evaluates: bool):
@@ -147,7 +150,7 @@ class Chunked:
     def results_saved(self, problem: Problem) -> list[str]:
         """Return the names of the results of `forward` that `backward` reads."""
         sequences = [] if self.recomputes else [name for name in problem.cell.outputs if name in SEQUENCES]
-        return [*sequences, *(f"{name[0]}_starts" for name in states_of(problem))]
+        return [*sequences, *(f"{name[0]}_starts" for name in states_of(problem))]  # h0: h_starts, c0: c_starts
 
     def forward(self, problem: Problem, arrays: Arrays) -> Arrays:
         """Run the forward pass. Return the outputs in the dtype of x, with gates only if the caller wants them. Also
@@ -171,6 +174,7 @@ class Chunked:
             # The dtype in which the engine returns arrays of `dtype`: a saved sequence keeps it.
             kind = for_engine(self.engine, {name: mx.array(0, dtype)})[name].dtype if name in saved else dtype
             sequences[name] = SequenceBuffer((T, B, D * widths[name]), kind, self.batch_first, self.eager)
+        # last: for each direction d its last states. own, own_arrays: the problem and the arrays of this direction.
         with self.beside_the_engine():
             last = [
                 self.sweep_forward(d, own, own_arrays, sequences)
@@ -190,10 +194,11 @@ class Chunked:
             mx.eval(first)
             starts = {}
             for name in states_of(own):
-                states = memory_of(outputs[name[0]])
+                states = memory_of(outputs[name[0]])  # h or c of all steps; `half` is this direction's part
                 states, first_state = half(states, d) if problem.bidirectional else states, memory_of(first[name])
                 lengths, bounds = arrays.get("lengths"), sorted(self.bounds(own))
                 lengths = None if lengths is None else memory_of(lengths)
+                # rows: the state before each chunk, in the order of time (`sorted`).
                 rows = [state_before(own, states, first_state, lengths, *chunk) for chunk in bounds]
                 starts[f"{name[0]}_starts"] = copied_to_mlx(np.stack(rows))
             by_d.append(starts)
@@ -201,13 +206,14 @@ class Chunked:
 
     def sweep_forward(self, d: int, problem: Problem, arrays: Arrays, sequences: dict[str, "SequenceBuffer"]) -> Arrays:
         """Run the chunks of direction d forward and write their parts of the sequences. Return the last states and
-        the states at the start of each chunk. sequences: the memory of h, c and gates."""
+        the states at the start of each chunk. problem: that of this direction. sequences: the memory of h, c and
+        gates."""
         # shared: what all chunks read. by_step: what has one row per step. starts: {first step of a chunk: states}.
         shared, by_step, starts = self.shared_by_steps(arrays), self.by_step(arrays), {}
         h0, c0 = initial_states(problem, arrays)
         states = {"h0": h0, "c0": widened(c0)}  # c is at least float32, as in the engines' outputs
         states = self.prepared({name: states[name] for name in states_of(problem)})
-        if self.recomputes:
+        if self.recomputes:  # `backward` runs each chunk again, so the engine saves nothing
             problem = problem._replace(training=False)
         elif "gates" in sequences:
             problem = problem._replace(return_gates=True)
@@ -235,6 +241,8 @@ class Chunked:
         of `forward` that this method reads. They are the states at the start of each chunk and, if chunks are not
         recomputed, the outputs of all steps. left_out: names of gradients that nobody asks for, which `numpy` does not
         compute."""
+        # Chunks are evaluated only if all arrays have values; in a Jacobian by mx.vmap the cotangents have none.
+        # transforming=False: MLX calls this in a vjp rule, where it keeps the graphs of evaluated arrays anyway.
         self.begin(
             problem, self.evaluates and have_values([*arrays.values(), *cotangents.values()], transforming=False)
         )
@@ -244,6 +252,7 @@ class Chunked:
         for name in (name for name in with_steps(arrays) if name not in left_out):
             dtype = widened(arrays[name]).dtype if problem.bidirectional else arrays[name].dtype
             sequences[name] = SequenceBuffer(arrays[name].shape, dtype, self.batch_first, self.eager)
+        # by_d: for each direction d its gradients. own, own_arrays: its problem, and its parts of the three dicts.
         with self.beside_the_engine():
             parts = by_direction(problem, arrays, saved, cotangents)
             by_d = [
@@ -266,7 +275,9 @@ class Chunked:
         left_out: tuple[str, ...],
     ) -> Arrays:
         """Run the chunks of direction d backward. Write the gradients of arrays with steps, such as x, to `sequences`,
-        and return the gradients of the other arrays. saved, cotangents, left_out: as for `backward`."""
+        and return the gradients of the other arrays. problem: that of this direction. saved: what the forward pass
+        saved, among it the states at the start of each chunk. cotangents: those of some outputs. left_out: names of
+        gradients that nobody asks for."""
         # starts: {first state: name of this state at the start of each chunk}. sums: the gradients of weights so far.
         starts, sums = {name: f"{name[0]}_starts" for name in states_of(problem)}, {}
         # shared: what all chunks read. ..._by_step: what has one row per step, so that a chunk gets its part.
@@ -279,6 +290,7 @@ class Chunked:
             chunk, n = problem._replace(T=stop - start), start // self.steps  # n: the number of the chunk
             inputs = lengths_of(shared, start, stop) | self.steps_of(by_step, start, stop)
             inputs |= {name: saved[of_chunks][n, ...] for name, of_chunks in starts.items()}
+            # outputs: what the engine's backward pass reads, computed again or as saved.
             if self.recomputes:
                 outputs = self.module.forward(chunk._replace(training=True, return_gates=False), inputs)
             else:
@@ -290,6 +302,7 @@ class Chunked:
             for name, of_chunks in starts.items():
                 if of_chunks in cotangents:  # the starts have a cotangent only in a second derivative
                     after[f"{name[0]}T"] += cotangents[of_chunks][n, ...]
+            # terms: this chunk's gradients of the arrays without steps, such as weights, to be summed over the chunks.
             terms = {name: widened(gradient) for name, gradient in gradients.items() if name not in sequences}
             self.write(sequences, d, start, stop, gradients, after | terms)
             after, sums = self.prepared(after), self.added(sums, terms)
@@ -308,6 +321,7 @@ class Chunked:
         """Begin a pass over the chunks of one or both directions. eager: whether each chunk is evaluated before the
         next one starts."""
         self.eager, self.pending = eager, []
+        # Only engine `numpy` reads NumPy arrays; quantized weights need MLX arrays.
         self.takes_numpy = self.engine == "numpy" and problem.packing is None
 
     @contextmanager
@@ -336,11 +350,11 @@ class Chunked:
         returned. The results have the dtypes that the engine reads. They are NumPy views if the engine accepts these,
         else MLX arrays."""
         rows = {name: array[start:stop] for name, array in by_step.items()}
-        if self.takes_numpy and all(array.itemsize > 2 for array in rows.values()):
+        if self.takes_numpy and all(array.itemsize > 2 for array in rows.values()):  # no array has 16 bits
             return rows
         if self.eager:
             rows = {name: copied_to_mlx(array) for name, array in rows.items()}
-        elif "x" in rows and self.pending:
+        elif "x" in rows and self.pending:  # MLX then computes this chunk only after the chunk before
             rows["x"] = after_all(rows["x"], self.pending)
         return for_engine(self.engine, rows)
 
@@ -426,7 +440,8 @@ class SequenceBuffer:
 
 def plain_outputs(problem: Problem, arrays: Arrays, chunked: Chunked) -> Arrays:
     """Return the outputs, computed by the engine `ops` as a graph that MLX can differentiate. If chunks were
-    evaluated, they have no graph; then one graph of all steps is built instead."""
+    evaluated, they have no graph; then one graph of all steps is built instead. `chunked.dtypes`: the dtypes that the
+    outputs of the call have."""
     if not chunked.evaluates:
         return chunked.forward(problem, arrays)
     outputs = ops.forward(problem, for_engine("ops", arrays))
@@ -462,7 +477,8 @@ def lengths_of(arrays: Arrays, start: int, stop: int) -> Arrays:
 
 
 def with_steps(arrays: Arrays) -> list[str]:
-    """Return the names of the arrays that have one row per step."""
+    """Return the names of the arrays that have one row per step. A mask is one of them only if it differs from step to
+    step (`masks_differ`)."""
     always = ("x", "keep", "inputs", *SEQUENCES)
     return [name for name in arrays if name in always or (name == "mask" and masks_differ(arrays))]
 

@@ -42,7 +42,8 @@ def double_sigmoid(x: Array) -> Array:
     # mx.abs has the derivative 0 at x = 0. The derivative of the sigmoid would then be 0 there, but it is 1/4. The
     # limit is 709: for larger x cosh overflows, and exp(-x) is too small for a normal number.
     size = mx.minimum(mx.where(negative, -x, x), 709)
-    small = mx.where(size >= 709, 0, 1 / (1 + mx.cosh(size) + mx.sinh(size)))  # NaN stays NaN
+    # exp(size) = cosh(size) + sinh(size), so this is sigmoid(-size). NaN stays NaN.
+    small = mx.where(size >= 709, 0, 1 / (1 + mx.cosh(size) + mx.sinh(size)))
     return mx.where(negative, small, 1 - small)
 
 
@@ -62,7 +63,7 @@ def clipped(x: Array, limit: Array, gradient: str) -> Array:
     ops: it passes to x unchanged, except that it is 0 where x is infinite. If `gradient` is "zero", it is 0 where the
     clip changed x, as in torch.clamp."""
     inside = mx.stop_gradient(mx.clip(x, -limit, limit))
-    if gradient == "zero":
+    if gradient == "zero":  # `inside` is a constant for MLX, so its gradient is 0
         return mx.where(mx.abs(x) <= limit, x, inside)
     return inside + mx.where(mx.isinf(x), 0, x - mx.stop_gradient(x))  # adds 0, but with the gradient of x
 
@@ -112,14 +113,14 @@ class ScaledNorm:
         return before_norm(d if self.scale is None else d * self.scale, y, r)
 
     def back(self, d: Array, a: Array) -> Array:
-        """Return the gradient of a, from the gradient d of `self(a)`."""
+        """Return the gradient of a, from the gradient d of `self(a)`. Normalise a again for it."""
         return self.before(d, *normalised(a, self.blocks, self.eps))
 
 
 Functions = Mapping[str, Callable[..., Array]]
 """The type of a table of functions by name."""
 
-ACTIVATIONS: Functions = {
+ACTIVATIONS: Functions = {  # HARD_SIGMOIDS: {name: its slope, the `rise`}
     "identity": lambda x: x,
     "relu": lambda x: mx.maximum(x, 0),
     "tanh": mx.tanh,
@@ -128,7 +129,8 @@ ACTIVATIONS: Functions = {
 }
 
 FUNCTIONS: Functions = {**ACTIVATIONS, "clip": clipped, "where": mx.where, "norm": lambda c, norm: norm(c)}
-"""The functions from which the definitions are built. `engines.cell_tracer` replaces four of them for its graphs."""
+"""The functions that the definitions call, as s[name]: the activations, the clip of a state, a selection, and the layer
+normalisation of c. `engines.cell_tracer` replaces four of them for its graphs."""
 
 
 def activate(name: str, x: Array) -> Array:
@@ -183,9 +185,10 @@ def gru(cell: GRUCell, a: Mapping[str, Any], v: Mapping[str, Any], s: Functions)
       h_new = z h + (1 - z) n,  or with flip_z  (1 - z) h + z n
     """
     r, z = (known("ops", s, cell.activation(gate))(a[gate][0] + a[gate][1]) for gate in "rz")
+    # inner: the recurrent part of the candidate. With reset "before" W has the candidate's rows of Wh.
     inner = r * a["n"][1] if cell.reset == "after" else (r * v["h_in"]) @ v["W"].T
     n = known("ops", s, cell.activation("n"))(a["n"][0] + inner)
-    old, new = (n, v["h"]) if cell.flip_z else (v["h"], n)
+    old, new = (n, v["h"]) if cell.flip_z else (v["h"], n)  # z multiplies `old`, and 1 - z multiplies `new`
     h = new + z * (old - new)
     if cell.activation("n") in UNBOUNDED:  # for an infinite n the line above gives inf - inf = NaN
         h = s["where"]((n == mx.inf) | (n == -mx.inf), z * old + (1 - z) * new, h)
@@ -199,6 +202,7 @@ def rnn(cell: RNNCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Function
 
 
 DEFINITIONS: dict[str, Callable[..., Step]] = {"lstm": lstm, "gru": gru, "rnn": rnn}
+"""The definition of each built-in cell, by `cell.op`."""
 
 
 NAMES = {letter: tuple([f"{letter}{k}" for k in range(4)]) for letter in "xpwe"}
@@ -207,13 +211,21 @@ of it. p: its recurrent part. w: a peephole weight. e: the gradient of a gate.""
 
 
 def step(cell: Any, of: Mapping[str, Any], s: Functions = FUNCTIONS) -> Step:
-    """Run one step of a built-in cell: collect the arguments of its definition, and call it. of: the inputs by the
-    names that `CellGraph` lists, a letter and a number. An input that the call lacks is None or missing. s: the
-    functions that the definition calls."""
+    """Run one step of a built-in cell: collect the arguments of its definition, and call it. of: the inputs by name, a
+    letter and a number. An input that the call lacks is None or missing. s: the functions that the definition calls.
+
+    The number of x, p and w is that of a gate: x0 belongs to the first gate in `gate_order`.
+
+        x   the preactivation; if `cell.apart` (a GRU) only its input part, x Wx^T + b
+        p   if `cell.apart`: the recurrent part of the preactivation, h_in Wh^T
+        w   the peephole weights
+        s0, s1, i0   h, c and h_in before the step
+        W0, N0   the matrix of a second product; the layer normalisation of c
+        k0, k1   the limits of c and of a projected h
+    """
     gates, get = cell.gate_order, of.get
-    # x0, p0, w0: of the first gate in gate_order. s0: h, s1: c. i0: h_in. W0: a matrix. N0: a norm. k0, k1: limits.
     a = {g: of[x] for g, x in zip(gates, NAMES["x"], strict=False)}
-    if cell.apart:
+    if cell.apart:  # the definition gets pairs (input part, recurrent part) instead of their sum
         a = {g: (a[g], get(p)) for g, p in zip(gates, NAMES["p"], strict=False)}
     p = {g: of[w] for g, w in zip(gates, NAMES["w"], strict=False)} if "w0" in of else None
     v = {"h": of["s0"], "c": get("s1"), "h_in": get("i0"), "W": get("W0"), "peephole": p, "norm": get("N0")}

@@ -63,7 +63,7 @@ def part_of(name: str, array: Array, d: int, projects: bool) -> Array:
 
 def half(array: Array, d: int) -> Array:
     """Return the half of the last axis that belongs to direction d."""
-    n = array.shape[-1] // 2
+    n = array.shape[-1] // 2  # the width of one direction
     return array[..., d * n : (d + 1) * n]
 
 
@@ -76,7 +76,7 @@ def join(parts: list[Arrays]) -> Arrays:
 def join_of(name: str, parts: list[Any]) -> Any:
     """Join the arrays (or the quantized weights) that both directions have under one name. parts: [that of the forward
     direction, that of the reverse direction]."""
-    if isinstance(parts[0], Quantized):
+    if isinstance(parts[0], Quantized):  # join its arrays one by one; they have the names of the weight
         joined = join([part.arrays(name) for part in parts])
         return parts[0]._replace(**dict(zip(("packed", "scales", "biases"), joined.values(), strict=False)))
     if base(name) in OWN_AXIS:
@@ -92,6 +92,7 @@ def base(name: str) -> str:
 def join_gradients(parts: list[Arrays], arrays: Arrays) -> Arrays:
     """Join the gradients of both directions into one array per name. For an array that the directions share, return
     the sum of both gradients."""
+    # shared: whether both directions read the whole array. Without Wx each direction has its own part of x.
     shared = {"x": "Wx" in arrays, "mask": "mask" in arrays and is_shared(arrays["mask"])}
     both = {name: [part[name] for part in parts] for name in parts[0]}
     return {name: pair[0] + pair[1] if shared.get(name) else join_of(name, pair) for name, pair in both.items()}

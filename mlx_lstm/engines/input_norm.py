@@ -42,6 +42,7 @@ def before_steps(
         return cell, arrays, packing
     if norm.of == "products":
         x = normalised_input(cell, arrays, packing, directions, batch_first)
+        # Without Wx (and its scales and biases) and the arrays of this norm.
         arrays = {name: a for name, a in arrays.items() if name[:2] != "Wx" and name[:10] != "norm_input"} | {"x": x}
         cell = cell._replace(norm=norm._replace(of="product"))
         packing = packing if is_packed("Wh", arrays) or is_packed("Wp", arrays) else None
@@ -57,12 +58,13 @@ def normalised_input(
     there would spoil the gradient of Wx."""
     x, lengths = arrays["x"], arrays.get("lengths")  # lengths [B]: after how many steps each batch item ends
     assert cell.norm is not None
-    if lengths is not None:
+    if lengths is not None:  # live: true where an item has not ended, [B, T] with `batch_first`, else [T, B]
         times, ends = mx.arange(x.shape[1 if batch_first else 0]), lengths
         live = times < ends[:, None] if batch_first else times[:, None] < ends
         x = mx.where(live[..., None], x, mx.array(0, x.dtype))
     z = times_input(packing, arrays, x) if "Wx" in arrays else x
     wide = z.astype(mx.float32) if z.dtype in HALVES else z
+    # The blocks: one for each direction or, if each gate is normalised by itself, one for each gate of each direction.
     y, _ = normalised(wide, directions * norm_blocks(cell), cell.norm.eps)
     if "norm_input_scale" in arrays:
         y = y * arrays["norm_input_scale"].reshape(-1)
@@ -77,9 +79,9 @@ def with_shift_in_bias(cell: AnyCell, arrays: Arrays, directions: int) -> Arrays
     shift = arrays["norm_shift"].reshape(directions, cell.gates, -1)  # [directions, gates, H]
     found: dict[str, mx.array] = {"b": shift.reshape(-1)}
     if isinstance(cell, GRUCell):
-        n = cell.gate_order.index("n")
+        n = cell.gate_order.index("n")  # the number of the candidate's gate
         found["bhn"] = shift[:, n].reshape(-1)
-        others = mx.arange(3)[None, :, None] != n
+        others = mx.arange(3)[None, :, None] != n  # true for the gates r and z
         found["b"] = mx.where(others, shift, mx.array(0, shift.dtype)).reshape(-1)
     arrays = {name: array for name, array in arrays.items() if name != "norm_shift"}
     return arrays | {name: array + arrays[name] if name in arrays else array for name, array in found.items()}

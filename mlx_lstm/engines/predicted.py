@@ -74,7 +74,7 @@ def predict(
         >>> [predict(LSTMCell(), mx.float32, 64, 192, cores).engine for cores in (8, 40)]
         ['fused', 'stepwise']
     """
-    if H > WIDEST:
+    if H > WIDEST:  # no kernel of `fused` was counted at this H
         return Prediction("stepwise", f"H = {H} > {WIDEST}, up to which kernels of fused were counted")
     layer = LayerSize(cell, B, H, dtype.size, directions, cores, packing)
     fused = step_cycles(layer, rows_for(layer)) * (1 if cell.norm is None else NORM_CYCLES)
@@ -91,12 +91,14 @@ def stepwise_cycles(
 ) -> float:
     """Return the predicted cycles of one time step of `stepwise`, including the time in which the host builds its
     launches."""
+    # A call of two steps; the number of steps does not matter. The second H is the width of h.
     problem = Problem(2, B, H, H, cell, dtype, bidirectional=directions == 2, limits=LIMITS._replace(cores=cores))
     numbers = directions * cell.gates * H * H  # the recurrent weights
     size = field_of(packing) / 8 if packing else dtype.size  # bytes per weight
     # Quantized weights have no gradient, so only the forward pass counts.
     total = BUILDING["forward" if packing else "both"]
     for backward in (False,) if packing else (False, True):
+        # rows, units: what a threadgroup computes; 8 units if UNITS has no number for so many gates.
         rows, units = tile_of(problem, H) if backward else (stepwise_rows(B), UNITS.get(cell.gates, 8))
         down = -(-B // rows)  # parts of the batch, of `rows` items each
         groups = directions * down * -(-H // units)  # threadgroups

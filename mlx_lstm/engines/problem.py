@@ -27,6 +27,8 @@ from .cells import AnyCell
 from .packing import Packing
 
 Array = mx.array
+"""The type of all arrays of a call."""
+
 CORES = 10
 """The number of GPU cores for which work is divided if the real number is not known."""
 
@@ -80,6 +82,8 @@ class Limits(NamedTuple):
 
 
 LIMITS = Limits()
+"""The limits of an ordinary call."""
+
 limits_in_effect: ContextVar[Limits] = ContextVar("limits_in_effect", default=LIMITS)
 """The limits for new calls. Only checks and tests change them, with `limited`."""
 
@@ -97,6 +101,7 @@ def limited(
     limits are not confused."""
     changes = {"index": index, "launch_steps": launch_steps, "rows_left": rows_left, "unchunked": unchunked}
     changes["cores"] = cores
+    # token: what ContextVar needs to restore the limits that were in effect before.
     limits = limits_in_effect.get()._replace(**{name: size for name, size in changes.items() if size is not None})
     token = limits_in_effect.set(limits)
     try:
@@ -109,7 +114,7 @@ class Problem(NamedTuple):
     """The description of one recurrence without its arrays. It is hashable and contains everything that selects kernels
     and launches.
 
-    T, B, H, P: the sizes of one direction.
+    T, B, H, P: the sizes of one direction (time steps, batch items, hidden units, the width of h).
     cell: the cell and its options.
     dtype: the dtype of the arrays.
     names: the names of the arrays that the call has.

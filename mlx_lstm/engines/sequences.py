@@ -21,7 +21,7 @@ def tanh_by_numpy(x: mx.array) -> mx.array:
     # The axes in the order of memory, the one with the largest stride first: NumPy then reads and writes in this order.
     order = sorted(range(y.ndim), key=lambda axis: -y.strides[axis])
     y = y.transpose(order)
-    new = NewArray(y.dtype, y.shape)
+    new = NewArray(y.dtype, y.shape)  # `memory` is a NumPy view of a new MLX array
     with np.errstate(all="ignore"):  # underflow is not an error, as in engine `numpy`
         np.tanh(y, out=new.memory)
     return mx.transpose(new.to_mlx(), [order.index(axis) for axis in range(y.ndim)])

@@ -81,15 +81,16 @@ class MLXStream:
             if inputs is not None:
                 more["inputs"] = to_mlx(inputs[None], dtype)
             for n, pair in enumerate(self.launches):
-                module, problem, arrays, norm = pair[keep is not None]
+                module, problem, arrays, norm = pair[keep is not None]  # the second one is for a step with `keep`
                 # A layer that normalises its input's product gets it computed, without Wx (see `Launch.norm`).
                 if norm is not None:
-                    cell, given, packing = norm
+                    cell, given, packing = norm  # given: the layer's parameters, Wx among them
+                    # 1, False: one direction, time-major.
                     row = normalised_input(cell, given | {"x": row.astype(given["Wh"].dtype)}, packing, 1, False)
                     row = row.astype(arrays["x"].dtype)
                 outputs = module.forward(problem, {**arrays, **more, "x": row, **self.carried[n]})
                 row = outputs["h"]
-                self.carried[n] = {start: outputs[end] for start, end in CARRIED.items() if end in outputs}
+                self.carried[n] = {start: outputs[end] for start, end in CARRIED.items() if end in outputs}  # h0: hT
             return row.astype(self.launches[0][0].problem.dtype).reshape(*self.batch, -1)
 
     def states(self) -> dict[str, list[mx.array]]:

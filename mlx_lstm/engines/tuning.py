@@ -58,7 +58,8 @@ class Table(NamedTuple):
         for largest, engine in row:
             if largest >= H:
                 return engine, f"H = {H} <= {largest} {where}"
-        beyond = "stepwise" if self.trusts("stepwise", dtype, B) else "ops"  # the engine above the last measured H
+        # The engine above the last measured H: `stepwise`, unless a measurement of it failed.
+        beyond = "stepwise" if self.trusts("stepwise", dtype, B) else "ops"
         return beyond, f"H = {H} > {row[-1][0]} {where}" if row else f"H = {H} {where}"
 
     def trusts(self, engine: str, dtype: mx.Dtype | str, B: int) -> bool:
@@ -76,7 +77,7 @@ class Table(NamedTuple):
         """Return the entry of `engines` that applies to this dtype and a batch of B items, as (name of the dtype,
         least batch size to which the entry applies, pairs (largest H, engine))."""
         name = str(dtype).removeprefix("mlx.core.")
-        batches = self.engines.get(name) or {1: ()}
+        batches = self.engines.get(name) or {1: ()}  # no measurement: an empty row from B = 1 on
         least = max((least for least in batches if least <= B), default=min(batches))
         return name, least, batches[least]
 
@@ -176,7 +177,7 @@ def load(file: Path) -> Table:
 def failures(measured: list[dict[str, Any]]) -> Iterator[tuple[str, int, str]]:
     """Yield (dtype, B, engine) for every measurement that was discarded. For a discarded one `--tune` has written a
     reason instead of milliseconds."""
-    for point in measured:
+    for point in measured:  # one dtype, B and H, and for each engine its milliseconds or a reason
         words = (name for name in ("fused", "stepwise") if isinstance(point[name], str))
         yield from ((str(point["dtype"]), int(point["B"]), name) for name in words)
 

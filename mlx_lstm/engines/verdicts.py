@@ -26,6 +26,7 @@ PROCESSES = 3
 processes the kernels are refused for a week."""
 
 DAY, WEEK = 86_400.0, 604_800.0
+"""In seconds."""
 
 Keeping = Literal["always", "day", "process"]
 """How long a verdict counts: always, for a day, or in this process. After PROCESSES processes have given a verdict of
@@ -75,6 +76,7 @@ def record(trial: str, reason: str, keeping: Keeping = "always") -> None:
     mine = content.pop(names(), {})
     kept = Kept(reason)
     if keeping != "always":
+        # count: the processes that have given a verdict on this trial. seconds: how long it counts; 0: only here.
         count = mine[trial].processes + 1 if trial in mine else 1
         seconds = DAY if keeping == "day" else WEEK if count >= PROCESSES else 0.0
         kept = Kept(reason, time.time() + seconds if seconds else 0.0, count)

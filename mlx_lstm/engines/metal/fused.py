@@ -22,6 +22,9 @@ What the names in this file mean:
 - mask, keep: factors on h in the recurrent product, and on all states before a step
 - cotangent: the gradient that the caller gives for an output
 - q: the recurrent product of a GRU's candidate gate, which the backward steps of some GRUs read
+- from kernel.py: `prepare` returns a launch; `contiguous` an array in row-major order, which no launch need copy;
+  `constant` a cached array of a few numbers; `struct_of` the source of the struct `a` in which a kernel gets its
+  arrays; `numbers_of` an LSTM's forget bias and limits; `cell_number` the options of a cell as bits, OPTIONS in Metal
 """
 
 from collections.abc import Collection
@@ -719,9 +722,10 @@ def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int,
     all its rows together. lanes: how many lanes share each row of the quantized weights. slots: how many rows each lane
     works on. metal/fused_quantized.metal computes the same numbers.
 
-    span is H / lanes, rounded up to a power of two, but at least 8. `-(-a // b)` is a / b, rounded up. pieces: how many
-    quantization groups a lane has of a row; each has a scale and, in mode affine, a bias, which take a word each. A
-    weight takes `field_of(packing)` bits, 4 or 8.
+    span is H / lanes, rounded up to a power of two: the size of a quantization group (`group_size`) is one too, so a
+    lane's weights lie in one group or fill whole groups. It is at least 8, because lanes read eight weights at a time.
+    `-(-a // b)` is a / b, rounded up. A word has 32 bits; a weight takes `field_of(packing)` of them, 4 or 8. pieces:
+    how many groups a lane has of a row; each has a scale and, in mode affine, a bias, which take a word each.
     """
     span = max(8, 2 ** (-(-H // lanes) - 1).bit_length())
     pieces = max(1, span // packing.group_size)

@@ -3,13 +3,15 @@
 An array of a step has one column per batch item, [n, B]: n = G H numbers (G gates, H units), or n = H numbers of c. Its
 rows are one block, or one block per gate. Each block is normalised by itself: y = (a - mean) r with r = 1 /
 sqrt(variance + eps). The result is y times a scale plus a shift. `kept` is memory of one step for y and r, which the
-forward pass fills and the backward pass reads. d: the gradient of the result.
+forward pass fills and the backward pass reads. d: the gradient of the result. An array of many steps has N columns,
+one for each step and batch item. A chunk is a range of steps that the backward pass processes together.
 
 `NormOptions.of` says what is normalised: "product": the recurrent product h Wh^T; "products": also the input's product
 x Wx^T, by itself; "sum": the sum of both and the bias. The arrays' names: `norm_scale`, `norm_shift` belong to the
 recurrent product or the sum, `norm_input_...` to the input's product, `norm_c_...` to c. v holds the arrays of the call
 by name; P is the width of h, I that of x, T the number of steps. `products` is an object that sums the gradients of
-weights (`WeightGradients`); its `out` is the memory of the requested gradients.
+weights (`WeightGradients`); its `out` is the memory of the requested gradients. From the file products.py: `matrix`
+returns an array that BLAS can read, `bias_of` the bias with an LSTM's forget bias. h_in: the h that Wh multiplies.
 
 There are two ways. `Normalisation` computes mean and variance of a product at each step. For one block and many steps
 there is a faster way, "by factors": if the weights W have a mean of 0 over their rows, the normalised product is W (r
@@ -17,7 +19,8 @@ u), so only u, the vector that W multiplies, is multiplied by r. `Factor` comput
 the product; `ProductNorm` is the backward pass of this way.
 
 Mostly the functions write into memory that was allocated before: an argument or a last argument `out` of a NumPy
-function is where the result goes. A mean is a product with a row of equal numbers, because BLAS is faster than NumPy.
+function is where the result goes. A mean is a product with `row`, a row of equal numbers, because BLAS is faster than
+NumPy. `centred`: the means are 0 already, because they were subtracted from the weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,10 +47,10 @@ class Tiles:
 
     def __init__(self, n: int, B: int, dtype: np.dtype):
         """Allocate the memory of the repeated row."""
-        times = 8 if n % 8 == 0 else 1
+        times = 8 if n % 8 == 0 else 1  # how often the row is repeated
         self.shape: tuple[int, int] = (n // times, times * B)
         self.wide: Array = np.empty((1, times * B), dtype)
-        self.rows: Array = self.wide.reshape(times, B)
+        self.rows: Array = self.wide.reshape(times, B)  # a view of the same memory
 
     def __call__(self, row: Array) -> Array:
         """Return the repeated row. It is valid until the next call."""
@@ -77,26 +80,30 @@ class Normalisation:
         blocks, n, B = sizes
         self.shape: tuple[int, int, int] = (blocks, n // blocks, B)
         self.centred: bool = centred
-        # A mean is a product with this row, because BLAS computes a product faster than NumPy a sum.
+        # A mean over a block is a product with this row of equal numbers, 1 / (rows of a block): BLAS computes a
+        # product faster than NumPy a sum.
         self.row: Array = np.full((1, n // blocks), blocks / n, dtype)
         # The mean of an array times the scale, likewise.
         self.scaled_row: Array = self.row if scale is None else (scale.reshape(blocks, 1, -1) * self.row)
         self.eps: Array = np.array(eps, dtype)
+        # Both are repeated to [n, B], so that no step needs a broadcast.
         self.scale: Array | None = None if scale is None else np.repeat(scale[:, None], B, axis=1)
         self.shift: Array | None = None if shift is None else np.repeat(shift[:, None], B, axis=1)
+        # Memory for means, and for r where nobody reads it later (`spread`).
         self.mean, self.other_mean, self.spread = (np.empty((blocks, 1, B), dtype) for _ in range(3))
         self.scratch: Array = np.empty((n, B), dtype)
-        self.tiles: Tiles = Tiles(n, B, dtype)
+        self.tiles: Tiles = Tiles(n, B, dtype)  # only `OneBlock` uses it
 
     def normalise(self, a: Array, y: Array, r: Array) -> None:
         """Write to y [n, B] the array a, with mean 0 and variance 1 in each block, and the factors to r [blocks, 1, B].
         y may be a itself."""
+        # parts: a, divided into blocks [blocks, n / blocks, B]; out: y, likewise.
         parts, out, scratch = a.reshape(self.shape), y.reshape(self.shape), self.scratch.reshape(self.shape)
         if not self.centred:
             np.matmul(self.row, parts, out=self.mean)
             parts = np.subtract(parts, self.mean, out)
         np.multiply(parts, parts, scratch)
-        np.matmul(self.row, scratch, out=r)
+        np.matmul(self.row, scratch, out=r)  # r is first the variance, the mean of the squares
         np.add(r, self.eps, r)
         np.sqrt(r, r)
         np.reciprocal(r, r)
@@ -109,7 +116,7 @@ class Normalisation:
         self.normalise(a, y, r)
         if self.scale is not None:
             np.multiply(y, self.scale, out)
-        elif kept is not None and self.shift is None:
+        elif kept is not None and self.shift is None:  # y lies in `kept`, and no operation below writes `out`
             np.copyto(out, y)
         if self.shift is not None:
             np.add(y if self.scale is None else out, self.shift, out)
@@ -122,30 +129,31 @@ class Normalisation:
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
         """Write to `out` the gradient of a, and add the terms of the gradients of scale and shift. d [n, B]: the
         gradient of the result. y [n, B], r [blocks, 1, B]: what `normalise` made of a. `out` is another array than d
-        and y.
+        and y. Call `sum_gradients` once before, which makes dscale, dshift (None if nobody wants them) and `scaled`.
 
         The gradient is r (d scale - mean(d scale) - y mean(d scale y)), with the means over a block.
         """
-        # self.scratch holds d y first, then the part that is subtracted: y mean(d scale y) + mean(d scale).
-        # With self.scaled_row a mean is that of the array times the scale.
+        # self.scratch holds d y first, then the part that is subtracted: y mean(d scale y) + mean(d scale). A product
+        # with self.scaled_row is the mean of an array times the scale.
         shape, dy, scratch = self.shape, np.multiply(d, y, self.scratch), self.scratch.reshape(self.shape)
-        np.matmul(self.scaled_row, scratch, out=self.mean)
+        np.matmul(self.scaled_row, scratch, out=self.mean)  # mean(d scale y)
         for total, terms in ((self.dscale, dy), (self.dshift, d)):
             if total is not None:
                 np.add(total, terms, total)
         np.multiply(y.reshape(shape), self.mean, scratch)
         if not self.centred:
-            np.matmul(self.scaled_row, d.reshape(shape), out=self.other_mean)
+            np.matmul(self.scaled_row, d.reshape(shape), out=self.other_mean)  # mean(d scale)
             np.add(scratch, self.other_mean, scratch)
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
         np.subtract(scaled, self.scratch, self.scratch)
         np.multiply(scratch, r, out.reshape(shape))
 
     def sum_gradients(self, scaled: Array, scale: bool, shift: bool) -> None:
-        """Prepare `before`. scaled [n, B]: memory that it may overwrite, which may be its d. scale, shift: whether to
+        """Prepare `before`. scaled [n, B]: memory for d times the scale; it may be d itself. scale, shift: whether to
         sum the gradients of the scale and of the shift."""
         self.scaled = scaled
-        # Each batch item has a sum of its own over all steps. To sum over the batch at every step takes longer.
+        # The sums [n, B] over the steps, one for each batch item; `add_gradients` sums them over the batch. To sum over
+        # the batch at every step takes longer.
         self.dscale, self.dshift = (np.zeros_like(scaled) if wanted else None for wanted in (scale, shift))
 
     def share_scratch(self, other: "Normalisation") -> None:
@@ -174,18 +182,20 @@ class OneColumn(Normalisation):
         np.multiply(a, factor, y)
 
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
-        """Write to `out` the gradient of a, and add the terms of scale and shift, as `Normalisation.before` does."""
-        # The statements are those of `Normalisation.before` for a single column and block.
+        """Write to `out` the gradient of a, r (d scale - mean(d scale) - y mean(d scale y)), from the gradient d of the
+        result. Add the terms of the gradients of scale and shift."""
+        # `scratch` is first d y, then the part that is subtracted, y mean(d scale y) + mean(d scale). A product with
+        # `row` is the mean of an array times the scale.
         row, scratch, y = self.scaled_row.reshape(-1), self.scratch[:, 0], y[:, 0]
         dy = np.multiply(d[:, 0], y, scratch)
-        mean = dot(row, dy)
+        mean = dot(row, dy)  # mean(d scale y)
         if self.dscale is not None:
             self.dscale += self.scratch
         if self.dshift is not None:
             self.dshift += d
         np.multiply(y, mean, scratch)
         if not self.centred:
-            np.add(scratch, dot(row, d[:, 0]), scratch)
+            np.add(scratch, dot(row, d[:, 0]), scratch)  # the mean of d scale
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
         np.subtract(scaled, self.scratch, self.scratch)
         np.multiply(self.scratch, r.item(), out)
@@ -200,6 +210,7 @@ class OneBlock(Normalisation):
         if not (a.flags.c_contiguous and y.flags.c_contiguous):
             super().normalise(a, y, r)
             return
+        # shape: [n / 8, 8 B], in which NumPy runs fewer and longer loops; `tiles` repeats a row [1, B] to this width.
         tiles, shape, r = self.tiles, self.tiles.shape, r[0]
         out = y.reshape(shape)
         if not self.centred:
@@ -214,18 +225,20 @@ class OneBlock(Normalisation):
         np.multiply(a.reshape(shape), tiles(r), out)
 
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
-        """Write to `out` the gradient of a, and add the terms of scale and shift, as `Normalisation.before` does."""
-        # The statements are those of `Normalisation.before`. `scratch` is the memory of self.scratch [n, B], viewed as
-        # [n / 8, 8 B]; `tiles` repeats a row [1, B] to this width.
+        """Write to `out` the gradient of a, r (d scale - mean(d scale) - y mean(d scale y)), from the gradient d of the
+        result. Add the terms of the gradients of scale and shift."""
+        # self.scratch [n, B] is first d y, then the part that is subtracted, y mean(d scale y) + mean(d scale).
+        # `scratch` is the same memory, viewed as [n / 8, 8 B]; `tiles` repeats a row [1, B] to this width. A product
+        # with `row` is the mean of an array times the scale.
         tiles, scratch, row = self.tiles, self.wide_scratch, self.scaled_row.reshape(1, -1)
         dy = np.multiply(d, y, self.scratch)
-        dot(row, dy, out=self.mean[0])
+        dot(row, dy, out=self.mean[0])  # mean(d scale y)
         for total, terms in ((self.dscale, dy), (self.dshift, d)):
             if total is not None:
                 np.add(total, terms, total)
         np.multiply(y.reshape(tiles.shape), tiles(self.mean[0]), scratch)
         if not self.centred:
-            dot(row, d, out=self.other_mean[0])
+            dot(row, d, out=self.other_mean[0])  # mean(d scale)
             np.add(scratch, tiles(self.other_mean[0]), scratch)
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
         np.subtract(scaled, self.scratch, self.scratch)
@@ -258,11 +271,11 @@ class NormOfC:
         """Allocate the memory for arrays [H, B]. v: the arrays of the call."""
         (_, B, H, _, _), dtype = problem[:5], v["x"].dtype
         arrays = v.get("norm_c_scale"), v.get("norm_c_shift")
-        sizes = (1, H, B)
+        sizes = (1, H, B)  # (blocks, n, B)
         self.norm: Normalisation = kind_for(sizes)(sizes, norm_options(problem).eps, dtype, *arrays)
         self.kept: Array = np.empty((H + 1, B), dtype)
         self.is_kept: bool = False  # whether `kept` belongs to the c of this step; a step sets it to False at first
-        self.norm.sum_gradients(np.empty((H, B), dtype), scale=True, shift=True)
+        self.norm.sum_gradients(np.empty((H, B), dtype), scale=True, shift=True)  # memory for d times the scale
 
     def __call__(self, c: Array, out: Array) -> None:
         """Write the normalised, scaled and shifted c [H, B] to `out`."""
@@ -272,7 +285,7 @@ class NormOfC:
     def back(self, d: Array, c: Array, out: Array) -> None:
         """Write to `out` the gradient of c [H, B], from the gradient d of the result. Both are other arrays than c."""
         y, r = self.norm.divided(self.kept)
-        if not self.is_kept:
+        if not self.is_kept:  # this step has not called the norm, so y and r are those of another step
             self.norm.normalise(c, y, r)
         self.norm.before(d, y, r, out)
 
@@ -345,8 +358,11 @@ def kept_rows(problem: Problem, v: Views) -> int:
     # step returns its weight gradients in another form. In float64 the matrix would be less precise than the product.
     pays = rows >= 2 * P and FACTOR_ROWS * P <= T * B and T > 1
     pays = pays and v["x"].dtype in FACTOR_TYPES and "lengths" not in v
+    # By factors a shift becomes a part of the bias. A user's cell that reads both parts of a preactivation `apart`
+    # would get the shift of the recurrent part in the input's part.
     if norm.of == "sum" or blocks > 1 or not pays or (cell.op == "pointwise" and cell.apart and "norm_shift" in v):
         return rows + blocks
+    # The input's product needs a square matrix as wide as x. Without such a product `rows` makes the test below false.
     width = v["Wx"].shape[1] if norm.of == "products" and "Wx" in v else rows
     return 2 if 2 * width <= rows and FACTOR_ROWS * width <= T * B else 1
 
@@ -387,7 +403,7 @@ def norm_of_input(problem: Problem, v: Views, bias: Array | None) -> Normalisati
     shift = v.get("norm_input_shift")
     shift = bias if shift is None else shift if bias is None else shift + bias
     sizes = (norm_blocks(cell), cell.gates * H, B)
-    is_centred = "Wx" in v and centres(problem, v)
+    is_centred = "Wx" in v and centres(problem, v)  # whether each column has a mean of 0 already
     return kind_for(sizes)(sizes, norm_options(problem).eps, dtype, v.get("norm_input_scale"), shift, is_centred)
 
 
@@ -402,15 +418,15 @@ class InputNormOfSteps:
         rows, dtype = problem.cell.gates * problem.H, v["x"].dtype
         self.y: Array = np.empty((rows, problem.B), dtype)
         self.r: Array = np.empty((self.norm.shape[0], 1, problem.B), dtype)
-        # ahead [steps, G H, B]: the products of some steps. The backward pass multiplies some steps at once, so that Wx
-        # need not be in the cache at every step.
+        # ahead [steps, G H, B]: the products of some steps, about AHEAD_ROWS columns (steps x batch). The backward pass
+        # multiplies some steps at once, so that Wx need not be in the cache at every step.
         self.ahead: Array = np.empty((min(problem.T, max(1, AHEAD_ROWS // problem.B)), *self.y.shape), dtype)
         self.d: Array = np.empty((rows, problem.B), dtype)  # for the backward pass: the gradient of the result
         self.norm.sum_gradients(self.d, "norm_input_scale" in v, bool({"norm_input_shift", "b"} & v.keys()))
 
     def __call__(self, x: Array) -> Array:
         """Return the normalised, scaled and shifted product of x [B, I]. It is valid until the next call."""
-        self.products(x[None], self.y[None])
+        self.products(x[None], self.y[None])  # None: an axis of one step
         self.norm(self.y, self.y)
         return self.y
 
@@ -423,12 +439,12 @@ class InputNormOfSteps:
 
     def begin_chunk(self, x: Array) -> None:
         """Begin a chunk of steps of the backward pass. x [steps * B, I]: the input."""
-        self.x: Array = x.reshape(-1, self.y.shape[1], x.shape[1])
-        self.block: int = -1  # which steps are in `ahead`
+        self.x: Array = x.reshape(-1, self.y.shape[1], x.shape[1])  # [steps, B, I]
+        self.block: int = -1  # the number of the block of steps whose products are in `ahead`; -1: none yet
 
     def back(self, k: int, out: Array) -> None:
         """Write to `out` [G H, B] the gradient of the product at step k of the chunk, from that of the result, `d`."""
-        steps = len(self.ahead)
+        steps = len(self.ahead)  # the steps of a block
         block, n = divmod(k, steps)  # step k is number n of this block of steps
         if block != self.block:
             x = self.x[block * steps : (block + 1) * steps]
@@ -441,6 +457,7 @@ class InputNormOfSteps:
     def add_gradients(self, products: WeightGradients) -> None:
         """Add the gradients of scale, shift and bias to those of the call."""
         self.norm.add_gradients(products, "norm_input_scale", "norm_input_shift")
+        # The bias is a part of the shift, so both have the same gradient.
         if self.norm.dshift is not None and "b" in products.out:
             products.add("b", self.norm.dshift.sum(axis=1))
 
@@ -456,7 +473,7 @@ def input_norm_of(problem: Problem, v: Views) -> "InputNormOfSteps | InputNorm |
 class InputNorm:
     """The layer normalisation of the input's product at many steps at once, with the bias as a part of its shift.
 
-    Arrays [G H, n] have one column for each of n = steps x batch rows of x, and any memory order.
+    Arrays [G H, N] have one column for each of N = steps x batch rows of x, and any memory order. r [blocks, 1, N].
     """
 
     def __init__(self, problem: Problem, v: Views):
@@ -464,6 +481,7 @@ class InputNorm:
         `with_centred_weights`."""
         cell, dtype, n = problem.cell, v["x"].dtype, problem.cell.gates * problem.H
         blocks = norm_blocks(cell)
+        # blocks: how many parts of the n = G H rows are normalised by themselves.
         self.blocks: int = blocks
         # Each mean is a product with this row of 1 / (numbers of a block): BLAS is faster than np.mean.
         self.row: Array = np.full((1, n // blocks), blocks / n, dtype)
@@ -475,7 +493,7 @@ class InputNorm:
         self.centred: bool = self.Wx is not None and centres(problem, v)
 
     def normalise(self, x: Array, y: Array) -> Array:
-        """Write to y [G H, n] the normalised product of x [n, I]. Return r [blocks, 1, n]."""
+        """Write to y [G H, N] the normalised product of x [N, I]. Return r [blocks, 1, N]."""
         if self.Wx is None:
             y[...] = x.T
         else:
@@ -483,6 +501,8 @@ class InputNorm:
         parts = self.divided(y)  # a view: the statements below change y in place
         if not self.centred:
             parts -= np.matmul(self.row, parts)
+        # r is first the variance: the sum of squares over the rows i of each block k, divided by their number, which
+        # is a number of NumPy, so that the dtype stays the same.
         r = np.einsum("kin,kin->kn", parts, parts)[:, None]
         r /= self.eps.dtype.type(parts.shape[1])
         r += self.eps
@@ -492,11 +512,11 @@ class InputNorm:
         return r
 
     def divided(self, a: Array) -> Array:
-        """Return a view of a [G H, n], divided into the blocks that are normalised: [blocks, G H / blocks, n]."""
+        """Return a view of a [G H, N], divided into the blocks that are normalised: [blocks, G H / blocks, N]."""
         return a.reshape(self.blocks, -1, a.shape[1])
 
     def __call__(self, x: Array, out: Array) -> None:
-        """Write to `out` [G H, n] the normalised, scaled and shifted product of x [n, I]."""
+        """Write to `out` [G H, N] the normalised, scaled and shifted product of x [N, I]."""
         self.normalise(x, out)
         if self.scale is not None:
             out *= self.scale[:, None]
@@ -504,16 +524,17 @@ class InputNorm:
             out += self.shift[:, None]
 
     def back(self, x: Array, d: Array, products: WeightGradients) -> None:
-        """Turn d [G H, n], the gradient of the result for x [n, I], into that of the product before the norm, in place.
+        """Turn d [G H, N], the gradient of the result for x [N, I], into that of the product before the norm, in place.
         Add the terms of these rows to the gradients of scale and shift. With D = d scale and the means of a block, it
-        is r (D - mean(D) - y mean(D y)); `ys` becomes y mean(D y)."""
+        is r (D - mean(D) - y mean(D y))."""
         y = np.empty_like(d)
         r = self.normalise(x, y)
         if "norm_input_scale" in products.out:
             products.add("norm_input_scale", np.einsum("rn,rn->r", d, y))
-        products.accumulate("norm_input_shift", d, np.ones(d.shape[1], d.dtype))
+        products.accumulate("norm_input_shift", d, np.ones(d.shape[1], d.dtype))  # d times ones: the sum of its columns
         if self.scale is not None:
             d *= self.scale[:, None]
+        # Views of d and y by block: `parts` becomes the result, and `ys` becomes y mean(D y).
         parts, ys = self.divided(d), self.divided(y)
         ys *= np.einsum("kin,kin->kn", parts, ys)[:, None] / self.eps.dtype.type(parts.shape[1])
         parts -= np.matmul(self.row, parts)
@@ -534,21 +555,22 @@ class Factor:
     """
 
     def __init__(self, W: Array, eps: float, B: int = 1):
-        """Prepare the triangle. B: the number of columns u of a call."""
+        """Prepare the triangle R. W [n, K]: the weights. B: how many columns u a call of this object gets."""
         wide = W.astype(np.float64)
-        square = wide.T @ wide
-        # Rounding in float64 must not make the matrix indefinite. This number is far below the rounding of W itself.
+        square = wide.T @ wide  # W^T W
+        # Rounding in float64 must not make the matrix indefinite, so a small number is added to its diagonal. The
+        # number is far below the rounding of W itself.
         least = 4 * np.finfo(np.float64).eps * sum(W.shape) * np.trace(square) + SMALLEST
         square[np.diag_indices_from(square)] += least
-        try:
+        try:  # R is divided by sqrt(n), so that |R u|^2 is the variance
             self.R: Array = np.ascontiguousarray(np.linalg.cholesky(square).T / np.sqrt(len(W)), W.dtype)
         except np.linalg.LinAlgError:  # infinity or NaN among the weights
             self.R = np.full_like(square, np.nan, W.dtype)
         self.eps: float = eps
-        self.wide_eps: Array = np.array(eps, W.dtype)
-        self.row: Array = np.ones((1, len(square)), W.dtype)
+        self.wide_eps: Array = np.array(eps, W.dtype)  # the same number for functions of NumPy
+        self.row: Array = np.ones((1, len(square)), W.dtype)  # a product with it is a sum over K
         self.scratch: Array = np.empty((len(square), B), W.dtype)
-        self.tiles: Tiles = Tiles(len(square), B, W.dtype)
+        self.tiles: Tiles = Tiles(len(square), B, W.dtype)  # repeats r, so that the product with u has longer loops
 
     def __call__(self, u: Array, r: Array, out: Array) -> None:
         """Write r [1, B] for the columns u [K, B], and r u to `out`, which may be u itself."""
@@ -558,7 +580,7 @@ class Factor:
             np.multiply(u, factor, out)
             return
         a = np.matmul(self.R, u, out=self.scratch)
-        np.matmul(self.row, np.multiply(a, a, a), out=r)
+        np.matmul(self.row, np.multiply(a, a, a), out=r)  # the variances
         self.finish(r)
         if u.flags.c_contiguous and out.flags.c_contiguous:
             shape = self.tiles.shape
@@ -590,13 +612,14 @@ class NormByFactors:
         has: 1 for h, and a second one if the input's product is normalised in this way, too."""
         (T, B, _, _, cell), eps, dtype = problem[:5], norm_options(problem).eps, v["x"].dtype
         self.of_h: Factor = Factor(v["Wh"], eps, B)
+        # r of each step, [1, B]: a view of `norms`, or the same memory for all steps.
         self.r: Any = [np.empty((1, B), dtype)] * T if norms is None else norms.transpose(0, 2, 1)[:, :1]
         # W (r u) times the scale is (scale W) (r u), and the shift is a bias.
         arrays = with_shift(cell, problem.H, v, "norm_shift")
         if "norm_scale" in v:
             arrays["Wh"] = v["Wh"] * v["norm_scale"][:, None]
         if rows == 2:
-            arrays = with_shift(None, problem.H, arrays, "norm_input_shift")
+            arrays = with_shift(None, problem.H, arrays, "norm_input_shift")  # None: the shift of the input's product
             r = Factor(v["Wx"], eps).of_rows(v["x"])
             arrays["x"] = v["x"] * r[:, :, None]
             if "norm_input_scale" in v:
@@ -632,7 +655,7 @@ class ProductNorm:
     is not computed again.
 
     K is the number of columns of W. The weights W [GH, K] have a mean of 0 over their rows, so y = r W u with r = 1 /
-    sqrt(variance + eps). d [GH, n]: the gradient of the result of the norm for the columns u [K, n]. With D = d scale
+    sqrt(variance + eps). d [GH, N]: the gradient of the result of the norm for the columns u [K, N]. With D = d scale
     and m = mean(D y), the gradient of the product is r (D - m y), up to its mean. It is never computed, because every
     gradient needs it only in a product with W or u, and a product of W with W, or of u with u, is small. E = W^T D is
     computed anyway. With c = r^2 m:
@@ -647,45 +670,49 @@ class ProductNorm:
         self.W: Array = W
         self.scale: Array | None = scale
         self.scaled: Array = W if scale is None else W * scale[:, None]  # E = scaled^T d
-        self.square: Array = W.T @ W
+        self.square: Array = W.T @ W  # [K, K]
         # A product with this row sums over K and divides by GH; BLAS does this faster than np.sum.
         self.row: Array = np.full((1, W.shape[1]), 1 / len(W), W.dtype)
-        # The sums of the class's text over all columns, from which the gradients of W and of the scale are computed.
+        # A = d (r u)^T and S = (c u) u^T, summed over all columns. dW = scale A - W S, and dscale is A W, summed over
+        # K.
         self.A: Array = np.zeros((len(W), W.shape[1]), W.dtype)
         self.S: Array = np.zeros_like(self.square)
 
     def through(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
-        """Turn E [K, n] into the gradient of u [K, n], in place, and write c [1, n]. square_u [K, n]: W^T W u. r [1,
-        n]. scratch [K, n]: memory that is overwritten."""
-        np.matmul(self.row, np.multiply(u, E, scratch), out=c)
+        """Turn E = W^T D [K, N] into the gradient of u [K, N], r E - c (W^T W u), in place, and write c [1, N].
+        square_u [K, N]: W^T W u. r [1, N]. scratch [K, N]: memory that is overwritten."""
+        np.matmul(self.row, np.multiply(u, E, scratch), out=c)  # m / r, because m = r (u E) / GH
         np.multiply(E, r, E)
-        c *= r * r * r
+        c *= r * r * r  # c = r^2 m
         np.subtract(E, np.multiply(square_u, c, scratch), E)
 
     def through_column(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
-        """Do the same as `through` for one column, n = 1, in less time."""
+        """Do the same as `through` for one column, N = 1, in less time: turn E = W^T D [K, 1] into the gradient of u,
+        in place, and write c [1, 1], the factor r^2 m."""
         u, E, scratch, factor = u[:, 0], E[:, 0], scratch[:, 0], r.item()
         c[0, 0] = times = factor**3 / len(self.W) * float(dot(u, E))
         np.multiply(E, factor, E)
         np.subtract(E, np.multiply(square_u[:, 0], times, scratch), E)
 
     def add(self, d: Array, u: Array, r: Array, c: Array) -> None:
-        """Add the terms of some columns to the gradients. d [GH, n], u [n, K], r [n, 1], c [n, 1]."""
+        """Add the terms of some columns to the sums A and S, from which the gradients of W and of the scale are
+        computed. d [GH, N]: the gradient of the norm's result. u [N, K]: what W multiplied. r, c [N, 1]: as in
+        `through`."""
         self.A += d @ (u * r)
         self.S += (u * c).T @ u
 
     def add_gradients(self, products: WeightGradients, weights: str, scale: str) -> None:
         """Add the gradients of W and of the scale to those of the call. weights, scale: their names in the call."""
         if scale in products.out:
-            products.add(scale, np.einsum("rk,rk->r", self.A, self.W))
+            products.add(scale, np.einsum("rk,rk->r", self.A, self.W))  # the sum of A W over K
         if weights in products.out:
             scaled = self.A if self.scale is None else self.A * self.scale[:, None]
             products.add(weights, scaled - self.W @ self.S)
 
 
 class RecurrentNorm:
-    """The layer normalisation of the recurrent product in the backward pass of one direction, as a `ProductNorm`. B:
-    batch items, P: the width of h, n = steps x batch: the columns of a chunk."""
+    """The layer normalisation of the recurrent product in the backward pass of one direction, as a `ProductNorm` with W
+    = Wh and u = h_in. B: batch items, P: the width of h, N = steps x batch: the columns of a chunk."""
 
     def __init__(self, problem: Problem, v: Views, kept: Array, chunk: int):
         """Allocate the memory. kept [T, 1 or 2, B]: r of the recurrent product and of the input's product. chunk: the
@@ -693,18 +720,20 @@ class RecurrentNorm:
         (_, B, _, P), dtype = problem[:4], v["x"].dtype
         self.norm: ProductNorm = ProductNorm(matrix(v["Wh"]), v.get("norm_scale"))
         self.shift: Array | None = v.get("norm_shift")
-        self.r: Array = kept[:, :1]
-        self.h: Array = np.empty((chunk, P, B), dtype)
-        self.c: Array = np.empty((1, chunk * B), dtype)
+        self.r: Array = kept[:, :1]  # [T, 1, B]
+        self.h: Array = np.empty((chunk, P, B), dtype)  # h_in of each step of a chunk, feature-major
+        self.c: Array = np.empty((1, chunk * B), dtype)  # the c of `ProductNorm`, one for each column of a chunk
         self.tiles: Tiles = Tiles(P, B, dtype)
         self.scratch: Array = np.empty((P, B), dtype)
         self.through_step: Callable[..., None] = self.through_columns if B > 1 else self.norm.through_column
 
     def begin_chunk(self, start: int, h_in: Array) -> None:
-        """Begin a chunk, the first of which is step `start`. h_in [n, P]: what the recurrent product read."""
+        """Begin a chunk of steps. Compute for all of them what the gradient of h_in needs: square_h = Wh^T Wh h_in.
+        start: the first step of the chunk. h_in [N, P]: what the recurrent product read, with N = steps x batch."""
         P, B = self.h.shape[1:]
         self.start, self.steps = start, len(h_in) // B
-        # square_h [steps, P, B]: Wh^T Wh h_in. With one item a single product computes it for all steps.
+        # square_h [steps, P, B]. With one batch item the rows of h_in are the steps, so one product serves all of them.
+        # With more items there is a product for each step, whose result [P, B] is contiguous.
         if B == 1:
             self.square_h: Array = (h_in @ self.norm.square)[:, :, None]
         np.copyto(self.h[: self.steps], h_in.reshape(-1, B, P).transpose(0, 2, 1))
@@ -712,7 +741,8 @@ class RecurrentNorm:
             self.square_h = self.norm.square @ self.h[: self.steps]
 
     def product(self, k: int, out: Array, h_in: Array) -> None:
-        """Write to `out` [H, n] the normalised, scaled and shifted product of gate k at the steps of the chunk."""
+        """Write to `out` [H, N] the normalised, scaled and shifted product of one gate at the steps of the chunk. k:
+        the number of the gate. h_in [N, P]: what the recurrent product read."""
         rows = slice(k * len(out), (k + 1) * len(out))
         np.matmul(self.norm.scaled[rows], matrix(h_in).T, out=out)
         out *= self.r_of_chunk()
@@ -720,18 +750,20 @@ class RecurrentNorm:
             out += self.shift[rows, None]
 
     def r_of_chunk(self) -> Array:
-        """Return r of the n columns of the chunk."""
+        """Return r [N] of the columns of the chunk."""
         return self.r[self.start : self.start + self.steps].reshape(-1)
 
     def through(self, t: int, columns: slice, dh: Array) -> None:
-        """Turn E of step t, `dh` [P, B], into the gradient of the h in the recurrent product, in place."""
-        k = t - self.start
+        """Turn `dh` [P, B], which is E = (scale Wh)^T d at step t (`ProductNorm`), into the gradient of h_in, in place.
+        columns: those of this step among the columns of the chunk."""
+        k = t - self.start  # the number of the step in the chunk
         self.through_step(self.h[k], self.square_h[k], self.r[t], dh, self.c[:, columns], self.scratch)
 
     def through_columns(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
-        """Do the same as `ProductNorm.through`, for contiguous arrays in less time."""
+        """Do the same as `ProductNorm.through`, for contiguous arrays in less time: turn E into r E - c square_u, in
+        place, and write c. All arrays [P, B] are viewed as [P / 8, 8 B]; `tiles` repeats a row [1, B] to this width."""
         tiles, shape = self.tiles, self.tiles.shape
-        np.matmul(self.norm.row, np.multiply(u, E, scratch), out=c)
+        np.matmul(self.norm.row, np.multiply(u, E, scratch), out=c)  # (u E) / GH, summed over P
         wide = E.reshape(shape)
         np.multiply(wide, tiles(r), wide)
         c *= r * r * r
@@ -739,10 +771,11 @@ class RecurrentNorm:
         np.subtract(wide, np.multiply(square_u.reshape(shape), tiles(c), scratch), wide)
 
     def end_chunk(self, dz: Array, h_in: Array, products: WeightGradients) -> None:
-        """Add the terms of a chunk. dz [GH, n]: the gradients of the norm's results. h_in [n, P]."""
-        n = len(h_in)
-        self.norm.add(dz, h_in, self.r_of_chunk()[:, None], self.c[0, :n, None])
-        products.accumulate("norm_shift", dz, np.ones(n, dz.dtype))
+        """Add the terms of a chunk to the gradients of Wh, scale and shift. dz [GH, N]: the gradients of the norm's
+        results. h_in [N, P]: what the recurrent product read."""
+        N = len(h_in)
+        self.norm.add(dz, h_in, self.r_of_chunk()[:, None], self.c[0, :N, None])
+        products.accumulate("norm_shift", dz, np.ones(N, dz.dtype))  # dz times ones: the sum of its columns
 
     def add_gradients(self, products: WeightGradients) -> None:
         """Add the gradients of Wh and of the scale to those of the call."""
@@ -759,14 +792,15 @@ class InputProductNorm:
 
     def back(self, start: int, stop: int, x: Array, d: Array, products: WeightGradients) -> None:
         """Write the gradient of x for the steps from `start` to `stop`, and add their terms to the gradients of the
-        arrays. x [n, I]: the input. d [GH, n]: the gradient of the norm's result."""
-        # E [n, I], r and c [1, n]: see `ProductNorm`. Its function takes columns, so it gets transposed views.
+        arrays. x [N, I]: the input. d [GH, N]: the gradient of the norm's result."""
+        # E = (scale Wx)^T d, here as rows [N, I], becomes the gradient of x. r and c [1, N]: factors of `ProductNorm`.
+        # Its function `through` takes columns, so it gets transposed views.
         E, r, c = d.T @ self.norm.scaled, self.r[start:stop].reshape(1, -1), np.empty((1, len(x)), x.dtype)
         x = matrix(x)
         self.norm.through(x.T, self.norm.square @ x.T, r, E.T, c, np.empty_like(E).T)
         self.norm.add(d, x, r.T, c.T)
         products.add_input(start, stop, E)
-        products.accumulate("norm_input_shift", d, np.ones(d.shape[1], d.dtype))
+        products.accumulate("norm_input_shift", d, np.ones(d.shape[1], d.dtype))  # the sum of d over its columns
 
     def add_gradients(self, products: WeightGradients) -> None:
         """Add the gradients of Wx and of the scale to those of the call."""
@@ -776,8 +810,8 @@ class InputProductNorm:
 class NormBackward:
     """The layer normalisation of the recurrent product or of the sum in the backward pass of one direction.
 
-    kept [T, G H + blocks, B]: the y and r of each step, which the forward pass saved. `dp` [G H, n] collects the
-    gradients of the recurrent product at the n = steps x batch columns of a chunk. `d` [G H, B] is the gradient of the
+    kept [T, G H + blocks, B]: the y and r of each step, which the forward pass saved. `dp` [G H, N] collects the
+    gradients of the recurrent product at the N = steps x batch columns of a chunk. `d` [G H, B] is the gradient of the
     norm's result at one step.
     """
 
@@ -791,20 +825,22 @@ class NormBackward:
         kept: Array,
         dz: Array,
     ):
-        """Allocate the memory. dz [G H, n]: memory for the gradients of the input's part. With the sum they are those
-        of the recurrent product; otherwise `dz` gets a copy of each `d`. other: the numbers of the gates of which the
-        input's part has another gradient."""
+        """Allocate the memory. norm: the norm of the recurrent product or of the sum. of_input: that of the input's
+        product, or None. dz [G H, N]: memory for the gradients of the input's part. With the sum they are those of the
+        recurrent product; otherwise `dz` gets a copy of each `d`. other: the numbers of the gates of which the input's
+        part has another gradient, such as a GRU's candidate."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         self.norm, self.kept, self.dz, rows = norm, kept, dz, len(dz)
         self.dp: Array = dz if norm_options(problem).of == "sum" else columns_buffer(rows, dz.shape[1], B, dtype)
         self.d: Array = np.zeros((rows, B), dtype)
         # The norm of the input's product, if each step computes it. Then `dz` gets the gradients of this product.
         self.of_input: InputNormOfSteps | None = of_input if isinstance(of_input, InputNormOfSteps) else None
+        # The gradient of bhn is a part of that of the shift, as bhn is added after the norm.
         norm.sum_gradients(self.d, "norm_scale" in v, bool({"norm_shift", "bhn"} & v.keys()))
         self.ended: Array | None = None  # the indices of the batch items that have ended before the current step
         if self.of_input is not None:
             self.of_input.norm.share_scratch(norm)  # so that fewer arrays are in the cache
-        self.n: slice = cell.block("n", problem.H) if "bhn" in v else slice(0)
+        self.candidate: slice = cell.block("n", problem.H) if "bhn" in v else slice(0)  # the rows of a GRU's candidate
         # For a step that computes the norm of the input's product: the gradients of the input's part of the gates in
         # `other`, which the step writes; for each of them its place in `d` and its part of `dx`.
         self.dx: Array = np.empty((len(other) * H, B), dtype)
@@ -813,7 +849,8 @@ class NormBackward:
         ]
 
     def product(self, k: int, out: Array, start: int) -> None:
-        """Write to `out` [H, n] the normalised, scaled and shifted product of gate k at the steps from `start` on."""
+        """Write to `out` [H, N] the normalised, scaled and shifted product of gate k at the steps from `start` on,
+        computed from the saved y. N = steps x batch."""
         norm, rows, B = self.norm, slice(k * len(out), (k + 1) * len(out)), self.kept.shape[2]
         for t in range(out.shape[1] // B):
             result = self.kept[start + t, rows]
@@ -822,16 +859,17 @@ class NormBackward:
 
     def through(self, t: int, columns: slice) -> Array:
         """Return the gradient of the recurrent product of step t, `columns` of `dp`, from the gradient `d` of the
-        norm's result. columns: where this step lies in arrays of the chunk."""
+        norm's result. Also write `columns` of `dz`, the gradient of the input's part. columns: where this step lies in
+        arrays of the chunk."""
         dp = self.dp[:, columns]
         if self.ended is not None:  # their numbers may be NaN
             self.d[:, self.ended] = self.dx[:, self.ended] = 0
-        if self.of_input is not None:
+        if self.of_input is not None:  # go through the norm of the input's product, too
             of_input = self.of_input
             np.copyto(of_input.d, self.d)
             for rows, dx in self.other:
                 of_input.d[rows] = dx
-            of_input.back(columns.start // self.d.shape[1], self.dz[:, columns])
+            of_input.back(columns.start // self.d.shape[1], self.dz[:, columns])  # the number of the step in the chunk
         elif self.dz is not self.dp:
             np.copyto(self.dz[:, columns], self.d)
         self.norm.before(self.d, *self.norm.divided(self.kept[t]), dp)
@@ -843,4 +881,4 @@ class NormBackward:
         if self.of_input is not None:
             self.of_input.add_gradients(products)
             if self.norm.dshift is not None and "bhn" in products.out:
-                products.add("bhn", self.norm.dshift[self.n].sum(axis=1))
+                products.add("bhn", self.norm.dshift[self.candidate].sum(axis=1))

@@ -9,9 +9,13 @@ step.
 Options of the call: `keep` [T, B, 1] multiplies h and c before a step; `mask` multiplies the h that enters the
 recurrent product. h_prev: h before a step, times `keep`. h_in: h_prev times the mask.
 
-From other files: `Step.run` and `StepBackward.run` (`steps`) compute one step. `products` of a step holds the buffers
-of h and computes the products with x (`products`). `WeightGradients` sums the gradients of weights. The classes with
-Norm in their names are layer normalisations (`norms`); `of_input` is that of the input's product.
+`cell.carried`: how many blocks of H numbers c has. `FEATURE_MAJOR` transposes [T, B, .] to [T, ., B].
+
+From other files: `Step.run` and `StepBackward.run` (`steps`) compute one step. The object `products` of a step computes
+the products with x and holds arrays that steps use in turn: h_buffers [P, B], h before a step; h_rows [P, B], the h
+that enters the recurrent product; operands, what the weights multiply (h_rows, or x, 1 and h). `WeightGradients` sums
+the gradients of weights. The classes with Norm in their names are layer normalisations (`norms`); `of_input` is that of
+the input's product.
 """
 
 from collections.abc import Callable
@@ -46,12 +50,12 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     """
     dtype, (T, B, H, _), keep, mask = v["x"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
     step = Step(problem, v, mask, out.get("norms"))
-    # enter: writes what h becomes when it enters the product; None: h itself. buffers: the arrays of h before and after
-    # a step, in turn. block: the number of steps whose products with x are computed at once.
+    # enter(t, h, out): writes what h of step t becomes when it enters the product; None: h itself. buffers: the arrays
+    # of h before and after a step, in turn. block: the number of steps whose products with x are computed at once.
     run, products, enter, ends = step.run, step.products, step.enter, Ends(problem, v)
     buffers, block = products.h_buffers, products.block
     h, (gates, norms) = out["h"], [out[n].transpose(FEATURE_MAJOR) if n in out else None for n in ("gates", "norms")]
-    if step.by_factors:  # `enter` writes what these norms save
+    if step.by_factors:  # a norm that is a factor on h: `enter` computes and saves it
         norms = None
     if "c" in out:
         c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (problem.cell.carried * H, B), dtype)
@@ -83,8 +87,9 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
             c_prev = np.multiply(c_prev, keep[t].T, out=c_kept)
         if enter is not None:
             enter(t, h_prev, products.h_rows[t % len(products.h_rows)])
-        if "inputs" in v:
+        if "inputs" in v:  # the inputs of this step, of a user's cell
             np.copyto(step.us, v["inputs"][t].T)
+        # Writes h_new, c_t, gates_t and kept (what layer normalisation saves), the latter two unless they are None.
         run(products.operands[t % len(products.operands)], inputs_t, h_prev, c_prev, gates_t, c_t, h_new, kept)
         np.copyto(h[t], h_new.T)
         h_prev, c_prev = h_new, c_t
@@ -134,15 +139,18 @@ class BackwardSweep:
         forward pass. dv: the cotangents of some outputs by name."""
         dtype, (_, B, H, P), carried = v["x"].dtype, problem[:4], problem.cell.carried
         if problem.cell.norm is not None:
+            # rows: the numbers that the norms saved per step and item. They tell by which way the norms were computed.
             rows = saved["norms"].shape[2] if "norms" in saved else 0
-            v = with_centred_weights(problem, v, by_factors(problem, rows))
+            v = with_centred_weights(problem, v, by_factors(problem, rows))  # the weights of the forward pass
         self.problem, self.v, self.dv, self.h = problem, v, dv, saved["h"]
         self.ends: Ends = Ends(problem, v)
         self.mask: Any = step_mask(v, problem)
-        self.step: StepBackward = StepBackward(problem, v, saved, "gates" in dv)
+        self.step: StepBackward = StepBackward(problem, v, saved, "gates" in dv)  # whether gates have cotangents
         self.products: WeightGradients = products
         self.out: Views = products.out
         has_c = "c" in saved
+        # c_at(t): c after step t, [H, B]. c0: the c before the first step. dh, dc: at first the cotangents of hT and
+        # cT.
         self.c_at: Callable[[int], Any] = steps_of(saved["c"]) if has_c else lambda t: None
         self.c0: Any = first_state(v, "c0", (carried * H, B), dtype) if has_c else None
         self.dh: Array = first_state(dv, "hT", (P, B), dtype)
@@ -152,6 +160,7 @@ class BackwardSweep:
         self.waiting: list[tuple[Array, Array]] = []
         if self.ends.shortest < problem.T:
             self.waiting = [(self.dh, self.dh.copy()), (self.dc, self.dc.copy())]
+            # idle: the items that do not run at the first step of this pass, which is step 0 in reverse, else T - 1.
             idle = self.ends.lengths < (1 if problem.reverse else problem.T)
             self.dh[:, idle] = self.dc[:, idle] = 0
 
@@ -172,6 +181,7 @@ class BackwardSweep:
         for norm in (self.step.norm, self.step.norm_of_c, self.step.of_input):
             if isinstance(norm, NormBackward | RecurrentNorm | NormOfC | InputProductNorm):
                 norm.add_gradients(self.products)
+        # params: the name of the parameters, "peephole" or "params". Their gradients are now summed over the batch.
         if (params := self.problem.cell.params) in out:
             self.products.add(params, self.step.dparams.sum(axis=1))
 
@@ -184,6 +194,7 @@ class BackwardSweep:
         h_before = self.h_before(start, stop)  # [steps, B, P]
         h_prev = h_before if keep is None else h_before * keep
         h_in = (h_prev if mask is None else h_prev * mask).reshape(-1, problem.P)
+        # input_by_step: each step computes the norm of the input's product again, from x.
         x = self.inputs(start, stop) if step.input_by_step else None
         step.begin_chunk(start, h_prev, h_in, x)
         times = range(start, stop)
@@ -212,7 +223,7 @@ class BackwardSweep:
             # In place: dh becomes the gradient of h_in, dc that of c before the step; step.direct is the part of the
             # gradient of h_prev that bypasses the recurrent product.
             step.run(step, t, columns, c_prev, self.c_at(t), dh, dc, dgates)
-            if step.finishes or ended is not None:
+            if step.finishes or ended is not None:  # `finishes`: the cell has inputs or parameters of its own
                 step.finish(t, columns, ended, self.out)
             if ended is not None:  # a user's formula may give NaN where its inputs are 0
                 for array in (dh, dc) if step.direct is None else (dh, dc, step.direct):
@@ -234,7 +245,8 @@ class BackwardSweep:
         n = (stop - start) * self.problem.B
         dz, x = self.step.dz[:, :n], None  # [GH, n]: the gradients of the preactivations
         of_input = self.step.of_input
-        # x without padding is needed for the gradient of Wx, and for a norm that computes its product again.
+        # x without padding is needed for the gradient of Wx (returned as a product in `out`, or as two `factors`), and
+        # for a norm that computes its product again.
         if "Wx" in self.out or "Wx" in self.products.factors or isinstance(of_input, InputNorm | InputProductNorm):
             x = self.inputs(start, stop)
         self.step.end_chunk(self.products, h_in)
@@ -357,7 +369,7 @@ def step_mask(v: Views, problem: Problem) -> Array | None:
 def add_unbroadcast(term: Array, total: Array) -> None:
     """Add `term` [B, P] to `total`, the gradient of an array that a step broadcasts to [B, P] (B batch items, P the
     width of h). Where the array was broadcast along an axis, the term is first summed over this axis."""
-    lead = total.ndim - 2
+    lead = total.ndim - 2  # how many axes `total` has before the last two; below 0: so many axes are missing
     shape = total.shape[lead:] if lead > 0 else (1,) * -lead + total.shape
-    axes = tuple(axis for axis, size in enumerate(shape) if size == 1)
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1)  # the axes along which it was broadcast
     total += term.sum(axis=axes, keepdims=True).reshape(total.shape)

@@ -10,7 +10,9 @@ already, [T, B, G H]. z: a preactivation, x Wx^T + b + h Wh^T; dz: its gradient.
 [rows, B], so that the weights are the left factor.
 
 BLAS is the library that multiplies matrices. It reads a matrix whose rows or columns are contiguous, and uses several
-threads for a large product. A stream runs steps that arrive one at a time.
+threads for a large product. A stream runs steps that arrive one at a time. A batch is wide from WIDE_BATCH (16) items
+on. A block is a range of steps whose inputs are multiplied or copied before these steps run. `bias_of`: the bias with
+an LSTM's forget bias.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +28,8 @@ Views = dict[str, Array]
 """The type of arrays by name."""
 
 Order = tuple[int, int, int]
+"""The type of an order of the three axes of a sequence."""
+
 TIME_MAJOR, BATCH_MAJOR, FEATURE_MAJOR = (0, 1, 2), (1, 0, 2), (0, 2, 1)
 """Orders of the axes of a sequence [T, B, .] in memory: FEATURE_MAJOR is [T, ., B]."""
 
@@ -63,7 +67,7 @@ shall compute its product."""
 def matrix(a: Array) -> Array:
     """Return `a` itself if one of its last two axes is contiguous, so that BLAS can read it. Otherwise return a
     contiguous copy, because NumPy would use a slow loop instead of BLAS."""
-    rows, columns = a.strides[-2:]
+    rows, columns = a.strides[-2:]  # the bytes from one row to the next, and from one column to the next
     size = a.itemsize
     fits = (columns == size and rows >= size * a.shape[-1]) or (rows == size and columns >= size * a.shape[-2])
     return a if fits else np.ascontiguousarray(a)
@@ -73,6 +77,7 @@ def transposed(weights: Array, problem: Problem) -> Array:
     """Return the transpose of `weights` [GH, P] for a product at every step (G gates, H hidden units, P the width of
     h). With a contiguous copy of the transpose BLAS runs up to a tenth faster. The copy is made if the batch is wide,
     the matrix is small, and T * B >= 2 P, so that the faster products pay for it; otherwise return a view."""
+    # often: whether the matrix is used for so many rows (steps x batch) of a wide batch that a copy pays.
     often = problem.B >= WIDE_BATCH and 2 * weights.shape[1] <= problem.T * problem.B
     return np.ascontiguousarray(weights.T) if often and weights.size <= TRANSPOSED_NUMBERS else matrix(weights).T
 
@@ -107,6 +112,7 @@ def input_products(
     if streamed:
         return JoinedProduct(problem, v, copies_h, reciprocal)
     if "Wx" in v and "Wh" in v and B >= WIDE_BATCH:
+        # width: the columns of [Wx Wh]. AHEAD_ROWS: so many rows (steps x batch) are copied at a time.
         width = v["Wx"].shape[1] + v["Wh"].shape[1]
         if 2 * max(AHEAD_ROWS, width) <= T * B and len(v["Wx"]) * width <= COPIED_NUMBERS:
             return JoinedProduct(problem, v, copies_h, reciprocal)
@@ -138,7 +144,7 @@ def in_blocks(weights: Array, B: int, streamed: bool = False) -> Array:
     divides = numbers <= THREADED_NUMBERS if streamed else 1 < B < NARROW_BATCH and weights.flags.c_contiguous
     if numbers <= largest or not divides:
         return weights
-    rows, fewest = len(weights), -(-numbers // largest)
+    rows, fewest = len(weights), -(-numbers // largest)  # fewest: numbers / largest, rounded up
     # n: the smallest sufficient number of blocks that divides the rows; 1 if none does up to four times this number.
     n = next((n for n in range(fewest, 4 * fewest) if rows % n == 0), 1)
     return weights.reshape(n, rows // n, -1)
@@ -156,6 +162,7 @@ def transposed_product(Wh: Array, problem: Problem) -> Callable[[Array, Array], 
     blocks = in_blocks(Wh, problem.B)
     if blocks.ndim < 3:  # Wh is not divided
         return partial(np.matmul, transposed(Wh, problem))
+    # weights [blocks, P, rows of a block]; terms [blocks, P, B]: memory for the product of each block.
     weights, terms = blocks.transpose(0, 2, 1), np.empty((len(blocks), blocks.shape[2], problem.B), Wh.dtype)
 
     def multiply(dz: Array, out: Array) -> None:
@@ -188,14 +195,15 @@ class SeparateProducts:
         `InputNormOfSteps`, which then computes the input's part with the bias; or None."""
         dtype, (T, B, H, P), cell = v["x"].dtype, problem[:4], problem.cell
         rows = cell.gates * H
-        self.order: str = cell.gate_order
+        self.order: str = cell.gate_order  # the order of the gates' rows in `weights`
         self.x: Array = v["x"]
         self.weights: Any = matrix(v["Wh"]) if "Wh" in v else None  # None if no product of h is computed
         self.norm: Any = norm
         Wx = bias = None
         if norm is None:
             Wx, bias = matrix(v["Wx"]) if "Wx" in v else None, bias_of(problem, v)
-        self.by_step: bool = norm is not None and B >= WIDE_BATCH
+        self.by_step: bool = norm is not None and B >= WIDE_BATCH  # whether the norm takes one step at a time
+        # block: how many steps one call of `load` serves.
         if (Wx is None and norm is None) or self.by_step:
             self.block: int = 1
         elif B >= WIDE_BATCH:
@@ -216,6 +224,7 @@ class SeparateProducts:
             self.bias, self.ahead = np.repeat(bias[:, None], B, axis=1), np.empty((rows, B), dtype)
         # Two buffers, one for h before a step and one for h after it. They swap at every step.
         self.h_buffers: list[Array] = [np.empty((P, B), dtype) for _ in range(2)]
+        # h_rows: a single further array for both, because a step writes it and reads it at once.
         self.h_rows: list[Array] = 2 * [np.empty((P, B), dtype)] if copies_h else self.h_buffers
         self.operands: list[Array] = self.h_rows
 
@@ -258,9 +267,11 @@ class JoinedProduct:
     def __init__(self, problem: Problem, v: Views, copies_h: bool, reciprocal: str):
         """Copy Wx, the bias and Wh into one matrix [Wx b Wh]. Allocate for each step of a block the operand that this
         matrix multiplies: an array [x; 1; h], with x in its first rows, then a row of ones, then h. copies_h:
-        whether the h that enters the product is another array than h, such as mask * h."""
+        whether the h that enters the product is another array than h, such as mask * h. reciprocal: the letters of the
+        gates whose rows are negated."""
         (T, B, H, P), cell, Wx, bias = problem[:4], problem.cell, v["Wx"], bias_of(problem, v)
         self.negated: str = reciprocal
+        # order: the letters of the gates in the order of the rows of `weights`, those in `reciprocal` first.
         self.order: str = "".join(sorted(cell.gate_order, key=lambda gate: gate not in reciprocal))
         self.weights: Array = np.empty((len(Wx), Wx.shape[1] + (bias is not None) + P), Wx.dtype)
         for n, gate in enumerate(self.order):
@@ -273,7 +284,7 @@ class JoinedProduct:
         # A block has about AHEAD_ROWS rows (steps x batch), but at least two steps: a step writes the new h into the
         # operand of the next step while it still reads its own operand.
         self.block: int = max(2, min(T, AHEAD_ROWS // B))
-        columns = np.ones((self.block, self.weights.shape[1], B), Wx.dtype)
+        columns = np.ones((self.block, self.weights.shape[1], B), Wx.dtype)  # the operands of all steps of a block
         self.x_rows: Array = columns[:, : Wx.shape[1]]
         self.operands: list[Array] = [*columns]
         self.h_rows: list[Array] = [*columns[:, -P:]]
@@ -345,7 +356,7 @@ class WeightGradients:
         writes the product, later chunks add theirs. left [rows, n], right [n, columns]. If the gradient is returned as
         two factors, keep both instead; there is then one chunk only."""
         if name in self.factors:
-            left = np.array(left.T, order="C")
+            left = np.array(left.T, order="C")  # a copy, because `StepBackward.end_chunk` overwrites dz
             # Wx and Wh usually have the same left factor, dz. It is the larger one and is stored once.
             if self.left is None or not np.array_equal(left, self.left):
                 self.left = left
@@ -364,14 +375,14 @@ class WeightGradients:
         """Return an object that collects the weight gradients of a segment (some steps of some batch items) and adds
         them to the gradients of `self`, because both write to the same memory. own: separate memory for gradients that
         belong to the segment alone, such as that of x."""
-        part = WeightGradients(self.out | own, set())
+        part = WeightGradients(self.out | own, set())  # an empty set: nothing has been written to the segment's own dx
         part.begun = self.begun
         return part
 
     def add(self, name: str, term: Array) -> None:
         """Add a term to the gradient `name`, which has the shape of the gradient. The first term is written to the
         gradient's memory."""
-        if (name, None) in self.begun:
+        if (name, None) in self.begun:  # None: the gradient as a whole, not a block of its rows
             self.out[name] += term
         else:
             self.out[name][...] = term

@@ -7,7 +7,8 @@ module `passes` keeps the results of these additional steps out of the outputs a
 
 T: steps, B: batch items, G: gates, H: hidden units, P: the width of h. v holds the arrays of the call by name (x, Wh,
 lengths and so on), `out` the memory of the results, dv the cotangents (the gradients that the caller gives for
-outputs). h0, c0: the first states; hT, cT: the last ones. `FEATURE_MAJOR` transposes [T, B, .] to [T, ., B], the memory
+outputs). h0, c0: the first states; hT, cT: the last ones. `cell.carried`, `cell.kept`: how many blocks of H numbers c
+and gates have. `FEATURE_MAJOR` transposes [T, B, .] to [T, ., B], the memory
 order of c and gates. lengths [B]: after how many steps each item ends.
 """
 
@@ -62,7 +63,7 @@ class Segment(NamedTuple):
         B, .]. If the sequence is feature-major in memory, both arrays are first transposed to [T, ., B], so that NumPy
         writes it in the order of its memory."""
         target, source = sequence[self.start : self.stop], part
-        if target.strides[1] < target.strides[2]:
+        if target.strides[1] < target.strides[2]:  # feature-major: two items are closer than two features
             target.transpose(FEATURE_MAJOR)[:, :, self.items] = source.transpose(FEATURE_MAJOR)
         else:
             target[:, self.items] = source
@@ -75,7 +76,7 @@ class Segment(NamedTuple):
         # The sizes of the array with three axes; an axis of size 1 is broadcast, so it is taken whole.
         sizes = (1,) * (3 - array.ndim) + array.shape
         index = (steps if sizes[0] > 1 else whole, items if sizes[1] > 1 else whole, whole)
-        return index[3 - array.ndim :]
+        return index[3 - array.ndim :]  # without the axes that the array does not have
 
 
 def segments(problem: Problem, v: Views) -> list[Segment]:
@@ -96,6 +97,7 @@ def segments(problem: Problem, v: Views) -> list[Segment]:
         # End the segment at step `stop` if it is long enough (`shortest` steps) and enough of its items have ended by
         # then, or if no item of the batch is left.
         if len(left) == 0 or (len(live) - len(left) >= enough and stop - start >= shortest):
+            # A slice instead of a list of indices, if the items are neighbours: NumPy then makes views, not copies.
             first, last = int(live[0]), int(live[-1]) + 1
             found.append(Segment(start, stop, slice(first, last) if last - first == len(live) else live))
             start, live = stop, left
@@ -129,6 +131,7 @@ def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: V
     GH], by name.
     """
     (_, B, H, P), dtype, cell = problem[:4], v["x"].dtype, problem.cell
+    # states: the states of all items before the next segment; each segment reads and replaces those of its items.
     widths = {"h": P, "c": cell.carried * H} if "c" in out else {"h": P}
     states = {name: np.zeros((B, width), dtype) for name, width in widths.items()}
     for name, state in states.items():

@@ -38,8 +38,8 @@ UFUNCS = {
 
 COMPOSED: dict[str, str] = {
     "matmul": "matmul({1}, {0}, {out})",  # arrays are feature-major, so the matrix is the left factor
-    "norm": "{1}({0}, {out})",
-    "unnorm": "{2}.back({0}, {1}, {out})",
+    "norm": "{1}({0}, {out})",  # operands c and N0, an object that normalises c
+    "unnorm": "{2}.back({0}, {1}, {out})",  # operands: the gradient of the normalised c, c, and N0
     "float": "copyto({out}, {0})",
     "clip": "clip({0}, -{1}, {1}, {out})",
     # MLX's sign of NaN is 0, NumPy's is NaN.
@@ -64,6 +64,8 @@ LIMITS = ("k0", "k1")
 """The arrays of one number: the limit of c, and that of a projected h."""
 
 Nodes = list[Node] | tuple[Node, ...]
+"""The type of a graph's list of nodes."""
+
 NEW = "new"
 """What `Groups.spot` returns instead of an array's name for a value that has no place yet."""
 
@@ -120,13 +122,15 @@ def lowered(
     rewrites: Rewrites,
 ) -> tuple[Graph, dict[int, int]]:
     """Return the graph in operations that NumPy has, and for each node its number there. outputs: the nodes that are
-    computed. Nodes in `known`, whose values
-    exist already, become inputs: node 7 becomes the input "n7", or "-n7" if its place holds the negated value."""
+    computed. Nodes in `known`, whose values exist already, become inputs: node 7 becomes the input "n7", or "-n7" if
+    its place holds the negated value. rewrites: which of the changes below apply."""
     negated, squares, divided = rewrites
-    graph, number = Graph(), dict[int, int]()
+    graph, number = Graph(), dict[int, int]()  # the new graph; number: {node: its number in the new graph}
     one = graph.constant(1)
 
-    def negative(n: int) -> int:  # -n without an operation if n, or one operand of a sum n, is there negated
+    # Return the node of -n. It needs no operation if the place of n holds the negated value already (`signs` below),
+    # and it is a difference if this is so for one operand of a sum n.
+    def negative(n: int) -> int:
         node = graph.nodes[n]
         if node.op == "input" and node.value in signs:
             return graph.input(signs[node.value])
@@ -137,12 +141,12 @@ def lowered(
         return graph.node(Node("neg", (n,)))
 
     signs = {f"n{n}": f"-n{n}" for n in negated}  # for an input whose place holds -x: the name of -x
-    for n in needed(nodes, outputs, known):
+    for n in needed(nodes, outputs, known):  # all nodes that the outputs need, operands first
         node = nodes[n]
-        args = [] if n in known else [number[k] for k in node.args]
+        args = [] if n in known else [number[k] for k in node.args]  # its operands in the new graph
         if n in known:
             number[n] = graph.input(f"n{n}")
-        elif node.op == "sigmoid":
+        elif node.op == "sigmoid":  # 1 / u with u = 1 + exp(-x)
             u = graph.node(Node("add", (graph.node(Node("exp", (negative(args[0]),))), one)))
             number[n] = graph.node(Node("div", (one, u)))
         elif n in divided:  # x * sigmoid(z) as x / (1 + exp(-z)): `other` is x, and the divisor is that of the sigmoid
@@ -163,7 +167,8 @@ def lowered(
 
 
 def before_clip(nodes: Nodes, node: Node, known: Mapping[int, Place]) -> int | None:
-    """Return the node x if `node` is min(max(x, -k), k) and k is the limit of c or h, else None."""
+    """Return the node x if `node` is min(max(x, -k), k) and k is the limit of c or h, else None. One call of NumPy's
+    clip then computes both operations. known: the places of values, by which a limit is recognised (`LIMITS`)."""
     if node.op == "min" and (limit := known.get(node.args[1])) is not None and limit.array in LIMITS:
         inner = nodes[node.args[0]]
         if inner.op == "max" and nodes[inner.args[1]] == Node("neg", node.args[1:]):
@@ -177,6 +182,8 @@ def quotients(nodes: Nodes, outputs: Sequence[int]) -> dict[int, int]:
     factor of products."""
     found, order = dict[int, int](), needed(nodes, outputs)
     for n in order:
+        # uses: the nodes that read n. factor: whether each of them is a product with n as one factor, and is not yet
+        # computed as the quotient of another sigmoid.
         uses = [k for k in order if n in nodes[k].args]
         factor = all(nodes[k].op == "mul" and nodes[k].args.count(n) == 1 and k not in found for k in uses)
         if nodes[n].op == "sigmoid" and factor and n not in outputs:
@@ -205,6 +212,7 @@ class Groups:
         # of: {node: its group}. sizes: {scratch array of groups: number of its blocks}. uses: {node: nodes that read
         # it}.
         self.nodes, self.order, self.known, self.into = nodes, order, known, into
+        # block: {node: its place in a scratch array of groups, or in place of a preactivation}.
         self.of: dict[int, tuple[int, ...]] = {}
         self.block: dict[int, Place] = {}
         self.sizes: dict[str, int] = {}
@@ -218,6 +226,7 @@ class Groups:
             for k in nodes[n].args:
                 self.uses.setdefault(k, []).append(n)
         self.along_gates()
+        # Then group nodes whose results shall lie in successive blocks of one array: row - position is the same number.
         targets = sorted((place, n) for n, place in into.items())
         for _, run in groupby(enumerate(targets), key=lambda item: (item[1][0].array, item[1][0].row - item[0])):
             self.side_by_side([n for _, (_, n) in run])
@@ -230,7 +239,7 @@ class Groups:
         for n in self.order:
             op, args = self.nodes[n].op, self.nodes[n].args
             varying = [k for k in args if self.nodes[k].op != "const"]
-            if op not in UFUNCS or op in CONDITIONS or not varying:
+            if op not in UFUNCS or op in CONDITIONS or not varying:  # only single functions of NumPy with float results
                 continue
             if all(k in self.by_row for k in varying) and len({self.by_row[k][0] for k in varying}) == 1:
                 # All operands are functions of one row, so node n is one, too.
@@ -298,9 +307,11 @@ class Groups:
     def columns(self, members: Sequence[int]) -> list[list[int]] | None:
         """Return the operands of these nodes that must be computed into neighbouring blocks: a list of nodes for the
         first operand, and one for the second if it must be, too. Return None if the nodes cannot be one group."""
-        op, wanted = self.nodes[members[0]].op, list[list[int]]()
+        op, wanted = self.nodes[members[0]].op, list[list[int]]()  # wanted: the result
         if op not in UFUNCS or op in CONDITIONS or any(n in self.of or self.nodes[n].op != op for n in members):
             return None
+        # rows: the operands of each node. kinds: for each of them its array, its value, or NEW. An operation whose
+        # operands may change places gets them in the order of the first node's.
         rows = [list(self.nodes[n].args) for n in members]
         kinds = [[self.spot(k)[0] for k in row] for row in rows]
         for row, of_row in zip(rows, kinds, strict=True):
@@ -322,6 +333,7 @@ class Groups:
         if self.nodes[n].op == "const":
             return self.nodes[n].value, -1
         place = self.known.get(n) or self.into.get(n) or self.block.get(n)
+        # A function of one row (`by_row`) has no place yet, but the row says which nodes are its neighbours.
         return place or (("", self.by_row[n][0]) if n in self.by_row else (NEW, -1))
 
 
@@ -330,11 +342,13 @@ def ordered(
 ) -> list[tuple[int, ...]] | None:
     """Return the groups, and the other nodes as groups of one, in an order in which they can be computed. Return None
     if there is none. groups: {node: its group}. known: the nodes whose values exist already."""
+    # found: the result. state: {group: whether it is in the result}. A group that is visited again while its state is
+    # false depends on itself, so there is no order.
     found, state = list[tuple[int, ...]](), dict[tuple[int, ...], bool]()
 
     def visit(group: tuple[int, ...]) -> bool:
         if group in state:
-            return state[group]  # false while its operands are visited
+            return state[group]
         state[group] = False
         for n in group:
             for k in nodes[n].args:
@@ -377,6 +391,8 @@ class Writer:
         old value. store: the arrays of the step, and which of them may be overwritten. rewrites: how the graph is
         rewritten first.
         """
+        # sizes: {array: number of its blocks}. self.free: {kind of scratch array: names of those that nobody reads any
+        # more}. self.constants: {name in the statements: number}. self.copies: pairs (node, place) to be copied last.
         (sizes, free, dense, wide), negated = store, rewrites.negated
         graph, number = lowered(nodes, [n for n, _ in targets], known, rewrites)
         self.nodes: list[Node] = graph.nodes
@@ -459,6 +475,7 @@ class Writer:
         """Return the name of neighbouring blocks of one array: of the array itself, or of a view, which is noted in
         `views`."""
         array, start, stop = blocks[0].array, blocks[0].row, blocks[-1].row + 1
+        # The blocks 1 and 2 of z have the name z_1_3, block 1 alone has z_1.
         if stop - start == self.sizes[array]:
             return array
         name = f"{array}_{start}" if stop == start + 1 else f"{array}_{start}_{stop}"
@@ -470,6 +487,7 @@ class Writer:
         node = self.nodes[nodes[0]]
         if node.op != "const":
             return self.text([self.place[n] for n in nodes])
+        # By repr, because 0.0 and -0.0 are equal but not the same constant.
         equal = [name for name, value in self.constants.items() if repr(value) == repr(node.value)]
         name = equal[0] if equal else f"c{len(self.constants)}"
         self.constants[name] = node.value
@@ -503,6 +521,7 @@ class Writer:
         if len(unit) == 1:
             self.write_one(t, unit[0], unit)
             return
+        # columns: the first operands of all nodes, then their second operands.
         columns = [*zip(*[self.nodes[n].args for n in unit], strict=True)]
         out = self.destination(t, unit) if all(self.is_neighbourly(column) for column in columns) else None
         if out is None:
@@ -513,13 +532,14 @@ class Writer:
         self.settle(unit, out)
 
     def destination(self, t: int, unit: tuple[int, ...]) -> list[Place] | None:
-        """Return neighbouring blocks for the results of a group, or None if there are none."""
+        """Return neighbouring blocks for the results of a group (`unit`, number t), or None if there are none. In this
+        order: the targets; a scratch array of groups; the blocks of an operand; a new scratch array."""
         if unit[0] in self.into:
             found = [self.into[n] for n in unit]
             fits = self.are_neighbours(found) and all(map(lambda n, p: self.can_write(t, unit, n, p), unit, found))
             return found if fits else None
         candidates = [[self.block[n] for n in unit]] if all(n in self.block for n in unit) else []
-        args = [self.nodes[n].args for n in unit]
+        args = [self.nodes[n].args for n in unit]  # the operands of each node
         for column in zip(*args, strict=True):
             if self.nodes[column[0]].op != "const" and self.overwritable(self.place[column[0]]):
                 candidates.append([self.place[n] for n in column])
@@ -547,6 +567,7 @@ class Writer:
     def write_one(self, t: int, n: int, unit: Sequence[int]) -> None:
         """Append the statement of node n, which belongs to the group `unit`, number t. Its result goes to its target;
         else over an operand that no later statement reads; else to a scratch array."""
+        # kind: the scratch array that the result would need: one block, bool or float, as wide as h or not.
         node, kind = self.nodes[n], Scratch(1, self.nodes[n].op in CONDITIONS, n in self.wide)
         place = self.into.get(n)
         if place is not None and not self.can_write(t, unit, n, place):
@@ -558,6 +579,7 @@ class Writer:
         if len(unit) > 1:
             dead = []  # another node of the group may still read them
         if place is None and not kind.is_bool:
+            # own: the places of operands that the result may overwrite.
             own = [self.place[k] for k in dead if self.overwritable(self.place[k])] if node.op in OVERWRITES else []
             own = [p for p in own if not self.scratch.get(p.array, kind).is_bool]
             for p in [*filter(None, [self.block.get(n), self.hint(n)]), *own]:
@@ -572,7 +594,7 @@ class Writer:
         self.scratch |= {name: Scratch() for name in ("t0", "t1", "t2") if name in COMPOSED.get(node.op, "")}
         self.lines.append(call(node.op, operands, out))
         self.settle([n], [place])
-        for k in dead:
+        for k in dead:  # Scratch(0) stands for an array that is no scratch array
             found = self.scratch.get(self.place[k].array, Scratch(0))
             if found.blocks == 1 and self.holds.get(self.place[k]) == k:
                 self.free.setdefault(found, []).append(self.place[k].array)

@@ -9,7 +9,8 @@ the width of a projected h, else H. v: the arrays of the call by name.
 Names of the graph's inputs, a letter and a number: x preactivations (or only the input's part, if the cell gets both
 parts `apart`), p their recurrent part, s states (s0 is h), u inputs of the step, w parameters, d gradients of the new
 states, e gradients of the gates, i0 h times the mask, k limits, W0 the matrix of a second product (W0T its transpose),
-N0 the layer normalisation of c.
+N0 the layer normalisation of c. Of a graph: gradients("x"): the nodes of the gradients of these inputs; of_product():
+those of the gates' recurrent parts; saved, forward: the nodes that the forward pass saves, and those of the new states.
 
 The arrays of generated code: z preactivations, xs their input's part, y what the forward pass saves, c_prev and c the
 states besides h before and after the step, n0 the h after it, us and w the inputs and parameters. Backward: dz, dx,
@@ -91,6 +92,7 @@ def function_of(
     parameters: the parameters of `step`, as text.
     """
     lines = [*before, *code.lines, *after]
+    # code.views: {(array, first block, last block + 1): the name of this view}. code.scratch: {name: Scratch}.
     # The names in the statements, and the arrays of which they read views: what is not among them is not made.
     words = {*findall(r"\w+", " ".join(lines)), *(array for array, _, _ in code.views)}
     # A view of an array that is the same in every call is made once; the other views are made at every call.
@@ -100,7 +102,7 @@ def function_of(
         (once if array in own else unpacked).append(f"{name} = {array}[{start} * H : {stop} * H]")
     # made: the statements that allocate or fetch arrays, once. body: the statements of each call of `step`.
     made = [f"{name} = more['{name}']" for name in fixed if name in words]
-    for name, (n, is_bool, is_wide) in code.scratch.items():
+    for name, (n, is_bool, is_wide) in code.scratch.items():  # n blocks; is_wide: as wide as a projected h, P
         rows = "more['P']" if is_wide else f"{n} * H"
         made.append(f"{name} = empty(({rows}, B), {'bool' if is_bool else 'dtype'})")
     made += [f"{name} = constant('{value!r}', dtype)" for name, value in code.constants.items() if name in words]
@@ -109,7 +111,7 @@ def function_of(
     text = (
         f"def build(H, B, dtype, {given}, more):\n    {start}def step({parameters}):\n        {body}\n    return step\n"
     )
-    made_here: dict[str, Any] = {}
+    made_here: dict[str, Any] = {}  # what the text defines: the function `build`
     # The statements were generated from a graph of numbered nodes, so they contain no text that the caller wrote.
     exec(compile(text, "<a cell>", "exec"), NAMES, made_here)  # nosec B102
     return made_here["build"]
@@ -127,7 +129,8 @@ class Plan:
     """
 
     def __init__(self, cell: AnyCell, names: Collection[str], exposes: bool):
-        """Read the cell's graph. names, exposes: as for `plan_of`."""
+        """Read the cell's graph. names: which of the arrays "peephole" and "Wp" the call has. exposes: whether the
+        caller gets the gates (forward), or whether they have cotangents (backward)."""
         graph = graph_of(cell, names, exposes)
         self.cell, self.graph = cell, graph
         self.rows: list[tuple[int, int]] = rows_of_product(cell) if cell.recurrent else []
@@ -135,12 +138,13 @@ class Plan:
         self.projects: bool = "Wp" in names
         self.whole: bool = cell.recurrent and self.rows == [(0, cell.gates)]
         self.negatable: str = negatable(graph, cell.gate_order) if cell.recurrent else ""
+        # Both lists have one node per gate: the gradient of its input part, and that of its recurrent part.
         self.other: tuple[int, ...] = tuple(
             [k for k, (x, p) in enumerate(zip(graph.gradients("x"), graph.of_product(), strict=True)) if x != p]
         )
-        direct = graph.nodes[graph.gradients("s")[0]]
+        direct = graph.nodes[graph.gradients("s")[0]]  # the gradient of h_prev without the recurrent product
         self.passes_h: bool = direct.op != "const" or direct.value != 0
-        self.reads_h: bool = graph.reads_after(0)
+        self.reads_h: bool = graph.reads_after(0)  # state 0 is h
         self.holds_h: bool = self.passes_h or graph.reads("s0")
         self.recomputed: list[int] = graph.recomputed
 
@@ -168,11 +172,12 @@ def negatable(graph: CellGraph, letters: str) -> str:
     """Return the letters of the gates whose preactivation z is read only by one sigmoid, directly or after something is
     added to it. letters: one for each gate, in order. `JoinedProduct` can compute -z instead of z for these gates. The
     sigmoid 1 / (1 + exp(-z)) then need not negate z, which saves a pass over memory."""
-    order, found = needed(graph.nodes, [*graph.forward, *graph.saved]), ""
+    order, found = needed(graph.nodes, [*graph.forward, *graph.saved]), ""  # order: the nodes of the forward pass
     for k in range(0 if graph.apart else graph.gates):
         # n: a node, first the preactivation of gate k, then the only node that uses it, and so on. ops: what these do.
         n, ops = graph.number.get(f"x{k}"), []
         while n not in (*graph.saved, *graph.forward) and ops[-1:] != ["sigmoid"] and len(ops) < 2:
+            # Unless exactly one node uses n, the loop ends: n becomes a new state, which is in graph.forward.
             uses = [m for m in order if n in graph.nodes[m].args]
             n = uses[0] if len(uses) == 1 else graph.forward[0]
             ops.append(graph.nodes[n].op if len(uses) == 1 else "")
@@ -185,6 +190,7 @@ def rows_of_product(cell: AnyCell) -> list[tuple[int, int]]:
     comes before the candidate's product."""
     if cell.reset != "before":
         return [(0, cell.gates)]
+    # r and z may be neighbours in gate_order or not: one range of blocks, or two.
     first, second = sorted(cell.gate_order.index(gate) for gate in "rz")
     return [(first, second + 1)] if second == first + 1 else [(first, first + 1), (second, second + 1)]
 
@@ -199,7 +205,8 @@ ALONE = ("s0", "n0", "i0", "d0", "k0", "k1", "W0", "W0T", "N0", "direct", "di", 
 """The names in generated code that are one block, or no array of blocks at all, such as a limit."""
 
 WIDE = ("n0", "d0", "dh")
-"""The arrays that have the width of a projected h."""
+"""The arrays that have the width of a projected h: h after a step, its gradient, and this gradient before the clip of
+h."""
 
 
 @lru_cache(256)
@@ -225,6 +232,7 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
     it calls `normalise` on z before or after xs is added. With a norm of c it calls N0.
     """
     graph, letters, carried = plan.graph, plan.cell.gate_order, plan.graph.states - 1
+    # x: where the preactivations (or their input parts) lie. at: {name of an input of the graph: its place}.
     x = "z" if plan.rows and not graph.apart else "xs"
     at = at_places(("s", 1, "c_prev", carried), ("u", 0, "us", graph.inputs))
     at |= at_places(("w", 0, "w", graph.params)) | {name: Place(name, 0) for name in ("s0", "k0", "k1", "W0T", "N0")}
@@ -234,9 +242,11 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
     known = {n: at[name] for name, n in graph.number.items() if name in at}
     targets = [*zip(graph.saved, places("y", len(graph.saved)), strict=True)] if saves else []
     targets += zip(graph.forward, [Place("n0", 0), *places("c", carried)], strict=True)
+    # known: where the graph's inputs lie. targets: where its results shall lie. sizes: the blocks of each array. minus:
+    # the inputs of which -x is there. The store's lists: the arrays that may be overwritten, those for intermediate
+    # results, and those as wide as a projected h.
     sizes = {"z": graph.gates, "xs": graph.gates, "us": graph.inputs, "w": graph.params, "y": len(graph.saved)}
     sizes |= {"c": carried, "c_prev": carried, "operand": 1} | dict.fromkeys(ALONE, 1)
-    # known: where the graph's inputs lie. targets: where its results shall lie. minus: the inputs of which -x is there.
     minus = [graph.number[f"x{k}"] for k, letter in enumerate(letters) if letter in negated]
     wide = WIDE if plan.projects else ()
     store, divided = Store(sizes, ["z"], ["c", "n0"], wide), quotients(graph.nodes, graph.forward)
@@ -246,7 +256,9 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
     # wants, and bhn. A list times a bool is the list or [].
     normalise = ["normalise(z, z, kept)"] * (of is not None)
     before += ["add(z, xs, z)"] * adds + normalise if of == "sum" else normalise + ["add(z, xs, z)"] * adds
-    before += ["add(z_n, bhn, z_n)"] * bhn
+    before += ["add(z_n, bhn, z_n)"] * bhn  # z_n: the candidate's block of z
+    # The arrays that are the same at every step. weights0 and product0 are the first product, weights1 and product1 a
+    # second one, of a GRU with reset "before".
     fixed = ["us", "w", "k0", "k1", "W0T", "N0", "weights1", "product1", "z_n", "bhn", "normalise"]
     return function_of(code, "z, weights0, product0", fixed, "operand, xs, s0, c_prev, y, c, n0, kept=None", before)
 
@@ -260,9 +272,10 @@ class Step:
         self, problem: Problem, v: Views, mask: Array | None, norms: Array | None = None, streamed: bool = False
     ):
         """Allocate the arrays that every step overwrites. mask [T, B, P]: factors on the h that enters the recurrent
-        product, or None. norms [T, B, n]: memory for what the backward pass of norms reads, if it runs. streamed: the
-        steps arrive one at a time (`engines.numpy.stream`)."""
+        product, or None. norms [T, B, n]: memory for the n numbers per step and item that the backward pass of norms
+        reads, if it runs. streamed: the steps arrive one at a time (`engines.numpy.stream`)."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
+        # plan: how the step of the cell is computed; it depends on whether the call has peephole weights and Wp.
         plan = plan_of(cell, graph_arrays(v), problem.return_gates)
         self.apart: bool = plan.graph.apart
         self.by_factors: bool = False
@@ -270,13 +283,15 @@ class Step:
         """Writes to its last argument what h [P, B] of step t becomes when it enters the product; None: h itself."""
         if mask is not None:
             self.enter = lambda t, h, out: np.multiply(h, mask[t].T, out=out)
-        # norm: of the recurrent product or the sum; of_input: of the input's product; norm_of_c: of c. `of` says which
-        # of the first two the step computes itself.
+        # norm: of the recurrent product or the sum; of_input: of the input's product; norm_of_c: of c. `of` says what
+        # the generated step normalises by `norm`; None: nothing, because there is no norm or it is a factor on h.
         norm = of_input = norm_of_c = None
         if cell.norm is not None:
             v, norm, of_input = self.prepare_norms(problem, v, streamed, norms)
             norm_of_c = norm_of_state(problem, v)
         of = cell.norm.of if cell.norm is not None and not self.by_factors else None
+        # apart: the input's part must not be in one product with the recurrent part. negatable: the gates for which
+        # this product may be -z. copies_h: whether the h that enters the product is another array than h.
         apart = self.apart or not cell.recurrent or of in ("product", "products") or of_input is not None
         negatable = plan.negatable if norm is None else ""
         copies_h = self.enter is not None
@@ -287,6 +302,7 @@ class Step:
         )
         products, more = self.products, constants_of(plan, cell, v, B) | {"normalise": norm, "N0": norm_of_c}
         z = np.empty((cell.gates * H, B), dtype)
+        # weights, product: the matrix that multiplies the operand, and where its product goes, a view of z.
         weights, product = None, z
         if plan.whole:
             weights = in_blocks(products.weights, B, streamed)
@@ -300,6 +316,7 @@ class Step:
             more["us"] = self.us
         if "bhn" in v:
             more |= {"z_n": z[cell.block("n", H)], "bhn": np.repeat(v["bhn"][:, None], B, axis=1)}
+        # adds: whether the step adds the input's part to z. A `JoinedProduct` includes it already.
         adds = bool(plan.rows) and not self.apart and not isinstance(products, JoinedProduct)
         saves = problem.training or problem.return_gates
         build = forward_function(plan, products.order, products.negated, saves, adds, "bhn" in v, of)
@@ -311,17 +328,22 @@ class Step:
     ) -> tuple[Views, Normalisation | None, InputNorm | InputNormOfSteps | None]:
         """Return the arrays as the products read them, and the norms of the preactivations and of the input's product,
         if the step computes them. In a stream the caller computes the input's part."""
-        many = problem._replace(T=problem.P) if streamed else problem  # a stream uses its weights often
+        # A stream uses its weights so often that it pays to centre them: `centres` gets P as the number of steps.
+        many = problem._replace(T=problem.P) if streamed else problem
+        # rows: how many numbers the norms save per step and item. They tell by which of two ways the norms are
+        # computed.
         rows = 0 if streamed else kept_rows(problem, v) if norms is None else norms.shape[2]
         self.by_factors = by_factors(problem, rows)
-        v = with_centred_weights(many, v, self.by_factors)
+        v = with_centred_weights(many, v, self.by_factors)  # so that no step subtracts a mean, if that pays
         if not self.by_factors:
             return v, norm_of_preactivations(many, v), None if streamed else input_norm_of(problem, v)
-        # multiply: the function that applies the mask, or None. The factor of the norm is computed after the mask.
+        # By factors: the norm is a factor on the h that enters the product. multiply: the function that applies the
+        # mask, or None; the factor is computed after it.
         forward, multiply = NormByFactors(problem, v, norms, rows), self.enter
         self.enter = forward.enter
         if multiply is not None:
             self.enter = lambda t, h, out: forward.enter(t, multiply(t, h, out), out)
+        # rows: 2 if the input's product is normalised by factors, too, on x; 1 if not.
         return forward.arrays, None, input_norm_of(problem, forward.arrays) if rows == 1 else None
 
 
@@ -348,6 +370,7 @@ def steps_of(sequence: Array) -> Callable[[int], Array]:
     sequence = sequence.transpose(FEATURE_MAJOR)
     if sequence[0].flags.c_contiguous:
         return sequence.__getitem__
+    # Two copies, of the steps `copied`; -1: none yet. Two, because a backward step reads steps t and t - 1 (or t + 1).
     copies, copied = np.empty((2, *sequence.shape[1:]), sequence.dtype), [-1, -1]
 
     def step(t: int) -> Array:
@@ -381,11 +404,16 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
         m            `columns` of the operand of the step's second product
         dh           `columns` of the gradient of a projected h before its clip
         du, dw       the gradients of the inputs and of the parameters
+
+    Last it calls through_Wh(dz, d0), which writes the product of Wh^T and dz to d0, and through_norm, the gradient of
+    the norm of the recurrent product: before this product, or after it for a `RecurrentNorm`. q: the recurrent products
+    of the gates in `plan.recomputed`.
     """
     graph, carried, other = plan.graph, plan.graph.states - 1, plan.other
     at = at_places(("s", 1, "c_prev", carried), ("d", 1, "dc", carried), ("u", 0, "us", graph.inputs))
     at |= at_places(("w", 0, "w", graph.params), ("e", 0, "e", graph.gates)) | {name: Place(name, 0) for name in ALONE}
     at |= {f"p{k}": Place("q", row) for row, k in enumerate(plan.recomputed)}
+    # at: {name of an input of the graph: its place}.
     # known: the places of values that exist before the step: new states, what the forward pass saved, and the inputs.
     known = {n: Place("c", k - 1) if k else Place("n0", 0) for n, k in graph.known_after().items()}
     known |= dict(zip(graph.saved, places("y", len(graph.saved)), strict=True))
@@ -408,7 +436,8 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
     wide = WIDE if plan.projects else ()
     store = Store(sizes, ["dc", "d0"], ["dc", "direct", "di"], wide)
     code = Writer(graph.nodes, known, targets, store, Rewrites(squares=squares))
-    # Fetch only the arrays that occur in the statements. read: the statement that fetches each.
+    # Fetch only the arrays that occur in the statements. read: the statement that fetches each. all_dz etc.: the arrays
+    # of the whole chunk. saved_at, h_at: functions that return step t of what the forward pass saved.
     words = findall(r"\w+", " ".join([*code.lines, *(array for array, _, _ in code.views)]))
     read = {
         "y": "y = saved_at(t)", "n0": "n0 = h_at(t)", "i0": "i0 = own.h_in[columns].T",
@@ -420,6 +449,7 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
     normalises = plan.cell.norm is not None and plan.cell.norm.of is not None and not by_weights
     for name in [*["dz"] * normalises, *["dx"] * with_input]:
         read.pop(name)  # an array of one step, which `NormBackward` has
+    # N0.is_kept = False: what the norm of c holds belongs to another step.
     before = [line for name, line in read.items() if name in words] + ["N0.is_kept = False"] * ("N0" in words)
     fixed = ["s0", "us", "du", "w", "dw", "direct", "di", "W0", "W0T", "N0", "k0", "k1"]
     fixed += ["all_dx", "all_m", "all_q", "all_dh", "through_norm"]
@@ -458,16 +488,19 @@ class StepBackward:
     """The recurrent products of the gates in `plan.recomputed` at each step of a chunk: a GRU's candidate has one."""
 
     def __init__(self, problem: Problem, v: Views, saved: Views, exposes: bool):
-        """Allocate the arrays that every backward step overwrites. saved: the outputs h, c and gates [T, B, K H] of the
-        forward pass. exposes: whether the gates have cotangents."""
+        """Allocate the arrays that every backward step overwrites. saved: the outputs h, c and gates of the forward
+        pass. gates [T, B, K H] has the K numbers per unit that this pass reads, mostly those of the gates. exposes:
+        whether the gates have cotangents."""
         (_, B, H, P, cell), dtype = problem[:5], v["x"].dtype
         plan = self.plan = plan_of(cell, graph_arrays(v), exposes)
         # more: the arrays that the generated code gets by name.
         graph, more = plan.graph, constants_of(plan, cell, v, B)
         self.chunk: int = chunk_steps(problem)  # how many steps the arrays by column have room for
-        n = self.chunk * B
+        n = self.chunk * B  # the columns of a chunk
         self.cell, self.H = cell, H
         self.dz: Array = columns_buffer(cell.gates * H, n, B, dtype)
+        # by_column: all arrays with these columns. norm: of the recurrent product or the sum; of_input: of the input's
+        # product. Each is None without such a norm.
         self.by_column: list[Array] = [self.dz]
         self.norm: NormBackward | RecurrentNorm | None = None
         self.of_input: Any = None
@@ -476,7 +509,8 @@ class StepBackward:
             self.norm_of_c = norm_of_state(problem, v)
             if cell.norm.of is not None:
                 more |= self.prepare_norms(problem, v, saved["norms"])
-        self.input_by_step: bool = isinstance(self.of_input, InputNormOfSteps)
+        self.input_by_step: bool = isinstance(self.of_input, InputNormOfSteps)  # its norm runs at every step
+        # The rows of each array: a False counts as 0, which means that the call does not have this array.
         widths = {"dx": 0 if self.input_by_step else len(plan.other) * H, "m": H * plan.second, "dh": P * plan.projects}
         for name, width in widths.items():
             if width:
@@ -485,7 +519,7 @@ class StepBackward:
         self.dx, self.m, self.dh = map(more.get, ("all_dx", "all_m", "all_dh"))
         self.Wh: Any = matrix(v["Wh"]) if plan.rows else None
         by_weights = isinstance(self.norm, RecurrentNorm)
-        if isinstance(self.norm, RecurrentNorm):
+        if isinstance(self.norm, RecurrentNorm):  # the scale of the norm is a factor on the rows of Wh
             self.Wh = self.norm.norm.scaled
         if plan.recomputed:
             self.q = more["all_q"] = columns_buffer(len(plan.recomputed) * H, n, B, dtype)
@@ -493,7 +527,7 @@ class StepBackward:
         more["N0"] = self.norm_of_c
         if plan.passes_h:
             self.direct = more["direct"] = np.empty((H, B), dtype)
-        if plan.holds_h:
+        if plan.holds_h:  # a contiguous copy of the h before a step
             more["s0"] = np.empty((H, B), dtype)
         self.finishes: bool = graph.inputs + graph.params > 0  # whether `finish` has work at every step
         if self.finishes:
@@ -503,7 +537,7 @@ class StepBackward:
             self.dparams: Array = np.zeros((graph.params * H, B), dtype)  # summed over the batch after the last step
             more |= {"us": us, "du": self.du, "dw": self.dw}
         through = transposed_product(self.Wh, problem) if plan.whole else None
-        if plan.rows and not plan.whole:
+        if plan.rows and not plan.whole:  # a GRU with reset "before": the gradient through the candidate's product
             self.di = more["di"] = np.empty((H, B), dtype)
         saved_at = steps_of(saved["gates"]) if "gates" in saved and graph.saved else None
         h_at = steps_of(saved["h"]) if plan.reads_h else None
@@ -519,7 +553,7 @@ class StepBackward:
         saved: what the forward pass saved of the norms, [T, B, .]. With two numbers per item and step the input's
         product is normalised by factors, too."""
         kept = saved.transpose(FEATURE_MAJOR)
-        if by_factors(problem, saved.shape[2]):
+        if by_factors(problem, saved.shape[2]):  # the way in which a norm is a factor r on what the weights multiply
             norm = self.norm = RecurrentNorm(problem, v, kept, self.chunk)
             self.by_column.append(norm.c)
             if kept.shape[1] == 2:
@@ -545,14 +579,15 @@ class StepBackward:
     def begin_chunk(self, start: int, h_prev: Array, h_in: Array, x: Array | None) -> None:
         """Begin a chunk of steps, the first of which is step `start`. h_prev [steps, B, H]: h before each step. h_in
         [steps * B, H]: h_prev times the mask. If the backward pass reads the candidate's product q = Wh_n h_in + bhn,
-        compute it for all steps of the chunk. x [steps * B, I]: the input, if each step normalises its product."""
+        compute it for all steps of the chunk, with its norm if it has one. x [steps * B, I]: the input, if each step
+        normalises its product."""
         self.start, self.h_prev, self.h_in = start, h_prev, h_in
         if isinstance(self.of_input, InputNormOfSteps) and x is not None:
             self.of_input.begin_chunk(x)
         if isinstance(self.norm, RecurrentNorm):
             self.norm.begin_chunk(start, h_in)
         if self.q is not None:
-            for row, k in enumerate(self.plan.recomputed):
+            for row, k in enumerate(self.plan.recomputed):  # k: the number of the gate; row: its block in q
                 out = self.q[row * self.H : (row + 1) * self.H, : len(h_in)]
                 if self.norm is None:
                     np.matmul(self.Wh[k * self.H : (k + 1) * self.H], matrix(h_in).T, out=out)
@@ -564,7 +599,8 @@ class StepBackward:
                     out += self.bhn[:, None]
 
     def begin_step(self, ended: Array | None) -> None:
-        """Begin a step. ended: the indices of the batch items that have ended before it, or None."""
+        """Begin a step. ended: the indices of the batch items that have ended before it, or None. Only a `NormBackward`
+        needs them: the numbers of these items may be NaN."""
         if isinstance(self.norm, NormBackward):
             self.norm.ended = ended
 
@@ -590,23 +626,24 @@ class StepBackward:
 
     def end_chunk(self, products: WeightGradients, h_in: Array) -> None:
         """Add the terms of one chunk of time steps to the weight gradients in `products`. h_in [n, P]: the h that
-        entered the recurrent product at each step of the chunk."""
+        entered the recurrent product, with n = steps x batch of the chunk."""
         n, H, cell, h_in = len(h_in), self.H, self.cell, matrix(h_in)
-        if isinstance(self.norm, RecurrentNorm):
+        if isinstance(self.norm, RecurrentNorm):  # it computes the gradient of Wh itself
             self.norm.end_chunk(self.dz[:, :n], h_in, products)
         else:
             # dp: the gradients of the recurrent products; with a norm they are others than dz.
             dp = self.dz if self.norm is None else self.norm.dp
-            for start, stop in self.plan.rows:
+            for start, stop in self.plan.rows:  # the blocks of Wh that multiply h: all, or those of a GRU's r and z
                 rows = slice(None) if (start, stop) == (0, cell.gates) else slice(start * H, stop * H)
                 products.accumulate("Wh", dp[rows, :n], h_in, rows)
+        # The second product of a step: with the projection, or with the candidate's rows of Wh.
         if self.m is not None and self.dh is not None:
             products.accumulate("Wp", self.dh[:, :n], self.m[:, :n].T)
         elif self.m is not None:
             rows = cell.block("n", H)
             products.accumulate("Wh", self.dz[rows, :n], self.m[:, :n].T, rows)
-        if self.bhn is not None and not self.input_by_step:
+        if self.bhn is not None and not self.input_by_step:  # else a norm sums the gradient of bhn
             products.accumulate("bhn", self.dz[cell.block("n", H), :n], np.ones(n, self.dz.dtype))
-        if self.dx is not None:
+        if self.dx is not None:  # from now on dz has the gradients of the input parts
             for place, k in enumerate(self.plan.other):
                 self.dz[k * H : (k + 1) * H, :n] = self.dx[place * H : (place + 1) * H, :n]

@@ -33,7 +33,8 @@ class StreamedLayer:
         (_, B, H, _), dtype, cell = problem[:4], v["Wx"].dtype, problem.cell
         I = v["Wx"].shape[1]
         v = v | {"x": np.empty((1, B, I), dtype)}  # only its shape and dtype matter
-        step = Step(problem, v, None, streamed=True)
+        step = Step(problem, v, None, streamed=True)  # None: no mask
+        # step(operand, inputs, h, c, saved, new c, new h): the generated function of one step.
         self.whole_step, self.step, products = step, step.run, step.products
         self.h: list[Array] = products.h_buffers
         self.operands: list[Array] = products.operands
@@ -45,6 +46,7 @@ class StreamedLayer:
             if cell.norm is not None and cell.norm.of == "products":
                 self.norm, bias = norm_of_input(problem, v, bias), None
             Wx = v["Wx"] if bias is None else np.concatenate([v["Wx"], bias[:, None]], axis=1)
+            # inputs: the input's part of the preactivations. product: a view of it, divided like the weights.
             self.inputs = np.empty((len(Wx), B), dtype)
             self.weights = in_blocks(np.ascontiguousarray(Wx), B, streamed=True)
             self.product = self.inputs.reshape(*self.weights.shape[:-1], -1)
@@ -64,10 +66,11 @@ class StreamedLayer:
         """
         if self.inputs is not None:
             np.matmul(self.weights, self.column, out=self.product)
-            if self.norm is not None:
+            if self.norm is not None:  # the layer normalisation of the input's product
                 self.norm(self.inputs, self.inputs)
         h, new = self.h[k], self.h[1 - k]
-        # None: nothing is saved for a backward pass.
+        # The arguments: what the weights multiply, the input's part, h, c, then the memory for what a backward pass
+        # reads (None), the new c and the new h.
         self.step(self.operands[k], self.inputs, h, self.c[k], None, self.c[1 - k], new)
         return new
 
@@ -103,7 +106,7 @@ class Stream:
         x: (*batch, I). Its memory order does not matter. A complex x raises a TypeError. keep: factors [B] on the
         states before the step, or None. inputs [B, U H]: the U inputs of this step of a user's cell, or None.
         """
-        k = self.k
+        k = self.k  # which of the two buffers holds the states before this step
         np.copyto(self.x[k], x)
         if inputs is not None:
             np.copyto(self.layers[0].whole_step.us, inputs.T)

@@ -9,8 +9,9 @@ rows and columns of the arrays that both share. Only float32 and float64 are sup
 T: steps, B: batch items, G: gates, H: hidden units, P: the width of h, D: directions, I: input features. d: the number
 of a direction, or None if there is one only. v: NumPy views of the arrays of the call by name, such as x, Wx, Wh; dv:
 those of the cotangents (the gradients that the caller gives for outputs); out: the memory of the results. norms: what
-the forward pass saves of layer normalisations for the backward pass. A segment: some steps of those batch items that
-have not ended before them (`ragged`); parts: the segments of the call, empty if it is not divided.
+the forward pass saves of layer normalisations for the backward pass. `cell.carried`, `cell.kept`: how many blocks of H
+numbers c and gates have; `cell.reads_kept`: whether the backward pass reads gates. A segment: some steps of those batch
+items that have not ended before them (`ragged`); parts: the segments of the call, empty if it is not divided.
 """
 
 from math import prod
@@ -88,7 +89,8 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         sequences["h"] = NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first)
         if "c" in widths:
             sequences["c"] = NewSequence(dtype, (T, B, widths["c"]), FEATURE_MAJOR, batch_first)
-    # rows: the numbers per step and batch item of each array that only the backward pass reads (`hidden`).
+    # parts: the segments, if it pays to divide a call with lengths. rows: the numbers per step and batch item of
+    # each array that only the backward pass reads (`hidden`).
     parts, rows = segments(problem, v) if "lengths" in v else [], dict[str, int]()
     if problem.return_gates:
         sequences["gates"] = NewSequence(dtype, (T, B, D * cell.kept * H), FEATURE_MAJOR, batch_first)
@@ -109,7 +111,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         out |= {name: last[f"{name}T"].memory[None] for name in widths}
     else:
         out |= {name: array.memory for name, array in last.items()}
-    # No warnings: `each_direction` says why.
+    # No warnings of NumPy: infinity and NaN in padding, overflow and underflow are no errors, as in MLX's operations.
     with np.errstate(all="ignore"), one_thread() if are_small(problem, v, D) else ALL_THREADS:
         for d, one in directions:
             own, own_out = of_direction(d, v), of_direction(d, out)
@@ -142,11 +144,13 @@ def backward(
     packing = problem.packing
     v, dv = views(arrays if packing is None else with_float_weights(packing, arrays)), views(cotangents)
     parts = segments(problem, v) if "lengths" in v else []
+    # outputs: the saved arrays of the whole call. by_segment: what was saved as a list with one array per segment.
     arrays_saved = {name: a for name, a in saved.items() if isinstance(a, mx.array | np.ndarray)}
     outputs = {name: view(array) for name, array in arrays_saved.items() if name in ("h", "c", *HIDDEN)}
     by_segment = {name: a for name in HIDDEN if isinstance(a := saved.get(name), list)}
     # hidden: for each segment a dict of its own arrays. new: the memory of the gradients that are not pairs of factors.
     hidden = [{name: a[n] for name, a in by_segment.items()} for n in range(len(parts))]
+    # wanted: the names of the gradients other than that of x. factored: those of them that are returned as two factors.
     wanted = [name for name in v if name not in ("x", "lengths") and not (packing and is_packed(name, arrays))]
     factored = [name for name in factored_names(problem, v) if name in wanted] if as_factors and not parts else []
     new = {name: NewArray(v[name].dtype, v[name].shape) for name in wanted if name not in factored}
@@ -156,7 +160,7 @@ def backward(
     # gradients of `keep` and `inputs`, which are written only at steps that run.
     out = {name: array.memory for name, array in new.items()}
     projects = "Wx" in v  # read from v: among the gradients Wx is missing if it is quantized
-    written: set[int] = set()
+    written: set[int] = set()  # the first steps of the chunks of dx that one direction has written already
     factors: Arrays = {}
     directions = each_direction(problem)
     with np.errstate(all="ignore"), one_thread() if are_small(problem, v, len(directions)) else ALL_THREADS:
@@ -168,7 +172,7 @@ def backward(
                 backward_in_segments(one, parts, products, own, own_saved, own_hidden, own_dv)
             else:
                 BackwardSweep(one, products, own, own_saved, own_dv).run()
-            if problem.cell.norm is not None:
+            if problem.cell.norm is not None:  # subtract means that the true gradients of weights do not have
                 centre_gradients(one, own_out)
             factors |= in_mlx(arrays, products.factors)
     return factors | {name: array.to_mlx() for name, array in new.items()}
@@ -192,6 +196,7 @@ def in_mlx(arrays: Arrays, factors: dict[str, dict[int, tuple[Array, Array]]]) -
     known = {place_of(view(array)): array for array in callers}  # {description of its memory: MLX array}
     results = {}
     for name, blocks in factors.items():
+        # n: the number in the name, counted over the factors (left, right) of all blocks.
         for n, factor in enumerate([factor for row in sorted(blocks) for factor in blocks[row]]):
             place = place_of(factor)
             if place not in known:
@@ -243,6 +248,7 @@ class NewArray:
 
     def __init__(self, dtype: np.dtype, shape: tuple[int, ...]):
         self.dtype: mx.Dtype = mx.float64 if dtype == np.float64 else mx.float32
+        # array: the MLX array, of which `memory` is a view; None for a small array, which NumPy allocates.
         self.array: mx.array | None = mx.zeros(shape, self.dtype) if prod(shape) >= MLX_ALLOCATES else None
         self.memory: Array = np.zeros(shape, dtype) if self.array is None else view(self.array)
 
@@ -260,6 +266,7 @@ class NewSequence(NewArray):
 
     def __init__(self, dtype: np.dtype, shape: tuple[int, int, int], order: Order, batch_first: bool = False):
         T, B, _ = shape
+        # returned: the order of the axes that the MLX array will have.
         self.returned: Order = BATCH_MAJOR if batch_first else TIME_MAJOR
         # With B = 1 all three orders of the axes mean the same layout in memory. With T = 1 TIME_MAJOR and BATCH_MAJOR
         # mean the same layout. In these cases take the order that the MLX array will have, so that `to_mlx` need not
@@ -275,6 +282,7 @@ class NewSequence(NewArray):
         array = mx.array(self.as_allocated, self.dtype) if self.array is None else self.array
         if self.order == self.returned:
             return array
+        # For each axis of the result its position in `array`, whose axes are in the order `order`.
         first, second, third = self.returned
         return mx.transpose(array, [self.order.index(first), self.order.index(second), self.order.index(third)])
 
@@ -288,7 +296,7 @@ def order_of(sequence: Array) -> Order:
 def are_small(problem: Problem, v: Views, D: int) -> bool:
     """Return whether the products of a call with D directions are so small that one thread computes them as fast as
     several. Return False if they are so small that OpenBLAS uses one thread in any case."""
-    # step: the multiplications in the products of one time step of one direction.
+    # weights: the elements of the weights of one direction. step: the multiplications in its products of one time step.
     weights = sum([v[name].size for name in ("Wx", "Wh") if name in v]) // D
     step = weights * problem.B
     return weights <= SMALL_WEIGHTS and step <= SMALL_PRODUCT and step * problem.T > ALONE

@@ -42,7 +42,7 @@ def openblas() -> Threads | None:
     return None
 
 
-lock = threading.Lock()
+lock = threading.Lock()  # held while the two numbers below change
 running = 0  # calls that run on one thread at this moment, in all threads of Python
 usual = 1  # the number of threads that OpenBLAS used before the first of these calls began
 

@@ -87,5 +87,6 @@ def with_float_weights(packing: Packing, arrays: Arrays) -> Arrays:
         if is_packed(name, arrays):
             # The integers, scales and biases of this weight, such as Wh, Wh_scales and Wh_biases.
             parts = {part: arrays[part] for part in quantized if part.partition("_")[0] == name}
+            # name=name: the function keeps this name, because the loop changes the variable.
             floats[name] = cached((packing, dtype), parts, lambda parts, name=name: matrix(packing, parts, name, dtype))
     return floats

@@ -27,6 +27,7 @@ def dequantized(packing: Packing | None, arrays: Arrays) -> Arrays:
 def matrix(packing: Packing, arrays: Arrays, name: str, dtype: mx.Dtype) -> mx.array:
     """Return the dequantized matrix of the quantized weight `name`, in this dtype."""
     scales, biases = scales_of(arrays, name, dtype)
+    # The fields of `packing` are the keywords group_size, bits and mode.
     return mx.dequantize(arrays[name], scales, biases, **packing._asdict(), dtype=dtype)
 
 

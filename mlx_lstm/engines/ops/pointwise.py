@@ -29,9 +29,10 @@ def chosen(live: Array, one: Array, other: Array) -> Array:
     infinite or NaN derivative of the chosen number would make it NaN. A gather does not multiply. Only floats have
     such a gradient, so for other dtypes this is `mx.where`.
     """
-    live = live.reshape(1, -1, *[1] * (one.ndim - 1))
+    live = live.reshape(1, -1, *[1] * (one.ndim - 1))  # [1, B, 1, ..]: broadcasts to the stack of both arrays below
     if not mx.issubdtype(one.dtype, mx.floating):
         return mx.where(live.squeeze(0), one, other)
+    # Take row 1 of (other, one) where `live` is true, else row 0.
     both = mx.stack(list(mx.broadcast_arrays(other, one)))
     return mx.take_along_axis(both, mx.stop_gradient(live.astype(mx.uint32)), axis=0).squeeze(0)
 
@@ -71,7 +72,8 @@ def pointwise_step(
     # every: the arguments of the function, in order. per_unit: the parameters, the same for all batch items.
     per_unit = [mx.broadcast_to(w, h.shape) for w in blocks(params, graph.params)]
     every = [*x, *p, h, *blocks(c, graph.states - 1), *blocks(inputs, graph.inputs), *per_unit]
-    given = only_live(live, every)
+    given = only_live(live, every)  # the same values, but without derivatives where an item has ended
+    # after: the new states, h first. function: the user's, called with all arrays in order; None in a test run.
     if graph.function is not None:
         after = list(graph.function(*given))
     else:

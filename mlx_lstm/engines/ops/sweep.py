@@ -11,6 +11,8 @@ part, da to the result of a layer normalisation. A cell reads both parts `apart`
 GRU does, whose r multiplies the candidate's recurrent part; else dz is the gradient of both. A carry is the gradient of
 a state that reaches the step before without the recurrent product. A cotangent is the gradient that the caller gives
 for an output. saved: the outputs of the forward pass. sweep: what the backward steps returned, stacked over time.
+lengths [B]: after how many steps each item ends; live: true for the items that have not ended. `NormOptions.of` says
+what is normalised: "product": h_in Wh^T; "sum": its sum with z. `cell.carried`: how many blocks of H numbers c has.
 
 A step computes its cell by a function of `definitions`, or its gradient by the nodes of the cell's graph. The inputs of
 both have the same names, a letter and a number: x0, x1, ... are the gates' preactivations (or z alone), p0, ... their
@@ -55,7 +57,7 @@ def forward_step(problem: Problem, arrays: Arrays) -> Arrays:
     """Run a call of a single step in one direction. Return the cell's outputs by name. x [B, I] and the outputs h [B,
     P] (P: the size of a projected h, else H), gates [B, G H] (G gates) and c [B, H] have no axis of time. The graph is
     about half as large as that of `forward`."""
-    h, c = (times_keep(arrays, state, 0) for state in initial_states(problem, arrays))
+    h, c = (times_keep(arrays, state, 0) for state in initial_states(problem, arrays))  # 0: the only step
     z = project_rows(problem, arrays, arrays["x"])
     gates, c, h = step(problem, arrays, 0, z, times_mask(arrays, h, 0), h, c)
     outputs = {"h": h, "c": c, "gates": gates, "hT": h, "cT": c}
@@ -74,7 +76,7 @@ def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
         return {"h": h, "c": c, "gates": gates}, (h, c)
 
     first = initial_states(problem, arrays)
-    by_mlx = isinstance(problem.cell, PointwiseCell)
+    by_mlx = isinstance(problem.cell, PointwiseCell)  # MLX derives the gradient of a user's cell from these steps
     outputs, (hT, cT) = over_time(step_at, first, problem.steps(), lambda t: live_items(arrays, t), by_mlx)
     if by_mlx:  # the cell may return one array as two states, or an input unchanged
         hT, cT = distinct([hT, cT])
@@ -92,7 +94,7 @@ def over_time(
     """Run `step_at(t, state) -> (output, state)` for each t of `steps`. Return the outputs, stacked to [T, B, .] in
     the order of time, and the last state. Both are arrays or trees of arrays.
 
-    live_at(t): a bool array [B], true for batch items that have not ended at step t, or None if all still run. For
+    live_at(t): a bool array [B, 1], true for batch items that have not ended at step t; None without lengths. For
     an item that has ended the output is 0 and the state stays unchanged. by_mlx: whether MLX differentiates the steps,
     which may have infinite derivatives, as those of a user's cell.
     """
@@ -100,17 +102,18 @@ def over_time(
     for t in steps:
         (output, after), live = step_at(t, state), live_at(t)
         if live is not None:
+            # For items that have ended take zeros instead of the output, and the state before instead of that after.
             zeros = tree_map(lambda array: mx.array(0, array.dtype), output)
             output, after = (choose_items(live, *pair, by_mlx) for pair in ((output, zeros), (after, state)))
         outputs[t], state = output, after
-    in_time = [outputs[t] for t in range(len(outputs))]
+    in_time = [outputs[t] for t in range(len(outputs))]  # in the order of time, also if `steps` runs in reverse
     return tree_map(lambda *of_steps: mx.stack(list(of_steps)), *in_time), state
 
 
 def choose_items(live: Array, tree: Any, other: Any, by_mlx: bool) -> Any:
     """Return `tree`, but with the parts of `other` for all batch items whose entry in `live` [B] is false. `tree` is an
-    array [B, .], or a list or dict of such arrays; `other` has the same structure, with arrays or scalars. by_mlx: as
-    for `over_time`."""
+    array [B, .], or a list or dict of such arrays; `other` has the same structure, with arrays or scalars. by_mlx:
+    whether MLX differentiates the choice where derivatives may be infinite; mx.where would then give NaN."""
     if by_mlx:
         return tree_map(lambda a, b: chosen(live, a, b), tree, other)
     return tree_map(lambda a, b: mx.where(live.reshape(-1, *[1] * (a.ndim - 1)), a, b), tree, other)
@@ -138,15 +141,17 @@ def step(
     cells return it unchanged.
     """
     if isinstance(problem.cell, PointwiseCell):
+        # product: the recurrent part; None if a norm has added it to z, or if no h is multiplied.
         z, product = preactivations(problem.cell, arrays, z, h_in) if problem.cell.recurrent else (z, None)
         inputs = arrays["inputs"][t, ...] if "inputs" in arrays else None
         live = live_items(arrays, t)
         return pointwise_step(problem.cell, z, product, (h, c), inputs, arrays.get("params"), live)
     cell, H, Wh = problem.cell, problem.H, arrays["Wh"]
+    # of: the inputs of the cell's definition by name. None: the call does not have it.
     of: dict[str, Any] = {"s0": h, "s1": c, "i0": h_in, "W0": arrays.get("Wp")}
     if cell.cell_clip is not None or cell.projection_clip is not None:
         of |= limits_of(cell, c, h)
-    if "peephole" in arrays:
+    if "peephole" in arrays:  # `named` divides an array into w0, w1, ..., one part for each gate
         of |= named("w", cell, arrays["peephole"])
     # mx.addmm is not used here and in the definitions: MLX 0.32.4 refuses it under vmap over x alone.
     if cell.reset == "before":  # a GRU whose candidate has a product of its own; the other products follow below
@@ -156,15 +161,15 @@ def step(
         of |= named("x", cell, z if cell.apart or product is None else z + product)
         if cell.apart and product is not None:
             of |= named("p", cell, product)
-    if cell.forget_bias:
+    if cell.forget_bias:  # f: the name of the forget gate's preactivation
         f = f"x{cell.gate_order.index('f')}"
         of[f] = of[f] + constant(cell.forget_bias, z)
     if cell.norm is not None and cell.norm.c is not None:
         of["N0"] = norm_of_c(cell, arrays)
-    if "bhn" in arrays:
+    if "bhn" in arrays:  # n: the name of the recurrent part of a GRU's candidate
         n = f"p{cell.gate_order.index('n')}"
         of[n] = of[n] + arrays["bhn"]
-    if cell.reset == "before":
+    if cell.reset == "before":  # the definition multiplies the candidate's rows of Wh by r * h_in
         of["W0"] = Wh[cell.block("n", H)]
         of |= {f"p{k}": h_in @ Wh[cell.block(gate, H)].T for k, gate in enumerate(cell.gate_order) if gate != "n"}
     states, gates = definitions.step(cell, of)
@@ -246,11 +251,13 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
       gradient of keep * h that bypasses the recurrent product (GRU)
     """
     h0, c0 = initial_states(problem, arrays)
+    # starts: by name, the arrays [T, B, .] of which a backward step reads its row as `before`.
     starts = {name: times_keep(arrays, states) for name, states in states_before(problem, arrays, saved).items()}
     norms = normalised_products(problem, arrays, starts["h"])
     starts |= gru_candidates(problem, arrays, starts["h"], norms.get("y")) | norms
     dh, dc = cotangents.get("hT", mx.zeros_like(h0)), cotangents.get("cT", mx.zeros_like(c0))
-    by_step: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}, "carry": {}}
+    by_step: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}, "carry": {}}  # {name of a result: {t: array}}
+    # step_back: the backward pass of one step. Its last argument: whether the gates have cotangents.
     step_back = backward_of_steps(problem, arrays, "gates" in cotangents)
     for t in reversed(problem.steps()):
         # The gradient of h after step t is a sum: the gradient that step t + 1 (in reverse step t - 1) returned, plus
@@ -261,7 +268,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
         dgates = cotangents["gates"][t, ...] if "gates" in cotangents else None
         before = {name: states[t, ...] for name, states in starts.items()}
         after = {name: saved[name][t, ...] for name in ("h", "c", "gates") if name in saved}
-        if problem.cell.stops_h:
+        if problem.cell.stops_h:  # the gradient is 0 where the clip of a projected h changed h
             dh_t = through_projection_clip(problem.cell, arrays, after, dh_t)
         # An array of an item that has ended is 0 in `found`; its gradients of states stay unchanged, as its states did.
         back = step_back(t, before, after, dh_t, dc_t, dgates)
@@ -274,7 +281,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
         dh_new = dh_new if back.direct is None else dh_new + back.direct
         dc_new = dc if back.dc is None else back.dc
         if "keep" in arrays:
-            carry = back.direct if back.dc is None else back.dc
+            carry = back.direct if back.dc is None else back.dc  # an LSTM's dc, or a GRU's `direct`
             if carry is not None:
                 by_step["carry"][t] = carry if live is None else mx.where(live, carry, 0)
             dh_new, dc_new = times_keep(arrays, dh_new, t), times_keep(arrays, dc_new, t)
@@ -283,7 +290,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     sweep |= {"y": norms["y"]} if norms else {}
     if problem.cell.carried:
         return sweep | {"dh0": dh, "dc0": dc}
-    del sweep["dh"]
+    del sweep["dh"]  # only the gradient of an LSTM's projection needs it
     return sweep | {"dh0": dh}
 
 
@@ -315,6 +322,7 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
     """
     cell, H, Wh = problem.cell, problem.H, arrays["Wh"]
     graph = graph_of(cell, arrays, exposes)
+    # fixed: the graph's inputs that are the same at every step, by name: peephole weights, the second matrix, the norm.
     fixed: dict[str, Any] = named("w", cell, arrays["peephole"]) if "peephole" in arrays else {}
     if graph.has_product():
         W = arrays["Wp"] if "Wp" in arrays else Wh[cell.block("n", H)]
@@ -335,6 +343,8 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
     constants: dict[mx.Dtype, dict[int, Array]] = {}
 
     def step(t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None) -> StepGradients:
+        # given: the graph's inputs of this step by name. known: the values of nodes that need no computation, by
+        # number. From outside: number: {name of an input: its node}; of: {name of an input: the node of its gradient}.
         given = {"s0": before["h"], "d0": dh, "d1": dc}
         if "c" in before:
             given["s1"] = before["c"]
@@ -352,7 +362,7 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
         if graph.has_norm():  # compute c before its norm, `raw`, which the gradient of the norm reads
             raw = values_of(graph.nodes, [graph.norm_operand("norm")], known, dh)[graph.norm_operand("norm")]
             known[graph.norm_operand("norm")] = raw
-        if "Wp" in arrays:
+        if "Wp" in arrays:  # dh went through the clip of h already, so the graph need not compute this
             known[graph.operand("W0")] = dh
         # The constants of the graph and the order of its nodes are the same at every step, so they are made once.
         if dh.dtype not in constants:
@@ -399,6 +409,7 @@ def known_after(graph: CellGraph, cell: AnyCell, after: Arrays) -> dict[int, Arr
 def through_projection_clip(cell: AnyCell, arrays: Arrays, after: Arrays, dh: Array) -> Array:
     """Return the gradient of a projected h before the clip `projection_clip`: dh [.., P], or 0 where the clip changed
     h. after: h, c and the gates after the step or, with an axis of time, after all steps."""
+    # The graph of an LSTM with a projection (Wp), whose gates have no cotangents. d0: the gradient of h.
     graph, Wp = graph_of(cell, ["Wp"], exposes=False), arrays["Wp"]
     given = {"d0": dh, "W0T": Wp.T} | limits_of(cell, None, after["h"])
     known = known_after(graph, cell, after) | {graph.number[name]: array for name, array in given.items()}
@@ -409,7 +420,7 @@ def through_projection_clip(cell: AnyCell, arrays: Arrays, after: Arrays, dh: Ar
 
 def projected_vector(cell: AnyCell, arrays: Arrays, after: Arrays) -> Array:
     """Return m = o * output(c) [.., H], the vector that the projection multiplies. after: h, c and the gates."""
-    graph = graph_of(cell, ["Wp"], exposes=False)
+    graph = graph_of(cell, ["Wp"], exposes=False)  # an LSTM with a projection; its gates have no cotangents
     # n: the node of m. It is computed from the gates and c, which are known.
     n, known = graph.operand("W0T"), dict[int, Any](known_after(graph, cell, after))
     if graph.has_norm():
@@ -433,6 +444,7 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
     """
     gradients = input_gradients(arrays, sweep["dz"])
     if problem.bidirectional:
+        # each: for each direction its arrays of the call, of the forward pass and of the backward steps.
         each = [[part(values, d) for values in (arrays, saved, sweep)] for d in range(2)]
         parts = [recurrent_gradients(one_direction(problem, d), *values) for d, values in enumerate(each)]
         gradients |= join_gradients(parts, arrays)
@@ -470,6 +482,7 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
     h_prev = times_keep(arrays, before["h"])
     h_in = without_padding(lengths, h_prev if mask is None else h_prev * mask)
     dh_in = None
+    # dh_in: the gradient of h_in; None: not computed yet.
     if cell.apart and "dp" not in sweep:  # a GRU: the gradient of the candidate's product is dz_n r
         gradients, dh_in = gru_recurrent_gradients(cell, arrays, saved["gates"], h_in, dp)
     elif "Wh" in arrays:
@@ -571,7 +584,8 @@ def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array, y: Array | N
     if cell.reset != "after":
         return {}
     h_in = h_prev * arrays["mask"] if "mask" in arrays else h_prev
-    Wh_n = arrays["Wh"][cell.block("n", problem.H)]
+    Wh_n = arrays["Wh"][cell.block("n", problem.H)]  # the candidate's rows
+    # `scaled` returns y times the scale plus the shift; `by_gate` divides it into the gates.
     q = flat(h_in) @ Wh_n.T if y is None else flat(by_gate(cell, norm_of(cell, arrays).scaled(y))["n"])
     return {"q": (q + arrays["bhn"] if "bhn" in arrays else q).reshape(h_prev.shape)}
 
@@ -615,7 +629,7 @@ def states_before(problem: Problem, arrays: Arrays, saved: Arrays) -> Arrays:
 def before_each_step(problem: Problem, states: Array, first: Array, lengths: Array | None) -> Array:
     """Return the state before each step, [T, B, .]. states [T, B, .]: the state after each step. first [B, .]: the
     first state."""
-    first = first[None]
+    first = first[None]  # [1, B, .]
     if not problem.reverse:
         return mx.concatenate([first, states[:-1]])
     shifted = mx.concatenate([states[1:], first])
@@ -646,7 +660,7 @@ def without_padding(lengths: Array | None, sequence: Array) -> Array:
     would spoil the sum even if it were multiplied by 0."""
     if lengths is None:
         return sequence
-    return of_live(mx.arange(sequence.shape[0])[:, None] < lengths, sequence)
+    return of_live(mx.arange(sequence.shape[0])[:, None] < lengths, sequence)  # true where step t < the item's length
 
 
 def of_live(live: Array, sequence: Array) -> Array:
@@ -657,7 +671,7 @@ def of_live(live: Array, sequence: Array) -> Array:
 def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
     """Return x, summed over axes so that the result has this shape: over the axes that `shape` lacks, or in which its
     size is 1. The gradient of a broadcast is such a sum."""
-    added = x.ndim - len(shape)
+    added = x.ndim - len(shape)  # how many axes `shape` lacks in front
     axes = [added + axis for axis, size in enumerate(shape) if size == 1 and x.shape[added + axis] > 1]
     return total(x, axis=[*range(added), *axes]).reshape(shape) if added or axes else x
 
