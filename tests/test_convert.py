@@ -763,6 +763,12 @@ def test_the_ops_take_what_is_written():
         assert_outputs(one, np.array(x), [np.array(h)])
 
 
+def test_an_lstm_without_peepholes_has_no_rule_for_them():
+    arrays = {"input_weight": numbers(16, I), "recurrent_weight": numbers(16, H)}
+    weights = convert.from_mpsgraph([arrays], mpsgraph.LSTMDescriptor(), output_peephole="previous")
+    assert weights.cell.output_peephole == "current" and not weights.options
+
+
 def test_flip_z_changes_signs():
     arrays = {"input_weight": numbers(12, I), "recurrent_weight": numbers(12, H), "bias": numbers(12)}
     descriptor = mpsgraph.GRUDescriptor(flip_z=True, reset_gate_first=True)

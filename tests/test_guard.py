@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 
 import ml_dtypes
@@ -30,7 +31,7 @@ import mlx_lstm.torch
 from mlx_lstm.engines import Choice, tuning, verdicts
 from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.packing import Packing
-from mlx_lstm.engines.problem import Cut, Limits, Problem
+from mlx_lstm.engines.problem import Chunks, Cut, Limits, Problem
 from mlx_lstm.engines.tuning import Table
 from mlx_lstm.oracle import clip_shift, evaluate, forward
 from mlx_lstm.oracle.arithmetic import Rounding
@@ -964,6 +965,12 @@ def test_large_calls_have_small_trials():
     # also has more than 256 weights per row (H = 320).
     assert trial_of("stepwise", problem(T=64, B=5, H=1024, P=1024, **packed)).problem[:4] == (10, 3, 320, 320)
     assert trial_of("stepwise", problem(T=64, B=5, H=128, P=128, **packed)).problem[:4] == (10, 3, 64, 64)
+    # A trial of chunks has two chunks. Those that are not computed again are made only beyond a limit, which it lowers.
+    for engine, again, unchunked in product(("fused", "stepwise"), (False, True), (7, 5000)):
+        chunked = problem(T=10000, chunks=Chunks(100, again, True), limits=Limits(unchunked=unchunked))
+        small = trial_of(engine, chunked).problem
+        assert 2 * small.chunks.steps == small.T and small.chunks.recomputes == again
+        assert small.limits.unchunked == (unchunked if again else 0)
     # Kernels depend neither on numbers such as cell_clip nor on the order of the arrays.
     assert trial_of("fused", problem(names=("x", "Wh"))) == trial_of("fused", problem(names=("Wh", "x")))
     cells = [LSTMCell(cell_clip=clip, forget_bias=1.0 + clip) for clip in (1.0, 2.0)]
