@@ -9,6 +9,7 @@ import pytest
 from assertions import assert_close, assert_within, bounds, keeps_off_kinks
 from cases import BOTH, CELLS, OPTIONS, SIZES, combination, draw, draw_away_from_kinks, draw_cotangents
 
+from mlx_lstm.lab.cases import EVERY_OPTION
 from mlx_lstm.oracle import ARRAYS, OUTPUTS, activation_arguments, backward, clip_shift, forward, kink_distance
 from mlx_lstm.oracle.arithmetic import ACTIVATIONS, SLOPES, Rounding
 from mlx_lstm.oracle.closeness import FIRST, FLOATS, Noise, errors, errors_of_groups
@@ -378,3 +379,8 @@ def test_kept_errors_are_those_of_a_generator(systematic):
             np.testing.assert_array_equal(noise.move(np.full(size, 2.0)), wanted)
         noise.start_step()
     assert ((np.abs(expected) >= 0.5) & (np.abs(expected) <= 1)).all() and len(set(np.sign(expected))) == 2
+
+
+def test_the_named_options_differ_from_the_default():
+    """An option that was off in the table of options would be tested nowhere, and no test would fail."""
+    assert [name for name, options in EVERY_OPTION.items() if False in options.values()] == []
