@@ -42,15 +42,17 @@ def checkpointed(
 ) -> tuple[Any, Any]:
     """Run all chunks of a sequence. Return the outputs [T, B, ...] and the last state; their gradient runs the
     chunks again. every: the number of steps per chunk, or "auto". step: the user's function, which may capture
-    modules; their parameters get gradients, too. sequences: a tree of arrays [T, ...]."""
+    modules; their parameters get gradients, too. sequences: a tree of arrays [T, ...]. state: the first state.
+    parameters: a tree of arrays that each step gets, or None. reverse: whether the last step runs first."""
+    # inputs: everything of which the gradient is taken, as one tree.
     # floats: for each module its parameters that can have a gradient, as pairs (key, array).
     modules = captured_modules(step)
     floats = [[(key, a) for key, a in flat(module.parameters()) if is_float(a)] for module in modules]
     inputs = {"sequences": sequences, "state": state, "parameters": parameters}
     inputs["modules"] = [[array for _, array in each] for each in floats]
     T = len(leaves(sequences)[0])
-    K = min(T, isqrt(T - 1) + 1 if isinstance(every, str) else every)
-    order = range(0, T, K)[:: -1 if reverse else 1]
+    K = min(T, isqrt(T - 1) + 1 if isinstance(every, str) else every)  # "auto": the square root of T, rounded up
+    order = range(0, T, K)[:: -1 if reverse else 1]  # the first step of each chunk, in the order in which they run
 
     def run(start: int, piece: Any, state: Any, tree: Any) -> tuple[Any, Any]:
         """Run the chunk of steps from `start` on, with the inputs `piece`. Return what `chunk` returns. tree: the
@@ -60,8 +62,11 @@ def checkpointed(
         with replaced(modules, [list(zip(*each, strict=True)) for each in zip(keys, tree["modules"], strict=True)]):
             return chunk(start, piece, state, tree["parameters"])
 
-    structure: list[Any] = []  # [the tree of the results of `forward`], which is known when it has run
+    # [the tree of the results of `forward`], which is known when it has run: (outputs, last state, state at the start
+    # of each chunk). The states at the starts are results, so MLX keeps them for the backward pass.
+    structure: list[Any] = []
 
+    # Run all chunks. values: the leaves of `inputs`. Return the leaves of the results.
     def forward(*values: mx.array) -> list[mx.array]:
         tree = filled(inputs, values)
         state, pieces, outputs, starts = tree["state"], in_pieces(tree["sequences"], K), {}, {}
@@ -75,6 +80,8 @@ def checkpointed(
         structure[:] = [(whole, state, starts)]
         return leaves(structure[0])
 
+    # Run each chunk again, the last one first, and return the gradients of the leaves of `inputs`. whole: the outputs
+    # of all steps. shared: the inputs that all chunks read, whose gradients are added up.
     def backward(primals: Any, cotangents: Any, results: Any) -> list[mx.array]:
         tree, (_, _, starts) = filled(inputs, primals), filled(structure[0], results)
         d_whole, d_state, d_starts = filled(structure[0], cotangents)
@@ -115,6 +122,7 @@ def gradients(function: Callable[[Any], Any], given: Any, cotangents: Any) -> An
     # varied: the indices of the arrays of floats.
     varied = [n for n, array in enumerate(arrays) if is_float(array)]
 
+    # The float results of the function as a function of the float arrays alone, as MLX differentiates it.
     def floats_of(*values: mx.array) -> list[mx.array]:
         whole = list(arrays)
         for n, value in zip(varied, values, strict=True):
@@ -175,7 +183,7 @@ def in_pieces(tree: Any, K: int) -> list[Any]:
 
 
 def waiting(tree: Any, before: Any) -> Any:
-    """Return a tree whose arrays MLX computes or reads only after the arrays of the tree `before`."""
+    """Return a tree with the same arrays, which MLX computes or reads only after the arrays of the tree `before`."""
     others = leaves(before)
     return filled(tree, mx.depends(leaves(tree), others)) if others else tree
 
@@ -197,12 +205,13 @@ def replaced(modules: list[nn.Module], parameters: list[Any]) -> Iterator[None]:
 def captured_modules(step: Any) -> list[nn.Module]:
     """Return the modules that a function captures: the object of a method, variables of enclosing functions, global
     variables, defaults. Raise a ValueError that names an array of floats that it captures outside of a module."""
-    modules: dict[int, nn.Module] = {}
-    seen: set[int] = set()
+    modules: dict[int, nn.Module] = {}  # by id, because a module has no hash
+    seen: set[int] = set()  # the ids of the objects that were searched
 
     def visit(value: Any, name: str, depth: int) -> None:
         """Search one object that the user's function `step` captures: collect the modules in it, and raise an error
-        if it contains an array of floats. `name`: what the error text calls the object."""
+        if it contains an array of floats. `name`: what the error text calls the object. depth: how many objects lie
+        between; the user's function itself has 0."""
         if id(value) in seen or depth > DEEPEST or isinstance(value, (ModuleType, type)):
             return
         seen.add(id(value))

@@ -2,7 +2,10 @@
 
 `mx.quantize` stores a weight matrix as packed integers of a few bits, with a scale and mostly a bias for each group of
 numbers of a row. A quantized layer has the parameters of its float layer, but a quantized weight such as `Wh` is three
-arrays: `Wh` (the packed integers), `Wh_scales` and `Wh_biases`. group_size, bits, mode: the arguments of `mx.quantize`.
+arrays: `Wh` (the packed integers), `Wh_scales` and `Wh_biases`. group_size, bits, mode: the arguments of `mx.quantize`:
+how many numbers of a row share a scale, the bits of a number, and the kind of scales. DEFAULTS has the first two for
+each mode, WIDTHS those that a mode allows. A layer is a dict of its parameters, so `self.items()` lists these; its
+other attributes are in `vars(self)`.
 """
 
 from inspect import Signature, signature
@@ -37,7 +40,7 @@ class QuantizedLayer(nn.Module):
         """Give the constructor of a class of this package the signature of its float layer's, followed by the arguments
         of `mx.quantize`, for help()."""
         super().__init_subclass__(**options)
-        if "of" not in vars(cls):
+        if "of" not in vars(cls):  # a subclass that a user wrote
             return
         QUANTIZED[cls.of] = cls
 
@@ -45,6 +48,7 @@ class QuantizedLayer(nn.Module):
         def constructor(self: QuantizedLayer, *sizes: Any, **options: Any) -> None:
             QuantizedLayer.__init__(self, *sizes, **options)
 
+        # packing: the parameters group_size, bits and mode, the only ones of `__init__` below after its `*sizes`.
         packing = [p for p in signature(QuantizedLayer.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
         arguments = [*signature(cls.of.__init__).parameters.values(), *packing]
         constructor.__name__, constructor.__qualname__ = "__init__", f"{cls.__qualname__}.__init__"
@@ -126,7 +130,7 @@ class QuantizedLayer(nn.Module):
                 for part, array in Quantized(*packed, group_size=group_size, bits=bits, mode=mode).arrays(name).items():
                     self[part] = array
             elif name.startswith(RECURRENT):
-                fits = [size for size in WIDTHS[mode][0] if columns % size == 0]
+                fits = [size for size in WIDTHS[mode][0] if columns % size == 0]  # [0]: the group sizes of the mode
                 advice = f" (group_size={fits[-1]} fits)" if fits else ""
                 fail(self.op, f"the columns of {name} must be a multiple of group_size = {group_size}{advice}", columns)
         self.freeze()
