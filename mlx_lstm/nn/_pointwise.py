@@ -1,10 +1,9 @@
 """`Pointwise`, a recurrent layer whose cell is a function that the user writes.
 
-B: sequences, L: time steps, D: features of the input, H: units, G: gates. In the checks of parameters D is the number
-of directions. `OwnCell` is the function with its options, (function, gates, states, params, apart, recurrent, norm).
-`norm_given` makes the `Norm` of a user from the options of layer normalisation and their arrays. `fail(OP, rule, got)`
-raises the ValueError "[nn.Pointwise] rule but got ..."; `check_array(OP, name, array, shape)` checks a shape, in which
-a text stands for any size.
+B: sequences, L: time steps, D: features of the input, H: units, G: gates. `OwnCell` is the function with its
+options, (function, gates, states, params, apart, recurrent, norm). `norm_given` makes the `Norm` of a user from the
+options of layer normalisation and their arrays. `fail(OP, rule, got)` raises the ValueError "[nn.Pointwise] rule but
+got ..."; `check_array(OP, name, array, shape)` checks a shape, in which a text stands for any size.
 """
 
 import math
@@ -308,24 +307,24 @@ class Pointwise(nn.Module):
 
     def _check_arrays(self) -> None:
         """Check that the parameters are arrays of the shapes that the cell needs."""
-        # The fields of the cell that decide shapes: gates, params and whether h is multiplied by Wh. D: directions. A
-        # text in place of a size, such as "D" for the features, stands for any size.
-        (_, G, _, params, _, recurrent, _), H, D = self._own_cell, self.hidden_size, self._directions
-        check_one_way(self.reverse, D == 2)
-        check_array(OP, "Wx", self.Wx, [D * G * H, "D"])
+        # The fields of the cell that decide shapes: gates, params and whether h is multiplied by Wh. A text in place of
+        # a size, such as "D" for the features, stands for any size.
+        (_, G, _, params, _, recurrent, _), H, directions = self._own_cell, self.hidden_size, self._directions
+        check_one_way(self.reverse, directions == 2)
+        check_array(OP, "Wx", self.Wx, [directions * G * H, "D"])
         if recurrent:
-            check_array(OP, "Wh", self.Wh, [2, G * H, H] if D == 2 else [G * H, H])
+            check_array(OP, "Wh", self.Wh, [2, G * H, H] if directions == 2 else [G * H, H])
         elif self.Wh is not None:
             fail(OP, "Wh must be None with recurrent=False", "an array")
         if self.bias is not None:
-            check_array(OP, "bias", self.bias, [D * G * H])
+            check_array(OP, "bias", self.bias, [directions * G * H])
         if not isinstance(self.params, (list, tuple)) or len(self.params) != params:
             what = len(self.params) if isinstance(self.params, (list, tuple)) else type(self.params).__name__
             fail(OP, f"params must be a list of {params} arrays", what)
         for name, shape in self._norm_shapes().items():
             check_array(OP, name, getattr(self, name), shape)
-        for k, array in enumerate(self.params):
-            check_array(OP, f"params[{k}]", array, [D * H], None, ", one number per unit,")  # None: any float dtype
+        for k, array in enumerate(self.params):  # None: any float dtype
+            check_array(OP, f"params[{k}]", array, [directions * H], None, ", one number per unit,")
 
     def _first_states(self, state: Any, B: int, dtype: mx.Dtype) -> list[mx.array]:
         """Check the first states that the caller passed. Return them as a list. If `state` is None, they are zeros [B,

@@ -310,17 +310,18 @@ def run_own_layer(
     cell takes arrays with time first, and one array for all states besides h; the arguments have the batch first, and
     one array per state. own: the user's cell. states: the first states by name; one that is missing is zeros. steps:
     the arrays of each step, such as `keep`. options: as for `run_layer`."""
-    x, D = mx.swapaxes(arrays["x"], 0, 1), 2 if options["bidirectional"] else 1
-    zeros = mx.zeros((x.shape[1], D * layer.H), x.dtype)
+    x, directions = mx.swapaxes(arrays["x"], 0, 1), 2 if options["bidirectional"] else 1
+    zeros = mx.zeros((x.shape[1], directions * layer.H), x.dtype)
     h0, *others = [states.get(name, zeros) for name in state_names(own)]
     in_time = {name: mx.swapaxes(array, 0, 1) for name, array in steps.items()}
     hold = options["hold"]
     options = options | {"batch_first": False, "hold": None if hold is None else mx.swapaxes(hold, 0, 1)}
-    others_joined = {"c0": side_by_side(others, D)} if others else {}  # c0: all states besides h in one array
+    others_joined = {"c0": side_by_side(others, directions)} if others else {}  # c0: all states besides h in one array
     given: dict[str, Any] = arrays | {"x": x, "h0": h0} | others_joined | in_time
     call = Call(own.traced(x.shape[1], layer.H, x.dtype), engine=layer.engine, op=OP, **options)
     outputs, _ = call.forward(given, return_gates=False, training=layer.training)
-    last = zip(state_names(own)[1:], apart_again(outputs.get("cT"), len(others), D), strict=True)  # s1, s2, ...
+    # The last states besides h, with the names s1, s2, ...
+    last = zip(state_names(own)[1:], apart_again(outputs.get("cT"), len(others), directions), strict=True)
     return {"h": mx.swapaxes(outputs["h"], 0, 1), "hT": outputs["hT"]} | {f"{name}T": array for name, array in last}
 
 
@@ -396,6 +397,7 @@ def read_depths(
             # own: the first group of this depth, which gives D where the layer before does not.
             own = depths[n // groups * groups] if free and n % groups else one  # a layer's groups have equal sizes
             check_parameters(other, own.arrays["Wx"].shape[1] if free else D, first)
+        # word: the name of the engine that the user forces, or None.
         word, arrays = one.engine if engine is None else engine, [other.arrays for other in pair]
         # The joined arrays of two directions are cached while the parameters are the same.
         both = derived(computes_now(word), OP, arrays, join) if len(pair) == 2 else one.arrays

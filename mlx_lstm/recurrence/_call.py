@@ -280,9 +280,13 @@ class Call(NamedTuple):
             packing=packing,
             limits=tuning.on_this_gpu(limits_in_effect.get()),
         )
+        # metal: whether MLX can run Metal kernels here. place: the device, metal, and whether the arrays have no
+        # values.
         metal = choice.has_metal()
         place = choice.Place(device, metal, traced)
-        # best: chooses an engine, without those that a trial of kernels has refused. divided: adds what depends on it.
+        # best(refused=...): chooses an engine, not one of those that a trial of kernels has refused. table: measured or
+        # predicted times, which tell the faster Metal engine. divided(problem, engine): adds how this engine divides
+        # the sequence in time; every: the option `checkpoint_every`, which matters only if there may be a gradient.
         op = self.title if cotangents is None else f"{self.cell.op}_gradients"
         table = tuning.current() if metal else tuning.PREDICTED
         best = partial(choice.decide, problem, table, op, self.engine, place)

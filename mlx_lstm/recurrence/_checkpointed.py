@@ -58,6 +58,8 @@ def checkpointed(
         """Run the chunk of steps from `start` on, with the inputs `piece`. Return what `chunk` returns. tree: the
         parameters of the user's function, and the float arrays of the modules that it captures."""
         # MLX takes gradients of arguments only. So the modules get the arrays of `tree`, an argument, during the chunk.
+        # keys: those of each module; zip joins them with the new arrays to the pairs (key, array) that `replaced`
+        # takes.
         keys = [[key for key, _ in each] for each in floats]
         with replaced(modules, [list(zip(*each, strict=True)) for each in zip(keys, tree["modules"], strict=True)]):
             return chunk(start, piece, state, tree["parameters"])

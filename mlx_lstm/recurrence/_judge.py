@@ -3,6 +3,12 @@ oracle.
 
 The guard starts this module in a child process, because a fault of the GPU may end or hang the process in which it
 occurs.
+
+A `Trial` is an engine and a `Problem`: the description of a small call that runs the same kernels as the user's call
+(sizes, the cell, options, the names of its arrays). problem.plain: nobody can ask for a gradient of the call, so no
+gradient is tested. A `Drawn` has the random inputs of a trial twice: `arrays` for MLX, and `case` for the oracle.
+`shown_of(problem)` lists the outputs that a caller gets, such as h, hT. A cotangent is the gradient of such an output,
+from which all other gradients follow. A reason is a text that says why kernels are refused; "" if they are correct.
 """
 
 from collections.abc import Callable

@@ -96,8 +96,7 @@ NAMES = {
 
 OF = {"products": "products", "recurrent": "product", "sum": "sum", None: None}
 """{the user's value of `Norm.of`: the engines' value of `NormOptions.of`}. With "recurrent" only one of the two
-products
-is normalised, so the engines' word is "product"."""
+products is normalised, so the engines' word is "product"."""
 
 
 def without_norm(function: Function) -> Function:

@@ -86,7 +86,7 @@ def pack_padded_sequence(
     if enforce_sorted:
         return PackedSequence(data, sizes)
     # The argsort of an order is its inverse.
-    return PackedSequence(data, sizes, *(mx.array(n.astype(np.int32)) for n in (order, np.argsort(order))))
+    return PackedSequence(data, sizes, *(mx.array(each.astype(np.int32)) for each in (order, np.argsort(order))))
 
 
 def pad_packed_sequence(

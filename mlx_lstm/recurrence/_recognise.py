@@ -394,8 +394,8 @@ class Trial:
                 continue
             # fits: at which indices among the returned arrays the new states, each [B, H], may begin.
             starts = range(len(shapes) - first.states + 1)
-            fits = [n for n in starts if shapes[n : n + first.states] == [(B, self.H)] * first.states]
-            found += [Form(call, n) for n in fits]
+            fits = [at for at in starts if shapes[at : at + first.states] == [(B, self.H)] * first.states]
+            found += [Form(call, at) for at in fits]
             if not fits:
                 errors.append(f"{call} returned arrays of the shapes {[list(shape) for shape in shapes]}")
         self.errors = "; ".join(errors[:1] + errors[-1:])  # only the first and the last, as the text may be long
@@ -482,7 +482,7 @@ def blocks_of(title: str, shape: tuple[int, ...], D: int, H: int) -> Iterator[Bl
     only the columns for x, or only the columns for h, are part of a block. D and H are the widths of x and h.
 
     A `Block` is (title, view, form, columns, row, k, kinds). A lambda is its view, a function of the parameter; the
-    arguments with defaults, such as n=n, store the values of this loop.
+    arguments with defaults, such as n=n, store the values of this loop. n: an index on the first axis of the parameter.
     """
     if len(shape) == 3 and shape[0] <= 8:  # several matrices in one array, such as one per gate
         for n in range(shape[0]):
@@ -767,23 +767,25 @@ def equals(way: Way, match: Match, trial: Trial, form: Form) -> bool:
     """Return whether `lstm`, `gru` or `rnn`, called with these arguments, equals the user's cell in all batches of
     `BATCHES`. If not, `trial` remembers by how much it misses and where."""
     line = line_of(way, match.arguments)
-    for n, sizes in enumerate(BATCHES):
+    for batch, sizes in enumerate(BATCHES):
         try:
-            pairs = list(compared(way, match.arguments, trial, form, n))
+            pairs = list(compared(way, match.arguments, trial, form, batch))
         except StepError as error:
-            trial.note((2, n), f"The nearest is {line}, but then the step raises {error}")
+            trial.note((2, batch), f"The nearest is {line}, but then the step raises {error}")
             return False
         misses = [(miss(got, want, allowed), what, got, want) for what, got, want, allowed in pairs]
-        # A gradient is named only if all values are equal.
+        # The comparison that misses most, in units of what is allowed. A gradient is named only if all values are
+        # equal.
         worst, what, got, want = max(misses, key=lambda each: (each[0] > 1 and "gradient" not in each[1], each[0]))
-        if not worst <= 1:
+        if not worst <= 1:  # also if it is NaN
             error = f"by {np.abs(got - want).max():.2g}" if got.shape == want.shape else "its shape"
+            # The numbers in `sizes`; only an LSTM has a c.
             names = ("matrices", "vectors", "x and h", "c")[: 3 + (form.states == 2)]
             where = ", ".join(f"{name} {size:g}" for name, size in zip(names, sizes, strict=False))
             text = f"The nearest, {line}, misses {what} {error} where the numbers have the sizes {where}"
             if match.unknown:
                 text += f"; no gate has the effect of {', '.join(match.unknown)}"
-            trial.note((2, n, -worst), text)
+            trial.note((2, batch, -worst), text)
             return False
     return True
 
@@ -836,12 +838,13 @@ def miss(got: np.ndarray, want: np.ndarray, allowed: np.ndarray) -> float:
 
 
 def compared(
-    way: Way, arguments: dict[str, Any], trial: Trial, form: Form, n: int
+    way: Way, arguments: dict[str, Any], trial: Trial, form: Form, batch: int
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
-    """Run the user's cell and the call with random numbers of the sizes `BATCHES[n]`. Yield (name, the cell's array,
-    the call's array, its allowed error) for the outputs of one step with many rows, the gradients of all parameters, of
-    x and of the states, and the outputs of several steps."""
-    arrays, first = drawn(trial, form, n)  # parameters by title; [x, h] or [x, h, c]
+    """Run the user's cell and the call with random numbers of the sizes `BATCHES[batch]`. Yield (name, the cell's
+    array, the call's array, its allowed error) for the outputs of one step with many rows, the gradients of all
+    parameters, of x and of the states, and the outputs of several steps. ROUNDING and SLOPES: the allowed relative
+    errors of values and of gradients."""
+    arrays, first = drawn(trial, form, batch)  # parameters by title; [x, h] or [x, h, c]
 
     # One step of the user's cell, and the same step of the call.
     def by_hand(arrays: dict[str, mx.array], *inputs: mx.array) -> list[mx.array]:
@@ -866,7 +869,7 @@ def compared(
             yield name, double(one), double(other), ROUNDING[way.op] * (size + np.abs(double(other)))
 
     yield from outputs(first, by_hand(arrays, *first))
-    if n < WITH_GRADIENTS:
+    if batch < WITH_GRADIENTS:
         got, want = (gradients(function, form.states, arrays, first) for function in (by_hand, by_call))
         for name, slope in got.items():
             if not (slope.any() or want[name].any()):
@@ -885,10 +888,10 @@ def compared(
         )
 
 
-def drawn(trial: Trial, form: Form, n: int) -> tuple[dict[str, mx.array], list[mx.array]]:
-    """Return random parameters by title, and x and the states with many rows, of the sizes `BATCHES[n]`."""
+def drawn(trial: Trial, form: Form, batch: int) -> tuple[dict[str, mx.array], list[mx.array]]:
+    """Return random parameters by title, and x and the states with many rows, of the sizes `BATCHES[batch]`."""
     # matrices, vectors, inputs, cell: the sizes of the matrices, of the biases and peepholes, of x and h, and of c.
-    draws, (matrices, vectors, inputs, cell) = np.random.default_rng(n + 1), BATCHES[n]
+    draws, (matrices, vectors, inputs, cell) = np.random.default_rng(batch + 1), BATCHES[batch]
     arrays = {}
     for title, shape in trial.shapes.items():
         size = vectors if len(shape) < 2 else matrices / np.sqrt(min(shape[-2:]))

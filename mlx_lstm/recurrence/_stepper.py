@@ -255,7 +255,7 @@ class Stepper:
         self._count = count_of(self._holders)
         layers = self._read()  # of each layer: the cell, the parameters, and the engine that the user forces
         self._dtype = common_dtype([array for _, arrays, _ in layers for array in arrays.values()])
-        B, U = prod(self._batch), self._inputs
+        B, U = prod(self._batch), self._inputs  # the batch items in all batch axes; the inputs of a step
         plans = [plan(self._op, cell, in_dtype(arrays, self._dtype), forced, B, U) for cell, arrays, forced in layers]
         self._is_lstm = isinstance(plans[0].problem.cell, LSTMCell)
         self._carried = plans[0].problem.cell.carried
@@ -263,7 +263,7 @@ class Stepper:
             if after.given["x"].shape[1] != before.problem.P:
                 rule = f"layer {n} must read the {before.problem.P} features of the layer before"
                 fail(self._op, rule, after.given["x"].shape[1])
-        self.engine_used = plans[-1].choice
+        self.engine_used = plans[-1].choice  # that of the last layer
         self._on_numpy = all(plan.choice.engine == "numpy" for plan in plans)
         self._shape = (*self._batch, plans[0].given["x"].shape[1])
         if self._on_numpy:
@@ -359,6 +359,8 @@ def watched(holders: Sequence[dict[str, Any]]) -> list[Watched]:
             for place, one in several:
                 if isinstance(one, mx.array):
                     view_of = view_of_bfloat16 if one.dtype == mx.bfloat16 else np.asarray
+                    # The view is of another array with the same memory. Of a view of `one` itself MLX would change the
+                    # memory in place.
                     found.append(Watched(holder, key, place, one, view_of, view_of(mx.stop_gradient(one))))
     return found
 
