@@ -153,7 +153,7 @@ def array_in(
 ) -> np.ndarray:
     """Return the array whose bytes are data[start:stop]. The arrays of every format are made here: the dtype must be
     known, and the bytes must be as many as the shape declares. data: the bytes of the file. stop: None for their end.
-    order: "C" or "F", as in NumPy."""
+    order: "C" or "F", as in NumPy. The array is a view of the data."""
     stored = (len(data) if stop is None else stop) - start
     # "=": the byte order of this machine. "U" is text.
     if dtype.newbyteorder("=") not in NUMBERS and not (dtype.kind == "U" and dtype.itemsize):
@@ -219,6 +219,7 @@ def members_of(file: Foreign) -> Iterator[tuple[str, bytearray]]:
     entries = sum(piece.count(b"PK\1\2") for piece in iter(lambda: file.stream.read(PIECE), b""))
     if entries > file.budget.names:
         broken(f"it holds {entries} files")
+    # All names and declared sizes are taken from the budget before the first member is unpacked.
     with zipfile.ZipFile(file.stream) as archive:
         members = archive.infolist()
         names = [file.budget.name(member.filename).removesuffix(".npy") for member in members]

@@ -183,4 +183,4 @@ def raise_later(unraisable: "sys.UnraisableHookArgs") -> None:
         raise SystemExit(end.code)
 
     signal.signal(signal.SIGALRM, again)
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)  # seconds

@@ -116,7 +116,7 @@ def through(p: OneDirection, gate: str, y: Array, gradient: Array, dgates: Array
 def lstm_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding) -> Step:
     """Run one LSTM step and return its values. Inputs are x [B,I] (or x Wx^T [B,4H]), h_in [B,P], which is h_prev times
     the mask, and c_prev [B,H]. If p has a frozen clip, its arrays of step t are added to c and h in place of clipping
-    them; t is read only for this.
+    them; t is read only for this. h_prev is not read.
 
     c = clip(f c_prev + i g)     h = clip(m Wp^T), m = o act_output(c)
     """
@@ -298,7 +298,7 @@ def gru_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array,
 def rnn_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding) -> Step:
     """Run one step of a plain RNN and return its values. Inputs are x [B,I] (or x Wx^T [B,H]) and h_in [B,H], which is
     h_prev times the mask. In the result, `gates` is the preactivation. A plain RNN has no c and no clip, so c_prev is
-    returned unchanged, and t is not read."""
+    returned unchanged; t and h_prev are not read."""
     z, product, norm_values = joined_parts(p, input_part(p, x, fl), fl.dot(h_in, p.Wh.T), fl)
     a = fl(z + product)
     return Step(h=ACTIVATIONS[p.activation](a, fl), c=c_prev, gates=a, a={"h": a}, **norm_values)

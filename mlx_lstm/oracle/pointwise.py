@@ -75,7 +75,7 @@ def graph_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_
 
 def graph_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array, fl: Rounding) -> Step:
     """Return the gradients of one step of the cell. dh [B, H] and dc [B, C H] are the total cotangents of the step's
-    states."""
+    states. dgates is not read, because such a cell has no output `gates`."""
     graph = p.graph
     given = {f"d{k}": gradient for k, gradient in enumerate([dh, *blocks(p, dc)])}  # d0 is the gradient of h
     values = s.values | {graph.number[name]: gradient for name, gradient in given.items() if name in graph.number}

@@ -218,7 +218,7 @@ class Call(NamedTuple):
     ) -> tuple["Call", Arrays, Problem, Choice]:
         """Return the call and its arrays as the engine takes them, and what `plan` returns for them. The engine `numpy`
         computes all of the layer normalisation. For other engines `with_norm` computes a part of it."""
-        if self.cell.norm is None:
+        if self.cell.norm is None:  # []: no further arrays, as only a gradient op has them
             return self, arrays, *self.plan(arrays, [], sizes, packing, wanted)
         choice.check_engine(self.title, self.engine)
         # Plan the call as `numpy` takes it. If `plan` chooses another engine nevertheless, plan it again below.

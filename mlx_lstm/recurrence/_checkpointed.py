@@ -118,8 +118,8 @@ def results_of(run: Chunk, start: int, given: Any) -> Any:
 
 def gradients(function: Callable[[Any], Any], given: Any, cotangents: Any) -> Any:
     """Return the gradients of a function with respect to all arrays of the tree `given`, which is its argument.
-    cotangents: the gradients of the function's results, as a tree like these. The gradient of an array of integers
-    is 0."""
+    cotangents: the gradients of the function's results, as a tree of the same structure. The gradient of an array of
+    integers is 0."""
     arrays = leaves(given)
     # varied: the indices of the arrays of floats.
     varied = [n for n, array in enumerate(arrays) if is_float(array)]
@@ -131,6 +131,7 @@ def gradients(function: Callable[[Any], Any], given: Any, cotangents: Any) -> An
             whole[n] = value
         return [array for array in leaves(function(filled(given, whole))) if is_float(array)]
 
+    # vjp returns (results, gradients).
     found = vjp(floats_of, [arrays[n] for n in varied], [each for each in leaves(cotangents) if is_float(each)])[1]
     by_index = dict(zip(varied, found, strict=True))
     return filled(given, [by_index.get(n, mx.zeros_like(array)) for n, array in enumerate(arrays)])
@@ -213,7 +214,7 @@ def captured_modules(step: Any) -> list[nn.Module]:
     def visit(value: Any, name: str, depth: int) -> None:
         """Search one object that the user's function `step` captures: collect the modules in it, and raise an error
         if it contains an array of floats. `name`: what the error text calls the object. depth: how many objects lie
-        between; the user's function itself has 0."""
+        between; the user's function itself has 0. DEEPEST: the deepest that is searched."""
         if id(value) in seen or depth > DEEPEST or isinstance(value, (ModuleType, type)):
             return
         seen.add(id(value))
@@ -224,7 +225,7 @@ def captured_modules(step: Any) -> list[nn.Module]:
                 rule = "step must not capture arrays of floats with checkpoint_every: pass them as parameters="
                 fail(OP, f"{rule}, or hold them in a module,", name)
         else:
-            for key, each in parts_of(value):
+            for key, each in parts_of(value):  # what `step` itself captures is called by its own name, as "weights"
                 visit(each, f"{name}.{key}" if depth else key, depth + 1)
 
     visit(step, "step", 0)

@@ -4,8 +4,9 @@
 numbers of a row. A quantized layer has the parameters of its float layer, but a quantized weight such as `Wh` is three
 arrays: `Wh` (the packed integers), `Wh_scales` and `Wh_biases`. group_size, bits, mode: the arguments of `mx.quantize`:
 how many numbers of a row share a scale, the bits of a number, and the kind of scales. DEFAULTS has the first two for
-each mode, WIDTHS those that a mode allows. A layer is a dict of its parameters, so `self.items()` lists these; its
-other attributes are in `vars(self)`.
+each mode, WIDTHS those that a mode allows. A class of quantized layers has the attributes `op` (its name in errors),
+`of` (the class of its float layer) and `kinds` (the classes that `from_layer` takes). A layer is a dict of its
+parameters, so `self.items()` lists these; its other attributes are in `vars(self)`.
 """
 
 from inspect import Signature, signature
@@ -73,7 +74,7 @@ class QuantizedLayer(nn.Module):
         if type(layer) not in cls.kinds:  # a subclass may compute something else
             rule = f"layer must be of the class {cls.of.__module__.removesuffix('._layers')}.{cls.of.__name__}"
             fail(cls.op, rule, f"{type(layer).__module__}.{type(layer).__qualname__}")
-        new = cls.__new__(cls)
+        new = cls.__new__(cls)  # without the constructor, which would draw parameters
         new.take_over(layer)
         new.pack(group_size, bits, mode)
         return new
@@ -86,7 +87,7 @@ class QuantizedLayer(nn.Module):
         gives this layer's weights again, up to rounding. The float weights have the dtype of the scales. In modes
         without biases the scales are codes, and the float weights are float32.
         """
-        new = self.of.__new__(self.of)
+        new = self.of.__new__(self.of)  # without the constructor, which would draw parameters
         nn.Module.__init__(new)
         # own: the attributes that the float layer does not get. _no_grad has MLX's names of frozen parameters.
         own = ("group_size", "bits", "mode", "_no_grad", "_engine_used")
@@ -116,7 +117,7 @@ class QuantizedLayer(nn.Module):
         weight this is an error.
         """
         # Not DEFAULTS.get(mode): a mode without a hash, such as a list, would raise TypeError here.
-        # `check_packing` below raises a clear error for it.
+        # `check_packing` below raises a clear error for it. (64, 4): any numbers, for an unknown mode.
         defaults = next((sizes for name, sizes in DEFAULTS.items() if name == mode), (64, 4))
         group_size = defaults[0] if group_size is None else group_size
         bits = defaults[1] if bits is None else bits

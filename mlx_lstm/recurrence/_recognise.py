@@ -697,15 +697,15 @@ def match_of(way: Way, trial: Trial, form: Form) -> Match:
         return Match({}, parts, unknown)  # without this peephole it is the same as "current", which was tested before
     gates, H = GATES[way.op], trial.H
     # The gate order of a parameter that holds all gates, if there is one; the call then takes it without slices.
-    whole = [order_of([parts.get((gate, kind), []) for gate in gates], gates) for kind in "xh"]
-    order = next((found for found in whole if found), gates)
+    orders = [order_of([parts.get((gate, kind), []) for gate in gates], gates) for kind in "xh"]
+    order = next((found for found in orders if found), gates)
     arguments: dict[str, Any] = {}
     for key, kind, shape in (("Wx", "x", (H, trial.D)), ("Wh", "h", (H, H)), ("b", "b", (H,)), ("peephole", "p", (H,))):
         # The call always needs both matrices, even if all their gates are zeros.
         if kind in "xh" or any((gate, kind) in parts for gate in gates):
             arguments[key] = joined([parts.get((gate, kind), []) for gate in order], order, shape)
     if ("n", "bhn") in parts:
-        arguments["bhn"] = joined([parts["n", "bhn"]], "n", (H,))
+        arguments["bhn"] = joined([parts["n", "bhn"]], "n", (H,))  # of the gate n alone
     options = {"gate_order": order} if order != gates else {}
     options |= {key: value for key, value in way.options.items() if value != DEFAULTS[key]}
     return Match(arguments | options, parts, unknown)
@@ -894,6 +894,7 @@ def drawn(trial: Trial, form: Form, batch: int) -> tuple[dict[str, mx.array], li
     draws, (matrices, vectors, inputs, cell) = np.random.default_rng(batch + 1), BATCHES[batch]
     arrays = {}
     for title, shape in trial.shapes.items():
+        # The square root keeps the products with a matrix from growing with the widths D and H.
         size = vectors if len(shape) < 2 else matrices / np.sqrt(min(shape[-2:]))
         arrays[title] = mx.array(draws.uniform(-1.5, 1.5, shape) * size, mx.float64)
     rows = []

@@ -359,8 +359,8 @@ def watched(holders: Sequence[dict[str, Any]]) -> list[Watched]:
             for place, one in several:
                 if isinstance(one, mx.array):
                     view_of = view_of_bfloat16 if one.dtype == mx.bfloat16 else np.asarray
-                    # The view is of another array with the same memory. Of a view of `one` itself MLX would change the
-                    # memory in place.
+                    # View another array with the same memory. If there were only a view of `one` itself, MLX would
+                    # write into the same memory, and the change would not show.
                     found.append(Watched(holder, key, place, one, view_of, view_of(mx.stop_gradient(one))))
     return found
 
@@ -395,6 +395,7 @@ def plan(op: str, cell: Cell | OwnCell, parameters: dict[str, Any], engine: str 
         arrays["inputs"] = mx.zeros((1, B, inputs * H), dtype)
     # False, {}: one direction, and no options to check.
     arrays, packing, sizes = check_call(op, arrays, traced, False, {}, one_step=True)
+    # inner: the arrays after the part of layer normalisation that is computed before the steps, if there is one.
     call, inner, inner_packing = Call(traced, engine=engine, one_step=True).with_norm(arrays, packing)
     # Plan a step without `keep` and one with it, of which only the name and the shape matter here.
     names = inner | {"keep": mx.ones((1, B, 1), dtype)}
