@@ -323,7 +323,7 @@ def link(partial: Path, path: Path) -> None:
     except OSError as error:
         if path.exists() or path.is_symlink():
             raise FileExistsError(f"{path} exists") from None
-        if error.errno not in UNLINKABLE:
+        if error.errno not in UNLINKABLE:  # an error that does not mean that there are no hard links
             raise
         os.replace(partial, path)
 

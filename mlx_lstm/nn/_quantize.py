@@ -72,7 +72,7 @@ def quantize(
 
     # Make the quantized copy of a layer of this package and put it into `quantized`, if the predicate wants it.
     def quantize_ours(path: str, layer: Any) -> None:
-        result = quantizes(layer) and predicate(path, layer)
+        result = quantizes(layer) and predicate(path, layer)  # True, or a dict of options, or neither
         if result and id(layer) not in quantized:
             options = {"group_size": group_size, "bits": bits, "mode": mode} if result is True else result
             try:

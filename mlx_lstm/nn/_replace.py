@@ -208,7 +208,7 @@ def look_alike(name: str, layer: nn.Module) -> str:
 
 
 def kind_of_parameters(layer: nn.Module) -> str:
-    """Return "an LSTM", "a GRU" or "an RNN" if a module has the parameters of one, under the names of any known
+    """Return "an LSTM", "a GRU" and so on if a module has the parameters of one, under the names of any known
     format, else an empty text."""
     try:
         # False: no cache of converted arrays. may_drop: dropout does not matter here. `read` returns layers, each a

@@ -522,7 +522,7 @@ def read_own(name: str, layer: Pointwise) -> list[StackedLayer]:
         fail(OP, f"{name} must run forward (pass layers that run in reverse as reverse=)", "reverse=True")
     arrays = layer._by_argument()
     titles = {key: f"{name}.{'bias' if key == 'b' else key}" for key in arrays}
-    H = layer.hidden_size
+    H = layer.hidden_size  # P is H, as there is no projection
     depth = StackedLayer(name, cell, arrays, titles, layer.training, H, H, layer.engine, layer.checkpoint_every)
     # part(arrays, d, True): the part of the arrays that belongs to direction d. True: the layer has a Wx.
     return [depth._replace(arrays=part(arrays, d, True)) for d in range(2)] if both else [depth]
@@ -555,7 +555,8 @@ def options_apart(cell: Any, other: Any) -> list[str]:
     texts: list[str] = []
     for name, value in cell._asdict().items():
         if value != getattr(other, name):
-            # The cell's field `norm` is the option `layer_norm` of a layer, told as the `Norm` that a user writes.
+            # The cell's field `norm` is the option `layer_norm` of a layer, told as the `Norm` that a user writes,
+            # without arrays ({}).
             option, told = ("layer_norm", value and norm_given(value, {})) if name == "norm" else (name, value)
             texts.append(f"{option}={told!r}")
     return texts

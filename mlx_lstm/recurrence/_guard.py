@@ -197,7 +197,7 @@ def tell(engine: str, following: str, reason: str) -> None:
     for each reason."""
     machine = tuning.machine()
     where = f"{machine['chip']}, {machine['system']}, MLX {machine['mlx']}"
-    lasts = verdicts.keeping_of(reason)  # how long the file keeps this verdict: "always", "day"; empty if it does not
+    lasts = verdicts.keeping_of(reason)  # "always", "for a day" and so on, or "" if only this process obeys it
     again = "It counts in this process"
     if lasts:
         long = "" if lasts == "always" else f" {lasts}"

@@ -83,7 +83,9 @@ class Recorder:
         source, and returns zeros in place of its outputs."""
         built: list[Callable[..., Any]] = []  # [the kernel], after its first launch
 
-        # SMALL: arrays of fewer elements than this are bound in another address space.
+        # Launch the kernel, or only record what determines it while `self.texts` is a set. inputs, call: the arguments
+        # of the launch, among them the shapes and dtypes of the outputs. SMALL: Metal binds arrays of fewer elements
+        # than this in another address space, so a kernel for them is another one.
         def launch(*, inputs: list[Any], **call: Any) -> Any:
             if self.texts is not None:
                 arrays = tuple((array.dtype, array.size < SMALL) for array in inputs)

@@ -103,7 +103,8 @@ class QuantizedLayer(nn.Module):
         return new
 
     def take_over(self, layer: nn.Module) -> None:
-        """Copy the parameters and attributes of a layer. Which of its parameters are frozen is not copied."""
+        """Copy the parameters and attributes of a layer. Which of its parameters are frozen (`_no_grad`) is not
+        copied."""
         nn.Module.__init__(self)
         state = {name: value for name, value in vars(layer).items() if name not in ("_no_grad", "_engine_used")}
         vars(self).update({"engine": None, "checkpoint_every": None} | state)  # MLX's own layers do not have these two
@@ -141,7 +142,7 @@ class QuantizedLayer(nn.Module):
 
     def _parameter(self, name: str) -> Weight:
         """Return the parameter `name` of the layer: a `Quantized` object for a quantized weight, else the array."""
-        array = cast(Any, super())._parameter(name)
+        array = cast(Any, super())._parameter(name)  # the method of the float layer, the other base class
         if f"{name}_scales" not in self:
             return array
         scales, biases = self[f"{name}_scales"], self.get(f"{name}_biases")

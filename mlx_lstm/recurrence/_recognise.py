@@ -816,6 +816,7 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
         arrays = {title: np.zeros(shape) for title, shape in trial.shapes.items()}
         for block in blocks:
             rows = block.view(arrays[block.title])[block.row * H : (block.row + 1) * H]
+            # The column of the feature or unit that is multiplied: the second if g multiplies x, else the first.
             column = int(block is g and by_x)
             (rows[:, column] if rows.ndim == 2 else rows)[:] = a if block is g else 1
         trial.set({title: mx.array(array, mx.float64) for title, array in arrays.items()})

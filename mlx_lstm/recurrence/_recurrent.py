@@ -204,18 +204,20 @@ def form(tree: Any, name: str, begin: tuple[int | str, ...]) -> Any:
     """Return a tree with the dtype and shape of each array as text. Raise an error if a shape does not begin with
     `begin`, in which a letter stands for any size. name: what the error text calls the tree."""
 
-    def of(array: Any) -> str:
+    # Check one array of the tree, and return its dtype and shape as text. In `begin` and `sizes` the k-th entries are
+    # the size that an axis must have, or a letter, and the size that it has.
+    def form_of(array: Any) -> str:
         if not isinstance(array, mx.array):
             fail(OP, f"{name} must be an mlx.core.array or a tree of such{instead_of(array)}", type(array).__name__)
         sizes = array.shape[: len(begin)]
         right = len(sizes) == len(begin) and all(
-            isinstance(n, str) or n == m for n, m in zip(begin, sizes, strict=True)
+            isinstance(wanted, str) or wanted == size for wanted, size in zip(begin, sizes, strict=True)
         )
         if not right:
             fail(OP, f"{name} must have shape [{', '.join(map(str, begin))}, ...]", f"shape {list(array.shape)}")
         return shown(array)
 
-    return tree_map(of, tree)
+    return tree_map(form_of, tree)
 
 
 def shown(value: Any) -> str:

@@ -306,6 +306,7 @@ class Stepper:
         if not isinstance(x, (mx.array, np.ndarray)):
             fail(self._op, f"x must be an mlx.core.array or a NumPy array{instead_of(x, 'x')}", type(x).__name__)
         if x.shape != self._shape:
+            # is_frame: whether x would be the input of a stepper with another batch.
             is_frame = x.ndim in (1, 2) and x.shape[-1] == self._shape[-1]
             batch = x.shape[0] if x.ndim == 2 else ()
             advice = f" (stepper(batch={batch}) takes {list(x.shape)})" if is_frame else ""
@@ -338,6 +339,7 @@ class Stepper:
         shape, arrays = self._states()["h"][0].shape, []
         for n, value in enumerate(inputs):
             array = self._real(f"inputs[{n}]", value)
+            # Broadcasting compares shapes from their last axis on.
             if array.ndim > len(shape) or any(
                 size not in (1, wanted) for size, wanted in zip(array.shape[::-1], shape[::-1], strict=False)
             ):
@@ -415,7 +417,8 @@ def numpy_views(plan: Plan) -> Views:
     """Return a layer's parameters as the engine `numpy` reads them: float32 or float64 arrays of NumPy, in memory
     that MLX does not overwrite."""
     packing = plan.problem.packing if plan.norm is None else plan.norm[2]  # norm: (cell, parameters, packing)
-    arrays = dequantized(packing, for_engine("numpy", plan.given))
+    arrays = dequantized(packing, for_engine("numpy", plan.given))  # for_engine: in the dtypes that the engine reads
+    # stop_gradient makes another array with the same memory. While the engine holds it, MLX does not write there.
     return views({name: mx.stop_gradient(array) for name, array in arrays.items()})
 
 
