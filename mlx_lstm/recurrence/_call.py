@@ -59,7 +59,8 @@ class Call(NamedTuple):
 
     batch_first: x and the sequences are [B, T, features], keep and hold are [B, T]. Only `forward` supports it.
     lengths_checked: the lengths were computed by this package, so their range needs no check. one_step: x is [B, I],
-    without a time axis. op: the name of the layer in error texts; "" for the functions lstm, gru and rnn.
+    without a time axis. op: the name of the layer in error texts; "" for the functions lstm, gru and rnn. All others
+    are options of `lstm`.
     """
 
     cell: AnyCell

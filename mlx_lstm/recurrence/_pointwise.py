@@ -29,8 +29,9 @@ OP = "pointwise"
 class OwnCell(NamedTuple):
     """A cell that the user wrote, before it is traced: the function and its options, as a layer holds them.
 
-    states, params: the numbers of states (h included) and of parameters per unit. apart, recurrent: as in
-    `nn.Pointwise`.
+    gates, states, params: the numbers of gates, of states (h included) and of parameters per unit. apart: whether the
+    function gets each gate as a pair, its part from x and its part from h. recurrent: whether h is multiplied by Wh.
+    norm: the options of layer normalisation.
     """
 
     function: Callable[..., Any]
@@ -47,6 +48,7 @@ class OwnCell(NamedTuple):
         """Return the cell for states [B, H] and arrays of this dtype. inputs: the number of inputs of each step. Raise
         ValueError if the function does not take so many arguments."""
         try:
+            # 2: a and state, the first arguments.
             signature(self.function).bind(*[None] * (2 + inputs + self.params))
         except TypeError as error:
             each = f"a, state, {inputs} inputs of each step and {self.params} parameters"

@@ -69,7 +69,8 @@ class Plan(NamedTuple):
 
     @property
     def given(self) -> Arrays:
-        """Return the parameters as the layer has them, and an input "x" of zeros."""
+        """Return the parameters as the layer has them, and an input "x" of zeros: `arrays`, with the input weights if
+        they are missing there."""
         return self.arrays if self.norm is None else self.norm[1]
 
 
