@@ -243,8 +243,8 @@ def stack(
     # options: those of `Call` that all layers share. Without `layers` only the reversed ones run.
     options = {"reverse": not layers, "bidirectional": directions == 2, "hold": steps.pop("hold", None)}
     options |= {"lengths": whole_lengths(OP, lengths, x.shape[0], T), "lengths_checked": True, "batch_first": True}
-    starts = {name: small(partial(split_states, directions), array) for name, array in first.items()}
     # starts: by state the first states of each layer. last: the last states of each layer that has run.
+    starts = {name: small(partial(split_states, directions), array) for name, array in first.items()}
     last: list[Arrays] = []
     for n, depth in enumerate(depths):
         outputs = []
@@ -254,13 +254,14 @@ def stack(
             options["checkpoint_every"] = group.every if every is None else every
             found = run_layer(group, in_dtype(group.arrays | {"x": own_x} | own_states, dtype), steps, options)
             last.append({name: found[f"{name}T"] for name in shapes})
+            # h has both directions side by side, as "concat" returns them.
             sums = directions == 2 and merge == "sum"
             outputs.append(half(found["h"], 0) + half(found["h"], 1) if sums else found["h"])
         x = mx.concatenate(outputs, axis=-1) if groups > 1 else outputs[0]
         if between is not None and n < len(depths) - 1:
             x = call_between(between, n, x, (*batch, T), groups * depths[n + 1][0].arrays["Wx"].shape[1])
+    # whole: for each state the function that joins those of all layers.
     whole = {name: partial(join_states, directions, shape) for name, shape in shapes.items()}
-    # whole: for each state the function that joins those of all layers, called now.
     states = [small(whole[name], *(state[name] for state in last)) for name in shapes]
     x = x if is_flat else small(methodcaller("reshape", (*batch, T, -1)), x)
     return x, tuple(states) if len(states) > 1 else states[0]
