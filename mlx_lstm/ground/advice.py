@@ -130,11 +130,13 @@ def refuse(op: str, name: str, value: object, is_call: bool) -> None:
     caller passed. is_call: whether `name` is an argument of a call, not of the constructor."""
     # kind: "nn" or "torch", whose layers have different names and options. layer: the class, such as "LSTM".
     kind, _, layer = op.partition(".")
+    # advice: {name of an option of another framework: what to write instead}. It begins with the options of all layers;
+    # those that only some layers lack are added.
     advice: dict[str, str] = OF_CALLS if is_call else OF_CONSTRUCTORS
     if is_call:
         states = "the first states are called hx here" if kind == "torch" else "the first state is called hidden here"
         states += ", and that of c cell" if op.endswith("nn.LSTM") else ""
-        own = ("hidden", "cell") if kind == "torch" else ("hx",)
+        own = ("hidden", "cell") if kind == "torch" else ("hx",)  # the names that the other kind of our layers uses
         advice = dict.fromkeys((*STATES, *own), states) | advice
     elif kind == "nn":
         names = ("norm", "layernorm", "use_layer_norm", "use_layernorm", "ln")
@@ -145,6 +147,7 @@ def refuse(op: str, name: str, value: object, is_call: bool) -> None:
     elif layer in ("GRU", "RNN"):
         advice = {"proj_size": "only the LSTM has it, as in PyTorch"} | advice
     if name in advice:
+        # The text shows short values only; of an array it names the class.
         shown = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
         what = "argument of a call" if is_call else "option of this layer"
         fail(op, f"{name} is no {what}: {advice[name]},", f"{name}={shown}")

@@ -28,6 +28,7 @@ def shown(text: object, most: int = 80) -> str:
         >>> print(shown("a" + chr(27) + "[2J" + chr(10) + "read back"))
         a\\x1b[2J\\nread back
     """
+    # ascii(c)[1:-1]: the escape of a character, such as \x1b, without the quotes.
     clean = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text)[: most + 1])
     return clean if len(clean) <= most else f"{clean[: most - 3]}..."
 
@@ -69,7 +70,7 @@ class Budget:
         contain half of a surrogate pair), or if it is too long or too deep."""
         if not isinstance(text, str):
             raise TypeError("a name is no text")
-        text.encode()
+        text.encode()  # raises a ValueError for half of a surrogate pair
         self.names -= 1
         if self.names < 0:
             raise Refused(f"it must have at most {MOST_NAMES} names but got more.")

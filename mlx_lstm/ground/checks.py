@@ -71,7 +71,7 @@ def warn_once(text: str) -> None:
     if known:
         return
     # level: how many calls lie between `warnings.warn` and the frame: 2 is the caller of this function.
-    frame, level = sys._getframe(1), 2
+    frame, level = sys._getframe(1), 2  # 1: the frame of the caller
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
@@ -108,6 +108,7 @@ def instead_of(value: object, name: str = "") -> str:
     if type(value).__name__ == "PackedSequence":  # torch's class, a subclass of tuple: tested before tuples
         return ": pad it and use lengths,"
     first = value[0] if isinstance(value, (list, tuple)) and value else None
+    # mx.quantize returns a tuple, whose first array holds packed integers of 32 bits.
     if isinstance(first, mx.array) and first.dtype == mx.uint32:
         return ": of what mx.quantize returns make an mlx_lstm.Quantized(*..., group_size=..., bits=...),"
     if isinstance(value, tuple) and name in ("x", "input"):  # as in nn.Sequential(LSTM, LSTM)
@@ -198,6 +199,7 @@ def check_lengths(
             fail(op, f"{name} must be integers", lengths)
         # The dtype `object` keeps Python's integers: a huge length is reported, and does not overflow as in int64.
         lengths = np.array([int(n) for n in lengths], object)
+    # kind, of: a class of arrays and its module, np or mx, which both have `issubdtype` and `integer`.
     elif not any(isinstance(lengths, kind) and of.issubdtype(lengths.dtype, of.integer) for kind, of in ARRAYS):
         kind = lengths.dtype if isinstance(lengths, (np.ndarray, mx.array)) else type(lengths).__name__
         fail(op, f"{name} must be integers, in a list or an array of MLX or NumPy,", kind)

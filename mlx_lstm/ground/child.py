@@ -82,7 +82,7 @@ class Child:
                 selector.register(stream, EVENT_READ)
             ready = selector.select(max(0.0, until - monotonic()))
         for key, _ in ready:
-            text = os.read(key.fd, 65536)
+            text = os.read(key.fd, 65536)  # at most so many bytes; the pipe is ready, so this does not wait
             if not text:  # the child closed the pipe
                 self.pipes = [stream for stream in self.pipes if stream.fileno() != key.fd]
             elif key.fd == self.answers.fileno():
@@ -136,7 +136,8 @@ class Child:
                     code = self.end()
                     text = shortened(f"the process ended {ended(code)}:\n{self.said() or 'it said nothing'}")
                     raise ChildError(text, lost=True, code=code)
-                # A child that only writes to stderr must not be waited for without end.
+                # A child that only writes to stderr must not be waited for without end. So after `until` read once
+                # more, and give up if that gave no whole answer.
                 late = monotonic() > until
                 if not self.receive(until) or (late and b"\n" not in self.unread):
                     raise NoAnswer
@@ -164,7 +165,7 @@ class Child:
             self.requests.close()
         if self.answers not in self.pipes:
             patience = max(patience, 1.0)  # the child has closed its output, so it is about to end
-        for seconds in (patience, 5.0):
+        for seconds in (patience, 5.0):  # wait, kill, wait again
             if self.wait(seconds):
                 break
             self.process.kill()

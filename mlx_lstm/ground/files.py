@@ -35,8 +35,9 @@ DTYPES |= {"U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?"}
 
 LITTLE = {name: np.dtype(code).newbyteorder("<") for name, code in DTYPES.items()} | {"BF16": np.dtype("<u2")}
 NUMBERS = {np.dtype(code) for code in DTYPES.values()}
-"""The dtypes of the arrays that are read: by their names in safetensors files, and in every format. bfloat16 is read as
-uint16 first."""
+"""The dtypes of the arrays that are read. LITTLE: those of safetensors files, by their names, with the lowest byte
+first
+("<"). NUMBERS: those of every format. bfloat16 is read as uint16 first."""
 
 MOST_HEADER = 100_000_000
 """The most bytes of a safetensors header that the format allows."""
@@ -92,10 +93,11 @@ def foreign(path: Path) -> Iterator[Foreign]:
         except MemoryError:
             raise ValueError(f"{path} needs more memory than there is") from None
         except DAMAGE as error:
-            ours = type(error) in (ValueError, Refused)
+            ours = type(error) in (ValueError, Refused)  # raised by this package, with a text for users
             text = f"{error}" if ours else f"it is truncated or damaged: {named(error)}."
             if text.startswith(str(path)):
                 raise
+            # text[3:]: without "it ".
             raise ValueError(f"{path} {text[3:]}" if text.startswith("it ") else f"{path}: {text}") from None
 
 
@@ -151,8 +153,9 @@ def array_in(
 ) -> np.ndarray:
     """Return the array whose bytes are data[start:stop]. The arrays of every format are made here: the dtype must be
     known, and the bytes must be as many as the shape declares. data: the bytes of the file. stop: None for their end.
-    order: "C" or "F", as in NumPy."""
+    order: "C" or "F", as in NumPy. The array is a view of the data."""
     stored = (len(data) if stop is None else stop) - start
+    # "=": the byte order of this machine. "U" is text.
     if dtype.newbyteorder("=") not in NUMBERS and not (dtype.kind == "U" and dtype.itemsize):
         raise ValueError(f"{shown(name)} must have a dtype that MLX knows but got {shown(dtype)}.")
     check_shape(name, shape)
@@ -201,7 +204,8 @@ def read_safetensors(file: Foreign) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def entry_of(entry: Any) -> tuple[str, tuple[Any, ...], int, int]:
-    """Return the dtype, shape, start and stop in an entry of a safetensors header."""
+    """Return (dtype, shape, start, stop) of an entry of a safetensors header: the name of the array's dtype, its shape,
+    and where its bytes begin and end, counted from the end of the header."""
     dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not (isinstance(dtype, str) and isinstance(shape, list) and type(start) is type(stop) is int):
         raise TypeError("no entry")
@@ -211,10 +215,11 @@ def entry_of(entry: Any) -> tuple[str, tuple[Any, ...], int, int]:
 def members_of(file: Foreign) -> Iterator[tuple[str, bytearray]]:
     """Yield the name and the bytes of each member of a zip file. Only compression methods that Python and NumPy write
     are allowed, since others can expand without a bound."""
-    # Count the entries of the zip's directory before Python makes an object of each.
+    # Count the entries of the zip's directory before Python makes an object of each. An entry begins with PK\1\2.
     entries = sum(piece.count(b"PK\1\2") for piece in iter(lambda: file.stream.read(PIECE), b""))
     if entries > file.budget.names:
         broken(f"it holds {entries} files")
+    # All names and declared sizes are taken from the budget before the first member is unpacked.
     with zipfile.ZipFile(file.stream) as archive:
         members = archive.infolist()
         names = [file.budget.name(member.filename).removesuffix(".npy") for member in members]
@@ -231,9 +236,8 @@ def members_of(file: Foreign) -> Iterator[tuple[str, bytearray]]:
 def content_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytearray:
     """Return the bytes of a member of a zip file. They are unpacked piece by piece, since a member may be longer than
     it declares."""
-    data, end = bytearray(member.file_size), 0
+    data, end = bytearray(member.file_size), 0  # end: how many bytes have been read
     reader: Any
-    # end: how many bytes have been read.
     longer = copy(member)
     longer.file_size += 1  # otherwise Python would cut off what is too long
     with archive.open(longer) as reader, memoryview(data) as view:
@@ -257,6 +261,7 @@ def read_npy(file: Foreign) -> np.ndarray:
 def npy_array(data: bytes | bytearray, name: str, text: bool = False) -> np.ndarray:
     """Return the array in `data`, the bytes of an .npy file. name: what error texts call it. text: whether an array of
     text is allowed, too."""
+    # {version of the format: NumPy's function that reads its header}
     headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     stream = io.BytesIO(memoryview(data)[: 2**16])  # NumPy accepts headers of 10,000 bytes
     try:
@@ -296,6 +301,7 @@ def write_whole(
     # The name cannot be guessed, and exclusive creation follows no link. Only the owner may read the unfinished file.
     partial = path.with_name(f".{secrets.token_hex(16)}{path.suffix if ending is None else ending}")
     try:
+        # O_EXCL: fail if the file exists. 0o600: only the owner may read and write.
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         result = work(partial)
         if force:
@@ -317,7 +323,7 @@ def link(partial: Path, path: Path) -> None:
     except OSError as error:
         if path.exists() or path.is_symlink():
             raise FileExistsError(f"{path} exists") from None
-        if error.errno not in UNLINKABLE:
+        if error.errno not in UNLINKABLE:  # an error that does not mean that there are no hard links
             raise
         os.replace(partial, path)
 

@@ -93,6 +93,7 @@ def child_command(code: str, *arguments: str) -> list[str]:
     other relative paths) are left out, so that no module of that folder, such as a numpy.py, is imported. The folder
     of this package is added at the end.
     """
+    # {option of the command python: its name in sys.flags}
     flags = {"I": "isolated", "E": "ignore_environment", "s": "no_user_site", "S": "no_site"}
     given = [f"-{letter}" for letter, name in flags.items() if getattr(sys.flags, name)]
     paths = absolute(sys.path)
@@ -104,8 +105,9 @@ def child_command(code: str, *arguments: str) -> list[str]:
 def child_environment() -> dict[str, str]:
     """Return the environment for a child process: the current one, with only absolute entries left in PYTHONPATH.
 
-    The child's Python searches PYTHONPATH for `sitecustomize` when it starts, before `child_command` replaces its
-    import path.
+    A relative entry means a folder inside the working folder, which may hold files of strangers, such as a download.
+    When Python starts, it searches PYTHONPATH for a module `sitecustomize` and runs it, before `child_command` replaces
+    the child's import path. So a file of this name in such a folder would run.
     """
     paths = absolute(os.environ.get("PYTHONPATH", "").split(os.pathsep))
     others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -119,12 +121,14 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def absolute(paths: Iterable[object]) -> list[str]:
-    """Return the absolute paths among the entries of an import path."""
+    """Return the absolute paths among the entries of an import path. The others depend on the working folder, whose
+    files may come from strangers."""
     return [path for path in paths if isinstance(path, str) and os.path.isabs(path)]
 
 
 def check_files(options: object, *names: str) -> None:
-    """Raise ValueError if a file that one of a command's options names cannot be written. names: these options."""
+    """Raise ValueError if a file that one of a command's options names cannot be written. options: the parsed command
+    line. names: those of its options that name a file to write; an option that is not given is None."""
     for name in names:
         path = Path(getattr(options, name) or "")
         if not path.parent.is_dir():
@@ -152,7 +156,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
             code = end.code
         sys.stdout.flush()
     except KeyboardInterrupt:
-        code = 130
+        code = 130  # the exit code of a process that Ctrl-C ended
     except BrokenPipeError:
         code = 141  # the exit code of a process that SIGPIPE ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's last flush does not fail
@@ -179,4 +183,4 @@ def raise_later(unraisable: "sys.UnraisableHookArgs") -> None:
         raise SystemExit(end.code)
 
     signal.signal(signal.SIGALRM, again)
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)  # seconds

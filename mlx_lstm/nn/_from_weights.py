@@ -2,8 +2,9 @@
 
 A `Weights` is a stack of layers in one form for all formats, with a cell (the formula and its options). B: sequences,
 T: steps, I: input features, H: units, P: the width of h, or of the projection (0 without one), K: layers, D:
-directions. `Call` runs one layer. `fail(OP, rule, got)` raises the ValueError "[nn.from_weights] rule but got ...";
-`check_array(OP, name, array, shape)` checks a shape, in which a text stands for any size.
+directions. `Call` runs one layer. `to_ops` returns the arrays of each layer by the argument names of the op. `fail(OP,
+rule, got)` raises the ValueError "[nn.from_weights] rule but got ..."; `check_array(OP, name, array, shape)` checks a
+shape, in which a text stands for any size.
 """
 
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ class Recurrence(nn.Module):
         self.layers = to_ops(weights)
         # The names begin with an underscore, so MLX does not count these attributes as parameters.
         self._cell, self._is_reverse = weights.cell, weights.reverse
+        # (D, I, H, P); P is 0 without a projection.
         self._sizes = weights.directions, weights.input_size, weights.hidden_size, weights.proj_size
 
     def _extra_repr(self) -> str:
@@ -92,7 +94,7 @@ class Recurrence(nn.Module):
         B, T, _ = x.shape
         if not B or not T:
             fail(OP, "x must have at least one item and one step", f"shape {list(x.shape)}")
-        widths = {"h": P or H, "c": H} if cell.carried else {"h": P or H}
+        widths = {"h": P or H, "c": H} if cell.carried else {"h": P or H}  # carried: whether the cell has a state c
         if state is None or len(widths) == 1:
             state = [state] * len(widths)
         elif not isinstance(state, (tuple, list)) or len(state) != 2:
@@ -108,6 +110,7 @@ class Recurrence(nn.Module):
         # rows: by state the first states of each layer. last: the outputs of each layer, with its last states.
         rows, last = {name: split_states(D, array) for name, array in first.items()}, []
         for k, layer in enumerate(self.layers):
+            # The arguments of the op for this layer: its parameters, its input, and its first states h0 and c0.
             arrays = layer | {"x": x} | {f"{name}0": array[k] for name, array in rows.items()}
             outputs, choice = call.forward(in_dtype(arrays, dtype) | steps, return_gates=False, training=self.training)
             last.append(outputs)
@@ -133,6 +136,7 @@ class Recurrence(nn.Module):
         op = f"{OP}.stepper"
         if self._sizes[0] == 2 or self._is_reverse:
             fail(op, REVERSE, "both directions" if self._sizes[0] == 2 else "the reverse direction")
+        # read: returns each layer's cell, parameters and engine; the stepper calls it again if parameters have changed.
         read = lambda: [(self._cell, arrays, self.engine) for arrays in self.layers]  # noqa: E731
         return Stepper(op, read, self.layers, batch=batch, is_stack=True)
 

@@ -8,6 +8,9 @@ D: features of the input (input_size; `mlx.nn` prints it as input_dims), H: hidd
 B: sequences, "...": any number of batch axes. hidden and cell are the states h and c. keep: a factor on the states
 before a step; hold: steps that leave the states unchanged; lengths: the number of steps of each sequence. op: the name
 that error texts begin with, such as "nn.LSTM"; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+`NormOptions` are the options of layer normalisation without arrays, as a cell holds them; `norm_given` makes the `Norm`
+of a user from them. NONLINEARITIES: the functions that `mlx_lstm.rnn` has as activations; `activation_of` returns the
+activation's name of such a function. `advised` adds advice to the errors of a method that gets unknown options.
 """
 
 import math
@@ -72,6 +75,7 @@ class Layer(Advised):
         super().__init__()
         I = check_integer(self.op, "input_size", input_size, least=1)
         H = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
+        # An integer in the place of bias is probably the number of layers, as in torch.
         check_flag(self.op, "bias", bias, " (nn.stack runs several layers)" if type(bias) is int else "")
         self.hidden_size = H
         self.engine = check_engine(self.op, engine)
@@ -124,7 +128,7 @@ class Layer(Advised):
         return Stepper(op, read, [self], batch=batch, is_stack=False)
 
     def _extra_repr(self, more: str = "") -> str:
-        Wx, _, b, *_ = self._names
+        Wx, _, b, *_ = self._names  # the names of the input weight, the recurrent weight and the bias
         D, has_bias = self._parameter(Wx).shape[1], getattr(self, b) is not None
         norm = "" if self._norm is None else f", layer_norm={norm_given(self._norm, {})}"
         return f"input_dims={D}, hidden_size={self.hidden_size}, {more}bias={has_bias}{norm}{chosen_options(self)}"
@@ -165,7 +169,7 @@ class Layer(Advised):
         is_step: bool = False,
     ) -> list[mx.array]:
         """Run all time steps and return the states at every step, h and for an LSTM c: each [..., L, H]. With
-        `is_step`, x is [..., D] and the results are [..., H].
+        `is_step`, x is [..., D] and the results are [..., H]. The other arguments are as in `LSTM.__call__`.
 
         `states` holds the states before the first step by the names of the caller's arguments, "hidden" and "cell";
         None stands for zeros. The results have the dtype to which x, the parameters and the states promote.
@@ -174,7 +178,7 @@ class Layer(Advised):
         D, H = arrays["Wx"].shape[1], arrays["Wh"].shape[1]
         check_input(op, x, D, arrays["Wx"], is_step)
         batch, L = (x.shape[:-1], 1) if is_step else (x.shape[:-2], x.shape[-2])
-        for argument, (name, array) in zip(("h0", "c0"), states.items(), strict=False):
+        for argument, (name, array) in zip(("h0", "c0"), states.items(), strict=False):  # a GRU has no c0
             if array is not None:
                 arrays[argument] = whole_state(op, array, name, (*batch, H), x)
         arrays["x"] = x
@@ -185,7 +189,7 @@ class Layer(Advised):
         # The functions of `mlx_lstm` take exactly one batch axis: x becomes [B, L, D], or [B, D], and the states become
         # [B, H]. `small` chooses how these reshapes are computed; NumPy is faster if the call computes immediately on
         # the CPU.
-        small = by_mlx
+        small = by_mlx  # replaced below; with one batch axis nothing is reshaped
         if len(batch) != 1:
             small = by_numpy if computes_now(self.engine) else by_mlx
             for name in [name for name in ("x", "h0", "c0") if name in arrays]:
@@ -193,14 +197,16 @@ class Layer(Advised):
                 arrays[name] = small(methodcaller("reshape", (-1, *features)), arrays[name])
             lengths = flat_lengths(op, lengths, batch)
         if keep is not None or hold is not None:
+            # The options, checked and broadcast to all batch axes and steps; the engine gets them with one batch axis.
             steps = whole_steps(op, keep, hold, batch if is_step else (*batch, L), "[...]" if is_step else "[..., L]")
             hold = steps["hold"].reshape(-1, L) if hold is not None else None
             if keep is not None:
                 arrays["keep"] = steps["keep"].reshape((1, -1) if is_step else (-1, L))
         options = {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "lengths": lengths, "hold": hold}
         call = Call(cell, batch_first=not is_step, one_step=is_step, **options, op=op)
+        # A step returns the last states; a call the states of all steps, so it does not want the last ones.
         outputs, choice = call.forward(arrays, return_gates=False, training=self.training, wants_last=is_step)
-        vars(self)["_engine_used"] = choice
+        vars(self)["_engine_used"] = choice  # in `vars`, because MLX would count a tuple attribute as parameters
         names = (("hT", "cT") if is_step else ("h", "c"))[: len(states)]
         results = list(map(outputs.__getitem__, names))
         return results if len(batch) == 1 else [small(methodcaller("reshape", shape), array) for array in results]
@@ -571,17 +577,17 @@ class RNN(Layer):
             activation_of(self.nonlinearity)
         (_, D), H = arrays["Wx"].shape, self.hidden_size
         check_input(op, x, D, arrays["Wx"], is_step)
-        if is_step:
+        if is_step:  # a step is run as a sequence of one step; `whole_steps` below refuses a keep of another type
             x, keep = x[..., None, :], keep[..., None] if isinstance(keep, mx.array) else keep
         *batch, L, _ = x.shape
         h0 = mx.zeros((*batch, H), x.dtype)
         arrays |= {"x": x, "h0": h0 if hidden is None else whole_state(op, hidden, "hidden", (*batch, H), x)}
         arrays, dtype = in_common_dtype(arrays)
-        vars(self)["_engine_used"] = None
+        vars(self)["_engine_used"] = None  # `pointwise` does not tell which engine runs
         if 0 in batch:
             return [mx.zeros((*batch, H) if is_step else (*batch, L, H), dtype)]
         steps = whole_steps(op, keep, hold, (*batch, L), "[..., L]")
-        options: dict[str, Any] = {name: array.reshape(-1, L).T for name, array in steps.items()}
+        options: dict[str, Any] = {name: array.reshape(-1, L).T for name, array in steps.items()}  # [L, B]
         options |= {"norm": None if self._norm is None else norm_given(self._norm, arrays)}
         options |= {"lengths": flat_lengths(op, lengths, tuple(batch)), "checkpoint_every": self.checkpoint_every}
         # `pointwise` takes x [L, B, D], with one batch axis and the time first.
@@ -591,8 +597,9 @@ class RNN(Layer):
             h, _ = pointwise(cell, x, *given, **options, training=self.training, engine=self.engine)
         except ValueError as error:  # the user passed a nonlinearity, not the cell that the text names
             begin, named, rule = str(error).partition("[pointwise] the cell must")
-            if begin or not named:
+            if begin or not named:  # another error, not one about the cell
                 raise
+            # Leave out where the text names the cell, " in Activated ...", and end the sentence there.
             rule, cell_named, _ = rule.partition(f" in {Activated.__name__}")
             raise ValueError(f"[{op}] nonlinearity must{rule}" + "." * bool(cell_named)) from None
         h = h.swapaxes(0, 1).reshape(*batch, L, H)
@@ -716,6 +723,7 @@ def check_input(op: str, x: object, D: int, Wx: Weight, is_step: bool) -> None:
         fail(op, f"x must be an mlx.core.array{instead_of(x, 'x')}", type(x).__name__)
     if x.dtype == mx.complex64:
         fail(op, "x must be real", x.dtype)
+    # is_step counts as 1: x of a step has no axis of time. The axes L and D must not be empty.
     if x.ndim < 2 - is_step or x.shape[-1] != D or 0 in x.shape[-2 + is_step :]:
         check_loaded(op, Wx)  # first, since packed weights in a float layer, or the reverse, give a wrong D
         axes, least = ("", "") if is_step else ("L, ", " with at least one step")
@@ -735,8 +743,8 @@ def check_loaded(op: str, Wx: Weight) -> None:
 
 
 def whole_state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx.array) -> mx.array:
-    """Return an initial state, broadcast to `shape` [..., H], where ... are the batch axes of x. name: the argument,
-    "hidden" or "cell"."""
+    """Return an initial state `array`, broadcast to `shape` [..., H], where ... are the batch axes of x. name: the
+    argument, "hidden" or "cell". x is needed for the error text only."""
     if not isinstance(array, mx.array):
         both = isinstance(array, tuple) and op.endswith("LSTM")
         instead = ": pass hidden and cell, not a tuple," if both else instead_of(array)
@@ -746,7 +754,7 @@ def whole_state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx
     try:
         return array if array.shape == shape else mx.broadcast_to(array, shape)
     except ValueError:
-        time = ["time"] * (x.ndim - len(shape))
+        time = ["time"] * (x.ndim - len(shape))  # empty for a step, whose x has no axis of time
         axes = ", ".join([*["batch", "..."][: len(shape) - 1], *time, "features"])
         rule = f"{name} must have shape {list(shape)}, as x is [{axes}] = {list(x.shape)}"
         if array.ndim > len(shape) and time:

@@ -1,8 +1,9 @@
 """`Pointwise`, a recurrent layer whose cell is a function that the user writes.
 
-B: sequences, L: time steps, D: features of the input, H: units, G: gates. In the checks of parameters D is the number
-of directions. `OwnCell` is the function with its options. `fail(OP, rule, got)` raises the ValueError "[nn.Pointwise]
-rule but got ..."; `check_array(OP, name, array, shape)` checks a shape, in which a text stands for any size.
+B: sequences, L: time steps, D: features of the input, H: units, G: gates. `OwnCell` is the function with its
+options, (function, gates, states, params, apart, recurrent, norm). `norm_given` makes the `Norm` of a user from the
+options of layer normalisation and their arrays. `fail(OP, rule, got)` raises the ValueError "[nn.Pointwise] rule but
+got ..."; `check_array(OP, name, array, shape)` checks a shape, in which a text stands for any size.
 """
 
 import math
@@ -125,7 +126,7 @@ class Pointwise(nn.Module):
         I = check_integer(OP, "input_size", input_size, least=1)
         H = check_integer(OP, "hidden_size", hidden_size, least=1, why=NO_UNITS)
         G = check_integer(OP, "gates", gates, least=1)
-        counts = check_integer(OP, "states", states, least=1), check_integer(OP, "params", params, least=0)
+        counts = check_integer(OP, "states", states, least=1), check_integer(OP, "params", params, least=0)  # a pair
         flags = {"bias": bias, "recurrent": recurrent, "apart": apart}
         for name, flag in (flags | {"reverse": reverse, "bidirectional": bidirectional}).items():
             check_flag(OP, name, flag)
@@ -161,7 +162,7 @@ class Pointwise(nn.Module):
 
     def _extra_repr(self) -> str:
         own, I = self._own_cell, self.Wx.shape[1]
-        function, gates, states, *_ = own
+        function, gates, states, *_ = own  # the first fields of the cell
         sizes = f"input_size={I}, hidden_size={self.hidden_size}, gates={gates}"
         name = getattr(function, "__name__", type(function).__name__)
         norm = "" if own.norm is None else f", layer_norm={norm_given(own.norm, {})}"
@@ -197,16 +198,18 @@ class Pointwise(nn.Module):
         check_array(OP, "x", x, ["B", "L", self.Wx.shape[1]])
         state = self._first_states(state, x.shape[0], x.dtype)
         # Cast all arrays to one dtype. `others` then has the states, the params and the arrays of the norm, in turn.
-        norms = {name: getattr(self, name) for name in self._norm_shapes()}
+        norms = {name: getattr(self, name) for name in self._norm_shapes()}  # the arrays of layer normalisation
         arrays: list[Any] = [x, self.Wx, self.Wh, self.bias, *state, *self.params, *norms.values()]
         dtype = common_dtype([array for array in arrays if array is not None])
         whole: list[Any] = [None if array is None else array.astype(dtype) for array in arrays]
         x, Wx, Wh, b, *others = whole
         options: dict[str, Any] = {"lengths": lengths, "training": self.training, "engine": self.engine}
+        # The function `pointwise` takes arrays with the time first, so axes 0 and 1 are exchanged.
         by_step = whole_steps(OP, keep, hold, x.shape[:2], "[B, L]")
         options |= {name: mx.swapaxes(array, 0, 1) for name, array in by_step.items()}
         by_time = [mx.swapaxes(array, 0, 1) if array.ndim == 3 else array for array in inputs]
         own = self._own_cell
+        # norm: None without layer normalisation; else with its arrays, which are the last of `others`.
         norm = own.norm and norm_given(own.norm, dict(zip(norms, others[len(others) - len(norms) :], strict=True)))
         h, last = pointwise(
             *(own.function, mx.swapaxes(x, 0, 1), Wx, Wh, b, others[: len(state)]),
@@ -258,9 +261,9 @@ class Pointwise(nn.Module):
         self._check_forward(op)
         check_array(op, "x", x, ["B", self.Wx.shape[1]])
         by_step = whole_steps(op, keep, None, x.shape[:1], "[B]")
-        by_step = {name: array[:, None] for name, array in by_step.items()}
+        by_step = {name: array[:, None] for name, array in by_step.items()}  # with a time axis of one step
         wide = [array[:, None] if isinstance(array, mx.array) and array.ndim == 2 else array for array in inputs]
-        return self(x[:, None], state, inputs=wide, **by_step)[1]
+        return self(x[:, None], state, inputs=wide, **by_step)[1]  # [1]: the last states
 
     def stepper(self, batch: int | Sequence[int] = (), *, inputs: int = 0) -> Stepper:
         """Return a `Stepper`: an object that runs one time step per call and keeps the states inside. It computes the
@@ -304,23 +307,24 @@ class Pointwise(nn.Module):
 
     def _check_arrays(self) -> None:
         """Check that the parameters are arrays of the shapes that the cell needs."""
-        # The fields of the cell that decide shapes: gates, params and whether h is multiplied by Wh. D: directions.
-        (_, G, _, params, _, recurrent, _), H, D = self._own_cell, self.hidden_size, self._directions
-        check_one_way(self.reverse, D == 2)
-        check_array(OP, "Wx", self.Wx, [D * G * H, "D"])
+        # The fields of the cell that decide shapes: gates, params and whether h is multiplied by Wh. A text in place of
+        # a size, such as "D" for the features, stands for any size.
+        (_, G, _, params, _, recurrent, _), H, directions = self._own_cell, self.hidden_size, self._directions
+        check_one_way(self.reverse, directions == 2)
+        check_array(OP, "Wx", self.Wx, [directions * G * H, "D"])
         if recurrent:
-            check_array(OP, "Wh", self.Wh, [2, G * H, H] if D == 2 else [G * H, H])
+            check_array(OP, "Wh", self.Wh, [2, G * H, H] if directions == 2 else [G * H, H])
         elif self.Wh is not None:
             fail(OP, "Wh must be None with recurrent=False", "an array")
         if self.bias is not None:
-            check_array(OP, "bias", self.bias, [D * G * H])
+            check_array(OP, "bias", self.bias, [directions * G * H])
         if not isinstance(self.params, (list, tuple)) or len(self.params) != params:
             what = len(self.params) if isinstance(self.params, (list, tuple)) else type(self.params).__name__
             fail(OP, f"params must be a list of {params} arrays", what)
         for name, shape in self._norm_shapes().items():
             check_array(OP, name, getattr(self, name), shape)
-        for k, array in enumerate(self.params):
-            check_array(OP, f"params[{k}]", array, [D * H], None, ", one number per unit,")
+        for k, array in enumerate(self.params):  # None: any float dtype
+            check_array(OP, f"params[{k}]", array, [directions * H], None, ", one number per unit,")
 
     def _first_states(self, state: Any, B: int, dtype: mx.Dtype) -> list[mx.array]:
         """Check the first states that the caller passed. Return them as a list. If `state` is None, they are zeros [B,
@@ -339,7 +343,7 @@ class Pointwise(nn.Module):
     def _by_argument(self) -> dict[str, Any]:
         """Return the parameters by the names of the recurrence's arrays; `params` are joined into one array."""
         self._check_arrays()
-        params = side_by_side(list(self.params), self._directions)
+        params = side_by_side(list(self.params), self._directions)  # None if there are none
         arrays = {"Wx": self.Wx, "Wh": self.Wh, "b": self.bias, "params": params}
         arrays |= {name: getattr(self, name) for name in self._norm_shapes()}
         return {name: array for name, array in arrays.items() if array is not None}

@@ -65,6 +65,7 @@ def precision(
     floats = {key: array for key, array in flat(model) if mx.issubdtype(array.dtype, mx.floating)}
     old = {key: array for key, array in floats.items() if predicate is None or predicate(key)}
     new = {key: array.astype(dtype) for key, array in old.items()}
+    # tree_unflatten makes the nested dicts of a model's parameters from pairs (path, array).
     model.update(tree_unflatten(list(new.items())))
     try:
         yield

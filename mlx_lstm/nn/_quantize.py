@@ -2,7 +2,7 @@
 
 The path of a layer is its name in the model, such as "layers.0". QUANTIZED has the quantized class of each class of
 float layers of this package. OURS and THEIRS (`_replace`) map the layers of `mlx.nn` to those of this package, and
-back.
+back. `look_alike` describes a layer of another package that has the parameters of a recurrent layer, "" for others.
 """
 
 import warnings
@@ -66,12 +66,13 @@ def quantize(
         kind = type(model).__name__
         advice = f" (of one layer, Quantized{kind}.from_layer makes another)" if quantizes(model) else ""
         fail("nn.quantize", f"model must be a module that has layers{advice}", kind)
-    quantized: dict[int, nn.Module] = {}
+    quantized: dict[int, nn.Module] = {}  # {id of a float layer: its quantized copy}
+    # predicate(path, layer): whether the layer is to be quantized, or a dict of options.
     predicate = class_predicate or (lambda _, layer: quantizes(layer) or hasattr(layer, "to_quantized"))
 
     # Make the quantized copy of a layer of this package and put it into `quantized`, if the predicate wants it.
     def quantize_ours(path: str, layer: Any) -> None:
-        result = quantizes(layer) and predicate(path, layer)
+        result = quantizes(layer) and predicate(path, layer)  # True, or a dict of options, or neither
         if result and id(layer) not in quantized:
             options = {"group_size": group_size, "bits": bits, "mode": mode} if result is True else result
             try:
@@ -84,10 +85,11 @@ def quantize(
         return not quantizes(layer) and predicate(path, layer)
 
     # Quantize the layers of `mlx_lstm` first, because they may raise an error. The model is then still unchanged.
+    # each(function, tree): calls the function with the path and the layer, for each layer that holds no other layers.
     each = partial(tree_map_with_path, is_leaf=nn.Module.is_module)
     each(quantize_ours, model.leaf_modules())
     quantize_mlx: Any = nn.quantize  # Any: MLX's type annotations do not allow None for a size
-    more = {"quantize_input": True} if quantize_input else {}
+    more = {"quantize_input": True} if quantize_input else {}  # passed only if wanted
     quantize_mlx(model, group_size, bits, mode=mode, class_predicate=is_of_mlx, **more)
     model.update_modules(each(lambda _, layer: quantized.get(id(layer), layer), model.leaf_modules()))
     left = []  # the layers that stay in float, for a warning
@@ -110,7 +112,7 @@ def float_layer(path: str, layer: nn.Module) -> str:
             return f"{type(layer).__name__}, a subclass of {name_of(kind)}"
     if type(layer).__module__.startswith("mlx_lstm.") and (isinstance(layer, Recurrence) or kind_of_parameters(layer)):
         return f"{type(layer).__name__}, which has no quantized kind"
-    return look_alike(path, layer).partition(":")[0]
+    return look_alike(path, layer).partition(":")[0]  # without the advice after the colon
 
 
 def quantizes(layer: object) -> bool:

@@ -84,7 +84,7 @@ def replace(model: M, *, back: bool = False, engine: Engine | None = None) -> M:
     if back and engine is not None:
         fail(op, "engine must be None with back=True", repr(engine))
     kinds, modules = (THEIRS if back else OURS), list(modules_of(model, "", set()))
-    left = []
+    left = []  # the layers that stay as they are, with the reasons, for a warning
     for name, layer in modules:
         if reason := convert(layer, kinds) or (not back and look_alike(name, layer)):
             left.append(f"{name or 'the model'} ({reason})")
@@ -124,10 +124,10 @@ def patched(*, engine: Engine | None = None) -> Iterator[None]:
         >>> isinstance(layer, mlx_lstm.nn.LSTM), isinstance(mlx.nn.LSTM(3, 4), mlx_lstm.nn.LSTM)
         (True, False)
     """
-    block = object()
+    block = object()  # a key for this block in `_blocks`
     check_engine("nn.patched", engine)
     with _lock:
-        if not _blocks:
+        if not _blocks:  # the first block of all threads replaces the constructors, the last one restores them
             for kind in OURS:
                 _constructors[kind] = kind.__init__
                 kind.__init__ = converting(kind.__init__)
@@ -151,6 +151,7 @@ def converting(constructor: Callable[..., None]) -> Callable[..., None]:
         if reason := convert(self, OURS):
             warnings.warn(f"[nn.patched] left as it is: {reason}.", stacklevel=2)
         elif isinstance(self, Layer):
+            # The engine of the latest block that names one, else None.
             with _lock:
                 engines: list[Engine | None] = [None, *(engine for engine in _blocks.values() if engine is not None)]
             self.engine = engines[-1]
@@ -159,7 +160,8 @@ def converting(constructor: Callable[..., None]) -> Callable[..., None]:
 
 
 def modules_of(tree: object, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module of a tree once, with its path. `seen` collects the ids of the objects visited so far."""
+    """Yield (path, module) for each module of a tree of modules, dicts, lists and tuples, each once. name: the path of
+    the tree itself, "" for the whole model. `seen` collects the ids of the objects visited so far."""
     if not isinstance(tree, (dict, list, tuple)) or id(tree) in seen:
         return
     seen.add(id(tree))
@@ -172,11 +174,11 @@ def modules_of(tree: object, name: str, seen: set[int]) -> Iterator[tuple[str, n
 def convert(layer: nn.Module, kinds: Kinds) -> str:
     """Change the class of a layer to the class that `kinds` maps it to. Return the reason why the layer stays as it is,
     or "" if it was changed or is none of these classes."""
-    kind = kinds.get(type(layer))
+    kind = kinds.get(type(layer))  # the new class
     if kind is None:
         bases = [name_of(base) for base in kinds if isinstance(layer, base)]
         return f"{type(layer).__name__}, a subclass of {bases[0]}" if bases else ""
-    if getattr(layer, "_norm", None) is not None:
+    if getattr(layer, "_norm", None) is not None:  # a layer of `mlx.nn` has no layer normalisation
         return f"{name_of(type(layer))} with layer_norm"
     if kind is RNN:
         try:
@@ -184,7 +186,7 @@ def convert(layer: nn.Module, kinds: Kinds) -> str:
         except ValueError:
             return f"{name_of(nn.RNN)} with nonlinearity={layer.nonlinearity!r}"
     layer.__class__ = kind
-    if kind in THEIRS:
+    if kind in THEIRS:  # it is now a layer of this package, which has two more attributes
         layer.engine = layer.checkpoint_every = None
     else:
         for name in ("engine", "checkpoint_every", "_engine_used"):  # remove the attributes that a layer of MLX lacks
@@ -200,15 +202,17 @@ def look_alike(name: str, layer: nn.Module) -> str:
         return ""
     if not (kind := kind_of_parameters(layer)):
         return ""
+    # target: the code for the layer, such as "model.layers[0]".
     target = "model" + "".join(f"[{word}]" if word.isdecimal() else f".{word}" for word in name.split(".") if word)
     return f"{type(layer).__name__}, which has the parameters of {kind}: mlx_lstm.nn.stack([{target}], x) runs it"
 
 
 def kind_of_parameters(layer: nn.Module) -> str:
-    """Return "an LSTM", "a GRU" or "an RNN" if a module has the parameters of one, under the names of any known
+    """Return "an LSTM", "a GRU" and so on if a module has the parameters of one, under the names of any known
     format, else an empty text."""
     try:
-        # False: no cache of converted arrays. `read` returns layers, each a list of its directions.
+        # False: no cache of converted arrays. may_drop: dropout does not matter here. `read` returns layers, each a
+        # list of its directions.
         first = read("the layer", layer, False, may_drop=True)[0][0]
     except ValueError:
         return ""

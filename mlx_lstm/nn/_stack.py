@@ -5,8 +5,10 @@ layers. A side is one direction of all layers: the list `layers` (forward) or `r
 layer. A depth is the list of the layers that run at the same depth: one, or with `groups` several side by side, each on
 its part of the features. Arrays are in dicts by the argument names of `mlx_lstm.lstm`, `gru` and `rnn`: Wx, Wh, b, bhn,
 Wp. `join` puts both directions into one array, `half` and `part` take one of them. now: whether the call computes
-immediately; then converted arrays may come from a cache (`derived`). `fail(OP, rule, got)` raises the ValueError
-"[nn.stack] rule but got ..."; `check_array(OP, name, array, shape)` checks a shape.
+immediately; then converted arrays may come from a cache: `derived(now, name, arrays, function)` returns
+`function(arrays)`, or its earlier result. `describe` says what an object that the caller passed holds: its arrays,
+other entries, its nonlinearity, whether it has dropout. `OwnCell` is a cell that the user wrote. `fail(OP, rule, got)`
+raises the ValueError "[nn.stack] rule but got ..."; `check_array(OP, name, array, shape)` checks a shape.
 """
 
 from collections.abc import Callable, Sequence
@@ -217,10 +219,12 @@ def stack(
     every, engine = check_every(OP, checkpoint_every), check_engine(OP, engine)
     sides = read_sides(layers, [] if reverse is None else reverse, computes_now(engine))
     depths = read_depths(sides, groups, engine, merge, between is not None)
-    # one: the first layer, whose sizes all others have. rows: the entries of a state: one per layer and direction.
+    # one: the first layer, whose sizes all others have. rows: the entries of a state: one per layer and direction, as
+    # sides[0] lists all layers of one direction, with all their groups.
     one, directions, rows = depths[0][0], len(sides), len(sides) * len(sides[0])
     check_x(x, groups * one.arrays["Wx"].shape[1])
     batch, T = x.shape[:-2], x.shape[-2]
+    # The shape of each state by name; the first one is h, whose width is P.
     shapes = {name: (rows, *batch, one.H if n else one.P) for n, name in enumerate(state_names(one.cell))}
     first = first_states(state, shapes)
     parameters = [array for depth in depths for group in depth for array in group.arrays.values()]
@@ -236,23 +240,27 @@ def stack(
     x = x if is_flat else small(methodcaller("reshape", (-1, *x.shape[-2:])), x)
     steps = whole_steps(OP, keep, hold, (*batch, T), "[B, T]")
     steps = {name: array.reshape(-1, T) for name, array in steps.items()}
+    # options: those of `Call` that all layers share. Without `layers` only the reversed ones run.
     options = {"reverse": not layers, "bidirectional": directions == 2, "hold": steps.pop("hold", None)}
     options |= {"lengths": whole_lengths(OP, lengths, x.shape[0], T), "lengths_checked": True, "batch_first": True}
-    starts = {name: small(partial(split_states, directions), array) for name, array in first.items()}
     # starts: by state the first states of each layer. last: the last states of each layer that has run.
+    starts = {name: small(partial(split_states, directions), array) for name, array in first.items()}
     last: list[Arrays] = []
     for n, depth in enumerate(depths):
         outputs = []
         for group, own_x in zip(depth, mx.split(x, groups, axis=-1) if groups > 1 else [x], strict=True):
+            # len(last): how many layers have run, which is the number of this one.
             own_states = {name: array[len(last)] for name, array in starts.items()}
             options["checkpoint_every"] = group.every if every is None else every
             found = run_layer(group, in_dtype(group.arrays | {"x": own_x} | own_states, dtype), steps, options)
             last.append({name: found[f"{name}T"] for name in shapes})
+            # h has both directions side by side, as "concat" returns them.
             sums = directions == 2 and merge == "sum"
             outputs.append(half(found["h"], 0) + half(found["h"], 1) if sums else found["h"])
         x = mx.concatenate(outputs, axis=-1) if groups > 1 else outputs[0]
         if between is not None and n < len(depths) - 1:
             x = call_between(between, n, x, (*batch, T), groups * depths[n + 1][0].arrays["Wx"].shape[1])
+    # whole: for each state the function that joins those of all layers.
     whole = {name: partial(join_states, directions, shape) for name, shape in shapes.items()}
     states = [small(whole[name], *(state[name] for state in last)) for name in shapes]
     x = x if is_flat else small(methodcaller("reshape", (*batch, T, -1)), x)
@@ -290,6 +298,7 @@ def run_layer(layer: "StackedLayer", arrays: Arrays, steps: Arrays, options: dic
     arrays |= {f"{name}0": state for name, state in states.items()} | steps
     call = Call(layer.cell, engine=layer.engine, op=OP, **options)
     outputs, choice = call.forward(arrays, return_gates=False, training=layer.training)
+    # owners: the layers of `mlx_lstm.nn` that hold these arrays; their attribute `engine_used` returns this choice.
     for owner in layer.owners:
         vars(owner)["_engine_used"] = choice
     return outputs
@@ -302,17 +311,18 @@ def run_own_layer(
     cell takes arrays with time first, and one array for all states besides h; the arguments have the batch first, and
     one array per state. own: the user's cell. states: the first states by name; one that is missing is zeros. steps:
     the arrays of each step, such as `keep`. options: as for `run_layer`."""
-    x, D = mx.swapaxes(arrays["x"], 0, 1), 2 if options["bidirectional"] else 1
-    zeros = mx.zeros((x.shape[1], D * layer.H), x.dtype)
+    x, directions = mx.swapaxes(arrays["x"], 0, 1), 2 if options["bidirectional"] else 1
+    zeros = mx.zeros((x.shape[1], directions * layer.H), x.dtype)
     h0, *others = [states.get(name, zeros) for name in state_names(own)]
     in_time = {name: mx.swapaxes(array, 0, 1) for name, array in steps.items()}
     hold = options["hold"]
     options = options | {"batch_first": False, "hold": None if hold is None else mx.swapaxes(hold, 0, 1)}
-    others_joined = {"c0": side_by_side(others, D)} if others else {}
+    others_joined = {"c0": side_by_side(others, directions)} if others else {}  # c0: all states besides h in one array
     given: dict[str, Any] = arrays | {"x": x, "h0": h0} | others_joined | in_time
     call = Call(own.traced(x.shape[1], layer.H, x.dtype), engine=layer.engine, op=OP, **options)
     outputs, _ = call.forward(given, return_gates=False, training=layer.training)
-    last = zip(state_names(own)[1:], apart_again(outputs.get("cT"), len(others), D), strict=True)
+    # The last states besides h, with the names s1, s2, ...
+    last = zip(state_names(own)[1:], apart_again(outputs.get("cT"), len(others), directions), strict=True)
     return {"h": mx.swapaxes(outputs["h"], 0, 1), "hT": outputs["hT"]} | {f"{name}T": array for name, array in last}
 
 
@@ -364,12 +374,13 @@ def read_depths(
     decides how wide a layer's output is. any_width: whether the layers after the first may read any number of
     features, because the caller's function `between` makes them.
     """
-    first, count = sides[0][0], len(sides[0])
+    first, count = sides[0][0], len(sides[0])  # count: the layers of one direction, all groups included
     if count % groups:
         fail(OP, f"layers must hold {groups} layers for each of its depths, as groups={groups},", f"{count} layers")
     depths: list[StackedLayer] = []
     for n, pair in enumerate(zip(*sides, strict=True)):
         one = pair[0]  # the layer's forward direction, with which the other one must agree
+        # D: the features that it reads: x, or for n >= groups, which is no first layer, the output of the one before.
         D = first.P * (len(sides) if merge == "concat" else 1) if n >= groups else first.arrays["Wx"].shape[1]
         for other in pair:
             if other.cell.op != first.cell.op:
@@ -384,8 +395,10 @@ def read_depths(
             if packings(other) != packings(one):
                 fail(OP, f"{other.name} must be quantized as {one.name}", packings(other) or "float weights")
             free = any_width and n >= groups
+            # own: the first group of this depth, which gives D where the layer before does not.
             own = depths[n // groups * groups] if free and n % groups else one  # a layer's groups have equal sizes
             check_parameters(other, own.arrays["Wx"].shape[1] if free else D, first)
+        # word: the name of the engine that the user forces, or None.
         word, arrays = one.engine if engine is None else engine, [other.arrays for other in pair]
         # The joined arrays of two directions are cached while the parameters are the same.
         both = derived(computes_now(word), OP, arrays, join) if len(pair) == 2 else one.arrays
@@ -399,11 +412,13 @@ def read_sides(
 ) -> list[list[StackedLayer]]:
     """Read the parameters of all layers. Return one list of layers per direction, the forward direction first. now:
     whether the call computes immediately, so that converted arrays may come from a cache. may_drop: as in `read`."""
-    sides: dict[str, list[StackedLayer]] = {"layers": [], "reverse": []}
+    sides: dict[str, list[StackedLayer]] = {"layers": [], "reverse": []}  # the layers of each direction
     for name, side in (("layers", layers), ("reverse", reverse)):
         if not isinstance(side, (list, tuple)):
             fail(OP, f"{name} must be a list of layers", type(side).__name__)
         for n, layer in enumerate(side):
+            # ways: the directions of one layer, one or both. An object with both fills both lists, so `reverse` must
+            # be empty.
             for ways in read(f"{name}[{n}]", layer, now, may_drop):
                 if len(ways) == 2 and reverse:
                     fail(OP, f"{name}[{n}] must have one direction, as there is reverse,", "an object with both")
@@ -431,9 +446,9 @@ def read(name: str, layer: Any, now: bool, may_drop: bool) -> Depths:
         rule = f"{name} must have dropout 0 or be in evaluation mode, as stack drops nothing between its layers,"
         fail(OP, rule, f"dropout={layer.dropout}")
     held = found.arrays
-    if isinstance(layer, QuantizedLayer):
+    if isinstance(layer, QuantizedLayer):  # each weight as one `Quantized` object instead of three arrays
         held = {key: layer._parameter(key) for key in held if not key.endswith(("_scales", "_biases"))}
-    for kind in KINDS if not found.others else ():
+    for kind in KINDS if not found.others else ():  # others: modules and lists of arrays in the object
         depth = read_named(name, kind, layer, held, found)
         if depth is not None:
             return [[depth]]
@@ -448,12 +463,14 @@ def read(name: str, layer: Any, now: bool, may_drop: bool) -> Depths:
         names = partial(from_names, nonlinearity=act)
         weights = derived(now, f"{OP} {act}", held, lambda arrays: of_calls(names(arrays)))
     except ValueError as error:
+        # kinds, other: what may be in an object, for the text. why: the text of `from_names`.
         kinds = "Wx [4H, D], Wh [4H, H], bias, or Wx [3H, D], Wh [3H, H], b, bhn, or Wxh [H, D], Whh [H, H], bias"
         other = "or arrays that convert.from_names reads, and no other array or module"
         why = str(error).removesuffix(".").replace("; got", ", got")
         fail(OP, f"{name} must hold {kinds}, {other}", f"{found.shapes} ({why})" if found.shapes else found.shapes)
     check_nonlinearity(name, weights.cell, act)
     sizes = weights.proj_size or weights.hidden_size, weights.hidden_size
+    # {}: no titles, so that error texts say "Wx of layers[0]". each: the arrays of a layer, by direction.
     return [
         [StackedLayer(name, weights.cell, way, {}, found.training, *sizes) for way in each] for each in weights.layers
     ]
@@ -467,7 +484,7 @@ def read_named(
     quantized weight is a `Quantized`. found: what else `describe` read of it."""
     # The shapes of both matrices; kind._names: {name of a parameter: argument}, the matrices first.
     Wx, Wh = (list(held[key].shape) if key in held else [] for key in list(kind._names)[:2])
-    norms = layer._norm_arrays() if isinstance(layer, Layer) else {}
+    norms = layer._norm_arrays() if isinstance(layer, Layer) else {}  # the parameters of layer normalisation
     held = {key: array for key, array in held.items() if key not in norms}
     if not (held.keys() <= kind._names.keys() and len(Wx) == len(Wh) == 2 and Wx[0] == kind._gates * Wh[1]):
         return None
@@ -475,7 +492,7 @@ def read_named(
     # a GRU's whole second bias [3H] bhn. Then `from_names` reads the arrays.
     if kind is GRU and "bhn" in held and list(held["bhn"].shape) == Wx[:1]:
         return None
-    for key in kind._names:
+    for key in kind._names:  # an entry that is no MLX array is not in `held`, such as an array of NumPy: an error
         value = held.get(key, layer.get(key) if isinstance(layer, dict) else getattr(layer, key, None))
         if value is not None and not isinstance(value, (mx.array, Quantized)):
             check_array(OP, f"{name}.{key}", value, ())
@@ -485,6 +502,7 @@ def read_named(
     if isinstance(layer, Layer):
         cell, arrays = cell._replace(norm=layer._norm), arrays | norms
     check_nonlinearity(name, cell, found.nonlinearity)
+    # own: the last three fields of a `StackedLayer`, engine, every and owners; layers of `mlx.nn` have none.
     own: Any = (layer.engine, layer.checkpoint_every, (layer,)) if isinstance(layer, Layer) else ()
     return StackedLayer(name, cell, arrays, titles, found.training, Wh[1], Wh[0] // kind._gates, *own)
 
@@ -505,8 +523,9 @@ def read_own(name: str, layer: Pointwise) -> list[StackedLayer]:
         fail(OP, f"{name} must run forward (pass layers that run in reverse as reverse=)", "reverse=True")
     arrays = layer._by_argument()
     titles = {key: f"{name}.{'bias' if key == 'b' else key}" for key in arrays}
-    H = layer.hidden_size
+    H = layer.hidden_size  # P is H, as there is no projection
     depth = StackedLayer(name, cell, arrays, titles, layer.training, H, H, layer.engine, layer.checkpoint_every)
+    # part(arrays, d, True): the part of the arrays that belongs to direction d. True: the layer has a Wx.
     return [depth._replace(arrays=part(arrays, d, True)) for d in range(2)] if both else [depth]
 
 
@@ -519,7 +538,7 @@ def of_calls(weights: Weights) -> Weights:
 def of_call(cell: Cell, arrays: Arrays) -> Arrays:
     """Convert one direction's arrays of `Weights` to the argument names of `mlx_lstm.lstm`, `gru` or `rnn`. Two
     biases become one, their sum, unless a GRU needs both. MLX differentiates the sum, so both biases get a gradient."""
-    biases = {name: arrays[name] for name in ("bx", "bh") if name in arrays}
+    biases = {name: arrays[name] for name in ("bx", "bh") if name in arrays}  # of the input's and recurrent product
     others = {name: array for name, array in arrays.items() if name not in biases}
     if not biases:
         return others
@@ -537,6 +556,8 @@ def options_apart(cell: Any, other: Any) -> list[str]:
     texts: list[str] = []
     for name, value in cell._asdict().items():
         if value != getattr(other, name):
+            # The cell's field `norm` is the option `layer_norm` of a layer, told as the `Norm` that a user writes,
+            # without arrays ({}).
             option, told = ("layer_norm", value and norm_given(value, {})) if name == "norm" else (name, value)
             texts.append(f"{option}={told!r}")
     return texts
@@ -544,7 +565,7 @@ def options_apart(cell: Any, other: Any) -> list[str]:
 
 def check_parameters(layer: StackedLayer, D: int, first: StackedLayer) -> None:
     """Check the shapes of the parameters of `layer`. It reads D features. All its other sizes must equal those of
-    the layer `first`."""
+    the layer `first`. titles: what error texts call the parameters."""
     P, H = first.P, first.H
     rows = layer.cell.gates * H
     shapes = {"Wx": [rows, D], "Wh": [rows, P], "b": [rows], "bhn": [H], "Wp": [P, H], "peephole": [rows]}
@@ -555,6 +576,7 @@ def check_parameters(layer: StackedLayer, D: int, first: StackedLayer) -> None:
     why = "" if layer.name == "layers[0]" else f", as a layer has the H of the first, {H}, and reads the one before,"
     for argument, array in layer.arrays.items():
         title = layer.titles.get(argument, f"{argument} of {layer.name}")
+        # A quantized weight is checked as the float matrix that it stands for.
         array = ArraySpec(array.shape, mx.float32) if isinstance(array, Quantized) else array
         check_array(OP, title, array, shapes[argument], why=why)
 
@@ -562,7 +584,7 @@ def check_parameters(layer: StackedLayer, D: int, first: StackedLayer) -> None:
 def first_states(state: Any, shapes: dict[str, tuple[int, ...]]) -> Arrays:
     """Return the initial states that the caller passed, as a dict by name, after checking their shapes. A state that is
     missing is zeros. shapes: the shape of each state by name."""
-    if len(shapes) == 1 or state is None:
+    if len(shapes) == 1 or state is None:  # a single state comes without a tuple
         state = [state] * len(shapes)
     elif not isinstance(state, (tuple, list)) or len(state) != len(shapes):
         fail(OP, f"state must be a tuple ({', '.join(f'{name}_0' for name in shapes)})", type(state).__name__)

@@ -61,8 +61,9 @@ def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: E
                     "layers must have one direction, because the reverse direction starts at the end of the sequence,"
                 )
                 fail(OP, rule, "both directions")
-            # One group; how directions are merged does not matter; each layer must read the h of the one before.
+            # 1: no groups. "concat": how directions are merged, which does not matter. False: each layer must read the
+            # h of the one before, because no function `between` changes it.
             depths = read_depths(sides, 1, engine, "concat", False)
-        return [(layer.cell, layer.arrays, layer.engine) for (layer,) in depths]
+        return [(layer.cell, layer.arrays, layer.engine) for (layer,) in depths]  # (layer,): a depth of one layer
 
     return Stepper(OP, read, layers, batch=batch, is_stack=True)

@@ -37,6 +37,7 @@ class Rounding:
     def __call__(self, value: Array | float, units: int = 0) -> Array:
         """Round the result of one operation to the dtype. `units`: the operation's own error, counted in unit
         roundoffs of the accumulator's dtype; only the subclass `Noise` uses it."""
+        # The result is float64 again, because all values are kept so.
         if self.dtype == np.float64:
             return np.asarray(value, np.float64)
         with np.errstate(over="ignore"):
@@ -84,6 +85,9 @@ ACTIVATIONS: dict[str, Activation] = {
     "hard_sigmoid": lambda x, fl: np.clip(fl(fl(fl(0.2) * x) + 0.5), 0.0, 1.0),
     "hard_sigmoid_sixth": lambda x, fl: np.clip(fl(fl(fl(1 / 6) * x) + 0.5), 0.0, 1.0),
 }
+"""The activations by name: functions of the preactivation x. `fl` rounds the result of each operation; relu and clip
+are exact."""
+
 SLOPES: dict[str, Activation] = {  # derivatives of the activations, as functions of the output y
     "identity": lambda y, fl: np.ones_like(y),
     "relu": lambda y, fl: np.where(y > 0, 1.0, 0.0),

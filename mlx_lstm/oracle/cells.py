@@ -50,26 +50,30 @@ def input_part(p: OneDirection, x: Array, fl: Rounding) -> Array:
 
 
 def normalised(a: Array, count: int, eps: float, fl: Rounding) -> tuple[Array, Array]:
-    """Return (y, r) for a [B,n] with n = count * k: y [B,count,k] is a with mean 0 and variance 1 over each of its
-    `count` blocks, and r [B,count,1] is 1 / sqrt(variance + eps). fl(...) rounds the result of one operation."""
+    """Return (y, r) for a [B,n], which is `count` blocks of `width` numbers side by side: one block of all gates, or a
+    block for each. y [B,count,width] is a with mean 0 and variance 1 over each block. r [B,count,1] is 1 /
+    sqrt(variance + eps). fl(...) rounds the result of one operation."""
     parts = a.reshape(len(a), count, -1)
-    k = parts.shape[-1]
-    centred = fl(parts - fl(fl.total(parts, (2,)) / k))
-    variance = fl(fl.total(fl(centred * centred), (2,)) / k)
+    width = parts.shape[-1]
+    # (2,): sums over the numbers of a block.
+    centred = fl(parts - fl(fl.total(parts, (2,)) / width))
+    variance = fl(fl.total(fl(centred * centred), (2,)) / width)
     r = fl(1.0 / fl(np.sqrt(fl(variance + eps))))
     return fl(centred * r), r
 
 
 def unnormalised(d: Array, y: Array, r: Array, fl: Rounding) -> Array:
-    """Return the gradient of a [B,n], where `normalised(a)` returned (y, r) and d [B,n] is the gradient of y. It is r
-    (d - mean(d) - y mean(d y)), with means over each block of k numbers; fl(...) rounds the result of one operation."""
-    d, k = d.reshape(y.shape), y.shape[-1]
-    mean, mean_dy = (fl(fl.total(terms, (2,)) / k) for terms in (d, fl(d * y)))
+    """Return the gradient of a [B,n], where `normalised(a)` returned y [B,count,width] and r, and d [B,n] is the
+    gradient of y. It is r (d - mean(d) - y mean(d y)), with means over each block of `width` numbers; fl(...) rounds
+    the result of one operation."""
+    d, width = d.reshape(y.shape), y.shape[-1]
+    mean, mean_dy = (fl(fl.total(terms, (2,)) / width) for terms in (d, fl(d * y)))
     return fl(fl(fl(d - mean) - fl(y * mean_dy)) * r).reshape(len(d), -1)
 
 
 def scaled(y: Array, scale: Array | None, shift: Array | None, fl: Rounding) -> Array:
-    """Return y [B,count,k] as [B,n], times a scale [n] plus a shift [n], if they are given."""
+    """Return y, the result of `normalised`, times a scale plus a shift, if they are given. y [B,count,width] has a
+    block of numbers for each mean; scale, shift and the result [B,n] have the n = count width numbers side by side."""
     y = y.reshape(len(y), -1)
     y = y if scale is None else fl(y * scale)
     return y if shift is None else fl(y + shift)
@@ -81,6 +85,7 @@ def joined_parts(p: OneDirection, z: Array, product: Array, fl: Rounding) -> tup
     what the gradient needs."""
     if p.norm_of is None:
         return z, product, {}
+    # count: how many blocks have a mean of their own: each gate, or all gates "together".
     count = len(p.gate_order) if p.norm_gates == "each" else 1
     a = fl(z + product) if p.norm_of == "sum" else product
     y, r = normalised(a, count, p.norm_eps, fl)
@@ -96,7 +101,7 @@ def through_norm(p: OneDirection, s: Step, dinput: Array, drecurrent: Array, fl:
         return dict(da=dinput, drecurrent=drecurrent)
     # drecurrent is the gradient of the norm's result: times the scale and through the norm it is that of the product.
     back = unnormalised(drecurrent if p.norm_scale is None else fl(drecurrent * p.norm_scale), s.norm_y, s.norm_r, fl)
-    terms = fl(drecurrent * s.norm_y.reshape(drecurrent.shape))
+    terms = fl(drecurrent * s.norm_y.reshape(drecurrent.shape))  # the scale multiplies norm_y
     da = back if p.norm_of == "sum" else dinput
     return dict(da=da, drecurrent=back, dnorm_scale=terms, dnorm_shift=drecurrent)
 
@@ -111,7 +116,10 @@ def through(p: OneDirection, gate: str, y: Array, gradient: Array, dgates: Array
 def lstm_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding) -> Step:
     """Run one LSTM step and return its values. Inputs are x [B,I] (or x Wx^T [B,4H]), h_in [B,P], which is h_prev times
     the mask, and c_prev [B,H]. If p has a frozen clip, its arrays of step t are added to c and h in place of clipping
-    them."""
+    them; t is read only for this. h_prev is not read.
+
+    c = clip(f c_prev + i g)     h = clip(m Wp^T), m = o act_output(c)
+    """
     a, norm_values = lstm_preactivations(p, x, h_in, c_prev, fl)
     gates = {k: ACTIVATIONS[p.act[k]](a[k], fl) for k in "ifg"}
     c_raw = fl(fl(gates["f"] * c_prev) + fl(gates["i"] * gates["g"]))
@@ -120,15 +128,16 @@ def lstm_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_p
     if p.norm_c is not None:
         norm_values["norm_c_y"], norm_values["norm_c_r"] = normalised(c, 1, p.norm_eps, fl)
         shown = scaled(norm_values["norm_c_y"], p.norm_c_scale, p.norm_c_shift, fl)
-        c = shown if p.norm_c == "state" else c
+        c = shown if p.norm_c == "state" else c  # "output": the next step gets c without the norm
     if peeps_ahead(p):
         a["o"] = fl(a["o"] + fl(block(p, p.peephole, "o") * c))
     gates["o"] = ACTIVATIONS[p.act["o"]](a["o"], fl)
-    # m is the h without a projection Wp. The names with "raw" are values before a clip.
+    # m is the h without a projection Wp. The names with "raw" are values before a clip. squashed: act_output of c.
     squashed = ACTIVATIONS[p.act["output"]](shown, fl)
     m = fl(gates["o"] * squashed)
     h_raw = m if p.Wp is None else fl.dot(m, p.Wp.T)
     h = clipped(h_raw, p.projection_clip, fl) if p.frozen_clip is None else h_raw + p.frozen_clip["h"][t]
+    # made: the values of this step that its gradient reads. clip_shift: what clipping added to c and h.
     made = dict(h=h, c=c, gates=join(p, gates), squashed=squashed, m=m)
     made |= dict(h_raw=h_raw, c_raw=c_raw, clip_shift={"c": unclipped - c_raw, "h": h - h_raw}) | norm_values
     # Where a clip stops gradients, its argument in units of the limit has kinks at -1 and 1.
@@ -208,6 +217,7 @@ def lstm_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array
     dc_prev = fl(dc * y["f"])
     for k in peeping_back(p):
         dc_prev = fl(dc_prev + fl(block(p, p.peephole, k) * d[k]))
+    # seen: the c that the peephole of each gate multiplies. d: the gradients of all preactivations, [B,4H].
     seen = join(p, {k: s.c if k == "o" and peeps_ahead(p) else s.c_prev for k in "ifgo"})
     d = join(p, d)
     to_sum = through_norm(p, s, d, d, fl) | dict(dpeephole=fl(d * seen), dh=dh, m=s.m) | of_norm_c
@@ -228,8 +238,11 @@ def gru_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_pr
     r, z = act(a + h_in Wh^T)
     n = act(a_n + r (h_in Wh_n^T + bhn)),  or with reset "before"  act(a_n + (r h_in) Wh_n^T)
     h = z h_prev + (1 - z) n,  or with flip_z  (1 - z) h_prev + z n
+
+    with a the input's part of each gate, x Wx^T + b.
     """
-    # y: the gates after their activations. products: with a norm, the normalised recurrent product of each gate.
+    # y: the gates after their activations. products: with a norm, the normalised recurrent product of each gate. The
+    # variable z is the input's part of all gates, not the gate z.
     z = input_part(p, x, fl)
     a, y, norm_values, products = blocks(p, z), {}, {}, {}
     if p.norm_of is not None:
@@ -239,7 +252,7 @@ def gru_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_pr
         a[k] = fl(a[k] + (products[k] if products else fl.dot(h_in, rows(p, k).T)))
         y[k] = ACTIVATIONS[p.act[k]](a[k], fl)
     entered = h_in if p.reset == "after" else fl(y["r"] * h_in)  # what the matrix of the candidate n multiplies
-    q = products["n"] if products else fl.dot(entered, rows(p, "n").T)
+    q = products["n"] if products else fl.dot(entered, rows(p, "n").T)  # the recurrent part of n
     q = q if p.bhn is None else fl(q + p.bhn)
     a["n"] = fl(a["n"] + (fl(y["r"] * q) if p.reset == "after" else q))
     y["n"] = ACTIVATIONS[p.act["n"]](a["n"], fl)
@@ -257,10 +270,11 @@ def gru_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array,
     """
     y = blocks(p, s.gates)
     da = lambda k, gradient: through(p, k, y[k], gradient, dgates, fl)  # noqa: E731
-    of_z, of_rest = fl(dh * y["z"]), fl(dh * fl(1.0 - y["z"]))
+    of_z, of_rest = fl(dh * y["z"]), fl(dh * fl(1.0 - y["z"]))  # dh times z, and times 1 - z
     to_n, to_h = (of_z, of_rest) if p.flip_z else (of_rest, of_z)
     difference = fl(y["n"] - s.h_prev) if p.flip_z else fl(s.h_prev - y["n"])
     d = {"z": da("z", fl(dh * difference)), "n": da("n", to_n)}
+    # drecurrent_n: the gradient of the candidate's product with its matrix. s.q: this product, plus bhn.
     if p.reset == "after":
         d["r"] = da("r", fl(d["n"] * s.q))
         drecurrent_n = fl(d["n"] * y["r"])
@@ -275,7 +289,7 @@ def gru_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array,
     # `d` holds the gradients of the gates' preactivations. The recurrent product of a gate has the same gradient. With
     # reset == "after" the candidate n is an exception: r multiplies its product, so the gradient is d["n"] r.
     of_norm = through_norm(p, s, join(p, d), join(p, d | {"n": drecurrent_n}), fl)
-    if p.norm_of is not None:
+    if p.norm_of is not None:  # the gradient passes through the norm of the product of all gates
         dh_in = fl.dot(of_norm["drecurrent"], p.Wh)
     to_sum = of_norm | dict(entered=s.entered, dbhn=drecurrent_n)
     return Step(dh_in=dh_in, dh_direct=to_h, dc_prev=dc, to_sum=to_sum)
@@ -284,7 +298,7 @@ def gru_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array,
 def rnn_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding) -> Step:
     """Run one step of a plain RNN and return its values. Inputs are x [B,I] (or x Wx^T [B,H]) and h_in [B,H], which is
     h_prev times the mask. In the result, `gates` is the preactivation. A plain RNN has no c and no clip, so c_prev is
-    returned unchanged, and t is not read."""
+    returned unchanged; t and h_prev are not read."""
     z, product, norm_values = joined_parts(p, input_part(p, x, fl), fl.dot(h_in, p.Wh.T), fl)
     a = fl(z + product)
     return Step(h=ACTIVATIONS[p.activation](a, fl), c=c_prev, gates=a, a={"h": a}, **norm_values)

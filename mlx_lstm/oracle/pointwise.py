@@ -34,7 +34,8 @@ ROUNDED: dict[str, Callable[..., Array]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "sqrt": np.sqrt,
     "rem": lambda a, b: np.where(np.fmod(a, b) == 0, np.fmod(a, b), np.remainder(a, b)),
 }  # fmt: skip
-"""NumPy functions by the name of the graph's operation. Their only error is that the result is rounded once."""
+"""NumPy functions by the name of the graph's operation. Their only error is that the result is rounded once. rem: the
+remainder, which has the sign of b; but a remainder of 0 has the sign of a."""
 
 FUNCTIONS: dict[str, Callable[..., Array]] = {
     "exp": np.exp, "expm1": np.expm1, "log": np.log, "log2": np.log2, "log10": np.log10, "log1p": np.log1p,
@@ -58,13 +59,15 @@ def graph_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_
     if p.Wh is not None:
         z, product, norm_values = joined_parts(p, z, fl.dot(h_in, p.Wh.T), fl)
         products = blocks(p, product)
-    parts = blocks(p, z)
+    parts = blocks(p, z)  # the input's part of each gate
+    # apart: the cell gets both parts of a preactivation. Else it gets their sums, and no products.
     if products and not p.graph.apart:
         parts, products = [fl(a + q) for a, q in zip(parts, products, strict=True)], []
     inputs = [] if p.inputs is None else blocks(p, np.where(p.active[t], p.inputs[t], 0.0))
     params = [] if p.params is None else blocks(p, np.broadcast_to(p.params, (p.B, len(p.params))))
     groups = {"x": parts, "p": products, "s": [h_prev, *blocks(p, c_prev)], "u": inputs, "w": params}
     named = {f"{letter}{k}": value for letter, each in groups.items() for k, value in enumerate(each)}
+    # Begin with the nodes that are inputs; `computed` adds the others.
     values = {n: named[name] for name, n in p.graph.number.items() if name in named}
     state = np.concatenate(computed(p, values, p.graph.forward, fl), axis=-1)
     return Step(h=state[:, : p.H], c=state[:, p.H :], gates=z, a={}, values=values, **norm_values)
@@ -72,13 +75,13 @@ def graph_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_
 
 def graph_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array, fl: Rounding) -> Step:
     """Return the gradients of one step of the cell. dh [B, H] and dc [B, C H] are the total cotangents of the step's
-    states."""
+    states. dgates is not read, because such a cell has no output `gates`."""
     graph = p.graph
-    given = {f"d{k}": gradient for k, gradient in enumerate([dh, *blocks(p, dc)])}
+    given = {f"d{k}": gradient for k, gradient in enumerate([dh, *blocks(p, dc)])}  # d0 is the gradient of h
     values = s.values | {graph.number[name]: gradient for name, gradient in given.items() if name in graph.number}
-    back = list(zip(graph.names, computed(p, values, graph.back, fl), strict=True))
+    back = list(zip(graph.names, computed(p, values, graph.back, fl), strict=True))  # (name of an input, its gradient)
+    # The gradients by the letter of the input, side by side. none: an array without columns, for letters without any.
     none = np.zeros((p.B, 0))
-    # The gradients by the letter of the input.
     d = {k: np.concatenate([none, *(g for name, g in back if name[0] == k)], axis=-1) for k in "xpsuw"}
     # A cell that adds input and product has one gradient for both; apart: it gets them as two arguments.
     of_norm = through_norm(p, s, d["x"], d["p"] if graph.apart else d["x"], fl)
@@ -88,7 +91,7 @@ def graph_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Arra
 
 
 def blocks(p: OneDirection, array: Array) -> list[Array]:
-    """Split the last axis of an array into blocks of H elements."""
+    """Split the last axis of an array into a list of blocks of H elements, such as one per gate, state or input."""
     return [array[..., start : start + p.H] for start in range(0, array.shape[-1], p.H)]
 
 
@@ -96,6 +99,7 @@ def computed(p: OneDirection, values: dict[int, Array], outputs: Sequence[int], 
     """Return the values [B, H] of these nodes of the graph. Compute all nodes that they depend on, and add their values
     to the dict `values` (number of the node: value)."""
     nodes = p.graph.nodes
+    # todo: the numbers of the nodes that must be computed. A node has a larger number than its operands.
     todo, stack = set(), list(outputs)
     while stack:
         n = stack.pop()
@@ -110,7 +114,7 @@ def computed(p: OneDirection, values: dict[int, Array], outputs: Sequence[int], 
         elif op in EXACT:
             values[n] = EXACT[op](*operands)
         else:
-            units = 0 if op in ROUNDED else ACTIVATION_UNITS
+            units = 0 if op in ROUNDED else ACTIVATION_UNITS  # the error of the function itself
             values[n] = fl((ROUNDED if op in ROUNDED else FUNCTIONS)[op](*operands), units)
     return [np.broadcast_to(values[n], (p.B, p.H)) for n in outputs]
 
@@ -125,6 +129,7 @@ def jumps(p: OneDirection, s: Step) -> Iterator[Array]:
     computed(p, values, [n for n in range(len(graph.nodes)) if not reads_gradient(graph, n)], Rounding(np.float64))
     for op, args, _ in (node for n, node in enumerate(graph.nodes) if n in values):
         operands = [values[k] for k in args]
+        # np.rint: the nearest integer, where floor and ceil jump.
         if op in COMPARISONS:
             yield np.abs(operands[0] - operands[1])
         elif op in ("floor", "ceil"):

@@ -8,7 +8,8 @@ A case is a dict of an op's arguments, arrays and options. `sides(case)` divides
 fills in the defaults: p stands for such a direction, with all arguments and sizes as attributes. T: time steps, B:
 sequences of the batch, I: input features, H: units, P: the width of h, G: gates, D: directions. s is a `Step`: the
 values of one time step, which the tape (a dict by t) keeps for the gradient. p.active[t] [B, 1]: which sequences run
-step t; p.alive [t]: which have not ended, held or not. A cotangent is the gradient that the caller gives for an output.
+step t; p.alive[t]: which have not ended, held or not. keep: a factor on the states before a step; hold: steps that
+leave the states unchanged. A cotangent is the gradient that the caller gives for an output.
 """
 
 from typing import Any
@@ -56,7 +57,7 @@ def evaluate(
 ) -> tuple[Tensors, Tensors]:
     """Run a case (a dict of an op's arguments) in the arithmetic `fl`. Return (outputs, gradients) as float64 arrays.
     If cotangents is None, there are no gradients."""
-    results = []
+    results = []  # (outputs, gradients) of each direction
     for d, side in enumerate(sides(case)):
         p = complete(side, fl)
         # `half` takes a direction's part of an array in which both lie side by side.
@@ -74,6 +75,7 @@ def clip_shift(**case: Any) -> Tensors:
     """Return the changes that clipping made at each step, of "c" [T,B,DH] and "h" [T,B,DP]; 0 where the values were
     within the limits."""
     fl, shifts = Rounding(np.float64), []
+    # unroll(...)[1]: the values of each time step. Each step has its own changes in `clip_shift`.
     for p in (complete(side, fl) for side in sides(case)):
         shift = {"c": np.zeros((p.T, p.B, p.H)), "h": np.zeros((p.T, p.B, p.P))}
         for t, s in unroll(p, fl)[1].items():
@@ -90,6 +92,8 @@ def activation_arguments(*, fl: Rounding | None = None, **case: Any) -> list[tup
     fl, seen = fl or Rounding(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
         for t, s in unroll(p, fl)[1].items():
+            # s.a: the arguments of the activations by gate, and by "output", "clip_c", "clip_h". p.act: the
+            # activations' names by the same keys. [:, 0]: which sequences run step t.
             seen += [(p.act[k], a[p.active[t][:, 0]]) for k, a in s.a.items()]
     return seen
 
@@ -122,7 +126,7 @@ def unroll(p: OneDirection, fl: Rounding) -> tuple[Tensors, dict[int, Step]]:
     """Run one direction of a case over time. Return (outputs, tape). The tape is a dict from t to the values of time
     step t. fl: how results are rounded."""
     step = STEPS[p.op][0]
-    widths = {"h": p.P, "c": p.c0.shape[1], "gates": len(p.gate_order) * p.H}
+    widths = {"h": p.P, "c": p.c0.shape[1], "gates": len(p.gate_order) * p.H}  # a cell without c has zeros for it
     outputs = {name: np.zeros((p.T, p.B, width)) for name, width in widths.items()}
     tape = {}
     h, c = p.h0, p.c0
@@ -130,6 +134,7 @@ def unroll(p: OneDirection, fl: Rounding) -> tuple[Tensors, dict[int, Step]]:
         fl.start_step()
         # alive: the sequences that have not ended. on: of these, the ones that the option `hold` does not skip at t.
         on, alive = p.active[t], p.alive[t]
+        # last: the states before `keep` multiplies them, which the gradient of `keep` reads.
         x, mask, last = padded(on, p.x[t]), None if p.mask is None else padded(on, p.mask[t]), (h, c)
         h, c = times_keep(p, t, h, fl), times_keep(p, t, c, fl)
         h_in = h if mask is None else fl(mask * h)
@@ -161,7 +166,7 @@ def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl:
     that the case has. fl: how results are rounded. dh, dc: the gradients of h and c from later steps; dh_t, dc_t: with
     the cotangents of step t added."""
     step_back = STEPS[p.op][1]  # the gradient of a step; index 0 is the step
-    cot = {name: fl.load(value) for name, value in cotangents.items()}
+    cot = {name: fl.load(value) for name, value in cotangents.items()}  # rounded to the dtype
     dh = cot.get("hT", np.zeros((p.B, p.P)))
     dc = cot.get("cT", np.zeros(p.c0.shape))
     rows = []
@@ -181,12 +186,12 @@ def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl:
             dh_prev = back.dh_direct if dh_prev is None else fl(dh_prev + back.dh_direct)
         dh_prev, dc_prev = np.where(on, dh_prev, dh_t), np.where(on, back.dc_prev, dc_t)
         dh, dc = times_keep(p, t, dh_prev, fl), times_keep(p, t, dc_prev, fl)
-        da = back.to_sum["da"]
+        da = back.to_sum["da"]  # the gradient of the preactivations
         # row: the gradients of this step, and the arrays that the gradients of the weights multiply them by.
         row = back.to_sum | {"dx": da if p.Wx is None else fl.dot(da, p.Wx)}
         row |= {"x": s.x, "h_in": s.h_in} | ({} if s.mask is None else {"dmask": fl(back.dh_in * s.h_prev)})
         row = {name: padded(on, value) for name, value in row.items()}
-        if p.keep is not None:
+        if p.keep is not None:  # one factor multiplies all numbers of h and c
             terms = np.concatenate([fl(dh_prev * s.last[0]), fl(dc_prev * s.last[1])], axis=1)
             row["dkeep"] = padded(alive, fl.total(terms, (1,)))
         rows.append((t, row))
@@ -195,9 +200,11 @@ def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl:
 
 def collect(p: OneDirection, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl: Rounding) -> Tensors:
     """Return the gradients of all arguments. `rows`: for each time step a pair (t, gradients [B, ...] of this step by
-    name): da of the preactivations, drecurrent of the recurrent product, dx of the input, and so on. `entered` is what
-    a GRU's matrix of the candidate n multiplies; h_in is what the other rows of Wh multiply."""
+    name): da of the preactivations, drecurrent of the recurrent product, dx of the input, and so on. dh0, dc0: those of
+    the first states. `entered` is what a GRU's matrix of the candidate n multiplies, h_in or r h_in; h_in is what all
+    other rows of Wh multiply."""
 
+    # The array [T, B, width] of one entry of all rows; 0 at time steps that have no row.
     def sequence(name: str, width: int) -> Array:
         out = np.zeros((p.T, p.B, width))
         for t, row in rows:
@@ -207,7 +214,7 @@ def collect(p: OneDirection, rows: list[tuple[int, Tensors]], dh0: Array, dc0: A
     def sum_of_outer_products(left: Array, right: Array) -> Array:  # sum over t and b of left^T right
         return fl.dot(left.reshape(p.T * p.B, left.shape[-1]).T, right.reshape(p.T * p.B, right.shape[-1]))
 
-    def summed(name: str, width: int) -> Array:  # sum over t and b
+    def summed(name: str, width: int) -> Array:  # sum over t and b; fl.total keeps these axes, with size 1
         return fl.total(sequence(name, width), (0, 1))[0, 0]
 
     I, GH = p.x.shape[-1], len(p.gate_order) * p.H

@@ -6,7 +6,8 @@ Two directions are joined in one array: side by side, such as h0 [B, D P], or on
 P]; own is [2] then, else []. packing: the format of quantized weights. op: the public function that error texts begin
 with. The functions of `ground.checks` raise a ValueError: `fail(op, rule, got)` with the text "[op] rule but got ...";
 `check_array(op, name, array, shape, dtype, why)` for a wrong shape, in which a text such as "H" stands for any size;
-why: a text that is added to the rule. ArraySpec: the shape and dtype of an array, without the array.
+why: a text that is added to the rule. ArraySpec: the shape and dtype of an array, without the array. WEIGHTS: the names
+of the arrays that may be quantized, Wx, Wh, Wp; `is_packed(name, arrays)` tells whether a weight is.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +33,7 @@ from ..ground.checks import (
 )
 from ._steps import check_keep
 
-Check = TypeVar("Check", bound=Callable[..., Cell])
+Check = TypeVar("Check", bound=Callable[..., Cell])  # a function such as `check_lstm`
 Sizes = tuple[int, int, int, int]
 """(T, B, H, P) of one direction."""
 
@@ -63,7 +64,7 @@ def check_call(
     if not isinstance(bidirectional, bool):
         check_flag(op, "bidirectional", bidirectional)
     arrays, packing = unpacked(op, inputs) if Quantized in map(type, inputs.values()) else (inputs, None)
-    specs = []
+    specs = []  # (name, shape, dtype) of each array; the x of a single step gets a time axis of 1
     for name, array in arrays.items():
         if not isinstance(array, mx.array):
             check_array(op, name, array, ())
@@ -76,7 +77,7 @@ def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
     bits and mode, which must be the same for all quantized weights."""
     quantized = {name: value for name, value in inputs.items() if isinstance(value, Quantized)}
     arrays = {name: value for name, value in inputs.items() if name not in quantized}
-    packings: dict[Packing, str] = {}
+    packings: dict[Packing, str] = {}  # {a format: the first weight that has it}; right if it gets one entry
     for name, value in quantized.items():
         if name not in WEIGHTS:
             fail(op, f"{name} must be an mlx.core.array", "Quantized")
@@ -87,7 +88,7 @@ def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
             packings.setdefault(value.packing, name)
         except TypeError:  # a field such as a list cannot be in a key: check_packing names it in an error
             check_packing(op, *value.packing)
-        arrays |= value.arrays(name)
+        arrays |= value.arrays(name)  # such as Wh, Wh_scales, Wh_biases
     packing = next(iter(packings))
     if len(packings) > 1:
         each = ", ".join(f"{name}: {packing}" for packing, name in packings.items())
@@ -117,7 +118,7 @@ def in_common_dtype(values: dict[str, Any]) -> tuple[dict[str, Any], mx.Dtype]:
 def check_packing(op: str, group_size: object, bits: object, mode: object) -> None:
     """Check that `mx.quantize` supports this mode with this group size and this number of bits."""
     check_option(op, "mode", mode, tuple(WIDTHS))
-    groups, widths = WIDTHS[cast(str, mode)]
+    groups, widths = WIDTHS[cast(str, mode)]  # the group sizes and the bits per weight that this mode allows
     for name, value, allowed in (("group_size", group_size, groups), ("bits", bits, widths)):
         # 4.0 and True equal integers, but mx.quantize does not take them.
         if not isinstance(value, Integral) or isinstance(value, bool) or value not in allowed:
@@ -140,14 +141,14 @@ def check_shapes(
     """
     arrays = {name: ArraySpec(shape, dtype) for name, shape, dtype in specs}
     if packing is not None:
-        arrays |= matrices_of(op, arrays, packing)
+        arrays |= matrices_of(op, arrays, packing)  # a quantized weight is checked as its float matrix
     if isinstance(cell, PointwiseCell):
         return check_pointwise(op, cell, bidirectional, arrays)
     x, Wh, G = arrays["x"], arrays["Wh"], cell.gates
     D = 2 if bidirectional else 1
     GH, DGH = ("H" if n == 1 else f"{n}H" for n in (G, D * G))
     # GH, DGH: the sizes G H and D G H for error texts. own: the axis of arrays with one entry per direction. many: the
-    # number of directions in error texts.
+    # factor 2 of both directions in error texts.
     own, many = ([2] if bidirectional else []), ("2" if bidirectional else "")
     check_array(op, "x", x, ["T", "B", "I" if "Wx" in arrays else DGH])
     joined = " (join_directions joins the arrays of two directions)" if bidirectional and len(Wh.shape) == 2 else ""
@@ -159,6 +160,7 @@ def check_shapes(
         T, B = B, T
     rows, P = Wh.shape[-2:]
     H = rows // G
+    # Without a projection Wp the width P of h must be H.
     if rows % G or ("Wp" not in arrays and P != H):
         axis = "2, " if bidirectional else ""
         rule = f"[{axis}{GH}, P] with Wp, else [{axis}{GH}, H]" if G == 4 else f"[{axis}{GH}, H]"
@@ -168,8 +170,9 @@ def check_shapes(
     shapes = {"Wx": [D * G * H, I], "b": [D * G * H], "h0": [B, D * P], "c0": [B, D * H], "bhn": [D * H]}
     shapes |= {"peephole": [*own, 4 * H], "Wp": [*own, P, H]} | norm_shapes(own, G, H)
     # Reasons for error texts, by the array: what the rule on its shape follows from, or what mistake it probably is.
+    # An h0 of the shape of a bias is probably the second of two biases, in the place after b.
     why = f", as x is [{'batch, time' if batch_first else 'time, batch'}, features] = {list(x.shape)},"
-    is_bias = arrays.get("h0", x).shape == (D * G * H,)  # as torch has two biases, b_ih and b_hh
+    is_bias = arrays.get("h0", x).shape == (D * G * H,)  # torch has two biases, b_ih and b_hh
     first = " (b is one bias, such as the sum of two)" if is_bias else why
     reasons = {"h0": first, "c0": why, "Wx": f", as Wh has shape {list(Wh.shape)} and x {list(x.shape)},"}
     for name in (name for name in shapes if name in arrays):
@@ -182,14 +185,16 @@ def check_shapes(
 
 
 def norm_shapes(own: list[int], G: int, H: int) -> dict[str, list[int]]:
-    """Return the shapes of the arrays of layer normalisation. own: [2] with both directions, else []."""
+    """Return the shapes of the scales and shifts of layer normalisation, by name: of the recurrent product or the sum
+    ("norm"), of the input's product ("norm_input"), and of c. own: [2] with both directions, else []."""
     each = {"norm": [*own, G * H], "norm_input": [*own, G * H], "norm_c": [*own, H]}
     return {f"{name}_{part}": shape for name, shape in each.items() for part in ("scale", "shift")}
 
 
 def check_pointwise(op: str, cell: PointwiseCell, bidirectional: bool, arrays: dict[str, ArraySpec]) -> Sizes:
-    """Check the shapes and dtypes of a call with a cell written by the user. Return its sizes (steps T, batch B,
-    units H, width of h). The width of h is H, because such a cell has no projection."""
+    """Check the shapes and dtypes of a call with a cell written by the user. Return its sizes (T, B, H, P); P is H,
+    because such a cell has no projection. cell.carried: the number of states besides h. graph.params: the number of
+    parameters per unit."""
     x, D, G, graph = arrays["x"], 2 if bidirectional else 1, cell.gates, cell.graph
     check_sizes(op, "x", x)
     (T, B, I), H = x.shape, arrays["h0"].shape[-1] // D
@@ -197,7 +202,7 @@ def check_pointwise(op: str, cell: PointwiseCell, bidirectional: bool, arrays: d
     shapes: dict[str, list[int]] = {"Wx": [D * G * H, I], "Wh": [*own, G * H, H], "b": [D * G * H]}
     shapes |= {"h0": [B, D * H], "c0": [B, D * cell.carried * H], "params": [D * graph.params * H]}
     shapes |= norm_shapes(own, G, H)
-    names = {"h0": "state[0]", "c0": "state[1:]"}
+    names = {"h0": "state[0]", "c0": "state[1:]"}  # the user passes all states in one list
     for name in (name for name in shapes if name in arrays):
         check_array(op, names.get(name, name), arrays[name], shapes[name], x.dtype)
     if "keep" in arrays:
@@ -215,7 +220,8 @@ def matrices_of(op: str, arrays: dict[str, ArraySpec], packing: Packing) -> dict
         fail(op, "x must be float32, float16 or bfloat16 where weights are quantized", dtype)
     for name in (name for name in WEIGHTS if is_packed(name, arrays)):
         packed, scales, biases = (arrays.get(f"{name}{end}") for end in ("", "_scales", "_biases"))
-        # A row of the array is a row of weights as one string of bits, in 32-bit words.
+        # A row of the array is a row of weights as one string of bits, in 32-bit words. columns: the weights of a row.
+        # words and columns may not fit together; then the next test fails.
         *rows, words = cast(ArraySpec, packed).shape or (0,)
         columns = words * 32 // packing.bits
         if (
@@ -243,7 +249,7 @@ def matrices_of(op: str, arrays: dict[str, ArraySpec], packing: Packing) -> dict
 def check_mask(op: str, mask: ArraySpec, shape: tuple[int, int, int], dtype: mx.Dtype, many: str) -> None:
     """Check that the mask broadcasts to `shape`, which is [T, B, width of h], without enlarging `shape`. many: "2"
     with both directions, else an empty text; a part of the error text."""
-    check_array(op, "mask", mask, mask.shape, dtype)
+    check_array(op, "mask", mask, mask.shape, dtype)  # with its own shape, so only the dtype is checked
     try:
         fits = np.broadcast_shapes(mask.shape, shape) == shape
     except ValueError:
@@ -261,6 +267,7 @@ def check_sequences(problem: Problem, arrays: Arrays, saved: Arrays, cotangents:
     T, B, D, dtype = problem.T, problem.B, problem.directions, arrays["x"].dtype
     G, H, P = problem.cell.gates, problem.H, problem.P
     shapes = {"h": [T, B, D * P], "c": [T, B, D * H], "gates": [T, B, D * G * H], "hT": [B, D * P], "cT": [B, D * H]}
+    # The outputs that each gradient op always needs; for a plain RNN h or gates suffice, see below.
     for name in {"lstm": ("gates", "c"), "gru": ("gates", "h"), "rnn": ()}[problem.cell.op]:
         check_array(op, name, saved.get(name), shapes[name], dtype)
     for name, array in saved.items():
@@ -274,8 +281,9 @@ def check_sequences(problem: Problem, arrays: Arrays, saved: Arrays, cotangents:
 
 
 def once(check: Check) -> Check:
-    """Return the check function with a cache of its results, because one check takes as long as a step of a small
-    layer. typed=True: 1, 1.0 and True are different arguments, because a check may refuse one of them."""
+    """Return a function such as `check_lstm` with a cache of its results, because one check takes as long as a step of
+    a small layer."""
+    # typed: 1, 1.0 and True are different arguments, because a check may refuse one of them.
     cached = lru_cache(maxsize=256, typed=True)(check)
 
     def checked(*arguments: Any, **named: Any) -> Any:
@@ -288,7 +296,8 @@ def once(check: Check) -> Check:
 
 
 class Clips(NamedTuple):
-    """The options of an LSTM's clips, and whether the layer has a projection, which `projection_clip` needs."""
+    """The options of an LSTM's clips as the user passed them: the limits on |c| and on a projected |h|, and the
+    gradient of both clips. has_projection: whether there is a Wp, which `projection_clip` needs."""
 
     cell_clip: float | None
     projection_clip: float | None = None
@@ -310,6 +319,7 @@ def check_lstm(
     check_gate_order(op, gate_order, "ifgo")
     check_activations(op, activations, "five names: those of i, f, g, o and of the output", 5)
     check_option(op, "output_peephole", output_peephole, ("current", "previous"))
+    # The limits on c and on h. `check_limit` turns 0 and negative numbers, which mean no limit, into None.
     clip = check_limit(op, "cell_clip", cell_clip)
     of_h = check_limit(op, "projection_clip", projection_clip)
     if of_h is not None and not has_projection:
@@ -317,7 +327,7 @@ def check_lstm(
     check_option(op, "clip_gradient", clip_gradient, ("through", "zero"))
     bias = check_number(op, "forget_bias", forget_bias)
     i, f, g, o, output = activations
-    # Without a clip both rules mean the same, so that the same kernels run.
+    # Without a clip both rules mean the same. So only one of them is used, and the same kernels run.
     rule = clip_gradient if clip is not None or of_h is not None else "through"
     return LSTMCell(gate_order, (i, f, g, o, output), output_peephole, clip, bias, of_h, rule)
 
@@ -326,7 +336,8 @@ def check_lstm(
 def check_gru(
     gate_order: str, activations: Sequence[str], reset: str, flip_z: bool, has_bhn: bool, op: str = "gru"
 ) -> GRUCell:
-    """Check the options of a GRU. Return the cell that they describe."""
+    """Check the options of a GRU. Return the cell that they describe. has_bhn: whether the call has the array `bhn`, a
+    bias that r multiplies; if r multiplies h before the product, there is nothing like it."""
     check_gate_order(op, gate_order, "rzn")
     check_activations(op, activations, "three names: those of r, z, n", 3)
     check_option(op, "reset", reset, ("after", "before"))

@@ -43,8 +43,9 @@ engine='ops' says that the graph is wanted."""
 
 
 class Wanted(NamedTuple):
-    """What a caller wants: the gates, gradients, the last states. cotangents: the names of the outputs that have a
-    cotangent in a gradient op, or None in a forward pass."""
+    """What a caller wants: the output gates, a forward pass that saves what a gradient needs (`training`), the last
+    states hT and cT. cotangents: the names of the outputs that have a cotangent in a gradient op, or None in a forward
+    pass."""
 
     return_gates: bool
     training: bool
@@ -58,7 +59,8 @@ class Call(NamedTuple):
 
     batch_first: x and the sequences are [B, T, features], keep and hold are [B, T]. Only `forward` supports it.
     lengths_checked: the lengths were computed by this package, so their range needs no check. one_step: x is [B, I],
-    without a time axis. op: the name of the layer in error texts; "" for the functions lstm, gru and rnn.
+    without a time axis. op: the name of the layer in error texts; "" for the functions lstm, gru and rnn. All others
+    are options of `lstm`.
     """
 
     cell: AnyCell
@@ -91,10 +93,12 @@ class Call(NamedTuple):
         op = self.title
         if self.checkpoint_every is not None:
             check_every(op, self.checkpoint_every)
+        # flags: the options that `check_call` checks to be True or False.
         flags = {"return_gates": return_gates, "training": training, "reverse": self.reverse}
         arrays, packing, sizes = check_call(
             op, weights_and_arrays, self.cell, self.bidirectional, flags, self.batch_first, self.one_step
         )
+        # NOWHERE: a context that does nothing, because the caller named no stream.
         with NOWHERE if self.stream is None else on(self.stream, op):
             if self.hold is None and "keep" not in arrays:
                 arrays, wanted = self.with_lengths(arrays, sizes, op), Wanted(return_gates, training, wants_last)
@@ -111,8 +115,9 @@ class Call(NamedTuple):
             return steps.outputs(call.run(problem, inner, choice), arrays, wants_last), choice
 
     def run(self, problem: Problem, arrays: Arrays, choice: Choice) -> dict[str, Any]:
-        """Run the chosen engine. Return the outputs, which MLX can differentiate. For a Metal engine
-        `guarded_gradients` tests the kernels of the backward pass when MLX asks for a gradient."""
+        """Run the chosen engine. Return the outputs, which MLX can differentiate."""
+        # refusal: a function that tests the kernels of the backward pass when MLX asks for a gradient; None if they
+        # need no test.
         refusal = None
         if choice.engine in METAL_ENGINES:
             refusal = guarded_gradients(choice, problem, is_forced=self.engine is not None)
@@ -140,6 +145,7 @@ class Call(NamedTuple):
         is an array `keep` (a factor on the state), it already has the shape [T, B, D] that engines take."""
         arrays = self.with_lengths(arrays, sizes, f"{self.cell.op}_gradients")
         names, others = tuple(cotangents), [*saved.values(), *cotangents.values()]
+        # The gates count as wanted only if they have a cotangent.
         wanted = Wanted("gates" in names, training=True, wants_last=True, cotangents=names)
         problem, choice = self.plan(arrays, others, sizes, packing, wanted)
         if "h" not in saved:
@@ -155,16 +161,19 @@ class Call(NamedTuple):
         before and after that function.
         """
         (steps, call), x = self.steps(arrays, sizes, op), arrays["x"]
-        # Without any cotangent the gradients are 0: pass zeros for h.
+        # Without any cotangent the gradients are 0: pass zeros for h. sizes[3]: P, the width of h in one direction.
         width = (2 if self.bidirectional else 1) * sizes[3]
         saved, cotangents = steps.saved(saved), cotangents or {"h": mx.zeros((*x.shape[:2], width), x.dtype)}
         quantized = packed_names(arrays)
         names = [n for n, array in arrays.items() if mx.issubdtype(array.dtype, mx.floating) and n not in quantized]
         # `shown` lists the engine's outputs that have a cotangent (a gradient that the caller passes). With `hold` the
-        # last states hT and cT are read from h and c, so their cotangents become part of the cotangents of h and c.
+        # last states hT and cT are read from h and c, so their cotangents become part of the cotangents of h and c:
+        # name[0] is the h of hT. A dict, here with values 0, keeps each name once and in order.
         shown = tuple({name[0] if self.hold is not None and name != "gates" else name: 0 for name in cotangents})
+        # like: an array of the shape of each of these outputs.
         like = {name: saved.get(name, cotangents.get(name)) for name in shown}
 
+        # The outputs of the call as a function of its float arrays, which MLX differentiates below.
         def outputs_of(*values: mx.array) -> list[mx.array]:
             changed = arrays | dict(zip(names, values, strict=True))
             inner = steps.to_engine(changed)
@@ -172,6 +181,7 @@ class Call(NamedTuple):
             # gradient op. So it returns arrays of the right shapes.
             engine = custom_function(lambda *values: tuple(like.values()))
 
+            # The vjp rule of MLX: primals are the engine's arrays, `outputs` its outputs, which are not read.
             @engine.vjp
             def pull(primals: Any, engine_cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
                 engine_arrays = dict(zip(inner, primals, strict=True))
@@ -195,7 +205,7 @@ class Call(NamedTuple):
         T, B = sizes[:2]
         lengths = whole_lengths(op, self.lengths, B, T, checked=self.lengths_checked)
         hold = None if self.hold is None else check_hold(op, self.hold, T, B, self.batch_first)
-        backwards = (False, True) if self.bidirectional else (self.reverse,)
+        backwards = (False, True) if self.bidirectional else (self.reverse,)  # of each direction
         steps = Steps(T, B, backwards, self.batch_first, lengths, hold)
         return steps, self._replace(hold=None, lengths=steps.engine_lengths(), lengths_checked=True)
 
@@ -209,9 +219,10 @@ class Call(NamedTuple):
     ) -> tuple["Call", Arrays, Problem, Choice]:
         """Return the call and its arrays as the engine takes them, and what `plan` returns for them. The engine `numpy`
         computes all of the layer normalisation. For other engines `with_norm` computes a part of it."""
-        if self.cell.norm is None:
+        if self.cell.norm is None:  # []: no further arrays, as only a gradient op has them
             return self, arrays, *self.plan(arrays, [], sizes, packing, wanted)
         choice.check_engine(self.title, self.engine)
+        # Plan the call as `numpy` takes it. If `plan` chooses another engine nevertheless, plan it again below.
         if self.engine in (None, "numpy") and choice.current_device() == "cpu":
             problem, chosen = self.plan(arrays, [], sizes, packing, wanted)
             if chosen.engine == "numpy":
@@ -270,9 +281,13 @@ class Call(NamedTuple):
             packing=packing,
             limits=tuning.on_this_gpu(limits_in_effect.get()),
         )
+        # metal: whether MLX can run Metal kernels here. place: the device, metal, and whether the arrays have no
+        # values.
         metal = choice.has_metal()
         place = choice.Place(device, metal, traced)
-        # best: chooses an engine, without those that a trial of kernels has refused. divided: adds what depends on it.
+        # best(refused=...): chooses an engine, not one of those that a trial of kernels has refused. table: measured or
+        # predicted times, which tell the faster Metal engine. divided(problem, engine): adds how this engine divides
+        # the sequence in time; every: the option `checkpoint_every`, which matters only if there may be a gradient.
         op = self.title if cotangents is None else f"{self.cell.op}_gradients"
         table = tuning.current() if metal else tuning.PREDICTED
         best = partial(choice.decide, problem, table, op, self.engine, place)
@@ -289,7 +304,8 @@ class Call(NamedTuple):
 
 def with_limits_of(cell: AnyCell, dtype: mx.Dtype) -> AnyCell:
     """Return the cell. If its clips stop gradients, round their limits to the dtype of the arrays: the backward pass
-    then finds a clipped number to be equal to the limit, also if the number was saved in 16 bits."""
+    then finds a clipped number to be equal to the limit, also if the number was saved in 16 bits. HALVES: the 16-bit
+    dtypes."""
     if not isinstance(cell, LSTMCell) or cell.clip_gradient == "through" or dtype not in HALVES:
         return cell
     limits = {"cell_clip": cell.cell_clip, "projection_clip": cell.projection_clip}
@@ -327,7 +343,7 @@ def h_of(problem: Problem, saved: Arrays) -> mx.array:
     """Compute the output h [T, B, D H] for a caller who did not pass it (D: directions). For an LSTM without
     projection it is computed from the gates and c in `saved`, for a plain RNN from the preactivations."""
     cell, D, H, gates = problem.cell, problem.directions, problem.H, saved["gates"]
-    if cell.op == "rnn":
+    if cell.op == "rnn":  # its output `gates` is the preactivation
         return activate(cell.activations[-1], gates)
     c = saved["c"]
     # h = o output(c), with o the output gate and `output` the last activation. blocks: o of each direction, [T, B, D,

@@ -42,26 +42,33 @@ def checkpointed(
 ) -> tuple[Any, Any]:
     """Run all chunks of a sequence. Return the outputs [T, B, ...] and the last state; their gradient runs the
     chunks again. every: the number of steps per chunk, or "auto". step: the user's function, which may capture
-    modules; their parameters get gradients, too. sequences: a tree of arrays [T, ...]."""
+    modules; their parameters get gradients, too. sequences: a tree of arrays [T, ...]. state: the first state.
+    parameters: a tree of arrays that each step gets, or None. reverse: whether the last step runs first."""
+    # inputs: everything of which the gradient is taken, as one tree.
     # floats: for each module its parameters that can have a gradient, as pairs (key, array).
     modules = captured_modules(step)
     floats = [[(key, a) for key, a in flat(module.parameters()) if is_float(a)] for module in modules]
     inputs = {"sequences": sequences, "state": state, "parameters": parameters}
     inputs["modules"] = [[array for _, array in each] for each in floats]
     T = len(leaves(sequences)[0])
-    K = min(T, isqrt(T - 1) + 1 if isinstance(every, str) else every)
-    order = range(0, T, K)[:: -1 if reverse else 1]
+    K = min(T, isqrt(T - 1) + 1 if isinstance(every, str) else every)  # "auto": the square root of T, rounded up
+    order = range(0, T, K)[:: -1 if reverse else 1]  # the first step of each chunk, in the order in which they run
 
     def run(start: int, piece: Any, state: Any, tree: Any) -> tuple[Any, Any]:
         """Run the chunk of steps from `start` on, with the inputs `piece`. Return what `chunk` returns. tree: the
         parameters of the user's function, and the float arrays of the modules that it captures."""
         # MLX takes gradients of arguments only. So the modules get the arrays of `tree`, an argument, during the chunk.
+        # keys: those of each module; zip joins them with the new arrays to the pairs (key, array) that `replaced`
+        # takes.
         keys = [[key for key, _ in each] for each in floats]
         with replaced(modules, [list(zip(*each, strict=True)) for each in zip(keys, tree["modules"], strict=True)]):
             return chunk(start, piece, state, tree["parameters"])
 
-    structure: list[Any] = []  # [the tree of the results of `forward`], which is known when it has run
+    # [the tree of the results of `forward`], which is known when it has run: (outputs, last state, state at the start
+    # of each chunk). The states at the starts are results, so MLX keeps them for the backward pass.
+    structure: list[Any] = []
 
+    # Run all chunks. values: the leaves of `inputs`. Return the leaves of the results.
     def forward(*values: mx.array) -> list[mx.array]:
         tree = filled(inputs, values)
         state, pieces, outputs, starts = tree["state"], in_pieces(tree["sequences"], K), {}, {}
@@ -75,6 +82,8 @@ def checkpointed(
         structure[:] = [(whole, state, starts)]
         return leaves(structure[0])
 
+    # Run each chunk again, the last one first, and return the gradients of the leaves of `inputs`. whole: the outputs
+    # of all steps. shared: the inputs that all chunks read, whose gradients are added up.
     def backward(primals: Any, cotangents: Any, results: Any) -> list[mx.array]:
         tree, (_, _, starts) = filled(inputs, primals), filled(structure[0], results)
         d_whole, d_state, d_starts = filled(structure[0], cotangents)
@@ -109,18 +118,20 @@ def results_of(run: Chunk, start: int, given: Any) -> Any:
 
 def gradients(function: Callable[[Any], Any], given: Any, cotangents: Any) -> Any:
     """Return the gradients of a function with respect to all arrays of the tree `given`, which is its argument.
-    cotangents: the gradients of the function's results, as a tree like these. The gradient of an array of integers
-    is 0."""
+    cotangents: the gradients of the function's results, as a tree of the same structure. The gradient of an array of
+    integers is 0."""
     arrays = leaves(given)
     # varied: the indices of the arrays of floats.
     varied = [n for n, array in enumerate(arrays) if is_float(array)]
 
+    # The float results of the function as a function of the float arrays alone, as MLX differentiates it.
     def floats_of(*values: mx.array) -> list[mx.array]:
         whole = list(arrays)
         for n, value in zip(varied, values, strict=True):
             whole[n] = value
         return [array for array in leaves(function(filled(given, whole))) if is_float(array)]
 
+    # vjp returns (results, gradients).
     found = vjp(floats_of, [arrays[n] for n in varied], [each for each in leaves(cotangents) if is_float(each)])[1]
     by_index = dict(zip(varied, found, strict=True))
     return filled(given, [by_index.get(n, mx.zeros_like(array)) for n, array in enumerate(arrays)])
@@ -175,7 +186,7 @@ def in_pieces(tree: Any, K: int) -> list[Any]:
 
 
 def waiting(tree: Any, before: Any) -> Any:
-    """Return a tree whose arrays MLX computes or reads only after the arrays of the tree `before`."""
+    """Return a tree with the same arrays, which MLX computes or reads only after the arrays of the tree `before`."""
     others = leaves(before)
     return filled(tree, mx.depends(leaves(tree), others)) if others else tree
 
@@ -197,12 +208,13 @@ def replaced(modules: list[nn.Module], parameters: list[Any]) -> Iterator[None]:
 def captured_modules(step: Any) -> list[nn.Module]:
     """Return the modules that a function captures: the object of a method, variables of enclosing functions, global
     variables, defaults. Raise a ValueError that names an array of floats that it captures outside of a module."""
-    modules: dict[int, nn.Module] = {}
-    seen: set[int] = set()
+    modules: dict[int, nn.Module] = {}  # by id, because a module has no hash
+    seen: set[int] = set()  # the ids of the objects that were searched
 
     def visit(value: Any, name: str, depth: int) -> None:
         """Search one object that the user's function `step` captures: collect the modules in it, and raise an error
-        if it contains an array of floats. `name`: what the error text calls the object."""
+        if it contains an array of floats. `name`: what the error text calls the object. depth: how many objects lie
+        between; the user's function itself has 0. DEEPEST: the deepest that is searched."""
         if id(value) in seen or depth > DEEPEST or isinstance(value, (ModuleType, type)):
             return
         seen.add(id(value))
@@ -213,7 +225,7 @@ def captured_modules(step: Any) -> list[nn.Module]:
                 rule = "step must not capture arrays of floats with checkpoint_every: pass them as parameters="
                 fail(OP, f"{rule}, or hold them in a module,", name)
         else:
-            for key, each in parts_of(value):
+            for key, each in parts_of(value):  # what `step` itself captures is called by its own name, as "weights"
                 visit(each, f"{name}.{key}" if depth else key, depth + 1)
 
     visit(step, "step", 0)

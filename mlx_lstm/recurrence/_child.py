@@ -74,6 +74,7 @@ def verdict_of(reason: str) -> Verdict:
     verdict counts always if the results are wrong or the error is one of the LASTING ones; the whole text decides,
     before it is shortened."""
     comes_again = not reason or reason.startswith(WRONG) or LASTING.search(reason)
+    # keeping: "always" on this machine, or only in this "process".
     return Verdict(" ".join(shortened(reason, MOST).split()), "always" if comes_again else "process")
 
 
@@ -82,7 +83,7 @@ def hung(engine: str) -> str | None:
     hung on this machine within a day. Return None if there is no such reason."""
     if engine in _hung:
         return _hung[engine]
-    if _hung:
+    if _hung:  # one of another engine
         return f"a trial of engine {next(iter(_hung))!r} hung in this process, so it tries no other kernels"
     return verdicts.find(hang_of(engine))
 
@@ -109,6 +110,8 @@ def by_child(command: list[str], trials: list[Trial]) -> list[Verdict]:
             try:
                 attempt.run()
             except ChildError as end:
+                # end.code: the child's exit code, or minus the number of the signal that ended it; None if the child
+                # has not ended.
                 if end.hung:
                     attempt.note_hang(str(end))
                 elif end.code is not None and -end.code in ENDED_BY_OTHERS:
@@ -149,18 +152,19 @@ class Attempt:
         self.kernels = self.ask(child, "count", self.trials).get("kernels")
         for trial in self.trials:
             answer = self.ask(child, "judge", [trial])
+            # An answer without a reason is one that the child should not give: its text is the reason then.
             self.verdicts.append(verdict_of(str(answer.get("reason", answer))))
 
     def ask(self, child: Child, do: str, trials: list[Trial]) -> dict[str, Any]:
         """Return the child's answer to a request, or {"reason": error} if the request failed. do: "count" counts the
         kernels of the trials, "judge" runs them. Raise ChildError if the child ended or gave no answer in time. If the
         user has waited `PATIENCE` seconds for one answer, print once that kernels are being tested."""
-        limit = SECONDS + KERNEL_SECONDS * (self.kernels or 0)
-        notice = None if self.told else (PATIENCE, self.tell_waiting)
+        limit = SECONDS + KERNEL_SECONDS * (self.kernels or 0)  # seconds
+        notice = None if self.told else (PATIENCE, self.tell_waiting)  # `child.ask` calls it after these seconds
         try:
             answer = child.ask(limit, notice, do=do, trials=[trial.text() for trial in trials])
         except ChildError as error:
-            if error.lost:
+            if error.lost:  # the child has ended or hangs; else it serves on, and only this trial has failed
                 raise
             answer = {"reason": f"its trial on this machine failed: {error}"}
         self.began = True
@@ -192,7 +196,7 @@ class Attempt:
         if not self.began and end.code is not None and end.code >= 0:
             raise CannotBegin(str(end))
         # If the child never answered, or ended without an error, the verdict counts in this process only.
-        said = _children[-1].said() or "it said nothing"
+        said = _children[-1].said() or "it said nothing"  # what it printed on standard error
         how = f"failed: {end}" if end.code is None else f"ended {ended(end.code)}: {said}"
         verdict = verdict_of(f"its trial on this machine {how}")
         self.verdicts.append(verdict if self.began and end.code else verdict._replace(keeping="process"))

@@ -1,8 +1,9 @@
 """The GRU over a sequence (`gru`) and its gradient op (`gru_gradients`).
 
 T: time steps, B: sequences of the batch, I: input features, H: hidden units. `given` makes a dict of the arrays that
-are not None; `check_gru` checks the options and returns the cell; `Call` checks the arrays, chooses an engine and runs
-it.
+are not None; `check_gru` checks the options and returns the cell; `with_norm` adds the options of a `Norm` to the cell
+and its arrays to the dict; `Call` checks the arrays, chooses an engine and runs it. Its `forward` returns (outputs by
+name, the engine that ran). `without_norm` makes a gradient op refuse the argument `norm`.
 """
 
 from collections.abc import Sequence

@@ -50,7 +50,8 @@ def guarded(
     if _unguarded:
         return chosen, problem
     while chosen.engine in METAL_ENGINES and (reason := refusal(chosen.engine, problem)):
-        # A virtual GPU may run all kernels but those that multiply 8 x 8 matrices.
+        # A virtual GPU may run all kernels but those that multiply 8 x 8 matrices. in_lanes: the problem as the
+        # engine computes it without such matrices, or None if its kernels multiply none.
         in_lanes = without_matrices(chosen.engine, problem)
         if in_lanes is not None and not refusal(chosen.engine, in_lanes):
             tell(f"{chosen.engine} with 8 x 8 matrices", f"{chosen.engine} without them", reason)
@@ -73,9 +74,10 @@ def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> R
 
     is_forced: whether the user forced the engine; then the function raises ValueError instead of returning a reason.
     """
-    if problem.plain or _unguarded or not is_real():
+    if problem.plain or _unguarded or not is_real():  # plain: nobody can ask for a gradient
         return None
 
+    # names: the outputs that have a cotangent. USUAL: h alone, whose kernels were tested before the forward pass.
     def refused(names: tuple[str, ...]) -> str:
         if names == USUAL or not problem.training:
             return ""
@@ -127,7 +129,7 @@ def refusal(engine: str, problem: Problem) -> str:
     trial = trial_of(engine, problem)
     text = trial.text()
     with _lock:
-        lock = _locks[text]
+        lock = _locks[text]  # that of this trial, so that other threads wait only if they need the same one
     with lock:
         reason = known(engine, text)
         if reason is None:
@@ -151,7 +153,7 @@ def tried(trial: Trial, others: list[Trial]) -> str:
     result run at the same time."""
     trials = [trial, *(other for other in others if verdicts.find(other.text()) is None)]
     found = try_out(trials)
-    for each, verdict in zip(trials, found, strict=False):
+    for each, verdict in zip(trials, found, strict=False):  # `found` may be shorter: a child that ended judges no more
         verdicts.record(each.text(), verdict.reason, verdict.keeping)
     return found[0].reason
 
@@ -191,11 +193,11 @@ def forget() -> None:
 
 @cache
 def tell(engine: str, following: str, reason: str) -> None:
-    """Warn that an engine is refused and which engine takes over. The warning appears once per process for each
-    reason."""
+    """Warn that an engine is refused and which engine, `following`, takes over. The warning appears once per process
+    for each reason."""
     machine = tuning.machine()
     where = f"{machine['chip']}, {machine['system']}, MLX {machine['mlx']}"
-    lasts = verdicts.keeping_of(reason)
+    lasts = verdicts.keeping_of(reason)  # "always", "for a day" and so on, or "" if only this process obeys it
     again = "It counts in this process"
     if lasts:
         long = "" if lasts == "always" else f" {lasts}"
@@ -216,7 +218,7 @@ def try_out(trials: list[Trial]) -> list[Verdict]:
     """Run trials (small test runs of kernels) of one engine in the child process. Return their results; if a trial
     ended or blocked the child, the results end with this trial. If no child process can run, run the first trial in
     this process and return only its result."""
-    words = command()
+    words = command()  # None if no child can be started
     if words:
         with suppress(CannotBegin):
             return by_child(words, trials)

@@ -3,6 +3,12 @@ oracle.
 
 The guard starts this module in a child process, because a fault of the GPU may end or hang the process in which it
 occurs.
+
+A `Trial` is an engine and a `Problem`: the description of a small call that runs the same kernels as the user's call
+(sizes, the cell, options, the names of its arrays). problem.plain: nobody can ask for a gradient of the call, so no
+gradient is tested. A `Drawn` has the random inputs of a trial twice: `arrays` for MLX, and `case` for the oracle.
+`shown_of(problem)` lists the outputs that a caller gets, such as h, hT. A cotangent is the gradient of such an output,
+from which all other gradients follow. A reason is a text that says why kernels are refused; "" if they are correct.
 """
 
 from collections.abc import Callable
@@ -27,7 +33,8 @@ def main() -> None:
     """In the child process, answer requests of the parent process until it closes the pipe. A request names a method
     of `Trials`, "count" or "judge", and the trials (small test runs of kernels) to pass to it."""
     served = Trials()
-    mx.fast.metal_kernel = served.recorder.kernel
+    mx.fast.metal_kernel = served.recorder.kernel  # all engines make their kernels by this function of MLX
+    # serve(answer): reads requests, {"do": ..., "trials": [...]}, and writes what `answer` returns.
     serve(lambda do, trials: {"count": served.count, "judge": served.judge}[do](*map(trial_from, trials)))
 
 
@@ -37,7 +44,7 @@ class Trials:
 
     def __init__(self) -> None:
         self.recorder = Recorder(mx.fast.metal_kernel)
-        self.right: set[Text] = set()
+        self.right: set[Text] = set()  # the kernels that were correct
 
     def count(self, *trials: Trial) -> dict[str, Any]:
         """Return {"kernels": how many different kernels these trials (small test runs) will launch}. Kernels that
@@ -48,7 +55,7 @@ class Trials:
         """Run a trial (a small test run of kernels). If earlier trials have already found all kernels of this trial
         correct, do not run it. Return {"reason": text}: why kernels are refused, or an empty text if they are correct.
         """
-        texts = self.recorder.texts_of(trial)
+        texts = self.recorder.texts_of(trial)  # empty if they could not be recorded; then the trial runs
         reason = "" if texts and texts <= self.right else verdict(trial)
         if not reason:
             self.right |= texts
@@ -68,14 +75,17 @@ class Recorder:
         """Create a recorder. build: the original `mx.fast.metal_kernel`."""
         self.build: Callable[..., Any] = build
         self.texts: set[Text] | None = None  # while this is a set, launches are recorded here instead of run
-        self.recorded: dict[Trial, set[Text]] = {}
+        self.recorded: dict[Trial, set[Text]] = {}  # the results of `texts_of`
 
     def kernel(self, **definition: Any) -> Callable[..., Any]:
         """Return a function that launches a kernel. The kernel is built at its first launch. While this object
         records which kernels a test run needs, a launch does not run the kernel: it only records the kernel's
         source, and returns zeros in place of its outputs."""
-        built: list[Callable[..., Any]] = []
+        built: list[Callable[..., Any]] = []  # [the kernel], after its first launch
 
+        # Launch the kernel, or only record what determines it while `self.texts` is a set. inputs, call: the arguments
+        # of the launch, among them the shapes and dtypes of the outputs. SMALL: Metal binds arrays of fewer elements
+        # than this in another address space, so a kernel for them is another one.
         def launch(*, inputs: list[Any], **call: Any) -> Any:
             if self.texts is not None:
                 arrays = tuple((array.dtype, array.size < SMALL) for array in inputs)
@@ -94,6 +104,7 @@ class Recorder:
         empty set if recording fails."""
         if trial not in self.recorded:
             problem, shapes = trial.problem, output_shapes(trial.problem)
+            # Only shapes and dtypes decide which kernels run, so all arrays are zeros and all lengths T.
             lengths = mx.full((problem.B,), problem.T, mx.int32)
             self.texts = texts = set()
             try:
@@ -109,7 +120,8 @@ class Recorder:
 
 def verdict(trial: Trial) -> str:
     """Test kernels: run a trial on random numbers and compare the results with the oracle. Return why its kernels are
-    refused, or an empty text if they are correct."""
+    refused, or an empty text if they are correct. drawn: the random arrays, and the same arrays as a case for the
+    oracle (`Drawn`)."""
     problem, rng = trial.problem, np.random.default_rng(0)
     drawn = draw(problem, rng)
     shapes = output_shapes(problem)
@@ -125,16 +137,18 @@ def verdict(trial: Trial) -> str:
 
 
 def cotangents_of(problem: Problem) -> tuple[str, ...]:
-    """Return the names of the outputs that get a cotangent in a test run of kernels; none for inference without a
-    gradient."""
-    if problem.cotangents is not None:
+    """Return the names of the outputs that get a cotangent (a gradient of theirs, from which all others are computed)
+    in a test run of kernels; none if the problem is `plain`: nobody can ask for a gradient then."""
+    if problem.cotangents is not None:  # of a gradient op; an empty tuple stands for all outputs that the caller gets
         return problem.cotangents or shown_of(problem)
+    # USUAL: h alone, the only output that most losses use.
     return () if problem.plain else USUAL
 
 
 def results(problem: Problem, drawn: Drawn, cotangents: Tensors, engine: str) -> Tensors:
     """Run a recurrence, described by `problem` (sizes, cell, options), on an engine with random inputs. Return all
-    outputs that a caller gets and, if the problem needs gradients, the gradients under names such as "dWx"."""
+    outputs that a caller gets and, if the problem needs gradients, the gradients under names such as "dWx". drawn: the
+    random arrays, and a case with the lengths, which the oracle gets, too."""
     lengths = mx.array(drawn.case.call["lengths"], mx.int32) if "lengths" in problem.names else None
     in_dtype = {name: to_mlx(array, problem.dtype) for name, array in cotangents.items()}
     values = graph(problem, drawn.arrays, lengths, in_dtype, engine)
@@ -150,14 +164,17 @@ def graph(
     engine: str,
 ) -> dict[str, mx.array]:
     """Return the outputs, and the gradients under names such as "dWx", of one run on this engine, as lazy MLX arrays
-    with the time axis first. arrays: the inputs and weights. cotangents: the gradients of outputs, by the outputs'
-    names; the gradients of the floats in `arrays` are computed from them."""
+    with the time axis first. arrays: the inputs and weights. lengths: the number of steps of each batch item, or None.
+    cotangents: the gradients of outputs, by the outputs' names; the gradients of the floats in `arrays` are computed
+    from them, except for a `plain` problem, of which nobody can ask for a gradient."""
     floats = {name: array for name, array in arrays.items() if name not in packed_names(arrays)}
     # Quantized weights and lengths have no gradient.
     others = {name: array for name, array in arrays.items() if name not in floats}
     if "lengths" in problem.names and lengths is not None:
         others["lengths"] = lengths
-    sequences = ("h", "c", "gates") if problem.batch_first else ()
+    sequences = ("h", "c", "gates") if problem.batch_first else ()  # the outputs that have the batch first
+    # shown: the outputs to return. Those with a cotangent come first, as `mx.vjp` takes the cotangents in this order;
+    # then the others that a caller gets (`shown_of`).
     shown = [*cotangents, *(name for name in shown_of(problem) if name not in cotangents)]
 
     def swapped(array: mx.array) -> mx.array:
@@ -176,6 +193,7 @@ def graph(
         # mx.vjp takes no cotangent for the result of mx.stop_gradient, so those outputs stay without one.
         outputs, gradients = mx.vjp(outputs_of, list(floats.values()), as_outputs)
     values = dict(zip(shown, outputs, strict=True))
+    # Not strict for a plain problem, which has no gradients: then nothing is added.
     values |= dict(zip([f"d{name}" for name in floats], gradients, strict=not problem.plain))
     sequences += ("dx",) if problem.batch_first else ()
     return {name: swapped(value) if name in sequences else value for name, value in values.items()}
@@ -183,12 +201,13 @@ def graph(
 
 def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> str:
     """Return a text that describes the first wrong result, with its error, or an empty text if all results are
-    right.
+    right. got: the results of the tested kernels, outputs and gradients, by name.
 
     A result is wrong if its error exceeds both its error bound and twice the error of the engine `ops`. The second
     condition is needed because MLX's own products, which both engines use, are less precise than float32 on some
     GPUs.
     """
+    # floats: the arguments that have a gradient. smooth: no preactivation is near a kink, so gradients have bounds.
     floats = [] if problem.plain else [name for name in drawn.arrays if name not in packed_names(drawn.arrays)]
     judge = drawn.case._replace(cotangents=cotangents if floats and drawn.smooth else {}).judge()
     # A gradient near a kink of an activation has no error bound: it must have its shape and be finite. So the
@@ -196,6 +215,8 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> 
     rough = {f"d{name}": drawn.case.call[name] for name in floats if f"d{name}" not in judge.exact}
     judge = judge._replace(exact=judge.exact | rough)
     names = sorted({*shown_of(problem), *cotangents_of(problem), *(f"d{name}" for name in floats)})
+    # beyond: the refused results of which only the error is too large. The others are missing, not finite or of another
+    # shape: their text is returned at once.
     refused = [verdict for verdict in judge.verdicts(got, names) if verdict.refusal]
     beyond = [verdict for verdict in refused if np.isfinite(verdict.error)]
     if len(beyond) < len(refused):
@@ -206,6 +227,7 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> 
     for name, error, bound, *_ in beyond:
         size = largest(judge.exact[name])
         allowed = 2 * judged(name, others.get(name), judge.exact[name], judge.bounds[name]).error
+        # Add 4 eps of the dtype, relative to the largest number of the result.
         allowed += 4 * float_of(dtype_word(problem)).eps * size
         # If `ops` is so wrong that zeros would be allowed, it says nothing about the precision of MLX's products.
         if not (error <= allowed and allowed < size):

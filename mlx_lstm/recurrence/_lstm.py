@@ -2,7 +2,9 @@
 
 T: time steps, B: sequences of the batch, I: input features, H: hidden units, P: the width of h (H, or that of the
 projection). `given` makes a dict of the arrays that are not None; `check_lstm` checks the options and returns the cell;
-`Call` checks the arrays, chooses an engine and runs it.
+`with_norm` adds the options of a `Norm` to the cell and its arrays to the dict; `Call` checks the arrays, chooses an
+engine and runs it. Its `forward` returns (outputs by name, the engine that ran). `without_norm` makes a gradient op
+refuse the argument `norm`.
 """
 
 from collections.abc import Sequence
@@ -232,6 +234,7 @@ def lstm_gradients(
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, keep=keep, Wp=Wp)
     clips = Clips(cell_clip, projection_clip, clip_gradient, Wp is not None)
+    # 0.0: forget_bias, which the gradient does not contain.
     cell = check_lstm(gate_order, activations, output_peephole, 0.0, clips, op="lstm_gradients")
     call = Call(cell, reverse, bidirectional, lengths, engine, stream, hold=hold)
     return call.backward(arrays, given(h=h, c=c, gates=gates), given(h=dh, c=dc, gates=dgates, hT=dhT, cT=dcT))

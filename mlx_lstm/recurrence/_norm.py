@@ -2,9 +2,10 @@
 their checks. `engines.input_norm` computes the part of it that comes before the steps, except for `numpy`.
 
 A `Norm` is what the user writes, with the arrays of scales and shifts. `NormOptions`, a field of the cell, is what
-engines read: the options without arrays. The arrays become arrays of the call, such as `norm_scale`. G: gates, H:
-units. op: the function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got
-...".
+engines read: the options without arrays. The arrays become arrays of the call, such as `norm_scale`. NAMES: {field of
+`Norm`: name of this array in a call}, such as {"scale": "norm_scale"}. OF: {the user's value of `Norm.of`: the engines'
+value of `NormOptions.of`}; they differ in one, {"recurrent": "product"}. G: gates, H: units. op: the function that
+error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Callable, Mapping
@@ -78,6 +79,7 @@ class Norm(NamedTuple):
     eps: float = 1e-5
 
     def __repr__(self) -> str:
+        # Only the fields that the user set, with their values.
         changed = [name for name, usual in self._field_defaults.items() if getattr(self, name) is not usual]
         return f"Norm({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
@@ -90,10 +92,11 @@ NAMES = {
     "c_scale": "norm_c_scale",
     "c_shift": "norm_c_shift",
 }
-"""From the name of an array in `Norm` to its name among the arrays of a call."""
+"""{field of `Norm` that holds an array: the name of this array in a call}."""
 
 OF = {"products": "products", "recurrent": "product", "sum": "sum", None: None}
-"""From the value of `Norm.of` that the user writes to the value of `NormOptions.of` that engines read."""
+"""{the user's value of `Norm.of`: the engines' value of `NormOptions.of`}. With "recurrent" only one of the two
+products is normalised, so the engines' word is "product"."""
 
 
 def without_norm(function: Function) -> Function:
@@ -117,8 +120,9 @@ def with_norm(op: str, cell: SomeCell, norm: Any, arrays: dict[str, Any]) -> tup
     if norm is None:
         return cell, arrays
     options = options_of(op, cell, norm)
-    # An array makes sense only if what it scales or shifts is normalised: field is the option that says so, and values
-    # are the values of the option that need the array.
+    # An array makes sense only if what it scales or shifts is normalised. field: the option of `Norm` that says so.
+    # values: those of its values with which the array is used. NAMES has the fields of all arrays, such as
+    # "input_scale".
     for name in NAMES:
         field = "c" if name[:2] == "c_" else "of"
         values = ("products",) if name[:5] == "input" else ("products", "recurrent", "sum")
@@ -132,10 +136,11 @@ def with_norm(op: str, cell: SomeCell, norm: Any, arrays: dict[str, Any]) -> tup
 
 def options_of(op: str, cell: Any, norm: Any) -> NormOptions:
     """Check the options of a `Norm` for this cell, and return them as engines take them. The cell may be a user's cell
-    that is not traced yet."""
+    that is not traced yet. cell.recurrent: whether h is multiplied by Wh. cell.apart: whether the cell reads x Wx^T and
+    h Wh^T as two values, so that their sum does not occur."""
     if not isinstance(norm, Norm):
         fail(op, 'norm must be a mlx_lstm.Norm, such as Norm() or Norm("sum", scale)', type(norm).__name__)
-    check_option(op, "norm.of", norm.of, tuple(OF))
+    check_option(op, "norm.of", norm.of, tuple(OF))  # OF: {the user's word: the engines' word}
     check_option(op, "norm.c", norm.c, (None, "output", "state"))
     check_option(op, "norm.gates", norm.gates, ("together", "each"))
     eps = check_number(op, "norm.eps", norm.eps)
@@ -156,7 +161,8 @@ def options_of(op: str, cell: Any, norm: Any) -> NormOptions:
 
 
 def layer_norm_of(op: str, cell: Any, layer_norm: Any) -> NormOptions | None:
-    """Check the option `layer_norm` of a layer: a bool, or a `Norm` without arrays. Return the options of the cell."""
+    """Check the option `layer_norm` of a layer: a bool, or a `Norm` without arrays. Return the options for its cell, or
+    None without layer normalisation. True stands for both products, and c where there is one."""
     if layer_norm is False:
         return None
     if layer_norm is True:
@@ -169,8 +175,8 @@ def layer_norm_of(op: str, cell: Any, layer_norm: Any) -> NormOptions | None:
 
 
 def layer_norm_arrays(norm: NormOptions, gates: int, H: int) -> dict[str, int]:
-    """Return the names of the parameters of a layer with layer normalisation, and their widths. A product has no shift,
-    because its shift and the bias would be added to the same preactivations."""
+    """Return {name: width} of the parameters of a layer with layer normalisation, for a cell of this number of gates
+    and H units. A product has no shift, because its shift and the bias would be added to the same preactivations."""
     found = {"norm_scale": gates * H} if norm.of is not None else {}
     found |= {"norm_input_scale": gates * H} if norm.of == "products" else {}
     found |= {"norm_shift": gates * H} if norm.of == "sum" else {}
@@ -183,7 +189,9 @@ def first_value(name: str, shape: list[int]) -> mx.array:
 
 
 def norm_given(norm: NormOptions, arrays: Mapping[str, Any]) -> Norm:
-    """Return the `Norm` of these options, with those of its arrays that are in `arrays`."""
-    of = next(word for word, own in OF.items() if own == norm.of)
-    given = {name: arrays[argument] for name, argument in NAMES.items() if argument in arrays}
+    """Return the `Norm` that a user would write for these options of an engine: the reverse of `options_of`. arrays:
+    those of a call, by names such as "norm_scale"; the `Norm` gets those that belong to it, as its fields."""
+    # OF: {the user's word: the engines' word}. NAMES: {field of `Norm`: name in a call}.
+    of = next(users_word for users_word, engines_word in OF.items() if engines_word == norm.of)
+    given = {field: arrays[in_call] for field, in_call in NAMES.items() if in_call in arrays}
     return Norm(of, c=norm.c, gates=norm.gates, eps=norm.eps, **given)

@@ -2,8 +2,9 @@
 `torch.nn.utils.rnn` does.
 
 N: sequences, L: steps of the padded batch, P: steps of all sequences together. counts: the number of steps of each
-sequence. A sequence is called n, a step t. op: the function that error texts begin with; `fail(op, rule, got)` raises
-the ValueError "[op] rule but got ...".
+sequence. order: the sequences as numbers of the batch, the longest first. `check_lengths(op, lengths, N, L)` checks
+lengths and returns an array. A sequence is called n, a step t. op: the function that error texts begin with; `fail(op,
+rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from itertools import accumulate
@@ -74,7 +75,7 @@ def pack_padded_sequence(
     order = np.arange(N)  # the sequences, the longest first
     if not enforce_sorted:
         order = np.argsort(-counts, kind="stable")
-    elif (np.diff(counts) > 0).any():
+    elif (np.diff(counts) > 0).any():  # a sequence is longer than the one before
         fail(op, "lengths must fall, the longest first, or enforce_sorted be False,", counts.tolist())
     # steps: for each t the sequences that have a step t.
     steps = [order[: int((counts > t).sum())] for t in range(int(counts.max()))]
@@ -84,7 +85,8 @@ def pack_padded_sequence(
     sizes = tuple(len(step) for step in steps)
     if enforce_sorted:
         return PackedSequence(data, sizes)
-    return PackedSequence(data, sizes, *(mx.array(n.astype(np.int32)) for n in (order, np.argsort(order))))
+    # The argsort of an order is its inverse.
+    return PackedSequence(data, sizes, *(mx.array(each.astype(np.int32)) for each in (order, np.argsort(order))))
 
 
 def pad_packed_sequence(
@@ -115,7 +117,8 @@ def pad_packed_sequence(
     if total_length is not None:
         L = check_integer(op, "total_length", total_length, least=L)
     data, P = sequence.data, len(sequence.data)
-    places = np.full((L, N), P)  # P: the place of the padding, behind all steps
+    # places: for each step and sequence its row in the data. P: the row of the padding, which is put behind all steps.
+    places = np.full((L, N), P)
     for t, (start, size) in enumerate(zip((0, *accumulate(sequence.batch_sizes)), sequence.batch_sizes, strict=False)):
         places[t, order[:size]] = np.arange(start, start + size)
     padding = mx.full((1, *data.shape[1:]), value, data.dtype)

@@ -29,8 +29,9 @@ OP = "pointwise"
 class OwnCell(NamedTuple):
     """A cell that the user wrote, before it is traced: the function and its options, as a layer holds them.
 
-    states, params: the numbers of states (h included) and of parameters per unit. apart, recurrent: as in
-    `nn.Pointwise`.
+    gates, states, params: the numbers of gates, of states (h included) and of parameters per unit. apart: whether the
+    function gets each gate as a pair, its part from x and its part from h. recurrent: whether h is multiplied by Wh.
+    norm: the options of layer normalisation.
     """
 
     function: Callable[..., Any]
@@ -47,6 +48,7 @@ class OwnCell(NamedTuple):
         """Return the cell for states [B, H] and arrays of this dtype. inputs: the number of inputs of each step. Raise
         ValueError if the function does not take so many arguments."""
         try:
+            # 2: a and state, the first arguments.
             signature(self.function).bind(*[None] * (2 + inputs + self.params))
         except TypeError as error:
             each = f"a, state, {inputs} inputs of each step and {self.params} parameters"
@@ -55,6 +57,7 @@ class OwnCell(NamedTuple):
             fail(OP, f"cell must take {each}{advice}", error)
         except ValueError:  # a builtin function without a signature
             pass
+        # Counts: how many gates, states, inputs and params the function gets.
         counts, wide = Counts(self.gates, self.states, inputs, self.params), dtype == mx.float64
         graph = traced(self.function, counts, self.apart, (B, H), mx.float64 if wide else mx.float32)
         return PointwiseCell(graph, self.recurrent, self.norm)
@@ -161,13 +164,15 @@ def pointwise(
         fail(OP, "cell must be a function", type(cell).__name__)
     D = directions(apart, bidirectional)
     states, B, H = check_states(state, D)
-    # each: the inputs as arrays [T, B, D H]. numbers: the params as arrays [D H].
+    # D: the number of directions, 1 or 2. each: the inputs as arrays [T, B, D H]. numbers: the params as arrays [D H].
     each = check_sequences_of(inputs, x, H * D)
     numbers = check_params(params, H * D)
     arrays: dict[str, Any] = {"x": x, "Wx": Wx, "Wh": Wh, "b": b, "h0": states[0], "mask": mask, "keep": keep}
     gates = gates_of(x, Wx, Wh, D * H, apart)
     if Wh is None and mask is not None:
         fail(OP, "mask must be None where Wh is None", "an array")
+    # counts: how many gates, states, inputs and params the function gets. graph: its operations, found by calling it.
+    # The sizes (B, H) only serve this call.
     counts = Counts(gates, len(states), len(each), len(numbers))
     graph = traced(cell, counts, apart, (B, H), mx.float64 if x.dtype == mx.float64 else mx.float32)
     arrays["c0"] = side_by_side(states[1:], D)
@@ -176,7 +181,8 @@ def pointwise(
     own, arrays = with_norm(OP, PointwiseCell(graph, Wh is not None), norm, arrays)
     call = Call(own, reverse, bidirectional, lengths, engine, stream, hold=hold, checkpoint_every=checkpoint_every)
     given = {name: array for name, array in arrays.items() if array is not None}
-    outputs, _ = call.forward(given, return_gates=False, training=training)
+    outputs, _ = call.forward(given, return_gates=False, training=training)  # _: the engine that ran
+    # cT has the last states besides h side by side; without such states there is none.
     last = (outputs["hT"], *apart_again(outputs.get("cT"), len(states) - 1, D))
     return outputs["h"], last
 
@@ -223,7 +229,7 @@ def check_sequences_of(inputs: Any, x: Any, width: int) -> list[mx.array]:
     for k, array in enumerate(listed("inputs", inputs)):
         if array.dtype == mx.complex64:
             fail(OP, f"inputs[{k}] must be real, an integer or bool", array.dtype)
-        sizes = (1,) * (3 - array.ndim) + array.shape
+        sizes = (1,) * (3 - array.ndim) + array.shape  # with three axes, as broadcasting adds them
         if len(sizes) != 3 or any(size not in (1, wanted) for size, wanted in zip(sizes, shape, strict=True)):
             fail(OP, f"inputs[{k}] must broadcast to [T, B, H] = {list(shape)}", f"shape {list(array.shape)}")
         whole.append(mx.broadcast_to(array.astype(x.dtype), shape))
@@ -236,6 +242,7 @@ def check_params(params: Any, width: int) -> list[mx.array]:
     arrays = listed("params", params)
     for k, array in enumerate(arrays):
         shape = array.shape if array.shape in ((), (1,)) else [width]
+        # None: any float dtype.
         check_array(OP, f"params[{k}]", array, shape, None, ", one number per unit, or [1] or [] for all units,")
     return [mx.broadcast_to(array, (width,)) for array in arrays]
 
@@ -262,7 +269,7 @@ def side_by_side(arrays: list[Array], D: int) -> Array | None:
         return arrays[0] if arrays else None
     if D == 1:
         return mx.concatenate(arrays, axis=-1)
-    shape = arrays[0].shape
+    shape = arrays[0].shape  # [..., 2 H]
     parts = [array.reshape(*shape[:-1], 2, shape[-1] // 2) for array in arrays]
     return mx.concatenate(parts, axis=-1).reshape(*shape[:-1], len(arrays) * shape[-1])
 
@@ -274,6 +281,6 @@ def apart_again(joined: Array | None, n: int, D: int) -> list[Array]:
         return [] if joined is None else [joined]
     if D == 1:
         return list(mx.split(joined, n, axis=-1))
-    *sizes, width = joined.shape
+    *sizes, width = joined.shape  # width: 2 n H
     parts = mx.split(joined.reshape(*sizes, 2, width // 2), n, axis=-1)
     return [part.reshape(*sizes, width // n) for part in parts]

@@ -2,7 +2,11 @@
 
 `mx.quantize` stores a weight matrix as packed integers of a few bits, with a scale and mostly a bias for each group of
 numbers of a row. A quantized layer has the parameters of its float layer, but a quantized weight such as `Wh` is three
-arrays: `Wh` (the packed integers), `Wh_scales` and `Wh_biases`. group_size, bits, mode: the arguments of `mx.quantize`.
+arrays: `Wh` (the packed integers), `Wh_scales` and `Wh_biases`. group_size, bits, mode: the arguments of `mx.quantize`:
+how many numbers of a row share a scale, the bits of a number, and the kind of scales. DEFAULTS has the first two for
+each mode, WIDTHS those that a mode allows. A class of quantized layers has the attributes `op` (its name in errors),
+`of` (the class of its float layer) and `kinds` (the classes that `from_layer` takes). A layer is a dict of its
+parameters, so `self.items()` lists these; its other attributes are in `vars(self)`.
 """
 
 from inspect import Signature, signature
@@ -37,7 +41,7 @@ class QuantizedLayer(nn.Module):
         """Give the constructor of a class of this package the signature of its float layer's, followed by the arguments
         of `mx.quantize`, for help()."""
         super().__init_subclass__(**options)
-        if "of" not in vars(cls):
+        if "of" not in vars(cls):  # a subclass that a user wrote
             return
         QUANTIZED[cls.of] = cls
 
@@ -45,6 +49,7 @@ class QuantizedLayer(nn.Module):
         def constructor(self: QuantizedLayer, *sizes: Any, **options: Any) -> None:
             QuantizedLayer.__init__(self, *sizes, **options)
 
+        # packing: the parameters group_size, bits and mode, the only ones of `__init__` below after its `*sizes`.
         packing = [p for p in signature(QuantizedLayer.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
         arguments = [*signature(cls.of.__init__).parameters.values(), *packing]
         constructor.__name__, constructor.__qualname__ = "__init__", f"{cls.__qualname__}.__init__"
@@ -69,7 +74,7 @@ class QuantizedLayer(nn.Module):
         if type(layer) not in cls.kinds:  # a subclass may compute something else
             rule = f"layer must be of the class {cls.of.__module__.removesuffix('._layers')}.{cls.of.__name__}"
             fail(cls.op, rule, f"{type(layer).__module__}.{type(layer).__qualname__}")
-        new = cls.__new__(cls)
+        new = cls.__new__(cls)  # without the constructor, which would draw parameters
         new.take_over(layer)
         new.pack(group_size, bits, mode)
         return new
@@ -82,7 +87,7 @@ class QuantizedLayer(nn.Module):
         gives this layer's weights again, up to rounding. The float weights have the dtype of the scales. In modes
         without biases the scales are codes, and the float weights are float32.
         """
-        new = self.of.__new__(self.of)
+        new = self.of.__new__(self.of)  # without the constructor, which would draw parameters
         nn.Module.__init__(new)
         # own: the attributes that the float layer does not get. _no_grad has MLX's names of frozen parameters.
         own = ("group_size", "bits", "mode", "_no_grad", "_engine_used")
@@ -98,7 +103,8 @@ class QuantizedLayer(nn.Module):
         return new
 
     def take_over(self, layer: nn.Module) -> None:
-        """Copy the parameters and attributes of a layer. Which of its parameters are frozen is not copied."""
+        """Copy the parameters and attributes of a layer. Which of its parameters are frozen (`_no_grad`) is not
+        copied."""
         nn.Module.__init__(self)
         state = {name: value for name, value in vars(layer).items() if name not in ("_no_grad", "_engine_used")}
         vars(self).update({"engine": None, "checkpoint_every": None} | state)  # MLX's own layers do not have these two
@@ -112,7 +118,7 @@ class QuantizedLayer(nn.Module):
         weight this is an error.
         """
         # Not DEFAULTS.get(mode): a mode without a hash, such as a list, would raise TypeError here.
-        # `check_packing` below raises a clear error for it.
+        # `check_packing` below raises a clear error for it. (64, 4): any numbers, for an unknown mode.
         defaults = next((sizes for name, sizes in DEFAULTS.items() if name == mode), (64, 4))
         group_size = defaults[0] if group_size is None else group_size
         bits = defaults[1] if bits is None else bits
@@ -126,7 +132,7 @@ class QuantizedLayer(nn.Module):
                 for part, array in Quantized(*packed, group_size=group_size, bits=bits, mode=mode).arrays(name).items():
                     self[part] = array
             elif name.startswith(RECURRENT):
-                fits = [size for size in WIDTHS[mode][0] if columns % size == 0]
+                fits = [size for size in WIDTHS[mode][0] if columns % size == 0]  # [0]: the group sizes of the mode
                 advice = f" (group_size={fits[-1]} fits)" if fits else ""
                 fail(self.op, f"the columns of {name} must be a multiple of group_size = {group_size}{advice}", columns)
         self.freeze()
@@ -136,7 +142,7 @@ class QuantizedLayer(nn.Module):
 
     def _parameter(self, name: str) -> Weight:
         """Return the parameter `name` of the layer: a `Quantized` object for a quantized weight, else the array."""
-        array = cast(Any, super())._parameter(name)
+        array = cast(Any, super())._parameter(name)  # the method of the float layer, the other base class
         if f"{name}_scales" not in self:
             return array
         scales, biases = self[f"{name}_scales"], self.get(f"{name}_biases")

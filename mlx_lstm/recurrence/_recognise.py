@@ -18,7 +18,8 @@ D: features of x, H: units, B: batch items. A block is H rows of a parameter (`B
 A part says what a block is for: (gate, kind), such as ("f", "x") for the input's weights of the forget gate. A form
 says how the step takes and returns states (`Form`). A way is a hypothesis: the function "lstm", "gru" or "rnn", and
 options (`Way`). A trial runs the user's cell (`Trial`). A title is the Python code for a parameter, such as
-"self.weight".
+"self.weight". `trial.note(rank, text)` keeps the text on the hypothesis of the highest rank, for the warning: rank (0,
+..) no formula fits, (1,) no matrix fits, (2, ..) values differ, (3,) one number is in doubt, (4,) the cell is random.
 """
 
 import warnings
@@ -305,6 +306,7 @@ def about_norms(module: Any) -> str:
 def line_found(trial: "Trial") -> str | None:
     """Return the line of the first hypothesis that equals the user's cell. Return None if there is none; then
     `trial.nearest` says why."""
+    # The state of MLX's random numbers changes if the cell draws some.
     random: Any = mx.random.state
     before = np.array(random[0])
     forms = trial.forms()
@@ -313,6 +315,7 @@ def line_found(trial: "Trial") -> str | None:
     if not np.array_equal(before, np.array(random[0])):
         trial.note((4,), "It draws random numbers: call eval() of the module if it has dropout")
         return None
+    # question: why a hypothesis that equals the cell within rounding is still in doubt, as text; "" if it is not.
     for form in forms:
         for way, question in ways_of(trial, form):
             match = match_of(way, trial, form)
@@ -342,6 +345,7 @@ class Trial:
         Python code that `recognise` returns."""
         self.step, self.D, self.H = step, D, H
         title = name if name or isinstance(module, nn.Module) else "params"
+        # By title: where each parameter is (the array is owner[key]), the module's own arrays, and their shapes.
         self.places = {text: (owner, key) for text, owner, key in parameters_of(module, title, set())}
         self.before = {text: owner[key] for text, (owner, key) in self.places.items()}
         self.shapes: dict[str, tuple[int, ...]] = {text: array.shape for text, array in self.before.items()}
@@ -350,7 +354,7 @@ class Trial:
         self.x, self.h = (draws.uniform(-1, 1, (B, width)) for width in (D, H))
         self.c = draws.uniform(0.2, 1, (B, H)) * draws.choice([-1, 1], (B, H))
         self.blocks = [each for text, shape in self.shapes.items() for each in blocks_of(text, shape, D, H)]
-        self.known: dict[Any, np.ndarray | None] = {}
+        self.known: dict[Any, np.ndarray | None] = {}  # the results of `new`
         self.rank: tuple[float, ...] = ()  # that of `nearest`, see `note`
         self.nearest, self.errors = "It does not run with all parameters 0", ""
 
@@ -371,7 +375,7 @@ class Trial:
         """Return the random weights [H, C] or [H] of block n. In each run of the cell all blocks are 0 except one or
         two, which have these weights. The weights of a block are the same in every run."""
         block = self.blocks[n]
-        C = {"x": self.D, "h": self.H}.get(block.kinds[0])
+        C = {"x": self.D, "h": self.H}.get(block.kinds[0])  # the columns; None for a vector, such as a bias
         draws = np.random.default_rng([block.row, n])
         return draws.uniform(-1.5, 1.5, (self.H, C) if C else self.H) / np.sqrt(C or 1)
 
@@ -380,20 +384,21 @@ class Trial:
         found, errors = [], []
         self.set({title: mx.zeros(shape, mx.float64) for title, shape in self.shapes.items()})
         for call in CALLS:
-            if call == "step(h, x)" and self.D == self.H:
+            if call == "step(h, x)" and self.D == self.H:  # `CALLS` says why
                 continue
-            first = Form(call, 0)
+            first = Form(call, 0)  # 0: not known yet
             try:
                 shapes = [array.shape for array in self.arrays(call, *self.inputs(first))]
             except StepError as error:
                 errors.append(f"{call}: {error}")
                 continue
+            # fits: at which indices among the returned arrays the new states, each [B, H], may begin.
             starts = range(len(shapes) - first.states + 1)
-            fits = [n for n in starts if shapes[n : n + first.states] == [(B, self.H)] * first.states]
-            found += [Form(call, n) for n in fits]
+            fits = [at for at in starts if shapes[at : at + first.states] == [(B, self.H)] * first.states]
+            found += [Form(call, at) for at in fits]
             if not fits:
                 errors.append(f"{call} returned arrays of the shapes {[list(shape) for shape in shapes]}")
-        self.errors = "; ".join(errors[:1] + errors[-1:])
+        self.errors = "; ".join(errors[:1] + errors[-1:])  # only the first and the last, as the text may be long
         return found
 
     def inputs(self, form: Form, size: float = 1) -> list[mx.array]:
@@ -417,6 +422,7 @@ class Trial:
         found, rest = arrays[form.at : stop], arrays[: form.at] + arrays[stop:]
         if [array.shape for array in found] != [states[0].shape] * form.states:
             raise StepError(f"it must return states of the shape {list(states[0].shape)}")
+        # Return h first. states[0] is h before the step, [B, H].
         return found[::-1] if form.c_first else found, [array for array in rest if array.shape == states[0].shape]
 
     def new(self, form: Form, blocks: tuple[int, ...] = (), size: float = 1) -> np.ndarray | None:
@@ -473,8 +479,12 @@ def parameters_of(node: Any, title: str, seen: set[Any]) -> Iterator[tuple[str, 
 def blocks_of(title: str, shape: tuple[int, ...], D: int, H: int) -> Iterator[Block]:
     """Yield the blocks of a parameter: all groups of H rows that, by their shape, may be the weights of one gate. The
     rows are rows of the parameter or of its transpose. If one matrix may hold the weights of x and of h side by side,
-    only the columns for x, or only the columns for h, are part of a block. D and H are the widths of x and h."""
-    if len(shape) == 3 and shape[0] <= 8:
+    only the columns for x, or only the columns for h, are part of a block. D and H are the widths of x and h.
+
+    A `Block` is (title, view, form, columns, row, k, kinds). A lambda is its view, a function of the parameter; the
+    arguments with defaults, such as n=n, store the values of this loop. n: an index on the first axis of the parameter.
+    """
+    if len(shape) == 3 and shape[0] <= 8:  # several matrices in one array, such as one per gate
         for n in range(shape[0]):
             for block in blocks_of(title, shape[1:], D, H):
                 view = block.view
@@ -490,6 +500,7 @@ def blocks_of(title: str, shape: tuple[int, ...], D: int, H: int) -> Iterator[Bl
     # columns: for each kind its possible places in a matrix: (width of the matrix, first column, last + 1, their code).
     columns = {"x": [(D, 0, D, ""), (D + H, 0, D, f":{D}"), (D + H, H, D + H, f"{H}:")]}
     columns["h"] = [(H, 0, H, ""), (D + H, D, D + H, f"{D}:"), (D + H, 0, H, f":{H}")]
+    # form: the code for the view, the matrix itself or its transpose. C: the width that the matrix must have.
     for form, (rows, width) in (("", shape), (".T", shape[::-1])):
         for kind, C, start, stop, text in [(kind, *each) for kind, all_of in columns.items() for each in all_of]:
             if width == C and rows % H == 0:
@@ -516,7 +527,7 @@ def ways_of(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
     With each comes a text on a number that could not be read, or ""."""
     got = trial.new(form)
     for way, text in lstm_ways(trial, form) if form.states == 2 else [(way, "") for way in OTHERS]:
-        want = computed(way, trial, {})
+        want = computed(way, trial, {})  # {}: all weights are 0
         error = np.inf if got is None else np.abs(got - want).max()
         if error <= LOOSE * (np.abs(want).max() or 1):
             yield way, text
@@ -538,18 +549,19 @@ def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
     if tiny is None or huge is None:
         return
     factor = tiny[1] / (trial.c * 1e-6)  # the new c is sigmoid(forget bias) times the old c, as i g is 0
-    f = float(np.median(factor))
+    f = float(np.median(factor))  # sigmoid(forget bias)
     if not np.abs(factor - f).max() <= 1e-6 or not 0 < f < 1:
         call = f"With all parameters 0, {form.call} returns a c that is not a part of the c before, the same part for"
         trial.note((0, -np.inf), f"{call} all units, as in an LSTM")
         return
+    # The forget bias is the inverse sigmoid of f. The error of f, up to 5e-8, grows by the slope 1 / (f (1 - f)).
     measured, error = float(np.log(f / (1 - f))), 5e-8 / (f * (1 - f))
     bias = decimal(measured, error)
     text = "" if bias is not None else (
         f"its forget_bias, {measured:.7g} +- {error:.0e}, is no number of at most six digits: pass the number yourself"
     )  # fmt: skip
     options: dict[str, Any] = {"forget_bias": measured if bias is None else bias}
-    limits = huge[1] * np.sign(trial.c)
+    limits = huge[1] * np.sign(trial.c)  # the new |c| of each unit, which is the limit if there is one
     limit = float(np.median(limits))
     # The error of c + stop_gradient(clip(c) - c), which is how a clip with this gradient is usually written.
     error = 1e-9 * max(1, abs(limit))
@@ -564,7 +576,8 @@ def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
 def decimal(measured: float, error: float) -> float | None:
     """Return the number with the fewest digits, at most six, that differs from a measured one by at most `error`.
     Return None if there is none: then the number cannot be read."""
-    each = [float(f"{measured:.{digits}e}") for digits in range(6)]
+    each = [float(f"{measured:.{digits}e}") for digits in range(6)]  # rounded to 1, 2, ... 6 digits
+    # + 0.0 turns -0.0 into 0.0.
     return next((number + 0.0 for number in [0.0, *each] if abs(number - measured) <= error), None)
 
 
@@ -579,8 +592,9 @@ def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]
     `way`. Return a dict from (gate, kind) to lists of blocks, and the Python code of blocks that have the effect of no
     gate."""
     parts: dict[Part, list[int]] = {}
-    gates = [gate for gate in GATES[way.op] if gate != HIDDEN[way.op]]
-    # rest: the blocks that belong to no gate yet. effects: those of them that have an effect.
+    gates = [gate for gate in GATES[way.op] if gate != HIDDEN[way.op]]  # those whose weights have an effect alone
+    # Blocks are called by their numbers here. parts: the blocks found for each gate and kind. rest: the blocks that
+    # belong to no gate yet. effects: those of them that have an effect.
     rest, effects = list(range(len(trial.blocks))), set[int]()
 
     def assign(gates: list[str], known: dict[Part, int]) -> None:
@@ -602,6 +616,8 @@ def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]
     found = {part: [trial.blocks[n] for n in blocks] for part, blocks in parts.items()}
     views = {block.view_key for blocks in found.values() for block in blocks}
     titles = {block.title for blocks in found.values() for block in blocks}
+    # others: blocks with an effect that fits no gate. Their code is returned if they belong to a view that was found,
+    # or else to a parameter of which no other view was found.
     others = [trial.blocks[n] for n in sorted(effects - {n for blocks in parts.values() for n in blocks})]
     texts = [sliced(each, trial.H) for each in others if each.view_key in views]
     return found, texts + sorted({each.title for each in others if each.title not in titles})
@@ -622,9 +638,11 @@ def part_of(
     context = tuple(known.values())
     # base: the new states without block n. got: with it. want: what the formula gives if it is the weights of `part`.
     base, got = trial.new(form, context), trial.new(form, (*context, n))
+    # A difference up to 1e-7 may be rounding. A step that raises an error counts as an effect of the block.
     if base is None or got is None or not np.abs(got - base).max() > 1e-7:
         return None, got is None
     others = {part: trial.numbers(block) for part, block in known.items()}
+    # best: the part that fits best so far. least: by how much it misses, relative to its effect; LOOSE is allowed.
     best, least = None, LOOSE
     for part in product(gates, trial.blocks[n].kinds):
         if part[1] == "bhn" and (part[0] != "n" or way.options["reset"] != "after"):
@@ -635,7 +653,7 @@ def part_of(
         effect = np.abs(want - base).max()
         if effect > 0 and np.abs(got - want).max() / effect < least:
             best, least = part, np.abs(got - want).max() / effect
-        if least < 1e-5:
+        if least < 1e-5:  # it fits within rounding
             break
     return best, True
 
@@ -660,7 +678,8 @@ def computed(way: Way, trial: Trial, weights: dict[Part, np.ndarray]) -> np.ndar
 
 
 def called(way: Way, arguments: dict[str, Any], x: mx.array, h: mx.array, c: mx.array | None = None) -> list[mx.array]:
-    """Call the function of the formula `way` for one step. Return the new states, h or h and c."""
+    """Call the function of the formula `way` for one step. Return the new states, h or h and c. x[None] is a sequence
+    of one step; "ops" is the engine that runs in float64."""
     first = {"h0": h, "c0": c} if way.op == "lstm" else {"h0": h}
     found: Any = OPS[way.op](x[None], **arguments, **first, engine="ops")
     return [found.h[0], found.c[0]] if way.op == "lstm" else [found.h[0]]
@@ -673,18 +692,20 @@ def match_of(way: Way, trial: Trial, form: Form) -> Match:
     if not {kind for _, kind in parts} & {"x", "h"}:
         trial.note((1,), f"No matrix among its parameters has the effect of a gate of {way.op}")
         return Match({}, parts, unknown)
+    # ("o", "p"): the peephole of the output gate.
     if way.options.get("output_peephole") == "previous" and ("o", "p") not in parts:
         return Match({}, parts, unknown)  # without this peephole it is the same as "current", which was tested before
     gates, H = GATES[way.op], trial.H
     # The gate order of a parameter that holds all gates, if there is one; the call then takes it without slices.
-    whole = [order_of([parts.get((gate, kind), []) for gate in gates], gates) for kind in "xh"]
-    order = next((found for found in whole if found), gates)
+    orders = [order_of([parts.get((gate, kind), []) for gate in gates], gates) for kind in "xh"]
+    order = next((found for found in orders if found), gates)
     arguments: dict[str, Any] = {}
     for key, kind, shape in (("Wx", "x", (H, trial.D)), ("Wh", "h", (H, H)), ("b", "b", (H,)), ("peephole", "p", (H,))):
+        # The call always needs both matrices, even if all their gates are zeros.
         if kind in "xh" or any((gate, kind) in parts for gate in gates):
             arguments[key] = joined([parts.get((gate, kind), []) for gate in order], order, shape)
     if ("n", "bhn") in parts:
-        arguments["bhn"] = joined([parts["n", "bhn"]], "n", (H,))
+        arguments["bhn"] = joined([parts["n", "bhn"]], "n", (H,))  # of the gate n alone
     options = {"gate_order": order} if order != gates else {}
     options |= {key: value for key, value in way.options.items() if value != DEFAULTS[key]}
     return Match(arguments | options, parts, unknown)
@@ -746,23 +767,25 @@ def equals(way: Way, match: Match, trial: Trial, form: Form) -> bool:
     """Return whether `lstm`, `gru` or `rnn`, called with these arguments, equals the user's cell in all batches of
     `BATCHES`. If not, `trial` remembers by how much it misses and where."""
     line = line_of(way, match.arguments)
-    for n, sizes in enumerate(BATCHES):
+    for batch, sizes in enumerate(BATCHES):
         try:
-            pairs = list(compared(way, match.arguments, trial, form, n))
+            pairs = list(compared(way, match.arguments, trial, form, batch))
         except StepError as error:
-            trial.note((2, n), f"The nearest is {line}, but then the step raises {error}")
+            trial.note((2, batch), f"The nearest is {line}, but then the step raises {error}")
             return False
         misses = [(miss(got, want, allowed), what, got, want) for what, got, want, allowed in pairs]
-        # A gradient is named only if all values are equal.
+        # The comparison that misses most, in units of what is allowed. A gradient is named only if all values are
+        # equal.
         worst, what, got, want = max(misses, key=lambda each: (each[0] > 1 and "gradient" not in each[1], each[0]))
-        if not worst <= 1:
+        if not worst <= 1:  # also if it is NaN
             error = f"by {np.abs(got - want).max():.2g}" if got.shape == want.shape else "its shape"
+            # The numbers in `sizes`; only an LSTM has a c.
             names = ("matrices", "vectors", "x and h", "c")[: 3 + (form.states == 2)]
             where = ", ".join(f"{name} {size:g}" for name, size in zip(names, sizes, strict=False))
             text = f"The nearest, {line}, misses {what} {error} where the numbers have the sizes {where}"
             if match.unknown:
                 text += f"; no gate has the effect of {', '.join(match.unknown)}"
-            trial.note((2, n, -worst), text)
+            trial.note((2, batch, -worst), text)
             return False
     return True
 
@@ -783,14 +806,17 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
     if not all(found) or (by_x and trial.D == 1):
         return way.options["forget_bias"] == 0
     (f,), (i,), (g,) = found
+    # z: 1001 preactivations around 0. a: the weight of block g, so that the candidate is tanh(a).
     z, H, a = np.linspace(-5e-7, 5e-7, 1001), trial.H, 0.01
 
     def new_c(blocks: list[Block], x: np.ndarray, c: float) -> np.ndarray:
-        """Return c after a step in which all weights are 0 except the biases and one column of some blocks. The first
-        feature is `x`, the second is 1 and the first unit of h is 1."""
+        """Return the new c [rows, H] after a step in which all weights are 0 except for one column of each of these
+        blocks, or all of a bias. x [rows]: the first feature; the second feature and the first unit of h are 1. c: all
+        numbers of c before the step."""
         arrays = {title: np.zeros(shape) for title, shape in trial.shapes.items()}
         for block in blocks:
             rows = block.view(arrays[block.title])[block.row * H : (block.row + 1) * H]
+            # The column of the feature or unit that is multiplied: the second if g multiplies x, else the first.
             column = int(block is g and by_x)
             (rows[:, column] if rows.ndim == 2 else rows)[:] = a if block is g else 1
         trial.set({title: mx.array(array, mx.float64) for title, array in arrays.items()})
@@ -798,9 +824,11 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
         first[0][:, 1:2], first[0][:, 0], first[1][:, 0] = 1, x, 1
         return double(trial.run(form, *[mx.array(array, mx.float64) for array in first])[0][1])
 
-    value = new_c([i, g], np.array([100.0]), 0.0)  # of g, because the sigmoid of 100 is 1
+    # value: the candidate g, because sigmoid(100) is 1. of_f: sigmoid(z) g by gate f. of_i: the same by gate i.
+    value = new_c([i, g], np.array([100.0]), 0.0)
     of_f = new_c([f], z - way.options["forget_bias"], value[0, 0])
     of_i = new_c([i, g], z, 0.0)
+    # Two of the points may lie so near to a change of the result that they differ.
     return bool((np.abs(of_f - of_i) <= 1e-12).all(axis=1).sum() >= len(z) - 2)
 
 
@@ -811,12 +839,13 @@ def miss(got: np.ndarray, want: np.ndarray, allowed: np.ndarray) -> float:
 
 
 def compared(
-    way: Way, arguments: dict[str, Any], trial: Trial, form: Form, n: int
+    way: Way, arguments: dict[str, Any], trial: Trial, form: Form, batch: int
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
-    """Run the user's cell and the call with random numbers of the sizes `BATCHES[n]`. Yield (name, the cell's array,
-    the call's array, its allowed error) for the outputs of one step with many rows, the gradients of all parameters, of
-    x and of the states, and the outputs of several steps."""
-    arrays, first = drawn(trial, form, n)  # parameters by title; [x, h] or [x, h, c]
+    """Run the user's cell and the call with random numbers of the sizes `BATCHES[batch]`. Yield (name, the cell's
+    array, the call's array, its allowed error) for the outputs of one step with many rows, the gradients of all
+    parameters, of x and of the states, and the outputs of several steps. ROUNDING and SLOPES: the allowed relative
+    errors of values and of gradients."""
+    arrays, first = drawn(trial, form, batch)  # parameters by title; [x, h] or [x, h, c]
 
     # One step of the user's cell, and the same step of the call.
     def by_hand(arrays: dict[str, mx.array], *inputs: mx.array) -> list[mx.array]:
@@ -836,18 +865,20 @@ def compared(
         names = ["h", "c"][: form.states] + [BESIDE] * (len(given) - form.states)
         # A GRU may be written as h + (1 - z) (n - h): then the error of z is multiplied by h.
         size = 1 + np.abs(double(inputs[1])) if way.op == "gru" else 1
+        # Whatever the cell returns beside its states is compared with h, want[0].
         for name, one, other in zip(names, given, want + want[:1] * (len(given) - len(want)), strict=True):
             yield name, double(one), double(other), ROUNDING[way.op] * (size + np.abs(double(other)))
 
     yield from outputs(first, by_hand(arrays, *first))
-    if n < WITH_GRADIENTS:
+    if batch < WITH_GRADIENTS:
         got, want = (gradients(function, form.states, arrays, first) for function in (by_hand, by_call))
         for name, slope in got.items():
             if not (slope.any() or want[name].any()):
                 continue  # a parameter of another part of the module
             allowed = SLOPES * (1 + np.abs(want[name]).max())
             yield f"the gradient of {name}", slope, want[name], np.full(slope.shape, allowed)
-        # The call computes each step from the cell's own states before it: so errors do not grow from step to step.
+        # Run the cell for T steps. taken: the inputs of each step, given: its outputs. The call computes each step from
+        # the cell's own states before it: so errors do not grow from step to step.
         states, taken, given = [each[:B] for each in first[1:]], [], []
         for t in range(T):
             taken.append([first[0][t * B : (t + 1) * B], *states])
@@ -858,12 +889,13 @@ def compared(
         )
 
 
-def drawn(trial: Trial, form: Form, n: int) -> tuple[dict[str, mx.array], list[mx.array]]:
-    """Return random parameters by title, and x and the states with many rows, of the sizes `BATCHES[n]`."""
+def drawn(trial: Trial, form: Form, batch: int) -> tuple[dict[str, mx.array], list[mx.array]]:
+    """Return random parameters by title, and x and the states with many rows, of the sizes `BATCHES[batch]`."""
     # matrices, vectors, inputs, cell: the sizes of the matrices, of the biases and peepholes, of x and h, and of c.
-    draws, (matrices, vectors, inputs, cell) = np.random.default_rng(n + 1), BATCHES[n]
+    draws, (matrices, vectors, inputs, cell) = np.random.default_rng(batch + 1), BATCHES[batch]
     arrays = {}
     for title, shape in trial.shapes.items():
+        # The square root keeps the products with a matrix from growing with the widths D and H.
         size = vectors if len(shape) < 2 else matrices / np.sqrt(min(shape[-2:]))
         arrays[title] = mx.array(draws.uniform(-1.5, 1.5, shape) * size, mx.float64)
     rows = []
@@ -882,11 +914,13 @@ def gradients(
     draws = np.random.default_rng(0)
     cotangents = [mx.array(draws.uniform(0.5, 1.5, inputs[1].shape), mx.float64) for _ in range(states)]
 
+    # A number whose gradients are wanted: the sum of all outputs times their random gradients.
     def loss(arrays: dict[str, mx.array], *inputs: mx.array) -> mx.array:
         outputs = function(arrays, *inputs)[:states]
         return mx.stack([(weight * each).sum() for weight, each in zip(cotangents, outputs, strict=True)]).sum()
 
     try:
+        # found[0]: the gradients of the parameters by title; after it those of x and the states.
         found, others = mx.grad(loss, (0, *range(1, 1 + len(inputs))))(arrays, *inputs), ["x", "h", "c"]
     except StepError:
         raise
@@ -896,7 +930,7 @@ def gradients(
 
 
 def line_of(way: Way, arguments: dict[str, Any]) -> str:
-    """Return the call as a line of Python code."""
+    """Return the call as a line of Python code. Wx and Wh are passed by position, all others by name."""
     texts = []
     for key, value in arguments.items():
         text = value.text if isinstance(value, Expression) else repr(value)

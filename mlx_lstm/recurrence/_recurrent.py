@@ -3,7 +3,9 @@
 T: time steps, B: batch items. A tree is an array, or nested tuples, lists and dicts of arrays; its leaves are the
 arrays. step: the user's function of one time step. live [T, B]: which steps run; None if all do. before, after: factors
 of the option `keep`, by which the state is multiplied before and after a step. `filled(tree, arrays)` returns a tree of
-the same structure with other arrays. `fail(OP, rule, got)` raises the ValueError "[recurrent] rule but got ...".
+the same structure with other arrays. `by_time` splits a sequence [T, ...] into a list of its steps. `form` checks a
+tree and describes its arrays as text; two trees of equal forms have equal structures, dtypes and shapes. `fail(OP,
+rule, got)` raises the ValueError "[recurrent] rule but got ...".
 """
 
 from collections.abc import Callable
@@ -104,7 +106,7 @@ def recurrent(
     every = check_every(OP, checkpoint_every)
     T, B = time_and_batch(x)
     form(x, "x", (T, B))
-    first = form(state, "state", (B,))
+    first = form(state, "state", (B,))  # the form that every later state must have
     if parameters is not None:
         form(parameters, "parameters", ())
     ends = whole_lengths(OP, lengths, B, T)
@@ -112,18 +114,24 @@ def recurrent(
     forms: list[Any] = []  # the dtypes and shapes of the outputs of each step so far
 
     def run(start: int, sequences: Any, state: Any, parameters: Any) -> tuple[Any, Any]:
-        """Run the steps of a chunk of the sequence, which begins at step `start`."""
+        """Run the steps of a chunk of the sequence, which begins at step `start`. Return (outputs, last state).
+
+        An item whose step does not run (held, or after its end) is still computed, because MLX has one graph for the
+        whole batch. Three functions see to it that nothing of this matters: `of_live` replaces x by zeros there, so no
+        NaN of the padding is read; `only_live` makes the derivatives of the step 0 there; `over_time` then chooses the
+        old state, and 0 as the output.
+        """
         x, live, before = sequences
         # x_at, live_at, before_at: the same by step. own: the third argument of the user's function, if there is one.
         own = () if parameters is None else (parameters,)
         x_at = tree_map(lambda array: by_time(array if live is None else of_live(live, array)), x)
-        arrays: Any = tree_flatten(x)
-        steps = len(arrays[0][1])
+        arrays: Any = tree_flatten(x)  # pairs (key, array)
+        steps = len(arrays[0][1])  # of this chunk
         live_at = [None] * steps if live is None else by_time(live)
         before_at = None if before is None else by_time(before)
 
         def at(t: int, state: Any) -> tuple[Any, Any]:
-            """Run the user's step and check what it returns."""
+            """Run the user's step t of this chunk, and check what it returns."""
             state = state if before_at is None else times(before_at[t], state)
             # The tree of x at step t: x gives the structure, x_at a list of steps in the place of each array.
             given = tree_map(lambda _, rows: rows[t], x, x_at), state
@@ -135,10 +143,11 @@ def recurrent(
             if state_form != first:
                 fail(OP, f"step must return a state like the first, {first},", f"{state_form} {where}")
             forms.append(form(output, "the output of step", (B,)))
-            if forms[-1] != forms[0]:
+            if forms[-1] != forms[0]:  # forms: those of all outputs so far
                 fail(OP, f"step must return output of the same form each time, {forms[0]},", f"{forms[-1]} {where}")
             return output, state
 
+        # by_mlx: MLX differentiates the steps, so `over_time` chooses the old state in a way that stops NaN gradients.
         return over_time(at, state, range(steps)[:: -1 if reverse else 1], lambda t: live_at[t], by_mlx=True)
 
     sequences = (x, live, before)
@@ -147,6 +156,7 @@ def recurrent(
         last = filled(last, distinct(leaves(last)))  # a step may return one array as two states
     else:
         outputs, last = checkpointed(run, every, step, sequences, state, parameters, reverse)
+    # The factors of held steps after the last step that ran still act on the state.
     return outputs, last if after is None else times(after[0 if reverse else -1], last)
 
 
@@ -158,13 +168,13 @@ def over_steps(
     factors by which the state is multiplied before and after each step, or None."""
     options = whole_steps(OP, keep, hold, (T, B), "[T, B]")
     held = options["hold"] != 0 if "hold" in options else None
-    steps = Steps(T, B, (reverse,), False, ends, held)
+    steps = Steps(T, B, (reverse,), False, ends, held)  # one direction; False: the time is the first axis
     live = None if ends is None and held is None else steps.live()
     if "keep" not in options:
         return live, None, None
     keep = options["keep"]
     keep = keep if mx.issubdtype(keep.dtype, mx.floating) else keep.astype(mx.float32)
-    keep = keep if ends is None else mx.where(steps.alive(), keep, 1)
+    keep = keep if ends is None else mx.where(steps.alive(), keep, 1)  # alive: the item has not ended
     if held is None:
         return live, keep, None
     turn = slice(None, None, -1 if reverse else 1)
@@ -183,7 +193,7 @@ def time_and_batch(x: Any) -> tuple[int, int]:
     arrays: Any = [array for _, array in tree_flatten(x)]
     if not arrays:
         fail(OP, "x must have an array", x)
-    form(x, "x", ("T", "B"))
+    form(x, "x", ("T", "B"))  # two axes of any size
     T, B = arrays[0].shape[:2]
     if T == 0:
         fail(OP, "x must have at least one time step", f"shape {list(arrays[0].shape)}")
@@ -194,18 +204,20 @@ def form(tree: Any, name: str, begin: tuple[int | str, ...]) -> Any:
     """Return a tree with the dtype and shape of each array as text. Raise an error if a shape does not begin with
     `begin`, in which a letter stands for any size. name: what the error text calls the tree."""
 
-    def of(array: Any) -> str:
+    # Check one array of the tree, and return its dtype and shape as text. In `begin` and `sizes` the k-th entries are
+    # the size that an axis must have, or a letter, and the size that it has.
+    def form_of(array: Any) -> str:
         if not isinstance(array, mx.array):
             fail(OP, f"{name} must be an mlx.core.array or a tree of such{instead_of(array)}", type(array).__name__)
         sizes = array.shape[: len(begin)]
         right = len(sizes) == len(begin) and all(
-            isinstance(n, str) or n == m for n, m in zip(begin, sizes, strict=True)
+            isinstance(wanted, str) or wanted == size for wanted, size in zip(begin, sizes, strict=True)
         )
         if not right:
             fail(OP, f"{name} must have shape [{', '.join(map(str, begin))}, ...]", f"shape {list(array.shape)}")
         return shown(array)
 
-    return tree_map(of, tree)
+    return tree_map(form_of, tree)
 
 
 def shown(value: Any) -> str:

@@ -6,7 +6,8 @@ A `Stepper` checks its arguments once and keeps the states. The steps themselves
 B: batch items, H: hidden units, P: the width of h, U: inputs of each step of a user's cell, K: layers. keep: a factor
 on the states before a step. A holder is a dict that holds parameters: a layer, or a dict of arrays. A `Plan` is one
 layer with the engine that was chosen; a `Problem` the description of one step; a `Launch` what an engine other than
-`numpy` needs at each step. `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+`numpy` needs at each step. States are in dicts {name: [state of each layer]}: h, and c, in which a cell has all its
+`carried` states besides h side by side. `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +69,8 @@ class Plan(NamedTuple):
 
     @property
     def given(self) -> Arrays:
-        """Return the parameters as the layer has them, and an input "x" of zeros."""
+        """Return the parameters as the layer has them, and an input "x" of zeros: `arrays`, with the input weights if
+        they are missing there."""
         return self.arrays if self.norm is None else self.norm[1]
 
 
@@ -120,6 +122,8 @@ class Stepper:
         cell of the only layer reads.
         """
         self._op, self._read, self._is_stack, self._inputs = op, read, is_stack, inputs
+        # `_prepare` sets: _shape (of x), _batch, _dtype (of the parameters), _carried, _is_lstm, _on_numpy (whether all
+        # layers run on the engine `numpy`), _stream (which runs the steps), _watched and _count (the parameters read).
         self._holders = [h if isinstance(h, dict) else getattr(h, "__dict__", {}) for h in holders]
         sizes = batch if isinstance(batch, (tuple, list)) else [batch]
         self._batch = tuple([check_integer(op, "batch: each size", size, least=1) for size in sizes])
@@ -168,6 +172,7 @@ class Stepper:
             fail(self._op, OUTSIDE, "a call inside")
         if self._has_changed():
             self._prepare_again()
+        # more: the optional arrays of the step, as the stream takes them.
         more: dict[str, Any] = {} if keep is None else {"keep": self._factors(keep)}
         if self._inputs or len(inputs):
             more["inputs"] = self._whole_inputs(inputs)
@@ -176,6 +181,7 @@ class Stepper:
             h = self._stream(x, **more)
             return as_numpy(h) if is_numpy else h
         try:
+            # NumPy has no bfloat16.
             row = x if is_numpy else np.asarray(x if x.dtype != mx.bfloat16 else x.astype(mx.float32))
             h = self._stream(row, **more)
         except TypeError:  # NumPy refuses to cast x
@@ -198,6 +204,7 @@ class Stepper:
         states: list[Any] = []
         for name, layers in self._states().items():
             whole = np.stack(layers) if self._is_stack else layers[0]
+            # c has several states side by side; an LSTM has one.
             states += np.split(whole, self._carried, axis=-1) if name == "c" else [whole]
         states = states if as_numpy else [mx.array(np.ascontiguousarray(state), self._dtype) for state in states]
         return tuple(states) if len(states) > 1 else states[0]
@@ -212,7 +219,8 @@ class Stepper:
         Raises:
             ValueError: the states have the wrong number or shape.
         """
-        current, count = self._states(), 1 + self._carried
+        current, count = self._states(), 1 + self._carried  # count: how many arrays the state has
+        # words: what error texts call these arrays.
         words = ["hidden", "cell"] if self._is_lstm else ["hidden", *(f"state[{n}]" for n in range(1, count))]
         given = (state,) if count == 1 and not isinstance(state, (tuple, list)) else state
         if not isinstance(given, (tuple, list)) or len(given) != count:
@@ -222,6 +230,7 @@ class Stepper:
         whole: list[np.ndarray] = []
         for n, (word, value) in enumerate(zip(words, given, strict=True)):
             array = self._real(word, value)
+            # own: the shape of this state of one layer; that of c is for all states besides h together.
             own = layers[0].shape if n == 0 else (*current["c"][0].shape[:-1], current["c"][0].shape[-1] // (count - 1))
             shape = (len(layers), *own) if self._is_stack else own
             if array.shape != shape:
@@ -241,20 +250,21 @@ class Stepper:
     def _prepare(self) -> None:
         """Read and check the parameters, choose an engine, and make a stream whose states are zero. A stream is the
         object of an engine that runs the steps."""
-        # With these `_has_changed` finds out whether a parameter has changed since.
+        # With these `_has_changed` finds out whether a parameter has changed since: each array with a view of its
+        # memory, and the number of entries.
         self._watched = watched(self._holders)
         self._count = count_of(self._holders)
-        layers = self._read()
+        layers = self._read()  # of each layer: the cell, the parameters, and the engine that the user forces
         self._dtype = common_dtype([array for _, arrays, _ in layers for array in arrays.values()])
-        B, U = prod(self._batch), self._inputs
+        B, U = prod(self._batch), self._inputs  # the batch items in all batch axes; the inputs of a step
         plans = [plan(self._op, cell, in_dtype(arrays, self._dtype), forced, B, U) for cell, arrays, forced in layers]
         self._is_lstm = isinstance(plans[0].problem.cell, LSTMCell)
         self._carried = plans[0].problem.cell.carried
-        for n, (before, after) in enumerate(pairwise(plans), 1):
+        for n, (before, after) in enumerate(pairwise(plans), 1):  # a layer reads the h of the layer before
             if after.given["x"].shape[1] != before.problem.P:
                 rule = f"layer {n} must read the {before.problem.P} features of the layer before"
                 fail(self._op, rule, after.given["x"].shape[1])
-        self.engine_used = plans[-1].choice
+        self.engine_used = plans[-1].choice  # that of the last layer
         self._on_numpy = all(plan.choice.engine == "numpy" for plan in plans)
         self._shape = (*self._batch, plans[0].given["x"].shape[1])
         if self._on_numpy:
@@ -269,7 +279,7 @@ class Stepper:
         """Return whether a parameter is another array, or has other memory, than when this stepper read it."""
         for holder, key, place, array, view_of, view in self._watched:
             now = holder.get(key)
-            if place >= 0:
+            if place >= 0:  # the dict has a list of arrays under this key
                 now = now[place] if isinstance(now, (list, tuple)) and place < len(now) else None
             if now is not array or not np.may_share_memory(view_of(now), view):
                 return True
@@ -297,6 +307,7 @@ class Stepper:
         if not isinstance(x, (mx.array, np.ndarray)):
             fail(self._op, f"x must be an mlx.core.array or a NumPy array{instead_of(x, 'x')}", type(x).__name__)
         if x.shape != self._shape:
+            # is_frame: whether x would be the input of a stepper with another batch.
             is_frame = x.ndim in (1, 2) and x.shape[-1] == self._shape[-1]
             batch = x.shape[0] if x.ndim == 2 else ()
             advice = f" (stepper(batch={batch}) takes {list(x.shape)})" if is_frame else ""
@@ -329,6 +340,7 @@ class Stepper:
         shape, arrays = self._states()["h"][0].shape, []
         for n, value in enumerate(inputs):
             array = self._real(f"inputs[{n}]", value)
+            # Broadcasting compares shapes from their last axis on.
             if array.ndim > len(shape) or any(
                 size not in (1, wanted) for size, wanted in zip(array.shape[::-1], shape[::-1], strict=False)
             ):
@@ -350,12 +362,15 @@ def watched(holders: Sequence[dict[str, Any]]) -> list[Watched]:
             for place, one in several:
                 if isinstance(one, mx.array):
                     view_of = view_of_bfloat16 if one.dtype == mx.bfloat16 else np.asarray
+                    # View another array with the same memory. If there were only a view of `one` itself, MLX would
+                    # write into the same memory, and the change would not show.
                     found.append(Watched(holder, key, place, one, view_of, view_of(mx.stop_gradient(one))))
     return found
 
 
 def count_of(holders: Sequence[dict[str, Any]]) -> int:
-    """Return the number of entries of all dicts, and of the list `params` of a layer `Pointwise`."""
+    """Return the number of entries of all dicts, and of the list `params` of a layer `Pointwise`. It changes if a
+    parameter is added or removed."""
     return sum([len(holder) + len(holder.get("params", ())) for holder in holders])
 
 
@@ -383,13 +398,17 @@ def plan(op: str, cell: Cell | OwnCell, parameters: dict[str, Any], engine: str 
         arrays["inputs"] = mx.zeros((1, B, inputs * H), dtype)
     # False, {}: one direction, and no options to check.
     arrays, packing, sizes = check_call(op, arrays, traced, False, {}, one_step=True)
+    # inner: the arrays after the part of layer normalisation that is computed before the steps, if there is one.
     call, inner, inner_packing = Call(traced, engine=engine, one_step=True).with_norm(arrays, packing)
     # Plan a step without `keep` and one with it, of which only the name and the shape matter here.
     names = inner | {"keep": mx.ones((1, B, 1), dtype)}
     wanted = Wanted(return_gates=False, training=False, wants_last=True)
+    # An error names `op`, the layer or function that the user called, instead of the cell's function such as "lstm".
     with in_the_name_of(op, cell.op):
         problem, chosen = call.plan(inner, [], sizes, inner_packing, wanted)
         with_keep, _ = call.plan(names, [], sizes, inner_packing, wanted)
+    # The states were needed for the checks only; the stream has its own. is_before: whether the input's product is
+    # normalised, which `numpy` does itself and other engines leave to the stream.
     arrays, inner = ({name: each[name] for name in each if name not in ("h0", "c0")} for each in (arrays, inner))
     is_before = traced.norm is not None and traced.norm.of == "products"
     return Plan(problem, with_keep, chosen, inner, (traced, arrays, packing) if is_before else None)
@@ -398,8 +417,9 @@ def plan(op: str, cell: Cell | OwnCell, parameters: dict[str, Any], engine: str 
 def numpy_views(plan: Plan) -> Views:
     """Return a layer's parameters as the engine `numpy` reads them: float32 or float64 arrays of NumPy, in memory
     that MLX does not overwrite."""
-    packing = plan.problem.packing if plan.norm is None else plan.norm[2]
-    arrays = dequantized(packing, for_engine("numpy", plan.given))
+    packing = plan.problem.packing if plan.norm is None else plan.norm[2]  # norm: (cell, parameters, packing)
+    arrays = dequantized(packing, for_engine("numpy", plan.given))  # for_engine: in the dtypes that the engine reads
+    # stop_gradient makes another array with the same memory. While the engine holds it, MLX does not write there.
     return views({name: mx.stop_gradient(array) for name, array in arrays.items()})
 
 

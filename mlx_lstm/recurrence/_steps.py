@@ -6,8 +6,9 @@ an array [T, B, D], one factor per direction, which is 1 where an item has ended
 
 T: time steps, B: batch items, D: directions; d is the number of one. Arrays are in dicts by the names of arguments (x,
 h0, mask, ...) and outputs (h, c, gates). An item is alive at a step before its end, and live if the step is not held,
-either. A time index is the position of a step in a sequence. op: the function that error texts begin with; `fail(op,
-rule, got)` raises the ValueError "[op] rule but got ...".
+either: only then an engine runs it. A time index is the position of a step in a sequence. In processing order the first
+element belongs to the step that runs first: time index T-1 of a reversed direction. op: the function that error texts
+begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ def check_keep(op: str, keep: ArraySpec, T: int, B: int, D: int, batch_first: bo
     that its dtype is real. batch_first: the axes are [B, T] or [B, T, D]."""
     axes, sizes = ("[B, T", (B, T)) if batch_first else ("[T, B", (T, B))
     if not broadcasts(keep.shape, sizes) and not broadcasts(keep.shape, (*sizes, D)):
+        # The text mentions [T, B, 2] only for two directions.
         more = f" or {axes}, 2] = {[*sizes, D]}" if D > 1 else ""
         fail(op, f"keep must broadcast to {axes}] = {list(sizes)}{more}", f"shape {list(keep.shape)}")
     check_keep_dtype(op, keep)
@@ -55,7 +57,7 @@ def check_hold(op: str, hold: Any, T: int, B: int, batch_first: bool) -> mx.arra
     axes, sizes = ("[B, T]", (B, T)) if batch_first else ("[T, B]", (T, B))
     if not broadcasts(array.shape, sizes):
         fail(op, f"hold must broadcast to {axes} = {list(sizes)}", f"shape {list(array.shape)}")
-    array = mx.broadcast_to(array != 0, sizes)
+    array = mx.broadcast_to(array != 0, sizes)  # as bool
     return array.T if batch_first else array
 
 
@@ -77,10 +79,8 @@ def hold_array(op: str, hold: Any) -> mx.array:
 
 
 def whole_steps(op: str, keep: Any, hold: Any, shape: tuple[int, ...], axes: str) -> dict[str, mx.array]:
-    """Check the options `keep` and `hold` of a layer. Return those that are not None, broadcast to `shape`: the
-    shape of x without the features.
-
-    axes: the names of these axes, for error texts.
+    """Check the options `keep` and `hold` of a layer. Return a dict with those that are not None, broadcast to
+    `shape`: the shape of x without the features. axes: the names of these axes, for error texts.
     """
     if keep is hold is None:
         return {}
@@ -143,14 +143,14 @@ class Steps(NamedTuple):
             return inner
         live, (order, ran) = self.live(), self.compact()
         inner["x"] = self.taken(arrays["x"], order, self.batch_first)
-        if "inputs" in arrays:
+        if "inputs" in arrays:  # of a user's cell, with the time first
             inner["inputs"] = self.taken(arrays["inputs"], order)
         if "keep" in arrays:
             # The engine does not run held steps, but their factors `keep` still act on the state. So multiply the
-            # factor of each running step by the factors of the held steps just before it.
-            # The 0 selects the factors before each step.
+            # factor of each running step by the factors of the held steps just before it. The 0 selects the factors
+            # before each step. Behind the running steps the factor is 1.
             inner["keep"] = mx.where(ran, self.taken(self.each_direction(inner["keep"], live, 0), order), 1)
-        if masks_differ(arrays):
+        if masks_differ(arrays):  # the mask has a time axis
             mask = arrays["mask"]
             inner["mask"] = self.taken(mx.broadcast_to(mask, (self.T, self.B, mask.shape[-1])), order)
         return inner
@@ -159,8 +159,9 @@ class Steps(NamedTuple):
         """Return (order, ran). order [T, B]: for each item the time indices 0..T-1, the running steps first, then
         the others. ran [T, B, 1]: true where `order` has a running step."""
         times, live = mx.arange(self.T)[:, None], self.live()
+        # To sort the steps that do not run behind all others, their time index counts T more.
         order = mx.argsort(mx.where(live, times, times + self.T), axis=0)
-        return order, (times < live.astype(mx.int32).sum(axis=0))[..., None]
+        return order, (times < live.astype(mx.int32).sum(axis=0))[..., None]  # the sum: how many steps of an item run
 
     def saved(self, saved: Arrays) -> Arrays:
         """Return the outputs that the forward pass saved in the order in which the engine computed them. With the
@@ -184,21 +185,23 @@ class Steps(NamedTuple):
         for name in ("h", "c"):
             if name not in inner:
                 continue
-            whole = mx.swapaxes(inner[name], 0, 1) if self.batch_first else inner[name]
-            parts = []
+            whole = mx.swapaxes(inner[name], 0, 1) if self.batch_first else inner[name]  # [T, B, .]
+            parts = []  # the states of each direction at all time indices
             for d, back in enumerate(self.backwards):
-                first = arrays.get(f"{name}0")
+                first = arrays.get(f"{name}0")  # h0 or c0
                 first = mx.zeros((self.B, whole.shape[-1]), whole.dtype) if first is None else first
+                # [None] adds the time axis.
                 carried = self.carried(self.part(whole, d), self.part(first, d)[None], live, ran, back)
                 parts.append(carried if keep is None else carried * keep[..., d : d + 1])
             if wants_last:
                 last = [part[0 if back else -1] for part, back in zip(parts, self.backwards, strict=True)]
                 outputs[f"{name}T"] = mx.concatenate(last, axis=-1)
             whole = mx.concatenate(parts, axis=-1)
-            if self.lengths is not None:
+            if self.lengths is not None:  # 0 after the end of an item; the first two arguments mean "each step itself"
                 whole = self.or_zero(whole, mx.arange(self.T)[:, None], self.alive())
             outputs[name] = self.in_call(whole)
         if "gates" in inner:
+            # The n-th step that ran is in the engine's output at index n - 1. A step that did not run has gates 0.
             outputs["gates"] = None if inner["gates"] is None else self.or_zero(inner["gates"], ran - 1, live)
         return outputs
 
@@ -208,7 +211,7 @@ class Steps(NamedTuple):
         It gathers from an appended row of zeros instead of using mx.where, whose gradient multiplies by 0 and so
         lets NaN through.
         """
-        rows = mx.concatenate([sequence, mx.zeros((1, *sequence.shape[1:]), sequence.dtype)])
+        rows = mx.concatenate([sequence, mx.zeros((1, *sequence.shape[1:]), sequence.dtype)])  # the zeros are step T
         return self.taken(rows, mx.where(selected, times, self.T))
 
     def carried(self, states: Array, first: Array, live: Array, ran: Array, back: bool) -> Array:
@@ -219,7 +222,7 @@ class Steps(NamedTuple):
         live [T, B]: whether a step runs. ran [T, B]: how many steps have run up to each time index. back: whether the
         direction runs in reverse.
         """
-        if not back:
+        if not back:  # with the first state at index 0, the latest state is at the number of steps that ran so far
             return self.taken(mx.concatenate([first, states]), ran)
         # In reverse a held step has the state of the next step in time that runs. `states` contains only steps that
         # ran, sorted by time. So the index of that step in `states` is the number of running steps at earlier times,
@@ -248,7 +251,8 @@ class Steps(NamedTuple):
         run still multiplies the state by keep; `factors` explains how."""
         each = []
         for d, back in enumerate(self.backwards):
-            # `factors` takes and returns steps in processing order, so a reversed direction is flipped, twice.
+            # `factors` takes and returns steps in processing order, so a reversed direction is flipped, twice. It
+            # returns (factors before, factors after).
             turn = slice(None, None, -1 if back else 1)
             each.append(factors(keep[turn, :, d], live[turn])[which][turn])
         return mx.stack(each, axis=-1)
@@ -282,6 +286,7 @@ def factors(keep: Array, live: Array) -> tuple[Array, Array]:
         distance *= 2
     # Before a step: its own factor, times the product after the step before it. shifted(..., 1, 1): one step later,
     # with the factor 1 at the first step.
+    # After a step: `product`, which is 1 after a step that ran.
     return keep * shifted(product, 1, 1), product
 
 
