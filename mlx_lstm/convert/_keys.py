@@ -297,8 +297,8 @@ def arranged(
     full = full and layers == set(range(len(layers))) and len({group.way is None for group in groups}) == 1
     if full and len(ways) == 1 and groups[0].way == 0 and not groups[0].numbered:
         full = False  # all keys contain "forward", none "backward": it is part of a name, not a direction
-    # torch's keys (`_l0`) always mean one stack, and errors in them are reported later. Of other keys all must be there,
-    # the sizes must fit, and numbers in the keys, if any, must count layers only.
+    # torch's keys (`_l0`) always mean one stack, and errors in them are reported later. Of other keys all must be
+    # there, the sizes must fit, and numbers in the keys, if any, must count layers only.
     if groups[0].numbered or (
         full and fits(whole, parts, len(ways)) and (alone or (layers == {0} and groups[0].layer is None))
     ):

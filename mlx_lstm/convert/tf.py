@@ -145,10 +145,7 @@ def from_tf_gru(w_ru: Any, w_c: Any, b_ru: Any, b_c: Any) -> Weights:
 def to_tf_gru(weights: Weights) -> dict[str, mx.array]:
     """Return a dict of TensorFlow's arrays, the arguments of `from_tf_gru`: `w_ru`, `w_c`, `b_ru`, `b_c`."""
     weights = as_stored("to_tf_gru", weights, GRU)  # refuses what `GRU` does not list, such as several layers
-    arrays, width_ru = (
-        weights.layers[0][0],
-        weights.hidden_size * 2,
-    )  # layers[layer][direction]; r and u have 2H columns
+    arrays, width_ru = weights.layers[0][0], weights.hidden_size * 2  # [layer][direction]; r and u have 2H columns
     b = whole_bias(weights.cell, arrays)  # the sum of both biases
     w = mx.concatenate([arrays["Wx"].T, arrays["Wh"].T])
     return {"w_ru": w[:, :width_ru], "w_c": w[:, width_ru:], "b_ru": b[:width_ru], "b_c": b[width_ru:]}
