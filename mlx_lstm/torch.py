@@ -254,8 +254,8 @@ class Layers(Advised):
         # steps: those of keep and hold that were passed, as arrays [L, N].
         steps = whole_steps(self.op, keep, hold, input.shape[:-1], "the steps of input")
         steps = {name: (array if time_first else array.T).reshape(L, N) for name, array in steps.items()}
-        # keep is an array of the call, which has a gradient; hold is an option. lengths_checked: `whole_lengths` has
-        # checked them, so the layers do not do it again.
+        # `Call.forward` takes keep among the arrays; `Call` takes hold among the options. lengths_checked:
+        # `whole_lengths` has checked them, so the layers do not do it again.
         options = {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "hold": steps.pop("hold", None)}
         options |= {"lengths": whole_lengths(self.op, lengths, N, L), "lengths_checked": True}
         call = Call(cell, bidirectional=self.bidirectional, **options, op=self.op)
