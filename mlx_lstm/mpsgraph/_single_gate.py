@@ -178,6 +178,7 @@ def translate(
     gate."""
     check_descriptor(op, descriptor, SingleGateRNNDescriptor)
     check_option(op, "z_state_holds", z_state_holds, tuple(Z_STATES))
+    # words: Apple's names of the arrays, and those of `mlx_lstm.rnn`; z_state is either its gates or its h.
     words = WORDS | {"z_state": Z_STATES[z_state_holds]}
     (activation,) = activation_names(op, descriptor, ["activation"], hard_sigmoid)
     return translated(op, arrays, 1, words, descriptor, mask_layout) | {"activation": activation}
