@@ -381,8 +381,8 @@ class Layers(Advised):
 
 
 def swapped(batched: bool, sequence: Any) -> Any:
-    """Convert a sequence [N, L, .] to [L, N, .] or back. Without a batch (`batched` is False), convert [L, .] to
-    [L, 1, .] or back."""
+    """Convert a sequence [N, L, .] to [L, N, .] or back. Without a batch (`batched` is False), convert [L, .] to [L, 1,
+    .] or back."""
     if batched:
         return sequence.swapaxes(0, 1)
     return sequence[:, None] if sequence.ndim == 2 else sequence[:, 0]

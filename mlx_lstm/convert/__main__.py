@@ -1,9 +1,10 @@
-"""`python -m mlx_lstm.convert SRC DST`: convert the recurrent layers of a file into a file of any other kind.
+"""`python -m mlx_lstm.convert SRC DST`: convert the recurrent layers of a file into a file of any other kind. SRC is
+the file to read, DST the file to write.
 
 A `Model` is the contents of a file: layers (`Weights` by name), keys (for each layer the keys of its arrays), rest (all
 other arrays by key) and notes. options: the options of the command line, as attributes. `title` and `some` make names
 fit for printing. `shown(text, LINE)` does the same for a whole line. `fail("convert", rule, got)` raises the ValueError
-"[convert] rule but got ...". SRC: the file to read, DST: the file to write.
+"[convert] rule but got ...". `STYLES` are the values of --to, `WAYS` the default names of the directions in keys.
 """
 
 import argparse
@@ -30,7 +31,7 @@ LINE = 1000
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+    """Run the command line and return the exit code. argv: the arguments, or None for those of the process."""
     options = make_parser().parse_args(argv)
     try:
         with mx.stream(mx.cpu):  # only the CPU has float64

@@ -2,10 +2,10 @@
 
 MIL is the language of Core ML models. Its operation lstm has the gates input, forget, output and cell, and runs one
 layer, in one direction or both. A stack of layers becomes several such operations. K: layers of a stack, D: directions,
-T: steps, I: input features, H: units. h_0 and c_0 are the first states, h_n and c_n the last ones. layers: the stacks
-to write, `Weights` by name. word: a short name such as "h_0"; `title` joins it with the stack's name. tools: the module
-coremltools; mb: its class `Builder`, which makes operations. `fail("convert", rule, got)` raises the ValueError
-"[convert] rule but got ...".
+T: steps, I: input features, H: units. `OURS` is the gate order of `Weights`, `FORMAT` what the operation can store. h_0
+and c_0 are the first states, h_n and c_n the last ones. layers: the stacks to write, `Weights` by name. word: a short
+name such as "h_0"; `title` joins it with the stack's name. tools: the module coremltools; mb: its class `Builder`,
+which makes operations. `fail("convert", rule, got)` raises the ValueError "[convert] rule but got ...".
 """
 
 import os
@@ -120,9 +120,9 @@ def model_of(tools: Any, layers: Mapping[str, Weights], arrays: dict[str, list[A
 
 
 def add_stack(mb: Any, name: str, weights: Weights, arrays: list[Arrays], inputs: list[Any]) -> list[Any]:
-    """Add the operations of a stack of layers to a Core ML program, and return the stack's outputs h, h_n, c_n. mb:
-    the class `Builder` of coremltools, which makes operations; name: the stack's name; arrays: for each layer the
-    arrays that operation lstm takes; inputs: x, h_0 and c_0."""
+    """Add the operations of a stack of layers to a Core ML program, and return the stack's outputs h, h_n, c_n. mb: the
+    class `Builder` of coremltools, which makes operations; name: the stack's name; arrays: for each layer the arrays
+    that operation lstm takes; inputs: x, h_0 and c_0."""
     x, *first = inputs
     K, D, H = len(weights.layers), weights.directions, weights.hidden_size
     last: list[list[Any]] = [[], []]  # h_n and c_n of each layer, [D, 1, H]

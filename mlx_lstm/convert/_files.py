@@ -2,11 +2,12 @@
 
 The ending of a file's name selects its format. A file of arrays (.safetensors, .npz) has arrays by key, such as
 lstm.weight_ih_l0; `_keys` finds out which layer each key means. Its metadata, texts beside the arrays, may tell the
-options of cells, which arrays do not show. Other files describe their layers themselves: `_keras_file`, `_onnx_file`.
-A `Weights` is one layer or stack of layers. style: whose names of arrays a file has, such as "torch". keys: a template
-of keys, such as "{name}.{array}", or None for the usual keys. ways: the names of both directions in the template's
-keys. `fail("convert", rule, got)` raises the ValueError "[convert] rule but got ...". file.budget limits the memory and
-time that a foreign file may take; `shown` makes a name from such a file safe to print.
+options of cells, which arrays do not show. Other files describe their layers themselves: `_keras_file`, `_onnx_file`. A
+`Weights` is one layer or stack of layers. style: whose names of arrays a file has, such as "torch". keys: a template of
+keys, such as "{name}.{array}", or None for the usual keys. ways: the names of both directions in the template's keys.
+`METADATA` is the key in the metadata under which this package stores options. `fail("convert", rule, got)` raises the
+ValueError "[convert] rule but got ...". file.budget limits the memory and time that a foreign file may take; `shown`
+makes a name from such a file safe to print.
 """
 
 import json
@@ -153,7 +154,7 @@ def title(name: str) -> str:
 
 
 def some(names: Iterable[str], most: int = 6) -> str:
-    """Return the first few names as a text, with the number of the names left out."""
+    """Return the first few names as a text, with the number of the names left out. most: how many are shown."""
     names = list(names)
     return ", ".join(map(shown, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -298,7 +299,8 @@ def ending_of(path: Path, *, writes: bool = False) -> str:
 
 
 def comment_of(file: Foreign) -> dict[str, str]:
-    """Return the metadata that `write_npz` stored in the comment of a zip file; {} without such a comment."""
+    """Return the metadata that `write_npz` stored in the comment of a zip file; {} without such a comment, which begins
+    with the bytes `COMMENT`."""
     with zipfile.ZipFile(file.stream) as archive:
         comment = archive.comment
     return file.budget.json(comment) if comment.startswith(COMMENT) else {}

@@ -14,7 +14,9 @@ must be readable, or None for all. slope: which hard_sigmoid a version of Keras 
 memory that a foreign file may take; `shown` makes a name from such a file safe to print.
 
 To write a file: made: for each stack, by its name, a list of `KerasLayer`. spec: a layer or model as Keras serializes
-it, a dict with class_name, config and so on.
+it, a dict with class_name, config and so on. Tables: `KINDS` has our name of the cell by Keras' class, `CLASSES` the
+reverse, `NAMES` the names of a direction's arrays (kernel, recurrent_kernel, bias), `ACTIVATIONS` Keras' names of
+activations and ours. VERSION: the version of Keras that written files name.
 """
 
 import io
@@ -337,8 +339,8 @@ class KerasLayer(NamedTuple):
 
 
 def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
-    """Write a Keras model: one stack becomes a Sequential; several stacks become a model of Sequentials, each with
-    its own input.
+    """Write a Keras model: one stack becomes a Sequential; several stacks become a model of Sequentials, each with its
+    own input. ending: ".keras", ".h5" or ".weights.h5", which selects the format.
 
     HDF5 writes into memory first, because on a full disk HDF5 fails in a way from which no code can recover.
     """
@@ -367,7 +369,8 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
 
 
 def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
-    """Return the Keras layers for a stack of weights. name: the name of the stack; several layers get numbers."""
+    """Return the Keras layers for a stack of weights. name: the name of the stack; several layers get numbers. A layer
+    with D = 2 directions becomes a Bidirectional."""
     with of_layer(name):  # adds the stack's name to the text of an error
         of_keras = to_keras(weights)  # for each layer its arrays in Keras' order, the forward direction first
     stack = []
@@ -389,8 +392,8 @@ def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
 
 
 def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
-    """Return the arguments of a Keras layer's constructor for these weights, which are those of one layer. use_bias:
-    whether any layer of the stack has a bias."""
+    """Return the arguments of a Keras layer's constructor for these weights, which are those of one layer. dtype: the
+    name of its dtype, such as "float32". use_bias: whether any layer of the stack has a bias."""
     words = {ours: theirs for theirs, ours in ACTIVATIONS.items()}  # our names of activations, and Keras'
     cell = weights.cell
     # names: the activation of the candidate, then that of the gates i or r, which all other gates share.

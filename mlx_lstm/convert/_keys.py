@@ -8,9 +8,10 @@ gates in the file, if it is not the usual one of such keys. options: those of th
 
 In `Weights` one direction's arrays are Wx [GH, I], Wh [GH, P], the biases bx and bh [GH], Wp [P, H] (a projection) and
 peephole; these names are called words. b: a single bias; bhn [H]: the recurrent bias of a GRU's candidate. G: gates, H:
-units, I: input features, P: the width of h, D: directions, K: layers. `OF_GATES` has the kind of cell ("lstm", "gru",
-"rnn") by G, `OURS` the gate order by kind. Errors begin with "convert" or "from_names": `fail("convert", rule, got)`
-raises the ValueError "[convert] rule but got ...".
+units, I: input features, P: the width of h, D: directions, K: layers. Tables: `ENTRIES` has the word by leaf,
+`PARTNERS` the leaves of both matrices, `WAYS` the default names of the directions, `KERAS_NAMES` Keras' leaves (kernel,
+recurrent_kernel, bias), `OF_GATES` the kind of cell ("lstm", "gru", "rnn") by G, `OURS` the gate order by kind. Errors
+begin with "convert" or "from_names": `fail("convert", rule, got)` raises the ValueError "[convert] rule but got ...".
 """
 
 import re
@@ -47,8 +48,8 @@ ENTRIES = {"weight_ih": "Wx", "Wx": "Wx", "Wxh": "Wx", "kernel": "Wx"}
 ENTRIES |= {"weight_hh": "Wh", "Wh": "Wh", "Whh": "Wh", "recurrent_kernel": "Wh"}
 ENTRIES |= {"weight_hr": "Wp", "Wp": "Wp", "peephole": "peephole", "bias_ih": "bx", "bias_hh": "bh"}
 ENTRIES |= {"bias": "b", "b": "b", "bhn": "bhn", "recurrent_bias": "bh"}
-"""The leaves of keys in all formats, and for each one the array's name in `Weights`. Two names are not in
-`Weights`: b, a single bias, and bhn, the candidate's second bias in a GRU."""
+"""The leaves of keys in all formats, and for each one the array's name in `Weights`. Two names are not in `Weights`: b,
+a single bias, and bhn, the candidate's second bias in a GRU."""
 
 REFUSED = dict.fromkeys(
     ("gamma", *(f"norm{of}_{part}" for of in ("", "_input", "_c") for part in ("scale", "shift"))),
@@ -72,8 +73,8 @@ PATH_WAY = re.compile(rf"(?<![A-Za-z])({'|'.join(WAY_NUMBERS)})(?![A-Za-z])")
 class Group(NamedTuple):
     """The keys of the arrays of one layer and direction, such as lstm.weight_ih_l0 and lstm.weight_hh_l0.
 
-    own: a text that differs for each layer and direction. name: the common name of all layers and directions, such
-    as lstm. layer, way: the numbers of the layer and the direction; None if the keys do not contain them. numbered:
+    own: a text that differs for each layer and direction. name: the common name of all layers and directions, such as
+    lstm. layer, way: the numbers of the layer and the direction; None if the keys do not contain them. numbered:
     whether the keys mark the layer's number as such (`_l0`). keys: the full key of each array, by its leaf, such as
     weight_ih. form: a full key with a NUL character in place of the leaf, which all keys of the group have in common.
     """
@@ -111,6 +112,8 @@ def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tup
         name = fields.get("name") or ""
         own = ".".join(str(part) for part in (name, layer, fields.get("way")) if part not in (None, ""))
         return fields["array"], Group(own, name, layer, way, layer is not None, {}, form)
+    # The usual keys. TORCH_LEAF and LEAF are patterns of the last part of a key, PATH_WAY of a word for a direction
+    # before it. True: torch's keys mark the layer's number as such. {}: the caller adds the keys.
     path, dot, last_part = key.rpartition(".")
     if match := TORCH_LEAF.fullmatch(last_part):  # match: 1 the leaf, 2 the layer's number, 3 "_reverse" or None
         form = f"{path}{dot}\0{last_part[match.end(1) :]}"
@@ -220,8 +223,8 @@ def layers_of(
 
 
 def is_of(group: Group, key: str) -> bool:
-    """Return whether a key is that of an array of this layer (`group` has its keys), even of one that no format
-    holds: `REFUSED` has the leaves of these, and a layer Pointwise has keys such as params.0."""
+    """Return whether a key is that of an array of this layer (`group` has its keys), even of one that no format holds:
+    `REFUSED` has the leaves of these, and a layer Pointwise has keys such as params.0."""
     return key in (*group.keys.values(), *map(group.title, REFUSED)) or key.startswith(group.title("params."))
 
 
@@ -333,9 +336,9 @@ def fits(whole: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], D:
 
 
 def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list[Arrays]:
-    """Return the arrays of a group of keys as a list of dicts, by the names that `Weights` uses. The list has one
-    dict, or two if both directions share the group's arrays. Raise a ValueError that names a missing or unexpected
-    key. arrays: all arrays of the file, by key. order: the gate order in the file, or None for the usual one."""
+    """Return the arrays of a group of keys as a list of dicts, by the names that `Weights` uses. The list has one dict,
+    or two if both directions share the group's arrays. Raise a ValueError that names a missing or unexpected key.
+    arrays: all arrays of the file, by key. order: the gate order in the file, or None for the usual one."""
     # Both matrices of a layer must be there: `PARTNERS` has their leaves in each format.
     for one, other in PARTNERS.items():
         if (one in group.keys) != (other in group.keys):

@@ -185,9 +185,9 @@ def external_entries(tensor: Any) -> dict[str, str]:
 
 
 def read_external(path: Path, tensor: Any, left: dict[str, int]) -> None:
-    """Load a tensor's external data from a file in the model's own folder; a link is refused. left: for each file,
-    the number of bytes that no tensor has read yet. No byte may be read twice: otherwise many tensors that share
-    bytes could fill the memory. path: the model's file."""
+    """Load a tensor's external data from a file in the model's own folder; a link is refused. left: for each file, the
+    number of bytes that no tensor has read yet. No byte may be read twice: otherwise many tensors that share bytes
+    could fill the memory. path: the model's file."""
     entries = external_entries(tensor)
     location = entries.get("location", "")
     data_path = path.parent / location

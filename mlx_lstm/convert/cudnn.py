@@ -13,9 +13,9 @@ c, o; gru r, u, n; rnn_relu and rnn_tanh have one. Keras, jax and PyTorch rely o
 documentation calls the buffer opaque.
 
 Here the W_g of all gates are one array Wx, the R_g Wh, Pr is Wp, the bW_g are bW, the bR_g bR; in `Weights` the biases
-are bx and bh. `where` is the `Layout`, the sizes of a buffer. mode: cuDNN's rnn_mode, such as "lstm". A way is a
-direction, 0 or 1. op: the public function that error texts begin with; `fail(op, rule, got)` raises the ValueError
-"[op] rule but got ...", and `check_...` functions raise one, too.
+are bx and bh. `where` is the `Layout`, the sizes of a buffer. mode: cuDNN's rnn_mode, such as "lstm"; `GATES` has its
+number of gates, `CELLS` its cell. A way is a direction, 0 or 1. op: the public function that error texts begin with;
+`fail(op, rule, got)` raises the ValueError "[op] rule but got ...", and `check_...` functions raise one, too.
 """
 
 from itertools import accumulate
@@ -105,7 +105,7 @@ def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
 
     All are views of the buffer, except the `Wx` of two directions: other matrices lie between its halves.
     """
-    D, GH = where.D, where.G * where.H
+    D, GH = where.D, where.G * where.H  # GH: the rows of one direction's matrices of all gates
     # sizes: for each layer the numbers of elements of one direction's matrices W, R and, with a projection, Pr. The
     # buffer is divided after each layer's matrices; what is left at its end are the biases.
     sizes = [[prod(shape) for shape in where.matrices(layer)] for layer in range(where.L)]

@@ -5,9 +5,9 @@ recurrent weights read only its own h. So each head becomes one `Weights` of one
 
 W [G, N, D, I]: the input's weights. R [G, N, D, D]: the recurrent weights. b [G, N, D]: the bias. G: gates, I: input
 features of a head. In `Weights` they are Wx [G D, I], Wh [G D, D] and bx, bh [G D]; Weights(cell, [[arrays]]) is one
-layer of one direction; cell.gates is G, cell.op "lstm", "gru" or "rnn". op: the public function that error
-texts begin with. `check_array(op, name, array, shape)` raises a ValueError for a wrong shape, in which a text such as
-"N" stands for any size; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+layer of one direction; cell.gates is G, cell.op "lstm", "gru" or "rnn". op: the public function that error texts begin
+with. `check_array(op, name, array, shape)` raises a ValueError for a wrong shape, in which a text such as "N" stands
+for any size; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,9 @@ haste's arrays, by its names: kernel [I, G H] the input's weights, recurrent_ker
 [G H] and, of a GRU, recurrent_bias [3H]; of an IndRNN, whose units are independent, recurrent_scale [H]. I: input
 features, H: units, G: gates. In `Weights` one direction's arrays are Wx, Wh, bx and bh, transposed, in the gate order
 of `OURS`. Weights(cell, layers): layers[layer][direction] is a dict of arrays, so [[found]] is one layer of one
-direction. cell.op: "lstm" or "gru". op: the public function that error texts begin with; `fail(op, rule, got)` raises
-the ValueError "[op] rule but got ...", `check_array` one for a wrong shape, in which a letter stands for any size.
+direction. cell.op: "lstm" or "gru". `FORMAT` is what haste can store, FORMAT.orders its gate orders by cell.op. op: the
+public function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...",
+`check_array` one for a wrong shape, in which a letter stands for any size.
 """
 
 from typing import Any

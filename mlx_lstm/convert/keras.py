@@ -2,12 +2,13 @@
 
 Keras' arrays of one direction: kernel [I, GH] the input's weights, recurrent_kernel [H, GH] and bias [GH]; a GRU with
 reset_after has both biases, [2, 3H]. I: input features, G: gates, H: units. In `Weights` they are Wx, Wh, bx and bh,
-transposed, in the gate order of `OURS`; Keras' order is in `ORDERS`. kind: "lstm", "gru" or "rnn". A way is a direction
-of a layer. config: a layer as Keras serializes it, a dict with its class_name and its own dict config, the options.
-biases: the shapes that the bias may have, with the last axis counted in H: [3] means [3H], [2, 3] means [2, 3H]. of:
-the words " of NAME" that end an array's name in error texts. slope: which hard_sigmoid a version of Keras has, "x/5"
-(Keras 2) or "x/6" (Keras 3). op: the public function that error texts begin with; `fail(op, rule, got)` raises the
-ValueError "[op] rule but got ...".
+transposed, in the gate order of `OURS`; Keras' order is in `ORDERS`, which is FORMAT.orders. kind: "lstm", "gru" or
+"rnn", also cell.op; `KINDS` has it by Keras' class, `CELLS` the class of cell by kind. `NAMES` are the names of Keras'
+arrays in its order. `FORMAT` is what Keras' layers can store. A way is a direction of a layer. config: a layer as Keras
+serializes it, a dict with its class_name and its own dict config, the options. biases: the shapes that the bias may
+have, with the last axis counted in H: [3] means [3H], [2, 3] means [2, 3H]. of: the words " of NAME" that end an
+array's name in error texts. slope: which hard_sigmoid a version of Keras has, "x/5" (Keras 2) or "x/6" (Keras 3). op:
+the public function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Mapping, Sequence
@@ -206,7 +207,7 @@ def direction(
     allowed shapes of the bias, with the last axis counted in H; for a GRU [3] means shape [3H], [2, 3] means [2, 3H].
     of: words such as " of lstm_1" after an array's name in error texts. order: the gate order if it is not Keras'.
     """
-    G = {"lstm": 4, "gru": 3, "rnn": 1}[kind]
+    G = {"lstm": 4, "gru": 3, "rnn": 1}[kind]  # gates
     kernel, recurrent_kernel, bias = [*arrays, None][:3]  # a missing bias is None
     shapes = [np.shape(array) for array in (kernel, recurrent_kernel, bias)]
     H = shapes[1][0] if len(shapes[1]) == 2 else 0

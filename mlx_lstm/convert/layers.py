@@ -1,10 +1,11 @@
 """Read what a layer is: its class, its arrays, and the attributes that change its formula. Every function that reads
 the parameters of a layer calls `describe`, and refuses what `describe` does not know.
 
-A layer is a module of `mlx.nn`, one of this package, any other object with arrays as attributes, or a dict of arrays.
-A module of MLX is a dict, too, whose entries are its parameters and submodules. op: the public function's name, with
-which error texts begin. name: what an error text calls the layer. `fail(op, rule, got)` raises the ValueError "[op]
-rule but got ...".
+A layer is a module of `mlx.nn`, one of this package, any other object with arrays as attributes, or a dict of arrays. A
+module of MLX is a dict, too, whose entries are its parameters and submodules. `OF_MLX` has the recurrent layers of
+`mlx.nn`, `NONLINEARITIES` the functions of MLX that are activations, and their names. op: the public function's name,
+with which error texts begin. name: what an error text calls the layer. `fail(op, rule, got)` raises the ValueError
+"[op] rule but got ...".
 """
 
 from collections.abc import Callable

@@ -3,8 +3,9 @@
 An op of MPSGraph (Apple's framework) gets arrays and a descriptor, an object whose properties are the options of the
 cell. Apple's names of the arrays: input_weight, recurrent_weight, bias, secondary_bias (the recurrent bias of a GRU's
 candidate) and peephole; `WORDS` has the names that `mlx_lstm.lstm` and `gru` use: Wx, Wh, b, bhn, peephole. `MPSGRAPH`
-has Apple's gate orders by kind ("lstm", "gru", "rnn", also cell.op), `OURS` that of `Weights`. op: the public function
-that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+has Apple's gate orders by kind ("lstm", "gru", "rnn", also cell.op), `OURS` that of `Weights`, `PROPERTIES` the
+descriptor's properties that name activations, `ACTIVATIONS` Apple's names of activations and ours. op: the public
+function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Mapping, Sequence
@@ -106,7 +107,7 @@ def activation_names(op: str, descriptor: Any, names: Sequence[str], hard_sigmoi
     """Return the activations in a descriptor, under the names that `mlx_lstm.lstm` and `gru` use. names: the
     descriptor's properties that name them. hard_sigmoid: which function Apple's hard_sigmoid is, "x/5" or "x/6"."""
     check_option(op, "hard_sigmoid", hard_sigmoid, tuple(HARD_SIGMOIDS))
-    words = ACTIVATIONS | {"hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
+    words = ACTIVATIONS | {"hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}  # Apple's names, and ours
     return tuple(words[getattr(descriptor, name)] for name in names)
 
 

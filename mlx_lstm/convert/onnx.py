@@ -5,10 +5,11 @@ A node has a type, arrays as inputs, and attributes (options by name). Its array
 gates, H: units, I: input features. "This package" supports the options of `mlx_lstm.lstm`, `gru` and `rnn`.
 
 In `Weights` one direction's arrays are Wx, Wh, bx, bh and peephole, in the gate order of `OURS`. kind: "lstm", "gru" or
-"rnn", also cell.op. cell.activations: those of i, f, g, o and the output of an LSTM, of r, z, n of a GRU. op: the
-public function that error texts begin with. `check_array(op, name, array, shape)` raises a ValueError for a wrong
-shape, in which a text such as "I" stands for any size; `fail(op, rule, got)` raises the ValueError "[op] rule but got
-...".
+"rnn", also cell.op. cell.activations: those of i, f, g, o and the output of an LSTM, of r, z, n of a GRU. Tables: `OPS`
+has the kind by a node's type, `ORDERS` ONNX' gate order by kind, `GATES` the number of gates, `PEEPHOLES` the gates of
+P, `DIRECTIONS` the values of the attribute direction, `DEFAULTS` and `ACTIVATIONS` ONNX' activations. op: the public
+function that error texts begin with. `check_array(op, name, array, shape)` raises a ValueError for a wrong shape, in
+which a text such as "I" stands for any size; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Mapping
@@ -146,9 +147,8 @@ def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapp
 
 
 def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int) -> Cell:
-    """Return the cell that an ONNX node's attributes describe, and remove these attributes from the dict
-    `attributes`. kind: "lstm", "gru" or "rnn". D: the number of directions, for each of which ONNX lists the
-    activations."""
+    """Return the cell that an ONNX node's attributes describe, and remove these attributes from the dict `attributes`.
+    kind: "lstm", "gru" or "rnn". D: the number of directions, for each of which ONNX lists the activations."""
     for name in ("clip", "input_forget"):
         if attributes.pop(name, 0):
             fail(op, f"{name} must be absent, as this package has no such option,", "it")

@@ -2,8 +2,9 @@
 
 w [I + H, 4H] is the input's and the recurrent weight, one below the other, transposed as compared with `Weights`, whose
 arrays are Wx [4H, I] and Wh [4H, H]; b is its bias bx. I: input features, H: units. TensorFlow calls the gate g c, and
-in a GRU r, z, n are r, u, c. `TF` has its gate orders of an LSTM in our letters. op: the public function that error
-texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+in a GRU r, z, n are r, u, c. `TF` has its gate orders of an LSTM in our letters, `OURS` the order of `Weights`, and
+`PEEPHOLES` TensorFlow's name of the peephole of each gate. op: the public function that error texts begin with;
+`fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 
 Weights(cell, layers): layers[layer][direction] is a dict of arrays, so [[arrays]] is one layer of one direction.
 checked(op, weights, title) returns the weights after checking their shapes; title(layer, way, word) returns what an

@@ -3,8 +3,10 @@
 torch calls an array weight_ih_l0_reverse: its leaf (weight_ih), the layer's number, and the direction. In `Weights` it
 is Wx of layer 0 and direction 1. K: layers, k is the number of one. D: directions; a way is the number of one: 0
 forward, 1 reverse. H: units, P: the width of a projected h. word: an array's name in `Weights`: Wx, Wh, bx, bh, Wp (a
-projection). title: a function (layer, way, word) that returns torch's name, for error texts. op: the public function
-that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+projection). Tables: `NAMES` has the word by leaf, `KEYS` the leaf by word, `WAYS` the end of a name by way, `OF_GATES`
+the kind of cell ("lstm", "gru", "rnn") by the number of gates. title: a function (layer, way, word) that returns
+torch's name, for error texts. op: the public function that error texts begin with; `fail(op, rule, got)` raises the
+ValueError "[op] rule but got ...".
 """
 
 import re
@@ -168,7 +170,8 @@ def to_torch(weights: Weights, *, prefix: str = "") -> dict[str, mx.array]:
 
 
 def by_names(op: str, weights: Weights, prefix: str = "") -> dict[str, mx.array]:
-    """Return the parameters of a torch layer by name, as `to_torch` does. op: the name that error texts begin with."""
+    """Return the parameters of a torch layer by name, as `to_torch` does. op: the name that error texts begin with.
+    prefix: the beginning of each name."""
     weights = as_stored(op, weights, FORMAT)  # refuses options that torch's layers do not have
     parameters = {}
     for k, layer in enumerate(weights.layers):

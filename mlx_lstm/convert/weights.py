@@ -2,10 +2,10 @@
 module also has the gate orders of all formats.
 
 G: gates, H: units, I: input features, P: the width of h (H, or that of a projection), D: directions. GH rows are one
-block of H rows for each gate, in a gate order such as "ifgo". One direction's arrays are a dict by these names: Wx
-[GH, I], Wh [GH, P], the biases bx and bh [GH] of the two products, Wp [P, H] (a projection), peephole [4H]. In the
-functions of this package a single bias b [GH] takes the place of both; bhn [H] is the recurrent bias of a GRU's
-candidate n, which the reset gate multiplies. way: the number of a direction, 0 forward, 1 reverse.
+block of H rows for each gate, in a gate order such as "ifgo". One direction's arrays are a dict by these names: Wx [GH,
+I], Wh [GH, P], the biases bx and bh [GH] of the two products, Wp [P, H] (a projection), peephole [4H]. In the functions
+of this package a single bias b [GH] takes the place of both; bhn [H] is the recurrent bias of a GRU's candidate n,
+which the reset gate multiplies. way: the number of a direction, 0 forward, 1 reverse.
 
 A cell (`engines.cells`) has the formula and its options: its fields are the options, cell.op is "lstm", "gru" or "rnn",
 cell.gates is G, and cell.reset is "after" or "before" (the product) in a GRU, else "". op: the public function's name,
@@ -177,7 +177,8 @@ def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
         fail(
             op, "norm must be None, as no Weights hold layer normalisation (nn.LSTM(layer_norm=) does)", options["norm"]
         )
-    # Check each value by the kind of its option. usual: the option's default value.
+    # Check each value by the kind of its option. usual: the option's default value. `CELLS` has the class of each kind
+    # of cell, `CHOICES` the options with a few allowed values, `LIMITS` those that are limits of clips.
     default = CELLS[name]()
     for key, value in options.items():
         usual = getattr(default, key)
@@ -194,8 +195,8 @@ def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
 
 
 def stacked(op: str, parts: Sequence[Weights]) -> Weights:
-    """Join several `Weights` into one stack, in which each layer reads the output of the layer before. Raise
-    ValueError if their sizes do not fit. op: the name that the error text begins with."""
+    """Join several `Weights`, the list `parts`, into one stack, in which each layer reads the output of the layer
+    before. Raise ValueError if their sizes do not fit. op: the name that the error text begins with."""
     if not isinstance(parts, Sequence) or not parts:
         fail(op, "parts must be a list of at least one Weights", repr(parts))
     first = check_weights(op, parts[0])
@@ -303,7 +304,7 @@ def as_stored(op: str, weights: Weights, form: Format) -> Weights:
         refused["activations"] = not options and not usual and cell.activations
     if cell.reset:  # a GRU
         refused["reset"] = cell.reset not in reset and cell.reset
-    if isinstance(cell, LSTMCell):
+    if isinstance(cell, LSTMCell):  # LIMITS: the options that are limits of clips
         refused |= {name: not options and getattr(cell, name) for name in LIMITS}
         arrays = [arrays for layer in weights.layers for arrays in layer]
         refused["peephole"] = not options and any("peephole" in each for each in arrays) and "an array"
@@ -330,7 +331,7 @@ def with_forget_bias(arrays: Arrays, forget_bias: float) -> Arrays:
     """Return an LSTM's arrays with the number `forget_bias` added to the forget gate's part of the bias `bx` [4H]."""
     rows = arrays["Wx"].shape[0]
     bias = arrays.get("bx", mx.zeros((rows,), arrays["Wx"].dtype))
-    i, f, g, o = mx.split(bias, 4)
+    i, f, g, o = mx.split(bias, 4)  # by gate
     return arrays | {"bx": mx.concatenate([i, f + forget_bias, g, o])}
 
 

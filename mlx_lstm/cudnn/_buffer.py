@@ -79,7 +79,8 @@ def check_params(op: str, where: Layout, params: mx.array, dtype: mx.Dtype | Non
 
 
 def count(op: str, name: str, value: object, *, least: int) -> int:
-    """Check a number that is an integer or a scalar array of integers; return it as an int."""
+    """Check a number that is an integer or a scalar array of integers; return it as an int. name: the argument's name,
+    for error texts. least: the least value that is allowed."""
     if isinstance(value, mx.array) and value.size == 1 and mx.issubdtype(value.dtype, mx.integer):
         value = value.item()
     return check_integer(op, name, value, least=least)

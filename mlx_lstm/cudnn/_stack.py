@@ -70,8 +70,8 @@ class Stack(NamedTuple):
     """The attributes of one call of a cuDNN op. The methods `forward` and `backward` check all arguments, convert
     them to the layout of `mlx_lstm.recurrence`, run the layers, and convert the results back.
 
-    In that layout sequences have time first, and states are [layers, batch, directions x width]: both directions of
-    a layer are side by side. `op` is the name for errors, `forward_name` TensorFlow's name of the forward op, such as
+    In that layout sequences have time first, and states are [layers, batch, directions x width]: both directions of a
+    layer are side by side. `op` is the name for errors, `forward_name` TensorFlow's name of the forward op, such as
     "CudnnRNNV3". time_major: whether the caller's sequences have time first, not the batch. batch_major_states: how the
     caller's states are laid out if time_major is False, "transpose" or "reinterpret" (see `convert_states`).
     """
@@ -93,8 +93,9 @@ class Stack(NamedTuple):
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Run all layers and return output, output_h, output_c and reserve_space, in the caller's layout.
 
-        sequence_lengths: the number of steps of each sequence, which only CudnnRNNV3 has. checkpoint_every: gradient
-        checkpointing as in `mlx_lstm.lstm`; with it nothing is stored in the reserve space.
+        inputs: input, input_h (the first h), input_c (the first c) and params, in this order. sequence_lengths: the
+        number of steps of each sequence, which only CudnnRNNV3 has. checkpoint_every: gradient checkpointing as in
+        `mlx_lstm.lstm`; with it nothing is stored in the reserve space.
         """
         check_flag(self.op, "is_training", is_training)
         every = check_every(self.op, checkpoint_every)
@@ -135,8 +136,8 @@ class Stack(NamedTuple):
         reserve_space: mx.array,
     ) -> CudnnRNNBackpropOutput:
         """Return the gradients of input, input_h, input_c and params. inputs, outputs: the arguments and results of the
-        forward op. cotangents: the gradients of output, output_h and output_c. reserve_space: what the forward op
-        saved."""
+        forward op. sequence_lengths: as there; None for the ops that have none. cotangents: the gradients of output,
+        output_h and output_c. reserve_space: what the forward op saved."""
         with on(self.stream, self.op):
             where, lengths = self.check(inputs, sequence_lengths)
             input, input_h, input_c, params = inputs
@@ -188,8 +189,8 @@ class Stack(NamedTuple):
 
     def states_by_layer(self, where: Layout, **states: mx.array) -> Arrays:
         """Convert states from the layout of the op's arguments to h [L, N, D S] and, for an lstm, c [L, N, D H]: one
-        array per layer, with its D directions side by side. L: layers, N: batch, S: the width of h, H: the width of
-        c. states: by name, h0 and c0 or dhT and dcT; in other modes those of c are dropped."""
+        array per layer, with its D directions side by side. L: layers, N: batch, S: the width of h, H: the width of c.
+        states: by name, h0 and c0 or dhT and dcT; in other modes those of c are dropped."""
         names = [name for name in states if where.mode == "lstm" or "c" not in name]
         return {name: by_layer(self.convert_states(states[name]), where.D) for name in names}
 
@@ -200,7 +201,8 @@ class Stack(NamedTuple):
 
     def check(self, inputs: Inputs, sequence_lengths: recurrence.Lengths) -> tuple[Layout, mx.array | None]:
         """Check arrays and attributes. Return the layout of the parameter buffer, and the sequence lengths [N], or None
-        if all lengths equal T. The number of layers and units is read from the shapes of the states."""
+        if all lengths equal T. inputs: input, input_h, input_c and params. The number of layers and units is read from
+        the shapes of the states."""
         op, attributes, (input, input_h, input_c, params) = self.op, self.attributes, inputs
         check_flag(op, "time_major", self.time_major)
         check_option(op, "batch_major_states", self.batch_major_states, ("transpose", "reinterpret"))
@@ -284,9 +286,9 @@ def run_layers_backward(
     """Return the gradients of each layer, as dicts by the names of the arguments (x, Wx, Wh, b, h0, ...). x: the
     stack's input. first: the first states h0, c0 of all layers. options: lengths and engine.
 
-    saved: what the forward pass saved for each layer (h, gates, c), also its dropout's `factors` on h (0, or
-    1 / (1 - rate)). cotangents: "dh" [T, N, .] for h of the top layer; "dhT" and "dcT" [L, N, .] for the states after
-    the last step, of each layer.
+    saved: what the forward pass saved for each layer (h, gates, c), also its dropout's `factors` on h (0, or 1 / (1 -
+    rate)). cotangents: "dh" [T, N, .] for h of the top layer; "dhT" and "dcT" [L, N, .] for the states after the last
+    step, of each layer.
     """
     weights, gradients, last = layer_arrays(where, params), [], dict(cotangents)
     dh = last.pop("dh")
@@ -326,8 +328,8 @@ def layer_arguments(where: Layout, layer: int, weights: Arrays, x: mx.array, sta
 
 
 def buffer_gradients(where: Layout, gradients: Arrays) -> Arrays:
-    """Return a layer's gradients by the names of the arrays in the parameter buffer: Wx, Wh, Wp (a projection), and
-    the biases bW and bR of the input's and the recurrent product. gradients: those of `mlx_lstm.recurrence`, by name.
+    """Return a layer's gradients by the names of the arrays in the parameter buffer: Wx, Wh, Wp (a projection), and the
+    biases bW and bR of the input's and the recurrent product. gradients: those of `mlx_lstm.recurrence`, by name.
 
     The forward pass adds bW and bR, so both get the gradient of the sum. Only the candidate of a GRU, the last of three
     gates, has a separate bR, called bhn in `mlx_lstm.recurrence`.

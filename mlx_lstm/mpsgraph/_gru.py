@@ -4,8 +4,10 @@ package have in common.
 Sizes: T time, N batch, I input, H hidden. Apple's names are in Python's spelling: source (x), recurrent_weight (Wh),
 secondary_bias (bhn), z_state (zState, the gates), output_fwd (h); Apple's gate o is our n. A descriptor is an object
 with the options of an op. Each op checks its arguments, converts them to those of `mlx_lstm.gru` or `gru_gradients`
-(`translate`), and returns Apple's list of results. op: the name that error texts begin with. MPSGRAPH has Apple's gate
-orders of each cell, (flag off, flag on). E:name is an experiment that decides on a Mac what Apple's text leaves open.
+(`translate`), and returns Apple's list of results. op: the name that error texts begin with. `GRADIENTS` has the
+arguments that have a gradient, in Apple's order, `PROPERTIES` the descriptor's properties that name activations.
+`MPSGRAPH` has Apple's gate orders of each cell, (flag off, flag on). E:name is an experiment that decides on a Mac what
+Apple's text leaves open.
 """
 
 from collections.abc import Sequence

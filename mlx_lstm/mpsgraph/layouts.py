@@ -44,6 +44,7 @@ def layouts(G: int, bidirectional: bool, projects: bool) -> dict[str, list[str]]
     # Texts for the widths H, D H, G H and D G H, such as "H" and "8H".
     H, DH, GH, DGH = ("H" if n == 1 else f"{n}H" for n in (1, D, G, D * G))
     sequence, state = ["T", "N", DH], ["N", DH]
+    # DH is D H, GH is G H, DGH is D G H.
     axes = {"source": ["T", "N", "I" if projects else DGH], "recurrent_weight": [*direction_axis, GH, H]}
     axes |= {"input_weight": [DGH, "I"], "bias": [DGH], "secondary_bias": [DH], "peephole": [*direction_axis, GH]}
     axes |= dict.fromkeys(LEADING_ONE, state)  # the states and their gradients
@@ -78,8 +79,8 @@ def check_layouts(op: str, arrays: Given, G: int, bidirectional: bool) -> dict[s
     for name in present.keys() & set(REQUIRED):
         if present[name] is None:
             wrong_layout(op, name, expected[name], {}, "None")  # {}: the sizes are not known yet
-    # The sizes T, N, I and H are read from these two arrays. `check_array` gets their own shape, so it checks only class
-    # and dtype; the number of axes is checked next.
+    # The sizes T, N, I and H are read from these two arrays. `check_array` gets their own shape, so it checks only the
+    # class and dtype; the number of axes is checked next.
     for name in ("source", "recurrent_weight"):
         check_array(op, title(name), present[name], list(getattr(present[name], "shape", ())))
         if present[name].ndim != len(expected[name]):
@@ -125,7 +126,7 @@ def check_mask(op: str, arrays: Arrays, bidirectional: bool, mask_layout: str) -
     mask, source, H = arrays["mask"], arrays["source"], arrays["recurrent_weight"].shape[-1]
     check_array(op, "mask", mask, list(getattr(mask, "shape", ())), source.dtype)  # checks class and dtype only
     (T, N, _), D, DH = source.shape, 2 if bidirectional else 1, "2H" if bidirectional else "H"
-    # expected: the rule as text. shape: what the mask must broadcast to.
+    # DH: the width of the mask as text. expected: the rule as text. shape: what the mask must broadcast to.
     expected, shape = {
         "channels": (f"broadcast to [N, {DH}]", (1, N, D * H)),
         "steps": (f"broadcast to [T, N, {DH}]", (T, N, D * H)),
@@ -146,7 +147,8 @@ def check_mask(op: str, arrays: Arrays, bidirectional: bool, mask_layout: str) -
 
 
 def check_descriptor(op: str, descriptor: Any, kind: type) -> None:
-    """Check that the descriptor has the op's class, that its flags are bools and its activations are among Apple's."""
+    """Check that the descriptor has the op's class `kind`, that its flags are bools and its activations are among
+    Apple's."""
     if not isinstance(descriptor, kind):
         fail(op, f"descriptor must be a {kind.__name__}", type(descriptor).__name__)
     for field in fields(descriptor):

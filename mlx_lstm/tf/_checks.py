@@ -6,8 +6,9 @@ at once, TensorFlow's error may name another rule than the error of this package
 its axes. T: steps, N: batch items (batch_size), I: inputs (input_size), H: units (cell_size). arrays: the arrays of a
 call by TensorFlow's names: x the input, w the weights of x and h, b the bias, wci, wcf, wco the peepholes, cs_prev and
 h_prev the states before the first step; of a GRU w_ru, b_ru (reset and update gate) and w_c, b_c (candidate). op: the
-function that error texts begin with. `reject` raises an error with TensorFlow's text; `fail(op, rule, got)` raises the
-ValueError "[op] rule but got ..."; `check_array` does so for a wrong shape.
+function that error texts begin with. `reject` raises an error with TensorFlow's text; `PEEPHOLES` has the names of the
+peepholes, which are checked if use_peephole is true; `fail(op, rule, got)` raises the ValueError "[op] rule but got
+..."; `check_array` does so for a wrong shape.
 """
 
 from typing import NoReturn

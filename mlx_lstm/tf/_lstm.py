@@ -393,7 +393,8 @@ def block_lstm_grad_v2(
     stream: Stream = None,
 ) -> BlockLSTMGradOutput:
     """Return the gradient of `block_lstm_v2`, in gate order IFCO; equals `tf.raw_ops.BlockLSTMGradV2`. The arguments
-    and the outputs are those of `block_lstm_grad`."""
+    and the outputs are those of `block_lstm_grad`: the arguments and outputs of the forward op, from seq_len_max to h,
+    the gradients cs_grad and h_grad [T, N, H] of two outputs, and whether there were peepholes."""
     given = common_arrays(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     saved = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
     with on(stream, "block_lstm_grad_v2"):
@@ -450,8 +451,8 @@ def run_lstm_gradients(
     op: str, order: str, seq_len_max: object, given: Arrays, saved: Arrays, use_peephole: bool, engine: Engine | None
 ) -> BlockLSTMGradOutput:
     """Return the gradients of an LSTM over a sequence. order: the gate order of w and b. seq_len_max: the number of
-    steps that run. given: the arrays of the forward op by name. saved: the forward op's outputs and the gradients of
-    cs and h (cs_grad, h_grad), by name."""
+    steps that run. given: the arrays of the forward op by name. saved: the forward op's outputs and the gradients of cs
+    and h (cs_grad, h_grad), by name."""
     steps = check_block_lstm_grad(op, seq_len_max, given | saved, use_peephole)
     x, I = given["x"], given["x"].shape[-1]
     if steps == 0 or x.shape[1] == 0:  # no step, or an empty batch: all gradients are 0
