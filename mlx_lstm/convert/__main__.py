@@ -117,8 +117,9 @@ def model_of(options: argparse.Namespace) -> Model:
 
 
 def chosen(model: Model, options: argparse.Namespace) -> Model:
-    """Return the layers and arrays that the command's options select, joined into stacks and renamed as
-    the options say."""
+    """Return the layers and arrays that the command's options select, joined into stacks and renamed as the options
+    say. options.stack: texts such as "lstm,lstm_1", or None. options.prefix: texts "OLD=NEW", or None: names that begin
+    with OLD begin with NEW instead. options.layers_only: whether all other arrays are left out."""
     layers, keys = dict(model.layers), dict(model.keys)
     for wanted in (name for names in options.stack or [] for name in names.split(",")):
         if wanted not in layers:

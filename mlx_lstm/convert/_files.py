@@ -249,7 +249,8 @@ def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Seque
         writer = _onnx_file.write if ending == ".onnx" else _keras_file.write
         return writer(path, ending, model.layers)
     arrays, told = dict(model.rest), {}  # told: {key of a matrix: options of its cell}, for the metadata
-    # The metadata must not tell a forget bias that the bias contains: a reader would add it again.
+    # Only the style "ops" has the forget bias as an option. In the others `in_bias` adds it to the bias, and the
+    # metadata must not tell it: a reader would add it again.
     layers = model.layers if style == "ops" else {name: in_bias(weights) for name, weights in model.layers.items()}
     for name, weights in layers.items():
         options = {option: value for option, value in weights.options.items() if option != "bidirectional"}
@@ -357,5 +358,6 @@ def write_npz(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]
                 fail(
                     "convert", f"{shown(key)} must not be bfloat16, which .npz does not have: take .safetensors,", "it"
                 )
+            # force_zip64: an array may have more than 4 GiB.
             with file.open(f"{key}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)

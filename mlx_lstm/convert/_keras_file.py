@@ -112,8 +112,9 @@ MOST_NOTES = 20
 
 
 def notes_on(known: list[Known], rest: dict[str, Any]) -> list[str]:
-    """Return what the arrays of a model do not say: how the halves of a Bidirectional are merged, and which layers of
-    `mlx.nn` take the arrays of other layers. rest: these arrays by key."""
+    """Return notes for the user on what the arrays of a model do not say: how the outputs of the two directions of a
+    Bidirectional are merged, and which layers of `mlx.nn` take the arrays of layers that are not recurrent. known: the
+    model's layers. rest: the arrays that belong to no recurrent layer, by key."""
     notes = []
     for each in known:
         kind, mode = each.config["class_name"], each.config["config"].get("merge_mode", "concat")
@@ -132,6 +133,7 @@ def notes_on(known: list[Known], rest: dict[str, Any]) -> list[str]:
         ):
             title = inner_kind if inner_kind == kind else f"TimeDistributed({inner_kind})"
             notes.append(f"{shown(each.name)}: {title} is {COUNTERPARTS[inner_kind]}")
+    # Keras 3 stores arrays by number: `vars/0`, which is vars.0 in `rest`.
     if notes and any(key.endswith("vars.0") for key in rest):
         notes.append("vars.0 of a layer is its kernel, embeddings or gamma, and vars.1 its bias or beta")
     more = len(notes) - MOST_NOTES  # a foreign file may have any number of layers

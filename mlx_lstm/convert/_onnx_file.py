@@ -3,10 +3,11 @@
 A model is a graph of nodes. A node has a type, inputs and outputs, which are names of arrays; an empty name stands for
 an input that is not passed. An array in the file is a tensor: an initializer, or the value of a Constant node. Its
 bytes may lie in another file (external data). A file is a message of protobuf. `word` is a node's input, such as "W"
-(`INPUTS` has its position); the arrays of a node are described in `onnx`. file.budget limits the memory that a foreign
-file may take; `shown` makes a name from such a file safe to print. `fail("convert", rule, got)` and `broken(text)`
-raise a ValueError. T: steps, N: batch items, I: input features, H: units, L: layers of a stack, D: directions. dot: the
-stack's name and a dot, with which its names begin.
+(`INPUTS` has its position). A node's arrays: W the input's weights, R the recurrent weights, B both biases, P the
+peephole weights (`onnx` has their shapes). file.budget limits the memory that a foreign file may take; `shown` makes a
+name from such a file safe to print. `fail("convert", rule, got)` and `broken(text)` raise a ValueError. T: steps, N:
+batch items, I: input features, H: units, L: layers of a stack, D: directions. dot: the stack's name and a dot, with
+which its names begin.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,9 +50,9 @@ def load() -> Any:
 
 
 def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) -> Found:
-    """Read an ONNX file. Return its layers by node name, the other initializers, the keys of each layer's arrays,
-    and notes on inputs that are not weights. only: the layers that must be readable; others are left out where they are
-    not."""
+    """Read an ONNX file. Return its layers by node name, the other initializers, the keys of each layer's arrays, and
+    notes on inputs that are not weights. external_data: whether files that the model names for its tensors may be read.
+    only: the layers that must be readable; others are left out where they are not."""
     onnx, data = load(), file.read()
     check_count(data, onnx.ModelProto.DESCRIPTOR, file.budget)  # refuses a message that would fill the memory
     try:
@@ -77,6 +78,7 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
     # keys: the names of each layer's tensors. used: the tensors that belong to a layer.
     layers, keys, notes, used = {}, {}, [], set()
     for n, node in enumerate(model.graph.node):
+        # `OPS` has the types LSTM, GRU and RNN; "" and "ai.onnx" are the names of ONNX' own set of types.
         if node.op_type not in OPS or node.domain not in ("", "ai.onnx"):
             continue
         name = file.budget.name(node.name or f"{node.op_type}_{n}").strip("/").replace("/", ".")
@@ -94,7 +96,8 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
         keys[name] = [names[word] for word in ("W", "R", "B", "P") if word in names]
         if runtime := [word for word in ("sequence_lens", "initial_h", "initial_c") if word in names]:
             notes.append(f"{name}: {', '.join(runtime)} are no weights: pass lengths and states to the call")
-    # A file that `write` wrote holds zeros for first states that are not passed. They are no weights.
+    # A file that `write` wrote holds zeros for first states that are not passed: inputs of the model that a node Expand
+    # repeats for each batch item. They are no weights.
     inputs = {each.name for each in model.graph.input}
     used |= {node.input[0] for node in model.graph.node if node.op_type == "Expand" and node.input} & inputs
     rest = {key: array_of(onnx, tensor, key, file.budget) for key, tensor in initializers if key not in used}
@@ -188,7 +191,7 @@ def read_external(path: Path, tensor: Any, left: dict[str, int]) -> None:
     """Load a tensor's external data from a file in the model's own folder; a link is refused. left: for each file, the
     number of bytes that no tensor has read yet. No byte may be read twice: otherwise many tensors that share bytes
     could fill the memory. path: the model's file."""
-    entries = external_entries(tensor)
+    entries = external_entries(tensor)  # location (the file's name), and maybe offset and length in bytes, as texts
     location = entries.get("location", "")
     data_path = path.parent / location
     if Path(location).name != location or location in ("", "..") or data_path.is_symlink():

@@ -108,6 +108,7 @@ def to_haste(weights: Weights, *, prefix: str = "") -> Arrays:
         found |= zip(("bias", "recurrent_bias"), two_biases(arrays), strict=True)  # a missing bias is zeros
     else:
         found["bias"] = whole_bias(cell, arrays)  # the sum of both
+    # In haste's arrays the blocks of the gates lie on the last axis.
     return {f"{prefix}{name}": reorder(array, ours, order, axis=-1) for name, array in found.items()}
 
 

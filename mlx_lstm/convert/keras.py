@@ -89,7 +89,7 @@ def from_keras(*layers: Any) -> Weights:
         parts.append(
             from_arrays(op, [arrays[way * count : (way + 1) * count] for way in range(directions)], config, layer.name)
         )
-    return stacked(op, parts)
+    return stacked(op, parts)  # one stack of all layers
 
 
 def from_arrays(

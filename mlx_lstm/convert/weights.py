@@ -152,7 +152,7 @@ def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> Mapping[s
     """
     if not isinstance(prefix, str):
         fail(op, "prefix must be a str", repr(prefix))
-    class_of(op, "the layer", layer)
+    class_of(op, "the layer", layer)  # raises ValueError for a subclass that may compute something else
     for method in ("state_dict", "parameters"):
         if hasattr(layer, method):
             layer = getattr(layer, method)()

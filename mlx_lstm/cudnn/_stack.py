@@ -361,7 +361,7 @@ def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str,
 
 
 def pack(shapes: list[dict[str, tuple[int, int, int]]], results: list[dict[str, Any]], dtype: mx.Dtype) -> mx.array:
-    """Store each layer's results in one array, the reserve space, and return this array.
+    """Store each layer's results in one array of this dtype, the reserve space, and return this array.
 
     shapes: for each layer a dict from the names of the arrays to store, such as "gates", to their shapes; if the list
     is empty, so is the reserve space. results: for each layer its arrays by name, from `run_layers`.

@@ -455,7 +455,8 @@ def run_lstm_gradients(
     and h (cs_grad, h_grad), by name."""
     steps = check_block_lstm_grad(op, seq_len_max, given | saved, use_peephole)
     x, I = given["x"], given["x"].shape[-1]
-    if steps == 0 or x.shape[1] == 0:  # no step, or an empty batch: all gradients are 0
+    if steps == 0 or x.shape[1] == 0:
+        # No step, or an empty batch: all gradients are 0. `given` has the arguments in the order of the outputs.
         return BlockLSTMGradOutput(*(mx.zeros_like(array) for array in given.values()))
     arrays = lstm_arguments(order, given | {"x": x[:steps]}, use_peephole)
     saved = {name: array[:steps] for name, array in saved.items()}
