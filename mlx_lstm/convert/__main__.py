@@ -104,9 +104,9 @@ def source_lines(model: Model) -> list[str]:
 def model_of(options: argparse.Namespace) -> Model:
     """Read the source file with the command's options; return its layers and arrays."""
     source = options.source
-    words = {"keys": options.from_keys, "ways": tuple(options.ways or WAYS), "order": options.order}
-    words |= {"nonlinearity": options.nonlinearity, "external_data": options.external_data}
-    model = read(source, only=options.only, **words)
+    keywords = {"keys": options.from_keys, "ways": tuple(options.ways or WAYS), "order": options.order}
+    keywords |= {"nonlinearity": options.nonlinearity, "external_data": options.external_data}
+    model = read(source, only=options.only, **keywords)
     if not model.layers:
         raise ValueError(f"{source} holds no LSTM, GRU or RNN layer; its arrays: {some(list(model.rest))}")
     plain = any(weights.cell.op == "rnn" for weights in model.layers.values())
@@ -149,6 +149,7 @@ def renamed(name: str, old: str, new: str) -> str:
 def comparison(model: Model, again: Model) -> list[str]:
     """Return a line for each difference, even of a single bit, between the layers of the old file (`model`) and those
     of the new one (`again`)."""
+    # before: (name of the stack, a layer of it). `each` returns the layers of a stack, each as a `Weights`.
     before = [(name, layer) for name, weights in model.layers.items() for layer in weights.each()]
     after = [layer for weights in again.layers.values() for layer in weights.each()]
     if again.layers.keys() == model.layers.keys():  # put the layers into the new file's order
@@ -157,7 +158,8 @@ def comparison(model: Model, again: Model) -> list[str]:
     lines = []
     for (name, old), new in zip(before, after, strict=True):
         changes = differences(old, new)  # names such as "bx" and "forget_bias", or texts such as "A is now B"
-        if {"forget_bias", "bx"} <= set(changes):  # else the new file has lost it
+        # With a changed bias the forget bias is not lost: `write` added it to the bias, if the format has no option.
+        if {"forget_bias", "bx"} <= set(changes):
             lines.append(f"  {title(name)}: the forget bias is a part of the bias now")
             changes = [each for each in changes if each != "forget_bias" and (each != "bx" or "bh" in changes)]
         for each in changes:

@@ -228,7 +228,8 @@ def names_in_new(file: _hdf5.Contents, budget: Budget) -> list[Direction]:
 
 def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
     """Find the layers of an `.h5` file; return one `Direction` for each direction of each layer. A direction has an
-    array `recurrent_kernel`, and the other arrays in the same group of the file belong to it."""
+    array `recurrent_kernel`, and the other arrays in the same group of the file belong to it. arrays: by keys
+    "layer//array", such as "encoder//encoder/lstm_cell/kernel"."""
     directions: list[Direction] = []
     parents = dict.fromkeys(key.rpartition("/")[0] for key in arrays)  # the groups of the arrays, each once
     taken: set[tuple[str, str]] = set()  # the (name, way) of all directions so far
@@ -249,6 +250,7 @@ def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
             if parent.replace(parts[-1], other) in parents:
                 parts.pop()
                 way = match[1]
+        # Keras repeats the layer's name in the path, at its beginning or, in a nested model, at its end.
         if parts and parts[0] == layer:
             parts.pop(0)
         elif parts and parts[-1] == layer:

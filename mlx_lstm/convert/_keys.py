@@ -293,7 +293,8 @@ def arranged(
     if other arrays of the file also have a number after `name`, as in a Sequential with other modules between its
     recurrent layers.
     """
-    whole = {(group.layer or 0, group.way or 0): group for group in groups}  # None: 0
+    # whole: all groups as one stack. A layer or direction that the keys do not name counts as 0.
+    whole = {(group.layer or 0, group.way or 0): group for group in groups}
     layers, ways = ({layer_and_way[n] for layer_and_way in whole} for n in range(2))
     # full: each layer from 0 on has each direction exactly once, and all keys name a direction or none does.
     full = len(whole) == len(groups) == len(layers) * len(ways) and ways in ({0}, {0, 1})
@@ -313,6 +314,8 @@ def arranged(
         ways_of.setdefault(group.layer, []).append(group.way)
     stacks: dict[str, dict[tuple[int, int], Group]] = {}
     for group in groups:
+        # both: whether the layer has both directions. Then they share a stack, which is called by the name and the
+        # layer's number; else the stack has one direction, number 0, and the text `own` is its name.
         both = len(ways_of[group.layer]) == 2 and set(ways_of[group.layer]) == {0, 1}
         label = name + (f".{group.layer}" if group.layer is not None else "") if both else group.own
         # Every such stack has one layer, number 0.

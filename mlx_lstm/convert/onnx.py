@@ -197,8 +197,9 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
     weights = as_stored(op, weights, FORMAT)  # refuses options that `FORMAT` does not list, such as a projection
     cell = weights.cell
     attributes: dict[str, Any] = {"hidden_size": weights.hidden_size}
+    # "bidirectional", else "reverse" or "forward".
     attributes["direction"] = DIRECTIONS[2 if weights.directions == 2 else int(weights.reverse)]
-    if cell.reset:  # a GRU
+    if cell.reset:  # "after" or "before" in a GRU, else ""
         attributes["linear_before_reset"] = int(cell.reset == "after")
     attributes |= activation_attributes(op, cell, weights.directions)
     if cell.cell_clip or cell.output_peephole == "previous":

@@ -232,6 +232,7 @@ class Stack(NamedTuple):
     def check_outputs(self, where: Layout, input: mx.array, outputs: Outputs, cotangents: Outputs) -> None:
         """Check that the outputs, and their gradients `cotangents`, have the shapes of a forward pass's outputs. Both
         hold (output, output_h, output_c); of another mode than lstm the last one is ignored."""
+        # shapes: with time first; `convert_shape` swaps the first two axes if the caller's layout differs.
         T, N, _ = self.convert_shape(input.shape)
         shapes = {"output": [T, N, where.D * where.S], "output_h": [where.L * where.D, N, where.S]}
         if where.mode == "lstm":
