@@ -116,6 +116,7 @@ class Layers(Advised):
     ):
         """Check the options, and draw random parameters. `LSTM` describes the arguments."""
         super().__init__()
+        # Each check raises a ValueError or returns the value as Python's own type. NO_UNITS: a reason for its text.
         self.input_size: int = check_integer(self.op, "input_size", input_size, least=1)
         self.hidden_size: int = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
         self.num_layers: int = check_integer(self.op, "num_layers", num_layers, least=1)

@@ -250,7 +250,8 @@ def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
             if parent.replace(parts[-1], other) in parents:
                 parts.pop()
                 way = match[1]
-        # Keras repeats the layer's name in the path, at its beginning or, in a nested model, at its end.
+        # Keras repeats the layer's name in the path. At the beginning only this name is dropped; at the end all names
+        # before it, too.
         if parts and parts[0] == layer:
             parts.pop(0)
         elif parts and parts[-1] == layer:

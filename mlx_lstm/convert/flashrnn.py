@@ -172,7 +172,7 @@ def to_flashrnn_slstm(heads: Sequence[Mapping[str, Any]]) -> dict[str, mx.array 
     op = "to_flashrnn_slstm"
     if not isinstance(heads, Sequence) or not heads or not all(isinstance(head, Mapping) for head in heads):
         fail(op, "heads must be a list of at least one dict of arrays", type(heads).__name__)
-    names = [name for name in SLSTM if name in heads[0]]
+    names = [name for name in SLSTM if name in heads[0]]  # of Wx, Wh and bias
     for n, head in enumerate(heads):
         if not {"Wh", "bias"} <= head.keys() <= set(SLSTM) or head.keys() != heads[0].keys():
             fail(op, f"heads[{n}] must hold Wh, bias and, in all heads or none, Wx", sorted(head))

@@ -300,7 +300,7 @@ def run_layers_backward(
         arrays = layer_arguments(where, layer, weights[layer], layer_input, first)
         d = {name: states[layer] for name, states in last.items()} | {"dh": dh}
         # `GRADIENTS` has the function of a kind of layer that takes its arguments, its saved outputs and their
-        # gradients.
+        # gradients. The loop runs from the top layer down, so insert the result at the front.
         gradients.insert(0, GRADIENTS[where.mode](**arrays, **saved[layer], **d, **options))
         dh = scaled(gradients[0]["x"], input_factors[layer])  # for h of the layer below
     return gradients
