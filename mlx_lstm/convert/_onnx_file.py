@@ -225,7 +225,7 @@ def array_of(onnx: Any, tensor: Any, name: str, budget: Budget) -> Any:
         broken(f"{shown(name)}: {shown(error)}")
     if array.dtype.name == "bfloat16":
         return to_mlx(array)
-    return array if array.dtype in NUMBERS else None
+    return array if array.dtype in NUMBERS else None  # NUMBERS: the dtypes that can be read
 
 
 class Graph:

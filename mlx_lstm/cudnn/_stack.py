@@ -107,8 +107,8 @@ class Stack(NamedTuple):
             no_factors: list[mx.array | None] = [None] * where.L
             factors = dropout_factors(where, x, self.attributes) if dropout else no_factors
             if dropout and choice.current_device() == "cpu":
-                # The dropout factors depend only on the seeds, so evaluate them here, once. Otherwise the engine would
-                # have to evaluate their graph, which generates the random numbers.
+                # The dropout factors depend only on the seeds, so `have_values` evaluates them here, once. Otherwise
+                # the engine would have to evaluate their graph, which generates the random numbers.
                 have_values([factor for factor in factors if factor is not None], transforming=False)
             options = {"lengths": lengths, "engine": self.engine, "training": is_training, "checkpoint_every": every}
             results = run_layers(where, params, x, first, factors, options)
