@@ -95,8 +95,9 @@ def slstm(a: Arrays, state: Arrays) -> tuple[Array, ...]:
     """
     i, f, z, o = a
     _, c, n, m = state
-    f = m - mx.logaddexp(0, -f)
-    # Where n = 0, d = 0 selects m = i. With the m of that state, a very negative i would make i' and n' 0: h is 0 / 0.
+    f = m - mx.logaddexp(0, -f)  # log sigmoid(f) + m
+    # d: the difference of the two terms of the maximum m'. Where n = 0, d = 0 selects m' = i. The maximum may be the
+    # other term, with the old m: then a very negative i makes i' and n' 0, and h is 0 / 0.
     d = mx.where(n == 0, 0, f - i)
     m = mx.where(d > 0, f, i)
     # One of f' and i' is 1, so one exponential is enough. It is not exp(-abs(d)), whose slope at d = 0 would be 0.

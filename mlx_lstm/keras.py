@@ -1,6 +1,11 @@
 """Convert the weights of Keras' LSTM, GRU, SimpleRNN and Bidirectional layers, array by array, and back.
 
 `mlx_lstm.convert` converts whole layers, stacks and files. Arrays whose shapes do not fit raise a ValueError.
+
+Keras' arrays: kernel [I, GH] the input's weights, recurrent_kernel [H, GH], bias [GH] or, of a GRU, [2, 3H]. Arguments
+of `mlx_lstm.lstm`, `gru` and `rnn`: Wx [GH, I], Wh [GH, H], b [GH], and bhn [H], the recurrent bias of a GRU's
+candidate. G: gates, H: units, I: input features. cell: the formula with its options. op: the public function that error
+texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Callable, Sequence
@@ -57,6 +62,7 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None,
         >>> Wx, Wh, b = keras.lstm_from_keras(*weights).values()
         >>> layer = nn.LSTM(3, 4).update({"Wx": Wx, "Wh": Wh, "bias": b})
     """
+    # [4]: the bias has shape [4H].
     return one_direction("lstm_from_keras", "lstm", (kernel, recurrent_kernel, bias, *more), [4])
 
 
@@ -70,8 +76,8 @@ def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list
     Returns:
         list: kernel [I, 4H], recurrent_kernel [H, 4H] and, if given, bias [4H].
     """
-    check_ours("lstm_to_keras", 4, Wx, Wh, {"b": b})
-    return into_keras(LSTMCell(), Wx, Wh, b, None)
+    check_ours("lstm_to_keras", 4, Wx, Wh, {"b": b})  # 4 gates
+    return into_keras(LSTMCell(), Wx, Wh, b, None)  # None: bhn, which only a GRU has
 
 
 def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, *more: Any) -> dict[str, Any]:
@@ -98,6 +104,7 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
         >>> gru(mx.ones((10, 2, 3)), **keras.gru_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
+    # [3], [2, 3]: the bias has shape [3H] or [2, 3H].
     return one_direction("gru_from_keras", "gru", (kernel, recurrent_kernel, bias, *more), [3], [2, 3])
 
 
@@ -121,7 +128,7 @@ def gru_to_keras(
     Raises:
         ValueError: the shapes do not fit, or bhn is given with `reset_after=False`.
     """
-    check_ours("gru_to_keras", 3, Wx, Wh, {"b": b, "bhn": bhn})
+    check_ours("gru_to_keras", 3, Wx, Wh, {"b": b, "bhn": bhn})  # 3 gates
     check_flag("gru_to_keras", "reset_after", reset_after)
     if bhn is not None and not reset_after:
         fail("gru_to_keras", "bhn must be None with reset_after=False", "an array")
@@ -147,6 +154,7 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
         >>> rnn(mx.ones((10, 2, 3)), **keras.rnn_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
+    # [1]: the bias has shape [H].
     return one_direction("rnn_from_keras", "rnn", (kernel, recurrent_kernel, bias, *more), [1])
 
 
@@ -160,8 +168,8 @@ def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[
     Returns:
         list: kernel [I, H], recurrent_kernel [H, H] and, if given, bias [H].
     """
-    check_ours("rnn_to_keras", 1, Wx, Wh, {"b": b})
-    return into_keras(RNNCell(), Wx, Wh, b, None)
+    check_ours("rnn_to_keras", 1, Wx, Wh, {"b": b})  # 1 gate
+    return into_keras(RNNCell(), Wx, Wh, b, None)  # None: bhn, which only a GRU has
 
 
 def bidirectional_from_keras(convert: Callable[..., dict[str, Any]], weights: Sequence[Any]) -> dict[str, Any]:
@@ -192,11 +200,11 @@ def bidirectional_from_keras(convert: Callable[..., dict[str, Any]], weights: Se
     check_function(op, convert)
     if not isinstance(weights, Sequence) or isinstance(weights, str):
         fail(op, "weights must be the list that layer.get_weights() returns", type(weights).__name__)
-    n = len(weights) // 2
+    n = len(weights) // 2  # the arrays of one direction
     shapes = [np.shape(array) for array in weights]
     if not n or shapes[:n] != shapes[n:]:
         fail(op, "weights must be those of two layers of the same shapes", f"shapes {shapes}")
-    return join([convert(*weights[:n]), convert(*weights[n:])])
+    return join([convert(*weights[:n]), convert(*weights[n:])])  # both directions in one array per name
 
 
 def bidirectional_to_keras(convert: Callable[..., list[np.ndarray]], arrays: Arrays) -> list[np.ndarray]:
@@ -215,7 +223,7 @@ def bidirectional_to_keras(convert: Callable[..., list[np.ndarray]], arrays: Arr
     if not isinstance(arrays, dict):
         fail(op, "arrays must be a dict, as bidirectional_from_keras returns it,", type(arrays).__name__)
     check_array(op, "Wh", arrays.get("Wh"), [2, "G * H", "H"])
-    return [array for d in range(2) for array in convert(**part(arrays, d))]
+    return [array for way in range(2) for array in convert(**part(arrays, way))]  # part: one direction's arrays
 
 
 def one_direction(op: str, kind: str, weights: Sequence[Any], *biases: list[int]) -> Arrays:
@@ -234,22 +242,24 @@ def one_direction(op: str, kind: str, weights: Sequence[Any], *biases: list[int]
             f"the arguments must be the arrays of a layer, as in {op}(*layer.get_weights()),",
             type(weights[0]).__name__,
         )
-    arrays = direction(op, kind, weights, biases=biases)
+    arrays = direction(op, kind, weights, biases=biases)  # Wx, Wh and maybe the biases bx and bh of their products
+    # A GRU with two biases has reset_after. `CELLS` has the class of each cell.
     cell = GRUCell(reset="after" if "bh" in arrays else "before") if kind == "gru" else CELLS[kind]()
-    return {name: arrays[name] for name in ("Wx", "Wh")} | one_bias(cell, arrays)
+    return {name: arrays[name] for name in ("Wx", "Wh")} | one_bias(cell, arrays)  # b, and bhn with reset_after
 
 
 def into_keras(cell: Cell, Wx: mx.array, Wh: mx.array, b: mx.array | None, bhn: mx.array | None) -> list[np.ndarray]:
     """Return kernel, recurrent kernel and bias in Keras' layout. If b and bhn both are None, the result has no
     bias."""
-    arrays = {"Wx": Wx, "Wh": Wh} | from_one_bias(b, bhn)
+    arrays = {"Wx": Wx, "Wh": Wh} | from_one_bias(b, bhn)  # b and bhn as the biases bx and bh of both products
     return arrays_of(cell, arrays, b is not None or bhn is not None)
 
 
 def check_function(op: str, convert: object) -> None:
-    """Check that the argument `convert` of a bidirectional conversion is a function."""
+    """Check that the argument `convert` of a bidirectional conversion is a function. op: bidirectional_from_keras or
+    bidirectional_to_keras."""
     if not callable(convert):
-        which = f"lstm_{op[14:]}, gru_{op[14:]} or rnn_{op[14:]}"
+        which = f"lstm_{op[14:]}, gru_{op[14:]} or rnn_{op[14:]}"  # without "bidirectional_", 14 characters
         fail(op, f"convert must be {which}", repr(convert))
 
 

@@ -4,6 +4,11 @@ Constructors, parameters and their names, initialisation, shapes and results are
 different lengths come as a `PackedSequence`, or padded with the argument `lengths`, which takes less time. Sizes: L
 time, N batch, I input features, D directions, K layers, H hidden, S the width of h (H, or `proj_size`).
 
+In the code: op: the name of the class, with which error texts begin; `fail` and the `check_...` functions raise these
+ValueErrors. cell: the formula of a step (`engines.cells`). gates: 4 in an LSTM, 3 in a GRU, 1 in an RNN. states: a dict
+of the states "h" and, in an LSTM, "c". `Call.forward` runs one layer. now: whether the call computes at once on the
+CPU; then NumPy does the small operations around the recurrence (`by_numpy`), else MLX does (`by_mlx`).
+
 A `state_dict` loads as it is. To load it from a file call `layer.load_weights("torch_layer.safetensors")`. To copy it
 from a torch layer in the same process, and back:
 
@@ -68,7 +73,6 @@ __all__ += ["PackedSequence", "from_weights", "pack_padded_sequence", "pad_packe
 Input = TypeVar("Input", mx.array, PackedSequence)
 """The type of the input of a layer; the output has the same type."""
 
-
 MOST_LAYERS = 65536
 """The most layers of a module. Without a limit a mistyped number would draw parameters until memory is full."""
 
@@ -92,10 +96,10 @@ class Layers(Advised):
     layers one after another."""
 
     gates: int  # number of gates: a weight matrix has H rows for each gate
-    engine: Engine | None
+    engine: Engine | None  # the engine that the user forces, or None
     checkpoint_every: int | str | None
     nonlinearity: str  # the activation of a plain RNN
-    engine_used = engine_used
+    engine_used = engine_used  # a property: the engine that ran in the latest call, which `run` stores
 
     def __init__(
         self,
@@ -112,6 +116,7 @@ class Layers(Advised):
     ):
         """Check the options, and draw random parameters. `LSTM` describes the arguments."""
         super().__init__()
+        # Each check raises a ValueError or returns the value as Python's own type. NO_UNITS: a reason for its text.
         self.input_size: int = check_integer(self.op, "input_size", input_size, least=1)
         self.hidden_size: int = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
         self.num_layers: int = check_integer(self.op, "num_layers", num_layers, least=1)
@@ -134,7 +139,8 @@ class Layers(Advised):
         self.bidirectional: bool = bidirectional
         self.engine = check_engine(self.op, engine)
         self.checkpoint_every = check_every(self.op, checkpoint_every)
-        scale = 1 / math.sqrt(self.hidden_size)
+        scale = 1 / math.sqrt(self.hidden_size)  # as in torch
+        # A module of MLX is a dict: its entries are the parameters. `endings` has one ending of names per direction.
         for layer in range(self.num_layers):
             for ending in self.endings:
                 for name, shape in self.shapes(layer).items():
@@ -156,8 +162,8 @@ class Layers(Advised):
         return self.proj_size or self.hidden_size
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters of one direction of a layer, in torch's order. A layer above the first
-        one reads h of both directions."""
+        """Return the shapes of the parameters of one direction of a layer, by their words such as weight_ih, in torch's
+        order. layer: its number. A layer above the first one reads h of all directions of the layer below."""
         rows = self.gates * self.hidden_size
         columns = len(self.endings) * self.width if layer else self.input_size
         shapes = {"weight_ih": (rows, columns), "weight_hh": (rows, self.width)}
@@ -165,11 +171,13 @@ class Layers(Advised):
         return shapes | ({"weight_hr": (self.proj_size, self.hidden_size)} if self.proj_size else {})
 
     def _extra_repr(self) -> str:
-        sizes = [str(self.input_size), str(self.hidden_size)]
-        sizes += [f"proj_size={self.proj_size}"] * bool(self.proj_size)
-        sizes += [f"num_layers={self.num_layers}"] * (self.num_layers != 1) + ["bias=False"] * (not self.bias)
-        sizes += ["batch_first=True"] * self.batch_first + [f"dropout={self.dropout}"] * bool(self.dropout)
-        return ", ".join(sizes + ["bidirectional=True"] * self.bidirectional) + chosen_options(self)
+        """Return what `repr` shows between the parentheses: the sizes, and the options that are not the defaults."""
+        # A list times a bool is the list or an empty one.
+        shown = [str(self.input_size), str(self.hidden_size)]
+        shown += [f"proj_size={self.proj_size}"] * bool(self.proj_size)
+        shown += [f"num_layers={self.num_layers}"] * (self.num_layers != 1) + ["bias=False"] * (not self.bias)
+        shown += ["batch_first=True"] * self.batch_first + [f"dropout={self.dropout}"] * bool(self.dropout)
+        return ", ".join(shown + ["bidirectional=True"] * self.bidirectional) + chosen_options(self)
 
     def run_packed(
         self,
@@ -182,18 +190,19 @@ class Layers(Advised):
         hold: Hold,
     ) -> tuple[Input, Arrays]:
         """Run all layers, as `run` does, on an array or on a packed sequence. The output is packed like the input. The
-        arguments are those of `run`."""
+        arguments are those of `run`; with a packed sequence `lengths`, `keep` and `hold` must be None."""
         if not isinstance(input, PackedSequence):
             return self.run(cell, input, states, lengths, key, keep, hold)
         for name, value in {"lengths": lengths, "keep": keep, "hold": hold}.items():
             if value is not None:
                 fail(self.op, f"{name} must be None for a PackedSequence: pad it by pad_packed_sequence,", "one")
+        # A packed sequence holds the longest sequence first. order: the indices of the sequences in this order. counts:
+        # the number of steps of each sequence, in the order of the batch.
         order, counts = check_packed(self.op, input)
-        check_array(self.op, "the data of input", input.data, ["P", self.input_size])
+        check_array(self.op, "the data of input", input.data, ["P", self.input_size])  # "P": any number of rows
         padded, _ = pad_packed_sequence(input, self.batch_first)
-        output, last = self.run(cell, padded, states, counts.tolist(), key, None, None)
-        # The layers ran on the batch in its own order, so the states need no sorting. A packed sequence holds the
-        # longest sequence first: `order` has the indices of the sequences in this order, `counts` their lengths.
+        output, last = self.run(cell, padded, states, counts.tolist(), key, None, None)  # without keep and hold
+        # The layers ran on the batch in its own order, so the states need no sorting; only the output is sorted again.
         by_length = output[mx.array(order)] if self.batch_first else output[:, mx.array(order)]
         packed = pack_padded_sequence(by_length, counts[order].tolist(), self.batch_first)
         return input._replace(data=packed.data), last
@@ -212,36 +221,42 @@ class Layers(Advised):
         array [layers x directions, batch, width] for h and, in an LSTM, for c.
 
         `cell` is the formula of a step. `states` holds the states before the first step by name, "h" and "c"; `None`
-        stands for zeros. `lengths`, `key` (the random key of dropout), `keep` and `hold` are the options of a call.
+        stands for zeros. The others are the options of a call, `None` if absent: `lengths` [N] the steps of each
+        sequence, `key` the random key of dropout, `keep` [L, N] factors on the states before each step, `hold` [L, N]
+        true at steps that leave the states as they are.
         """
         check_array(self.op, "input", input, self.input_shape(input))
         batched, time_first = input.ndim == 3, input.ndim == 2 or not self.batch_first
-        # The recurrence takes [L, N, I]; an input without a batch gets N = 1.
+        # The recurrence takes [L, N, I]; an input without a batch gets N = 1. is_time_major: the input has this layout.
         is_time_major, N = batched and time_first, 1 if not batched else input.shape[1 if time_first else 0]
         L = input.shape[0 if time_first else 1]
         if not L:
             fail(self.op, "input must have at least one step", f"shape {list(input.shape)}")
         if key is not None:
             check_key(self.op, key)
+        # shapes: those of the states of all layers, by name. first: the states that the caller passed.
         shapes = self.check_states(states, [N] if batched else [], time_first)
         first = {name: state for name, state in states.items() if state is not None}
-        # now: whether the call computes at once, on the CPU; then NumPy does the small operations around the
-        # recurrence.
+        # now: whether the call computes at once, on the CPU. run_small(function, *arrays) then lets NumPy compute the
+        # small operations around the recurrence, which takes less time than MLX; else it lets MLX do it.
         now, D = computes_now(self.engine), len(self.endings)
-        small = by_numpy if now else by_mlx
+        run_small = by_numpy if now else by_mlx
         layers = [self.arrays(layer, now) for layer in range(self.num_layers)]
         dtype = common_dtype([input, *first.values(), *(array for arrays in layers for array in arrays.values())])
-        if not N:
+        if not N:  # an empty batch: nothing runs
             if lengths is not None:
                 check_lengths(self.op, lengths, N, L, traced=True)  # checks the shape only: there are no values
             output = mx.zeros((*input.shape[:2], D * self.width), dtype)
             return output, {name: mx.zeros(shape, dtype) for name, shape in shapes.items()}
-        if first:
-            by_layer = small(lambda *states: [split_states(D, state) for state in states], *first.values())
+        if first:  # from [K D, N, .] to a list of [N, D .], one state per layer
+            by_layer = run_small(lambda *states: [split_states(D, state) for state in states], *first.values())
             first = dict(zip(first, by_layer, strict=True))
-        x = (input if is_time_major else small(partial(swapped, batched), input)).astype(dtype)
+        x = (input if is_time_major else run_small(partial(swapped, batched), input)).astype(dtype)
+        # steps: those of keep and hold that were passed, as arrays [L, N].
         steps = whole_steps(self.op, keep, hold, input.shape[:-1], "the steps of input")
         steps = {name: (array if time_first else array.T).reshape(L, N) for name, array in steps.items()}
+        # `Call.forward` takes keep among the arrays; `Call` takes hold among the options. lengths_checked:
+        # `whole_lengths` has checked them, so the layers do not do it again.
         options = {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "hold": steps.pop("hold", None)}
         options |= {"lengths": whole_lengths(self.op, lengths, N, L), "lengths_checked": True}
         call = Call(cell, bidirectional=self.bidirectional, **options, op=self.op)
@@ -249,15 +264,17 @@ class Layers(Advised):
         for layer, arrays in enumerate(layers):
             if layer and self.dropout and self.training:
                 x, key = dropped(x, 1 - self.dropout, key)
-            arrays = arrays | {f"{name}0": state[layer] for name, state in first.items()}
-            arrays = in_dtype(arrays | {"x": x}, dtype) | steps
+            arrays = arrays | {f"{name}0": state[layer] for name, state in first.items()}  # h0 and c0
+            arrays = in_dtype(arrays | {"x": x}, dtype) | steps  # keep stays in its own dtype
             outputs, choice = call.forward(arrays, return_gates=False, training=self.training)
+            # In `vars`, not among the entries of the module, which MLX takes for parameters.
             vars(self)["_engine_used"] = choice
             last.append({name: outputs[f"{name}T"] for name in states})
-            x = outputs["h"]
-        output = x if is_time_major else small(partial(swapped, batched), x)
+            x = outputs["h"]  # the input of the next layer
+        output = x if is_time_major else run_small(partial(swapped, batched), x)
+        # `join_all` takes h of each layer, then c of each layer.
         by_name = [layer[name] for name in states for layer in last]
-        return output, small(partial(self.join_all, shapes), *by_name)
+        return output, run_small(partial(self.join_all, shapes), *by_name)
 
     def stepper(self, batch: int | Sequence[int] = ()) -> Stepper:
         """Return a `mlx_lstm.nn.Stepper`: an object that runs one time step per call and keeps the states inside. It
@@ -284,6 +301,8 @@ class Layers(Advised):
         def read() -> list[tuple[cells.Cell, Arrays, Engine | None]]:
             return [(self._cell(), self.arrays(layer), self.engine) for layer in range(self.num_layers)]
 
+        # [self]: the modules whose parameters the stepper watches for changes. is_stack: whether its states have a
+        # first axis for the layers, which those of an LSTMCell and its kin do not have.
         return Stepper(op, read, [self], batch=batch, is_stack=not isinstance(self, Cell))
 
     def _cell(self) -> cells.Cell:
@@ -293,9 +312,11 @@ class Layers(Advised):
         return cells.LSTMCell() if self.gates == 4 else cells.GRUCell()
 
     def join_all(self, shapes: dict[str, list[int]], *states: Any) -> dict[str, Any]:
-        """Join the states of all layers. Return a dict from name ("h", "c") to an array in the shape `shapes[name]`.
-        `states`: h of each layer, then c of each layer."""
+        """Join the states of all layers. Return a dict from name ("h", "c") to an array in the shape `shapes[name]`,
+        [layers x directions, batch, width]. `states`: h of each layer, then c of each layer, each [batch, directions x
+        width]."""
         D, K = len(self.endings), self.num_layers
+        # n: 0 for h, whose states are the first K; 1 for c.
         return {
             name: join_states(D, shape, *states[n * K : (n + 1) * K]) for n, (name, shape) in enumerate(shapes.items())
         }
@@ -312,18 +333,20 @@ class Layers(Advised):
         return shapes
 
     def input_shape(self, input: Any) -> list[int | str]:
-        """Return the shape that `input` must have: L steps, N sequences. An input of two axes has no batch."""
+        """Return the shape that `input` must have: L steps, N sequences, each a letter for any size. An input of two
+        axes has no batch."""
         if isinstance(input, mx.array) and input.ndim == 2:
             return ["L", self.input_size]
         return ["N", "L", self.input_size] if self.batch_first else ["L", "N", self.input_size]
 
     def arrays(self, layer: int, now: bool = False) -> Arrays:
-        """Return a layer's parameters as `mlx_lstm.lstm`, `gru` or `rnn` takes them: one bias, both directions in
-        one array.
+        """Return a layer's parameters as `mlx_lstm.lstm`, `gru` or `rnn` takes them, by names such as Wx: one bias,
+        both directions in one array.
 
-        `now`: whether the call computes immediately, not in a trace, so that the joined arrays can be cached.
+        `layer`: its number. `now`: whether the call computes immediately, not in a trace, so that NumPy may add the
+        biases and the joined arrays can be cached.
         """
-        directions = []
+        directions = []  # for each direction its parameters, by torch's words such as weight_ih
         for ending in self.endings:
             arrays = {}
             for name, shape in self.shapes(layer).items():
@@ -334,29 +357,33 @@ class Layers(Advised):
             directions.append(arrays)
         if len(directions) == 1:
             return self.with_one_bias(directions[0], by_numpy if now else by_mlx)
+        # `derived` returns the result of the last argument for `directions`; if `now`, from a cache, as long as the
+        # parameters are the same arrays. `join` puts both directions into one array per name.
         return derived(now, self.op, directions, lambda both: join([self.with_one_bias(one, by_mlx) for one in both]))
 
     def _parameter(self, name: str) -> Weight:
-        """Return the parameter of this name. A quantized layer returns a weight as `Quantized`."""
+        """Return the parameter of this name; raise ValueError if it is no MLX array. A quantized layer overrides this
+        method and returns a weight as `Quantized`."""
         array: Any = self.get(name)
         if not isinstance(array, mx.array):  # for example a NumPy array, which MLX does not count as a parameter
-            check_array(self.op, name, getattr(self, name, array), ())
+            check_array(self.op, name, getattr(self, name, array), ())  # raises the error
         return array
 
-    def with_one_bias(self, arrays: dict[str, Any], small: Run) -> dict[str, Any]:
+    def with_one_bias(self, arrays: dict[str, Any], run_small: Run) -> dict[str, Any]:
         """Return the parameters of one direction, `arrays` by torch's words such as weight_ih, by the argument names of
-        `mlx_lstm.lstm`, `gru` or `rnn`, with torch's two biases joined into one. small: the function that computes
-        their sum, by NumPy or MLX."""
+        `mlx_lstm.lstm`, `gru` or `rnn`, with torch's two biases joined into one. run_small: `by_numpy` or `by_mlx`,
+        which computes their sum."""
         arrays = dict(arrays)
-        biases: Any = {}
+        biases: Any = {}  # b, their sum; for a GRU also bhn, the candidate's part of bias_hh, which r multiplies
         if self.bias:
-            pair = arrays.pop("bias_ih"), arrays.pop("bias_hh")
-            biases = small(partial(join_biases, gru=self.gates == 3), *pair)
-        return {NAMES[name]: array for name, array in arrays.items()} | biases
+            both = arrays.pop("bias_ih"), arrays.pop("bias_hh")
+            biases = run_small(partial(join_biases, gru=self.gates == 3), *both)
+        return {NAMES[name]: array for name, array in arrays.items()} | biases  # NAMES: weight_ih to Wx, and so on
 
 
 def swapped(batched: bool, sequence: Any) -> Any:
-    """Convert a sequence [N, L, .] to [L, N, .] or back. Without a batch, convert [L, .] to [L, 1, .] or back."""
+    """Convert a sequence [N, L, .] to [L, N, .] or back. Without a batch (`batched` is False), convert [L, .] to [L, 1,
+    .] or back."""
     if batched:
         return sequence.swapaxes(0, 1)
     return sequence[:, None] if sequence.ndim == 2 else sequence[:, 0]
@@ -371,12 +398,13 @@ def check_key(op: str, key: object) -> None:
 
 def dropped(x: mx.array, probability: float, key: mx.array | None) -> tuple[mx.array, mx.array | None]:
     """Apply dropout to x; return the result, and the random key for the next layer. probability: the probability with
-    which an element is kept; a kept element is divided by it."""
-    own = None  # the key of this layer; None: MLX's global generator
+    which an element is kept; a kept element is divided by it. key: the random key, or None for MLX's global
+    generator."""
+    layer_key = None  # the key of this layer
     if key is not None:
-        key, own = mx.random.split(key)
-    stays = mx.random.bernoulli(probability, x.shape, own)
-    return mx.where(stays, x * mx.array(1 / probability if probability else 0, x.dtype), 0), key
+        key, layer_key = mx.random.split(key)
+    kept = mx.random.bernoulli(probability, x.shape, layer_key)
+    return mx.where(kept, x * mx.array(1 / probability if probability else 0, x.dtype), 0), key
 
 
 class LSTM(Layers):
@@ -446,7 +474,7 @@ class LSTM(Layers):
         engine: Engine | None = None,
     ):
         options = (dropout, bidirectional, proj_size, checkpoint_every, engine)
-        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
+        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)  # `Layers.__init__`
 
     @advised
     def __call__(
@@ -534,7 +562,7 @@ class GRU(Layers):
         checkpoint_every: int | str | None = None,
         engine: Engine | None = None,
     ):
-        options = (dropout, bidirectional, 0, checkpoint_every, engine)
+        options = (dropout, bidirectional, 0, checkpoint_every, engine)  # 0: proj_size, no projection
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
 
     @advised
@@ -611,7 +639,7 @@ class RNN(Layers):
         engine: Engine | None = None,
     ):
         check_option(self.op, "nonlinearity", nonlinearity, ("tanh", "relu"))
-        options = (dropout, bidirectional, 0, checkpoint_every, engine)
+        options = (dropout, bidirectional, 0, checkpoint_every, engine)  # 0: proj_size, no projection
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
         self.nonlinearity: str = nonlinearity
 
@@ -665,7 +693,7 @@ class QuantizedLSTM(QuantizedLayer, LSTM):
     """
 
     op = "torch.QuantizedLSTM"
-    of, kinds = LSTM, (LSTM,)
+    of, kinds = LSTM, (LSTM,)  # of: the class of float layers; kinds: the classes that `from_layer` takes
 
 
 class QuantizedGRU(QuantizedLayer, GRU):
@@ -679,7 +707,7 @@ class QuantizedGRU(QuantizedLayer, GRU):
     """
 
     op = "torch.QuantizedGRU"
-    of, kinds = GRU, (GRU,)
+    of, kinds = GRU, (GRU,)  # the class of float layers, and the classes that `from_layer` takes
 
 
 class QuantizedRNN(QuantizedLayer, RNN):
@@ -693,7 +721,7 @@ class QuantizedRNN(QuantizedLayer, RNN):
     """
 
     op = "torch.QuantizedRNN"
-    of, kinds = RNN, (RNN,)
+    of, kinds = RNN, (RNN,)  # the class of float layers, and the classes that `from_layer` takes
 
 
 class Cell(Layers):
@@ -702,6 +730,8 @@ class Cell(Layers):
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool, engine: Engine | None):
         """Make one layer in one direction, without dropout, projection and checkpointing."""
+        # In the order of `Layers.__init__`: num_layers 1, batch_first False, dropout 0.0, bidirectional False,
+        # proj_size 0, checkpoint_every None.
         super().__init__(input_size, hidden_size, 1, bias, False, 0.0, False, 0, None, engine)
 
     def key(self, name: str, layer: int, ending: str) -> str:
@@ -710,30 +740,32 @@ class Cell(Layers):
         return name
 
     def one_step(self, cell: cells.Cell, input: mx.array, states: dict[str, Any]) -> Arrays:
-        """Return the states after one step, by name. `states` holds the states before the step by name; `None`
-        stands for zeros."""
+        """Return the states after one step, by name, [N, H] or [H] like the input. cell: the formula of the step.
+        input: [N, I] or [I]. states: the states before the step by name, "h" and "c"; `None` stands for zeros."""
         batched = not isinstance(input, mx.array) or input.ndim != 1
         check_array(self.op, "input", input, ["N", self.input_size] if batched else [self.input_size])
         why = f", as input is {'[N, I]' if batched else '[I]'} = {list(input.shape)},"
         for name, state in states.items():
             if state is not None:
                 check_array(self.op, name, state, [*input.shape[:-1], self.hidden_size], why=why)
-        # now: whether the call computes at once, on the CPU. small: then NumPy does small operations, which takes less
-        # time than MLX; otherwise MLX adds them to its graph.
+        # now: whether the call computes at once, on the CPU. run_small(function, *arrays): then NumPy does small
+        # operations, which takes less time than MLX; otherwise MLX adds them to its graph.
         now, H = computes_now(self.engine), self.hidden_size
-        small, arrays = by_numpy if now else by_mlx, self.arrays(0, now)
+        run_small, arrays = by_numpy if now else by_mlx, self.arrays(0, now)  # 0: the only layer
         first = {name: state for name, state in states.items() if state is not None}
         dtype, shape = common_dtype([input, *first.values(), *arrays.values()]), (*input.shape[:-1], H)
-        if 0 in shape:
+        if 0 in shape:  # an empty batch
             return {name: mx.zeros(shape, dtype) for name in states}
-        # itemgetter(None) adds a batch axis: array[None].
-        arrays |= {f"{name}0": state if batched else small(itemgetter(None), state) for name, state in first.items()}
-        arrays["x"] = small(methodcaller("reshape", (1, -1, self.input_size)), input)
+        # h0 and c0 [N, H]. itemgetter(None) adds a batch axis: array[None].
+        arrays |= {
+            f"{name}0": state if batched else run_small(itemgetter(None), state) for name, state in first.items()
+        }
+        arrays["x"] = run_small(methodcaller("reshape", (1, -1, self.input_size)), input)  # [1, N, I]: one step
         call = Call(cell, engine=self.engine, op=self.op)
         outputs, choice = call.forward(in_dtype(arrays, dtype), return_gates=False, training=self.training)
-        vars(self)["_engine_used"] = choice
+        vars(self)["_engine_used"] = choice  # for the property `engine_used`
         last = {name: outputs[f"{name}T"] for name in states}
-        return last if batched else {name: small(itemgetter(0), state) for name, state in last.items()}
+        return last if batched else {name: run_small(itemgetter(0), state) for name, state in last.items()}
 
 
 class LSTMCell(Cell):
@@ -858,8 +890,8 @@ class RNNCell(Cell):
 
 
 def pair(op: str, hx: Any) -> tuple[Any, Any]:
-    """Return the states h and c of the argument `hx` of an LSTM, or `None` for both if `hx` is None. Raise an error if
-    it is no pair."""
+    """Return the states h and c of the argument `hx` of an LSTM, or `None` for both if `hx` is None. Raise ValueError
+    if it is no pair. op: the name that the error text begins with."""
     if hx is None:
         return None, None
     if not (isinstance(hx, (tuple, list)) and len(hx) == 2):
@@ -891,11 +923,12 @@ def from_weights(
         >>> torch.from_weights(convert.from_mlx(mlx.nn.GRU(3, 4)), batch_first=True)
         GRU(3, 4, batch_first=True)
     """
-    arrays = by_names("torch.from_weights", weights)
+    arrays = by_names("torch.from_weights", weights)  # by torch's names; raises the ValueError
     sizes = {"input_size": weights.input_size, "hidden_size": weights.hidden_size, "num_layers": len(weights.layers)}
     options = {"bias": weights.has_bias, "batch_first": batch_first, "dropout": dropout, "engine": engine}
     options |= {"bidirectional": weights.directions == 2}
     cell = weights.cell
+    # own: the options that only one class has. cell.op: "lstm", "gru" or "rnn".
     own = {"lstm": {"proj_size": weights.proj_size}, "gru": {}, "rnn": {"nonlinearity": cell.activations[0]}}
     layer = {"lstm": LSTM, "gru": GRU, "rnn": RNN}[cell.op](**sizes, **options, **own[cell.op])
     layer.load_weights(list(arrays.items()))

@@ -1,8 +1,10 @@
-"""`python -m mlx_lstm.convert SRC DST`: convert the recurrent layers of a file into a file of any other kind.
+"""`python -m mlx_lstm.convert SRC DST`: convert the recurrent layers of a file into a file of any other kind. SRC is
+the file to read, DST the file to write.
 
 A `Model` is the contents of a file: layers (`Weights` by name), keys (for each layer the keys of its arrays), rest (all
-other arrays by key) and notes. options: the options of the command line. `title` and `some` make names fit for
-printing. `shown(text, LINE)` does the same for a whole line.
+other arrays by key) and notes. options: the options of the command line, as attributes. `title` and `some` make names
+fit for printing. `shown(text, LINE)` does the same for a whole line. `fail("convert", rule, got)` raises the ValueError
+"[convert] rule but got ...". `STYLES` are the values of --to, `WAYS` the default names of the directions in keys.
 """
 
 import argparse
@@ -29,7 +31,7 @@ LINE = 1000
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+    """Run the command line and return the exit code. argv: the arguments, or None for those of the process."""
     options = make_parser().parse_args(argv)
     try:
         with mx.stream(mx.cpu):  # only the CPU has float64
@@ -59,9 +61,10 @@ def convert(options: argparse.Namespace) -> list[str]:
         raise IsADirectoryError(f"{target} is a folder")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target.parent} is no folder")
-    arrays = ending in (".safetensors", ".npz")  # whether the new file has arrays by key, and so names to choose
+    # has_keys: whether the new file has arrays by key, and so names to choose.
+    has_keys = ending in (".safetensors", ".npz")
     for option in ("keys", "to"):
-        if not arrays and (value := getattr(options, option)):
+        if not has_keys and (value := getattr(options, option)):
             fail("convert", f"--{option} must be left out for {target.name}, which has keys of its own,", repr(value))
     if options.ways and not (options.keys or options.from_keys):
         fail("convert", "--ways must be left out without --keys or --from-keys, which have {way},", repr(options.ways))
@@ -71,22 +74,23 @@ def convert(options: argparse.Namespace) -> list[str]:
         write(target, model, force=options.force)
         return [f"{source} -> {target}", *source_lines(model), "  not read again: Core ML packages are only written"]
 
-    # Write the new file under a temporary name, read it again, and return what was read.
+    # Write the new file to `partial`, a temporary path, read it again, and return what was read.
     def write_and_read(partial: Path) -> Model:
         write_to(partial, model, style, options.keys, options.ways if options.keys else None)
-        again = read(partial, keys=options.keys if arrays else None, ways=ways)
+        again = read(partial, keys=options.keys if has_keys else None, ways=ways)
+        # How many layers were written, and how many the new file has.
         numbers = [sum(len(weights.layers) for weights in each.layers.values()) for each in (model, again)]
         if numbers[0] != numbers[1]:
             raise ValueError(f"{target} would be read as {numbers[1]} layers, not {numbers[0]}: give other --keys")
         return again
 
     again = replace(target, write_and_read, options.force)
-    lines = [f"{source} -> {target}" + (f", with the names of {style}" if arrays else "")]
+    lines = [f"{source} -> {target}" + (f", with the names of {style}" if has_keys else "")]
     lines += source_lines(model)
     lines += [f"    now {title(name)}: {some(keys, 4)}" for name, keys in again.keys.items()]
     lines += [f"  {note}" for note in model.notes]
     if model.rest:
-        done = "copied as they are" if arrays else f"left out, which {ending} cannot hold beside the layers"
+        done = "copied as they are" if has_keys else f"left out, which {ending} cannot hold beside the layers"
         lines.append(f"  {len(model.rest)} other arrays {done}: {some(list(model.rest))}")
     return [*lines, *comparison(model, again)]
 
@@ -100,9 +104,9 @@ def source_lines(model: Model) -> list[str]:
 def model_of(options: argparse.Namespace) -> Model:
     """Read the source file with the command's options; return its layers and arrays."""
     source = options.source
-    words = {"keys": options.from_keys, "ways": tuple(options.ways or WAYS), "order": options.order}
-    words |= {"nonlinearity": options.nonlinearity, "external_data": options.external_data}
-    model = read(source, only=options.only, **words)
+    keywords = {"keys": options.from_keys, "ways": tuple(options.ways or WAYS), "order": options.order}
+    keywords |= {"nonlinearity": options.nonlinearity, "external_data": options.external_data}
+    model = read(source, only=options.only, **keywords)
     if not model.layers:
         raise ValueError(f"{source} holds no LSTM, GRU or RNN layer; its arrays: {some(list(model.rest))}")
     plain = any(weights.cell.op == "rnn" for weights in model.layers.values())
@@ -113,13 +117,14 @@ def model_of(options: argparse.Namespace) -> Model:
 
 
 def chosen(model: Model, options: argparse.Namespace) -> Model:
-    """Return the layers and arrays that the command's options select, joined into stacks and renamed as
-    the options say."""
+    """Return the layers and arrays that the command's options select, joined into stacks and renamed as the options
+    say. options.stack: texts such as "lstm,lstm_1", or None. options.prefix: texts "OLD=NEW", or None: names that begin
+    with OLD begin with NEW instead. options.layers_only: whether all other arrays are left out."""
     layers, keys = dict(model.layers), dict(model.keys)
     for wanted in (name for names in options.stack or [] for name in names.split(",")):
         if wanted not in layers:
             raise ValueError(f"no recurrent layer is called {wanted!r}; there are {some(map(title, layers))}")
-    for names in options.stack or []:
+    for names in options.stack or []:  # such as "lstm,lstm_1": lstm_1 reads the output of lstm
         first, *others = names.split(",")
         layers[first] = stacked("--stack", [layers[name] for name in (first, *others)])
         keys[first] = [key for name in (first, *others) for key in keys[name]]
@@ -144,20 +149,22 @@ def renamed(name: str, old: str, new: str) -> str:
 def comparison(model: Model, again: Model) -> list[str]:
     """Return a line for each difference, even of a single bit, between the layers of the old file (`model`) and those
     of the new one (`again`)."""
+    # before: (name of the stack, a layer of it). `each` returns the layers of a stack, each as a `Weights`.
     before = [(name, layer) for name, weights in model.layers.items() for layer in weights.each()]
     after = [layer for weights in again.layers.values() for layer in weights.each()]
     if again.layers.keys() == model.layers.keys():  # put the layers into the new file's order
         place = {name: n for n, name in enumerate(again.layers)}
-        before.sort(key=lambda pair: place[pair[0]])
+        before.sort(key=lambda name_and_layer: place[name_and_layer[0]])
     lines = []
     for (name, old), new in zip(before, after, strict=True):
-        found = differences(old, new)
-        if {"forget_bias", "bx"} <= set(found):  # else the new file has lost it
+        changes = differences(old, new)  # names such as "bx" and "forget_bias", or texts such as "A is now B"
+        # With a changed bias the forget bias is not lost: `write` added it to the bias, if the format has no option.
+        if {"forget_bias", "bx"} <= set(changes):
             lines.append(f"  {title(name)}: the forget bias is a part of the bias now")
-            found = [each for each in found if each != "forget_bias" and (each != "bx" or "bh" in found)]
-        for each in found:
+            changes = [each for each in changes if each != "forget_bias" and (each != "bx" or "bh" in changes)]
+        for each in changes:
             text = each if " is now " in each else f"{each} is not the same in the new file"
-            if text := LOSSES.get(each, text):
+            if text := LOSSES.get(each, text):  # LOSSES: the texts for expected differences of biases
                 lines.append(f"  {title(name)}: {text}")
     return list(dict.fromkeys(lines)) or ["  read back: the same to the last bit"]
 

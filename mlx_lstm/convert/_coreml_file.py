@@ -2,8 +2,10 @@
 
 MIL is the language of Core ML models. Its operation lstm has the gates input, forget, output and cell, and runs one
 layer, in one direction or both. A stack of layers becomes several such operations. K: layers of a stack, D: directions,
-T: steps, I: input features, H: units. h_0 and c_0 are the first states, h_n and c_n the last ones. tools: the module
-coremltools; mb: its class `Builder`, which makes operations.
+T: steps, I: input features, H: units. `OURS` is the gate order of `Weights`, `FORMAT` what the operation can store. h_0
+and c_0 are the first states, h_n and c_n the last ones. layers: the stacks to write, `Weights` by name. word: a short
+name such as "h_0"; `title` joins it with the stack's name. tools: the module coremltools; mb: its class `Builder`,
+which makes operations. `fail("convert", rule, got)` raises the ValueError "[convert] rule but got ...".
 """
 
 import os
@@ -22,8 +24,11 @@ from ..ground.checks import fail
 from .weights import OURS, Format, Weights, as_stored, of_layer, one_bias, reorder
 
 ENDING = ".mlpackage"
+"""The ending of a package's name."""
+
 FORMAT = Format({"lstm": "ifog"}, options=True, reverse=True)
-"""What MIL's operation lstm can store. Clips and peepholes are refused later, in `mil_arrays`."""
+"""What MIL's operation lstm can store, with its gate order in our letters. Clips and peepholes are refused later, in
+`mil_arrays`."""
 
 ACTIVATIONS = {"sigmoid": "sigmoid", "tanh": "tanh", "relu": "relu", "identity": "linear"}
 """This package's names of activations, each with the name in MIL."""
@@ -47,9 +52,9 @@ def write(path: Path, layers: Mapping[str, Weights], force: bool) -> None:
     """Write the layers, `Weights` by name, as a Core ML package. The package is written under a temporary name and then
     renamed, so `path` never names an incomplete package. force: replace an old package. It is removed last, and comes
     back if the rename fails."""
-    arrays = {}
+    arrays = {}  # for each stack a list of its layers' arrays, as MIL's operation lstm takes them
     for name, weights in layers.items():
-        with of_layer(name):
+        with of_layer(name):  # adds the stack's name to the text of an error
             arrays[name] = mil_arrays(weights)
     titles = [title(name, word) for name in layers for word in ("x", "h_0", "c_0", "h", "h_n", "c_n")]
     if len(set(titles)) < len(titles):
@@ -90,16 +95,16 @@ def model_of(tools: Any, layers: Mapping[str, Weights], arrays: dict[str, list[A
         rows = len(weights.layers) * weights.directions
         shapes[title(name, "x")] = (get_new_symbol(), 1, weights.input_size)
         shapes |= {title(name, word): (rows, 1, weights.hidden_size) for word in ("h_0", "c_0")}
-    program, target = Program(), tools.target.iOS15
-    places = {key: mb.placeholder(shape=shape) for key, shape in shapes.items()}
-    with Function(places, opset_version=target) as function:
+    program, target = Program(), tools.target.iOS15  # the oldest system that can run the model
+    placeholders = {key: mb.placeholder(shape=shape) for key, shape in shapes.items()}
+    with Function(placeholders, opset_version=target) as function:
         outputs = []
         for name, weights in layers.items():
             inputs = [function.inputs[title(name, word)] for word in ("x", "h_0", "c_0")]
             outputs += add_stack(mb, name, weights, arrays[name], inputs)
         function.set_outputs(outputs)
     program.add_function("main", function)
-    length = tools.RangeDim(1, LONGEST)
+    length = tools.RangeDim(1, LONGEST)  # the number of steps: 1 to `LONGEST`
     types = [
         tools.TensorType(name=key, shape=tuple(size if isinstance(size, int) else length for size in shape))
         for key, shape in shapes.items()
@@ -115,11 +120,12 @@ def model_of(tools: Any, layers: Mapping[str, Weights], arrays: dict[str, list[A
 
 
 def add_stack(mb: Any, name: str, weights: Weights, arrays: list[Arrays], inputs: list[Any]) -> list[Any]:
-    """Add the operations of a stack of layers to a Core ML program, and return the stack's outputs h, h_n, c_n. mb:
-    the class `Builder` of coremltools, which makes operations; inputs: x, h_0 and c_0."""
+    """Add the operations of a stack of layers to a Core ML program, and return the stack's outputs h, h_n, c_n. mb: the
+    class `Builder` of coremltools, which makes operations; name: the stack's name; arrays: for each layer the arrays
+    that operation lstm takes; inputs: x, h_0 and c_0."""
     x, *first = inputs
     K, D, H = len(weights.layers), weights.directions, weights.hidden_size
-    last: list[list[Any]] = [[], []]
+    last: list[list[Any]] = [[], []]  # h_n and c_n of each layer, [D, 1, H]
     for k, layer in enumerate(arrays):
         states = []
         for state in first:  # the layer's rows [D, 1, H] of h_0 or c_0, joined to [1, D H] for lstm
@@ -128,17 +134,20 @@ def add_stack(mb: Any, name: str, weights: Weights, arrays: list[Arrays], inputs
         direction = "bidirectional" if D == 2 else "reverse" if weights.reverse else "forward"
         own = {"initial_h": states[0], "initial_c": states[1], "direction": direction, "output_sequence": True}
         own |= activations(weights.cell) | {"name": title(name, f"lstm_{k}")}
+        # x: h at all steps, the next layer's input. found: the last h and c, [1, D H].
         x, *found = mb.lstm(x=x, **own, **layer)
-        for rows, state in zip(last, found, strict=True):
-            rows.append(mb.transpose(x=mb.reshape(x=state, shape=[1, D, H]), perm=[1, 0, 2]))
-    states = [mb.concat(values=rows, axis=0) if K > 1 else rows[0] for rows in last]
-    names = [title(name, word) for word in ("h", "h_n", "c_n")]
-    return [mb.identity(x=array, name=each) for array, each in zip([x, *states], names, strict=True)]
+        for of_layers, state in zip(last, found, strict=True):
+            of_layers.append(mb.transpose(x=mb.reshape(x=state, shape=[1, D, H]), perm=[1, 0, 2]))
+    states = [mb.concat(values=of_layers, axis=0) if K > 1 else of_layers[0] for of_layers in last]
+    titles = [title(name, word) for word in ("h", "h_n", "c_n")]
+    # An operation that changes nothing gives each output its name.
+    return [mb.identity(x=array, name=each) for array, each in zip([x, *states], titles, strict=True)]
 
 
 def title(name: str, word: str) -> str:
-    """Return the name of an input, an output or an operation of a stack in a Core ML model. Core ML allows letters,
-    digits and underscores only, so other characters become underscores."""
+    """Return the name of an input, an output or an operation of a stack in a Core ML model: the stack's `name`, if it
+    has one, and the `word`, such as "h_0". Core ML allows letters, digits and underscores only, so other characters
+    become underscores."""
     whole = "".join(c if c.isascii() and c.isalnum() else "_" for c in (f"{name}_{word}" if name else word))
     return whole if not whole[0].isdigit() else f"_{whole}"
 
@@ -151,28 +160,28 @@ def mil_arrays(weights: Weights) -> list[Arrays]:
         why = "as Core ML's gru has no bias inside of its reset gate" if weights.cell.op == "gru" else "for Core ML"
         fail(op, f"layers of a {ENDING} file must be LSTMs, {why},", weights.cell.op)
     clips = weights.cell.cell_clip is not None
-    weights = as_stored(op, weights, FORMAT)
+    weights = as_stored(op, weights, FORMAT)  # adds the forget bias to the bias; refuses a projection
     if clips or any("peephole" in each for layer in weights.layers for each in layer):
         # Both are refused: Core ML's documentation does not say which value is clipped, nor whether the output gate's
         # peephole reads the old or the new c.
         fail(op, f"layers of a {ENDING} file must have no cell_clip and no peephole", weights)
-    activations(weights.cell)
-    layers, theirs = [], FORMAT.orders["lstm"]
+    activations(weights.cell)  # raises the error for activations that Core ML lacks
+    layers, theirs = [], FORMAT.orders["lstm"]  # theirs: Core ML's gate order
     for layer in weights.layers:
-        words: dict[str, Any] = {}
-        for end, arrays in zip(("", "_back"), layer, strict=False):
-            both = arrays | one_bias(weights.cell, arrays)
+        mil: dict[str, Any] = {}
+        for ending, arrays in zip(("", "_back"), layer, strict=False):  # "_back": the second direction
+            with_b = arrays | one_bias(weights.cell, arrays)  # b: the sum of both biases
             for word, key in (("Wx", "weight_ih"), ("Wh", "weight_hh"), ("b", "bias")):
-                if word in both:
-                    words[key + end] = np.array(reorder(both[word], OURS["lstm"], theirs).astype(mx.float32))
-        layers.append(words)
+                if word in with_b:
+                    mil[key + ending] = np.array(reorder(with_b[word], OURS["lstm"], theirs).astype(mx.float32))
+        layers.append(mil)
     return layers
 
 
 def activations(cell: Any) -> dict[str, str]:
     """Return an LSTM's activations as arguments of Core ML's operation lstm. Raise ValueError for activations that
     this operation lacks."""
-    i, f, g, o, h = cell.activations
+    i, f, g, o, h = cell.activations  # of the gates i, f, g, o and of the output h; `ACTIVATIONS` has Core ML's names
     if not {i, g, h} <= ACTIVATIONS.keys() or not i == f == o:
         rule = f"activations must be {', '.join(ACTIVATIONS)}, the same for i, f and o, as Core ML has them,"
         fail("convert", rule, cell.activations)

@@ -2,9 +2,12 @@
 
 The ending of a file's name selects its format. A file of arrays (.safetensors, .npz) has arrays by key, such as
 lstm.weight_ih_l0; `_keys` finds out which layer each key means. Its metadata, texts beside the arrays, may tell the
-options of cells, which arrays do not show. Other files describe their layers themselves: `_keras_file`, `_onnx_file`.
-A `Weights` is one layer or stack of layers. `fail("convert", rule, got)` raises the ValueError "[convert] rule but got
-...". file.budget limits the memory and time that a foreign file may take.
+options of cells, which arrays do not show. Other files describe their layers themselves: `_keras_file`, `_onnx_file`. A
+`Weights` is one layer or stack of layers. style: whose names of arrays a file has, such as "torch". keys: a template of
+keys, such as "{name}.{array}", or None for the usual keys. ways: the names of both directions in the template's keys.
+`METADATA` is the key in the metadata under which this package stores options. `fail("convert", rule, got)` raises the
+ValueError "[convert] rule but got ...". file.budget limits the memory and time that a foreign file may take; `shown`
+makes a name from such a file safe to print.
 """
 
 import json
@@ -34,7 +37,7 @@ from . import _coreml_file, _keras_file, _keys, _onnx_file
 from .weights import Weights, check_weights, in_bias
 
 ENDINGS = (".safetensors", ".npz", ".weights.h5", ".h5", ".keras", ".onnx")
-"""The endings of the files that can be read, a longer one before one that is its end."""
+"""The endings of the files that can be read. `.weights.h5` comes before `.h5`, since the first match counts."""
 
 METADATA = "mlx_lstm"
 """The key, in the metadata of a safetensors file and in the comment of an .npz file, under which the options of the
@@ -120,17 +123,19 @@ def read(
             fail("convert", f"{name} must be left out for {path.name}, which says it itself,", repr(value))
     if only is not None and (isinstance(only, str) or not all(isinstance(name, str) for name in only)):
         fail("convert", "only must be a list of names of layers", repr(only))
+    # The readers of other formats return the first four fields of a `Model`; these files have no metadata.
     with foreign(path) as file:
         if ending == ".onnx":
             return selected(Model(*_onnx_file.read(file, external_data, only), metadata={}), only)
         if ending not in (".safetensors", ".npz"):
             return selected(Model(*_keras_file.read(file, only), metadata={}), only)
         arrays, metadata = read_safetensors(file) if ending == ".safetensors" else (read_npz(file), comment_of(file))
+        # used: the keys of each layer.
         layers, used = _keys.layers_of(arrays, told_options(file.budget, metadata), only=only, **options)
-        taken = {key for found in used.values() for key in found}
+        taken = {key for keys_of_layer in used.values() for key in keys_of_layer}
         rest = {key: array for key, array in arrays.items() if key not in taken}
-        metadata = {key: text for key, text in metadata.items() if key != METADATA}
-        return selected(Model(layers, rest, used, [], metadata), only)
+        metadata = {key: text for key, text in metadata.items() if key != METADATA}  # without this package's entry
+        return selected(Model(layers, rest, used, [], metadata), only)  # []: no notes
 
 
 def selected(model: Model, only: Sequence[str] | None) -> Model:
@@ -139,7 +144,7 @@ def selected(model: Model, only: Sequence[str] | None) -> Model:
     for name in names:
         if name not in model.layers:
             raise ValueError(f"no recurrent layer is called {name!r}; there are {some(map(title, model.layers))}")
-    layers, keys = ({name: held[name] for name in held if name in names} for held in (model.layers, model.keys))
+    layers, keys = ({name: all_of[name] for name in all_of if name in names} for all_of in (model.layers, model.keys))
     return model._replace(layers=layers, keys=keys)
 
 
@@ -149,7 +154,7 @@ def title(name: str) -> str:
 
 
 def some(names: Iterable[str], most: int = 6) -> str:
-    """Return the first few names as a text, with the number of the names left out."""
+    """Return the first few names as a text, with the number of the names left out. most: how many are shown."""
     names = list(names)
     return ", ".join(map(shown, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -230,7 +235,7 @@ def write(
 
 def replace(path: Path, work: Callable[[Path], Any], force: bool) -> Any:
     """Call `work` with a temporary path that has the same ending as `path`, and rename the file that `work` writes
-    there to `path`. Return the result of `work`."""
+    there to `path`. Return the result of `work`. force: whether an existing file is replaced."""
     if path.exists():
         size_of(path)  # raises for a device, which must not be replaced
     return write_whole(path, work, force=force, ending=ending_of(path))
@@ -240,11 +245,12 @@ def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Seque
     """Write a model's layers and other arrays to a file, in the format that the file's ending names. style, keys, ways:
     how the arrays are called, as for `write`."""
     ending = ending_of(path)
-    if ending not in (".safetensors", ".npz"):
+    if ending not in (".safetensors", ".npz"):  # these formats hold layers only, no other arrays
         writer = _onnx_file.write if ending == ".onnx" else _keras_file.write
         return writer(path, ending, model.layers)
     arrays, told = dict(model.rest), {}  # told: {key of a matrix: options of its cell}, for the metadata
-    # The metadata must not tell a forget bias that the bias contains: a reader would add it again.
+    # Only the style "ops" has the forget bias as an option. In the others `in_bias` adds it to the bias, and the
+    # metadata must not tell it: a reader would add it again.
     layers = model.layers if style == "ops" else {name: in_bias(weights) for name, weights in model.layers.items()}
     for name, weights in layers.items():
         options = {option: value for option, value in weights.options.items() if option != "bidirectional"}
@@ -253,7 +259,7 @@ def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Seque
                 rule = f"{shown(key)} must be one array: give a form of keys, or another prefix,"
                 fail("convert", rule, "two")
             arrays[key] = array
-            if options and array.ndim > 1:
+            if options and array.ndim > 1:  # a matrix
                 told[key] = options
     metadata = {METADATA: json.dumps(told)} if told else {}
     if ending == ".npz":
@@ -270,7 +276,8 @@ INSTEAD = {
     ": Core ML packages can be written, not read,": (".mlpackage",),
     ": of a SavedModel save the weights by Keras, as .h5,": (".pb",),
 }
-"""Advice that an error text gives for files in formats that are not supported, and the endings of these files."""
+"""For files to read: advice that an error text gives for formats that are not supported, and the endings of these
+files."""
 
 INSTEAD_OF_WRITING = {
     ": safetensors.torch.load_file reads a .safetensors file in PyTorch,": TORCH_ENDINGS,
@@ -285,22 +292,24 @@ def ending_of(path: Path, *, writes: bool = False) -> str:
     for ending in ENDINGS:
         if path.name.endswith(ending):
             return ending
-    found = ".pb" if (path / "saved_model.pb").exists() else path.suffix
-    advice = INSTEAD_OF_WRITING if writes else INSTEAD
-    more = next((way for way, endings in advice.items() if found in endings), "")
+    found = ".pb" if (path / "saved_model.pb").exists() else path.suffix  # a SavedModel of TensorFlow is a folder
+    advice = INSTEAD_OF_WRITING if writes else INSTEAD  # tables: advice, and the endings for which it is given
+    more = next((text for text, endings in advice.items() if found in endings), "")
     known = (*ENDINGS, _coreml_file.ENDING) if writes else ENDINGS
     fail("convert", f"{path.name} must end in {', '.join(known)}{more}", repr(path.suffix))
 
 
 def comment_of(file: Foreign) -> dict[str, str]:
-    """Return the metadata that `write_npz` stored in the comment of a zip file; {} without such a comment."""
+    """Return the metadata that `write_npz` stored in the comment of a zip file; {} without such a comment, which begins
+    with the bytes `COMMENT`."""
     with zipfile.ZipFile(file.stream) as archive:
         comment = archive.comment
     return file.budget.json(comment) if comment.startswith(COMMENT) else {}
 
 
 def told_options(budget: Budget, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return {key: options}, read from a file's metadata: for each key of a matrix, the options of its layer's cell."""
+    """Return {key: options}, read from a file's metadata: for each key of a matrix, the options of its layer's cell.
+    `METADATA` is the key in the metadata under which `write` stores them, as JSON."""
     try:
         return {str(name): dict(options) for name, options in budget.json(metadata.get(METADATA, "{}")).items()}
     except (ValueError, TypeError, AttributeError):
@@ -308,19 +317,20 @@ def told_options(budget: Budget, metadata: Mapping[str, str]) -> dict[str, dict[
 
 
 def write_safetensors(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file: eight bytes with the header's length, the header as JSON, then the arrays."""
+    """Write a safetensors file: eight bytes with the header's length, the header as JSON, then the arrays. metadata:
+    texts that the header also holds. `DTYPES` has NumPy's dtype for each of the format's names, such as "F32"."""
     names = {np.dtype(kind): name for name, kind in DTYPES.items()}  # the format's names of dtypes
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     data, end = [], 0
     for key, array in arrays.items():
         # NumPy has no bfloat16, so its bytes are written as those of 16-bit integers.
-        short = isinstance(array, mx.array) and array.dtype == mx.bfloat16
-        values = np.array(array.view(mx.uint16)) if short else np.asarray(array)
-        values = np.require(values, values.dtype.newbyteorder("="), "C")
+        is_bfloat16 = isinstance(array, mx.array) and array.dtype == mx.bfloat16
+        values = np.array(array.view(mx.uint16)) if is_bfloat16 else np.asarray(array)
+        values = np.require(values, values.dtype.newbyteorder("="), "C")  # the machine's byte order, contiguous
         if values.dtype not in names:
             fail("convert", f"{shown(key)} must have a dtype that safetensors has", values.dtype)
         start, end = end, end + values.nbytes
-        dtype = "BF16" if short else names[values.dtype]
+        dtype = "BF16" if is_bfloat16 else names[values.dtype]
         header[key] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [start, end]}
         data.append(values)
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -335,7 +345,7 @@ def write_npz(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]
     """Write arrays as an .npz file, a zip of NumPy files, and the metadata as the zip's comment. A key becomes a file
     name when the zip is unpacked, so a key that contains a path is refused."""
     comment = json.dumps(dict(metadata), separators=(",", ":")).encode() if metadata else b""
-    if len(comment) > LONGEST:
+    if len(comment) > LONGEST:  # a zip file cannot hold a longer comment
         rule = f"the options of all layers must take at most {LONGEST} bytes in .npz: take .safetensors,"
         fail("convert", rule, len(comment))
     for key in arrays:
@@ -348,5 +358,6 @@ def write_npz(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]
                 fail(
                     "convert", f"{shown(key)} must not be bfloat16, which .npz does not have: take .safetensors,", "it"
                 )
+            # force_zip64: an array may have more than 4 GiB.
             with file.open(f"{key}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)

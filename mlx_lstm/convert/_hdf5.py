@@ -33,11 +33,11 @@ class Contents(NamedTuple):
         here = self.attributes.get(path, {})
         if name in here:
             return here[name]
-        cut, n = [], 0
+        joined, n = [], 0  # of the attributes name0, name1 and so on
         while f"{name}{n}" in here:
-            cut += here[f"{name}{n}"]
+            joined += here[f"{name}{n}"]
             n += 1
-        return cut
+        return joined
 
 
 def load() -> None:
@@ -53,7 +53,8 @@ def read(source: BinaryIO | bytearray, budget: Budget) -> Contents:
     if not has_interpreter():
         raise ValueError("it is read in a process of its own, and no Python can be started here")
     script = str(Path(__file__).with_name("_hdf5_child.py"))
-    # The code runs the script, whose path is the first argument; `words` are the script's own arguments.
+    # The code runs the script, whose path is the first argument; `words` are the script's own arguments: the path of
+    # the module `budget`, the bytes of the file, the bytes that it may still take, and the seconds.
     code = "from runpy import run_path; run_path(sys.argv.pop(1), run_name='__main__')"
     words = [str(limits.__file__), str(budget.stored), str(budget.left), str(int(budget.seconds) + 1)]
     given: dict[str, Any] = {"input": source} if isinstance(source, bytearray) else {"stdin": source}
@@ -70,7 +71,8 @@ def read(source: BinaryIO | bytearray, budget: Budget) -> Contents:
 
 
 def parsed(output: bytes, budget: Budget) -> Contents:
-    """Parse the output of the child process: a line of JSON, then the arrays' bytes."""
+    """Parse the output of the child process: a line of JSON, then the arrays' bytes. The line has "error", or
+    "attributes", "arrays" ([dtype, shape] by path, in the order of the bytes) and "others", a number of datasets."""
     budget.take(len(output), "its contents")
     # start, stop: where the bytes of an array lie in the output.
     start = output.index(b"\n") + 1

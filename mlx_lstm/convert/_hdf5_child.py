@@ -90,13 +90,14 @@ def texts_of(item: Any, budget: Any) -> Texts:
     found = {}
     for name in item.attrs:
         if name.rstrip("0123456789") in ATTRIBUTES:
-            about = item.attrs.get_id(name)
+            about = item.attrs.get_id(name)  # the attribute's shape and dtype, without its values
             kind = h5py.check_string_dtype(about.dtype)
-            if kind is None:
+            if kind is None:  # no texts
                 continue
-            # Texts of any length may share their bytes, so each of them may be as long as the whole file.
+            # size: the most bytes that the texts may have. kind.length: that of each text, or None for texts of any
+            # length. These may share their bytes, so each of them may be as long as the whole file.
             size = prod(about.shape or (1,)) * (about.dtype.itemsize if kind.length else budget.stored)
-            if size > budget.left and name in ("layer_names", "weight_names"):
+            if size > budget.left and name in ("layer_names", "weight_names"):  # read the names from the tree instead
                 found[name] = names_below(item, name)
             else:
                 budget.check(size, name)
@@ -112,6 +113,7 @@ def names_below(group: Any, name: str) -> list[str]:
     found: list[str] = []
 
     def visit(path: str, item: Any) -> None:
+        # Keras gives each layer's group an attribute weight_names; the first group is no layer.
         is_layer = path != "top_level_model_weights" and any(each.startswith("weight_names") for each in item.attrs)
         if is_layer if name == "layer_names" else isinstance(item, h5py.Dataset):
             found.append(path)

@@ -9,9 +9,14 @@ Keras writes no configuration into `.weights.h5`: there the shapes identify the 
 the defaults.
 
 `known` are the layers that the configuration lists; `rest` are the arrays that belong to no recurrent layer. A way is a
-direction of a layer: "", "forward" or "backward". A `Weights` is one layer or stack of layers. slope: which
-hard_sigmoid a version of Keras has, "x/5" or "x/6". budget: limits the memory that a foreign file may take; `shown`
-makes a name from such a file safe to print.
+direction of a layer: "", "forward" or "backward". A `Weights` is one layer or stack of layers. only: the layers that
+must be readable, or None for all. slope: which hard_sigmoid a version of Keras has, "x/5" or "x/6". budget: limits the
+memory that a foreign file may take; `shown` makes a name from such a file safe to print.
+
+To write a file: made: for each stack, by its name, a list of `KerasLayer`. spec: a layer or model as Keras serializes
+it, a dict with class_name, config and so on. Tables: `KINDS` has our name of the cell by Keras' class, `CLASSES` the
+reverse, `NAMES` the names of a direction's arrays (kernel, recurrent_kernel, bias), `ACTIVATIONS` Keras' names of
+activations and ours. VERSION: the version of Keras that written files name.
 """
 
 import io
@@ -65,30 +70,33 @@ def read(file: Foreign, only: Sequence[str] | None = None) -> Found:
     """Read a Keras file. Return its layers by name, all other arrays, the keys of each layer, and notes on what was
     not read. only: the layers that must be readable; others are left out where they are not."""
     _hdf5.load()  # raises ImportError if h5py is missing
-    # config: the model's configuration, if the file has one. held: the arrays and texts of the HDF5 file.
+    # config: the model's configuration, if the file has one. contents: the arrays and texts of the HDF5 file.
     config, budget = None, file.budget
     if file.path.suffix == ".keras":
-        members = dict(members_of(file))
+        members = dict(members_of(file))  # the files in the zip, by name
         config = budget.json(bytes(members["config.json"]))
-        held = _hdf5.read(members["model.weights.h5"], budget)
+        contents = _hdf5.read(members["model.weights.h5"], budget)
     else:
-        held = _hdf5.read(file.stream, budget)
-        if text := held.texts("/", "model_config"):
+        contents = _hdf5.read(file.stream, budget)
+        if text := contents.texts("/", "model_config"):  # an attribute of the whole file
             config = budget.json(text[0])
     known = [] if config is None else list(walk(config, "", "", budget))
     # A file of the older layout lists its layers' names in an attribute; a Keras 3 file does not.
-    root = "model_weights" if "model_weights" in held.attributes else "/"
-    if layers := held.texts(root, "layer_names"):
-        version = [*held.texts("/", "keras_version"), *held.texts(root, "keras_version"), VERSION][0]
-        arrays = by_layer(held, "" if root == "/" else f"{root}/", layers)
+    root = "model_weights" if "model_weights" in contents.attributes else "/"
+    if layers := contents.texts(root, "layer_names"):
+        # The version is in an attribute of the file or of the root; without any, assume Keras 3.
+        version = [*contents.texts("/", "keras_version"), *contents.texts(root, "keras_version"), VERSION][0]
+        arrays = by_layer(contents, "" if root == "/" else f"{root}/", layers)
         slope = "x/5" if version.startswith(("1", "2")) else "x/6"  # of hard_sigmoid, which Keras 3 changed
         found = gathered(arrays, names_in_legacy(arrays), {each.name: each for each in known}, slope, only)
     else:
-        if not held.arrays:
+        if not contents.arrays:
             raise ValueError("it must hold a model of Keras, or its weights, but got no arrays")
-        found = gathered(held.arrays, names_in_new(held, budget), {each.place: each for each in known}, "x/6", only)
+        found = gathered(
+            contents.arrays, names_in_new(contents, budget), {each.place: each for each in known}, "x/6", only
+        )
     layers, rest, keys, notes = found
-    return layers, rest, keys, [*held.notes, *notes, *notes_on(known, rest)]
+    return layers, rest, keys, [*contents.notes, *notes, *notes_on(known, rest)]
 
 
 COUNTERPARTS = {
@@ -104,23 +112,31 @@ MOST_NOTES = 20
 
 
 def notes_on(known: list[Known], rest: dict[str, Any]) -> list[str]:
-    """Return what the arrays of a model do not say: how the halves of a Bidirectional are merged, and which layers of
-    `mlx.nn` take the arrays of other layers. rest: these arrays by key."""
+    """Return notes for the user on what the arrays of a model do not say: how the outputs of the two directions of a
+    Bidirectional are merged, and which layers of `mlx.nn` take the arrays of layers that are not recurrent. known: the
+    model's layers. rest: the arrays that belong to no recurrent layer, by key."""
     notes = []
     for each in known:
         kind, mode = each.config["class_name"], each.config["config"].get("merge_mode", "concat")
         if kind == "Bidirectional" and mode != "concat":
             advice = "mlx_lstm.nn.stack(..., merge='sum') adds them" if mode == "sum" else "merge them in your model"
             notes.append(f"{shown(each.name)}: merge_mode is {shown(mode)}. A call returns both halves: {advice}")
+        # inner_kind: the class of the layer inside a TimeDistributed, else of the layer itself. `COUNTERPARTS` has the
+        # layer of `mlx.nn` for each class. That layer works on the last axis, so each step is by itself, as in a
+        # TimeDistributed. Only a Conv1d would mix the steps.
         wrapped = each.config["config"].get("layer") if kind == "TimeDistributed" else None
-        own = wrapped.get("class_name") if isinstance(wrapped, Mapping) else kind
-        if isinstance(own, str) and own in COUNTERPARTS and (own == kind or own != "Conv1D"):
-            # mlx.nn's layers work on the last axis, so each step is by itself. Only a Conv1d would mix the steps.
-            title = own if own == kind else f"TimeDistributed({own})"
-            notes.append(f"{shown(each.name)}: {title} is {COUNTERPARTS[own]}")
+        inner_kind = wrapped.get("class_name") if isinstance(wrapped, Mapping) else kind
+        if (
+            isinstance(inner_kind, str)
+            and inner_kind in COUNTERPARTS
+            and (inner_kind == kind or inner_kind != "Conv1D")
+        ):
+            title = inner_kind if inner_kind == kind else f"TimeDistributed({inner_kind})"
+            notes.append(f"{shown(each.name)}: {title} is {COUNTERPARTS[inner_kind]}")
+    # Keras 3 stores arrays by number: `vars/0`, which is vars.0 in `rest`.
     if notes and any(key.endswith("vars.0") for key in rest):
         notes.append("vars.0 of a layer is its kernel, embeddings or gamma, and vars.1 its bias or beta")
-    more = len(notes) - MOST_NOTES
+    more = len(notes) - MOST_NOTES  # a foreign file may have any number of layers
     return notes if more <= 0 else [*notes[:MOST_NOTES], f"and {more} notes more on other layers"]
 
 
@@ -142,21 +158,21 @@ def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, An
 
 def walk(config: Mapping[str, Any], place: str, name: str, budget: Budget) -> Iterator[Known]:
     """Yield all layers in a model's configuration, also the layers of nested models. place: the group of the .h5 file
-    that holds the model's weights; name: the names of the models around it, with dots between. Both get longer with
-    each level, so the budget counts their characters."""
+    that holds the model's weights, with a slash at its end; name: the names of the models around it, with dots between.
+    Both are empty for the outermost model. They get longer with each level, so the budget counts their characters."""
     # In old versions of Keras the configuration of a Sequential is the list of layers itself.
     inner = config.get("config")
     layers = inner.get("layers") if isinstance(inner, Mapping) else inner
-    counts: Counter[str] = Counter()
+    counts: Counter[str] = Counter()  # how many layers of each class came before
     for each in layers if isinstance(layers, list) else []:
         if not isinstance(each, Mapping) or "class_name" not in each or not isinstance(each.get("config"), Mapping):
             continue
-        kind = snake(budget.name(each["class_name"]))
-        own = budget.name(str(each["config"].get("name", kind)))
-        where, whole = f"{place}layers/{numbered(kind, counts)}", name + own
-        budget.take(len(where) + len(whole), whole)
-        yield Known(where, whole, own, each)
-        yield from walk(each, f"{where}/", f"{whole}.", budget)
+        kind = snake(budget.name(each["class_name"]))  # such as lstm
+        own = budget.name(str(each["config"].get("name", kind)))  # the layer's own name
+        layer_place, whole_name = f"{place}layers/{numbered(kind, counts)}", name + own
+        budget.take(len(layer_place) + len(whole_name), whole_name)
+        yield Known(layer_place, whole_name, own, each)
+        yield from walk(each, f"{layer_place}/", f"{whole_name}.", budget)
 
 
 def numbered(kind: str, counts: Counter[str]) -> str:
@@ -186,16 +202,17 @@ class Direction(NamedTuple):
 def names_in_new(file: _hdf5.Contents, budget: Budget) -> list[Direction]:
     """Find the layers of a Keras 3 file; return one `Direction` for each direction of each layer. A group
     `cell/vars` in the file holds the arrays of a direction: two matrices and maybe a bias."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}  # the keys of the arrays, such as "layers/lstm/cell/vars/0", by their group
     for key in file.arrays:
         parent, _, last = key.rpartition("/")
+        # An RNN of stacked cells has one such group per cell, under cell/cells.
         if re.search(r"(^|/)cell(/cells/[^/]+)?/vars$", parent) and last.isdecimal():
             groups.setdefault(parent, []).append(key)
     directions = []
     for parent, keys in groups.items():
-        keys.sort(key=lambda key: int(key.rpartition("/")[2]))
+        keys.sort(key=lambda key: int(key.rpartition("/")[2]))  # by the number at the end
         place = re.sub(r"(/cell)?/vars$", "", parent)
-        match = re.search(r"/(forward|backward)_layer$", place)
+        match = re.search(r"/(forward|backward)_layer$", place)  # a direction of a Bidirectional
         place = place[: match.start()] if match else place
         # steps: the paths of the models and the layer on the way to these arrays, the outermost first.
         parts = [part for part in place.split("/") if part]
@@ -203,7 +220,7 @@ def names_in_new(file: _hdf5.Contents, budget: Budget) -> list[Direction]:
         # Newer files store each layer's name in an attribute. For older files the last part of the path is taken.
         names = [(file.texts(f"{step}/vars", "name") or [step.rpartition("/")[2]])[0] for step in steps]
         budget.take(sum(map(len, names)), place)
-        if all(np.ndim(file.arrays[key]) == 2 for key in keys[:2]) and len(keys) > 1:
+        if all(np.ndim(file.arrays[key]) == 2 for key in keys[:2]) and len(keys) > 1:  # two matrices
             way = match[1] if match else ""
             directions.append(Direction(place, ".".join(names), (names or [""])[-1], way, keys))
     return directions
@@ -211,10 +228,11 @@ def names_in_new(file: _hdf5.Contents, budget: Budget) -> list[Direction]:
 
 def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
     """Find the layers of an `.h5` file; return one `Direction` for each direction of each layer. A direction has an
-    array `recurrent_kernel`, and the other arrays in the same group of the file belong to it."""
+    array `recurrent_kernel`, and the other arrays in the same group of the file belong to it. arrays: by keys
+    "layer//array", such as "encoder//encoder/lstm_cell/kernel"."""
     directions: list[Direction] = []
     parents = dict.fromkeys(key.rpartition("/")[0] for key in arrays)  # the groups of the arrays, each once
-    taken: set[tuple[str, str]] = set()
+    taken: set[tuple[str, str]] = set()  # the (name, way) of all directions so far
     for parent in parents:
         keys = [f"{parent}/{name}" for name in NAMES if f"{parent}/{name}" in arrays]
         if f"{parent}/recurrent_kernel" not in keys:
@@ -232,6 +250,8 @@ def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
             if parent.replace(parts[-1], other) in parents:
                 parts.pop()
                 way = match[1]
+        # Keras repeats the layer's name in the path. At the beginning only this name is dropped; at the end all names
+        # before it, too.
         if parts and parts[0] == layer:
             parts.pop(0)
         elif parts and parts[-1] == layer:
@@ -260,34 +280,36 @@ def gathered(
     layers that must be readable.
     slope: which hard_sigmoid this version of Keras has. "x/5": clip(x/5 + 0.5, 0, 1); "x/6": clip(x/6 + 0.5, 0, 1).
     """
-    layers: dict[str, list[Direction]] = {}
-    legacy = any("//" in key for key in arrays)
+    layers: dict[str, list[Direction]] = {}  # the directions of each layer, by its place or, in a legacy file, its name
+    legacy = any("//" in key for key in arrays)  # `by_layer` makes such keys
     for each in directions:
         layers.setdefault(each.name if legacy else each.place, []).append(each)
     rank = {place: n for n, place in enumerate(known)}  # the position of each layer in the configuration
-    # A layer is called by its own name, unless several have it; then also by the models that contain it.
+    # A layer is called by its own name, unless several have it; then also by the models that contain it. titles: what
+    # has these names of each layer: a `Known`, or its first `Direction`. owners: how many layers have each name.
     titles = {place: known.get(place, each[0]) for place, each in layers.items()}
     owners = Counter(title.own for title in titles.values())
     found: dict[str, Weights] = {}
     keys: dict[str, list[str]] = {}
+    # Layers that the configuration does not list come last.
     for place in sorted(layers, key=lambda place: (rank.get(place, len(rank)), natural(place))):
-        ways = sorted(layers[place], key=lambda each: each.way == "backward")
+        ways = sorted(layers[place], key=lambda direction: direction.way == "backward")  # the backward one last
         title = titles[place]
         name = title.own if owners[title.own] == 1 else title.name
         name = place.replace("/", ".") if name in found else name
         config = known[place].config if place in known and can_tell(known[place].config) else None
-        numbers = [[arrays[key] for key in way.keys] for way in ways]
+        arrays_of_ways = [[arrays[key] for key in way.keys] for way in ways]
         try:
-            found[name] = from_arrays("convert", numbers, config, name, slope=slope)
+            found[name] = from_arrays("convert", arrays_of_ways, config, name, slope=slope)
         except ValueError:
             if only is None or name in only:
                 raise
         keys[name] = [key.replace("//", "/") for way in ways for key in way.keys]
     taken = {key for each in directions for key in each.keys}
     rest = {key: array for key, array in arrays.items() if key not in taken}
-    state = {key for key in rest if key.startswith("optimizer") or "seed_generator" in key}
-    notes = [f"{len(state)} arrays of the optimizer and of random generators are left out"] if state else []
-    return found, {plain(key): array for key, array in rest.items() if key not in state}, keys, notes
+    left_out = {key for key in rest if key.startswith("optimizer") or "seed_generator" in key}
+    notes = [f"{len(left_out)} arrays of the optimizer and of random generators are left out"] if left_out else []
+    return found, {plain(key): array for key, array in rest.items() if key not in left_out}, keys, notes
 
 
 def can_tell(config: Mapping[str, Any]) -> bool:
@@ -299,7 +321,7 @@ def can_tell(config: Mapping[str, Any]) -> bool:
 
 
 def natural(text: str) -> list[Any]:
-    """Return a sort key that puts "lstm_2" before "lstm_10"."""
+    """Return a sort key that puts "lstm_2" before "lstm_10": the text is divided into numbers and other parts."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
@@ -322,15 +344,16 @@ class KerasLayer(NamedTuple):
 
 
 def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
-    """Write a Keras model: one stack becomes a Sequential; several stacks become a model of Sequentials, each with
-    its own input.
+    """Write a Keras model: one stack becomes a Sequential; several stacks become a model of Sequentials, each with its
+    own input. ending: ".keras", ".h5" or ".weights.h5", which selects the format.
 
     HDF5 writes into memory first, because on a full disk HDF5 fails in a way from which no code can recover.
     """
     h5py = load()
+    # A slash in a name would make a group in the file; a stack without a name is called "recurrent".
     layers = {name.replace("/", ".") or "recurrent": weights for name, weights in layers.items()}
     made = {name: stack_of(name, weights) for name, weights in layers.items()}
-    models = {name: sequential(name, each) for name, each in made.items()}
+    models = {name: sequential(name, stack) for name, stack in made.items()}
     config = next(iter(models.values())) if len(models) == 1 else functional(models)
     data = io.BytesIO()
     with h5py.File(data, "w") as file:
@@ -351,31 +374,34 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
 
 
 def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
-    """Return the Keras layers for a stack of weights. name: the name of the stack; several layers get numbers."""
-    with of_layer(name):
-        of_keras = to_keras(weights)
+    """Return the Keras layers for a stack of weights. name: the name of the stack; several layers get numbers. A layer
+    with D = 2 directions becomes a Bidirectional."""
+    with of_layer(name):  # adds the stack's name to the text of an error
+        of_keras = to_keras(weights)  # for each layer its arrays in Keras' order, the forward direction first
     stack = []
+    # layer: the `Weights` of one layer.
     for n, (layer, arrays) in enumerate(zip(weights.each(), of_keras, strict=True)):
-        kind = CLASSES[layer.cell.op]
+        kind = CLASSES[layer.cell.op]  # such as "LSTM"
         title = name + (f"_{n}" if len(weights.layers) > 1 else "")
         config = config_of(layer, str(arrays[0].dtype), weights.has_bias)
-        shape = [None, None, layer.input_size]
+        shape = [None, None, layer.input_size]  # batch and time may have any size
         D = layer.directions
-        ahead = spec_of(kind, config | {"name": f"forward_{title}" if D == 2 else title}, shape)
+        spec = spec_of(kind, config | {"name": f"forward_{title}" if D == 2 else title}, shape)
         if D == 2:
-            back = spec_of(kind, config | {"name": f"backward_{title}", "go_backwards": True}, shape)
-            both = {"name": title, "merge_mode": "concat", "layer": ahead, "backward_layer": back}
-            ahead = spec_of("Bidirectional", both, shape)
-        n = len(arrays) // D
-        stack.append(KerasLayer(ahead, [arrays[d * n : (d + 1) * n] for d in range(D)]))
+            backward = spec_of(kind, config | {"name": f"backward_{title}", "go_backwards": True}, shape)
+            both = {"name": title, "merge_mode": "concat", "layer": spec, "backward_layer": backward}
+            spec = spec_of("Bidirectional", both, shape)
+        n = len(arrays) // D  # the arrays of one direction
+        stack.append(KerasLayer(spec, [arrays[way * n : (way + 1) * n] for way in range(D)]))
     return stack
 
 
 def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
-    """Return the arguments of a Keras layer's constructor for these weights, which are those of one layer. use_bias:
-    whether any layer of the stack has a bias."""
-    words = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+    """Return the arguments of a Keras layer's constructor for these weights, which are those of one layer. dtype: the
+    name of its dtype, such as "float32". use_bias: whether any layer of the stack has a bias."""
+    words = {ours: theirs for theirs, ours in ACTIVATIONS.items()}  # our names of activations, and Keras'
     cell = weights.cell
+    # names: the activation of the candidate, then that of the gates i or r, which all other gates share.
     names = [*cell.activations] if cell.op == "rnn" else [cell.activations[2], cell.activations[0]]
     for name in names:
         if name not in words:
@@ -410,14 +436,18 @@ def inner(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 def functional(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the description of a model that contains several models, each with its own input, as Keras serializes
     it. models: the descriptions of these models by name."""
+    # In Keras a tensor is named by [the layer that made it, the number of its call, the number of its output].
     layers, inputs, outputs = [], [], []
     for name, spec in models.items():
         shape, own = spec["build_config"]["input_shape"], spec["config"]["name"]
         dtype = spec["config"]["layers"][0]["config"]["dtype"]
-        given = spec_of("InputLayer", {"batch_shape": shape, "dtype": dtype, "name": f"{name}_x"}, shape)
+        input_layer = spec_of("InputLayer", {"batch_shape": shape, "dtype": dtype, "name": f"{name}_x"}, shape)
         tensor = {"shape": shape, "dtype": dtype, "keras_history": [f"{name}_x", 0, 0]}
-        node = {"args": [{"class_name": "__keras_tensor__", "config": tensor}], "kwargs": {}}
-        layers += [given | {"name": f"{name}_x", "inbound_nodes": []}, spec | {"name": own, "inbound_nodes": [node]}]
+        node = {"args": [{"class_name": "__keras_tensor__", "config": tensor}], "kwargs": {}}  # a call with this tensor
+        layers += [
+            input_layer | {"name": f"{name}_x", "inbound_nodes": []},
+            spec | {"name": own, "inbound_nodes": [node]},
+        ]
         inputs.append([f"{name}_x", 0, 0])
         outputs.append([own, 0, 0])
     config = {"name": "recurrent_layers", "layers": layers, "input_layers": inputs, "output_layers": outputs}
@@ -428,15 +458,15 @@ def functional(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 def write_new(file: Any, made: Mapping[str, list[KerasLayer]]) -> None:
     """Write the arrays at the paths of Keras 3, which contain each layer's class and its number in the container.
     made: the layers of each stack, by the stack's name."""
-    containers: Counter[str] = Counter()
+    containers: Counter[str] = Counter()  # how many Sequentials, and below how many layers of a class, came before
     for layers in made.values():
         before = "" if len(made) == 1 else f"layers/{numbered('sequential', containers)}/"
         counts: Counter[str] = Counter()
         for layer in layers:
-            place = f"{before}layers/{numbered(snake(layer.spec['class_name']), counts)}"
+            place = f"{before}layers/{numbered(snake(layer.spec['class_name']), counts)}"  # such as layers/lstm_1
             file.create_group(f"{place}/vars").attrs["name"] = layer.spec["config"]["name"]
             for way, arrays in zip(("forward_layer/", "backward_layer/"), layer.ways, strict=False):
-                way = way if len(layer.ways) == 2 else ""
+                way = way if len(layer.ways) == 2 else ""  # only a Bidirectional has a group for each direction
                 for n, array in enumerate(arrays):
                     file[f"{place}/{way}cell/vars/{n}"] = array
 
@@ -446,6 +476,7 @@ def write_legacy(file: Any, made: Mapping[str, list[KerasLayer]], config: dict[s
     its arrays' names. made: the layers of each stack, by the stack's name. config: the description of the model."""
     file.attrs["model_config"], file.attrs["keras_version"] = json.dumps(config), VERSION
     root = file.create_group("model_weights")
+    # groups: the layers in each group of the file: one group per model if there are several, else one per layer.
     groups = {name: each for name, each in made.items()} if len(made) > 1 else {}
     groups = {f"{name}_model": each for name, each in groups.items()} or {
         layer.spec["config"]["name"]: [layer] for layer in next(iter(made.values()))
@@ -453,9 +484,9 @@ def write_legacy(file: Any, made: Mapping[str, list[KerasLayer]], config: dict[s
     root.attrs["layer_names"] = [name.encode() for name in groups]
     root.attrs["keras_version"] = VERSION
     for name, each in groups.items():
-        group, names = root.create_group(name), []
+        group, names = root.create_group(name), []  # names: the paths of the group's arrays
         for layer in each:
-            title, kind = layer.spec["config"]["name"], snake(inner(layer.spec)["class_name"])
+            title, kind = layer.spec["config"]["name"], snake(inner(layer.spec)["class_name"])  # kind: such as lstm
             for way, arrays in zip(("forward", "backward"), layer.ways, strict=False):
                 path = f"{title}/{way}_{title}/{kind}_cell" if len(layer.ways) == 2 else f"{title}/{kind}_cell"
                 path = f"{name}/{path}" if name != title else path

@@ -1,14 +1,17 @@
 """Find out which layer, direction and array each key of a file means, and make the keys for a file to be written.
 
-A key is the name of an array in a file, such as `encoder.weight_ih_l0_reverse`. Its word (or leaf) says which array of
-a layer it is, here weight_ih; its way is the direction, 0 or 1. A `Group` collects the keys of one layer and direction.
-A template is a pattern of keys, such as "{name}.{array}". ways: the names of both directions in keys. order: the order
-of the gates in the file, if it is not the usual one of such keys.
+A key is the name of an array in a file, such as `encoder.weight_ih_l0_reverse`. Its leaf says which array of a layer it
+is, here weight_ih; its way is the direction, 0 forward or 1 reverse. A `Group` collects the keys of one layer and
+direction, or of both directions if they share arrays. A template is a pattern of keys, such as "{name}.{array}". style:
+whose names of arrays a file has, such as "torch". ways: the names of both directions in keys. order: the order of the
+gates in the file, if it is not the usual one of such keys. options: those of the cell, such as reset.
 
 In `Weights` one direction's arrays are Wx [GH, I], Wh [GH, P], the biases bx and bh [GH], Wp [P, H] (a projection) and
-peephole. b: a single bias; bhn [H]: the recurrent bias of a GRU's candidate. G: gates, H: units, I: input features, P:
-the width of h, D: directions, K: layers. Errors begin with "convert" or "from_names": `fail("convert", rule, got)`
-raises the ValueError "[convert] rule but got ...".
+peephole; these names are called words. b: a single bias; bhn [H]: the recurrent bias of a GRU's candidate. G: gates, H:
+units, I: input features, P: the width of h, D: directions, K: layers. Tables: `ENTRIES` has the word by leaf,
+`PARTNERS` the leaves of both matrices, `WAYS` the default names of the directions, `KERAS_NAMES` Keras' leaves (kernel,
+recurrent_kernel, bias), `OF_GATES` the kind of cell ("lstm", "gru", "rnn") by G, `OURS` the gate order by kind. Errors
+begin with "convert" or "from_names": `fail("convert", rule, got)` raises the ValueError "[convert] rule but got ...".
 """
 
 import re
@@ -38,41 +41,42 @@ STYLES = ("torch", "mlx", "two-biases", "keras", "ops")
 WAYS = ("forward", "backward")
 """The default names of the directions."""
 
-WAY_WORDS = {"forward": 0, "fwd": 0, "backward": 1, "bwd": 1, "back": 1, "reverse": 1}
+WAY_NUMBERS = {"forward": 0, "fwd": 0, "backward": 1, "bwd": 1, "back": 1, "reverse": 1}
 """The words that keys of any format have for a direction, and its number."""
 
 ENTRIES = {"weight_ih": "Wx", "Wx": "Wx", "Wxh": "Wx", "kernel": "Wx"}
 ENTRIES |= {"weight_hh": "Wh", "Wh": "Wh", "Whh": "Wh", "recurrent_kernel": "Wh"}
 ENTRIES |= {"weight_hr": "Wp", "Wp": "Wp", "peephole": "peephole", "bias_ih": "bx", "bias_hh": "bh"}
 ENTRIES |= {"bias": "b", "b": "b", "bhn": "bhn", "recurrent_bias": "bh"}
-"""The words for arrays in the keys of all formats, and the arrays' names in `Weights`. Two names are not in
-`Weights`: b, a single bias, and bhn, the candidate's second bias in a GRU."""
+"""The leaves of keys in all formats, and for each one the array's name in `Weights`. Two names are not in `Weights`: b,
+a single bias, and bhn, the candidate's second bias in a GRU."""
 
 REFUSED = dict.fromkeys(
     ("gamma", *(f"norm{of}_{part}" for of in ("", "_input", "_c") for part in ("scale", "shift"))),
     "no format holds layer normalisation (the options norm= and layer_norm= of mlx_lstm run it)",
 )
 REFUSED["params.0"] = "no format holds the cell of a layer Pointwise"
-"""Words for arrays without which a layer computes something else, and why they are refused."""
+"""The leaves of arrays without which a layer computes something else, and why they are refused."""
 
 PARTNERS = {"weight_ih": "weight_hh", "Wx": "Wh", "Wxh": "Whh", "kernel": "recurrent_kernel"}
-"""The words for the two matrices that each layer has, by format."""
+"""The leaves of the two matrices that each layer has: that of the input's and that of the recurrent weights, in each
+format."""
 
 # TORCH_LEAF: the last part of a key of torch, such as weight_ih_l0_reverse. LEAF: that of any other key, such as
-# Wx_fwd. PATH_WAY: a word for a direction before the last part of a key.
+# Wx_fwd. PATH_WAY: a word for a direction before the last part of a key, such as fwd in encoder.fwd.Wx.
 TORCH_LEAF = re.compile(r"(weight_ih|weight_hh|weight_hr|bias_ih|bias_hh)(?:_l(\d+))(_reverse)?")
 ANY_WORD = "|".join(sorted(ENTRIES, key=len, reverse=True))
-LEAF = re.compile(rf"({ANY_WORD})(?:_({'|'.join(WAY_WORDS)}))?")
-PATH_WAY = re.compile(rf"(?<![A-Za-z])({'|'.join(WAY_WORDS)})(?![A-Za-z])")
+LEAF = re.compile(rf"({ANY_WORD})(?:_({'|'.join(WAY_NUMBERS)}))?")
+PATH_WAY = re.compile(rf"(?<![A-Za-z])({'|'.join(WAY_NUMBERS)})(?![A-Za-z])")
 
 
 class Group(NamedTuple):
     """The keys of the arrays of one layer and direction, such as lstm.weight_ih_l0 and lstm.weight_hh_l0.
 
-    own: a text that differs for each layer and direction. name: the common name of all layers and directions, such
-    as lstm. layer, way: the numbers of the layer and the direction; None if the keys do not contain them. numbered:
-    whether the keys mark the layer's number as such (`_l0`). keys: the full key of each array, by the word for the
-    array, such as weight_ih. form: a full key with a NUL character in place of this word.
+    own: a text that differs for each layer and direction. name: the common name of all layers and directions, such as
+    lstm. layer, way: the numbers of the layer and the direction; None if the keys do not contain them. numbered:
+    whether the keys mark the layer's number as such (`_l0`). keys: the full key of each array, by its leaf, such as
+    weight_ih. form: a full key with a NUL character in place of the leaf, which all keys of the group have in common.
     """
 
     own: str
@@ -84,53 +88,61 @@ class Group(NamedTuple):
     form: str
 
     def title(self, leaf: str) -> str:
-        """Return the key of the array with the word `leaf`, such as weight_ih. If the file lacks this array, return
-        the key that it would have."""
+        """Return the key of the array with this leaf, such as weight_ih. If the file lacks the array, return the key
+        that it would have."""
         return self.keys.get(leaf, self.form.replace("\0", leaf))
 
 
 def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tuple[str, Group] | None:
-    """Split the key of an array into its parts. Return (word, group): the word that says which array it is, such as
-    weight_ih, and a new `Group` with layer, direction and name, to which the caller adds the key. Return None if the
-    key belongs to no recurrent layer. pattern: the regular expression of a template, or None for the usual keys."""
+    """Split the key of an array into its parts. Return (leaf, group): the leaf says which array it is, such as
+    weight_ih; the group is a new `Group` with layer, direction and name, to which the caller adds the key. Return None
+    if the key belongs to no recurrent layer. pattern: the regular expression of a template (`pattern_of`), or None for
+    the usual keys. ways: the names of both directions in a template's keys."""
     if pattern is not None:
+        # A layer without a name has no dot before the rest of its keys, but the template has one: add it.
         match = pattern.fullmatch(key) or pattern.fullmatch("." + key)
         if match is None:
             return None
-        fields = match.groupdict()
+        fields = match.groupdict()  # the parts of the key, by the fields of the template: name, layer, array, way
         layer = int(fields["layer"]) if fields.get("layer") else None
         way = list(ways).index(fields["way"]) if fields.get("way") is not None else None
-        # start: where the word begins in the key; the string that matched may begin with one more dot.
+        # start: where the leaf begins in the key; the string that matched may begin with one more dot.
         start = match.start("array") - (len(match.string) - len(key))
         form = key[:start] + "\0" + key[start + len(fields["array"]) :]
         name = fields.get("name") or ""
         own = ".".join(str(part) for part in (name, layer, fields.get("way")) if part not in (None, ""))
         return fields["array"], Group(own, name, layer, way, layer is not None, {}, form)
-    path, dot, leaf = key.rpartition(".")
-    if match := TORCH_LEAF.fullmatch(leaf):
-        form = f"{path}{dot}\0{leaf[match.end(1) :]}"
+    # The usual keys. TORCH_LEAF and LEAF are patterns of the last part of a key, PATH_WAY of a word for a direction
+    # before it. True: torch's keys mark the layer's number as such. {}: the caller adds the keys.
+    path, dot, last_part = key.rpartition(".")
+    if match := TORCH_LEAF.fullmatch(last_part):  # match: 1 the leaf, 2 the layer's number, 3 "_reverse" or None
+        form = f"{path}{dot}\0{last_part[match.end(1) :]}"
         return match[1], Group(form, path, int(match[2]), int(bool(match[3])), True, {}, form)
-    if not (match := LEAF.fullmatch(leaf)):
+    if not (match := LEAF.fullmatch(last_part)):  # match: 1 the leaf, 2 the word for the direction or None
         return None
-    form = f"{path}{dot}\0{leaf[match.end(1) :]}"
-    way, name = WAY_WORDS[match[2]] if match[2] else None, path
+    form = f"{path}{dot}\0{last_part[match.end(1) :]}"
+    # The word for a direction is in the last part of the key, or before it; `WAY_NUMBERS` has its number.
+    way, name = WAY_NUMBERS[match[2]] if match[2] else None, path
     if way is None and (found := PATH_WAY.search(path)):
-        way, name = WAY_WORDS[found[1]], merged(path, found)
+        way, name = WAY_NUMBERS[found[1]], merged(path, found)
     # A number at the end of the name is that of a layer, as in "lstm.0".
-    base, _, last = name.rpartition(".")
-    layer = int(last) if last.isdecimal() else None
+    base, _, number = name.rpartition(".")
+    layer = int(number) if number.isdecimal() else None
+    # False: the number may also count modules that are no layers of a stack.
     return match[1], Group(path, base if layer is not None else name, layer, way, False, {}, form)
 
 
 def merged(path: str, found: re.Match[str]) -> str:
-    """Return `path` without the word for the direction, such as "forward", and without one separator next to it.
-    `found` is the match of this word."""
+    """Return `path` without the word for the direction and without one separator next to it: "encoder.forward.lstm"
+    becomes "encoder.lstm". found: the match of this word in the path."""
     before, after = path[: found.start()], path[found.end() :]
     return (before + after[1:] if not before or before[-1] == "." else before[:-1] + after).rstrip(".")
 
 
 def pattern_of(template: str, ways: Sequence[str]) -> re.Pattern[str]:
-    """Return a regular expression that matches the keys of a template such as "{name}.{layer}.{array}"."""
+    """Return a regular expression that matches the keys of a template such as "{name}.{layer}.{array}". Its groups have
+    the names of the template's fields. ways: the names of both directions, for the field {way}."""
+    # ANY_WORD matches the leaves in `ENTRIES`.
     fields = {"{name}": "(?P<name>.*?)", "{layer}": r"(?P<layer>\d+)", "{array}": f"(?P<array>{ANY_WORD})"}
     fields["{way}"] = f"(?P<way>{'|'.join(map(re.escape, ways))})"
     check_template(template)
@@ -146,13 +158,15 @@ def check_template(template: str) -> None:
 
 def groups_of(keys: Iterable[str], template: str | None, ways: Sequence[str]) -> list[Group]:
     """Sort the keys into groups, one per layer and direction; return the groups that have a matrix of a recurrent
-    layer."""
+    layer. template: a pattern of the keys, or None for the usual keys. ways: the names of both directions for it."""
     pattern, found = None if template is None else pattern_of(template, ways), {}
     for key in keys:
         if parsed := parse(key, pattern, ways):
             leaf, group = parsed
+            # Keys of the same layer and direction share the group of the first of them.
             found.setdefault((group.own, group.layer, group.way, group.form), group).keys[leaf] = key
-    sure = {*PARTNERS, *PARTNERS.values()} - {"kernel"}  # "kernel" proves nothing: a dense layer has one, too
+    # sure: the leaves that only recurrent layers have. A dense layer has a "kernel", too.
+    sure = {*PARTNERS, *PARTNERS.values()} - {"kernel"}
     return [group for group in found.values() if group.keys.keys() & sure]
 
 
@@ -166,44 +180,51 @@ def layers_of(
     nonlinearity: str | None = None,
     only: Sequence[str] | None = None,
 ) -> tuple[dict[str, Weights], dict[str, list[str]]]:
-    """Return all recurrent layers among a file's arrays, and the keys of each. Numbered layers whose sizes fit
-    become one stack, and two directions become one layer. options: the options of a layer's cell, by the keys of its
-    matrices. only: the layers that must be readable; others are left out where they are not, except for their
-    keys."""
+    """Return (layers, used): the `Weights` of all recurrent layers among a file's arrays, and the keys of each, by the
+    layers' names. Numbered layers whose sizes fit become one stack, and two directions become one layer.
+
+    arrays: by key. options: the options of a layer's cell from the file's metadata, by the keys of its matrices. keys:
+    a template of the keys, with the names `ways` of the directions. order: the gate order in the file. nonlinearity:
+    the activation of plain RNNs. None: the usual ones. only: the layers that must be readable; others are left out
+    where they are not, except for their keys.
+    """
     # buckets: the groups of keys by the name that layers of a stack and both directions have in common.
     buckets: dict[str, list[Group]] = {}
     for group in groups_of(arrays, keys, ways):
         buckets.setdefault(group.name, []).append(group)
-    # How many keys have a number after a layer's name. If modules that are no recurrent layers have numbers, too, the
-    # numbers count the modules of a Sequential, not the layers of a stack.
+    # counted: for each key the names in it that a number follows. totals: how many keys each name is counted in. If
+    # modules that are no recurrent layers have numbers, too, the numbers count the modules of a Sequential, not the
+    # layers of a stack.
     counted = {key: names_counted_by(key, buckets) for key in arrays}
     totals = Counter(name for names in counted.values() for name in names)
     layers, used = {}, {}
     for name, groups in buckets.items():
-        found: list[tuple[str, list[str], Weights]] = []
+        found: list[tuple[str, list[str], Weights]] = []  # (name of a stack, its keys, its weights)
         try:
+            # parts: the arrays of each group by the names in `Weights`, one dict per direction.
             parts = {group.form: words_of(group, arrays, order) for group in groups}
-            # own: how many keys of recurrent layers have a number after this name. told: options from the metadata.
-            own = sum(name in counted[key] for group in groups for key in group.keys.values())
-            for label, where in arranged(name, groups, parts, alone=own == totals[name]):
-                mine = [key for group in where.values() for key in group.keys.values()]
-                told = next((options[key] for key in mine if key in options), {})
+            recurrent = sum(name in counted[key] for group in groups for key in group.keys.values())
+            # alone: whether only keys of recurrent layers have a number after this name.
+            for label, stack in arranged(name, groups, parts, alone=recurrent == totals[name]):
+                stack_keys = [key for group in stack.values() for key in group.keys.values()]
+                told = next((options[key] for key in stack_keys if key in options), {})  # from the metadata
                 act = {} if nonlinearity is None else {"activation": nonlinearity}
-                found.append((label, mine, one_layer(where, parts, {**told, **act})))
+                found.append((label, stack_keys, weights_of(stack, parts, {**told, **act})))
         except ValueError:
+            # The layers cannot be read. That is an error if the caller wants one of them, under any of its names.
             names = {name, *(f"{name}.{group.layer}".lstrip(".") for group in groups), *(group.own for group in groups)}
             if only is None or names & set(only):
                 raise
             used[name] = [key for key in arrays if any(is_of(group, key) for group in groups)]
             continue
         layers |= {label: weights for label, _, weights in found}
-        used |= {label: mine for label, mine, _ in found}
+        used |= {label: stack_keys for label, stack_keys, _ in found}
     return layers, used
 
 
 def is_of(group: Group, key: str) -> bool:
-    """Return whether a key is that of an array of this layer (`group` has its keys), even of one that no format
-    holds."""
+    """Return whether a key is that of an array of this layer (`group` has its keys), even of one that no format holds:
+    `REFUSED` has the leaves of these, and a layer Pointwise has keys such as params.0."""
     return key in (*group.keys.values(), *map(group.title, REFUSED)) or key.startswith(group.title("params."))
 
 
@@ -237,8 +258,8 @@ def from_names(arrays: Mapping[str, Any], *, nonlinearity: str | None = None) ->
         fail(op, "arrays must be a dict of arrays by name", type(arrays).__name__)
     if nonlinearity is not None:
         check_option(op, "nonlinearity", nonlinearity, tuple(ACTIVATIONS))
-    layers, used = layers_of(arrays, {}, nonlinearity=nonlinearity)
-    others = set(arrays).difference(*used.values())
+    layers, used = layers_of(arrays, {}, nonlinearity=nonlinearity)  # {}: there are no metadata with options
+    others = set(arrays).difference(*used.values())  # keys that belong to no layer
     if len(layers) != 1 or others:
         fail(op, "arrays must be those of one recurrent layer or stack", ", ".join(map(shown, sorted(arrays))))
     return next(iter(layers.values()))
@@ -251,9 +272,10 @@ def names_counted_by(key: str, names: Container[str]) -> list[str]:
     for number in re.finditer(r"\d+(?=\.)", key):
         start, end = number.span()
         # Where a name may end: before the number in the key, with or without the dot before it, or between two digits
-        # of the number. The key up to such a place is collected if it is in `names`.
+        # of the number. The key up to such a place is collected if it is in `names`. At most `MOST_DIGITS` places are
+        # tried: a key of a foreign file may be one very long number.
         dot = [start - 1] if key[:start].endswith(".") else []
-        counted += [key[:k] for k in [*dot, *range(start, end)][:MOST_DIGITS] if key[:k] in names]
+        counted += [key[:place] for place in [*dot, *range(start, end)][:MOST_DIGITS] if key[:place] in names]
     return counted
 
 
@@ -265,16 +287,22 @@ def arranged(
     name: str, groups: list[Group], parts: dict[str, list[Arrays]], alone: bool
 ) -> list[tuple[str, dict[tuple[int, int], Group]]]:
     """Return the layers of one name as stacks: one stack if all of them fit together, else one stack per layer. The
-    result has pairs (name of the stack, stack). A stack maps (layer, direction) to the group of its keys. parts: the
-    arrays of each group. alone: False if other arrays of the file also have a number
-    after `name`, as in a Sequential with other modules between its recurrent layers."""
+    result has pairs (name of the stack, stack). A stack maps (layer, direction) to the group of its keys.
+
+    groups: the groups of keys whose common name is `name`. parts: the arrays of each group, by its `form`. alone: False
+    if other arrays of the file also have a number after `name`, as in a Sequential with other modules between its
+    recurrent layers.
+    """
+    # whole: all groups as one stack. A layer or direction that the keys do not name counts as 0.
     whole = {(group.layer or 0, group.way or 0): group for group in groups}
-    layers, ways = ({where[n] for where in whole} for n in range(2))
+    layers, ways = ({layer_and_way[n] for layer_and_way in whole} for n in range(2))
     # full: each layer from 0 on has each direction exactly once, and all keys name a direction or none does.
     full = len(whole) == len(groups) == len(layers) * len(ways) and ways in ({0}, {0, 1})
     full = full and layers == set(range(len(layers))) and len({group.way is None for group in groups}) == 1
     if full and len(ways) == 1 and groups[0].way == 0 and not groups[0].numbered:
         full = False  # all keys contain "forward", none "backward": it is part of a name, not a direction
+    # torch's keys (`_l0`) always mean one stack, and errors in them are reported later. Of other keys all must be
+    # there, the sizes must fit, and numbers in the keys, if any, must count layers only.
     if groups[0].numbered or (
         full and fits(whole, parts, len(ways)) and (alone or (layers == {0} and groups[0].layer is None))
     ):
@@ -286,8 +314,11 @@ def arranged(
         ways_of.setdefault(group.layer, []).append(group.way)
     stacks: dict[str, dict[tuple[int, int], Group]] = {}
     for group in groups:
+        # both: whether the layer has both directions. Then they share a stack, which is called by the name and the
+        # layer's number; else the stack has one direction, number 0, and the text `own` is its name.
         both = len(ways_of[group.layer]) == 2 and set(ways_of[group.layer]) == {0, 1}
         label = name + (f".{group.layer}" if group.layer is not None else "") if both else group.own
+        # Every such stack has one layer, number 0.
         stacks.setdefault(label.lstrip("."), {})[0, group.way or 0 if both else 0] = group
     return list(stacks.items())
 
@@ -297,19 +328,21 @@ def fits(whole: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], D:
     is as wide as the output of the layer below.
 
     whole: by (layer, direction), the group of keys. parts: by the form of a group's keys, its arrays: one dict, or two
-    if the group holds both directions. D: how many groups a layer has. So a layer's output is P * D * len(first) wide.
+    if the group holds both directions. D: how many groups a layer has. So a layer's output is P * D * len(first) wide,
+    where P, the width of h in one direction, is the number of columns of Wh.
     """
     first = parts[whole[0, 0].form]
     width = first[0]["Wh"].shape[-1] * D * len(first)
-    each = [(layer, part) for (layer, _), group in whole.items() for part in parts[group.form]]
-    same = len({part["Wh"].shape for _, part in each}) == 1
-    return same and all(part["Wx"].shape[-1] == width for layer, part in each if layer)
+    each = [(layer, arrays) for (layer, _), group in whole.items() for arrays in parts[group.form]]
+    same = len({arrays["Wh"].shape for _, arrays in each}) == 1
+    return same and all(arrays["Wx"].shape[-1] == width for layer, arrays in each if layer)
 
 
 def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list[Arrays]:
-    """Return the arrays of a group of keys as a list of dicts, by the names that `Weights` uses. The list has one
-    dict, or two if both directions share the group's arrays. Raise a ValueError that names a missing or unexpected
-    key."""
+    """Return the arrays of a group of keys as a list of dicts, by the names that `Weights` uses. The list has one dict,
+    or two if both directions share the group's arrays. Raise a ValueError that names a missing or unexpected key.
+    arrays: all arrays of the file, by key. order: the gate order in the file, or None for the usual one."""
+    # Both matrices of a layer must be there: `PARTNERS` has their leaves in each format.
     for one, other in PARTNERS.items():
         if (one in group.keys) != (other in group.keys):
             there, missing = (one, other) if one in group.keys else (other, one)
@@ -317,37 +350,40 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
     for key in group.keys.values():
         if f"{key}_scales" in arrays:
             fail("convert", f"{key} must not be quantized: mx.dequantize it first,", f"{key}_scales beside it")
-    mine = {leaf: as_mlx(arrays[key]) for leaf, key in group.keys.items()}
+    by_leaf = {leaf: as_mlx(arrays[key]) for leaf, key in group.keys.items()}
+    # `REFUSED` has the leaves of arrays that no format holds. Only beside a kernel, as in haste, is gamma one of them.
     for leaf, why in REFUSED.items():
-        if group.title(leaf) in arrays and (leaf != "gamma" or "kernel" in mine):
+        if group.title(leaf) in arrays and (leaf != "gamma" or "kernel" in by_leaf):
             rule = f"{group.title(leaf)} must not be there: {why}; only= and --only read the others,"
             fail("convert", rule, "this key")
-    if "kernel" in mine:
-        return [keras_words(group, mine, order)]
+    if "kernel" in by_leaf:
+        return [keras_words(group, by_leaf, order)]
+    # `ENTRIES` has the name in `Weights` for each leaf. No two leaves may have the same one, and a single bias excludes
+    # two of them.
     words: Arrays = {}
-    for leaf, array in mine.items():
-        if ENTRIES[leaf] in words or (ENTRIES[leaf] == "b" and "bias_ih" in mine):
+    for leaf, array in by_leaf.items():
+        if ENTRIES[leaf] in words or (ENTRIES[leaf] == "b" and "bias_ih" in by_leaf):
             fail("convert", f"{group.title(leaf)} must not be there, beside {', '.join(group.keys)}", "this key")
         words[ENTRIES[leaf]] = array
     # both: whether each array holds both directions, as the functions of this package take them: then Wh has three
-    # axes.
+    # axes. `OWN_AXIS` names the arrays whose first axis is then the direction, so that its size is 2.
     both = words["Wh"].ndim == 3
     if both:
-        for leaf, array in mine.items():
+        for leaf, array in by_leaf.items():
             rows = 2 if ENTRIES[leaf] in OWN_AXIS else "rows"
             if array.ndim == 0 or (rows == 2 and array.shape[0] != 2):
                 rule = f"{group.title(leaf)} must have shape [{rows}, ...], as both directions share arrays,"
                 fail("convert", rule, f"shape {list(array.shape)}")
-    ways = [part(words, d) for d in range(2)] if both else [words]
-    return [settled(group, way, order) for way in ways]
+    directions = [part(words, way) for way in range(2)] if both else [words]  # `part`: one direction's part of arrays
+    return [settled(group, each, order) for each in directions]
 
 
 def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
     """Return one direction's arrays with the gate order and the biases `bx` and `bh` that `Weights` has. group: their
-    keys, for error texts. words: the arrays, with `b` and `bhn` or with `bx` and `bh`. order: the
-    gate order in the file, if it is not the usual one."""
-    matrix = next(leaf for leaf in group.keys if ENTRIES[leaf] == "Wh")
-    kind = OF_GATES[gates_of("convert", words, group.title(matrix))]
+    keys, for error texts. words: the arrays by their names in `Weights`, except that they may have `b` and `bhn` in
+    place of `bx` and `bh`. order: the gate order in the file, if it is not the usual one."""
+    matrix = next(leaf for leaf in group.keys if ENTRIES[leaf] == "Wh")  # the key of Wh, whose shape tells the cell
+    kind = OF_GATES[gates_of("convert", words, group.title(matrix))]  # "lstm", "gru" or "rnn"
     if "bhn" in words and kind != "gru":
         fail("convert", f"{group.title('bhn')} must not be there, as {group.title(matrix)} is no GRU's,", "this key")
     if "bhn" in words and "b" in words and words["b"].shape == words["bhn"].shape:
@@ -355,27 +391,28 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
         # whole bias [3H] "bhn".
         words["bx"], words["bh"] = words.pop("b"), words.pop("bhn")
     if order is not None:
-        usual = OURS[kind]
+        usual = OURS[kind]  # the order in `Weights`
         before = gate_order("convert", order, usual)
-        whole = {name: array for name, array in words.items() if name not in ("bhn", "Wp")}
-        for name, array in whole.items():
+        # by_gate: the arrays with a block of rows for each gate. bhn belongs to one gate, Wp to none.
+        by_gate = {name: array for name, array in words.items() if name not in ("bhn", "Wp")}
+        for name, array in by_gate.items():
             if array.shape[0] % len(usual):
                 fail("convert", f"{name} of {group.own} must have {len(usual)}H rows", f"shape {list(array.shape)}")
-        words = words | {name: reorder(array, before, usual) for name, array in whole.items()}
+        words = words | {name: reorder(array, before, usual) for name, array in by_gate.items()}
     # Two biases come together, and a GRU's bhn only with b.
     for one, other in (("bx", "bh"), ("bh", "bx"), ("bhn", "b")):
         if one in words and other not in words:
             leaf = {"bx": "bias_ih", "bh": "bias_hh"}.get(other, other)
             fail("convert", f"{group.title(leaf)} must be there, beside {', '.join(group.keys)}", "no such key")
     b, bhn = (words.pop(name, None) for name in ("b", "bhn"))
-    return words | from_one_bias(b, bhn)
+    return words | from_one_bias(b, bhn)  # b and bhn as bx and bh; nothing if both are None
 
 
 def keras_words(group: Group, given: Arrays, order: str | None) -> Arrays:
-    """Convert one direction's kernel, recurrent_kernel and bias to the arrays of `Weights`. Keras and the library
-    haste use these names. haste's GRU also has an array recurrent_bias; it becomes the second row of bias, as in
-    Keras. order: the gate order in the file, if it is not Keras' order."""
-    R = given["recurrent_kernel"]
+    """Convert one direction's kernel, recurrent_kernel and bias, `given` by these names, to the arrays of `Weights`.
+    Keras and the library haste use the names. haste's GRU also has an array recurrent_bias; it becomes the second row
+    of bias, as in Keras. group: the keys, for error texts. order: the gate order in the file, if it is not Keras'."""
+    R = given["recurrent_kernel"]  # [H, GH], so its transpose has the shape of Wh, which tells the cell
     kind = OF_GATES[gates_of("convert", {"Wh": R.T}, group.title("recurrent_kernel"))]
     allowed = {*KERAS_NAMES, *(["recurrent_bias"] if kind == "gru" else [])}
     if extra := given.keys() - allowed:
@@ -385,58 +422,66 @@ def keras_words(group: Group, given: Arrays, order: str | None) -> Arrays:
         for name in ("bias", "recurrent_bias"):
             check_array("convert", group.title(name), given.get(name), [R.shape[1]])
         arrays[2] = mx.stack([given["bias"], given["recurrent_bias"]])
-    of = f" of {group.own}" if group.own else ""
+    of = f" of {group.own}" if group.own else ""  # the end of an array's name in error texts
+    # biases: the allowed shapes of bias, with the last axis counted in H: [2, 3] means [2, 3H].
     biases = [[2, 3], [3]] if kind == "gru" else [[{"lstm": 4, "rnn": 1}[kind]]]
     order = None if order is None else gate_order("convert", order, OURS[kind])
     return direction("convert", kind, arrays, biases=biases, of=of, order=order)
 
 
-def one_layer(
-    where: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], options: Mapping[str, Any]
+def weights_of(
+    stack: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], options: Mapping[str, Any]
 ) -> Weights:
-    """Return the weights of a layer, or of a stack of layers. `where` maps (layer, direction) to a `Group`, the keys
-    of its arrays; `parts` has the arrays themselves. options: those of the cell that the file or the caller tells."""
+    """Return the weights of a layer, or of a stack of layers. stack: by (layer, way), the numbers of layer and
+    direction, the `Group` with the keys of the arrays. parts: by the `form` of a group, its arrays by their names in
+    `Weights`: one dict per direction. options: those of the cell that the file or the caller tells."""
     # A group whose arrays hold both directions gives two entries, (layer, 0) and (layer, 1).
     directions = {
-        (layer, way + d): arrays for (layer, way), group in where.items() for d, arrays in enumerate(parts[group.form])
+        (layer, way + n): arrays for (layer, way), group in stack.items() for n, arrays in enumerate(parts[group.form])
     }
 
     # Return the key of an array for an error text. If the file lacks the array, return the key that it would have.
+    # word: the array's name in `Weights`, such as "Wx".
     def title(layer: int, way: int, word: str) -> str:
-        group = where.get((layer, way)) or where.get((layer, 0)) or next(iter(where.values()))
-        names = [leaf for leaf, ours in ENTRIES.items() if ours == word]
-        leaf = next((name for name in names if name in group.keys), None)
-        leaf = leaf or next((name for name in ("bias", "b") if word in ("bx", "bh") and name in group.keys), names[0])
-        if (layer, way) in where or not group.numbered:
+        group = stack.get((layer, way)) or stack.get((layer, 0)) or next(iter(stack.values()))
+        leaves = [leaf for leaf, ours in ENTRIES.items() if ours == word]  # those of this array in all formats
+        leaf = next((leaf for leaf in leaves if leaf in group.keys), None)
+        # A single bias in the file is bx or bh here. If no leaf is in the file, take the first one, torch's.
+        leaf = leaf or next((leaf for leaf in ("bias", "b") if word in ("bx", "bh") and leaf in group.keys), leaves[0])
+        if (layer, way) in stack or not group.numbered:
             return group.title(leaf)
         return f"{leaf} of layer {layer}, {WAYS[way]}"
 
-    first = next(iter(where.values()))
-    if first.numbered and "weight_ih" in first.keys:
+    first = next(iter(stack.values()))
+    if first.numbered and "weight_ih" in first.keys:  # torch's keys, such as weight_ih_l0
         prefix = first.name + "." if first.name else ""
 
-        def torch_title(k: int, d: int, word: str) -> str:
-            return f"{prefix}{torch.KEYS.get(word, word)}_l{k}{torch.WAYS[d]}"
+        # The same as `title`, for torch's keys. `KEYS` has torch's leaf for a name in `Weights`.
+        def torch_title(layer: int, way: int, word: str) -> str:
+            return f"{prefix}{torch.KEYS.get(word, word)}_l{layer}{torch.WAYS[way]}"
 
         return assembled("convert", directions, torch_title, options)
     # A GRU with a single bias resets before the product. Keras' keys show that; other keys might lack a bias by
-    # mistake, unless the file tells the option.
-    three = directions[0, 0]["Wh"].shape[0] == 3 * directions[0, 0]["Wh"].shape[1]
-    if three and "bx" in directions[0, 0] and "bh" not in directions[0, 0]:
+    # mistake, unless the file tells the option. is_gru: three gates, so Wh is [3H, H].
+    is_gru = directions[0, 0]["Wh"].shape[0] == 3 * directions[0, 0]["Wh"].shape[1]
+    if is_gru and "bx" in directions[0, 0] and "bh" not in directions[0, 0]:
         if "kernel" not in first.keys and options.get("reset") != "before":
             rule = f"{first.title('bhn')} must be there, beside {', '.join(first.keys)}"
             fail("convert", f"{rule} (from_ops reads a GRU without it),", "no such key")
         options = {**options, "reset": "before"}
+    # lenient: in such files some layers may lack a bias that others have.
     return assembled("convert", directions, title, options, lenient=True)
 
 
 def keys_of(
     name: str, weights: Weights, style: str, *, keys: str | None = None, ways: Sequence[str] | None = None
 ) -> dict[str, mx.array]:
-    """Return a stack's arrays by key, with keys in a style such as "torch" or by the template `keys`. name: the name of
-    the stack. ways: the words for the directions, or None for those of the style."""
+    """Return a stack's arrays by key, with keys in a style such as "torch" or by the template `keys`, such as
+    "{name}.{layer}.{array}". name: the name of the stack. style: whose names the arrays have, see `STYLES`. ways: the
+    words for the directions, or None for those of the style."""
     if keys is not None:
         check_template(keys)
+    # D: directions with keys of their own; in the style "ops" both share arrays. K: layers.
     D, K = (1 if style == "ops" else weights.directions), len(weights.layers)
     usual = "{name}.{way}.{layer}.{array}" if D == 2 else "{name}.{layer}.{array}"
     template = keys or ("{name}.{array}_l{layer}{way}" if style == "torch" else usual)
@@ -445,14 +490,14 @@ def keys_of(
     if K == 1 and keys is None and style != "torch" and not (style == "mlx" and D == 2):
         template = template.replace(".{layer}", "")
     words = ways or (torch.WAYS if style == "torch" and keys is None else WAYS)
-    with of_layer(name):
+    with of_layer(name):  # adds the stack's name to the text of an error
         layers = in_style(weights, style)
     by_key = {}
-    for layer, each in enumerate(layers):
-        for way, arrays in enumerate(each):
+    for layer, directions in enumerate(layers):
+        for way, arrays in enumerate(directions):
             for leaf, array in arrays.items():
                 key = template.format(name=name, layer=layer, way=words[way], array=leaf).lstrip(".")
-                if key in by_key:
+                if key in by_key:  # a template without {layer} or {way}
                     fail(
                         "convert", f"keys must have {{layer}} and {{way}} for {K} layers and {D} directions", repr(keys)
                     )
@@ -462,26 +507,29 @@ def keys_of(
 
 def in_style(weights: Weights, style: str) -> list[list[Arrays]]:
     """Return the weights under the array names and in the layouts of one library. `style` is the library, such as
-    "torch", "keras", "mlx" (`mlx.nn`) or "ops" (the functions of this package); any other name, such as "two-biases",
-    means the names in TWO_BIASES. The result is a list of layers. A layer
-    is a list with one dict of arrays per direction; in the style "ops" one dict holds both directions."""
+    "torch", "keras", "mlx" (`mlx.nn`) or "ops" (the functions of this package); "two-biases" means the names in
+    `TWO_BIASES`. The result is a list of layers. A layer is a list with one dict of arrays per direction; in the style
+    "ops" one dict holds both directions."""
     if style == "ops":
         return [[arrays] for arrays in to_ops(weights)]
     if style == "mlx":
         return to_mlx(weights)
     if style == "keras":
-        weights = as_stored("to_keras", weights, NAMED)
-        use = weights.has_bias
+        weights = as_stored("to_keras", weights, NAMED)  # refuses options that the format `NAMED` cannot hold
+        use_bias = weights.has_bias
         return [
-            [dict(zip(KERAS_NAMES, map(as_mlx, arrays_of(weights.cell, way, use)), strict=False)) for way in layer]
+            [dict(zip(KERAS_NAMES, map(as_mlx, arrays_of(weights.cell, way, use_bias)), strict=False)) for way in layer]
             for layer in weights.layers
-        ]
-    names = torch.NAMES if style == "torch" else TWO_BIASES
+        ]  # way: the arrays of one direction
+    names = torch.NAMES if style == "torch" else TWO_BIASES  # leaf: name in `Weights`
     weights = as_stored("to_torch" if style == "torch" else "convert", weights, torch.FORMAT)
-    if weights.has_bias:
+    if weights.has_bias:  # add zeros for a missing bias
         weights = weights.map(lambda arrays: arrays | dict(zip(("bx", "bh"), two_biases(arrays), strict=True)))
-    return [[{leaf: way[word] for leaf, word in names.items() if word in way} for way in k] for k in weights.layers]
+    return [
+        [{leaf: arrays[word] for leaf, word in names.items() if word in arrays} for arrays in layer]
+        for layer in weights.layers
+    ]
 
 
 TWO_BIASES = {"Wx": "Wx", "Wh": "Wh", "bias_ih": "bx", "bias_hh": "bh", "Wp": "Wp"}
-"""The words of the style "two-biases", and the arrays' names in `Weights`."""
+"""The leaves of the style "two-biases", and the arrays' names in `Weights`."""

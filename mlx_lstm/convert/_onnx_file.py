@@ -3,9 +3,11 @@
 A model is a graph of nodes. A node has a type, inputs and outputs, which are names of arrays; an empty name stands for
 an input that is not passed. An array in the file is a tensor: an initializer, or the value of a Constant node. Its
 bytes may lie in another file (external data). A file is a message of protobuf. `word` is a node's input, such as "W"
-(`INPUTS` has its position); the arrays of a node are described in `onnx`. file.budget limits the memory that a foreign
-file may take. `fail("convert", rule, got)` and `broken(text)` raise a ValueError. T: steps, N: batch items, I: input
-features, H: units, L: layers of a stack, D: directions. dot: the stack's name and a dot, with which its names begin.
+(`INPUTS` has its position). A node's arrays: W the input's weights, R the recurrent weights, B both biases, P the
+peephole weights (`onnx` has their shapes). file.budget limits the memory that a foreign file may take; `shown` makes a
+name from such a file safe to print. `fail("convert", rule, got)` and `broken(text)` raise a ValueError. T: steps, N:
+batch items, I: input features, H: units, L: layers of a stack, D: directions. dot: the stack's name and a dot, with
+which its names begin.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,11 +50,11 @@ def load() -> Any:
 
 
 def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) -> Found:
-    """Read an ONNX file. Return its layers by node name, the other initializers, the keys of each layer's arrays,
-    and notes on inputs that are not weights. only: the layers that must be readable; others are left out where they are
-    not."""
+    """Read an ONNX file. Return its layers by node name, the other initializers, the keys of each layer's arrays, and
+    notes on inputs that are not weights. external_data: whether files that the model names for its tensors may be read.
+    only: the layers that must be readable; others are left out where they are not."""
     onnx, data = load(), file.read()
-    check_count(data, onnx.ModelProto.DESCRIPTOR, file.budget)
+    check_count(data, onnx.ModelProto.DESCRIPTOR, file.budget)  # refuses a message that would fill the memory
     try:
         model = onnx.load_model_from_string(data)
     except Exception as error:  # protobuf raises an error whose class differs between releases
@@ -60,10 +62,10 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
     if not model.graph.node or not model.opset_import:
         broken("or no model: it has no nodes or no opset")
     # torch's exporter stores some weights as initializers and others as Constant nodes, so both are read.
-    held = [(each.name, each) for each in model.graph.initializer]
+    initializers = [(each.name, each) for each in model.graph.initializer]
     nodes = [node for node in model.graph.node if node.op_type == "Constant" and node.attribute]
-    tensors = [*held, *((file.budget.name(node.output[0]), node.attribute[0].t) for node in nodes)]
-    constants = dict(tensors)
+    tensors = [*initializers, *((file.budget.name(node.output[0]), node.attribute[0].t) for node in nodes)]
+    constants = dict(tensors)  # by name
     if len(constants) < len(tensors):
         broken("it holds a tensor's name twice")
     left: dict[str, int] = {}  # for each file of external data, the bytes that no tensor has read yet
@@ -76,10 +78,14 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
     # keys: the names of each layer's tensors. used: the tensors that belong to a layer.
     layers, keys, notes, used = {}, {}, [], set()
     for n, node in enumerate(model.graph.node):
+        # `OPS` has the types LSTM, GRU and RNN; "" and "ai.onnx" are the names of ONNX' own set of types.
         if node.op_type not in OPS or node.domain not in ("", "ai.onnx"):
             continue
         name = file.budget.name(node.name or f"{node.op_type}_{n}").strip("/").replace("/", ".")
-        names = {word: node.input[k] for word, k in INPUTS.items() if k < len(node.input) and node.input[k]}
+        # names: the name of the tensor of each input that is passed. `INPUTS` has the position of each input.
+        names = {
+            word: node.input[place] for word, place in INPUTS.items() if place < len(node.input) and node.input[place]
+        }
         used |= {names[word] for word in ("W", "R", "B", "P") if word in names}
         try:
             layers[name] = layer_of(onnx, node, name, names, constants, file.budget)
@@ -90,12 +96,13 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
         keys[name] = [names[word] for word in ("W", "R", "B", "P") if word in names]
         if runtime := [word for word in ("sequence_lens", "initial_h", "initial_c") if word in names]:
             notes.append(f"{name}: {', '.join(runtime)} are no weights: pass lengths and states to the call")
-    # A file that `write` wrote holds zeros for first states that are not passed. They are no weights.
+    # A file that `write` wrote holds zeros for first states that are not passed: inputs of the model that a node Expand
+    # repeats for each batch item. They are no weights.
     inputs = {each.name for each in model.graph.input}
     used |= {node.input[0] for node in model.graph.node if node.op_type == "Expand" and node.input} & inputs
-    rest = {key: array_of(onnx, tensor, key, file.budget) for key, tensor in held if key not in used}
-    if others := [key for key, array in rest.items() if array is None]:
-        notes.append(f"{len(others)} tensors without numbers are left out")
+    rest = {key: array_of(onnx, tensor, key, file.budget) for key, tensor in initializers if key not in used}
+    if no_numbers := [key for key, array in rest.items() if array is None]:
+        notes.append(f"{len(no_numbers)} tensors without numbers are left out")
     return layers, {key: array for key, array in rest.items() if array is not None}, keys, notes
 
 
@@ -106,9 +113,11 @@ def layer_of(
     tensor of each input. constants: the tensors of the file. Raise ValueError if the arrays do not fit."""
     arrays = weights_of(onnx, name, names, constants, budget)
     attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+    # The last argument returns what an error text calls the array W, R, B or P: the name of its tensor.
     weights = from_node("convert", node.op_type, arrays, attributes, lambda word: names.get(word, word))
     for word in ("initial_h", "initial_c"):
         H = weights.hidden_size
+        # sizes: the shape of the first state; [H] if it is not stored in the file.
         sizes = list(constants[names[word]].dims) if names.get(word) in constants else [H]
         if sizes[-1:] != [H]:  # torch.onnx.export drops an LSTM's projection, but the states keep its width
             fail("convert", f"{word} of {name} must be of the width H = {H}: was there a projection?", sizes)
@@ -137,34 +146,36 @@ def weights_of(
 
 def check_count(data: bytes, kind: Any, budget: Budget) -> None:
     """Raise ValueError if a message of protobuf has too many parts. A part of two bytes becomes an object of a hundred
-    bytes. kind: protobuf's description of the message."""
-    parts, open_messages = 0, [(0, len(data), kind)]  # where each message that is not finished goes on, and its end
+    bytes. data: the message. kind: protobuf's description of it. budget: limits the number of parts."""
+    # open_messages: for each message that is not finished, where it goes on in `data`, its end, and its description.
+    parts, open_messages = 0, [(0, len(data), kind)]
     # A message is a row of fields. Each begins with a tag: the field's number, and in the lowest three bits how it is
     # encoded: 0 a number, 1 eight bytes, 2 a length and as many bytes, 5 four bytes.
     while open_messages:
         place, stop, kind = open_messages.pop()
         while place < stop:
-            tag, place = varint(data, place)
+            tag, place = varint(data, place)  # place: then behind the number
             if tag & 7 == 2:  # a text, an array or a message: its length, then its bytes
                 size, place = varint(data, place)
                 parts += 1
-                budget.values(parts)
+                budget.values(parts)  # raises the error
                 field = kind.fields_by_number.get(tag >> 3)
-                if field is not None and field.message_type is not None:
+                if field is not None and field.message_type is not None:  # a message: read it first, then go on here
                     open_messages.append((place + size, stop, kind))
                     stop, kind = min(place + size, stop), field.message_type
                 else:
                     place += size
-            elif tag & 7 == 0:
+            elif tag & 7 == 0:  # a number
                 _, place = varint(data, place)
-            else:
+            else:  # eight or four bytes
                 place += {1: 8, 5: 4}[tag & 7]
 
 
 def varint(data: bytes, place: int) -> tuple[int, int]:
-    """Return the number of protobuf at a place in `data`, seven bits per byte, and the place after it."""
+    """Return the number of protobuf at a place in `data`, and the place after it. Each byte has seven bits of the
+    number, the lowest first; its highest bit says that another byte follows."""
     number = 0
-    for n in range(10):
+    for n in range(10):  # 10 bytes of 7 bits are enough for 64 bits
         number |= (data[place + n] & 127) << 7 * n
         if data[place + n] < 128:
             return number, place + n + 1
@@ -177,18 +188,18 @@ def external_entries(tensor: Any) -> dict[str, str]:
 
 
 def read_external(path: Path, tensor: Any, left: dict[str, int]) -> None:
-    """Load a tensor's external data from a file in the model's own folder; a link is refused. left: for each file,
-    the number of bytes that no tensor has read yet. No byte may be read twice: otherwise many tensors that share
-    bytes could fill the memory."""
-    entries = external_entries(tensor)
+    """Load a tensor's external data from a file in the model's own folder; a link is refused. left: for each file, the
+    number of bytes that no tensor has read yet. No byte may be read twice: otherwise many tensors that share bytes
+    could fill the memory. path: the model's file."""
+    entries = external_entries(tensor)  # location (the file's name), and maybe offset and length in bytes, as texts
     location = entries.get("location", "")
-    beside = path.parent / location
-    if Path(location).name != location or location in ("", "..") or beside.is_symlink():
+    data_path = path.parent / location
+    if Path(location).name != location or location in ("", "..") or data_path.is_symlink():
         rule = f"the file of {shown(tensor.name)} must lie beside the model, and be no link,"
         fail("convert", rule, repr(shown(location)))
-    with foreign(beside) as file:
-        size, offset = file.budget.stored, int(entries.get("offset", 0))
-        length = int(entries.get("length", size - offset))
+    with foreign(data_path) as file:
+        size, offset = file.budget.stored, int(entries.get("offset", 0))  # stored: the bytes of the file
+        length = int(entries.get("length", size - offset))  # without a length: up to the end of the file
         if offset < 0 or length < 0 or offset + length > size:
             broken(f"{shown(tensor.name)} lies beyond the end of {shown(location)}")
         left[location] = left.get(location, size) - length
@@ -200,8 +211,9 @@ def read_external(path: Path, tensor: Any, left: dict[str, int]) -> None:
 
 
 def array_of(onnx: Any, tensor: Any, name: str, budget: Budget) -> Any:
-    """Return a tensor's data as a NumPy array, or as an MLX array if it is bfloat16, or None if it holds no numbers."""
-    budget.name(name)
+    """Return a tensor's data as a NumPy array, or as an MLX array if it is bfloat16, or None if it holds no numbers.
+    name: the tensor's name. budget: raises an error if the file takes too much memory."""
+    budget.name(name)  # raises an error for a name that is too long, or if there are too many names
     if tensor.data_location == onnx.TensorProto.EXTERNAL:  # onnx would read a file of the working folder
         fail("convert", f"{shown(name)} must lie in the file itself", "external data")
     check_shape(name, tuple(tensor.dims))
@@ -213,7 +225,7 @@ def array_of(onnx: Any, tensor: Any, name: str, budget: Budget) -> Any:
         broken(f"{shown(name)}: {shown(error)}")
     if array.dtype.name == "bfloat16":
         return to_mlx(array)
-    return array if array.dtype in NUMBERS else None
+    return array if array.dtype in NUMBERS else None  # NUMBERS: the dtypes that can be read
 
 
 class Graph:
@@ -255,10 +267,12 @@ class Graph:
             f"{dot}{word}0", np.zeros((L * D, 1, H), self.onnx.helper.tensor_dtype_to_np_dtype(kind))
         )
         self.inputs.append(self.onnx.helper.make_tensor_value_info(name, kind, [L * D, f"{dot}N", H]))
-        # The default has one batch item, so that it suits any batch. `Expand` repeats it.
+        # The default has one batch item, so that it suits any batch. `Expand` repeats it: the array "items" of the
+        # stack holds the numbers 1, N, 1.
         whole = self.node("Expand", [name, f"{dot}items"], f"{dot}{word}0.whole")
         if L == 1:
             return [whole]
+        # Split axis 0 into parts of D rows, one per layer.
         parts, counts = [f"{dot}{n}.{word}0" for n in range(L)], self.constant(f"{dot}{word}0.parts", [D] * L)
         self.nodes.append(self.onnx.helper.make_node("Split", [whole, counts], parts, axis=0))
         return parts
@@ -283,28 +297,31 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
 
 def write_stack(graph: Graph, name: str, weights: Weights) -> None:
     """Add a stack of layers, with this name, to the graph: a node for each layer, whose input x is the output h of the
-    node before."""
-    with of_layer(name):
-        each = to_onnx(weights)  # for each layer (type of its node, arrays, attributes)
+    node before. The graph's methods take and return names of arrays."""
+    with of_layer(name):  # adds the stack's name to the text of an error
+        layers = to_onnx(weights)  # for each layer (type of its node, arrays, attributes)
     onnx, dot = graph.onnx, f"{name}." if name else ""
+    # kind: ONNX' number of the dtype of W. bfloat16 becomes float32.
     dtype = {"float64": onnx.TensorProto.DOUBLE, "float16": onnx.TensorProto.FLOAT16}
-    kind = dtype.get(str(each[0][1]["W"].dtype).rpartition(".")[2], onnx.TensorProto.FLOAT)
-    L, D, H = len(each), weights.directions, weights.hidden_size
-    # N, the batch, is the second size of x. The default of first states has one item, which Expand repeats to [1, N,
-    # 1].
+    kind = dtype.get(str(layers[0][1]["W"].dtype).rpartition(".")[2], onnx.TensorProto.FLOAT)
+    L, D, H = len(layers), weights.directions, weights.hidden_size
+    # info(name, kind, shape) describes an input or output of the model; in a shape a text names an unknown size.
     info, batch = onnx.helper.make_tensor_value_info, f"{dot}N"
     graph.inputs.append(info(f"{dot}x", kind, [f"{dot}T", batch, weights.input_size]))
     graph.outputs.append(info(f"{dot}h", kind, [f"{dot}T", batch, D * H]))
+    # N, the batch, is the second size of x. The array "items" holds the numbers 1, N, 1: the default of first states
+    # has one batch item, and Expand repeats it N times.
     count = graph.node("Gather", [graph.node("Shape", [f"{dot}x"], f"{dot}sizes"), "one"], f"{dot}count")
     graph.node("Concat", ["one", count, "one"], f"{dot}items", axis=0)
     words = ["h", "c"] if weights.cell.op == "lstm" else ["h"]
+    # first, last: the names of the first and last states of each layer, by "h" and "c".
     first = {word: graph.states(dot, word, kind, (L, D, H)) for word in words}
     last: dict[str, list[str]] = {word: [] for word in words}
     x = f"{dot}x"
-    for n, (op_type, arrays, attributes) in enumerate(each):
+    for n, (op_type, arrays, attributes) in enumerate(layers):
         title = (name or op_type) + (f".{n}" if L > 1 else "")
         h = f"{dot}h" if n == L - 1 else f"{title}.h"
-        names = [""] * (INPUTS["P"] + 1)
+        names = [""] * (INPUTS["P"] + 1)  # the node's inputs; P has the last position
         for word, array in arrays.items():
             values = array.astype(mx.float32) if array.dtype == mx.bfloat16 else array
             names[INPUTS[word]] = graph.initializer(f"{title}.{word}", np.array(values))

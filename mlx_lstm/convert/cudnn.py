@@ -13,7 +13,9 @@ c, o; gru r, u, n; rnn_relu and rnn_tanh have one. Keras, jax and PyTorch rely o
 documentation calls the buffer opaque.
 
 Here the W_g of all gates are one array Wx, the R_g Wh, Pr is Wp, the bW_g are bW, the bR_g bR; in `Weights` the biases
-are bx and bh. `where` is the `Layout`, the sizes of a buffer. mode: cuDNN's rnn_mode, such as "lstm".
+are bx and bh. `where` is the `Layout`, the sizes of a buffer. mode: cuDNN's rnn_mode, such as "lstm"; `GATES` has its
+number of gates, `CELLS` its cell. A way is a direction, 0 or 1. op: the public function that error texts begin with;
+`fail(op, rule, got)` raises the ValueError "[op] rule but got ...", and `check_...` functions raise one, too.
 """
 
 from itertools import accumulate
@@ -33,6 +35,7 @@ FORMAT = Format(nonlinearity=("tanh", "relu"), projection=True)
 """What the buffer can store: a plain RNN with tanh or relu, and a projection; no other option of a cell."""
 
 CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn_relu": RNNCell("relu"), "rnn_tanh": RNNCell()}
+"""The cell that each rnn_mode runs, with its options."""
 
 
 class Layout(NamedTuple):
@@ -58,7 +61,8 @@ class Layout(NamedTuple):
         return self.P or self.H
 
     def columns(self, layer: int) -> int:
-        """Return the number of columns of a layer's input matrices."""
+        """Return the number of columns of a layer's input matrices. layer: its number. A layer above layer 0 reads h of
+        all D directions below it, each S wide."""
         return self.D * self.S if layer else 0 if self.skip else self.I
 
     def matrices(self, layer: int) -> list[tuple[int, int]]:
@@ -73,10 +77,11 @@ class Layout(NamedTuple):
         W, R, bW and bR; a projection is one matrix."""
         weights = []
         for layer in range(self.L):
+            # W, R: the shapes of the matrices of all gates together; projection: [] or its shape.
             W, R, *projection = self.matrices(layer)
             gates = [(self.H, columns) for _, columns in (W, R) for _ in range(self.G)]
             weights += (gates + projection) * self.D
-        return weights, [(self.H,)] * (self.L * self.D * 2 * self.G)
+        return weights, [(self.H,)] * (self.L * self.D * 2 * self.G)  # 2: bW and bR of each gate
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -88,26 +93,29 @@ class Layout(NamedTuple):
     def size(self) -> int:
         """Return the number of elements of the parameter buffer. All layers above layer 0 have the same size, so no
         loop over the layers is needed: the result comes at once, however many layers a caller asks for."""
+        # first, other: the elements of one direction's matrices in layer 0, and in any other layer.
         first, other = (sum(map(prod, self.matrices(layer))) for layer in range(2))
-        return self.D * (first + (self.L - 1) * other) + self.counts[1] * self.H
+        return self.D * (first + (self.L - 1) * other) + self.counts[1] * self.H  # counts[1]: the number of biases
 
 
 def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
-    """Return for each layer a dict of its arrays in the shapes that the recurrence takes: `Wx` (unless layer 0 has
-    no input matrices), `Wh`, `Wp` (with a projection), and the two biases `bW` and `bR` [D, G H].
+    """Return for each layer a dict of its arrays in the shapes that the recurrence takes: `Wx` [D G H, in] (unless
+    layer 0 has no input matrices), `Wh` [G H, S] or [2, G H, S], `Wp` (with a projection) [P, H] or [2, P, H], and the
+    two biases `bW` and `bR` [D, G H]. params: the parameter buffer; where: its layout.
 
     All are views of the buffer, except the `Wx` of two directions: other matrices lie between its halves.
     """
-    D, GH = where.D, where.G * where.H
-    # blocks: for each layer the sizes of one direction's matrices. The buffer is divided after each layer's matrices;
-    # what is left at its end are the biases.
-    blocks = [[prod(shape) for shape in where.matrices(layer)] for layer in range(where.L)]
-    *layers, biases = mx.split(params, list(accumulate(D * sum(sizes) for sizes in blocks)))
-    biases = biases.reshape(where.L, D, 2, GH)
+    D, GH = where.D, where.G * where.H  # GH: the rows of one direction's matrices of all gates
+    # sizes: for each layer the numbers of elements of one direction's matrices W, R and, with a projection, Pr. The
+    # buffer is divided after each layer's matrices; what is left at its end are the biases.
+    sizes = [[prod(shape) for shape in where.matrices(layer)] for layer in range(where.L)]
+    *layers, biases = mx.split(params, list(accumulate(D * sum(of_layer) for of_layer in sizes)))
+    biases = biases.reshape(where.L, D, 2, GH)  # [layer, direction, bW or bR, gate and unit]
     by_layer = []
-    for layer, sizes in enumerate(blocks):
-        Wx, *rest = mx.split(layers[layer].reshape(D, -1), list(accumulate(sizes))[:-1], axis=1)
-        arrays = {} if not sizes[0] else {"Wx": Wx.reshape(D * GH, -1)}
+    for layer, of_layer in enumerate(sizes):
+        # A layer's matrices are one row of numbers per direction; `accumulate` returns where each matrix ends in it.
+        Wx, *rest = mx.split(layers[layer].reshape(D, -1), list(accumulate(of_layer))[:-1], axis=1)
+        arrays = {} if not of_layer[0] else {"Wx": Wx.reshape(D * GH, -1)}  # of_layer[0]: the size of W
         for name, part, shape in zip(("Wh", "Wp"), rest, where.matrices(layer)[1:], strict=False):
             arrays[name] = part.reshape(shape if D == 1 else (D, *shape))
         by_layer.append(arrays | {"bW": biases[layer, :, 0], "bR": biases[layer, :, 1]})
@@ -115,13 +123,16 @@ def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
 
 
 def join_layers(where: Layout, layers: list[dict[str, mx.array]]) -> mx.array:
-    """Join the arrays of all layers, or their gradients, into a parameter buffer. layers: for each layer a dict with
-    Wx, Wh, bW, bR and, with a projection, Wp. The data are copied once."""
+    """Join the arrays of all layers, or their gradients, into a parameter buffer: the inverse of `layer_arrays`.
+    layers: for each layer a dict with Wx, Wh, bW, bR and, with a projection, Wp. The data are copied once."""
     D = where.D
     # rows: for each layer its matrices, each as one row of numbers per direction.
     rows = ([arrays[name].reshape(D, -1) for name in ("Wx", "Wh", "Wp") if name in arrays] for arrays in layers)
-    matrices = [part[d] for parts in rows for d in range(D) for part in parts]
-    return mx.concatenate(matrices + [mx.stack([a["bW"], a["bR"]], axis=1).reshape(-1) for a in layers])
+    # In the buffer's order: by layer, within it by direction, within that Wx, Wh, Wp.
+    matrices = [matrix[way] for of_layer in rows for way in range(D) for matrix in of_layer]
+    return mx.concatenate(
+        matrices + [mx.stack([arrays["bW"], arrays["bR"]], axis=1).reshape(-1) for arrays in layers]
+    )  # the biases of a layer: [D, 2, G H]
 
 
 def from_cudnn(
@@ -171,8 +182,9 @@ def from_cudnn(
         arrays |= {"Wx": arrays["Wx"].reshape(where.D, where.G * H, -1), "bx": arrays.pop("bW"), "bh": arrays.pop("bR")}
         if where.D == 1:
             arrays |= {name: arrays[name][None] for name in ("Wh", "Wp") if name in arrays}
-        layers.append([{name: array[d] for name, array in arrays.items()} for d in range(where.D)])
-    return checked(op, Weights(CELLS[rnn_mode], layers), lambda k, d, word: f"{word} of layer {k}")
+        layers.append([{name: array[way] for name, array in arrays.items()} for way in range(where.D)])
+    # The last argument names an array in error texts; word is its name in `Weights`.
+    return checked(op, Weights(CELLS[rnn_mode], layers), lambda layer, way, word: f"{word} of layer {layer}")
 
 
 def to_cudnn(weights: Weights) -> tuple[mx.array, dict[str, Any]]:
@@ -192,14 +204,22 @@ def to_cudnn(weights: Weights) -> tuple[mx.array, dict[str, Any]]:
         >>> params.shape, convert.from_cudnn(params, **sizes)
         ((108,), Weights(GRU, 3 -> 4))
     """
-    weights = as_stored("to_cudnn", weights, FORMAT)
+    weights = as_stored("to_cudnn", weights, FORMAT)  # refuses options that the buffer cannot hold
     cell, D, H, P = weights.cell, weights.directions, weights.hidden_size, weights.proj_size
     mode = f"rnn_{cell.activations[0]}" if cell.op == "rnn" else cell.op
     # False: layer 0 has input matrices.
     where = Layout(mode, len(weights.layers), D, weights.input_size, H, P, False)
     layers = []
     for layer in weights.layers:
-        each = [way | dict(zip(("bW", "bR"), two_biases(way), strict=True)) for way in layer]
-        layers.append({n: mx.stack([way[n] for way in each]) for n in ("Wx", "Wh", "Wp", "bW", "bR") if n in each[0]})
+        # directions: for each direction its arrays; a missing bias is zeros. `join_layers` takes them with a first axis
+        # of D directions.
+        directions = [arrays | dict(zip(("bW", "bR"), two_biases(arrays), strict=True)) for arrays in layer]
+        layers.append(
+            {
+                name: mx.stack([arrays[name] for arrays in directions])
+                for name in ("Wx", "Wh", "Wp", "bW", "bR")
+                if name in directions[0]
+            }
+        )
     sizes = {"num_layers": where.L, "num_units": H, "input_size": where.I, "rnn_mode": mode}
     return join_layers(where, layers), sizes | {"bidirectional": D == 2, "num_proj": P}

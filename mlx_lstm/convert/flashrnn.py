@@ -4,9 +4,10 @@ FlashRNN divides the hidden units of a layer into N heads of D units. A head is 
 recurrent weights read only its own h. So each head becomes one `Weights` of one layer, and the heads run side by side.
 
 W [G, N, D, I]: the input's weights. R [G, N, D, D]: the recurrent weights. b [G, N, D]: the bias. G: gates, I: input
-features of a head. In `Weights` they are Wx [G D, I], Wh [G D, D] and bx, bh [G D]. op: the public function that error
-texts begin with. `check_array(op, name, array, shape)` raises a ValueError for a wrong shape, in which a text such as
-"N" stands for any size; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+features of a head. In `Weights` they are Wx [G D, I], Wh [G D, D] and bx, bh [G D]; Weights(cell, [[arrays]]) is one
+layer of one direction; cell.gates is G, cell.op "lstm", "gru" or "rnn". op: the public function that error texts begin
+with. `check_array(op, name, array, shape)` raises a ValueError for a wrong shape, in which a text such as "N" stands
+for any size; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,13 +70,16 @@ def from_flashrnn(W: Any, R: Any, b: Any, *, function: str = "lstm") -> list[Wei
     cell = CELLS[function]
     if W is None:  # this raises the error: only an sLSTM may lack W
         check_array(op, "W", W, ["G", "N", "D", "I"])
+    # A GRU's b has four biases per unit: the recurrent bias of n, then those of r, z and n.
     W, R, b = checked_arrays(op, W, R, b, cell.gates, 4 if function == "gru" else cell.gates)
-    named = {"Wx": W, "Wh": R, "bx": b}
+    named = {"Wx": W, "Wh": R, "bx": b}  # by the names in `Weights`, still of all heads
     if function == "gru":  # R from n, r, z to r, z, n; b[0] is the recurrent bias of n, and r and z have none
         named["Wh"] = mx.concatenate([R[1:], R[:1]])
         named |= {"bx": b[1:], "bh": mx.concatenate([mx.zeros_like(b[:2]), b[:1]])}
-    layers = [{name: joined(array[:, n]) for name, array in named.items()} for n in range(R.shape[1])]
-    return [checked(op, Weights(cell, [[arrays]]), lambda k, d, word: word) for arrays in layers]
+    # Axis 1 is the head; `joined` makes one axis G D of gates and units.
+    heads = [{name: joined(array[:, n]) for name, array in named.items()} for n in range(R.shape[1])]
+    # Check the shapes. In error texts each array has its name in `Weights`, such as "Wx".
+    return [checked(op, Weights(cell, [[arrays]]), lambda layer, way, word: word) for arrays in heads]
 
 
 def to_flashrnn(heads: Sequence[Weights]) -> Arrays:
@@ -93,22 +97,24 @@ def to_flashrnn(heads: Sequence[Weights]) -> Arrays:
     op = "to_flashrnn"
     if not isinstance(heads, Sequence) or not heads:
         fail(op, "heads must be a list of at least one Weights", type(heads).__name__)
-    whole = []
+    of_heads = []  # (W, R, b) of each head
     for head in heads:
         first = check_weights(op, heads[0])
         if len(check_weights(op, head).layers) != 1 or head.directions != 1 or describe(head) != describe(first):
             rule = f"heads must be single layers in one direction, all alike, {describe(first)},"
             fail(op, rule, describe(head))
-        held_head = as_stored(op, head, Format())  # refuses options that FlashRNN lacks
-        cell, arrays = held_head.cell, held_head.layers[0][0]
+        stored = as_stored(op, head, Format())  # refuses options that FlashRNN lacks; adds a forget bias to the bias
+        cell, arrays = stored.cell, stored.layers[0][0]  # layers[layer][direction]
         G, D = cell.gates, head.hidden_size
         W, R = (arrays[name].reshape(G, D, -1) for name in ("Wx", "Wh"))
-        b = whole_bias(cell, arrays).reshape(G, D)
+        b = whole_bias(cell, arrays).reshape(G, D)  # the sum of both biases
         if cell.op == "gru":
-            R = mx.stack([R[2], R[0], R[1]])
+            R = mx.stack([R[2], R[0], R[1]])  # from r, z, n to n, r, z
+            # The recurrent bias of n comes first; zeros if there is none.
             b = mx.concatenate([one_bias(cell, arrays).get("bhn", mx.zeros_like(b[0]))[None], b])
-        whole.append((W, R, b))
-    return {word: mx.stack([arrays[n] for arrays in whole], axis=1) for n, word in enumerate("WRb")}
+        of_heads.append((W, R, b))
+    # Axis 1 is the head.
+    return {letter: mx.stack([arrays[n] for arrays in of_heads], axis=1) for n, letter in enumerate("WRb")}
 
 
 def from_flashrnn_slstm(W: Any, R: Any, b: Any) -> list[Arrays]:
@@ -143,7 +149,8 @@ def from_flashrnn_slstm(W: Any, R: Any, b: Any) -> list[Arrays]:
         >>> mx.concatenate([layer(x)[0] for layer in layers], axis=-1).shape
         (5, 10, 8)
     """
-    W, R, b = checked_arrays("from_flashrnn_slstm", W, R, b, 4, 4)
+    W, R, b = checked_arrays("from_flashrnn_slstm", W, R, b, 4, 4)  # four gates, and one bias for each
+    # SLSTM: the names of the parameters Wx, Wh and bias. Axis 1 of the arrays is the head.
     given = [(name, array) for name, array in zip(SLSTM, (W, R, b), strict=True) if array is not None]
     return [{name: joined(array[:, n]) for name, array in given} for n in range(R.shape[1])]
 
@@ -165,7 +172,7 @@ def to_flashrnn_slstm(heads: Sequence[Mapping[str, Any]]) -> dict[str, mx.array 
     op = "to_flashrnn_slstm"
     if not isinstance(heads, Sequence) or not heads or not all(isinstance(head, Mapping) for head in heads):
         fail(op, "heads must be a list of at least one dict of arrays", type(heads).__name__)
-    names = [name for name in SLSTM if name in heads[0]]
+    names = [name for name in SLSTM if name in heads[0]]  # of Wx, Wh and bias
     for n, head in enumerate(heads):
         if not {"Wh", "bias"} <= head.keys() <= set(SLSTM) or head.keys() != heads[0].keys():
             fail(op, f"heads[{n}] must hold Wh, bias and, in all heads or none, Wx", sorted(head))
@@ -177,8 +184,9 @@ def to_flashrnn_slstm(heads: Sequence[Mapping[str, Any]]) -> dict[str, mx.array 
     check_array(op, "heads[0]: bias", first["bias"], [4 * D])
     if "Wx" in first:
         check_array(op, "heads[0]: Wx", first["Wx"], [4 * D, "I"])
+    # `apart` makes [4, D, ...] of [4D, ...]; the heads become axis 1.
     found = {name: mx.stack([apart(head[name], D) for head in heads], axis=1) for name in names}
-    return {word: found.get(name) for word, name in zip("WRb", SLSTM, strict=True)}
+    return {letter: found.get(name) for letter, name in zip("WRb", SLSTM, strict=True)}
 
 
 def checked_arrays(op: str, W: Any, R: Any, b: Any, gates: int, biases: int) -> tuple[Any, mx.array, mx.array]:

@@ -3,8 +3,10 @@
 haste's arrays, by its names: kernel [I, G H] the input's weights, recurrent_kernel [H, G H] the recurrent weights, bias
 [G H] and, of a GRU, recurrent_bias [3H]; of an IndRNN, whose units are independent, recurrent_scale [H]. I: input
 features, H: units, G: gates. In `Weights` one direction's arrays are Wx, Wh, bx and bh, transposed, in the gate order
-of `OURS`. cell.op: "lstm" or "gru". op: the public function that error texts begin with; `fail(op, rule, got)` raises
-the ValueError "[op] rule but got ...".
+of `OURS`. Weights(cell, layers): layers[layer][direction] is a dict of arrays, so [[found]] is one layer of one
+direction. cell.op: "lstm" or "gru". `FORMAT` is what haste can store, FORMAT.orders its gate orders by cell.op. op: the
+public function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...",
+`check_array` one for a wrong shape, in which a letter stands for any size.
 """
 
 from typing import Any
@@ -70,15 +72,17 @@ def from_haste(layer: Any, *, prefix: str = "") -> Weights:
     if "recurrent_scale" in arrays:
         fail(op, "layer must be an LSTM or a GRU; from_haste_indrnn reads an IndRNN,", "recurrent_scale")
     cell = GRUCell() if "recurrent_bias" in arrays else LSTMCell()
-    order, ours = FORMAT.orders[cell.op], OURS[cell.op]
-    check_names(op, arrays, cell.op.upper())
+    order, ours = FORMAT.orders[cell.op], OURS[cell.op]  # haste's gate order and that of `Weights`
+    check_names(op, arrays, cell.op.upper())  # "LSTM" or "GRU", a key of `NAMES`
     # haste's matrices have the layout of Keras', so Keras' reader transposes and reorders them; biases follow here.
+    # found: the arrays by their names in `Weights`. biases=[]: there is no bias among the arrays passed.
     found = direction(op, cell.op, [arrays["kernel"], arrays["recurrent_kernel"]], biases=[], order=order)
     for theirs, word in (("bias", "bx"), ("recurrent_bias", "bh")):
         if theirs in arrays:
             check_array(op, theirs, arrays[theirs], [found["Wx"].shape[0]])
             found[word] = reorder(arrays[theirs], order, ours)
-    return checked(op, Weights(cell, [[found]]), lambda k, d, word: word)
+    # Check the shapes. In error texts each array has its name in `Weights`, such as "Wx".
+    return checked(op, Weights(cell, [[found]]), lambda layer, way, word: word)
 
 
 def to_haste(weights: Weights, *, prefix: str = "") -> Arrays:
@@ -96,14 +100,15 @@ def to_haste(weights: Weights, *, prefix: str = "") -> Arrays:
             cell.
     """
     op = "to_haste"
-    weights = as_stored(op, weights, FORMAT)
-    cell, arrays = weights.cell, weights.layers[0][0]
-    order, ours = FORMAT.orders[cell.op], OURS[cell.op]
+    weights = as_stored(op, weights, FORMAT)  # refuses what haste cannot hold, such as several layers
+    cell, arrays = weights.cell, weights.layers[0][0]  # layers[layer][direction]
+    order, ours = FORMAT.orders[cell.op], OURS[cell.op]  # haste's gate order and that of `Weights`
     found = {"kernel": arrays["Wx"].T, "recurrent_kernel": arrays["Wh"].T}
     if cell.op == "gru":
-        found |= zip(("bias", "recurrent_bias"), two_biases(arrays), strict=True)
+        found |= zip(("bias", "recurrent_bias"), two_biases(arrays), strict=True)  # a missing bias is zeros
     else:
-        found["bias"] = whole_bias(cell, arrays)
+        found["bias"] = whole_bias(cell, arrays)  # the sum of both
+    # In haste's arrays the blocks of the gates lie on the last axis.
     return {f"{prefix}{name}": reorder(array, ours, order, axis=-1) for name, array in found.items()}
 
 
@@ -161,7 +166,7 @@ def to_haste_indrnn(parameters: Any, *, prefix: str = "") -> Arrays:
     if not {"Wx", "params"} <= arrays.keys() <= {"Wx", "bias", "params"} or len(arrays["params"]) != 1:
         fail(op, "parameters must hold Wx, one array in params and maybe bias", sorted(arrays))
     check_array(op, "Wx", arrays["Wx"], ["H", "I"])
-    Wx, (u,) = arrays["Wx"], arrays["params"]
+    Wx, (u,) = arrays["Wx"], arrays["params"]  # u [H]: the recurrent weight of each unit
     found = {"kernel": Wx.T, "recurrent_scale": u, "bias": arrays.get("bias", mx.zeros(Wx.shape[:1], Wx.dtype))}
     for name in ("recurrent_scale", "bias"):
         check_array(op, name, found[name], [Wx.shape[0]])

@@ -2,8 +2,12 @@
 
 Keras' arrays of one direction: kernel [I, GH] the input's weights, recurrent_kernel [H, GH] and bias [GH]; a GRU with
 reset_after has both biases, [2, 3H]. I: input features, G: gates, H: units. In `Weights` they are Wx, Wh, bx and bh,
-transposed, in the gate order of `OURS`; Keras' order is in `ORDERS`. kind: "lstm", "gru" or "rnn". A way is a direction
-of a layer. config: a layer as Keras serializes it, a dict with its class_name and its own dict config, the options. op:
+transposed, in the gate order of `OURS`; Keras' order is in `ORDERS`, which is FORMAT.orders. kind: "lstm", "gru" or
+"rnn", also cell.op; `KINDS` has it by Keras' class, `CELLS` the class of cell by kind. `NAMES` are the names of Keras'
+arrays in its order. `FORMAT` is what Keras' layers can store. A way is a direction of a layer. config: a layer as Keras
+serializes it, a dict with its class_name and its own dict config, the options. biases: the shapes that the bias may
+have, with the last axis counted in H: [3] means [3H], [2, 3] means [2, 3H]. of: the words " of NAME" that end an
+array's name in error texts. slope: which hard_sigmoid a version of Keras has, "x/5" (Keras 2) or "x/6" (Keras 3). op:
 the public function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
@@ -78,12 +82,14 @@ def from_keras(*layers: Any) -> Weights:
             whole = ": pass the layers one by one," if isinstance(layer, (list, tuple)) else whole
             fail(op, f"layers must be LSTM, GRU, SimpleRNN or Bidirectional of Keras{whole}", kind)
         config = {"class_name": kind, "config": layer.get_config()}
-        arrays, ways = layer.get_weights(), 2 if kind == "Bidirectional" else 1
-        n = len(arrays) // ways
-        if not n:
+        arrays, directions = layer.get_weights(), 2 if kind == "Bidirectional" else 1
+        count = len(arrays) // directions  # the arrays of one direction; those of the forward direction come first
+        if not count:
             fail(op, "layers must be built", f"{layer.name} without weights")
-        parts.append(from_arrays(op, [arrays[d * n : (d + 1) * n] for d in range(ways)], config, layer.name))
-    return stacked(op, parts)
+        parts.append(
+            from_arrays(op, [arrays[way * count : (way + 1) * count] for way in range(directions)], config, layer.name)
+        )
+    return stacked(op, parts)  # one stack of all layers
 
 
 def from_arrays(
@@ -92,11 +98,12 @@ def from_arrays(
     """Return the weights of a layer from each direction's kernel, recurrent_kernel and maybe bias. ways: these arrays,
     by direction. config: the layer as Keras serialized it; if None, the shapes identify the cell. name: the layer's
     name, for error texts. slope: the slope of hard_sigmoid, "x/5" (Keras 2) or "x/6" (Keras 3)."""
-    # inner: the configuration with the cell's options. cudnn: the arrays of a CuDNNLSTM or CuDNNGRU in usual layout.
+    # inner: the configuration with the cell's options, without a Bidirectional around it. cudnn: for each direction the
+    # arrays of a CuDNNLSTM or CuDNNGRU in the usual layout, or None for other layers.
     inner = None if config is None else wrapped(op, config, name)
-    cudnn = [of_cudnn(*way) for way in ways]
-    ways = [each for each in cudnn if each] if all(cudnn) else ways
-    shape = np.shape(ways[0][1])
+    cudnn = [of_cudnn(*arrays) for arrays in ways]
+    ways = [arrays for arrays in cudnn if arrays] if all(cudnn) else ways
+    shape = np.shape(ways[0][1])  # of recurrent_kernel, [H, GH]
     if inner is None:
         G = shape[1] // shape[0] if len(shape) == 2 and shape[0] else 0
         if len(shape) != 2 or G * shape[0] != shape[1] or G not in (1, 3, 4):
@@ -108,17 +115,18 @@ def from_arrays(
         cell = CELLS[kind](**options)
     else:
         cell = cell_of_config(op, inner, name, slope)
-    # biases: the allowed shapes of the bias, in units of H (see `direction`).
+    # biases: the allowed shapes of the bias, with the last axis counted in H: [2, 4] means [2, 4H].
     biases = {
         "lstm": [[2, 4] if all(cudnn) else [4]],
         "gru": [[2, 3] if getattr(cell, "reset", "") == "after" else [3]],
         "rnn": [[1]],
     }[cell.op]
     of = f" of {name}" if name else ""
-    layer = [direction(op, cell.op, way, biases=biases, of=of) for way in ways]
-    titles = {"Wx": "kernel", "Wh": "recurrent_kernel"}
+    layer = [direction(op, cell.op, arrays, biases=biases, of=of) for arrays in ways]
+    titles = {"Wx": "kernel", "Wh": "recurrent_kernel"}  # Keras' names; both biases are called bias
     reverse = config is not None and len(ways) == 1 and bool(config["config"].get("go_backwards"))
-    return checked(op, Weights(cell, [layer], reverse), lambda k, d, word: titles.get(word, "bias") + of)
+    # The last argument names an array in error texts; word is its name in `Weights`.
+    return checked(op, Weights(cell, [layer], reverse), lambda layer, way, word: titles.get(word, "bias") + of)
 
 
 def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] | None:
@@ -130,9 +138,10 @@ def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] 
     # Only these classes have a bias of one axis with two numbers for each column of the kernels.
     if not H or columns not in (3 * H, 4 * H) or [np.shape(kernel)[1:], np.shape(bias)] != [(columns,), (2 * columns,)]:
         return None
-    each = [np.split(np.asarray(array), columns // H, axis=1) for array in (kernel, recurrent_kernel)]
-    turned = [np.hstack([block.reshape(H, -1).T for block in blocks]) for blocks in each]
-    return [*turned, np.asarray(bias).reshape(2, -1)]
+    # by_gate: for both kernels a list of one block per gate. Each block's numbers are read as [H, I], then transposed.
+    by_gate = [np.split(np.asarray(array), columns // H, axis=1) for array in (kernel, recurrent_kernel)]
+    kernels = [np.hstack([block.reshape(H, -1).T for block in blocks]) for blocks in by_gate]
+    return [*kernels, np.asarray(bias).reshape(2, -1)]
 
 
 def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -141,13 +150,14 @@ def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     layer's name, for error texts."""
     if config["class_name"] == "Bidirectional":
         inner = config["config"]
-        ahead, back = inner["layer"], inner.get("backward_layer") or inner["layer"]
+        # Without a "backward_layer" Keras runs a copy of "layer" in the second direction.
+        forward, backward = inner["layer"], inner.get("backward_layer") or inner["layer"]
         keys = ("activation", "recurrent_activation", "reset_after")
-        if [ahead["config"].get(key) for key in keys] != [back["config"].get(key) for key in keys]:
+        if [forward["config"].get(key) for key in keys] != [backward["config"].get(key) for key in keys]:
             fail(op, f"both directions of {name} must have the same options", "different ones")
-        if ahead["config"].get("go_backwards"):
+        if forward["config"].get("go_backwards"):
             fail(op, f"the first direction of {name} must go forward", "go_backwards=True")
-        return wrapped(op, ahead, name)
+        return wrapped(op, forward, name)
     if config["class_name"] == "RNN":
         return wrapped(op, config["config"]["cell"], name)
     if config["class_name"] not in KINDS:
@@ -158,9 +168,11 @@ def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def cell_of_config(op: str, config: Mapping[str, Any], name: str, slope: str) -> Any:
     """Return the cell that a layer's configuration describes. name: the layer's name, for error texts. slope: the slope
     of hard_sigmoid, "x/5" or "x/6"."""
+    # words: Keras' names of activations, and ours. `ACTIVATIONS` has hard_sigmoid with the slope of Keras 3, x/6.
     words = ACTIVATIONS | ({"hard_sigmoid": "hard_sigmoid"} if slope == "x/5" else {})
 
-    # Return our name of the activation under `key`. Keras may serialize a function as a dict with its name.
+    # Return our name of the activation under `key`. Keras may serialize a function as a dict with its name. default:
+    # Keras' activation if the configuration lacks the key.
     def activation(key: str, default: str) -> str:
         word = config["config"].get(key, default)
         word = word.get("config", word.get("class_name")) if isinstance(word, Mapping) else word
@@ -168,13 +180,15 @@ def cell_of_config(op: str, config: Mapping[str, Any], name: str, slope: str) ->
             fail(op, f"{key} of {name} must be one of {', '.join(words)}", repr(word))
         return words[word]
 
+    # a: the activation of the candidate and an LSTM's output; r: that of the other gates.
     a = activation("activation", "tanh")
-    kind = KINDS[config["class_name"]]
+    kind = KINDS[config["class_name"]]  # "lstm", "gru" or "rnn"
     if kind == "rnn":
         return RNNCell(a)
     r = activation("recurrent_activation", "sigmoid")
     if kind == "lstm":
-        return LSTMCell(activations=(r, r, a, r, a))
+        return LSTMCell(activations=(r, r, a, r, a))  # of i, f, g, o and the output
+    # Activations of r, z, n. reset_after: the reset gate multiplies the recurrent product, not h.
     return GRUCell(activations=(r, r, a), reset="after" if config["config"].get("reset_after", True) else "before")
 
 
@@ -187,11 +201,14 @@ def direction(
     of: str = "",
     order: str | None = None,
 ) -> Arrays:
-    """Return one direction's arrays for `Weights`. arrays: Keras' kernel [I, GH], recurrent_kernel [H, GH] and maybe
-    bias. biases: the allowed shapes of the bias, with the last axis counted in H; for a GRU [3] means shape [3H], [2,
-    3] means [2, 3H]. order: the gate order if it is not Keras'."""
-    G = {"lstm": 4, "gru": 3, "rnn": 1}[kind]
-    kernel, recurrent_kernel, bias = [*arrays, None][:3]
+    """Return one direction's arrays for `Weights`: Wx, Wh and, with a bias, bx and maybe bh. Check their shapes first.
+
+    kind: "lstm", "gru" or "rnn". arrays: Keras' kernel [I, GH], recurrent_kernel [H, GH] and maybe bias. biases: the
+    allowed shapes of the bias, with the last axis counted in H; for a GRU [3] means shape [3H], [2, 3] means [2, 3H].
+    of: words such as " of lstm_1" after an array's name in error texts. order: the gate order if it is not Keras'.
+    """
+    G = {"lstm": 4, "gru": 3, "rnn": 1}[kind]  # gates
+    kernel, recurrent_kernel, bias = [*arrays, None][:3]  # a missing bias is None
     shapes = [np.shape(array) for array in (kernel, recurrent_kernel, bias)]
     H = shapes[1][0] if len(shapes[1]) == 2 else 0
     if len(shapes[0]) != 2 or shapes[0][1] != G * H or shapes[1] != (H, G * H):
@@ -203,12 +220,13 @@ def direction(
     given = dict(zip(NAMES, (kernel, recurrent_kernel, bias), strict=True))
     given = {name: to_mlx(array) for name, array in given.items() if array is not None}
     for name, array in given.items():
-        check_array(op, name + of, array, array.shape)
+        check_array(op, name + of, array, array.shape)  # checks the dtype only
+    # Move the gates from Keras' order (FORMAT.orders) to that of `Weights` (OURS).
     given = {name: reorder(array, order or FORMAT.orders[kind], OURS[kind], axis=-1) for name, array in given.items()}
     found = {"Wx": given["kernel"].T, "Wh": given["recurrent_kernel"].T}
     if bias is None:
         return found
-    b = given["bias"]
+    b = given["bias"]  # [GH], or both biases [2, GH]
     return found | ({"bx": b} if b.ndim == 1 else {"bx": b[0], "bh": b[1]})
 
 
@@ -227,9 +245,10 @@ def to_keras(weights: Weights) -> list[list[np.ndarray]]:
     Raises:
         ValueError: Keras' layers have no place for an option of the cell.
     """
-    weights = as_stored("to_keras", weights, FORMAT)
+    weights = as_stored("to_keras", weights, FORMAT)  # refuses options that no layer of Keras holds
     check_cell("to_keras", weights)
     cell, use_bias = weights.cell, weights.has_bias
+    # way: the arrays of one direction of a layer.
     return [[array for way in layer for array in arrays_of(cell, way, use_bias)] for layer in weights.layers]
 
 
@@ -249,14 +268,14 @@ def check_cell(op: str, weights: Weights) -> None:
 
 
 def arrays_of(cell: Any, arrays: Arrays, use_bias: bool) -> list[np.ndarray]:
-    """Return one direction's arrays in Keras' layout and order. use_bias: whether the layer has a bias; then a missing
-    one is zeros."""
-    ours, theirs = OURS[cell.op], FORMAT.orders[cell.op]
+    """Return one direction's kernel [I, GH], recurrent_kernel [H, GH] and maybe bias in Keras' gate order. arrays:
+    those of `Weights`. use_bias: whether the layer has a bias; then a missing one is zeros."""
+    ours, theirs = OURS[cell.op], FORMAT.orders[cell.op]  # the gate orders of `Weights` and Keras, such as "ifgo"
     matrices = [to_numpy(reorder(arrays[name].T, ours, theirs, axis=-1)) for name in ("Wx", "Wh")]
     if not use_bias:
         return matrices
-    if cell.reset == "after":
+    if cell.reset == "after":  # a GRU with reset_after has both biases
         bias = mx.stack([reorder(b, ours, theirs) for b in two_biases(arrays)])
-    else:
+    else:  # their sum
         bias = reorder(whole_bias(cell, arrays), ours, theirs)
     return [*matrices, to_numpy(bias)]

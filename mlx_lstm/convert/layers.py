@@ -1,9 +1,11 @@
 """Read what a layer is: its class, its arrays, and the attributes that change its formula. Every function that reads
 the parameters of a layer calls `describe`, and refuses what `describe` does not know.
 
-A layer is a module of `mlx.nn`, one of this package, any other object with arrays as attributes, or a dict of arrays.
-op: the public function's name, with which error texts begin. name: what an error text calls the layer. `fail(op, rule,
-got)` raises the ValueError "[op] rule but got ...".
+A layer is a module of `mlx.nn`, one of this package, any other object with arrays as attributes, or a dict of arrays. A
+module of MLX is a dict, too, whose entries are its parameters and submodules. `OF_MLX` has the recurrent layers of
+`mlx.nn`, `NONLINEARITIES` the functions of MLX that are activations, and their names. op: the public function's name,
+with which error texts begin. name: what an error text calls the layer. `fail(op, rule, got)` raises the ValueError
+"[op] rule but got ...".
 """
 
 from collections.abc import Callable
@@ -76,15 +78,17 @@ def describe(op: str, name: str, layer: Any) -> Description:
     arrays: dict[str, Any] = {}
     others: dict[str, str] = {}
     for key, value in attributes.items():
-        if type(value) in SCALARS or is_private(key):
+        if type(value) in SCALARS or is_private(key):  # SCALARS: types that hold no array, such as int
             continue
         if isinstance(value, (mx.array, np.ndarray)):
             arrays[key] = value
         elif isinstance(value, (dict, list, tuple, set)) and holds_arrays(value):
             others[key] = "module" if isinstance(value, nn.Module) else type(value).__name__
-    # Nothing says what an object of an unknown class computes, so its attributes must not change the formula.
+    # Nothing says what an object of an unknown class (known is None) computes. So its attributes must not change the
+    # formula: `DEFAULTS` has those that could, with the values that change nothing.
     for key in DEFAULTS.keys() & attributes.keys() if known is None else ():
         check_default(op, f"{name}.{key}", key, attributes[key])
+    # nonlinearity: that of a plain RNN, a name or a function of MLX; act: its name, or None.
     nonlinearity = attributes["nonlinearity"] if "nonlinearity" in attributes else getattr(layer, "nonlinearity", None)
     act = activation_of(nonlinearity, op) if callable(nonlinearity) else nonlinearity
     # Dropout acts between layers, so an object with one layer does not drop. An object that does not say how many
@@ -105,11 +109,13 @@ def class_of(op: str, name: str, layer: object) -> type | None:
     """Return the class of `mlx.nn` or `mlx_lstm` that a recurrent layer has or derives from, or None for any other
     object. Raise ValueError for a subclass that redefines a method such as `__call__` or `step`: its parameters do not
     say what it computes."""
-    kind = type(layer)
+    kind = type(layer)  # `__mro__`: the class and its bases, the nearest first
     known = next((base for base in kind.__mro__ if is_known(base)), None)
     if known is None or known is kind:
         return known
-    # methods: those of the layer's class and its bases below mlx.nn.Module. HARMLESS: those that compute nothing.
+    # The layer's class derives from `known`. methods: those of `known` and its bases below mlx.nn.Module, which the
+    # derived classes may not redefine. Allowed are those in HARMLESS, which compute nothing, and methods such as
+    # `__init__`, except `__call__`.
     methods = {word for base in known.__mro__ if base not in nn.Module.__mro__ for word in vars(base)}
     for base in kind.__mro__[: kind.__mro__.index(known)]:
         for word in vars(base):
@@ -137,11 +143,11 @@ def holds_arrays(value: Any, seen: frozenset[int] = frozenset()) -> bool:
 
 
 def check_default(op: str, name: str, key: str, value: Any) -> None:
-    """Raise ValueError unless an attribute of an object of an unknown class has a value that changes nothing. name:
-    what the error text calls the attribute; key: its name in `DEFAULTS`."""
-    if key == "activation" and callable(value):
+    """Raise ValueError unless an attribute of an object of an unknown class has a value that changes nothing, that is
+    one in `DEFAULTS`, or None. name: what the error text calls the attribute; key: its name in `DEFAULTS`."""
+    if key == "activation" and callable(value):  # a function of MLX: take its name
         value = next((word for function, word in NONLINEARITIES.items() if value is function), value)
-    value = tuple(value) if isinstance(value, list) else value
+    value = tuple(value) if isinstance(value, list) else value  # as JSON writes a tuple
     allowed = [None, *DEFAULTS[key]]
     if not any(value is one or (isinstance(value, type(one)) and value == one) for one in allowed):
         shown = ", ".join(map(repr, DEFAULTS[key]))
@@ -151,7 +157,7 @@ def check_default(op: str, name: str, key: str, value: Any) -> None:
 def activation_of(nonlinearity: object, op: str = "nn.RNN") -> str:
     """Return the name that `mlx_lstm.rnn` uses for a nonlinearity, which is a function of MLX such as `nn.tanh`.
     Raise ValueError for any other function, with `op` at the beginning of its text."""
-    # Compare one by one, since a module such as nn.Tanh() is not hashable.
+    # `NONLINEARITIES` maps functions to names. Compare one by one, since a module such as nn.Tanh() is not hashable.
     for function, name in NONLINEARITIES.items():
         if nonlinearity is function:
             return name

@@ -2,9 +2,11 @@
 back.
 
 In `Weights` one direction's arrays are Wx, Wh, the biases bx and bh of their products, Wp (a projection) and peephole,
-in the gate order i, f, g, o or r, z, n (`OURS`). MLX and the functions have a single bias b, which is their sum, and
-for a GRU bhn, the recurrent bias of the candidate n. A way is a direction, 0 forward or 1 reverse. op: the public
-function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+in the gate order i, f, g, o or r, z, n (`OURS`); these names are called words. MLX and the functions have a single bias
+b, which is their sum, and for a GRU bhn, the recurrent bias of the candidate n. A way is a direction, 0 forward or 1
+reverse. cell: the formula of a layer with its options; cell.op is "lstm", "gru" or "rnn". `CELLS` has the class of cell
+by this name, `OF_GATES` this name by the number of gates. op: the public function that error texts begin with;
+`fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +42,8 @@ NAMES = {
     "gru": {"Wx": "Wx", "Wh": "Wh", "b": "b", "bhn": "bhn"},
     "rnn": {"Wxh": "Wx", "Whh": "Wh", "bias": "b"},
 }
-"""The names of the parameters in MLX's layers, and of the arguments of `mlx_lstm.lstm`, `gru` and `rnn`."""
+"""For each cell the names of the parameters in MLX's layers, and for each one that of the argument of `mlx_lstm.lstm`,
+`gru` or `rnn`. Both matrices come first."""
 
 FORMAT = Format(nonlinearity=("tanh", "relu", "sigmoid"), reverse=True)
 """What MLX's layers can store: no option of an LSTM or GRU; a plain RNN with one of these activations."""
@@ -74,46 +77,55 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str | None = Non
         LSTM(3, 4, num_layers=2)
     """
     op = "from_mlx"
-    given_ways = (layers,) if reverse is None else (layers, reverse)
-    ways = [way if isinstance(way, (list, tuple)) else [way] for way in given_ways]
+    arguments = (layers,) if reverse is None else (layers, reverse)
+    ways = [way if isinstance(way, (list, tuple)) else [way] for way in arguments]  # the layers of each direction
     if not ways[0] or len({len(way) for way in ways}) > 1:
         fail(op, "layers and reverse must be as many, at least one", [len(way) for way in ways])
+    # weights: for each layer a list of the arrays of each direction. acts: the activations of all layers. cell and
+    # names (a row of `NAMES`) are those of the first layer, set below.
     names, cell, weights, acts = NAMES["lstm"], None, [], []
-    for n, depth in enumerate(zip(*ways, strict=True)):
+    for n, directions in enumerate(zip(*ways, strict=True)):
         weights.append([])
-        for word, layer in zip(("layers", "reverse"), depth, strict=False):
-            parameters, act = arrays_of(op, f"{word}[{n}]", layer)
+        for title, layer in zip(("layers", "reverse"), directions, strict=False):
+            parameters, act = arrays_of(op, f"{title}[{n}]", layer)
             acts.append(act or nonlinearity or "tanh")
             if cell is None:  # the first layer: the shape of its Wh tells the cell, which all layers must have
                 matrix = next((key for key in ("Wh", "Whh") if key in parameters), None)
                 if matrix is None:
-                    fail(op, f"{word}[{n}] must hold Wh or Whh", sorted(parameters) or type(layer).__name__)
-                cell = CELLS[OF_GATES[gates_of(op, {"Wh": parameters[matrix]}, f"{word}[{n}].{matrix}")]]()
+                    fail(op, f"{title}[{n}] must hold Wh or Whh", sorted(parameters) or type(layer).__name__)
+                cell = CELLS[OF_GATES[gates_of(op, {"Wh": parameters[matrix]}, f"{title}[{n}].{matrix}")]]()
                 names = NAMES[cell.op]
             # A layer must have both matrices, no unknown array and, if it is a GRU with b, also bhn.
             for key in [*parameters, *list(names)[:2], *(["bhn"] if "b" in parameters and "bhn" in names else [])]:
                 if (key in parameters) != (key in names):
                     why = " (no format holds layer normalisation)" if "norm_scale" in parameters else ""
-                    fail(op, f"{word}[{n}] must hold {', '.join(names)}{why}", sorted(parameters))
+                    fail(op, f"{title}[{n}] must hold {', '.join(names)}{why}", sorted(parameters))
             words = {names[key]: array for key, array in parameters.items()}
-            matrices = {key: words[key] for key in ("Wx", "Wh")}
-            weights[-1].append(matrices | from_one_bias(words.get("b"), words.get("bhn")))
+            matrices = {word: words[word] for word in ("Wx", "Wh")}
+            weights[-1].append(matrices | from_one_bias(words.get("b"), words.get("bhn")))  # b, bhn as bx, bh
     assert cell is not None
     if cell.op == "rnn":
         if len(given := {*acts, nonlinearity or acts[0]}) > 1:
             fail(op, "nonlinearity must be the same for all layers", ", ".join(map(repr, sorted(given))))
         cell = RNNCell(acts[0])
-    # theirs: MLX's names of the arrays in `Weights`, for error texts.
-    theirs = {ours: key for key, ours in names.items()} | {"bx": next(k for k, v in names.items() if v == "b")}
+    # theirs: MLX's names of the arrays in `Weights`, for error texts. bx is MLX's single bias, bh holds bhn.
+    theirs = {ours: key for key, ours in names.items()} | {
+        "bx": next(key for key, ours in names.items() if ours == "b")
+    }
     titles = ("layers", "reverse")
-    return checked(op, Weights(cell, weights), lambda k, d, word: f"{titles[d]}[{k}].{theirs.get(word, 'bhn')}")
+    return checked(
+        op, Weights(cell, weights), lambda layer, way, word: f"{titles[way]}[{layer}].{theirs.get(word, 'bhn')}"
+    )
 
 
 def arrays_of(op: str, name: str, layer: Any) -> tuple[Arrays, str | None]:
     """Return the arrays of a layer of `mlx.nn` or `mlx_lstm.nn`, of a module with such arrays, or of a dict, by their
-    names there; and the nonlinearity of a plain RNN, or None if the layer does not say. Anything else has no arrays."""
+    names there; and the nonlinearity of a plain RNN, or None if the layer does not say. Anything else has no arrays.
+    name: what error texts call the layer, such as "layers[0]"."""
     if not isinstance(layer, (Mapping, nn.Module)):
         return {}, None
+    # found.known: the layer's class, if it is one of MLX or this package, else None; found.others: attributes that hold
+    # arrays in a list or a dict. `OF_MLX` and `OPS` have the classes that can be converted.
     found = describe(op, name, layer if isinstance(layer, nn.Module) else dict(layer))
     if found.known not in (None, *OF_MLX) and getattr(found.known, "op", "") not in OPS:
         advice = ": layer.dequantize() returns one," if hasattr(layer, "dequantize") else ""
@@ -143,10 +155,12 @@ def to_mlx(weights: Weights) -> list[list[Arrays]]:
     Raises:
         ValueError: MLX's layers have no place for an option of the cell.
     """
-    weights = as_stored("to_mlx", weights, FORMAT)
-    names = NAMES[weights.cell.op].items()
-    words = weights.map(lambda arrays: arrays | one_bias(weights.cell, arrays))
-    return [[{key: way[word] for key, word in names if word in way} for way in layer] for layer in words.layers]
+    weights = as_stored("to_mlx", weights, FORMAT)  # refuses options that MLX's layers do not have
+    names = NAMES[weights.cell.op].items()  # (MLX's name, ours)
+    with_b = weights.map(lambda arrays: arrays | one_bias(weights.cell, arrays))  # adds b and maybe bhn
+    return [
+        [{key: arrays[word] for key, word in names if word in arrays} for arrays in layer] for layer in with_b.layers
+    ]
 
 
 def from_ops(
@@ -186,14 +200,18 @@ def from_ops(
         if not {"Wx", "Wh"} <= words.keys() <= set(allowed):
             fail(name, f"layers[{n}] must hold Wx, Wh and maybe {', '.join(allowed[2:])}", sorted(words))
         check_array(name, f"layers[{n}]: Wh", words["Wh"], ["2", "rows", "P"] if bidirectional else ["rows", "P"])
-        ways = [part(words, d) for d in range(2)] if bidirectional else [words]  # each direction's part of the arrays
-        each = []
-        for way in ways:
-            b, bhn = (way.pop(key, None) for key in ("b", "bhn"))
-            matrices = rows_reordered(way | ({} if b is None else {"bx": b}), order, OURS[op])
-            each.append(matrices | from_one_bias(matrices.pop("bx", None), bhn))
-        weights.append(each)
-    return checked(name, Weights(cell, weights, reverse), lambda k, d, word: f"layers[{k}]: {word}")
+        ways = (
+            [part(words, way) for way in range(2)] if bidirectional else [words]
+        )  # each direction's part of the arrays
+        directions = []
+        for arrays_of_way in ways:
+            b, bhn = (arrays_of_way.pop(key, None) for key in ("b", "bhn"))
+            # `rows_reordered` knows the names of `Weights`, in which b is bx. bhn belongs to one gate: it has no order.
+            reordered = rows_reordered(arrays_of_way | ({} if b is None else {"bx": b}), order, OURS[op])
+            directions.append(reordered | from_one_bias(reordered.pop("bx", None), bhn))
+        weights.append(directions)
+    # The last argument names an array in error texts; word is its name in `Weights`.
+    return checked(name, Weights(cell, weights, reverse), lambda layer, way, word: f"layers[{layer}]: {word}")
 
 
 def to_ops(weights: Weights) -> list[Arrays]:
@@ -211,6 +229,7 @@ def to_ops(weights: Weights) -> list[Arrays]:
         (10, 2, 8)
     """
     words = ("Wx", "Wh", "b", "bhn", "Wp", "peephole")
-    joined = check_weights("to_ops", weights).map(lambda arrays: arrays | one_bias(weights.cell, arrays))
-    calls = [[{word: way[word] for word in words if word in way} for way in layer] for layer in joined.layers]
-    return [join(layer) if len(layer) == 2 else layer[0] for layer in calls]
+    # `one_bias` returns b, the sum of both biases, and maybe bhn. `join` puts both directions into one array per name.
+    with_b = check_weights("to_ops", weights).map(lambda arrays: arrays | one_bias(weights.cell, arrays))
+    layers = [[{word: way[word] for word in words if word in way} for way in layer] for layer in with_b.layers]
+    return [join(layer) if len(layer) == 2 else layer[0] for layer in layers]

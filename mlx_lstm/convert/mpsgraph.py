@@ -2,8 +2,10 @@
 
 An op of MPSGraph (Apple's framework) gets arrays and a descriptor, an object whose properties are the options of the
 cell. Apple's names of the arrays: input_weight, recurrent_weight, bias, secondary_bias (the recurrent bias of a GRU's
-candidate) and peephole; `WORDS` has the names that `mlx_lstm.lstm` and `gru` use, which are in `Weights`, too. op: the
-public function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+candidate) and peephole; `WORDS` has the names that `mlx_lstm.lstm` and `gru` use: Wx, Wh, b, bhn, peephole. `MPSGRAPH`
+has Apple's gate orders by kind ("lstm", "gru", "rnn", also cell.op), `OURS` that of `Weights`, `PROPERTIES` the
+descriptor's properties that name activations, `ACTIVATIONS` Apple's names of activations and ours. op: the public
+function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,6 +32,8 @@ PROPERTIES = {
 """The names of the descriptor's activations, in the order in which `mlx_lstm.lstm` and `gru` take activations."""
 
 EVERY = tuple(ACTIVATIONS.values())
+"""All activations that the ops have, by the names of this package."""
+
 FORMAT = Format(options=True, nonlinearity=EVERY, reset=("after", "before"), reverse=True)
 """What the ops can store: options of an LSTM and a GRU, both values of reset, and the reverse direction."""
 
@@ -37,6 +41,7 @@ HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
 """The activation that Apple's hard_sigmoid stands for, by the option `hard_sigmoid`: its slope."""
 
 WORDS = {"input_weight": "Wx", "recurrent_weight": "Wh", "bias": "b", "secondary_bias": "bhn", "peephole": "peephole"}
+"""Apple's names of the arrays, and the names in `mlx_lstm.lstm` and `gru`."""
 
 
 def from_mpsgraph(
@@ -74,22 +79,22 @@ def from_mpsgraph(
     kinds = {"LSTMDescriptor": "lstm", "GRUDescriptor": "gru", "SingleGateRNNDescriptor": "rnn"}
     check_option(op, "descriptor", type(descriptor).__name__, tuple(kinds))
     kind = kinds[type(descriptor).__name__]
-    activations = activation_names(op, descriptor, PROPERTIES[kind], hard_sigmoid)
+    activations = activation_names(op, descriptor, PROPERTIES[kind], hard_sigmoid)  # one for each of these properties
     options: dict[str, Any] = {"activation": activations[0]} if kind == "rnn" else {"activations": activations}
     # flag: the property that selects one of two gate orders in `MPSGRAPH`. A plain RNN has one gate, so any flag does.
     flag = getattr(descriptor, {"lstm": "forget_gate_last", "gru": "reset_gate_first", "rnn": "reverse"}[kind])
     if kind == "gru":
         options["reset"] = "after" if descriptor.reset_after else "before"
-    calls = []
+    calls = []  # for each layer its arrays by the names in `mlx_lstm.lstm`
     for n, layer in enumerate(layers):
         if unknown := layer.keys() - WORDS.keys():
             fail(op, f"layers[{n}] must hold some of {', '.join(WORDS)}", ", ".join(sorted(unknown)))
         calls.append({WORDS[name]: array for name, array in layer.items() if array is not None})
         if kind == "lstm" and "peephole" in calls[-1]:
             options["output_peephole"] = output_peephole
-    both = descriptor.bidirectional
+    both = descriptor.bidirectional  # with both directions the op ignores `reverse`
     options |= {"bidirectional": both, "reverse": descriptor.reverse and not both}
-    weights = from_ops(kind, calls, gate_order=MPSGRAPH[kind][flag], **options)
+    weights = from_ops(kind, calls, gate_order=MPSGRAPH[kind][flag], **options)  # the order (flag off, flag on)[flag]
     if kind != "gru" or not descriptor.flip_z:
         return weights
     # `flipped` is exact for functions with f(-a) = 1 - f(a), which all sigmoids are. activations[1] is that of z.
@@ -102,7 +107,7 @@ def activation_names(op: str, descriptor: Any, names: Sequence[str], hard_sigmoi
     """Return the activations in a descriptor, under the names that `mlx_lstm.lstm` and `gru` use. names: the
     descriptor's properties that name them. hard_sigmoid: which function Apple's hard_sigmoid is, "x/5" or "x/6"."""
     check_option(op, "hard_sigmoid", hard_sigmoid, tuple(HARD_SIGMOIDS))
-    words = ACTIVATIONS | {"hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
+    words = ACTIVATIONS | {"hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}  # Apple's names, and ours
     return tuple(words[getattr(descriptor, name)] for name in names)
 
 
@@ -127,17 +132,17 @@ def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
         ValueError: Apple's ops have no place for an option of the cell.
     """
     op = "to_mpsgraph"
-    weights = as_stored(op, weights, FORMAT)
+    weights = as_stored(op, weights, FORMAT)  # refuses options that `FORMAT` does not list, such as a projection
     cell = weights.cell
     if cell.cell_clip:
         fail(op, "cell_clip must be the default, as the op has no place for another,", cell.cell_clip)
     names = {ours: theirs for theirs, ours in WORDS.items()}
-    order = MPSGRAPH[cell.op][0]
+    order = MPSGRAPH[cell.op][0]  # Apple's default order, with the flag off
     layers = []
-    for arrays in to_ops(weights):
+    for arrays in to_ops(weights):  # Wx, Wh, b, bhn, peephole of a layer; both directions are in one array
         arguments = {}
         for name, array in arrays.items():
-            # bhn belongs to one gate, so it has no gate order.
+            # axis: that of the gates. bhn belongs to one gate, so it has no gate order.
             axis = 1 if weights.directions == 2 and name in ("Wh", "peephole") else 0
             # Where an array holds the rows of both directions, one below the other, each half is reordered separately.
             if name != "bhn" and weights.directions == 2 and axis == 0:
@@ -146,11 +151,13 @@ def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
                 array = reorder(array, OURS[cell.op], order, axis)
             arguments[names[name]] = array
         layers.append(arguments)
+    # default: the activations of a descriptor that names none; Apple's plain RNN has relu.
     default = {"lstm": LSTMCell().activations, "gru": GRUCell().activations, "rnn": ("relu",)}[cell.op]
     activations = cell.activations
+    # apple: Apple's name for each of ours. Apple has one hard_sigmoid, whose slope its texts do not give.
     apple = {ours: theirs for theirs, ours in ACTIVATIONS.items()} | {"hard_sigmoid_sixth": "hard_sigmoid"}
-    pairs = zip(PROPERTIES[cell.op], activations, default, strict=True)
-    properties: dict[str, Any] = {name: apple[word] for name, word, usual in pairs if word != usual}
+    triples = zip(PROPERTIES[cell.op], activations, default, strict=True)
+    properties: dict[str, Any] = {name: apple[act] for name, act, usual in triples if act != usual}
     properties |= {"bidirectional": True} if weights.directions == 2 else {}
     properties |= {"reverse": True} if weights.reverse else {}
     return layers, properties | ({"reset_after": True} if cell.reset == "after" else {})

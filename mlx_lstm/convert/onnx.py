@@ -4,9 +4,12 @@ A node has a type, arrays as inputs, and attributes (options by name). Its array
 [D, GH, H] the recurrent weights, B [D, 2GH] both biases side by side, P [D, 3H] the peephole weights. D: directions, G:
 gates, H: units, I: input features. "This package" supports the options of `mlx_lstm.lstm`, `gru` and `rnn`.
 
-In `Weights` one direction's arrays are Wx, Wh, bx, bh and peephole, in the gate order of `OURS`. op: the public
-function that error texts begin with. `check_array(op, name, array, shape)` raises a ValueError for a wrong shape;
-`fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+In `Weights` one direction's arrays are Wx, Wh, bx, bh and peephole, in the gate order of `OURS`. kind: "lstm", "gru" or
+"rnn", also cell.op. cell.activations: those of i, f, g, o and the output of an LSTM, of r, z, n of a GRU. Tables: `OPS`
+has the kind by a node's type, `ORDERS` ONNX' gate order by kind, `GATES` the number of gates, `PEEPHOLES` the gates of
+P, `DIRECTIONS` the values of the attribute direction, `DEFAULTS` and `ACTIVATIONS` ONNX' activations. op: the public
+function that error texts begin with. `check_array(op, name, array, shape)` raises a ValueError for a wrong shape, in
+which a text such as "I" stands for any size; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Mapping
@@ -35,6 +38,8 @@ OPS = {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn"}
 """The types of nodes, and this package's names of their cells."""
 
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
+"""The number of gates of each cell."""
+
 PEEPHOLES = "iof"
 """The gates with peephole weights, in the order of P."""
 
@@ -58,6 +63,7 @@ ORDERS = {"lstm": "iofg", "gru": "zrn", "rnn": "h"}
 """The gate order of each cell in ONNX, in our letters: ONNX calls g c, and n h."""
 
 FORMAT = Format(ORDERS, options=True, nonlinearity=tuple(ACTIVATIONS), reset=("after", "before"), reverse=True)
+"""What ONNX' nodes can store. `to_onnx` refuses a clip and the peephole of an old c, which `Format` does not tell."""
 
 
 def from_onnx(
@@ -88,25 +94,27 @@ def from_onnx(
     """
     if not isinstance(attributes, Mapping | None):
         fail("from_onnx", "attributes must be a dict", type(attributes).__name__)
-    return from_node("from_onnx", op_type, {"W": W, "R": R, "B": B, "P": P}, attributes or {}, lambda word: word)
+    # The last argument returns what an error text calls the array W, R, B or P: here just that letter.
+    return from_node("from_onnx", op_type, {"W": W, "R": R, "B": B, "P": P}, attributes or {}, lambda letter: letter)
 
 
 def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapping[str, Any], name: Any) -> Weights:
     """Return the weights of an ONNX node. op: the public function that error texts begin with. op_type: "LSTM", "GRU"
-    or "RNN". inputs: the arrays W, R and maybe B and P, or None. name: a function from W, R, B, P to what an error text
-    calls the array."""
+    or "RNN". inputs: by letter the arrays W, R and maybe B and P, or None. attributes: the node's options by name.
+    name: a function from W, R, B, P to what an error text calls the array."""
     check_option(op, "op_type", op_type, tuple(OPS))
-    kind = OPS[op_type]
-    arrays = {word: to_mlx(array) for word, array in inputs.items() if array is not None}
+    kind = OPS[op_type]  # "lstm", "gru" or "rnn"
+    arrays = {letter: to_mlx(array) for letter, array in inputs.items() if array is not None}
     options = {key: value.decode() if isinstance(value, bytes) else value for key, value in attributes.items()}
+    # Each attribute that is read below is removed from `options`.
     direction = options.pop("direction", "forward")
     check_option(op, "direction", direction, DIRECTIONS)
     D, G = 2 if direction == "bidirectional" else 1, GATES[kind]
     cell = cell_of_node(op, kind, options, D)
-    check_array(op, name("R"), arrays.get("R"), [D, f"{G}H", "H"])
+    check_array(op, name("R"), arrays.get("R"), [D, f"{G}H", "H"])  # texts: any sizes
     H = arrays["R"].shape[2]
-    for word, columns in (("R", H), ("W", "I")):
-        check_array(op, name(word), arrays.get(word), [D, G * H, columns])
+    for letter, columns in (("R", H), ("W", "I")):
+        check_array(op, name(letter), arrays.get(letter), [D, G * H, columns])
     if options.pop("hidden_size", H) != H:
         fail(
             op,
@@ -119,56 +127,61 @@ def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapp
     options.pop("layout", None)
     if options:
         fail(op, f"the attributes of {op_type} must be those that this package supports", ", ".join(sorted(options)))
-    layer = []
-    for d in range(D):
-        words = {"Wx": arrays["W"][d], "Wh": arrays["R"][d]}
+    layer = []  # the arrays of each direction, by their names in `Weights`
+    for way in range(D):
+        words = {"Wx": arrays["W"][way], "Wh": arrays["R"][way]}
         if "B" in arrays:
             check_array(op, name("B"), arrays["B"], [D, 2 * G * H])
-            words |= dict(zip(("bx", "bh"), mx.split(arrays["B"][d], 2), strict=True))
-        words = rows_reordered(words, ORDERS[kind], OURS[kind])
+            words |= dict(zip(("bx", "bh"), mx.split(arrays["B"][way], 2), strict=True))
+        words = rows_reordered(words, ORDERS[kind], OURS[kind])  # from ONNX' gate order to ours
         if "P" in arrays:
             check_array(op, name("P"), arrays["P"], [D, 3 * H])
-            parts = dict(zip(PEEPHOLES, mx.split(arrays["P"][d], 3), strict=True))
+            parts = dict(zip(PEEPHOLES, mx.split(arrays["P"][way], 3), strict=True))  # by gate: i, o, f
             words["peephole"] = from_peepholes(**parts)
         layer.append(words)
+    # The last argument of `checked` names an array in error texts: word is its name in `Weights`, such as "Wx".
     titles = {"Wx": "W", "Wh": "R"}
-    return checked(op, Weights(cell, [layer], direction == "reverse"), lambda k, d, word: name(titles.get(word, "B")))
+    return checked(
+        op, Weights(cell, [layer], direction == "reverse"), lambda layer, way, word: name(titles.get(word, "B"))
+    )
 
 
 def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int) -> Cell:
-    """Return the cell that an ONNX node's attributes describe, and remove these attributes from the dict
-    `attributes`."""
+    """Return the cell that an ONNX node's attributes describe, and remove these attributes from the dict `attributes`.
+    kind: "lstm", "gru" or "rnn". D: the number of directions, for each of which ONNX lists the activations."""
     for name in ("clip", "input_forget"):
         if attributes.pop(name, 0):
             fail(op, f"{name} must be absent, as this package has no such option,", "it")
     names = [each.decode() if isinstance(each, bytes) else each for each in attributes.pop("activations", [])]
     names = names or list(DEFAULTS[kind] * D)
-    slopes, offsets = (list(attributes.pop(f"activation_{name}", [])) for name in ("alpha", "beta"))
-    words = []
+    # alphas, betas: the parameters of those activations that have any, in the order of `names`.
+    alphas, betas = (list(attributes.pop(f"activation_{name}", [])) for name in ("alpha", "beta"))
+    acts = []  # the activations, by the names in this package
     for name in names:
         alpha, beta = None, None
         if name.lower() in ("hardsigmoid", "affine"):
-            alpha = slopes.pop(0) if slopes else 0.2
-            beta = offsets.pop(0) if offsets else 0.5
-        word = next((ours for ours, theirs in ACTIVATIONS.items() if same((name, alpha, beta), theirs)), None)
-        if word is None:
+            alpha = alphas.pop(0) if alphas else 0.2  # ONNX' defaults for HardSigmoid: 0.2 and 0.5
+            beta = betas.pop(0) if betas else 0.5
+        # `ACTIVATIONS` has for each of our names (ONNX' name, alpha, beta).
+        act = next((ours for ours, theirs in ACTIVATIONS.items() if same((name, alpha, beta), theirs)), None)
+        if act is None:
             fail(op, f"activations must be among {', '.join(sorted({one[0] for one in ACTIVATIONS.values()}))}", name)
-        words.append(word)
-    n = len(words) // D
-    if len(words) != len(DEFAULTS[kind]) * D or (words[:n] != words[n:] and D == 2):
+        acts.append(act)
+    n = len(acts) // D  # the activations of one direction
+    if len(acts) != len(DEFAULTS[kind]) * D or (acts[:n] != acts[n:] and D == 2):
         fail(op, f"activations must be {len(DEFAULTS[kind])} for each direction, the same ones,", names)
     if kind == "rnn":
-        return RNNCell(words[0])
+        return RNNCell(acts[0])
     if kind == "gru":
         reset = "after" if attributes.pop("linear_before_reset", 0) else "before"
-        return GRUCell(activations=(words[0], words[0], words[1]), reset=reset)
-    f, g, h = words[:3]
+        return GRUCell(activations=(acts[0], acts[0], acts[1]), reset=reset)  # of r, z, n
+    f, g, h = acts[:3]  # of the gates i, f and o, of the candidate g, of the output
     return LSTMCell(activations=(f, f, g, f, h))
 
 
 def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Return whether two activations are equal. Alpha and beta may differ by a rounding error, since ONNX stores
-    float32."""
+    """Return whether two activations (name, alpha, beta) are equal. Alpha and beta may differ by a rounding error,
+    since ONNX stores float32; None: the activation has none."""
     pairs = zip(one[1:], other[1:], strict=True)
     near = (a == b or (a is not None and b is not None and abs(a - b) < 1e-7) for a, b in pairs)
     return one[0].lower() == other[0].lower() and all(near)
@@ -181,11 +194,12 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
         ValueError: ONNX' nodes have no place for an option of the cell: a projection, a clipped cell.
     """
     op = "to_onnx"
-    weights = as_stored(op, weights, FORMAT)
+    weights = as_stored(op, weights, FORMAT)  # refuses options that `FORMAT` does not list, such as a projection
     cell = weights.cell
     attributes: dict[str, Any] = {"hidden_size": weights.hidden_size}
+    # "bidirectional", else "reverse" or "forward".
     attributes["direction"] = DIRECTIONS[2 if weights.directions == 2 else int(weights.reverse)]
-    if cell.reset:
+    if cell.reset:  # "after" or "before" in a GRU, else ""
         attributes["linear_before_reset"] = int(cell.reset == "after")
     attributes |= activation_attributes(op, cell, weights.directions)
     if cell.cell_clip or cell.output_peephole == "previous":
@@ -193,19 +207,29 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
     op_type = next(name for name, kind in OPS.items() if kind == cell.op)
     nodes = []
     for layer in weights.layers:
-        each = [node_arrays(op, cell.op, arrays, weights.has_bias) for arrays in layer]
-        nodes.append((op_type, {name: mx.stack([one[name] for one in each]) for name in each[0]}, dict(attributes)))
+        # directions: W, R, B, P of each direction; a node has them in one array with a first axis of D directions.
+        directions = [node_arrays(op, cell.op, arrays, weights.has_bias) for arrays in layer]
+        nodes.append(
+            (
+                op_type,
+                {letter: mx.stack([one[letter] for one in directions]) for letter in directions[0]},
+                dict(attributes),
+            )
+        )
     return nodes
 
 
 def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
-    """Return the attributes of an ONNX node that name the cell's activations; none if they are the defaults."""
+    """Return the attributes of an ONNX node that name the cell's activations; an empty dict if they are the defaults.
+    D: the number of directions, for each of which ONNX lists the activations."""
     acts = cell.activations
-    words = [acts[0], *acts[2::2]]  # f, or f and g, or f, g and h, in ONNX' words
-    if len(words) > 1 and acts != (words[0], words[0], words[1], words[0], words[-1])[: len(acts)]:
+    # ONNX has fewer activations: one for the gates of an LSTM or GRU, one for the candidate, one for an LSTM's output.
+    # acts is (i, f, g, o, output), (r, z, n) or one, so take the first, the third and the fifth.
+    chosen = [acts[0], *acts[2::2]]
+    if len(chosen) > 1 and acts != (chosen[0], chosen[0], chosen[1], chosen[0], chosen[-1])[: len(acts)]:
         which = "both" if cell.op == "gru" else "all"
         fail(op, f"activations must be the same for {which} gates, as ONNX has them,", acts)
-    theirs = [ACTIVATIONS[word] for word in words] * D
+    theirs = [ACTIVATIONS[act] for act in chosen] * D  # (ONNX' name, alpha, beta)
     if tuple(one[0] for one in theirs) == DEFAULTS[cell.op] * D:
         return {}
     attributes: dict[str, Any] = {"activations": [one[0] for one in theirs]}
@@ -215,12 +239,13 @@ def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
 
 
 def node_arrays(op: str, kind: str, arrays: Arrays, use_bias: bool) -> Arrays:
-    """Return one direction's arrays in ONNX' gate order: W, R and maybe B and P."""
-    ours, theirs = OURS[kind], ORDERS[kind]
+    """Return one direction's arrays in ONNX' gate order: W, R and maybe B and P. kind: "lstm", "gru" or "rnn". arrays:
+    those of `Weights`. use_bias: whether the node has B, in which a missing bias is zeros."""
+    ours, theirs = OURS[kind], ORDERS[kind]  # gate orders such as "ifgo"
     inputs = {"W": reorder(arrays["Wx"], ours, theirs), "R": reorder(arrays["Wh"], ours, theirs)}
     if use_bias:
         inputs["B"] = mx.concatenate([reorder(b, ours, theirs) for b in two_biases(arrays)])
     if "peephole" in arrays:
-        parts = peepholes(op, arrays, "ONNX does not")
+        parts = peepholes(op, arrays, "ONNX does not")  # by gate; the text is for a candidate with a peephole
         inputs["P"] = mx.concatenate([parts[gate] for gate in PEEPHOLES])
     return inputs

@@ -2,8 +2,13 @@
 
 w [I + H, 4H] is the input's and the recurrent weight, one below the other, transposed as compared with `Weights`, whose
 arrays are Wx [4H, I] and Wh [4H, H]; b is its bias bx. I: input features, H: units. TensorFlow calls the gate g c, and
-in a GRU r, z, n are r, u, c. `TF` has its gate orders of an LSTM in our letters. op: the public function that error
-texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+in a GRU r, z, n are r, u, c. `TF` has its gate orders of an LSTM in our letters, `OURS` the order of `Weights`, and
+`PEEPHOLES` TensorFlow's name of the peephole of each gate. op: the public function that error texts begin with;
+`fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+
+Weights(cell, layers): layers[layer][direction] is a dict of arrays, so [[arrays]] is one layer of one direction.
+checked(op, weights, title) returns the weights after checking their shapes; title(layer, way, word) returns what an
+error text calls an array, from the numbers of its layer and direction and its name in `Weights`.
 """
 
 from typing import Any
@@ -71,6 +76,7 @@ def from_tf(
     check_array(op, "w", w, ["I + H", 4 * H])
     if b.shape[0] % 4 or w.shape[0] <= H:
         fail(op, "w and b must have shapes [I + H, 4H] and [4H]", f"shapes {list(w.shape)} and {list(b.shape)}")
+    # Move the gates from TensorFlow's order to i, f, g, o. The last H rows of w belong to h.
     ours = [reorder(array, TF[order], OURS["lstm"], axis=-1) for array in (w, b)]
     arrays = {"Wx": ours[0][:-H].T, "Wh": ours[0][-H:].T, "bx": ours[1]}
     peepholes = [None if array is None else to_mlx(array) for array in (wci, wcf, wco)]
@@ -84,7 +90,8 @@ def from_tf(
     check_option(op, "clip_gradient", clip_gradient, ("through", "zero"))
     bias, clip = check_number(op, "forget_bias", forget_bias), check_limit(op, "cell_clip", cell_clip)
     cell = LSTMCell(forget_bias=bias, cell_clip=clip, clip_gradient=clip_gradient)
-    return checked(op, Weights(cell, [[arrays]]), lambda k, d, word: word)
+    # Check the shapes. In error texts each array has its name in `Weights`, such as "Wx".
+    return checked(op, Weights(cell, [[arrays]]), lambda layer, way, word: word)
 
 
 def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
@@ -100,16 +107,17 @@ def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
     cell: Any = one_layer(op, weights, ["lstm"]).cell
     if cell.activations != LSTMCell().activations or weights.proj_size or weights.reverse:
         fail(op, "weights must have the usual activations, no projection and no reverse", describe(weights))
-    if cell.stops_c:
+    if cell.stops_c:  # where the clip changes c, the gradient is 0
         fail(op, "clip_gradient must be 'through', as in the block ops,", repr(cell.clip_gradient))
     arrays = weights.layers[0][0]
     w = mx.concatenate([arrays["Wx"].T, arrays["Wh"].T])
+    # OURS["lstm"] is our gate order, TF[order] TensorFlow's in our letters. `whole_bias` is the sum of both biases.
     arguments: dict[str, Any] = {
         "w": reorder(w, OURS["lstm"], TF[order], axis=-1),
         "b": reorder(whole_bias(cell, arrays), OURS["lstm"], TF[order]),
     }
     if "peephole" in arrays:
-        parts = peepholes(op, arrays, "the ops do not")
+        parts = peepholes(op, arrays, "the ops do not")  # by gate; the text is for a candidate with a peephole
         arguments |= {name: parts[gate] for gate, name in PEEPHOLES.items()}
     return arguments | {"forget_bias": cell.forget_bias, "cell_clip": cell.cell_clip}
 
@@ -128,15 +136,17 @@ def from_tf_gru(w_ru: Any, w_c: Any, b_ru: Any, b_c: Any) -> Weights:
     check_array(op, "w_c", w_c, ["I + H", H])
     check_array(op, "w_ru", w_ru, [w_c.shape[0], 2 * H])
     check_array(op, "b_ru", b_ru, [2 * H])
+    # The columns are in the order r, u, c, which is that of `Weights`; the last H rows belong to h.
     w = mx.concatenate([w_ru, w_c], axis=1)
     arrays = {"Wx": w[:-H].T, "Wh": w[-H:].T, "bx": mx.concatenate([b_ru, b_c])}
-    return checked(op, Weights(GRUCell(reset="before"), [[arrays]]), lambda k, d, word: word)
+    # Check the shapes of this layer. In error texts each array has its name in `Weights`, such as "Wx".
+    return checked(op, Weights(GRUCell(reset="before"), [[arrays]]), lambda layer, way, word: word)
 
 
 def to_tf_gru(weights: Weights) -> dict[str, mx.array]:
     """Return a dict of TensorFlow's arrays, the arguments of `from_tf_gru`: `w_ru`, `w_c`, `b_ru`, `b_c`."""
-    weights = as_stored("to_tf_gru", weights, GRU)
-    arrays, H2 = weights.layers[0][0], weights.hidden_size * 2
-    b = whole_bias(weights.cell, arrays)
+    weights = as_stored("to_tf_gru", weights, GRU)  # refuses what `GRU` does not list, such as several layers
+    arrays, width_ru = weights.layers[0][0], weights.hidden_size * 2  # [layer][direction]; r and u have 2H columns
+    b = whole_bias(weights.cell, arrays)  # the sum of both biases
     w = mx.concatenate([arrays["Wx"].T, arrays["Wh"].T])
-    return {"w_ru": w[:, :H2], "w_c": w[:, H2:], "b_ru": b[:H2], "b_c": b[H2:]}
+    return {"w_ru": w[:, :width_ru], "w_c": w[:, width_ru:], "b_ru": b[:width_ru], "b_c": b[width_ru:]}

@@ -1,9 +1,12 @@
 """Convert the parameters of torch's layers to `Weights` and back.
 
-torch calls an array weight_ih_l0_reverse: the word for the array (weight_ih), the layer's number, and the direction. In
-`Weights` it is Wx of layer 0 and direction 1. K: layers, k is the number of one. D: directions, d is the number of one:
-0 forward, 1 reverse. H: units, P: the width of a projected h. title: a function (k, d, name in `Weights`) that returns
-torch's name, for error texts. `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+torch calls an array weight_ih_l0_reverse: its leaf (weight_ih), the layer's number, and the direction. In `Weights` it
+is Wx of layer 0 and direction 1. K: layers, k is the number of one. D: directions; a way is the number of one: 0
+forward, 1 reverse. H: units, P: the width of a projected h. word: an array's name in `Weights`: Wx, Wh, bx, bh, Wp (a
+projection). Tables: `NAMES` has the word by leaf, `KEYS` the leaf by word, `WAYS` the end of a name by way, `OF_GATES`
+the kind of cell ("lstm", "gru", "rnn") by the number of gates. title: a function (layer, way, word) that returns
+torch's name, for error texts. op: the public function that error texts begin with; `fail(op, rule, got)` raises the
+ValueError "[op] rule but got ...".
 """
 
 import re
@@ -27,6 +30,7 @@ WAYS = ("", "_reverse")
 """The end of torch's name of an array, by direction."""
 
 FORMAT = Format(nonlinearity=("tanh", "relu"), projection=True)
+"""What torch's layers can store: a plain RNN with tanh or relu, and a projection; no other option of a cell."""
 
 
 def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> Weights:
@@ -56,10 +60,10 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
     op = "from_torch"
     nonlinearity = getattr(arrays, "nonlinearity", nonlinearity)
     rule = "arrays must be a layer or a dict of arrays (of a file: mx.load(file), or convert.read(file).layers)"
-    whole = parameters_of(op, rule, arrays)
+    whole = parameters_of(op, rule, arrays)  # all entries of the layer or dict
     arrays = parameters_of(op, rule, arrays, prefix)
     check_prefix(op, whole, arrays, prefix)
-    parts: dict[tuple[int, int], dict[str, mx.array]] = {}
+    parts: dict[tuple[int, int], dict[str, mx.array]] = {}  # by (layer, direction), the arrays by name
     # The names of a cell have no layer and no direction. Then both groups of the pattern are empty.
     is_cell = f"{prefix}weight_hh" in arrays
     ending = "()()" if is_cell else r"_l(\d+)(_reverse)?"
@@ -69,17 +73,20 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
         match = re.fullmatch(f"(weight_ih|weight_hh|weight_hr|bias_ih|bias_hh){ending}", key[len(prefix) :])
         if match is None:
             fail(op, f"keys must be those of a layer of torch, {prefix}weight_ih_l0 and so on,", repr(key))
+        # match: 1 the leaf, 2 the layer's number, 3 "_reverse" or None.
         parts.setdefault((int(match[2] or 0), bool(match[3])), {})[NAMES[match[1]]] = to_mlx(arrays[key])
 
-    def title(k: int, d: int, word: str) -> str:
-        return f"{prefix}{KEYS[word]}" + ("" if is_cell else f"_l{k}{WAYS[d]}")
+    # Return torch's name of an array, for error texts. word: its name in `Weights`.
+    def title(layer: int, way: int, word: str) -> str:
+        return f"{prefix}{KEYS[word]}" + ("" if is_cell else f"_l{layer}{WAYS[way]}")
 
     return assembled(op, parts, title, {"activation": nonlinearity})
 
 
 def check_prefix(op: str, whole: Mapping[str, Any], arrays: Mapping[str, Any], prefix: str) -> None:
     """Raise ValueError with the prefixes of all layers in `whole` if `arrays`, the entries with this prefix, are not
-    those of a layer."""
+    those of a layer. whole: all entries, by key."""
+    # found: the prefixes of all layers, each once, as a dict without values to keep their order.
     found = {key[: match.start()]: None for key in whole if (match := re.search(r"weight_ih(_l0)?$", key))}
     prefixes = ", ".join(repr(shown(name)) for name in found if name != prefix)
     if prefixes and prefix not in found:
@@ -105,17 +112,18 @@ def assembled(
     title: a function that returns the name of an array for error texts. options: values for `Weights.options`;
     options that this cell does not have are ignored. lenient: accept that some layers lack a bias that others have.
     """
-    K, D = (max((where[n] for where in parts), default=0) + 1 for n in range(2))
-    # present: the arrays that any layer has; then all layers must have them. Without one of the biases the other is
-    # missing, too.
-    present = {word for arrays in parts.values() for word in arrays} | {"Wx", "Wh"}
-    present |= {"bx", "bh"} if present & {"bx", "bh"} else set()
-    for where in ((layer, way) for layer in range(K) for way in range(D)):
+    # K, D: one more than the greatest number of a layer, and of a direction.
+    K, D = (max((layer_and_way[n] for layer_and_way in parts), default=0) + 1 for n in range(2))
+    # needed: the words of arrays that every layer must have: both matrices, and what any layer has. Two biases come
+    # together.
+    needed = {word for arrays in parts.values() for word in arrays} | {"Wx", "Wh"}
+    needed |= {"bx", "bh"} if needed & {"bx", "bh"} else set()
+    for layer_and_way in ((layer, way) for layer in range(K) for way in range(D)):
         for word in KEYS:
-            free = lenient and word in ("bx", "bh")
-            if word in present and word not in parts.get(where, {}) and not free:
-                fail(op, f"{title(*where, word)} must be there", "no such key")
-    kind = OF_GATES[gates_of(op, parts[0, 0], title(0, 0, "Wh"))]
+            may_lack = lenient and word in ("bx", "bh")
+            if word in needed and word not in parts.get(layer_and_way, {}) and not may_lack:
+                fail(op, f"{title(*layer_and_way, word)} must be there", "no such key")
+    kind = OF_GATES[gates_of(op, parts[0, 0], title(0, 0, "Wh"))]  # "lstm", "gru" or "rnn"
     # foreign: options that this cell does not have, or that `Weights` stores in another place.
     foreign = {
         "bidirectional",
@@ -124,19 +132,21 @@ def assembled(
         *(["activation"] if kind != "rnn" else []),
     }
     cell = cell_of(op, kind, {name: value for name, value in options.items() if name not in foreign})
-    layers = [[parts[k, d] for d in range(D)] for k in range(K)]
+    layers = [[parts[layer, way] for way in range(D)] for layer in range(K)]
     return checked(op, Weights(cell, layers, bool(options.get("reverse", False))), title)
 
 
 def gates_of(op: str, arrays: Mapping[str, mx.array], name: str) -> int:
-    """Return the number of gates, which are blocks of H rows of Wh. Raise ValueError if no cell has this number."""
-    rows, columns = arrays["Wh"].shape if arrays["Wh"].ndim == 2 else (0, 1)
+    """Return the number of gates, which are blocks of H rows of Wh: 4, 3 or 1. Raise ValueError if no cell has this
+    number. arrays: those of one direction. name: what the error text calls Wh."""
+    # H is the number of columns of Wh or, with a projection, of Wp [P, H]. 0 rows: no matrix, so no number of gates.
+    rows, H = arrays["Wh"].shape if arrays["Wh"].ndim == 2 else (0, 1)
     if "Wp" in arrays and arrays["Wp"].ndim == 2:
-        columns = arrays["Wp"].shape[1]
-    if not columns or rows % columns or rows // columns not in OF_GATES:
+        H = arrays["Wp"].shape[1]
+    if not H or rows % H or rows // H not in OF_GATES:
         rule = f"{name} must have shape [4H, H], [3H, H] or [H, H]" + (", or [4H, P]" if "Wp" in arrays else "")
         fail(op, rule, f"shape {list(arrays['Wh'].shape)}")
-    return rows // columns
+    return rows // H
 
 
 def to_torch(weights: Weights, *, prefix: str = "") -> dict[str, mx.array]:
@@ -160,13 +170,16 @@ def to_torch(weights: Weights, *, prefix: str = "") -> dict[str, mx.array]:
 
 
 def by_names(op: str, weights: Weights, prefix: str = "") -> dict[str, mx.array]:
-    """Return the parameters of a torch layer by name, as `to_torch` does. op: the name that error texts begin with."""
-    weights = as_stored(op, weights, FORMAT)
+    """Return the parameters of a torch layer by name, as `to_torch` does. op: the name that error texts begin with.
+    prefix: the beginning of each name."""
+    weights = as_stored(op, weights, FORMAT)  # refuses options that torch's layers do not have
     parameters = {}
     for k, layer in enumerate(weights.layers):
-        for way, arrays in zip(WAYS, layer, strict=False):
+        for ending, arrays in zip(WAYS, layer, strict=False):  # ending: "" or "_reverse"
             if weights.has_bias:
-                bx, bh = two_biases(arrays)
+                bx, bh = two_biases(arrays)  # a missing one is zeros
                 arrays = arrays | {"bx": bx, "bh": bh}
-            parameters |= {f"{prefix}{key}_l{k}{way}": arrays[word] for key, word in NAMES.items() if word in arrays}
+            parameters |= {
+                f"{prefix}{leaf}_l{k}{ending}": arrays[word] for leaf, word in NAMES.items() if word in arrays
+            }
     return parameters

@@ -1,14 +1,16 @@
 """The class `Weights`: a stack of recurrent layers in one form. All conversions between formats go through it. This
 module also has the gate orders of all formats.
 
-G: gates, H: units, I: input features, P: the width of h (H, or that of a projection). One direction's arrays are a dict
-by these names: Wx [GH, I], Wh [GH, P], the biases bx and bh [GH] of the two products, Wp [P, H], peephole [4H]. In the
-functions of this package a single bias b [GH] takes the place of both; bhn [H] is the recurrent bias of a GRU's
-candidate n, which the reset gate multiplies.
+G: gates, H: units, I: input features, P: the width of h (H, or that of a projection), D: directions. GH rows are one
+block of H rows for each gate, in a gate order such as "ifgo". One direction's arrays are a dict by these names: Wx [GH,
+I], Wh [GH, P], the biases bx and bh [GH] of the two products, Wp [P, H] (a projection), peephole [4H]. In the functions
+of this package a single bias b [GH] takes the place of both; bhn [H] is the recurrent bias of a GRU's candidate n,
+which the reset gate multiplies. way: the number of a direction, 0 forward, 1 reverse.
 
-A cell (`engines.cells`) has the formula and its options; its fields are the options. op: the public function's name,
-with which error texts begin: `fail(op, rule, got)` raises the ValueError "[op] rule but got ...". title: a function
-that returns what a format calls an array, for such texts.
+A cell (`engines.cells`) has the formula and its options: its fields are the options, cell.op is "lstm", "gru" or "rnn",
+cell.gates is G, and cell.reset is "after" or "before" (the product) in a GRU, else "". op: the public function's name,
+with which error texts begin: `fail(op, rule, got)` raises the ValueError "[op] rule but got ..."; `check_...` functions
+raise one, too. title: a function that returns what a format calls an array, for such texts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,13 +28,14 @@ from ..recurrence import join_biases
 from .layers import class_of
 
 CELLS: dict[str, type[Cell]] = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}
-"""The class of each cell, by the name of the function that runs it."""
+"""The class of each cell, by the name of the function of `mlx_lstm` that runs it."""
 
 OF_GATES = {4: "lstm", 3: "gru", 1: "rnn"}
-"""The cell by its number of gates, each of which is a block of H rows of the weights."""
+"""The name of the cell by its number of gates, each of which is a block of H rows of the weights."""
 
 OURS = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
-"""The gate order of `Weights`, torch, MLX and cuDNN (which calls it i, f, c, o and r, u, n)."""
+"""The gate order of each cell in `Weights`, torch, MLX and cuDNN (which calls it i, f, c, o and r, u, n). In a GRU r is
+the reset gate, z the update gate, n the candidate."""
 
 TF = {"icfo": "igfo", "ifco": "ifgo"}
 """TensorFlow's gate orders of an LSTM, and the same orders in our letters: TensorFlow's c is g here."""
@@ -46,9 +49,9 @@ CHOICES["clip_gradient"] = ("through", "zero")
 """The cell options that have only a few allowed values, and these values."""
 
 LIMITS = ("cell_clip", "projection_clip")
-"""The limits of an LSTM's clips. A limit of 0 or less means no limit."""
+"""The options that are limits of an LSTM's clips. A limit of 0 or less means no limit."""
 
-WORDS = {"Wx": "GH", "Wh": "GH", "bx": "GH", "bh": "GH", "peephole": "GH", "Wp": "P"}
+ROWS = {"Wx": "GH", "Wh": "GH", "bx": "GH", "bh": "GH", "peephole": "GH", "Wp": "P"}
 """One direction's arrays, and their number of rows: GH, for G gates of H units, or P, the width of a projected h."""
 
 
@@ -71,7 +74,8 @@ class Format(NamedTuple):
 
 
 Title = Callable[[int, int, str], str]
-"""A function (layer, direction, name in `WORDS`) that returns the name of an array in a format, for error texts."""
+"""The type of a function (layer, way, word) that returns the name of an array in a format, for error texts. layer, way:
+the numbers of the array's layer and direction. word: its name in `Weights`, such as "Wx"."""
 
 
 class Weights(NamedTuple):
@@ -125,7 +129,8 @@ class Weights(NamedTuple):
         default."""
         default = type(self.cell)()
         options = {name: value for name, value in self.cell._asdict().items() if value != getattr(default, name)}
-        options = {{"act": "activation"}.get(name, name): value for name, value in options.items()}  # as `rnn` has it
+        # The activation of a plain RNN is the field `act` of its cell, but the argument `activation` of `mlx_lstm.rnn`.
+        options = {{"act": "activation"}.get(name, name): value for name, value in options.items()}
         options |= {"bidirectional": True} if self.directions == 2 else {}
         return options | ({"reverse": True} if self.reverse else {})
 
@@ -147,7 +152,7 @@ def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> Mapping[s
     """
     if not isinstance(prefix, str):
         fail(op, "prefix must be a str", repr(prefix))
-    class_of(op, "the layer", layer)
+    class_of(op, "the layer", layer)  # raises ValueError for a subclass that may compute something else
     for method in ("state_dict", "parameters"):
         if hasattr(layer, method):
             layer = getattr(layer, method)()
@@ -172,25 +177,26 @@ def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
         fail(
             op, "norm must be None, as no Weights hold layer normalisation (nn.LSTM(layer_norm=) does)", options["norm"]
         )
-    # Check each value by its kind: several activations; one of a few allowed values; a limit of a clip; a number.
+    # Check each value by the kind of its option. usual: the option's default value. `CELLS` has the class of each kind
+    # of cell, `CHOICES` the options with a few allowed values, `LIMITS` those that are limits of clips.
     default = CELLS[name]()
     for key, value in options.items():
         usual = getattr(default, key)
-        if isinstance(usual, tuple):
+        if isinstance(usual, tuple):  # the activations of the gates
             if not isinstance(value, tuple) or len(value) != len(usual) or not set(value) <= set(ACTIVATIONS):
                 fail(op, f"{key} must be {len(usual)} of {', '.join(ACTIVATIONS)}", value)
-        elif key in CHOICES:
+        elif key in CHOICES:  # an option with a few allowed values, which the table has
             check_option(op, key, value, CHOICES[key])
-        elif key in LIMITS:
+        elif key in LIMITS:  # the limit of a clip; 0 or less becomes None
             options[key] = check_limit(op, key, value)
-        elif value is not None or usual is not None:
+        elif value is not None or usual is not None:  # a number, such as forget_bias
             check_number(op, key, value)
     return CELLS[name](**options)
 
 
 def stacked(op: str, parts: Sequence[Weights]) -> Weights:
-    """Join several `Weights` into one stack, in which each layer reads the output of the layer before. Raise
-    ValueError if their sizes do not fit. op: the name that the error text begins with."""
+    """Join several `Weights`, the list `parts`, into one stack, in which each layer reads the output of the layer
+    before. Raise ValueError if their sizes do not fit. op: the name that the error text begins with."""
     if not isinstance(parts, Sequence) or not parts:
         fail(op, "parts must be a list of at least one Weights", repr(parts))
     first = check_weights(op, parts[0])
@@ -199,24 +205,30 @@ def stacked(op: str, parts: Sequence[Weights]) -> Weights:
         if part.cell != first.cell or part.reverse != first.reverse or part.directions != first.directions:
             fail(op, f"layers must all be alike, {describe(first)},", describe(part))
     whole = first._replace(layers=[layer for part in parts for layer in part.layers])
+    # The last argument names an array for error texts: word is "Wx", "Wh" and so on.
     return checked(op, whole, lambda layer, way, word: f"{word} of layer {layer}, direction {way},")
 
 
 def describe(weights: Weights) -> str:
-    """Return a short text that describes weights: cell, sizes, layers, directions, options."""
-    words = {"lstm": "LSTM", "gru": "GRU", "rnn": "RNN"}[weights.cell.op]
-    sizes = f"{words}, {weights.input_size} -> {weights.hidden_size}"
-    sizes += f", projected to {weights.proj_size}" if weights.proj_size else ""
-    sizes += f", {len(weights.layers)} layers" if len(weights.layers) > 1 else ""
-    sizes += ", both directions" if weights.directions == 2 else ""
-    sizes += "" if weights.has_bias else ", no bias"
+    """Return a short text that describes weights: cell, sizes, layers, directions, options. For example "LSTM, 3 -> 4,
+    2 layers, no bias" reads 3 features and has 4 units."""
+    kind = {"lstm": "LSTM", "gru": "GRU", "rnn": "RNN"}[weights.cell.op]
+    text = f"{kind}, {weights.input_size} -> {weights.hidden_size}"
+    text += f", projected to {weights.proj_size}" if weights.proj_size else ""
+    text += f", {len(weights.layers)} layers" if len(weights.layers) > 1 else ""
+    text += ", both directions" if weights.directions == 2 else ""
+    text += "" if weights.has_bias else ", no bias"
     options = {name: value for name, value in weights.options.items() if name != "bidirectional"}
-    return sizes + "".join(f", {name}={value!r}" for name, value in options.items())
+    return text + "".join(f", {name}={value!r}" for name, value in options.items())
 
 
 def checked(op: str, weights: Weights, title: Title) -> Weights:
-    """Check that the shapes of all arrays fit together, and return the weights. `title`: a function that returns the
-    name of an array for error texts."""
+    """Check that the shapes of all arrays fit together, and return the weights. The shapes of Wh (and Wp) of the first
+    layer tell the sizes H and P, which all other arrays must have.
+
+    title: a function (layer, way, word) that returns how the caller's format names an array, for error texts. layer,
+    way: the numbers of the array's layer and direction. word: its name in `Weights`, such as "Wx".
+    """
     G, D = weights.cell.gates, weights.directions
     first = weights.layers[0][0]  # the first layer's forward direction, with which all others must agree
     if weights.cell.projection_clip is not None and "Wp" not in first:
@@ -224,27 +236,28 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
     for word in ("Wx", "Wh", *(["Wp"] if "Wp" in first else [])):
         if word not in first:
             fail(op, f"{title(0, 0, word)} must be there", "no such array")
-        check_array(op, title(0, 0, word), first[word], ["rows", "columns"])
+        check_array(op, title(0, 0, word), first[word], ["rows", "columns"])  # two axes of any size
+    # Wh has GH rows and P columns. With a projection P is the number of rows of Wp, else P is H.
     rows, width = first["Wh"].shape
     P = first["Wp"].shape[0] if "Wp" in first else rows // G
     blocks = "H" if G == 1 else f"{G}H"
     if rows % G or width != P or not rows:
-        own = "" if "Wp" in first else f" = [{G * width}, {width}]"
-        rule = f"{title(0, 0, 'Wh')} must have shape [{blocks}, {'P' if 'Wp' in first else 'H'}]{own}"
+        sizes = "" if "Wp" in first else f" = [{G * width}, {width}]"
+        rule = f"{title(0, 0, 'Wh')} must have shape [{blocks}, {'P' if 'Wp' in first else 'H'}]{sizes}"
         fail(op, rule, f"shape {list(first['Wh'].shape)}")
     # shapes: what each array must have. The input of a layer above the first is the output of the layer below, D P.
     shapes: dict[str, list[int | str]] = {"Wh": [rows, P], "bx": [rows], "bh": [rows], "peephole": [rows]}
     shapes["Wp"] = [P, rows // G]
-    for k, layer in enumerate(weights.layers):
-        shapes["Wx"] = [rows, D * P if k else weights.input_size]
-        for d, arrays in enumerate(layer):
+    for n, layer in enumerate(weights.layers):
+        shapes["Wx"] = [rows, D * P if n else weights.input_size]
+        for way, arrays in enumerate(layer):
             for word in ("Wx", "Wh", *(["Wp"] if "Wp" in first else [])):
                 if word not in arrays:
-                    fail(op, f"{title(k, d, word)} must be there", "no such array")
+                    fail(op, f"{title(n, way, word)} must be there", "no such array")
             for word, array in arrays.items():
                 # Building the title takes longer than this check, so it is built for a wrong array only.
                 if list(array.shape) != shapes[word] or array.dtype not in FLOATS:
-                    check_array(op, title(k, d, word), array, shapes[word], why=f", as H is {rows // G},")
+                    check_array(op, title(n, way, word), array, shapes[word], why=f", as H is {rows // G},")
     return weights
 
 
@@ -276,21 +289,22 @@ def one_layer(op: str, weights: Weights, kinds: Sequence[str]) -> Weights:
 
 def as_stored(op: str, weights: Weights, form: Format) -> Weights:
     """Return the weights as a format stores them: with an LSTM's forget bias added to the bias. Raise ValueError if the
-    format cannot store an option of the cell. form: what the format can store."""
+    format cannot store an option of the cell. form: what the format can store; `Format` describes its fields."""
+    # The first field is the format's gate orders, which make no difference here.
     _, options, nonlinearity, reset, projection, reverse, is_layer = form
     if is_layer:
         one_layer(op, weights, list(form.orders))
+    # refused: by the name of an option, its value if the format cannot store it; else a value that counts as false.
     cell, refused = check_weights(op, weights).cell, {}
-    # refused: for each option its value if the format cannot store it, else False or what else counts as nothing.
     if cell.op == "rnn":
         act = cell.activations[0]
         refused["activation"] = act not in nonlinearity and act
     else:
-        usual = cell.activations == type(cell)().activations
+        usual = cell.activations == type(cell)().activations  # whether the activations are the default ones
         refused["activations"] = not options and not usual and cell.activations
-    if cell.reset:
+    if cell.reset:  # a GRU
         refused["reset"] = cell.reset not in reset and cell.reset
-    if isinstance(cell, LSTMCell):
+    if isinstance(cell, LSTMCell):  # LIMITS: the options that are limits of clips
         refused |= {name: not options and getattr(cell, name) for name in LIMITS}
         arrays = [arrays for layer in weights.layers for arrays in layer]
         refused["peephole"] = not options and any("peephole" in each for each in arrays) and "an array"
@@ -304,35 +318,37 @@ def as_stored(op: str, weights: Weights, form: Format) -> Weights:
 
 
 def in_bias(weights: Weights) -> Weights:
-    """Return the weights with the forget bias of an LSTM added to the bias, for a format that has only the bias."""
+    """Return the weights with the option `forget_bias` of an LSTM added to its bias, for a format that has only the
+    bias. The option is then 0."""
     cell = weights.cell
     if not (isinstance(cell, LSTMCell) and cell.forget_bias):
-        return weights
+        return weights  # another cell, or a forget bias of 0
     whole = weights._replace(cell=cell._replace(forget_bias=0.0))
     return whole.map(lambda arrays: with_forget_bias(arrays, cell.forget_bias))
 
 
 def with_forget_bias(arrays: Arrays, forget_bias: float) -> Arrays:
-    """Return the arrays with the forget bias added to the forget gate's part of `bx`."""
+    """Return an LSTM's arrays with the number `forget_bias` added to the forget gate's part of the bias `bx` [4H]."""
     rows = arrays["Wx"].shape[0]
     bias = arrays.get("bx", mx.zeros((rows,), arrays["Wx"].dtype))
-    i, f, g, o = mx.split(bias, 4)
+    i, f, g, o = mx.split(bias, 4)  # by gate
     return arrays | {"bx": mx.concatenate([i, f + forget_bias, g, o])}
 
 
 def one_bias(cell: Cell, arrays: Arrays) -> Arrays:
-    """Return a dict with `b`, the sum of a direction's two biases. For a GRU that resets after the product, `b`
-    lacks the candidate's second bias, which the dict has as `bhn`.
+    """Return a dict with `b` [GH], the sum of a direction's two biases; an empty dict if it has none. For a GRU that
+    resets after the product, `b` lacks the candidate's second bias, which the dict has as `bhn` [H].
 
     If one of the two biases is 0, `b` equals the other bias bit for bit.
     """
     if "bx" not in arrays and "bh" not in arrays:
         return {}
     bx, bh = two_biases(arrays)
-    after = cell.reset == "after"
+    resets_after = cell.reset == "after"  # the reset gate then multiplies the candidate's part of bh
     # A 0 in bh is added as -0.0, so that the sum equals bx bit for bit: -0.0 + -0.0 is -0.0, but -0.0 + 0.0 is 0.0.
-    b = join_biases(bx, mx.where(bh == 0, mx.array(-0.0, bh.dtype), bh), gru=after)["b"]
-    return {"b": b} | ({"bhn": bh[bh.shape[0] // 3 * 2 :]} if after else {})
+    b = join_biases(bx, mx.where(bh == 0, mx.array(-0.0, bh.dtype), bh), gru=resets_after)["b"]
+    # The candidate is the last of a GRU's three gates.
+    return {"b": b} | ({"bhn": bh[bh.shape[0] // 3 * 2 :]} if resets_after else {})
 
 
 def two_biases(arrays: Arrays) -> tuple[mx.array, mx.array]:
@@ -343,36 +359,41 @@ def two_biases(arrays: Arrays) -> tuple[mx.array, mx.array]:
 
 
 def whole_bias(cell: Cell, arrays: Arrays) -> mx.array:
-    """Return the bias `b` of `one_bias`; zeros if there is none."""
+    """Return the sum of a direction's two biases [GH], as `one_bias` does; zeros if there is none."""
+    # Without biases `two_biases` returns zeros.
     return one_bias(cell, arrays).get("b", two_biases(arrays)[0])
 
 
 def peepholes(op: str, arrays: Arrays, who: str) -> Arrays:
-    """Return the peephole weights of the gates i, f and o, for a format in which only these have some. `who` begins the
-    error text for a candidate's, such as "ONNX does not"."""
-    parts = dict(zip(OURS["lstm"], mx.split(arrays["peephole"], 4), strict=True))
+    """Return the peephole weights [H] of the gates i, f and o by the gate's letter, for a format in which only these
+    gates have some. arrays: those of one direction, with `peephole` [4H]. who: words for the error text if the
+    candidate g has peephole weights, too, such as "ONNX does not"."""
+    parts = dict(zip(OURS["lstm"], mx.split(arrays["peephole"], 4), strict=True))  # OURS["lstm"] is the order "ifgo"
     if mx.any(parts.pop("g")).item():
         fail(op, f"peephole must be 0 for the candidate, which {who} let peep,", "other numbers")
     return parts
 
 
 def from_peepholes(i: mx.array, f: mx.array, o: mx.array) -> mx.array:
-    """Return the array `peephole` [4H] for the peephole weights [H] of three gates."""
+    """Return the array `peephole` [4H], in the gate order i, f, g, o, for the peephole weights [H] of three gates. The
+    candidate g gets zeros."""
     return mx.concatenate([i, f, mx.zeros_like(i), o])
 
 
 def from_one_bias(b: mx.array | None, bhn: mx.array | None) -> Arrays:
-    """Convert the recurrence's biases `b` and `bhn` to `bx` and `bh`: `bx` is b, and the candidate's part of a GRU's
-    `bh` is bhn."""
+    """Convert the recurrence's biases `b` [GH] and, of a GRU, `bhn` [H] to the biases `bx` and `bh` [GH] of `Weights`.
+    `bx` is b; the last part of `bh`, that of the candidate, is bhn, and its other parts are 0. None: no such bias."""
     biases = {} if b is None else {"bx": b}
     if bhn is None:
         return biases
-    zeros = mx.zeros((2 * bhn.shape[0],), bhn.dtype)
+    zeros = mx.zeros((2 * bhn.shape[0],), bhn.dtype)  # the parts of the gates r and z
+    # Without b the array bx is zeros; else `biases` replaces it.
     return {"bx": mx.zeros((3 * bhn.shape[0],), bhn.dtype)} | biases | {"bh": mx.concatenate([zeros, bhn])}
 
 
 def reorder(array: mx.array, before: str, after: str, axis: int = 0) -> mx.array:
-    """Return an array whose gate blocks along an axis are moved from the order `before` to the order `after`."""
+    """Return an array whose gate blocks along an axis are moved from the order `before` to the order `after`. An order
+    is a text with one letter per gate, such as "ifgo"."""
     if before == after:
         return array
     blocks = dict(zip(before, mx.split(array, len(before), axis=axis), strict=True))
@@ -380,14 +401,17 @@ def reorder(array: mx.array, before: str, after: str, axis: int = 0) -> mx.array
 
 
 def rows_reordered(arrays: Arrays, before: str, after: str) -> Arrays:
-    """Return one direction's arrays with their rows in another gate order. `Wp` stays as it is, since its
-    rows do not belong to gates."""
-    return {name: reorder(a, before, after) if WORDS[name] == "GH" else a for name, a in arrays.items()}
+    """Return one direction's arrays with their rows moved from the gate order `before`, such as "ifgo", to `after`.
+    `Wp` stays as it is, since its rows do not belong to gates."""
+    # `ROWS` has what the rows of each array are: GH, G gates of H units, or P.
+    return {name: reorder(array, before, after) if ROWS[name] == "GH" else array for name, array in arrays.items()}
 
 
 def gate_order(op: str, text: str, usual: str) -> str:
-    """Convert the letters of a vendor's gate order to those that this package uses: an LSTM's c or z becomes g; a
-    GRU's u becomes z, and its h or c becomes n."""
+    """Convert the letters of a vendor's gate order, `text`, to those that this package uses: an LSTM's c or z becomes
+    g; a GRU's u becomes z, and its h or c becomes n. usual: the cell's order in this package, such as "ifgo". Raise
+    ValueError if the text does not have each of its gates once."""
+    # letters: by the number of gates, a vendor's letter and ours.
     letters = {4: {"c": "g", "z": "g"}, 3: {"u": "z", "h": "n", "c": "n"}, 1: {}}[len(usual)]
     order = "".join(letters.get(letter, letter) for letter in text.lower()) if isinstance(text, str) else ""
     if sorted(order) != sorted(usual):
@@ -405,9 +429,11 @@ def to_mlx(array: Any) -> mx.array:
         if str(array.dtype) == "torch.bfloat16":  # NumPy has no bfloat16
             return mx.array(array.float().numpy()).astype(mx.bfloat16)
     array = np.asarray(array)
+    # NumPy's kinds of dtypes: f floats, i and u integers, b bools.
     if array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16":
         fail("convert", "arrays must hold numbers", array.dtype)
-    return mx.array(array, mx.float64 if array.dtype == np.float64 else None)  # MLX's default is float32
+    # Without a dtype MLX converts float64 to float32.
+    return mx.array(array, mx.float64 if array.dtype == np.float64 else None)
 
 
 def to_numpy(array: mx.array) -> np.ndarray:
@@ -416,7 +442,8 @@ def to_numpy(array: mx.array) -> np.ndarray:
 
 
 def bits(array: mx.array) -> bytes:
-    """Return the bytes of an array, so that two arrays can be compared bit for bit."""
+    """Return the bytes of an array, so that two arrays can be compared bit for bit. NumPy has no bfloat16, so such an
+    array is read as 16-bit integers."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array).tobytes()
 
 
@@ -431,12 +458,13 @@ def differences(one: Weights, other: Weights) -> list[str]:
     changes = [name for name in {**options[0], **options[1]} if options[0].get(name) != options[1].get(name)]
     for layers in zip(one.layers, other.layers, strict=True):
         for ways in zip(*layers, strict=True):
+            # ways: one direction's arrays in `one`, and in `other`.
             for name in {**ways[0], **ways[1]}:
-                zeros = mx.zeros((ways[0]["Wx"].shape[0],), ways[0]["Wx"].dtype)
-                a, b = (way.get(name, zeros) for way in ways)
-                if a.dtype != b.dtype:
-                    changes.append(f"{a.dtype} is now {b.dtype}".replace("mlx.core.", ""))
-                    a, b = a.astype(mx.float32), b.astype(mx.float32)
-                if a.shape != b.shape or bits(a) != bits(b):
+                zeros = mx.zeros((ways[0]["Wx"].shape[0],), ways[0]["Wx"].dtype)  # in place of a missing bias
+                before, after = (way.get(name, zeros) for way in ways)
+                if before.dtype != after.dtype:
+                    changes.append(f"{before.dtype} is now {after.dtype}".replace("mlx.core.", ""))
+                    before, after = before.astype(mx.float32), after.astype(mx.float32)
+                if before.shape != after.shape or bits(before) != bits(after):
                     changes.append(name)
-    return list(dict.fromkeys(changes))
+    return list(dict.fromkeys(changes))  # each change once

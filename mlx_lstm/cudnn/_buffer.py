@@ -36,7 +36,8 @@ class Attributes(NamedTuple):
 
 
 def layout(op: str, num_layers: int, num_units: int, input_size: int, attributes: Attributes) -> Layout:
-    """Check the sizes and attributes of a call, and return the layout of the parameter buffer for them."""
+    """Check the sizes and attributes of a call, and return the layout of the parameter buffer for them. Raise
+    ValueError if they do not fit. num_units: H, input_size: I."""
     check_attributes(op, attributes)
     rnn_mode, input_mode, num_proj = attributes.rnn_mode, attributes.input_mode, attributes.num_proj
     counts = {"num_layers": num_layers, "num_units": num_units, "input_size": input_size}
@@ -53,7 +54,8 @@ def layout(op: str, num_layers: int, num_units: int, input_size: int, attributes
 
 
 def check_attributes(op: str, attributes: Attributes) -> None:
-    """Check the attributes of an op of `mlx_lstm.cudnn`, except num_proj, whose rule depends on the sizes."""
+    """Check the attributes of an op of `mlx_lstm.cudnn`, except num_proj, whose rule depends on the sizes. The keys of
+    `GATES` are the values of rnn_mode."""
     check_option(op, "rnn_mode", attributes.rnn_mode, tuple(GATES))
     check_option(op, "input_mode", attributes.input_mode, INPUT_MODES)
     check_option(op, "direction", attributes.direction, DIRECTIONS)
@@ -77,7 +79,8 @@ def check_params(op: str, where: Layout, params: mx.array, dtype: mx.Dtype | Non
 
 
 def count(op: str, name: str, value: object, *, least: int) -> int:
-    """Check a number that is an integer or a scalar array of integers; return it as an int."""
+    """Check a number that is an integer or a scalar array of integers; return it as an int. name: the argument's name,
+    for error texts. least: the least value that is allowed."""
     if isinstance(value, mx.array) and value.size == 1 and mx.issubdtype(value.dtype, mx.integer):
         value = value.item()
     return check_integer(op, name, value, least=least)

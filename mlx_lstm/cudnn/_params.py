@@ -3,7 +3,8 @@
 The buffer is one array with all weights and biases of L layers with D directions. Its canonical arrays are one W_g [H,
 in] and one R_g [H, S] per gate g, with a bias [H] each: W_g multiplies the layer's input, R_g multiplies h. in: the
 width of the layer's input, H: units, S: the width of h, P: the width of the projection. `where` is the `Layout` with
-these sizes. Each op makes `Attributes` of its keywords, which `layout` checks.
+these sizes. Each op makes `Attributes` of its keywords; `layout` checks them and returns the `Layout`. op: the function
+that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Sequence
@@ -67,7 +68,7 @@ def cudnn_rnn_params_size(
     check_option(op, "S", S, (mx.int32, mx.int64))
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj)
     size = layout(op, num_layers, num_units, input_size, attributes).size
-    if size >= 2 ** (8 * S.size - 1):
+    if size >= 2 ** (8 * S.size - 1):  # S.size: the bytes of an integer, 4 or 8
         fail(op, "the size must be less than 2^31 with S=mlx.core.int32, than 2^63 with S=mlx.core.int64,", size)
     return mx.array([size], S)
 
@@ -244,27 +245,31 @@ def cudnn_rnn_canonical_to_params_v2(
 
 def to_canonical(op: str, where: Layout, params: mx.array, counts: dict[str, int]) -> CudnnRNNParamsToCanonicalOutput:
     """Split the parameter buffer into one array per gate. `counts` has the numbers of weights and biases that the
-    caller passed, by argument name."""
+    caller passed, by argument name; the first version of the op has one number for both."""
     check_params(op, where, params)
-    weights, biases = where.canonical()
+    weights, biases = where.canonical()  # the shapes of all arrays, in the buffer's order
+    # With one number, zip ends after the weights; there are as many biases, as V1 has no projection.
     for (name, number), shapes in zip(counts.items(), (weights, biases), strict=False):
         if number != len(shapes):
             fail(op, f"{name} must be {len(shapes)} for these layers", repr(number))
+    # `accumulate` returns where each array ends; the last end is that of the buffer itself.
     parts = mx.split(params, list(accumulate(map(prod, [*weights, *biases])))[:-1])
     arrays = [part.reshape(shape) for part, shape in zip(parts, [*weights, *biases], strict=True)]
     return CudnnRNNParamsToCanonicalOutput(arrays[: len(weights)], arrays[len(weights) :])
 
 
 def from_canonical(op: str, where: Layout, weights: Sequence[mx.array], biases: Sequence[mx.array]) -> mx.array:
-    """Check the number and the sizes of the arrays, one per gate, and join them into the parameter buffer."""
+    """Check the number and the sizes of the arrays, one per gate, and join them into the parameter buffer. The shapes
+    need not fit, as in TensorFlow: only the numbers of elements must."""
     both = {"weights": weights, "biases": biases}
-    for (name, arrays), count in zip(both.items(), where.counts, strict=True):
+    for (name, arrays), count in zip(both.items(), where.counts, strict=True):  # counts: (matrices, biases)
         if not isinstance(arrays, Sequence) or len(arrays) != count:
             number = len(arrays) if isinstance(arrays, Sequence) else type(arrays).__name__
             fail(op, f"{name} must be {count} arrays for these layers", number)
     for (name, arrays), shapes in zip(both.items(), where.canonical(), strict=True):
         for n, (array, shape) in enumerate(zip(arrays, shapes, strict=True)):
             dtype = getattr(weights[0], "dtype", None)
+            # The array's own shape is passed, so that only its class and dtype are checked.
             check_array(op, f"{name}[{n}]", array, list(getattr(array, "shape", ())), dtype)
             if array.size != prod(shape):
                 fail(op, f"{name}[{n}] must have {prod(shape)} elements, {list(shape)},", f"shape {list(array.shape)}")

@@ -1,9 +1,9 @@
 """Run a stack of recurrent layers, forward and backward, as the three versions of TensorFlow's CudnnRNN op do.
 
-Every op makes a `Stack`, which does the work: Stack(op, original, attributes, ...), with the name for error texts and
-TensorFlow's name of the forward op. In V1 and V2 all sequences of the batch have length T, there is no projection, and
-time is the first axis; so they pass None as sequence lengths. T: steps, N: batch, I: input features, H: units, S: the
-width of h, L: layers, D: directions.
+Every op makes a `Stack`, which does the work: Stack(op, forward_name, attributes, ...), with the name for error texts
+and TensorFlow's name of the forward op. `Attributes` holds the keywords that describe the layers. In V1 and V2 all
+sequences of the batch have length T, there is no projection, and time is the first axis; so they pass None as sequence
+lengths. T: steps, N: batch, I: input features, H: units, S: the width of h, L: layers, D: directions.
 """
 
 from typing import NamedTuple

@@ -1,14 +1,18 @@
 """Run a stack of recurrent layers: each layer is one call of `mlx_lstm.recurrence`. Store the results in the reserve
 space and read them again in the backward pass.
 
-The reserve space is one array with what the forward pass saves for the backward pass. The parameter buffer is one array
-with all weights. `where` is the layout of this buffer, with the sizes of the call: L layers, D directions, H units, S
-the width of h, G gates per unit, mode the kind of layer, skip whether layer 0 has no input matrices. N is the batch, T
-the steps, I the features of the input.
+The reserve space is one array with what the forward pass saves for the backward pass. The parameter buffer `params` is
+one array with all weights; `layer_arrays` divides it, `join_layers` joins it. `where` is the layout of this buffer,
+with the sizes of the call: L layers, D directions, H units, S the width of h, G gates per unit, mode the kind of layer
+("lstm", "gru", "rnn_relu", "rnn_tanh"), skip whether layer 0 has no input matrices. N: batch, T: steps, I: input
+features.
 
-Arrays of a layer are in dicts by the names of `mlx_lstm.recurrence`: Wh, h0, c0, h, c, gates, hT, cT; the letter d
-begins the names of gradients. factors: the dropout factors on a layer's output, 0 or 1 / (1 - probability), or None.
-states [L, N, D width]: those of all layers; states[layer] is that of one. op: the function that error texts begin with.
+Arrays of one layer are in a dict by the names of `mlx_lstm.recurrence`: Wx, Wh, b, bhn (a GRU candidate's recurrent
+bias), the sequences x, h, c and gates [T, N, .], the first states h0, c0, the last states hT, cT [N, .]; d begins the
+names of gradients. A dot in a shape stands for any width. first, last: dicts of the states of all layers, [L, N, .].
+factors: the dropout factors on a layer's h, 0 or 1 / (1 - probability), or None. op: the function that error texts
+begin with. `check_array(op, name, array, shape)` and `fail(op, rule, got)` raise ValueErrors; in a shape a text such as
+"T" stands for any size.
 """
 
 from collections.abc import Sequence
@@ -37,8 +41,8 @@ from ..recurrence import by_layer, join_biases, of_layers
 from ._buffer import Attributes, Layout, check_params, layout
 
 BATCH_LAST = ("gates", "c")
-"""The reserve space stores these arrays with the batch last, [T, ., N]. The engine `numpy` has them in memory in this
-order, so packing copies them without a transpose."""
+"""The names of the arrays that the reserve space stores with the batch last, [T, ., N], instead of [T, N, .]. The
+engine `numpy` has them in memory in this order, so packing copies them without a transpose."""
 
 OPS = {"lstm": recurrence.lstm, "gru": recurrence.gru, "rnn_relu": recurrence.rnn, "rnn_tanh": recurrence.rnn}
 GRADIENTS = {"lstm": recurrence.lstm_gradients, "gru": recurrence.gru_gradients}
@@ -66,14 +70,14 @@ class Stack(NamedTuple):
     """The attributes of one call of a cuDNN op. The methods `forward` and `backward` check all arguments, convert
     them to the layout of `mlx_lstm.recurrence`, run the layers, and convert the results back.
 
-    In that layout sequences have time first, and states are [layers, batch, directions x width]: both directions of
-    a layer are side by side. `op` is the name for errors, `original` TensorFlow's name of the forward op. time_major:
-    whether the caller's sequences have time first, not the batch. batch_major_states: how states are laid out if not,
-    "transpose" or "reinterpret", as `cudnn_rnn_v3` describes.
+    In that layout sequences have time first, and states are [layers, batch, directions x width]: both directions of a
+    layer are side by side. `op` is the name for errors, `forward_name` TensorFlow's name of the forward op, such as
+    "CudnnRNNV3". time_major: whether the caller's sequences have time first, not the batch. batch_major_states: how the
+    caller's states are laid out if time_major is False, "transpose" or "reinterpret" (see `convert_states`).
     """
 
     op: str
-    original: str
+    forward_name: str
     attributes: Attributes
     time_major: bool = True
     batch_major_states: str = "transpose"
@@ -87,34 +91,41 @@ class Stack(NamedTuple):
         is_training: bool,
         checkpoint_every: int | str | None,
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """Run all layers and return output, output_h, output_c and reserve_space."""
+        """Run all layers and return output, output_h, output_c and reserve_space, in the caller's layout.
+
+        inputs: input, input_h (the first h), input_c (the first c) and params, in this order. sequence_lengths: the
+        number of steps of each sequence, which only CudnnRNNV3 has. checkpoint_every: gradient checkpointing as in
+        `mlx_lstm.lstm`; with it nothing is stored in the reserve space.
+        """
         check_flag(self.op, "is_training", is_training)
         every = check_every(self.op, checkpoint_every)
         with on(self.stream, self.op):
             where, lengths = self.check(inputs, sequence_lengths)
             input, input_h, input_c, params = inputs
-            x, first = self.sequence(input), self.by_layer(where, h0=input_h, c0=input_c)
+            x, first = self.convert_sequence(input), self.states_by_layer(where, h0=input_h, c0=input_c)
             dropout = self.attributes.dropout if is_training else 0
-            none: list[mx.array | None] = [None] * where.L
-            factors = dropout_factors(where, x, self.attributes) if dropout else none
+            no_factors: list[mx.array | None] = [None] * where.L
+            factors = dropout_factors(where, x, self.attributes) if dropout else no_factors
             if dropout and choice.current_device() == "cpu":
-                # The dropout factors depend only on the seeds, so evaluate them here, once. Otherwise the engine would
-                # have to evaluate their graph, which generates the random numbers.
+                # The dropout factors depend only on the seeds, so `have_values` evaluates them here, once. Otherwise
+                # the engine would have to evaluate their graph, which generates the random numbers.
                 have_values([factor for factor in factors if factor is not None], transforming=False)
             options = {"lengths": lengths, "engine": self.engine, "training": is_training, "checkpoint_every": every}
             results = run_layers(where, params, x, first, factors, options)
-            output, output_h = self.sequence(results[-1]["h"]), self.of_layers(where, results, "hT")
-            output_c = self.of_layers(where, results, "cT") if where.mode == "lstm" else mx.zeros((), input.dtype)
+            # results[-1]: the outputs of the top layer.
+            output, output_h = self.convert_sequence(results[-1]["h"]), self.join_states(where, results, "hT")
+            # TensorFlow's op has this output in all modes; without a cell state it is the scalar 0.
+            output_c = self.join_states(where, results, "cT") if where.mode == "lstm" else mx.zeros((), input.dtype)
             if is_training:
-                shapes = [] if every else reserve_shapes(where, x, dropout)
+                shapes = [] if every else reserve_shapes(where, x, dropout)  # []: store nothing
                 return output, output_h, output_c, pack(shapes, results, input.dtype)
             # If is_training is False, asking for a gradient must raise an error. A custom function in the graph raises
             # it. But MLX cannot export a graph with a custom function, so leave the function out while `mx.compile` or
             # an export traces the op. During such a trace the arrays have no values.
             inputs_used = [input, input_h, params, *([input_c] if where.mode == "lstm" else [])]
             if is_transforming() and have_values(inputs_used, transforming=True):
-                output, output_h, output_c = without_gradient(self.original, output, output_h, output_c)
-            return output, output_h, output_c, mx.zeros((), input.dtype)
+                output, output_h, output_c = without_gradient(self.forward_name, output, output_h, output_c)
+            return output, output_h, output_c, mx.zeros((), input.dtype)  # a scalar: there is no reserve space
 
     def backward(
         self,
@@ -125,17 +136,21 @@ class Stack(NamedTuple):
         reserve_space: mx.array,
     ) -> CudnnRNNBackpropOutput:
         """Return the gradients of input, input_h, input_c and params. inputs, outputs: the arguments and results of the
-        forward op. cotangents: the gradients of output, output_h and output_c. reserve_space: what the forward op
-        saved."""
+        forward op. sequence_lengths: as there; None for the ops that have none. cotangents: the gradients of output,
+        output_h and output_c. reserve_space: what the forward op saved."""
         with on(self.stream, self.op):
             where, lengths = self.check(inputs, sequence_lengths)
             input, input_h, input_c, params = inputs
             self.check_outputs(where, input, outputs, cotangents)
-            x, first = self.sequence(input), self.by_layer(where, h0=input_h, c0=input_c)
+            x, first = self.convert_sequence(input), self.states_by_layer(where, h0=input_h, c0=input_c)
             shapes = reserve_shapes(where, x, self.attributes.dropout)
-            saved = unpack(self.op, self.original, shapes, reserve_space, x.dtype)
-            saved[-1]["h"] = self.sequence(outputs[0])
-            dh, last = self.sequence(cotangents[0]), self.by_layer(where, dhT=cotangents[1], dcT=cotangents[2])
+            saved = unpack(self.op, self.forward_name, shapes, reserve_space, x.dtype)
+            # The reserve space lacks h of the top layer, because the caller has it: it is the forward op's output.
+            saved[-1]["h"] = self.convert_sequence(outputs[0])
+            dh, last = (
+                self.convert_sequence(cotangents[0]),
+                self.states_by_layer(where, dhT=cotangents[1], dcT=cotangents[2]),
+            )
             d = last | {"dh": dh}
             options = {"lengths": lengths, "engine": self.engine}
             gradients = run_layers_backward(where, params, x, first, saved, d, options)
@@ -143,75 +158,88 @@ class Stack(NamedTuple):
             if where.skip:  # each gate and direction of layer 0 read its own copy of x: sum the copies' gradients
                 dx = dx.reshape(*x.shape[:2], -1, where.H).sum(axis=2)
             if where.mode == "lstm":
-                dc0 = self.of_layers(where, gradients, "c0")
-            else:
+                dc0 = self.join_states(where, gradients, "c0")
+            else:  # input_c has no effect, and may be any value
                 dc0 = mx.zeros_like(input_c) if isinstance(input_c, mx.array) else mx.zeros((), input.dtype)
             dparams = join_layers(where, [buffer_gradients(where, layer) for layer in gradients])
-            return CudnnRNNBackpropOutput(self.sequence(dx), self.of_layers(where, gradients, "h0"), dc0, dparams)
+            return CudnnRNNBackpropOutput(
+                self.convert_sequence(dx), self.join_states(where, gradients, "h0"), dc0, dparams
+            )
 
-    def swapped(self, shape: Sequence[Any]) -> list[Any]:
-        """Convert the shape of a sequence [T, N, .] or of states [L D, N, .] to the caller's layout, or back."""
+    def convert_shape(self, shape: Sequence[Any]) -> list[Any]:
+        """Convert the shape of a sequence [T, N, .] or of states [L D, N, .] to the caller's layout, or back: without
+        time_major the first two axes change places."""
         first, second, *rest = shape
         return [first, second, *rest] if self.time_major else [second, first, *rest]
 
-    def sequence(self, array: mx.array) -> mx.array:
-        """Convert a sequence from the caller's layout to [T, N, .], or back."""
+    def convert_sequence(self, array: mx.array) -> mx.array:
+        """Convert a sequence from the caller's layout to [T, N, .], or back: without time_major the first two axes
+        change places."""
         return array if self.time_major else mx.swapaxes(array, 0, 1)
 
-    def states(self, array: mx.array) -> mx.array:
+    def convert_states(self, array: mx.array) -> mx.array:
         """Convert states from the caller's layout to [L D, N, .], or back. L: layers, D: directions, N: batch items.
-        "reinterpret": the same memory is read as another shape, without a transposition."""
+
+        Without time_major the caller's states have the shape [N, L D, .]. With "reinterpret" their memory is in the
+        order [L D, N, .] nevertheless, as TensorFlow treats it, so only the shape changes, and no axes are swapped.
+        """
         if self.batch_major_states == "reinterpret":
-            return array.reshape(self.swapped(array.shape))
-        return self.sequence(array)
+            return array.reshape(self.convert_shape(array.shape))
+        return self.convert_sequence(array)
 
-    def by_layer(self, where: Layout, **states: mx.array) -> Arrays:
+    def states_by_layer(self, where: Layout, **states: mx.array) -> Arrays:
         """Convert states from the layout of the op's arguments to h [L, N, D S] and, for an lstm, c [L, N, D H]: one
-        array per layer, with its D directions side by side. L: layers, N: batch, S: the width of h, H: the width of
-        c."""
+        array per layer, with its D directions side by side. L: layers, N: batch, S: the width of h, H: the width of c.
+        states: by name, h0 and c0 or dhT and dcT; in other modes those of c are dropped."""
         names = [name for name in states if where.mode == "lstm" or "c" not in name]
-        return {name: by_layer(self.states(states[name]), where.D) for name in names}
+        return {name: by_layer(self.convert_states(states[name]), where.D) for name in names}
 
-    def of_layers(self, where: Layout, layers: list[Arrays], name: str) -> mx.array:
+    def join_states(self, where: Layout, layers: list[Arrays], name: str) -> mx.array:
         """Join the states `name` (h0, c0, hT or cT) of all layers. `layers` holds the arrays of each layer by name;
         a state is [batch, directions x width]. Return one array in the layout of the op's arguments."""
-        return self.states(of_layers([arrays[name] for arrays in layers], where.D))
+        return self.convert_states(of_layers([arrays[name] for arrays in layers], where.D))
 
     def check(self, inputs: Inputs, sequence_lengths: recurrence.Lengths) -> tuple[Layout, mx.array | None]:
-        """Check arrays and attributes. Return the layout of the parameter buffer, and the sequence lengths, or None if
-        all lengths equal T."""
+        """Check arrays and attributes. Return the layout of the parameter buffer, and the sequence lengths [N], or None
+        if all lengths equal T. inputs: input, input_h, input_c and params. The number of layers and units is read from
+        the shapes of the states."""
         op, attributes, (input, input_h, input_c, params) = self.op, self.attributes, inputs
         check_flag(op, "time_major", self.time_major)
         check_option(op, "batch_major_states", self.batch_major_states, ("transpose", "reinterpret"))
-        check_array(op, "input", input, self.swapped(["T", "N", "I"]))
+        check_array(op, "input", input, self.convert_shape(["T", "N", "I"]))
         check_sizes(op, "input", input)
         check_device(op, input.dtype, choice.current_device())
-        T, N, I = self.swapped(input.shape)
-        name, first = ("input_c", input_c) if attributes.rnn_mode == "lstm" else ("input_h", input_h)
-        check_array(op, name, first, self.swapped(["L * D", N, "H"]), input.dtype)
-        check_sizes(op, name, first)
-        rows, _, H = self.swapped(first.shape)
+        T, N, I = self.convert_shape(input.shape)
+        # The width of h may be that of a projection, but c always has one element per unit. So read H from c, if there
+        # is one.
+        name, state = ("input_c", input_c) if attributes.rnn_mode == "lstm" else ("input_h", input_h)
+        check_array(op, name, state, self.convert_shape(["L * D", N, "H"]), input.dtype)
+        check_sizes(op, name, state)
+        rows, _, H = self.convert_shape(state.shape)
         if rows % attributes.D:
             rule = f"{name} must have two rows per layer with direction='bidirectional'"
-            fail(op, rule, f"shape {list(first.shape)}")
+            fail(op, rule, f"shape {list(state.shape)}")
         where = layout(op, rows // attributes.D, H, I, attributes)
-        check_array(op, "input_h", input_h, self.swapped([rows, N, where.S]), input.dtype)
+        check_array(op, "input_h", input_h, self.convert_shape([rows, N, where.S]), input.dtype)
         check_params(op, where, params, input.dtype)
-        if self.original != "CudnnRNNV3":
+        if self.forward_name != "CudnnRNNV3":  # the other versions have no lengths
             return where, None
+        # traced: the lengths are a placeholder of `mx.compile` or the like, so their values cannot be read.
         traced = isinstance(sequence_lengths, mx.array) and not have_values([sequence_lengths])
         lengths = check_lengths(op, sequence_lengths, N, T, traced=traced, name="sequence_lengths", shortest=1)
         return where, lengths if traced or (lengths < T).any().item() else None
 
     def check_outputs(self, where: Layout, input: mx.array, outputs: Outputs, cotangents: Outputs) -> None:
-        """Check that the outputs, and the gradients of the outputs, have the shapes of a forward pass's outputs."""
-        T, N, _ = self.swapped(input.shape)
+        """Check that the outputs, and their gradients `cotangents`, have the shapes of a forward pass's outputs. Both
+        hold (output, output_h, output_c); of another mode than lstm the last one is ignored."""
+        # shapes: with time first; `convert_shape` swaps the first two axes if the caller's layout differs.
+        T, N, _ = self.convert_shape(input.shape)
         shapes = {"output": [T, N, where.D * where.S], "output_h": [where.L * where.D, N, where.S]}
         if where.mode == "lstm":
             shapes["output_c"] = [where.L * where.D, N, where.H]
         for suffix, arrays in (("", outputs), ("_backprop", cotangents)):
             for (name, shape), array in zip(shapes.items(), arrays, strict=False):
-                check_array(self.op, name + suffix, array, self.swapped(shape), input.dtype)
+                check_array(self.op, name + suffix, array, self.convert_shape(shape), input.dtype)
 
 
 def dropout_factors(where: Layout, x: mx.array, attributes: Attributes) -> list[mx.array | None]:
@@ -221,27 +249,29 @@ def dropout_factors(where: Layout, x: mx.array, attributes: Attributes) -> list[
 
     With p = 1 all factors are 0, without a division by 0.
     """
-    # One 64-bit key from two seeds, of which the low 32 bits count.
+    # One random key from two seeds: the low 32 bits of `seed` are its high half, those of `seed2` its low half.
     high, low = (int(seed) % 2**32 for seed in (attributes.seed, attributes.seed2))
-    stays = 1 - float(attributes.dropout)  # the probability that an element is kept
-    shape, scale = (*x.shape[:2], where.D * where.S), mx.array(1 / stays if stays else 0, x.dtype)
+    kept = 1 - float(attributes.dropout)  # the probability that an element is kept
+    shape, scale = (*x.shape[:2], where.D * where.S), mx.array(1 / kept if kept else 0, x.dtype)
     keys = mx.random.split(mx.random.key(high << 32 | low), where.L - 1) if where.L > 1 else []
-    return [*(mx.random.bernoulli(stays, shape, key).astype(x.dtype) * scale for key in keys), None]
+    return [*(mx.random.bernoulli(kept, shape, key).astype(x.dtype) * scale for key in keys), None]
 
 
 def run_layers(
     where: Layout, params: mx.array, x: mx.array, first: Arrays, factors: list[mx.array | None], options: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Run all layers; return for each a dict of the outputs of the recurrence and the dropout factors on the layer's
-    h. params: the parameter buffer. x [T, N, I]. first: the first states h0 and c0 of all layers. factors: for each
-    layer its dropout factors or None. options: lengths, engine and so on, as the functions of `OPS` take them."""
-    # has_gates: whether the reserve space needs the gates; a plain RNN (one gate) has none to save.
-    results, has_gates = [], options["training"] and options["checkpoint_every"] is None and where.G > 1
+    """Run all layers; return for each a dict of the outputs of the recurrence (h, hT, ...) and the dropout factors on
+    the layer's h. params: the parameter buffer. x [T, N, I]: the stack's input. first: the first states h0 and c0 of
+    all layers. factors: for each layer its dropout factors or None. options: lengths, engine, training and
+    checkpoint_every, as the functions of `OPS`, which run one layer, take them."""
+    # saves_gates: whether the reserve space needs the gates; a plain RNN (one gate) has none to save, since its
+    # gradient follows from h.
+    results, saves_gates = [], options["training"] and options["checkpoint_every"] is None and where.G > 1
     for layer, weights in enumerate(layer_arrays(where, params)):
         arrays = layer_arguments(where, layer, weights, x, first)
-        outputs = OPS[where.mode](**arrays, **options, return_gates=has_gates)._asdict()
+        outputs = OPS[where.mode](**arrays, **options, return_gates=saves_gates)._asdict()
         results.append(outputs | {"factors": factors[layer]})
-        x = scaled(outputs["h"], factors[layer])
+        x = scaled(outputs["h"], factors[layer])  # the input of the next layer
     return results
 
 
@@ -254,20 +284,25 @@ def run_layers_backward(
     cotangents: dict[str, Any],
     options: dict[str, Any],
 ) -> list[Arrays]:
-    """Return the gradients of each layer. first: the first states h0, c0 of all layers.
+    """Return the gradients of each layer, as dicts by the names of the arguments (x, Wx, Wh, b, h0, ...). x: the
+    stack's input. first: the first states h0, c0 of all layers. options: lengths and engine.
 
-    saved: what the forward pass saved for each layer, also its dropout's `factors` on h (0, or 1 / (1 - rate)).
-    cotangents: "dh" for h of the top layer; for the states after the last step (hT, cT) a list of one array per layer.
+    saved: what the forward pass saved for each layer (h, gates, c), also its dropout's `factors` on h (0, or 1 / (1 -
+    rate)). cotangents: "dh" [T, N, .] for h of the top layer; "dhT" and "dcT" [L, N, .] for the states after the last
+    step, of each layer.
     """
     weights, gradients, last = layer_arrays(where, params), [], dict(cotangents)
     dh = last.pop("dh")
-    factors = [None, *(layer.pop("factors", None) for layer in saved)]  # factors[n] act on the input of layer n
+    # input_factors[n]: the factors on the input of layer n, which is h of layer n - 1; None for layer 0.
+    input_factors = [None, *(layer.pop("factors", None) for layer in saved)]
     for layer in reversed(range(where.L)):
-        below = scaled(saved[layer - 1]["h"], factors[layer]) if layer else x
-        arrays = layer_arguments(where, layer, weights[layer], below, first)
+        layer_input = scaled(saved[layer - 1]["h"], input_factors[layer]) if layer else x
+        arrays = layer_arguments(where, layer, weights[layer], layer_input, first)
         d = {name: states[layer] for name, states in last.items()} | {"dh": dh}
+        # `GRADIENTS` has the function of a kind of layer that takes its arguments, its saved outputs and their
+        # gradients. The loop runs from the top layer down, so insert the result at the front.
         gradients.insert(0, GRADIENTS[where.mode](**arrays, **saved[layer], **d, **options))
-        dh = scaled(gradients[0]["x"], factors[layer])
+        dh = scaled(gradients[0]["x"], input_factors[layer])  # for h of the layer below
     return gradients
 
 
@@ -278,13 +313,14 @@ def scaled(h: mx.array, factors: mx.array | None) -> mx.array:
 
 def layer_arguments(where: Layout, layer: int, weights: Arrays, x: mx.array, states: Arrays) -> dict[str, Any]:
     """Return a layer's arrays and options as arguments of `mlx_lstm.recurrence`. weights: the layer's arrays in the
-    parameter buffer: Wx, Wh, bW, bR and, with a projection, Wp. x: what the layer reads. states: the first states of
-    all layers."""
+    parameter buffer: Wx, Wh, the biases bW and bR [D, G H] of the input's and the recurrent product and, with a
+    projection, its matrix Wp. x: what the layer reads. states: the first states h0 and c0 of all layers."""
     arrays: dict[str, Any] = {name: weights[name] for name in ("Wh", "Wp") if name in weights}
-    arrays |= {name: rows[layer] for name, rows in states.items()}
+    arrays |= {name: of_all[layer] for name, of_all in states.items()}
+    # biases: b, the sum of both, and for a GRU also bhn. Their directions [D, .] become one axis.
     biases = join_biases(weights["bW"], weights["bR"], gru=where.mode == "gru")
-    arrays |= {name: b.reshape(-1) for name, b in biases.items()} | {"bidirectional": where.D == 2}
-    if where.G == 1:
+    arrays |= {name: bias.reshape(-1) for name, bias in biases.items()} | {"bidirectional": where.D == 2}
+    if where.G == 1:  # a plain RNN: the mode is "rnn_relu" or "rnn_tanh"
         arrays["activation"] = where.mode.removeprefix("rnn_")
     if where.skip and layer == 0:
         # Layer 0 skips the product with Wx: each gate of each direction adds x itself. So x has H features.
@@ -293,12 +329,13 @@ def layer_arguments(where: Layout, layer: int, weights: Arrays, x: mx.array, sta
 
 
 def buffer_gradients(where: Layout, gradients: Arrays) -> Arrays:
-    """Return a layer's gradients by the names of the arrays in the parameter buffer: Wx, Wh, Wp, bW, bR.
+    """Return a layer's gradients by the names of the arrays in the parameter buffer: Wx, Wh, Wp (a projection), and the
+    biases bW and bR of the input's and the recurrent product. gradients: those of `mlx_lstm.recurrence`, by name.
 
-    The forward pass adds bW and bR, so both get the gradient of the sum. A GRU's candidate has a separate bR, called
-    bhn in `mlx_lstm.recurrence`.
+    The forward pass adds bW and bR, so both get the gradient of the sum. Only the candidate of a GRU, the last of three
+    gates, has a separate bR, called bhn in `mlx_lstm.recurrence`.
     """
-    db = gradients["b"].reshape(where.D, -1)
+    db = gradients["b"].reshape(where.D, -1)  # [D, G H]
     parts = {name: gradients[name] for name in ("Wx", "Wh", "Wp") if name in gradients} | {"bW": db, "bR": db}
     if where.mode == "gru":
         parts["bR"] = mx.concatenate([db[:, : 2 * where.H], gradients["bhn"].reshape(where.D, -1)], axis=1)
@@ -310,40 +347,58 @@ def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str,
     reserve space is the array in which the forward op saves arrays for the backward op. x: the op's input, [steps,
     batch, features]. dropout: the probability; if it is 0, no factors are saved."""
     T, N, _ = x.shape
+    # widths: the size of an array per step and batch item. A plain RNN saves no gates: its gradient follows from h.
     widths = {} if where.mode.startswith("rnn") else {"gates": where.D * where.G * where.H}
     if where.mode == "lstm":
         widths["c"] = where.D * where.H
-    between = {"h": where.D * where.S} | ({"factors": where.D * where.S} if dropout else {})
-    layers = [widths | between] * (where.L - 1) + [widths]
-    return [{n: (T, w, N) if n in BATCH_LAST else (T, N, w) for n, w in layer.items()} for layer in layers]
+    # The top layer's h is the op's output, which the caller passes to the backward op, and nothing drops it.
+    below_top = {"h": where.D * where.S} | ({"factors": where.D * where.S} if dropout else {})
+    layers = [widths | below_top] * (where.L - 1) + [widths]
+    # `BATCH_LAST` names the arrays that are stored with the batch as the last axis.
+    return [
+        {name: (T, width, N) if name in BATCH_LAST else (T, N, width) for name, width in layer.items()}
+        for layer in layers
+    ]
 
 
 def pack(shapes: list[dict[str, tuple[int, int, int]]], results: list[dict[str, Any]], dtype: mx.Dtype) -> mx.array:
-    """Store each layer's results in one array, the reserve space, and return this array. shapes: what
-    `reserve_shapes` returned; if it is empty, the reserve space is empty, too. results: what `run_layers` returned."""
+    """Store each layer's results in one array of this dtype, the reserve space, and return this array.
+
+    shapes: for each layer a dict from the names of the arrays to store, such as "gates", to their shapes; if the list
+    is empty, so is the reserve space. results: for each layer its arrays by name, from `run_layers`.
+    """
     named = [(name, arrays[name]) for layer, arrays in zip(shapes, results, strict=False) for name in layer]
+    # The arrays are [T, N, .]; those in `BATCH_LAST` are stored as [T, ., N].
     parts = [(mx.swapaxes(array, 1, 2) if name in BATCH_LAST else array).reshape(-1) for name, array in named]
     return mx.concatenate(parts) if parts else mx.zeros((0,), dtype)
 
 
 def unpack(
-    op: str, original: str, shapes: list[dict[str, tuple[int, int, int]]], reserve_space: mx.array, dtype: mx.Dtype
+    op: str, forward_name: str, shapes: list[dict[str, tuple[int, int, int]]], reserve_space: mx.array, dtype: mx.Dtype
 ) -> list[Arrays]:
-    """Return the arrays that the forward pass saved in the reserve space, as one dict of views per layer. original:
-    TensorFlow's name of the forward op, for an error text. shapes: what `reserve_shapes` returned."""
-    if isinstance(reserve_space, mx.array) and reserve_space.ndim == 0:
-        raise ValueError(f"To use {original} in gradients, is_training must be set to True.")
+    """Return the arrays that the forward pass saved in the reserve space, as one dict of views per layer.
+
+    forward_name: TensorFlow's name of the forward op, for an error text. shapes: for each layer a dict from the names
+    of its stored arrays to their shapes, in the order of storage. dtype: that of the reserve space.
+    """
+    if isinstance(reserve_space, mx.array) and reserve_space.ndim == 0:  # a forward pass without is_training
+        raise ValueError(f"To use {forward_name} in gradients, is_training must be set to True.")
     sizes = [prod(shape) for layer in shapes for shape in layer.values()]
     why = ", but with checkpoint_every there is none," if getattr(reserve_space, "size", None) == 0 else ""
     check_array(op, "reserve_space", reserve_space, [sum(sizes)], dtype, why)
+    # `accumulate` returns where each array ends; the last end is that of the reserve space itself.
     parts = iter(mx.split(reserve_space, list(accumulate(sizes))[:-1]) if sizes else ())
-    arrays = [{name: next(parts).reshape(shape) for name, shape in layer.items()} for layer in shapes]
-    return [{n: mx.swapaxes(a, 1, 2) if n in BATCH_LAST else a for n, a in layer.items()} for layer in arrays]
+    layers = [{name: next(parts).reshape(shape) for name, shape in layer.items()} for layer in shapes]
+    # Return all arrays as [T, N, .]; those in `BATCH_LAST` are stored as [T, ., N].
+    return [
+        {name: mx.swapaxes(array, 1, 2) if name in BATCH_LAST else array for name, array in layer.items()}
+        for layer in layers
+    ]
 
 
-def without_gradient(original: str, *arrays: mx.array) -> tuple[mx.array, ...]:
-    """Return the same arrays, but raise TensorFlow's error if their gradient is asked for. original: TensorFlow's name
-    of the op."""
+def without_gradient(forward_name: str, *arrays: mx.array) -> tuple[mx.array, ...]:
+    """Return the same arrays, but raise TensorFlow's error if their gradient is asked for. forward_name: TensorFlow's
+    name of the op, for the error text."""
 
     @mx.custom_function
     def identity(*arrays: mx.array) -> tuple[mx.array, ...]:
@@ -351,6 +406,6 @@ def without_gradient(original: str, *arrays: mx.array) -> tuple[mx.array, ...]:
 
     @identity.vjp
     def refuse(primals: Any, cotangents: Any, outputs: Any) -> Any:
-        raise ValueError(f"To use {original} in gradients, is_training must be set to True.")
+        raise ValueError(f"To use {forward_name} in gradients, is_training must be set to True.")
 
     return cast(Any, identity)(*arrays)

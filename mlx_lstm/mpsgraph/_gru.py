@@ -4,8 +4,10 @@ package have in common.
 Sizes: T time, N batch, I input, H hidden. Apple's names are in Python's spelling: source (x), recurrent_weight (Wh),
 secondary_bias (bhn), z_state (zState, the gates), output_fwd (h); Apple's gate o is our n. A descriptor is an object
 with the options of an op. Each op checks its arguments, converts them to those of `mlx_lstm.gru` or `gru_gradients`
-(`translate`), and returns Apple's list of results. E:name is an experiment that decides on a Mac what Apple's text
-leaves open.
+(`translate`), and returns Apple's list of results. op: the name that error texts begin with. `GRADIENTS` has the
+arguments that have a gradient, in Apple's order, `PROPERTIES` the descriptor's properties that name activations.
+`MPSGRAPH` has Apple's gate orders of each cell, (flag off, flag on). E:name is an experiment that decides on a Mac what
+Apple's text leaves open.
 """
 
 from collections.abc import Sequence
@@ -192,12 +194,13 @@ def translate(op: str, arrays: Given, descriptor: GRUDescriptor, hard_sigmoid: s
     """Check Apple's arguments of a GRU and convert them to arguments of `mlx_lstm.recurrence`. arrays: by Apple's
     names, None for those that the caller left out. The options are those of `gru`. 3: a GRU has three gates."""
     check_descriptor(op, descriptor, GRUDescriptor)
+    # The arrays by the names of `mlx_lstm.gru`; `WORDS` maps Apple's names to these.
     arguments = translated(op, arrays, 3, WORDS, descriptor, mask_layout)
     if "bhn" in arguments and not descriptor.reset_after:
         fail(op, f"{title('secondary_bias')} must be None without descriptor.reset_after", "an array")
     return arguments | {
-        "gate_order": MPSGRAPH["gru"][descriptor.reset_gate_first],
-        "activations": activation_names(op, descriptor, PROPERTIES["gru"], hard_sigmoid),
+        "gate_order": MPSGRAPH["gru"][descriptor.reset_gate_first],  # (flag off, flag on)[flag]
+        "activations": activation_names(op, descriptor, PROPERTIES["gru"], hard_sigmoid),  # of r, z, n
         "reset": "after" if descriptor.reset_after else "before",
         "flip_z": descriptor.flip_z,
     }

@@ -4,7 +4,9 @@ package have in common.
 Sizes: T time, N batch, I input, H hidden. Apple's names are in Python's spelling: source (x), recurrent_weight (Wh),
 z_state (zState, the gates), cell_output_fwd (c); Apple's gate z is our g. A descriptor is an object with the options of
 an op. Each op checks its arguments, converts them to those of `mlx_lstm.lstm` or `lstm_gradients` (`translate`), and
-returns Apple's list of results. E:name is an experiment that decides on a Mac what Apple's text leaves open.
+returns Apple's list of results. op: the name that error texts begin with. `GRADIENTS` has the arguments that have a
+gradient, in Apple's order, `PROPERTIES` the descriptor's properties that name activations. `MPSGRAPH` has Apple's gate
+orders of each cell, (flag off, flag on). E:name is an experiment that decides on a Mac what Apple's text leaves open.
 """
 
 from collections.abc import Sequence
@@ -218,8 +220,9 @@ def translate(
     names, None for those that the caller left out. The options are those of `lstm`. 4: an LSTM has four gates."""
     check_descriptor(op, descriptor, LSTMDescriptor)
     check_option(op, "output_peephole", output_peephole, ("previous", "current"))
+    # `translated` returns the arrays by the names of `mlx_lstm.lstm`; `WORDS` maps Apple's names to these.
     return translated(op, arrays, 4, WORDS, descriptor, mask_layout) | {
-        "gate_order": MPSGRAPH["lstm"][descriptor.forget_gate_last],
-        "activations": activation_names(op, descriptor, PROPERTIES["lstm"], hard_sigmoid),
+        "gate_order": MPSGRAPH["lstm"][descriptor.forget_gate_last],  # (flag off, flag on)[flag]
+        "activations": activation_names(op, descriptor, PROPERTIES["lstm"], hard_sigmoid),  # of i, f, g, o, output
         "output_peephole": output_peephole,
     }

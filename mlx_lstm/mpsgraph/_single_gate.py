@@ -4,7 +4,9 @@ what all ops of the package have in common.
 Sizes: T time, N batch, I input, H hidden. Apple's names are in Python's spelling: source (x), recurrent_weight (Wh),
 z_state (zState, an array that the gradient op reads). A descriptor is an object with the options of an op. Each op
 checks its arguments, converts them to those of `mlx_lstm.rnn` or `rnn_gradients` (`translate`), and returns Apple's
-list of results. E:name is an experiment that decides on a Mac what Apple's text leaves open.
+list of results. `GRADIENTS` has the arguments that have a gradient, in Apple's order; `WORDS` maps Apple's names of
+arrays to those of `mlx_lstm.rnn`, `Z_STATES` what z_state holds to the output that holds it. E:name is an experiment
+that decides on a Mac what Apple's text leaves open.
 """
 
 from collections.abc import Sequence
@@ -178,6 +180,7 @@ def translate(
     gate."""
     check_descriptor(op, descriptor, SingleGateRNNDescriptor)
     check_option(op, "z_state_holds", z_state_holds, tuple(Z_STATES))
+    # words: Apple's names of the arrays, and those of `mlx_lstm.rnn`; z_state is either its gates or its h.
     words = WORDS | {"z_state": Z_STATES[z_state_holds]}
     (activation,) = activation_names(op, descriptor, ["activation"], hard_sigmoid)
     return translated(op, arrays, 1, words, descriptor, mask_layout) | {"activation": activation}

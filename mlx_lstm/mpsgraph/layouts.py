@@ -5,7 +5,8 @@ is a list with one text per axis, such as ["T", "N", "4H"]; sizes has the number
 by Apple's names in Python's spelling: source (x), recurrent_weight (Wh), source_gradient (dh) and so on; `words` maps
 them to the names of `mlx_lstm.recurrence`. present: the arrays that are not None. descriptor: the object with the
 options of an op. leading_ones: names of arguments whose gradients get two leading axes of size 1. op: the function that
-error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...". `check_array(op, name,
+array, shape)` raises one unless the array is of MLX, has this shape and a dtype of floats.
 """
 
 import re
@@ -39,13 +40,14 @@ def layouts(G: int, bidirectional: bool, projects: bool) -> dict[str, list[str]]
     """Return the layout of each argument as a list with one text per axis, such as "T", "2" or "4H". G: the op's number
     of gates. projects: whether the op multiplies source by an input_weight."""
     D = 2 if bidirectional else 1
-    own = ["2"] if bidirectional else []  # the axis of arrays with one entry per direction
+    direction_axis = ["2"] if bidirectional else []  # the first axis of arrays with one entry per direction
     # Texts for the widths H, D H, G H and D G H, such as "H" and "8H".
     H, DH, GH, DGH = ("H" if n == 1 else f"{n}H" for n in (1, D, G, D * G))
     sequence, state = ["T", "N", DH], ["N", DH]
-    axes = {"source": ["T", "N", "I" if projects else DGH], "recurrent_weight": [*own, GH, H]}
-    axes |= {"input_weight": [DGH, "I"], "bias": [DGH], "secondary_bias": [DH], "peephole": [*own, GH]}
-    axes |= dict.fromkeys(LEADING_ONE, state)
+    # DH is D H, GH is G H, DGH is D G H.
+    axes = {"source": ["T", "N", "I" if projects else DGH], "recurrent_weight": [*direction_axis, GH, H]}
+    axes |= {"input_weight": [DGH, "I"], "bias": [DGH], "secondary_bias": [DH], "peephole": [*direction_axis, GH]}
+    axes |= dict.fromkeys(LEADING_ONE, state)  # the states and their gradients
     axes |= dict.fromkeys(("source_gradient", "cell_output_fwd", "output_fwd"), sequence)
     return axes | {"z_state": ["T", "N", DGH]}
 
@@ -58,22 +60,27 @@ def translated(
     mask_layout: what the axes of the mask are, see `MASK_LAYOUTS`."""
     present = check_layouts(op, arrays, G, descriptor.bidirectional)
     check_option(op, "mask_layout", mask_layout, MASK_LAYOUTS)
-    if mask_layout != MASK_LAYOUTS[0] and "mask" not in present:
+    if mask_layout != MASK_LAYOUTS[0] and "mask" not in present:  # another value than the default needs a mask
         fail(op, f"mask must be given with mask_layout={mask_layout!r}", "None")
     if "mask" in present:
         present["mask"] = check_mask(op, present, descriptor.bidirectional, mask_layout)
+    # Without input_weight, Wx is None: source is then the input's part of the preactivations.
     arguments = {"Wx": None} | {words[name]: array for name, array in present.items()}
     reverse = descriptor.reverse and not descriptor.bidirectional
     return arguments | {"reverse": reverse, "bidirectional": descriptor.bidirectional}
 
 
 def check_layouts(op: str, arrays: Given, G: int, bidirectional: bool) -> dict[str, Any]:
-    """Check the layout of every array but the mask. Return the arrays that are not None, with states as [N, .]."""
+    """Check the layout of every array but the mask. Return the arrays that are not None, with states as [N, .], without
+    a leading axis of 1. arrays: by Apple's names. G: the op's number of gates. `REQUIRED` names the arrays that must
+    not be None, `LEADING_ONE` the states."""
     present: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None or name in REQUIRED}
     expected = layouts(G, bidirectional, "input_weight" in present)
     for name in present.keys() & set(REQUIRED):
         if present[name] is None:
-            wrong_layout(op, name, expected[name], {}, "None")
+            wrong_layout(op, name, expected[name], {}, "None")  # {}: the sizes are not known yet
+    # The sizes T, N, I and H are read from these two arrays. `check_array` gets their own shape, so it checks only the
+    # class and dtype; the number of axes is checked next.
     for name in ("source", "recurrent_weight"):
         check_array(op, title(name), present[name], list(getattr(present[name], "shape", ())))
         if present[name].ndim != len(expected[name]):
@@ -82,10 +89,10 @@ def check_layouts(op: str, arrays: Given, G: int, bidirectional: bool) -> dict[s
     source, H = present["source"], present["recurrent_weight"].shape[-1]
     sizes = dict(zip("TNI", source.shape, strict=True)) | {"H": H}
     for name, array in present.items():
-        if name == "mask":
+        if name == "mask":  # `check_mask` does it
             continue
         shape = list(getattr(array, "shape", ()))
-        check_array(op, title(name), array, shape, source.dtype)
+        check_array(op, title(name), array, shape, source.dtype)  # checks class and dtype only
         if name in LEADING_ONE and array.ndim == 3 and array.shape[0] == 1:
             array = present[name] = array[0]
         if list(array.shape) != [size_of(axis, sizes) for axis in expected[name]]:
@@ -94,7 +101,7 @@ def check_layouts(op: str, arrays: Given, G: int, bidirectional: bool) -> dict[s
 
 
 def size_of(axis: str, sizes: dict[str, int]) -> int:
-    """Return the size of an axis such as "T", "2" or "4H"."""
+    """Return the size of an axis such as "T", "2" or "4H". sizes: the numbers for the letters T, N, I and H."""
     if axis.isdigit():
         return int(axis)
     return int(axis[:-1] or 1) * sizes["H"] if axis.endswith("H") else sizes[axis]
@@ -115,11 +122,11 @@ def title(name: str) -> str:
 
 def check_mask(op: str, arrays: Arrays, bidirectional: bool, mask_layout: str) -> mx.array:
     """Check the mask and convert it to the mask of `mlx_lstm.recurrence`, which broadcasts to [N, D H] or, with
-    mask_layout "steps", to [T, N, D H]."""
+    mask_layout "steps", to [T, N, D H]. arrays: the op's arrays by Apple's names."""
     mask, source, H = arrays["mask"], arrays["source"], arrays["recurrent_weight"].shape[-1]
-    check_array(op, "mask", mask, list(getattr(mask, "shape", ())), source.dtype)
+    check_array(op, "mask", mask, list(getattr(mask, "shape", ())), source.dtype)  # checks class and dtype only
     (T, N, _), D, DH = source.shape, 2 if bidirectional else 1, "2H" if bidirectional else "H"
-    # expected: the rule as text. shape: what the mask must broadcast to.
+    # DH: the width of the mask as text. expected: the rule as text. shape: what the mask must broadcast to.
     expected, shape = {
         "channels": (f"broadcast to [N, {DH}]", (1, N, D * H)),
         "steps": (f"broadcast to [T, N, {DH}]", (T, N, D * H)),
@@ -134,20 +141,21 @@ def check_mask(op: str, arrays: Arrays, bidirectional: bool, mask_layout: str) -
     if not fits or (mask_layout == "directions" and mask.ndim < 3):
         short = list(shape[1:] if mask_layout == "channels" else shape)
         fail(op, f"mask must {expected} = {short}", f"shape {list(mask.shape)}")
-    if mask_layout == "directions":
+    if mask_layout == "directions":  # put the masks [N, H] of both directions side by side
         return mx.concatenate(list(mx.broadcast_to(mask, (2, mask.shape[1], H))), axis=-1)
     return mask
 
 
 def check_descriptor(op: str, descriptor: Any, kind: type) -> None:
-    """Check that the descriptor has the op's class, that its flags are bools and its activations are among Apple's."""
+    """Check that the descriptor has the op's class `kind`, that its flags are bools and its activations are among
+    Apple's."""
     if not isinstance(descriptor, kind):
         fail(op, f"descriptor must be a {kind.__name__}", type(descriptor).__name__)
     for field in fields(descriptor):
         name, value = f"descriptor.{title(field.name)}", getattr(descriptor, field.name)
         if isinstance(field.default, bool):
             check_flag(op, name, value)
-        else:
+        else:  # `ACTIVATIONS` has Apple's names of activations
             check_option(op, name, value, tuple(ACTIVATIONS))
 
 

@@ -4,8 +4,11 @@ does not check.
 Ranks are checked before sizes, because a size cannot be read from a missing axis. If the arguments break several rules
 at once, TensorFlow's error may name another rule than the error of this package. The rank of an array is the number of
 its axes. T: steps, N: batch items (batch_size), I: inputs (input_size), H: units (cell_size). arrays: the arrays of a
-call by TensorFlow's names. op: the function that error texts begin with. `reject` raises an error with TensorFlow's
-text; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+call by TensorFlow's names: x the input, w the weights of x and h, b the bias, wci, wcf, wco the peepholes, cs_prev and
+h_prev the states before the first step; of a GRU w_ru, b_ru (reset and update gate) and w_c, b_c (candidate). op: the
+function that error texts begin with. `reject` raises an error with TensorFlow's text; `PEEPHOLES` has the names of the
+peepholes, which are checked if use_peephole is true; `fail(op, rule, got)` raises the ValueError "[op] rule but got
+..."; `check_array` does so for a wrong shape.
 """
 
 from typing import NoReturn
@@ -35,6 +38,7 @@ def check_lstm_block_cell(op: str, arrays: Arrays, use_peephole: bool) -> None:
     N, H = check_cell(op, arrays)
     if 0 in (N, H):
         reject(op, f"cs_prev_tensor is empty, has shape: ({N},{H}).")
+    # The arrays of the gradient op, each [N, H]; the forward op has none of them. TensorFlow's texts differ.
     check_matrices(op, arrays, SAVED, ".dim_size", N, H)
     check_matrices(op, arrays, ("cs_grad", "h_grad"), "_tensor.dims", N, H)
     if use_peephole:
@@ -46,6 +50,7 @@ def check_block_lstm(op: str, seq_len_max: object, arrays: Arrays, use_peephole:
     check_flag(op, "use_peephole", use_peephole)
     steps = check_steps(op, seq_len_max)
     check_kinds(op, arrays)
+    # 2: the rank of all arrays that the dict does not name.
     check_ranks(op, arrays, {"x": 3, "b": 1} | dict.fromkeys(PEEPHOLES, 1), 2, "{name} must be {rank}D")
     _, H = check_cell(op, arrays)
     check_peepholes(op, arrays, H)
@@ -53,12 +58,14 @@ def check_block_lstm(op: str, seq_len_max: object, arrays: Arrays, use_peephole:
 
 
 def check_block_lstm_grad(op: str, seq_len_max: object, arrays: Arrays, use_peephole: bool) -> int:
-    """Check the arguments of BlockLSTMGrad and BlockLSTMGradV2; return seq_len_max as an int."""
+    """Check the arguments of BlockLSTMGrad and BlockLSTMGradV2; return seq_len_max as an int. arrays: those of the
+    forward op, its outputs, and the gradients cs_grad and h_grad."""
     check_flag(op, "use_peephole", use_peephole)
     steps = check_steps(op, seq_len_max)
     check_kinds(op, arrays)
     ranks = {"x": 3, "cs_prev": 2, "h_prev": 2, "w": 2, "b": 1} | dict.fromkeys(PEEPHOLES, 1)
     check_ranks(op, {name: arrays[name] for name in ranks}, ranks, 3, "{name} must be rank {rank} but is rank {got}")
+    # sequences: the outputs and the gradients, [T, N, H]. TensorFlow has another text for them. 3: their rank.
     sequences = {name: array for name, array in arrays.items() if name not in ranks}
     check_ranks(op, sequences, {}, 3, "{name} must be rank {rank}. Received: {got}")
     T, N, I = arrays["x"].shape
@@ -82,6 +89,7 @@ def check_block_lstm_grad(op: str, seq_len_max: object, arrays: Arrays, use_peep
 def check_gru_block_cell(op: str, arrays: Arrays) -> None:
     """Check the arguments of GRUBlockCell, or of its gradient op if `arrays` also has r, u, c and d_h."""
     check_kinds(op, arrays)
+    # 2: the rank of all arrays but the biases.
     check_ranks(op, arrays, {"b_ru": 1, "b_c": 1}, 2, "Rank of {name} must be {rank}, got {got}")
     N, I = arrays["x"].shape
     H = arrays["h_prev"].shape[1]
@@ -131,7 +139,8 @@ def check_matrices(op: str, arrays: Arrays, names: tuple[str, ...], dims: str, N
 
 
 def check_cell(op: str, arrays: Arrays) -> tuple[int, int]:
-    """Check cs_prev [N, H], h_prev [N, H], w [I + H, 4H] and b [4H]; return N and H."""
+    """Check the shapes of an LSTM's cs_prev [N, H], h_prev [N, H], w [I + H, 4H] and b [4H]; return N and H. N and I
+    are those of x [N, I] or [T, N, I], H that of cs_prev. The error texts are TensorFlow's."""
     (N, I), H = arrays["x"].shape[-2:], arrays["cs_prev"].shape[1]
     check_size(op, "cs_prev.dims(0) != batch_size", arrays["cs_prev"].shape[0], N)
     check_size(op, "h_prev.dims(0) != batch_size", arrays["h_prev"].shape[0], N)
@@ -169,8 +178,9 @@ def check_range(op: str, steps: int, T: int) -> int:
 
 
 def check_attributes(op: str, forget_bias: object, cell_clip: object) -> tuple[float, float]:
-    """Check that forget_bias is a finite number and that cell_clip is a number; return both as floats."""
-    clip = as_float(cell_clip)
+    """Check that forget_bias is a finite number and that cell_clip is a number, also an infinite one or NaN; return
+    both as floats."""
+    clip = as_float(cell_clip)  # None if it is no number
     if clip is None:
         fail(op, "cell_clip must be a number", repr(cell_clip))
     return check_number(op, "forget_bias", forget_bias), clip

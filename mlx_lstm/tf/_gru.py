@@ -1,8 +1,10 @@
 """Run one step of TensorFlow's GRU block cell, or compute its gradient.
 
-Letters in shapes: N batch items, I inputs, H units. Names are TensorFlow's: u is the update gate (our z), c the
-candidate (our n). given: the arrays of the op in a dict by TensorFlow's names. Each op checks its arguments, converts
-them to those of `mlx_lstm.gru` or `gru_gradients`, and converts the results back.
+Letters in shapes: N batch items, I inputs, H units. Names are TensorFlow's: r is the reset gate, u the update gate (our
+z), c the candidate (our n); w_ru [I + H, 2H] and w_c [I + H, H] are weights of the input and, below them, of h; b_ru
+[2H] and b_c [H] are biases. given: the arrays of the op in a dict by TensorFlow's names. Each op checks its arguments,
+converts them to those of `mlx_lstm.gru` or `gru_gradients`, and converts the results back. Their sequences have time
+first, so array[None] is a sequence of one step and array[0] that step. joined: arrays side by side on the last axis.
 """
 
 from typing import Any, NamedTuple
@@ -72,10 +74,10 @@ def gru_block_cell(
     given = {"x": x, "h_prev": h_prev, "w_ru": w_ru, "w_c": w_c, "b_ru": b_ru, "b_c": b_c}
     check_gru_block_cell("gru_block_cell", given)
     with on(stream, "gru_block_cell"):
-        if h_prev.size == 0:
-            return GRUBlockCellOutput(*[mx.zeros_like(h_prev)] * 4)
+        if h_prev.size == 0:  # N = 0 or H = 0
+            return GRUBlockCellOutput(*[mx.zeros_like(h_prev)] * 4)  # 4: the number of outputs
         out = gru(**gru_arguments(given), return_gates=True, engine=engine)._asdict()
-        r, u, c = mx.split(out["gates"][0], 3, axis=-1)
+        r, u, c = mx.split(out["gates"][0], 3, axis=-1)  # gates [1, N, 3H]
         return GRUBlockCellOutput(r, u, c, out["h"][0])
 
 
@@ -117,7 +119,7 @@ def gru_block_cell_grad(
     check_gru_block_cell("gru_block_cell_grad", given | {"r": r, "u": u, "c": c, "d_h": d_h})
     I, H = x.shape[1], h_prev.shape[1]
     with on(stream, "gru_block_cell_grad"):
-        if h_prev.size == 0:
+        if h_prev.size == 0:  # N = 0 or H = 0: all gradients are 0
             d_h_prev = mx.zeros_like(h_prev)
             return GRUBlockCellGradOutput(mx.zeros_like(x), d_h_prev, d_h_prev, mx.concatenate([d_h_prev] * 2, axis=1))
         arrays = gru_arguments(given)
@@ -127,9 +129,9 @@ def gru_block_cell_grad(
         # only the shape of h. So any arrays of these shapes will do: pass `gates` as x and `d_h` as h.
         arrays |= {"x": gates, "Wx": None}
         d = gru_gradients(**arrays, gates=gates, h=d_h[None], dh=d_h[None], engine=engine)
-        dz = d["x"][0]
-        d_x = dz @ Wx if I else mx.zeros_like(x)
-        return GRUBlockCellGradOutput(d_x, d["h0"], dz[:, 2 * H :], dz[:, : 2 * H])
+        d_preactivations = d["x"][0]  # [N, 3H], in the order r, u, c
+        d_x = d_preactivations @ Wx if I else mx.zeros_like(x)
+        return GRUBlockCellGradOutput(d_x, d["h0"], d_preactivations[:, 2 * H :], d_preactivations[:, : 2 * H])
 
 
 def gru_arguments(given: Arrays) -> dict[str, Any]:
@@ -138,6 +140,8 @@ def gru_arguments(given: Arrays) -> dict[str, Any]:
     x, I = given["x"], given["x"].shape[-1]
     w = mx.concatenate([given["w_ru"], given["w_c"]], axis=1)
     arrays = {"x": x[None], "Wx": w[:I].T, "Wh": w[I:].T, "h0": given["h_prev"]}
-    if I == 0:  # with I = 0 the input's part of the preactivations is 0
+    if I == 0:
+        # Without Wx, `gru` takes x [1, N, 3H] as the input's part of the preactivations, which is 0 here.
         arrays |= {"x": mx.zeros((1, x.shape[0], w.shape[1]), x.dtype), "Wx": None}
+    # "rzn" is r, u, c in our letters. "before": r multiplies h before the recurrent product.
     return arrays | {"b": mx.concatenate([given["b_ru"], given["b_c"]]), "gate_order": "rzn", "reset": "before"}

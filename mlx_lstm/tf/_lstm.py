@@ -1,11 +1,16 @@
 """Run TensorFlow's LSTM block ops, for one step or a sequence, and their gradients.
 
-Letters in shapes: T steps, N batch items, I inputs, H units. Names are TensorFlow's: cs is the cell state before tanh,
-co after it, ci the candidate (our g), and wci, wcf, wco are the peepholes of i, f, o.
+Letters in shapes: T steps, N batch items, I inputs, H units. Names are TensorFlow's: w [I + H, 4H] is the input's and
+the recurrent weight, one below the other, b [4H] the bias, cs the cell state before tanh, co after it, ci the candidate
+(our g); wci, wcf, wco [H] are the peepholes of i, f, o (`PEEPHOLES` has their names). cs_prev, h_prev: the states
+before the first step.
 
 Each op checks its arguments, converts them to those of `mlx_lstm.lstm` or `lstm_gradients`, and converts the results
-back. given: the arrays that all ops get, in a dict by TensorFlow's names. order: the order of the gates' blocks in w
-and b, in our letters: ICFO = "igfo" or IFCO = "ifgo". op: the function that error texts begin with.
+back. given: the arrays that all ops get, in a dict by TensorFlow's names. saved: the outputs of the forward op, and
+gradients, by name. order: the order of the gates' blocks in w and b, in our letters: ICFO = "igfo" or IFCO = "ifgo".
+op: the function that error texts begin with. The names of `mlx_lstm.lstm`: Wx [4H, I], Wh [4H, H], b, peephole [4H],
+h0, c0; its outputs h, c, gates [T, N, 4H]. In what `lstm_gradients` takes and returns, dh and dc are the gradients of h
+and c, and d is a dict of gradients by the arguments' names.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +27,8 @@ from ..recurrence import lstm, lstm_gradients
 from ._checks import PEEPHOLES, check_attributes, check_block_lstm, check_block_lstm_grad, check_lstm_block_cell
 
 ICFO, IFCO = TF["icfo"], TF["ifco"]
-"""TensorFlow's gate orders in our letters, "igfo" and "ifgo": TensorFlow's ci is g here."""
+"""TensorFlow's gate orders in our letters, "igfo" and "ifgo": TensorFlow's c (or ci) is g here. The V2 ops have
+IFCO."""
 
 
 class BlockLSTMOutput(NamedTuple):
@@ -119,7 +125,7 @@ def lstm_block_cell(
     check_lstm_block_cell(op, given, use_peephole)
     forget_bias, cell_clip = check_attributes(op, forget_bias, cell_clip)
     with on(stream, op):
-        given["x"] = x[None]
+        given["x"] = x[None]  # one step: [1, N, I]
         out = run_lstm(ICFO, 1, given, use_peephole, forget_bias, cell_clip, {"engine": engine})
         return BlockLSTMOutput(*(array[0] for array in out))
 
@@ -176,6 +182,7 @@ def lstm_block_cell_grad(
     saved = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co}
     check_lstm_block_cell(op, given | saved | {"cs_grad": cs_grad, "h_grad": h_grad}, use_peephole)
     with on(stream, op):
+        # The sequences of `lstm_gradients` have one step here: array[None] is [1, N, .]. gates [1, N, 4H].
         gates = joined([array[None] for array in in_order(ICFO, i, f, ci, o)])
         # Without Wx, `lstm_gradients` takes x as the input's part of the preactivations and returns the gradient of
         # the preactivations. It uses only the shape of x, so pass `gates`, which has this shape, as x.
@@ -355,7 +362,7 @@ def block_lstm_v2(
     """
     op, given = "block_lstm_v2", common_arrays(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     steps = check_block_lstm(op, seq_len_max, given, use_peephole)
-    _, cell_clip = check_attributes(op, 0.0, cell_clip)
+    _, cell_clip = check_attributes(op, 0.0, cell_clip)  # 0.0: the forget bias, which the V2 ops do not have
     options = {"checkpoint_every": check_every(op, checkpoint_every), "engine": engine}
     with on(stream, op):
         return run_lstm(IFCO, steps, given, use_peephole, 0.0, cell_clip, options)
@@ -386,7 +393,8 @@ def block_lstm_grad_v2(
     stream: Stream = None,
 ) -> BlockLSTMGradOutput:
     """Return the gradient of `block_lstm_v2`, in gate order IFCO; equals `tf.raw_ops.BlockLSTMGradV2`. The arguments
-    and the outputs are those of `block_lstm_grad`."""
+    and the outputs are those of `block_lstm_grad`: the arguments and outputs of the forward op, from seq_len_max to h,
+    the gradients cs_grad and h_grad [T, N, H] of two outputs, and whether there were peepholes."""
     given = common_arrays(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     saved = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
     with on(stream, "block_lstm_grad_v2"):
@@ -402,8 +410,10 @@ def lstm_arguments(order: str, given: Arrays, use_peephole: bool) -> dict[str, A
     """Convert TensorFlow's arrays, `given` by name, with x [T, N, I], to the arguments of `mlx_lstm.lstm`; Wx and Wh
     are views of w. order: the gate order of w and b, such as "igfo". use_peephole: whether the peepholes are used."""
     x, w, I = given["x"], given["w"], given["x"].shape[-1]
+    # The first I rows of w belong to x, the others to h.
     arrays = {"x": x, "Wx": w[:I].T, "Wh": w[I:].T, "b": given["b"], "h0": given["h_prev"], "c0": given["cs_prev"]}
-    if I == 0:  # with I = 0 the input's part of the preactivations is 0
+    if I == 0:
+        # Without Wx, `lstm` takes x [T, N, 4H] as the input's part of the preactivations, which is 0 here.
         arrays |= {"x": mx.zeros((*x.shape[:-1], w.shape[1]), x.dtype), "Wx": None}
     if use_peephole:
         # `mlx_lstm.lstm` takes one vector for all gates. The candidate has no peephole, so its block is zeros.
@@ -422,35 +432,39 @@ def run_lstm(
     options: dict[str, Any],
 ) -> BlockLSTMOutput:
     """Run the first `steps` steps of x [T, N, I] and return all outputs, with zeros at all later steps. order: the gate
-    order of w and b. given: the arrays of the op by name. options: engine and checkpoint_every."""
+    order of w and b. given: the arrays of the op by name. use_peephole, forget_bias, cell_clip: as in `block_lstm`.
+    options: engine and checkpoint_every."""
     x, cs_prev = given["x"], given["cs_prev"]
     T, N, H = x.shape[0], *cs_prev.shape
-    if 0 in (steps, N, H):
-        return BlockLSTMOutput(*[mx.zeros((T, N, H), x.dtype)] * 7)
+    if 0 in (steps, N, H):  # nothing to compute
+        return BlockLSTMOutput(*[mx.zeros((T, N, H), x.dtype)] * 7)  # 7: the number of outputs
     arrays = lstm_arguments(order, given | {"x": x[:steps]}, use_peephole)
     clip = cell_clip if 0 < cell_clip < np.inf else None  # any other value, also NaN, means no clip
     out = lstm(**arrays, cell_clip=clip, forget_bias=forget_bias, return_gates=True, **options)._asdict()
-    gates = dict(zip(order, mx.split(out["gates"], 4, axis=-1), strict=True))
+    gates = dict(zip(order, mx.split(out["gates"], 4, axis=-1), strict=True))  # each [steps, N, H], by its letter
+    # In the order of BlockLSTMOutput: i, cs, f, o, ci, co, h.
     outputs = gates["i"], out["c"], gates["f"], gates["o"], gates["g"], tanh(out["c"]), out["h"]
     return BlockLSTMOutput(*(with_padding(array, T) for array in outputs))
 
 
 def run_lstm_gradients(
-    op: str, order: str, limit: object, given: Arrays, saved: Arrays, use_peephole: bool, engine: Engine | None
+    op: str, order: str, seq_len_max: object, given: Arrays, saved: Arrays, use_peephole: bool, engine: Engine | None
 ) -> BlockLSTMGradOutput:
-    """Return the gradients of an LSTM over a sequence. order: the gate order of w and b. limit: seq_len_max, the number
-    of steps that run. given: the arrays of the forward op by name. saved: the forward op's outputs and the gradients of
-    cs and h, by name."""
-    steps = check_block_lstm_grad(op, limit, given | saved, use_peephole)
+    """Return the gradients of an LSTM over a sequence. order: the gate order of w and b. seq_len_max: the number of
+    steps that run. given: the arrays of the forward op by name. saved: the forward op's outputs and the gradients of cs
+    and h (cs_grad, h_grad), by name."""
+    steps = check_block_lstm_grad(op, seq_len_max, given | saved, use_peephole)
     x, I = given["x"], given["x"].shape[-1]
     if steps == 0 or x.shape[1] == 0:
+        # No step, or an empty batch: all gradients are 0. `given` has the arguments in the order of the outputs.
         return BlockLSTMGradOutput(*(mx.zeros_like(array) for array in given.values()))
     arrays = lstm_arguments(order, given | {"x": x[:steps]}, use_peephole)
     saved = {name: array[:steps] for name, array in saved.items()}
-    gates = joined(in_order(order, *(saved[name] for name in ("i", "f", "ci", "o"))))
+    gates = joined(in_order(order, *(saved[name] for name in ("i", "f", "ci", "o"))))  # [steps, N, 4H]
     arrays |= {"gates": gates, "c": saved["cs"], "h": saved["h"], "dh": saved["h_grad"], "dc": saved["cs_grad"]}
     d = lstm_gradients(**arrays, engine=engine)
     x_grad = with_padding(d["x"], x.shape[0]) if I else mx.zeros_like(x)
+    # w [I + H, 4H] holds Wx and Wh transposed, one below the other. Without features (I = 0) there is no Wx.
     w_grad = mx.concatenate([d["Wx"], d["Wh"]] if I else [d["Wh"]], axis=1).T
     wci, wcf, wco = peephole_gradients(order, d, given)
     return BlockLSTMGradOutput(x_grad, d["c0"], d["h0"], w_grad, wci, wcf, wco, d["b"])
@@ -476,6 +490,6 @@ def in_order(order: str, i: mx.array, f: mx.array, g: mx.array, o: mx.array) -> 
 
 
 def with_padding(sequence: mx.array, T: int) -> mx.array:
-    """Pad a sequence with zeros at its end to T steps."""
+    """Pad a sequence [steps, N, .] with zeros at its end to [T, N, .]."""
     missing = T - sequence.shape[0]
     return mx.pad(sequence, [(0, missing), (0, 0), (0, 0)]) if missing else sequence
