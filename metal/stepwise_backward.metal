@@ -39,9 +39,9 @@ struct FollowingRow {
   bool candidate;
 };
 
-// The operand x of the product, for all batch items: the gradients dz that the launch before wrote, or with a
-// projection dh_t. find_row selects one batch item. a, s: the arrays and the step. H: how many numbers of dz each gate
-// has; in stepwise_dh it is not s.H, which is P there.
+// The operand x of the product, for all batch items; find_row selects one. dz: the gradients dz that the launch before
+// wrote or, with a projection, dh_t. a, s: the arrays, of which find_row reads the gates, and the step. H: how many
+// numbers of dz each gate has. s.H is another number in stepwise_dh: it counts the columns of the result there, P.
 template <class Cell, class S, class Arrays>
 struct Following {
   using Row = FollowingRow<S, Arrays>;

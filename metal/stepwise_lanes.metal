@@ -81,7 +81,7 @@ struct ByLanes {
     for (int segment = 0; segment < SEGMENTS; ++segment) {
       const int length = K / SEGMENTS;
 #pragma clang loop unroll(full)
-      for (int n = 0; n < OWN; ++n) {
+      for (int n = 0; n < OWN; ++n) {  // column 8 n + simdgroup; UNITS is a multiple of 8, so / and % see 8 n only
         const int gate = Gates::block(FIRST + 8 * n / UNITS), unit = min(j0 + 8 * n % UNITS + simdgroup, H - 1);
         columns[n].values = weights + (Index(gate) * H + unit) * K + segment * length + 4 * lane;
       }

@@ -343,8 +343,9 @@ class Layers(Advised):
         """Return a layer's parameters as `mlx_lstm.lstm`, `gru` or `rnn` takes them, by names such as Wx: one bias,
         both directions in one array.
 
-        `layer`: its number. `now`: whether the call computes immediately, not in a trace, so that NumPy may add the
-        biases and the joined arrays can be cached.
+        `layer`: its number. `now`: whether the call computes immediately, not in a trace. Then NumPy adds the biases of
+        one direction, which takes less time than a graph of MLX at every call. The arrays of two directions are joined
+        by MLX, but the result is cached, so their time does not count.
         """
         directions = []  # for each direction its parameters, by torch's words such as weight_ih
         for ending in self.endings:

@@ -457,11 +457,12 @@ def functional(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 def write_new(file: Any, made: Mapping[str, list[KerasLayer]]) -> None:
     """Write the arrays at the paths of Keras 3, which contain each layer's class and its number in the container.
-    made: the layers of each stack, by the stack's name."""
-    containers: Counter[str] = Counter()  # how many Sequentials, and below how many layers of a class, came before
+    made: the layers of each stack, by the stack's name. layer.ways: for each direction the list of its arrays."""
+    containers: Counter[str] = Counter()  # how many Sequentials have been written
     for layers in made.values():
+        # A single stack is the model. Of several each is a Sequential inside the model, with a folder of its own.
         before = "" if len(made) == 1 else f"layers/{numbered('sequential', containers)}/"
-        counts: Counter[str] = Counter()
+        counts: Counter[str] = Counter()  # how many layers of each class this stack has so far
         for layer in layers:
             place = f"{before}layers/{numbered(snake(layer.spec['class_name']), counts)}"  # such as layers/lstm_1
             file.create_group(f"{place}/vars").attrs["name"] = layer.spec["config"]["name"]

@@ -292,6 +292,10 @@ def arranged(
     groups: the groups of keys whose common name is `name`. parts: the arrays of each group, by its `form`. alone: False
     if other arrays of the file also have a number after `name`, as in a Sequential with other modules between its
     recurrent layers.
+
+    Examples of keys, with * in place of the array's word: "lstm.*_l0", "lstm.*_l1" are one stack of two layers; so are
+    "rnn.0.*", "rnn.1.*" if their sizes fit. "rnn.0.*", "rnn.3.*" are two stacks of one layer, as 1 and 2 are missing.
+    "a.forward.*", "a.backward.*" are one layer with two directions; "a.forward.*" alone is a layer of this name.
     """
     # whole: all groups as one stack. A layer or direction that the keys do not name counts as 0.
     whole = {(group.layer or 0, group.way or 0): group for group in groups}
@@ -307,8 +311,8 @@ def arranged(
         full and fits(whole, parts, len(ways)) and (alone or (layers == {0} and groups[0].layer is None))
     ):
         return [(name, whole)]
-    # They do not fit, so each layer is a stack of its own. ways_of: the directions of each layer; two of them are one
-    # layer if both are there once.
+    # They do not fit, so each layer is a stack of its own. ways_of: the directions of each layer. A forward and a
+    # backward direction with the same number are one layer, unless one of them is there twice.
     ways_of: dict[int | None, list[int | None]] = {}
     for group in groups:
         ways_of.setdefault(group.layer, []).append(group.way)

@@ -276,7 +276,8 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
     """Return how a call is divided into chunks of time, or None if it is not divided. every: the option
     `checkpoint_every`, which saves memory: the number of steps in a chunk, "auto", or None for no such chunks."""
     T, B, width = problem.T, problem.B, problem.cell.gates * problem.H  # width: the numbers of all gates of an item
-    # longest: the largest number of steps in one graph of this engine; 0: the engine builds no graph.
+    # longest: the largest number of steps in one graph of this engine. `numpy`, which builds no graph, has 0: each of
+    # its chunks is computed at once (is_long), and a call is divided only if the caller asks for it (`every`).
     longest = LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked
     if every is not None:
         # K steps per chunk. The T / K saved states and one chunk of K steps together need the least memory near

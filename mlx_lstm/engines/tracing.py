@@ -95,7 +95,8 @@ probe = Probe()
 
 def runs_python(array: mx.array) -> bool:
     """Call the compiled function of this thread with the array. Return whether MLX ran its Python function
-    (`count_run`) again, instead of using the result of an earlier compilation."""
+    (`count_run`) again, instead of using the result of an earlier compilation. `is_transforming` concludes from this
+    whether the array is a tracer: for a tracer MLX runs the Python function at every call."""
     before = probe.runs
     probe.compiled(array)
     return probe.runs > before

@@ -74,7 +74,7 @@ def check_call(
 
 def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
     """Return (arrays, packing): the inputs with each `Quantized` weight replaced by its arrays, and the group size,
-    bits and mode, which must be the same for all quantized weights."""
+    bits and mode, which must be the same for all quantized weights. At least one input is a `Quantized`."""
     quantized = {name: value for name, value in inputs.items() if isinstance(value, Quantized)}
     arrays = {name: value for name, value in inputs.items() if name not in quantized}
     packings: dict[Packing, str] = {}  # {a format: the first weight that has it}; right if it gets one entry
@@ -83,7 +83,7 @@ def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
             fail(op, f"{name} must be an mlx.core.array", "Quantized")
         for part in ("packed", "scales"):
             if not isinstance(array := getattr(value, part), mx.array):
-                check_array(op, f"{name}.{part}", array, ())
+                check_array(op, f"{name}.{part}", array, ())  # raises the error that says what it is instead
         try:
             packings.setdefault(value.packing, name)
         except TypeError:  # a field such as a list cannot be in a key: check_packing names it in an error

@@ -45,8 +45,10 @@ class OwnCell(NamedTuple):
     op = OP
 
     def traced(self, B: int, H: int, dtype: mx.Dtype, inputs: int = 0) -> PointwiseCell:
-        """Return the cell for states [B, H] and arrays of this dtype. inputs: the number of inputs of each step. Raise
-        ValueError if the function does not take so many arguments."""
+        """Return the cell for states [B, H] and arrays of this dtype: its graph, which the function `traced` reads from
+        the user's function. inputs: the number of inputs of each step. apart: whether the function gets the input's
+        and the recurrent part of a preactivation separately. The graph has no dtype but for float64: engines compute
+        16-bit arrays in float32, too. Raise ValueError if the function does not take so many arguments."""
         try:
             # 2: a and state, the first arguments.
             signature(self.function).bind(*[None] * (2 + inputs + self.params))

@@ -552,6 +552,7 @@ def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
     f = float(np.median(factor))  # sigmoid(forget bias)
     if not np.abs(factor - f).max() <= 1e-6 or not 0 < f < 1:
         call = f"With all parameters 0, {form.call} returns a c that is not a part of the c before, the same part for"
+        # The pair is the rank of this note: of all notes the user sees the one of the highest rank. This one is lowest.
         trial.note((0, -np.inf), f"{call} all units, as in an LSTM")
         return
     # The forget bias is the inverse sigmoid of f. The error of f, up to 5e-8, grows by the slope 1 / (f (1 - f)).
@@ -563,7 +564,8 @@ def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
     options: dict[str, Any] = {"forget_bias": measured if bias is None else bias}
     limits = huge[1] * np.sign(trial.c)  # the new |c| of each unit, which is the limit if there is one
     limit = float(np.median(limits))
-    # The error of c + stop_gradient(clip(c) - c), which is how a clip with this gradient is usually written.
+    # A clip that lets gradients through is usually written as c + stop_gradient(clip(c) - c). In float64 this sum is
+    # clip(c) up to the rounding of c, which is 1e6 here: 1e6 times 1e-16 is 1e-10.
     error = 1e-9 * max(1, abs(limit))
     if limit > 0 and np.abs(limits - limit).max() <= error:
         number = decimal(limit, error)

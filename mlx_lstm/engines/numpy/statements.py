@@ -212,7 +212,8 @@ class Groups:
         # of: {node: its group}. sizes: {scratch array of groups: number of its blocks}. uses: {node: nodes that read
         # it}.
         self.nodes, self.order, self.known, self.into = nodes, order, known, into
-        # block: {node: its place in a scratch array of groups, or in place of a preactivation}.
+        # block: {node: where its value is stored: a block of a scratch array that only groups use, or the block of a
+        # preactivation, which is overwritten because nothing reads it later}.
         self.of: dict[int, tuple[int, ...]] = {}
         self.block: dict[int, Place] = {}
         self.sizes: dict[str, int] = {}
@@ -225,6 +226,8 @@ class Groups:
         for n in order:
             for k in nodes[n].args:
                 self.uses.setdefault(k, []).append(n)
+        # First group nodes that read successive blocks of one array. An array of one block has no neighbours, so it is
+        # not in by_row.
         self.along_gates()
         # Then group nodes whose results shall lie in successive blocks of one array: row - position is the same number.
         targets = sorted((place, n) for n, place in into.items())

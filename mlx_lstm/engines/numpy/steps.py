@@ -548,12 +548,18 @@ class StepBackward:
         )
 
     def prepare_norms(self, problem: Problem, v: Views, saved: Array) -> dict[str, Any]:
-        """Make the layer normalisations of the recurrent product and of the input's product, by one of the two ways of
-        `norms.kept_rows`. Return the names that the code of a step uses: the function `through_norm`, and its arrays.
-        saved: what the forward pass saved of the norms, [T, B, .]. With two numbers per item and step the input's
-        product is normalised by factors, too."""
+        """Make the layer normalisations of the recurrent product and of the input's product. Return the names that the
+        code of a step uses: the function `through_norm`, and its arrays. saved: what the forward pass saved of the
+        norms, [T, B, .].
+
+        There are two ways. In general the forward pass saves the normalised product y and its factor r = 1 /
+        sqrt(variance + eps), and `NormBackward` computes the gradients from them. In the way "by factors" it saves r
+        only, because the norm of the product W u is W (r u): one number per item and step for the recurrent product,
+        and a second one if the input's product is normalised in this way, too.
+        """
         kept = saved.transpose(FEATURE_MAJOR)
-        if by_factors(problem, saved.shape[2]):  # the way in which a norm is a factor r on what the weights multiply
+        # norm.c, norm.dp: arrays with a column per step, of which `by_column` makes views for each chunk of steps.
+        if by_factors(problem, saved.shape[2]):
             norm = self.norm = RecurrentNorm(problem, v, kept, self.chunk)
             self.by_column.append(norm.c)
             if kept.shape[1] == 2:

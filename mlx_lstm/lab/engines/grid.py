@@ -139,9 +139,10 @@ def families() -> Iterator[GridCase]:
 
 
 def layer(name: str, B: int, dtype: str, bare: bool) -> GridCase:
-    """Return a test case of a small layer. If `bare`, the layer is called without initial states (a GRU also without
-    the bias bhn), and only the result h has a gradient; otherwise it has all arguments."""
-    options: dict[str, Any] = LAYERS[name] | BATCHES[B] | {"sizes": (STEPS, B, 3, 5, 3)}
+    """Return a test case of a small layer. name: a key of `LAYERS`. If `bare`, the layer is called without initial
+    states, and only the result h has a gradient; otherwise it has all arguments. A bare GRU also lacks the bias bhn,
+    but not if its reset comes before the product: such a GRU has no bhn, so there is none to leave out."""
+    options: dict[str, Any] = LAYERS[name] | BATCHES[B] | {"sizes": (STEPS, B, 3, 5, 3)}  # T, B, I, H, P
     items = "1 item" if B == 1 else f"{B} items"
     if bare:
         op = options.get("op", "lstm")

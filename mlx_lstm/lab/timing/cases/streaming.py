@@ -58,8 +58,9 @@ def streamed(
 
 
 def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors, task: Task, axis: int | None) -> Work:
-    """Return an MLX layer that runs one time step per call, ready to be timed: see `streamed`. state: the shape of a
-    state. axis: where a frame needs a time axis of size 1, or None if it needs none."""
+    """Return the work to be timed: an MLX layer with these weights runs one time step per call. call: a function
+    (frame, states) -> (h, new states) that runs the layer once. state: the shape of h and of c. axis: where a frame,
+    the input of one step, needs a time axis of size 1, or None if it needs none."""
     layer.update({name: mx.array(array) for name, array in weights.items()})
     layer.set_dtype(DTYPES[task.dtype])
     layer.eval()
@@ -67,6 +68,7 @@ def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors
     frames = [mx.array(x).astype(DTYPES[task.dtype]) for x in steps]
     zeros = tuple(mx.zeros(state, DTYPES[task.dtype]) for _ in range(2))
     mx.eval(layer.parameters(), frames, zeros)
+    # `streamed` makes h a NumPy array by the fourth argument, which has no bfloat16, and waits for results by the last.
     return streamed(frames, call, zeros, lambda h: np.array(h.astype(mx.float32)), task, mx.eval)
 
 
