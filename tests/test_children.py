@@ -2,13 +2,17 @@
 and it imports nothing from the working folder."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mlx_lstm.ground import child
+from mlx_lstm.ground.machine import raise_later
 
 ROOT = Path(__file__).parents[1]
 
@@ -116,6 +120,7 @@ def test_children_have_the_flags_of_their_parent(tmp_path):
     code = "import sys; print(sys.flags.isolated, sys.flags.ignore_environment, sys.flags.no_user_site)"
     parent = f"""
 import sys
+import time
 sys.path.insert(0, {str(ROOT)!r})
 from subprocess import run
 from mlx_lstm.ground.machine import child_command, child_environment
@@ -138,3 +143,20 @@ def test_a_forked_process_does_not_use_the_child_of_its_parent(monkeypatch):
         monkeypatch.undo()
         held.end()
     assert not held.serves()
+
+
+def test_a_signal_in_a_destructor_is_not_lost(monkeypatch):
+    """Python drops an exception that a destructor raises. The SystemExit of a signal is raised again a moment later;
+    other exceptions are printed as Python prints them."""
+    printed = []
+    monkeypatch.setattr(sys, "__unraisablehook__", printed.append)
+    before = signal.getsignal(signal.SIGALRM)
+    try:
+        raise_later(SimpleNamespace(exc_value=ValueError("a")))
+        assert len(printed) == 1 and signal.getsignal(signal.SIGALRM) is before
+        raise_later(SimpleNamespace(exc_value=SystemExit(143)))
+        with pytest.raises(SystemExit, match="143"):
+            time.sleep(5)
+        assert len(printed) == 1
+    finally:
+        signal.signal(signal.SIGALRM, before)

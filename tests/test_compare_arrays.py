@@ -1,6 +1,7 @@
 """Tests of `python -m mlx_lstm.compare --arrays`, which checks a dump (arrays recorded by another program) and
 explains its differences. The dumps here are correct, or wrong in a known way."""
 
+import json
 import re
 
 import mlx.core as mx
@@ -116,6 +117,18 @@ def test_open_readings(tmp_path, capsys):
     arrays = dumped(bidirectional=True, absent=("mask",), readings={"output_peephole": "current"}.items())
     arrays = without(arrays, *BACK)
     assert "if the output gate peeps at c[t] (E:peephole)" in told(tmp_path, capsys, arrays, "--descriptor", both)[1]
+
+
+def test_a_hard_sigmoid_of_another_slope(tmp_path, capsys):
+    """It is tried where the descriptor has a hard_sigmoid, and only there."""
+    gates = {"forget_gate_activation": "hard_sigmoid"}
+    arrays = dumped(readings={"hard_sigmoid": "x/6"}.items(), **gates)
+    descriptor = ("--descriptor", json.dumps(gates))
+    code, text = told(tmp_path, capsys, arrays, *descriptor)
+    assert code == 1 and re.search(r"fits: all 9 results agree \(.*\) if hard_sigmoid has the slope 1/6", text)
+    assert told(tmp_path, capsys, dumped(**gates), *descriptor)[0] == 0
+    arrays = dumped()
+    assert "hard_sigmoid" not in told(tmp_path, capsys, arrays | {"dbias": arrays["dbias"] + 1})[1]
 
 
 def test_gru_of_another_flavour(tmp_path, capsys):
