@@ -569,6 +569,16 @@ def test_a_wrong_graph_is_refused(cell):
                 verify(lie, graph.function, (2, 3))
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (8, 8)])
+def test_a_graph_that_is_wrong_for_some_numbers_is_refused(shape):
+    """The comparison tries negative numbers, numbers between 0 and 1, and numbers above 1, whatever the sizes."""
+    wrong = [mx.abs, lambda a: mx.minimum(a, 1), lambda a: mx.where(mx.abs(a - 0.5) < 0.5, 0.5, a)]
+    for function in wrong:
+        graph = Form(lambda a, state, function=function: (function(a[0]) + state[0],), 1, 1).graph(*shape)
+        with mx.stream(mx.cpu), pytest.raises(RuntimeError, match="differs from the cell"):
+            verify(graph, lambda x, h: (x + h,), shape)
+
+
 def test_a_graph_of_a_cell_that_returns_one_array_twice_is_right():
     """The comparison notices a gradient that lost the cotangent of the second state, if both states are one array."""
 
