@@ -91,8 +91,11 @@ def start_from_a_hostile_folder(tmp_path, kinds, flags, before):
     for name in TRAPS:
         (hostile / f"{name}.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'a').write('{name} ')")
     code = "".join(CHILDREN[kind] for kind in kinds)
-    # The parent adds the library's folder to sys.path itself, because the test is about the children only.
-    script.write_text(f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport numpy, mlx_lstm\n{before}\n{code}")
+    # The test is about the children only. So the parent adds the library's folder to sys.path itself, and it imports
+    # argparse, which it needs, before the code `before` may put the working folder on its path.
+    script.write_text(
+        f"import argparse, os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport numpy, mlx_lstm\n{before}\n{code}"
+    )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, *flags, str(script)]
     done = subprocess.run(command, cwd=hostile, env=environment, capture_output=True, text=True)
