@@ -86,8 +86,8 @@ struct GRUCell {
   static float past_products(float z, float dh) { return dh * (FLIPS_Z ? 1.0f - z : z); }
 
   // Return the gradient of r's preactivation. dr: the gradient of the gate r: its cotangent plus one term, which the
-  // caller adds. If r multiplies the product q, the term is q dz_n. If r multiplies h before the product, it is the
-  // masked h times the gradient of r h.
+  // caller adds. If r multiplies the product q, the term is q dz_n. If r multiplies h before the product, it is
+  // the masked h times the gradient of the product r h.
   static float reset_backward(float r, float dr) { return dr * slope(activation(GATE_R), r); }
 
   // Compute one step in reverse. y: the gates. q: the candidate's recurrent product with its bias. h_prev: h before the

@@ -6,7 +6,7 @@
 //   m = o s_output(c)
 //
 //   a_k     the preactivation of gate k: the input's part plus the recurrent product
-//   p_k     a peephole weight; s_k, s_output   activation functions
+//   p_k     the peephole weight of gate k      s_k, s_output   the activation functions of gate k and of c in m
 //   m       h or, with a projection, the vector that it multiplies
 //   y       the gates i, f, g, o        c_prev, h_prev   the states before the step
 //   d...    a gradient: dc of c, dm of m, dy of the gates, dz of the preactivations

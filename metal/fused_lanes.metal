@@ -68,8 +68,8 @@ bool is_tanh(int gate) {
   return found;
 }
 
-// Return the activation of x for a lane's own gate. gate: its number, one of the first GATES gates. If all of these
-// have tanh or sigmoid, `squash` computes them without a branch between lanes.
+// Return the activation of x for a lane's own gate. gate: its number, below GATES. If the activations of all these
+// gates are tanh or sigmoid, `squash` computes both by one formula, so that the lanes need no branch.
 template <int OPTIONS, int GATES>
 float activate_own(int gate, float x) {
   if constexpr (SQUASHES<OPTIONS, GATES>) return squash(is_tanh<OPTIONS, GATES>(gate), x);

@@ -13,7 +13,7 @@
 //   m         h or, with a projection, what it multiplies: h = m Wp^T, in a separate launch
 //   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, K (width of h), D
 //   b, j      batch item, unit. length: the item's steps; live: it has not ended at time t
-//   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
+//   place(s, t, b, width)   position of item b at time t in an array [T, B, D width]; if it has no T, t is 0
 //   Cell      the cell's struct (cell.metal): GATES; block(k), the position of block k of H numbers; PRODUCTS, gates
 //             with a recurrent product; C = CARRIED, states besides h; KEPT, saved numbers; INPUTS of a user's cell;
 //             PASSES_H: the cell reads h outside its product

@@ -11,7 +11,7 @@
 //   row       the array that a launch writes: floats, then numbers of dtype S (a.after). a.before: the previous step's
 //   carry     backward: the gradient of c (LSTM), or of h without the part through the product (GRU)
 //   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, K (width of h), D
-//   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
+//   place(s, t, b, width)   position of item b at time t in an array [T, B, D width]; if it has no T, t is 0
 //   b, j      batch item, unit; live: the item has not ended at this step; starts: it is the item's first step
 //   Cell      the cell's struct (cell.metal): GATES; block(gate), a gate's place on the gate axis; CARRIED, how many
 //             states besides h; CARRIES<Cell>, how many carries; KEPT, how many numbers a unit saves (gates)

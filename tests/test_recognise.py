@@ -640,7 +640,8 @@ def test_finds_activations_that_are_written_by_other_functions():
 
 @pytest.mark.parametrize("bias", [7.1, -6.3])
 def test_a_forget_bias_is_read_where_the_sigmoid_is_flat(bias):
-    """Far from 0 the sigmoid hardly changes, so rounding leaves fewer digits of the forget bias. It is read anyway."""
+    """Where the sigmoid of the forget bias is nearly 0 or 1, rounding hides some digits of the bias. `recognise` reads
+    the bias anyway."""
     m = Cell(Wx=drawn(4 * H, D), Wh=drawn(4 * H, H))
 
     def step(x, state):

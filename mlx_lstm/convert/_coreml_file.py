@@ -134,7 +134,8 @@ def add_stack(mb: Any, name: str, weights: Weights, arrays: list[Arrays], inputs
         direction = "bidirectional" if D == 2 else "reverse" if weights.reverse else "forward"
         own = {"initial_h": states[0], "initial_c": states[1], "direction": direction, "output_sequence": True}
         own |= activations(weights.cell) | {"name": title(name, f"lstm_{k}")}
-        # x: h at all steps, the next layer's input. found: the last h and c, [1, D H].
+        # The operation returns h of all steps, which the next layer reads as x, then the last h and the last c, both
+        # [1, D H].
         x, *found = mb.lstm(x=x, **own, **layer)
         for of_layers, state in zip(last, found, strict=True):
             of_layers.append(mb.transpose(x=mb.reshape(x=state, shape=[1, D, H]), perm=[1, 0, 2]))

@@ -142,7 +142,7 @@ def merged(path: str, found: re.Match[str]) -> str:
 def pattern_of(template: str, ways: Sequence[str]) -> re.Pattern[str]:
     """Return a regular expression that matches the keys of a template such as "{name}.{layer}.{array}". Its groups have
     the names of the template's fields. ways: the names of both directions, for the field {way}."""
-    # ANY_WORD matches the leaves in `ENTRIES`.
+    # ANY_WORD is a regular expression that matches any word for an array, such as weight_ih: the keys of `ENTRIES`.
     fields = {"{name}": "(?P<name>.*?)", "{layer}": r"(?P<layer>\d+)", "{array}": f"(?P<array>{ANY_WORD})"}
     fields["{way}"] = f"(?P<way>{'|'.join(map(re.escape, ways))})"
     check_template(template)

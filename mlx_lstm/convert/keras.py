@@ -40,7 +40,7 @@ KINDS |= {"CuDNNLSTM": "lstm", "CuDNNGRU": "gru"}
 """Keras' classes of layers and cells, and this package's names of the cells. The last two are in Keras 2 only."""
 
 NAMES = ("kernel", "recurrent_kernel", "bias")
-"""Keras' names of one direction's arrays, in Keras' order."""
+"""The names that Keras gives to the arrays of one direction, in the order of its `get_weights`."""
 
 ACTIVATIONS = {"linear": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid"}
 ACTIVATIONS |= {"hard_sigmoid": "hard_sigmoid_sixth"}

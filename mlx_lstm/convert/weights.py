@@ -387,7 +387,7 @@ def from_one_bias(b: mx.array | None, bhn: mx.array | None) -> Arrays:
     if bhn is None:
         return biases
     zeros = mx.zeros((2 * bhn.shape[0],), bhn.dtype)  # the parts of the gates r and z
-    # Without b the array bx is zeros; else `biases` replaces it.
+    # `Weights` has bx and bh, or neither. So if only bhn is given, bx consists of zeros.
     return {"bx": mx.zeros((3 * bhn.shape[0],), bhn.dtype)} | biases | {"bh": mx.concatenate([zeros, bhn])}
 
 

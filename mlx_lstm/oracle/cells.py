@@ -6,10 +6,10 @@ the order `gate_order`. p is one direction of a case, with all arguments, sizes 
 the name of an activation, p.norm_of says whether the recurrent product or its sum with the input's part is normalised
 ("product", "sum", None). `fl(value)` rounds the result of one operation.
 
-All steps are called alike: step(p, x, h_in, h_prev, c_prev, fl, shift). h_in is h_prev times the mask, which the
-recurrent product multiplies. shift: arrays that are added in place of clipping, of an LSTM only. A cell without c
-returns c_prev unchanged. A step returns a `Step`, its values by name: the states h and c, the gates after their
-activations, the preactivations a by gate, and what the gradient reads, among it norm_values, those of layer
+All steps are called alike: step(p, t, x, h_in, h_prev, c_prev, fl), with t the time index. h_in is h_prev times the
+mask, which the recurrent product multiplies. p.frozen_clip: arrays that an LSTM adds in place of clipping, or None. A
+cell without c returns c_prev unchanged. A step returns a `Step`, its values by name: the states h and c, the gates
+after their activations, the preactivations a by gate, and what the gradient reads, among it norm_values, those of layer
 normalisation. A backward step is called as step_back(p, s, dh, dc, dgates, fl), with the `Step` s and the gradients of
 its h, c and gates. It returns a `Step` of gradients: dh_in of h_in, dh_direct of h_prev apart from h_in or None,
 dc_prev of c_prev, and to_sum, the terms of this step from which `recurrence` sums the gradients of the arrays.

@@ -16,6 +16,7 @@ from importlib.util import cache_from_source
 from pathlib import Path
 
 from .choice import tests_of, tests_of_line
+from .record import PARTS
 from .slips import Slip, compiles, slips
 
 ROOT = Path(__file__).parents[2]
@@ -129,6 +130,7 @@ def notice(copy: Path, path: str, line: int, text: str, limit: float) -> tuple[s
 
 def record() -> int:
     """Run all tests and write which of them run which line, for the slips that are planted afterwards."""
+    shutil.rmtree(PARTS, ignore_errors=True)  # an earlier run may have had more workers
     words = ["-n", "auto", "--dist", "worksteal", "-q", "-p", "mutation.record"]
     return subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT).returncode
 

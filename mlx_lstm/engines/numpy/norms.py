@@ -358,8 +358,8 @@ def kept_rows(problem: Problem, v: Views) -> int:
     # step returns its weight gradients in another form. In float64 the matrix would be less precise than the product.
     pays = rows >= 2 * P and FACTOR_ROWS * P <= T * B and T > 1
     pays = pays and v["x"].dtype in FACTOR_TYPES and "lengths" not in v
-    # By factors a shift becomes a part of the bias. A user's cell that reads both parts of a preactivation `apart`
-    # would get the shift of the recurrent part in the input's part.
+    # In the way by factors the norm's shift becomes a part of the bias, which belongs to the input's part of a
+    # preactivation. That is wrong for a user's cell that reads the input's part and the recurrent part `apart`.
     if norm.of == "sum" or blocks > 1 or not pays or (cell.op == "pointwise" and cell.apart and "norm_shift" in v):
         return rows + blocks
     # The input's product needs a square matrix as wide as x. Without such a product `rows` makes the test below false.
