@@ -232,12 +232,12 @@ def show(
     print(report.card_text(report.machine_card()), file=out)
     if golden:
         print(f"golden computed by {golden.contender} on {report.card_text(golden.card)}", file=out)
-    if any(row.tensor != "-" for row in rows):
+    if any(not row.is_failed_call for row in rows):
         print(f"\n{report.rows_text(rows) if options.all else report.pairs_text(rows)}", file=out)
     if any(row.failed for row in rows):
         print(f"\n{report.failures_text(rows)}", file=out)
     print(report.LEGEND, file=out)
-    if any(row.tensor != "-" and "oracle" not in row.pair for row in rows):
+    if any(not row.is_failed_call and "oracle" not in row.pair for row in rows):
         print(report.LEGEND_OF_TWO, file=out)
     missing = absent()
     for why in dict.fromkeys(missing.values()):

@@ -19,7 +19,7 @@ from .cases import COTANGENTS, GATES, GRADIENTS, RESULTS, Arrays, CompareCase
 from .ours import DESCRIPTORS, SAVED
 
 ALWAYS = ("training", "produce_cell")
-"""Properties of a descriptor that do not change the values of results."""
+"""Properties of a descriptor that do not change the values of results. Every run of a case turns them on."""
 
 
 class Dump(NamedTuple):
@@ -36,13 +36,14 @@ class Dump(NamedTuple):
         is the size of the axis. For example, the weight [4H, H] is [[G, H], [K]] with G = 4 gates. K is as large as H,
         but marks the axis that is multiplied by h[t-1], so that a transposed weight is recognised."""
         case, D = self.case, self.sizes["D"]
-        # An axis of `expected` is text such as "8H" or "N". `many` is its number of blocks of H: gates times
-        # directions.
-        expected = layouts(GATES[case.op], case.bidirectional, "input_weight" in case.arrays)
-        alike = {"h": "cell_output_fwd", "c": "cell_output_fwd", "z_state": "z_state"}
+        # `layouts` has the arguments only. The results h and c have the layout of the argument cell_output_fwd, and a
+        # gradient such as dbias has that of its argument.
+        documented = layouts(GATES[case.op], case.bidirectional, projects="input_weight" in case.arrays)
+        argument = "cell_output_fwd" if name in ("h", "c") else name.removeprefix("d")
         groups = []
-        for axis in expected[alike.get(name, name.removeprefix("d") if name in self.results else name)]:
-            many = int(axis[:-1] or 1) if axis.endswith("H") else 0
+        for axis in documented[argument]:  # text such as "8H" or "N"
+            many = int(axis[:-1] or 1) if axis.endswith("H") else 0  # blocks of H: gates times directions
+            # Both directions are an axis "2" of their own, or a factor 2 in an axis such as "2H" or "8H".
             direction = axis == "2" or (D == 2 and many in (2, 2 * GATES[case.op]))
             gate = many // (2 if direction else 1) == GATES[case.op] > 1
             unit = "K" if axis == "H" and name.endswith("recurrent_weight") else "H"
@@ -117,7 +118,8 @@ def words_of(groups: Iterable[Iterable[str]], sizes: dict[str, int]) -> str:
 
 def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
     """Load arrays that a user saved from an app: a folder of .npy files, an .npz or a .safetensors file. Return one
-    `Dump` for each possible choice of sizes.
+    `Dump` for each possible choice of sizes. op: the op that computed them, a key of `GATES`. descriptor: JSON text of
+    the properties of the op's descriptor.
 
     Raise ValueError if an array is unknown, missing, or has a shape that no layout explains.
     """
@@ -140,7 +142,7 @@ def read(file: str) -> Arrays:
     try:
         arrays: Arrays = {}
         for part in sorted(path.glob("*.npy")) if path.is_dir() else [path]:
-            with foreign(part) as opened:
+            with foreign(part) as opened:  # limits what reading the untrusted file may cost
                 arrays |= arrays_of(opened, alone=part is path)
     except (OSError, ValueError) as error:
         text = f"{file} must be a folder of .npy files, an .npz or a .safetensors: {shown(error, 300)}"
@@ -166,6 +168,7 @@ def arrays_of(file: Foreign, alone: bool) -> Arrays:
 def names_of(op: str) -> dict[str, str]:
     """Return a dict from each name that a user may give to an op's argument or result, to the name in this package."""
     names = [*GRADIENTS[op], "mask", *COTANGENTS[op], *RESULTS[op], *(f"d{name}" for name in GRADIENTS[op])]
+    # SAVED adds the names that results of the forward op have as arguments of the gradient op: cellOutputFwd is c.
     others = {"output": "h", "output_fwd": "h"} | SAVED[op]
     return {name: name for name in names} | others
 
@@ -189,7 +192,7 @@ def known(word: str, table: dict[str, str], problem: str) -> str:
 def read_descriptor(op: str, text: str | None) -> dict[str, Any]:
     """Return the properties of a descriptor from JSON text, with names in Apple's or in Python's spelling."""
     try:
-        content = Budget(len(text or "")).json(text or "{}")
+        content = Budget(len(text or "")).json(text or "{}")  # refuses text that is nested too deeply
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__}")
     except ValueError as error:
@@ -223,6 +226,7 @@ def understood(case: CompareCase, results: Arrays) -> list[Dump]:
     """Return one `Dump` (the arrays that a user saved from an app, with sizes such as T, N and H) for each choice of
     sizes that explains the shapes of all arrays. First come the choices with which most arrays have the layouts of
     Apple's documentation. Raise ValueError if no choice fits."""
+    # Try the other number of directions, too: the user may have left out the descriptor's property `bidirectional`.
     dumps = [dump for both in (case.bidirectional, not case.bidirectional) for dump in sized(case, results, both)]
     fitting = [dump for dump in dumps if all(possible_layouts(dump, name, value) for name, value in shaped(dump))]
     if not fitting:
@@ -266,7 +270,7 @@ def shaped(dump: Dump) -> list[tuple[str, np.ndarray]]:
 
 def sized(case: CompareCase, results: Arrays, both: bool) -> Iterator[Dump]:
     """Yield a `Dump` for each choice of sizes that fits the number of elements of the weights and the axes of the
-    source, the op's input. `both`: whether to assume two directions."""
+    source, the op's input. `both`: whether to assume two directions. `Dump` explains the letters of the sizes."""
     G, D, arrays = GATES[case.op], 2 if both else 1, case.arrays
     H = math.isqrt(arrays["recurrent_weight"].size // (D * G))
     if arrays["recurrent_weight"].size != D * G * H * H or arrays["source"].ndim != 3:
@@ -274,6 +278,8 @@ def sized(case: CompareCase, results: Arrays, both: bool) -> Iterator[Dump]:
     width = arrays["input_weight"].size // (D * G * H) if "input_weight" in arrays else D * G * H
     if both != case.bidirectional:
         case = case._replace(descriptor=case.descriptor | {"bidirectional": both})
+    # The source is [T, N, I] as documented, which is tried first, or has these axes in another order. Without an
+    # input_weight it has D G H numbers in place of I.
     seen = []
     for axis in (2, 1, 0):
         rest = [size for n, size in enumerate(arrays["source"].shape) if n != axis]
