@@ -2,7 +2,11 @@
 interpretation of the arrays: other layouts, gate orders or properties, or another meaning of Apple's documentation.
 
 The readings are tried one by one, then in pairs. For the readings nearest to the saved arrays, error bounds are
-derived and the arrays are compared within these bounds.
+derived and the arrays are compared within these bounds. "E:name" in the printed text is the experiment of
+`compare --settle` that decides between two readings on a Mac.
+
+`dump.groups(name)` has a list for each axis of an array, with the letters of the sizes whose product the axis is: G
+gates, D directions, T steps, N items, I inputs, H units. `dump.sizes` has the numbers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +28,10 @@ from .forms import moved, predicted, side_by_side
 NEAREST = 3  # number of readings (interpretations) that are compared within error bounds
 FEW = 2  # sequences of the batch that the search compares; the forward op computes each independently
 LETTERS = {"lstm": "ifzo", "gru": "zro", "single_gate_rnn": "h"}
+"""The gate order by default, in Apple's letters: z is an LSTM's cell gate, which others call g, or a GRU's update gate;
+o is an LSTM's output gate or a GRU's candidate."""
 FLAGS = {"lstm": ("reverse",), "gru": ("reverse", "flip_z", "reset_after"), "single_gate_rnn": ("reverse",)}
+"""The properties of a descriptor that a user may have forgotten."""
 
 
 class Change(NamedTuple):
@@ -87,6 +94,7 @@ def search(dumps: list[Dump]) -> tuple[Reading, bool]:
         best = nearest(alone, "readings")
     if best.fitting == len(best.distances):
         return best, False
+    # Two changes of the same kind exclude each other, except layouts, which may be of two arrays.
     pairs = [(dump, pair) for dump in dumps for pair in combinations(list(changes(dump, few=True)), 2)]
     pairs = [(dump, pair) for dump, pair in pairs if pair[0].kind != pair[1].kind or pair[0].kind == "layout"]
     return max(best, nearest(pairs, "pairs of readings"), key=lambda reading: reading.fitting), True
@@ -111,6 +119,7 @@ def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[CompareCase, dict[str
     case, words = base_case(dump)
     readings: dict[str, str] = {}
     for change in chosen:
+        # A change of an array's layout, such as "bias is [H, 4]", replaces what `base_case` said of this array.
         subject = change.words.partition(" is ")[0]
         words = [*(word for word in words if word.partition(" is ")[0] != subject), change.words]
         case = change.apply(case)
@@ -334,7 +343,7 @@ def reordered(array: np.ndarray, axis: int, sizes: dict[str, int], index: list[i
 
 
 def exchanged(dump: Dump, case: CompareCase) -> CompareCase:
-    """Return a case with the two directions exchanged in all arrays."""
+    """Return a case with the two directions exchanged in all arrays but the mask, whose layout is an open point."""
     arrays = dict(case.arrays)
     for name in arrays:
         if name == "mask":
