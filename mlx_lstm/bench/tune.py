@@ -109,8 +109,8 @@ def write(
 
 def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
     """Return the fastest cut of `fused` at this batch size, or None for the cut that the built-in rule chooses. A cut
-    says how many batch rows a threadgroup has and how many registers hold no weights. The number of rows is chosen
-    first, then the number of registers."""
+    says how many batch rows a threadgroup has and how many registers hold no weights. It is timed at the H of `CUT_AT`.
+    The number of rows is chosen first, then the number of registers. `WORTH` says when a cut replaces the rule's."""
     H = max((H for H in grid.units if H <= CUT_AT), default=min(grid.units))
     size, best = Size(grid.steps, B, H, H), None
     layer = LayerSize(LSTMCell(), B, H, DTYPES[dtype].size, directions=1, cores=tuning.gpu_cores())

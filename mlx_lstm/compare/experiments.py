@@ -156,7 +156,7 @@ def of_single_gate(rng: np.random.Generator) -> Iterator[Experiment]:
     yield Experiment("single_gate", "shape of dbias", case, "its argument's", readings)
     absent = ("input_weight", "bias", "init_state", "state_gradient", "mask")
     case = draw(rng, "single_gate_rnn", (1, 2, 3, 4), name="settle: relu at 0", absent=absent)
-    case.arrays["source"][:] = 0
+    case.arrays["source"][:] = 0  # without weights and states the source is the preactivation
     gradient = case.arrays["source_gradient"]
     readings = {
         f"{slope:g}": value(case, "dsource", lambda fl, s=slope: s * fl.load(gradient)) for slope in (0.0, 0.5, 1.0)

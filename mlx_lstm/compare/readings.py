@@ -256,6 +256,7 @@ def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
                     f"the gates of {name} alone are in the order {spelled(order)}",
                     reorder(dump, case, [name], order),
                 )
+    # Apple's default activations; the gates not named here have "sigmoid".
     defaults = {"activation": "tanh" if case.op == "lstm" else "relu", "cell_gate_activation": "tanh"}
     defaults |= {"output_gate_activation": "tanh"} if case.op == "gru" else {}
     for name in ACTIVATION_PROPERTIES[case.op]:

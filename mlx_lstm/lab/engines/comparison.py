@@ -116,6 +116,7 @@ def findings(work: Work, cases: list[GridCase], full: bool, limit: float = LIMIT
             try:
                 yield Finding(**runner.ask(limit, n=n, engine=engine))
             except ChildError as error:
+                # A hang counts as much as LOSSES crashes, a crash (error.lost) as one, another error as none.
                 lost[engine] += LOSSES if error.hung else error.lost
                 yield finding._replace(failure=str(error), lost=error.lost)
     finally:

@@ -80,6 +80,7 @@ def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
             same = list(order) == sorted(order) and wanted == [size for size in shape if size > 1]
             words = "" if same else words_of(dumped, sizes)
 
+            # The defaults keep the values that these names have in this round of the loop.
             def to_documented(v: np.ndarray, lengths: Any = lengths, inverse: Any = inverse) -> np.ndarray:
                 return v.reshape(lengths).transpose(inverse).reshape(shape)
 
@@ -179,8 +180,8 @@ def folded(word: str) -> str:
 
 
 def known(word: str, table: dict[str, str], problem: str) -> str:
-    """Return the argument or result that a name in a user's file stands for. For an unknown name raise ValueError
-    with the most similar names."""
+    """Return the argument or result that a name in a user's file stands for. table: what each allowed name stands for.
+    For an unknown name raise ValueError, with `problem` as the first words and the most similar names."""
     words = {folded(other): other for other in table}
     if folded(word) in words:
         return table[words[folded(word)]]

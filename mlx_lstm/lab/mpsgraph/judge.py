@@ -1,4 +1,8 @@
-"""Compute the exact results of a case with the float64 oracle, and bounds on the errors that rounding may cause."""
+"""Compute the exact results of a case (a call of an op) with the float64 oracle.
+
+fl: the arithmetic, which rounds each operation to its dtype or adds random errors. readings: keywords of `options`,
+which say how to interpret the points that Apple's documentation leaves open, for example `hard_sigmoid="x/6"`.
+"""
 
 from typing import Any
 
@@ -19,20 +23,17 @@ HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}  # slopes, 
 
 
 def expected(case: CompareCase, **readings: str) -> Arrays:
-    """Return all results of a case (a call of an op) in float64 by name, in MPSGraph's layouts. `readings`: how to
-    interpret the points that Apple's documentation leaves open, for example `hard_sigmoid="x/6"`."""
+    """Return all results of a case in float64 by name, in MPSGraph's layouts."""
     return evaluated(case, Rounding(np.float64), **readings)
 
 
 def evaluated(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
-    """Return all results of a case, computed by the oracle. `fl` is the arithmetic: it rounds each operation to its
-    dtype, or adds random errors. readings: as keywords, how to interpret what Apple's documentation leaves open."""
+    """Return all results of a case, one layer or a stack, computed by the oracle in the arithmetic `fl`."""
     return through_layers(case, lambda layer: of_layer(layer, fl, **readings))
 
 
 def of_layer(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
-    """Return the results of one layer, computed by the oracle. `fl` is the arithmetic: it rounds each operation to its
-    dtype, or adds random errors. readings: as keywords, how to interpret what Apple's documentation leaves open."""
+    """Return the results of one layer, computed by the oracle in the arithmetic `fl`."""
     cotangents = {COTANGENTS[name]: array for name, array in case.arrays.items() if name in COTANGENTS}
     found = Case(call_of(case, **readings), cotangents).results(fl)
     results = {name: found[word] for name, word in OUTPUTS.items() if word in found}
@@ -46,7 +47,7 @@ def kink_distance(case: CompareCase, **readings: str) -> float:
 
 
 def call_of(case: CompareCase, **readings: str) -> dict[str, Any]:
-    """Convert a case to arguments of the oracle. readings: keywords of `options`."""
+    """Convert a case to arguments of the oracle."""
     arrays = {WORDS[name]: array for name, array in case.arrays.items() if name in WORDS}
     bidirectional, reverse = case.bidirectional, case.descriptor.get("reverse", False)
     directions = {"bidirectional": bidirectional, "reverse": reverse and not bidirectional}

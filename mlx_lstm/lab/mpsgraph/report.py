@@ -144,7 +144,7 @@ def plot(file: str, rows: Sequence[ComparisonRow], card: dict[str, str]) -> None
 
     longest = max((len(row.by_time) for row in rows), default=0)
     shown = [row for row in rows if row.by_time and len(row.by_time) == longest]
-    cases = list(dict.fromkeys(row.case for row in shown))[:4]
+    cases = list(dict.fromkeys(row.case for row in shown))[:4]  # at most four, for the size of the picture
     pairs = list(dict.fromkeys(row.pair for row in rows if not row.is_failed_call))
     colors = {pair: f"C{n}" for n, pair in enumerate(pairs)}
     drawing = Figure(figsize=(16, 4.5 + 3.2 * len(cases)), layout="constrained")

@@ -42,7 +42,7 @@ def run(case: CompareCase, device: str) -> Arrays:
     h, last = layer(source, *([tuple(initial) if case.op == "lstm" else initial[0]] if one_layer else []))
     ends = list(last) if case.op == "lstm" else [last]
     outputs, cotangents = [h], [torch.tensor(case.arrays["source_gradient"], device=device)]
-    for name, end in zip(("state_gradient", "cell_gradient"), ends, strict=False):
+    for name, end in zip(("state_gradient", "cell_gradient"), ends, strict=False):  # a GRU and an RNN have no cell
         if name in case.arrays:
             outputs.append(end)
             cotangents.append(state(case, name, device).detach())

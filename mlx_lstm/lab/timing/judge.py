@@ -43,6 +43,7 @@ def judge_layer(
     exact, bounds = judge.exact, widest(judge.bounds)
     if first is not numbers:
         exact = evaluate_in_parts(numbers, backward=backward)
+    # The bounds of weights' gradients grow as T sqrt(T) from the first part on, and by u sqrt(T): see the head.
     stored, growth = float_of(dtype).eps / 2 * np.sqrt(T), (T / len(first["dh"])) ** 1.5
     for name in (name for name in exact if name.startswith(("dW", "db"))):
         bounds[name] = growth * bounds[name] + SAFETY * stored * largest(exact[name])

@@ -194,7 +194,7 @@ def limit_of(task: Task) -> float:
 def take_turn(row: Measurement, child: Child, plan: Plan, patience: float) -> Measurement:
     """Time an implementation for one more turn. Return the measurement with the new times added."""
     wait_until_quiet(patience)
-    wall, busy = time.perf_counter(), busy_seconds()
+    wall, busy = time.perf_counter(), busy_seconds()  # busy: CPU time of all processes
     try:
         limit = plan.seconds + limit_of(row.task)
         answer = child.ask(limit, do="time", seconds=plan.seconds, warmups=plan.warmups)
@@ -226,6 +226,7 @@ def busy_seconds() -> float:
     from this machine. Without /proc/stat return 0."""
     try:
         with open("/proc/stat") as file:
+            # The two values left out are the time without work and the time of waiting for a disk.
             user, nice, kernel, _, _, *others = map(int, file.readline().split()[1:9])
     except OSError:
         return 0.0
