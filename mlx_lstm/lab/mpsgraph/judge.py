@@ -64,7 +64,7 @@ def options(
 
     def activation(name: str, default: str) -> str:
         """Return the oracle's name for the activation in a property of the descriptor. default: Apple's default."""
-        chosen = descriptor.get(name, default)
+        chosen: str = descriptor.get(name, default)
         return words.get(chosen, chosen)
 
     if case.op == "lstm":
