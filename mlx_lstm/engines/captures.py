@@ -28,7 +28,7 @@ PLAIN = (type(None), bool, int, str, bytes, complex, slice, range, mx.Dtype)
 """Types whose values are put into the key as they are, because they hold no other objects."""
 
 
-COMPILED = type(mx.compile(abs))
+COMPILED: type = type(mx.compile(abs))
 """The type of the functions that `mx.compile` returns. MLX records their operations once."""
 
 
