@@ -128,13 +128,13 @@ def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
     arguments: Arrays = {}
     results: Arrays = {}
     for word, value in read(file).items():
-        name = known(word, table, f"{op} has no array")
+        name = meaning_of(word, table, f"{op} has no array")
         place = results if name in RESULTS[op] or name.startswith("d") else arguments
         if name in place:
             raise ValueError(f"{shown(word)} is there twice: it is another word for {name}")
         place[name] = value
     check_arrays(op, arguments, results)
-    return understood(CompareCase("your arrays", op, read_descriptor(op, descriptor), arguments), results)
+    return possible_dumps(CompareCase("your arrays", op, read_descriptor(op, descriptor), arguments), results)
 
 
 def read(file: str) -> Arrays:
@@ -174,18 +174,18 @@ def names_of(op: str) -> dict[str, str]:
     return {name: name for name in names} | others
 
 
-def folded(word: str) -> str:
+def without_case(word: str) -> str:
     """Return a name in lower case without underscores, so that recurrentWeight and recurrent_weight are equal."""
     return word.replace("_", "").lower()
 
 
-def known(word: str, table: dict[str, str], problem: str) -> str:
+def meaning_of(word: str, table: dict[str, str], problem: str) -> str:
     """Return the argument or result that a name in a user's file stands for. table: what each allowed name stands for.
     For an unknown name raise ValueError, with `problem` as the first words and the most similar names."""
-    words = {folded(other): other for other in table}
-    if folded(word) in words:
-        return table[words[folded(word)]]
-    near = [words[key] for key in difflib.get_close_matches(folded(word), words, 2, 0.5)]
+    words = {without_case(other): other for other in table}
+    if without_case(word) in words:
+        return table[words[without_case(word)]]
+    near = [words[key] for key in difflib.get_close_matches(without_case(word), words, 2, 0.5)]
     spelled = [title(other) + (f" for {table[other]}" if table[other] != other else "") for other in near or table]
     raise ValueError(f"{problem} {shown(word)!r}: {'did you mean' if near else 'there are'} {', '.join(spelled)}?")
 
@@ -201,7 +201,7 @@ def read_descriptor(op: str, text: str | None) -> dict[str, Any]:
     table = {field.name: field.name for field in fields(DESCRIPTORS[op])}
     properties = {}
     for word, value in content.items():
-        name = known(word, table, f"the descriptor of {op} has no property")
+        name = meaning_of(word, table, f"the descriptor of {op} has no property")
         properties[name] = "hard_sigmoid" if value == "hardSigmoid" else value
     check_descriptor(f"compare.{op}", DESCRIPTORS[op](**properties), DESCRIPTORS[op])
     return {name: value for name, value in properties.items() if name not in ALWAYS}
@@ -223,25 +223,27 @@ def check_arrays(op: str, arguments: Arrays, results: Arrays) -> None:
             raise ValueError(f"{title(name)} must be float32 or float16, as source is, but got {value.dtype}")
 
 
-def understood(case: CompareCase, results: Arrays) -> list[Dump]:
+def possible_dumps(case: CompareCase, results: Arrays) -> list[Dump]:
     """Return one `Dump` (the arrays that a user saved from an app, with sizes such as T, N and H) for each choice of
     sizes that explains the shapes of all arrays. First come the choices with which most arrays have the layouts of
     Apple's documentation. Raise ValueError if no choice fits."""
     # Try the other number of directions, too: the user may have left out the descriptor's property `bidirectional`.
-    dumps = [dump for both in (case.bidirectional, not case.bidirectional) for dump in sized(case, results, both)]
-    fitting = [dump for dump in dumps if all(possible_layouts(dump, name, value) for name, value in shaped(dump))]
+    both = case.bidirectional
+    dumps = [*dumps_of_sizes(case, results, both), *dumps_of_sizes(case, results, not both)]
+    found = [(dump, layouts_of_arguments(dump)) for dump in dumps]
+    fitting = [(dump, by_name) for dump, by_name in found if all(by_name.values())]
     if not fitting:
         shapes = {title(name): list(value.shape) for name, value in case.arrays.items() if name != "mask"}
         reason = reason_without_sizes(case)
-        if dumps:
-            dump = dumps[0]
-            name, value = next((name, value) for name, value in shaped(dump) if not possible_layouts(dump, name, value))
+        if found:
+            dump, by_name = found[0]
+            name = next(name for name in by_name if not by_name[name])
             layout = f"{words_of(dump.groups(name), dump.sizes)} = {list(dump.shape(name))}"
-            reason = f"{title(name)} must have layout {layout}, but got {list(value.shape)}"
+            reason = f"{title(name)} must have layout {layout}, but got {list(case.arrays[name].shape)}"
         raise ValueError(f"no layout of {case.op} explains these shapes: {reason}; shapes: {shapes}")
-    return sorted(
-        fitting, key=lambda dump: sum(bool(possible_layouts(dump, name, value)[0][0]) for name, value in shaped(dump))
-    )
+    # The first possible layout of an array is the documented one, whose description is "", if that one fits.
+    fitting.sort(key=lambda entry: sum(layouts[0][0] != "" for layouts in entry[1].values()))
+    return [dump for dump, _ in fitting]
 
 
 def reason_without_sizes(case: CompareCase) -> str:
@@ -263,13 +265,12 @@ def reason_without_sizes(case: CompareCase) -> str:
     return f"{title('source')} must have an axis of {D * G * H} elements, but got {list(source.shape)}"
 
 
-def shaped(dump: Dump) -> list[tuple[str, np.ndarray]]:
-    """Return the arguments that have a documented layout, as (name, array). The mask is the only argument without
-    one."""
-    return [(name, value) for name, value in dump.case.arrays.items() if name != "mask"]
+def layouts_of_arguments(dump: Dump) -> dict[str, list[Layout]]:
+    """Return the possible layouts of each argument but the mask, which alone has no documented layout."""
+    return {name: possible_layouts(dump, name, value) for name, value in dump.case.arrays.items() if name != "mask"}
 
 
-def sized(case: CompareCase, results: Arrays, both: bool) -> Iterator[Dump]:
+def dumps_of_sizes(case: CompareCase, results: Arrays, both: bool) -> Iterator[Dump]:
     """Yield a `Dump` for each choice of sizes that fits the number of elements of the weights and the axes of the
     source, the op's input. `both`: whether to assume two directions. `Dump` explains the letters of the sizes."""
     G, D, arrays = GATES[case.op], 2 if both else 1, case.arrays
