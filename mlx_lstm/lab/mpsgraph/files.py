@@ -116,7 +116,7 @@ def checked_case(entry: dict[str, Any], arrays: Arrays, results: Arrays) -> Comp
     case = CompareCase(name, op, read_descriptor(op, json.dumps(entry["descriptor"])), arrays)
     if any(array.dtype not in (np.float32, np.float16) for array in (arrays | results).values()):
         raise ValueError(f"the arrays of {name} must be float32 or float16")
-    if arrays["source"].size * arrays["recurrent_weight"].size > MOST_NUMBERS:  # it would take the oracle too long
+    if arrays["source"].size * arrays["recurrent_weight"].size > MOST_NUMBERS:  # too large for the oracle
         raise ValueError(f"case {name} is too large")
     try:
         shapes = {result: array.shape for result, array in expected(case).items()}
