@@ -495,6 +495,29 @@ def test_a_captured_number_may_change(kind):
         change(0.5)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "use"),
+    [
+        (mx.sin, mx.cos, lambda held, x: held(x)),
+        (nn.silu, nn.relu, lambda held, x: held(x)),
+        (nn.LeakyReLU(0.5), nn.LeakyReLU(0.25), lambda held, x: held(-x)),
+        (mx.zeros(3), mx.zeros(5), lambda held, x: x * held.size),
+        (mx.array(3.0), mx.array(5.0), lambda held, x: x * held.item()),
+    ],
+    ids=["function", "compiled function", "module", "shape", "item"],
+)
+def test_a_captured_object_may_change(before, after, use):
+    """If a variable of a cell gets another function of MLX, another module or another array, the next call uses it."""
+    held = before
+    cell = lambda a, state: (use(held, a[0]),)  # noqa: E731
+    results = []
+    for held in (before, after):
+        h = pointwise(cell, mx.ones((1, 1, 2)), None, None, None, (mx.zeros((1, 2)),), engine="numpy")[0]
+        results.append((h[0, 0, 0].item(), use(held, mx.array(1.0)).item()))
+    assert [got for got, _ in results] == pytest.approx([expected for _, expected in results], rel=1e-6)
+    assert results[0] != results[1]
+
+
 def test_what_a_key_tells_apart():
     """The key of what a function captures is the same in two searches, and tells apart zeros of both signs, numbers of
     different types, and NaN from a number."""

@@ -21,10 +21,15 @@ DEEPEST, MOST, LARGEST = 8, 2000, 4096
 array whose numbers it puts into the key."""
 
 LIBRARIES = ("mlx", "numpy", "math", "builtins")
-"""Packages whose functions and constants do not change, so that the search does not enter them."""
+"""Packages whose functions do not change. So such a function is put into the key itself, and the search does not enter
+it."""
 
 PLAIN = (type(None), bool, int, str, bytes, complex, slice, range, mx.Dtype)
-"""Types whose values are put into the key as they are, because they hold no other objects."""
+"""Types whose values are put into the key without a search, because they hold no other objects. Two of them become
+texts: Python cannot hash a slice in all its versions, and a text tells the zeros 0j and -0j apart."""
+
+NUMBER_READERS = {"item", "tolist", "float", "int"}
+"""Methods and functions by which code reads the numbers of an array as numbers of Python."""
 
 
 class TooMuch(Exception):
@@ -33,7 +38,8 @@ class TooMuch(Exception):
 
 class Captured:
     """What a function captures. key: the numbers, texts and code that it can reach, as a list of values that can be
-    compared. arrays: the MLX arrays. modules: the modules of `mlx.nn`.
+    compared. arrays: the MLX arrays. modules: the modules of `mlx.nn`. reads_numbers: whether code that the search
+    finds may read numbers of arrays, which the key does not contain.
 
     The search follows an attribute of an object or of a Python module only if the code that reads the object contains
     the attribute's name.
@@ -44,6 +50,7 @@ class Captured:
         self.key: list[Any] = []
         self.arrays: list[mx.array] = []
         self.modules: list[nn.Module] = []
+        self.reads_numbers: bool = False
         self.seen: dict[tuple[int, tuple[str, ...]], Any] = {}  # holds the objects, so that their ids stay theirs
         self.visit(function, (), 0)
 
@@ -59,7 +66,8 @@ class Captured:
                 raise TooMuch
             self.key.append((value.dtype.str, value.shape, value.tobytes()))
         elif isinstance(value, mx.array):
-            self.key.append(mx.array)
+            # A graph may depend on the shape of a captured array. One that contains its numbers is refused.
+            self.key.append((mx.array, value.shape, value.dtype))
             self.arrays.append(value)
         elif (id(value), names) not in self.seen:
             self.seen[id(value), names] = value
@@ -83,12 +91,17 @@ class Captured:
             self.key.append((dict, len(value)))
             self.many([each for pair in value.items() for each in pair], names, depth)
         elif isinstance(value, BuiltinFunctionType) or library_of(value) in LIBRARIES:
-            # Do not enter it. But a layer of mlx.nn holds arrays.
-            self.modules += [value] if isinstance(value, nn.Module) else []
+            if isinstance(value, nn.Module):  # its options, such as the slope of a LeakyReLU, may change
+                self.modules.append(value)
+                self.key.append(type(value))
+                self.many([*vars(value).values(), *value.values()], names, depth)
+            else:
+                self.key.append(value)
         elif isinstance(value, FunctionType):
             self.key.append(value.__code__)
             # read: the names in its own code, which say what it reads of its variables and defaults.
             read = names_in(value.__code__)
+            self.reads_numbers |= not NUMBER_READERS.isdisjoint(read)
             self.many([each for _, each in variables_of(value)], read, depth)
             self.many([value.__defaults__, value.__kwdefaults__], read, depth)
         else:

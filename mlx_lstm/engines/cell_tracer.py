@@ -124,10 +124,13 @@ def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[i
     parameters it has. apart: whether it gets the input's part and the recurrent part of each preactivation as a pair.
     shape: (B, H), the shape of each state. dtype: float32 or float64.
     """
-    # The cell is traced without the cache if it captures too much to compare, or something that cannot be hashed.
+    # The cell is traced without the cache if it captures too much to compare, or something that cannot be hashed, or if
+    # it reads numbers of an array.
     try:
-        captured = tuple(Captured(cell).key)
-        return cached_trace(cell, counts, apart, shape, dtype, captured)
+        captured = Captured(cell)
+        if captured.arrays and captured.reads_numbers:
+            return trace(cell, counts, apart, shape, dtype)
+        return cached_trace(cell, counts, apart, shape, dtype, tuple(captured.key))
     except TooMuch:
         return trace(cell, counts, apart, shape, dtype)
     except TypeError as error:
