@@ -25,8 +25,7 @@ LIBRARIES = ("mlx", "numpy", "math", "builtins")
 it."""
 
 PLAIN = (type(None), bool, int, str, bytes, complex, slice, range, mx.Dtype)
-"""Types whose values are put into the key without a search, because they hold no other objects. Two of them become
-texts: Python cannot hash a slice in all its versions, and a text tells the zeros 0j and -0j apart."""
+"""Types whose values are put into the key without a search, because they hold no other objects."""
 
 NUMBER_READERS = {"item", "tolist", "float", "int"}
 """Methods and functions by which code reads the numbers of an array as numbers of Python."""
@@ -60,6 +59,7 @@ class Captured:
         if isinstance(value, float):
             self.key.append((type(value), float.hex(value)))  # so -0.0 differs from 0.0, and NaN equals NaN
         elif isinstance(value, PLAIN):
+            # As texts: Python cannot hash a slice in all its versions, and 0j == -0j, but their texts differ.
             self.key.append((type(value), str(value) if isinstance(value, (slice, complex)) else value))
         elif isinstance(value, (np.ndarray, np.generic)):
             if value.nbytes > LARGEST or value.dtype.hasobject:
@@ -90,7 +90,7 @@ class Captured:
         elif isinstance(value, dict) and not isinstance(value, nn.Module):
             self.key.append((dict, len(value)))
             self.many([each for pair in value.items() for each in pair], names, depth)
-        elif isinstance(value, BuiltinFunctionType) or library_of(value) in LIBRARIES:
+        elif isinstance(value, BuiltinFunctionType) or library_of(value) in LIBRARIES:  # of NumPy, MLX, Python itself
             if isinstance(value, nn.Module):  # its options, such as the slope of a LeakyReLU, may change
                 self.modules.append(value)
                 self.key.append(type(value))

@@ -298,9 +298,10 @@ class CellGraph:
     The graph of a built-in cell has more inputs, which are not differentiated except i0:
 
     - e: the gradient of a gate
-    - i: i0 is h times the mask, which enters the recurrent product
+    - i: i0 is h times the mask (the factor of dropout), which enters the recurrent product
     - k: k0 is the limit of c, and k1 that of a projected h
-    - W: a matrix. W0 is the weight of a second product in the step, and W0T its transpose
+    - W: a matrix. W0 is the weight of a second product in the step, and W0T its transpose: an LSTM's projection Wp, or
+      the candidate's rows of Wh in a GRU whose reset comes before this product
     - N: N0 is the layer normalisation of c
 
     apart: whether the function reads the input's part and the recurrent part of the preactivations separately. forward:

@@ -333,10 +333,10 @@ graph gets the operations and gradients that engines need."""
 
 @lru_cache(256)
 def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellGraph:
-    """Return the graph of a built-in cell. The forget bias and bhn are parts of the preactivations, and the limits of c
-    and h are inputs, so that calls with other numbers need no other graph. names: which of the arrays "peephole" and
-    "Wp" the call has. exposes: for a forward pass, whether the caller gets the gates; for a backward pass, whether they
-    have cotangents."""
+    """Return the graph of a built-in cell. The forget bias of an LSTM and bhn, the bias of a GRU's recurrent candidate,
+    are parts of the preactivations, and the limits of c and h are inputs, so that calls with other numbers need no
+    other graph. names: which of the arrays "peephole" and "Wp" the call has. exposes: for a forward pass, whether the
+    caller gets the gates; for a backward pass, whether they have cotangents."""
     gates, before = cell.gate_order, cell.reset == "before"
     # products: the numbers of the gates whose recurrent part is an input of its own, such as p0.
     products = [k for k, gate in enumerate(gates) if cell.apart and not (before and gate == "n")]
@@ -348,8 +348,8 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
     more["N0"] = cell.norm is not None
     given = [*first, *(name for name, is_there in more.items() if is_there)]
 
-    # The new states and then the gates, as a function of the arrays `given`. TRACED: the functions that a definition
-    # calls while it is traced; some of them differ from those that compute.
+    # The new states and then the gates, which the backward pass reads, as a function of the arrays `given`. TRACED: the
+    # functions that a definition calls while it is traced; some of them differ from those that compute.
     def results(*arrays: mx.array) -> list[mx.array]:
         states, found = definitions.step(cell, dict(zip(given, arrays, strict=True)), TRACED)
         return distinct([*states, *(found[gate] for gate in gates)])
@@ -359,7 +359,7 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
         rest = arrays[len(first) : len(given)]
         return vjp(lambda *x: results(*x, *rest)[:n], arrays[: len(first)], arrays[len(given) :])[1]
 
-    states = cell.carried + 1
+    states = cell.carried + 1  # the states besides h, and h
     n = states + cell.gates * exposes  # the number of results that have cotangents
     with mx.stream(mx.cpu):
         # zero: stands for every argument; its square shape fits the matrix products, too.
@@ -534,7 +534,7 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
         return graph.input(matrix[:-1] if matrix[-1] == "T" else matrix + "T")
     if name == "Matmul":
         return graph.normalise(*args) if graph.nodes[args[1]].value in ("N0", "N0T") else graph.add("matmul", *args)
-    if name in (*VIEWS, "StopGradient"):
+    if name in (*VIEWS, "StopGradient"):  # they copy or repeat numbers, but move none to another unit
         return args[0]
     if name == "AsType":
         return cast(graph, args[0], conditions[0], item["inputs"][0][2], item["outputs"][0][2])  # both dtypes

@@ -185,6 +185,8 @@ class Statements:
             if all(have[k] == of[k] for k in lanes):
                 return name
         first = of[lanes[0]]
+        # One node for all lanes: compute it everywhere. But if only one lane wants it, and it is computed from values
+        # that lanes hold, the code below computes it without sending these values to all lanes.
         if len({*of.values()}) == 1 and (len(lanes) > 1 or self.is_known(first) or self.home(first) is None):
             return self.everywhere(first)
         # If all lanes need the same operation, merge its operands, so that one statement computes it in all lanes.
