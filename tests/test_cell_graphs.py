@@ -470,6 +470,7 @@ def captures():
         "dict": (lambda a, state: (a[0] * table["k"][0],), partial(table["k"].__setitem__, 0)),
         "NumPy": (lambda a, state: (a[0] * float(array),), partial(array.__setitem__, ...)),
         "partial": (partial(lambda k, a, state: (a[0] * k[0],), part), partial(part.__setitem__, 0)),
+        "text": (lambda a, state: (a[0] * getattr(own, "own"),), partial(setattr, own, "own")),  # noqa: B009
         "default": (default, lambda value: setattr(default, "__defaults__", (value,))),
         "keyword": (keyword, lambda value: keyword.__kwdefaults__.update(k=value)),
     }
@@ -495,27 +496,55 @@ def test_a_captured_number_may_change(kind):
         change(0.5)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "use"),
-    [
-        (mx.sin, mx.cos, lambda held, x: held(x)),
-        (nn.silu, nn.relu, lambda held, x: held(x)),
-        (nn.LeakyReLU(0.5), nn.LeakyReLU(0.25), lambda held, x: held(-x)),
-        (mx.zeros(3), mx.zeros(5), lambda held, x: x * held.size),
-        (mx.array(3.0), mx.array(5.0), lambda held, x: x * held.item()),
-    ],
-    ids=["function", "compiled function", "module", "shape", "item"],
-)
-def test_a_captured_object_may_change(before, after, use):
-    """If a variable of a cell gets another function of MLX, another module or another array, the next call uses it."""
-    held = before
-    cell = lambda a, state: (use(held, a[0]),)  # noqa: E731
-    results = []
-    for held in (before, after):
-        h = pointwise(cell, mx.ones((1, 1, 2)), None, None, None, (mx.zeros((1, 2)),), engine="numpy")[0]
-        results.append((h[0, 0, 0].item(), use(held, mx.array(1.0)).item()))
-    assert [got for got, _ in results] == pytest.approx([expected for _, expected in results], rel=1e-6)
-    assert results[0] != results[1]
+ACTIVATION = mx.abs
+
+
+class Activated(nn.Module):
+    """A module with a function, `act`."""
+
+
+def functions():
+    """Return {kind: (cell, a function `put`)}: the cell calls a function that gives 1 for -1 after `put(1)`, and -1
+    after `put(-1)`."""
+    table, module, slope, layers = {}, Activated(), nn.LeakyReLU(), nn.Sequential(mx.abs)
+    plain = {1: mx.abs, -1: mx.floor}.__getitem__
+
+    def by_global(put):
+        return lambda a, state: (ACTIVATION(a[0]),), lambda n: globals().update(ACTIVATION=put(n))
+
+    return {
+        "function": by_global(plain),
+        "compiled": by_global(lambda n: mx.compile(plain(n))),
+        "partial": by_global(lambda n: partial(plain(n))),
+        "table": (lambda a, state: (table["act"](a[0]),), lambda n: table.update(act=plain(n))),
+        "module": (lambda a, state: (module.act(a[0]),), lambda n: setattr(module, "act", plain(n))),
+        "slope": (lambda a, state: (slope(a[0]),), lambda n: setattr(slope, "_negative_slope", -n)),
+        "layers": (lambda a, state: (layers(a[0]),), lambda n: setattr(layers, "layers", [plain(n)])),
+    }
+
+
+@pytest.mark.parametrize("kind", functions())
+def test_a_captured_function_may_change(kind):
+    """If another function of MLX, or a layer of `mlx.nn` with another slope, takes the place of the one that a cell
+    calls, the next call uses the new one."""
+    cell, put = functions()[kind]
+    for n in (1, -1, 1):
+        put(n)
+        h, _ = pointwise(cell, -mx.ones((1, 1, 2)), None, None, None, (mx.zeros((1, 2)),), engine="numpy")
+        assert h[0, 0, 0].item() == n
+
+
+@pytest.mark.parametrize("use", [lambda k, x: x * k.size, lambda k, x: x * k.sum().item()], ids=["shape", "item"])
+def test_a_captured_array_may_change(use):
+    """If a cell computes with the shape of an array or with its numbers, the next call uses those of another array."""
+    k = None
+    cell = lambda a, state: (use(k, a[0]),)  # noqa: E731
+    for k in (mx.ones(2), mx.ones(5)):
+        h, _ = pointwise(cell, mx.ones((1, 1, 2)), None, None, None, (mx.zeros((1, 2)),), engine="numpy")
+        assert h[0, 0, 0].item() == k.size
+    k[0] = 3.0  # in place
+    h, _ = pointwise(cell, mx.ones((1, 1, 2)), None, None, None, (mx.zeros((1, 2)),), engine="numpy")
+    assert h[0, 0, 0].item() == use(k, 1.0)
 
 
 def test_what_a_key_tells_apart():
