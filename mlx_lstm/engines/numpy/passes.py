@@ -57,7 +57,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     h, (gates, norms) = out["h"], [out[n].transpose(FEATURE_MAJOR) if n in out else None for n in ("gates", "norms")]
     if step.by_factors:  # a norm that is a factor on h: `enter` computes and saves it
         norms = None
-    if "c" in out:
+    if "c" in out:  # [T, carried H, B]: the states besides h, one block of H rows each
         c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (problem.cell.carried * H, B), dtype)
     else:  # an empty c, so that the loop below serves every cell
         c, c_prev = np.empty((T, 0, B)), np.empty((0, B))
@@ -149,8 +149,8 @@ class BackwardSweep:
         self.products: WeightGradients = products
         self.out: Views = products.out
         has_c = "c" in saved
-        # c_at(t): c after step t, [H, B]. c0: the c before the first step. dh, dc: at first the cotangents of hT and
-        # cT.
+        # c_at(t): c after step t, [carried H, B]: the states besides h, one block of H rows each. c0: the c before the
+        # first step. dh, dc: at first the cotangents of hT and cT.
         self.c_at: Callable[[int], Any] = steps_of(saved["c"]) if has_c else lambda t: None
         self.c0: Any = first_state(v, "c0", (carried * H, B), dtype) if has_c else None
         self.dh: Array = first_state(dv, "hT", (P, B), dtype)

@@ -8,8 +8,8 @@ module `passes` keeps the results of these additional steps out of the outputs a
 T: steps, B: batch items, G: gates, H: hidden units, P: the width of h. v holds the arrays of the call by name (x, Wh,
 lengths and so on), `out` the memory of the results, dv the cotangents (the gradients that the caller gives for
 outputs). h0, c0: the first states; hT, cT: the last ones. `cell.carried`, `cell.kept`: how many blocks of H numbers c
-and gates have. `FEATURE_MAJOR` transposes [T, B, .] to [T, ., B], the memory
-order of c and gates. lengths [B]: after how many steps each item ends.
+and gates have. `FEATURE_MAJOR` transposes [T, B, .] to [T, ., B], the memory order of c and gates. lengths [B]: after
+how many steps each item ends.
 """
 
 from math import isqrt
@@ -88,7 +88,8 @@ def segments(problem: Problem, v: Views) -> list[Segment]:
         return []
     # A segment is a range of steps, run only for the items that have not ended before it. Items that end within a long
     # segment waste time. But each segment has a fixed cost of one or two steps (for copies of its arrays). The sum of
-    # both costs is smallest near sqrt(T) steps. A new segment must also be smaller by at least `enough` items.
+    # both costs is smallest near sqrt(T) steps. A new segment must also be smaller by at least `enough` items: 4, or an
+    # eighth of a small batch.
     shortest, enough = isqrt(T), min(ENDED, B / 8)
     lengths, found, start = v["lengths"], [], 0
     live = np.flatnonzero(lengths > 0)  # the items of the current segment
@@ -101,7 +102,7 @@ def segments(problem: Problem, v: Views) -> list[Segment]:
             first, last = int(live[0]), int(live[-1]) + 1
             found.append(Segment(start, stop, slice(first, last) if last - first == len(live) else live))
             start, live = stop, left
-    # run: how many (step, item) pairs the segments compute, of T * B.
+    # run: how many (step, item) pairs the segments compute, of T * B. They must save at least a tenth (SAVED).
     run = sum([steps * items for steps, items in [segment.sizes(B) for segment in found]])
     return found if run <= (1 - SAVED) * T * B else []
 
@@ -131,7 +132,8 @@ def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: V
     GH], by name.
     """
     (_, B, H, P), dtype, cell = problem[:4], v["x"].dtype, problem.cell
-    # states: the states of all items before the next segment; each segment reads and replaces those of its items.
+    # states: the states of all items before the next segment; each segment reads and replaces those of its items. c has
+    # `carried` blocks of H numbers: the states besides h. Gates have `kept` blocks.
     widths = {"h": P, "c": cell.carried * H} if "c" in out else {"h": P}
     states = {name: np.zeros((B, width), dtype) for name, width in widths.items()}
     for name, state in states.items():
@@ -176,12 +178,14 @@ def backward_in_segments(
     the forward pass saved for it alone, such as gates, by name.
     """
     (_, B, H, P), out, dtype = problem[:4], products.out, v["x"].dtype
+    # c has `carried` blocks of H numbers, the states besides h.
     widths = {"h": P, "c": problem.cell.carried * H} if "c" in saved else {"h": P}
     d_states = {name: np.zeros((B, width), dtype) for name, width in widths.items()}
     for name, d_state in d_states.items():
         if f"{name}T" in dv:
             d_state[...] = dv[f"{name}T"]
-    # Segments with a wide batch read Wh in another memory order. Copy it to this order once, for all segments.
+    # Segments with a wide batch read Wh in another memory order. Copy it to this order once, for all segments: the copy
+    # has the shape of Wh again, as `transposed` returns Wh^T.
     ordered = {"Wh": transposed(v["Wh"], problem).T} if "Wh" in v else {}
     adds = "Wx" in v and bool(products.written)  # the other direction has written its part of the gradient of x
     # own_...: the arrays of one segment alone. d_states: the gradients of the states of all items; a segment reads them

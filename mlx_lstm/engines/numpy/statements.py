@@ -97,7 +97,8 @@ def places(array: str, count: int) -> list[Place]:
 class Rewrites(NamedTuple):
     """How `lowered` rewrites a graph. negated: nodes whose places hold the negated value. squares: whether y (1 - y) is
     computed as y - y^2, which takes one pass over memory less if the squares of several gates are computed together.
-    divided: {product: sigmoid} of the products that are computed as quotients, from `quotients`."""
+    divided: {product: sigmoid}: a product x sigmoid(z) is computed as x / (1 + exp(-z)), one pass less
+    (`quotients`)."""
 
     negated: Collection[int] = ()
     squares: bool = False
@@ -255,7 +256,8 @@ class Groups:
                 # preactivation. What else is in it does not matter to the nodes that read it.
                 self.block[n], self.by_row[n] = self.known[z], (self.known[z].row, "a sum")
         for pairs in found.values():
-            # Divide the pairs into runs of successive rows: row - position is then the same number.
+            # Divide the pairs into runs of successive rows, for which row - position is the same number. Their results
+            # must also have places in successive blocks of one array (`offset`), or none of them has a place.
             numbered = enumerate(sorted(pairs))
             for _, run in groupby(numbered, key=lambda item: (self.offset(item[1][1]), item[1][0] - item[0])):
                 self.group([n for _, (_, n) in run])
@@ -594,6 +596,7 @@ class Writer:
             self.scratch[name], self.sizes[name] = kind, 1
             place = Place(name, 0)
         operands, out = [self.operand([k]) for k in node.args], self.text([place])
+        # The statements of a composed operation use up to three arrays of their own, t0 to t2.
         self.scratch |= {name: Scratch() for name in ("t0", "t1", "t2") if name in COMPOSED.get(node.op, "")}
         self.lines.append(call(node.op, operands, out))
         self.settle([n], [place])

@@ -82,6 +82,8 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         v["x"] = v["x"].transpose(BATCH_MAJOR)
     dtype, (T, B, H, P), cell, directions = v["x"].dtype, problem[:4], problem.cell, each_direction(problem)
     D = len(directions)
+    # Per unit and direction c has `carried` numbers, gates have `kept`, which is the number of gates in a built-in
+    # cell.
     widths = {"h": D * P, "c": D * cell.carried * H} if cell.carried else {"h": D * P}
     last = {f"{name}T": NewArray(dtype, (B, width)) for name, width in widths.items()} if problem.wants_last else {}
     sequences: dict[str, NewArray] = {}

@@ -413,8 +413,10 @@ def through_projection_clip(cell: AnyCell, arrays: Arrays, after: Arrays, dh: Ar
     graph, Wp = graph_of(cell, ["Wp"], exposes=False), arrays["Wp"]
     given = {"d0": dh, "W0T": Wp.T} | limits_of(cell, None, after["h"])
     known = known_after(graph, cell, after) | {graph.number[name]: array for name, array in given.items()}
+    # What the forward step multiplies by Wp^T ("W0T"), and what the backward step multiplies by Wp ("W0"): the gradient
+    # before the clip. The last dh says the dtype of constants.
     known[graph.operand("W0T")] = projected_vector(cell, arrays, after).astype(Wp.dtype)
-    n = graph.operand("W0")  # the node that the backward step multiplies by Wp: the gradient before the clip
+    n = graph.operand("W0")
     return values_of(graph.nodes, [n], known, dh)[n]
 
 
@@ -613,7 +615,9 @@ def project_rows(problem: Problem, arrays: Arrays, rows: Array) -> Array:
 
 
 def initial_states(problem: Problem, arrays: Arrays) -> tuple[Array, Array]:
-    """Return h0 [B, P] and c0 [B, H]. A state that the call does not have is zeros."""
+    """Return h0 [B, P] and c0 [B, C H] of a cell with C states besides h (C = 1 for an LSTM). A state that the call
+    does not have is zeros. A cell without c gets a c0 [B, H], which nobody reads, so that all callers get two
+    states."""
     B, dtype, widths = problem.B, arrays["x"].dtype, {"h0": problem.P, "c0": (problem.cell.carried or 1) * problem.H}
     h0, c0 = (arrays[name] if name in arrays else mx.zeros((B, width), dtype) for name, width in widths.items())
     return h0, c0
