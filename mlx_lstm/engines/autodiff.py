@@ -472,10 +472,9 @@ def gradients_with_input_norm(problem: Problem, floats: Arrays, cotangents: Arra
     names = [name for name in floats if name != "lengths"]
     rest = {name: floats[name] for name in floats if name == "lengths"}
 
-    # Return (cell, arrays) for the steps: x is the normalised product, and the cell does not normalise it again. None:
-    # no weight is quantized; False: x is time-major.
+    # Return (cell, arrays) for the steps: x is the normalised product, and the cell does not normalise it again.
     def of_steps(arrays: Arrays) -> tuple[AnyCell, Arrays]:
-        return before_steps(problem.cell, arrays, None, problem.directions, False)[:2]
+        return before_steps(problem.cell, arrays, packing=None, directions=problem.directions, batch_first=False)[:2]
 
     def before(*values: mx.array) -> list[mx.array]:
         _, found = of_steps(dict(zip(names, values, strict=True)) | rest)

@@ -85,8 +85,8 @@ class MLXStream:
                 # A layer that normalises its input's product gets it computed, without Wx (see `Launch.norm`).
                 if norm is not None:
                     cell, given, packing = norm  # given: the layer's parameters, Wx among them
-                    # 1, False: one direction, time-major.
-                    row = normalised_input(cell, given | {"x": row.astype(given["Wh"].dtype)}, packing, 1, False)
+                    given = given | {"x": row.astype(given["Wh"].dtype)}
+                    row = normalised_input(cell, given, packing, directions=1, batch_first=False)
                     row = row.astype(arrays["x"].dtype)
                 outputs = module.forward(problem, {**arrays, **more, "x": row, **self.carried[n]})
                 row = outputs["h"]

@@ -698,8 +698,12 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
     cell, H, itemsize, packing = layer.cell, layer.H, layer.itemsize, layer.packing
     lanes, gates = lanes_of(cell), cell.gates
     sweep = "backward" if backward else "forward"
-    if not cell.recurrent:  # one lane per unit, one item per threadgroup, the least memory (16 bytes), and no weights
-        return FusedTiling(False, 1, 1, 32 * -(-H // 32), 1, 16, 0, 0, 1.0, working_registers(cell, sweep, 1, False))
+    if not cell.recurrent:  # one lane per unit, one item per threadgroup, the least memory, and no weights
+        used = working_registers(cell, sweep, rows=1, packed=False)
+        return FusedTiling(
+            matrices=False, units=1, rows=1, threads=32 * -(-H // 32), vectors=1, bytes=16,
+            weights=0, resident=0, resident_part=1.0, registers=used,
+        )  # fmt: skip
     wanted = cut.rows if cut else rows_for(layer)
     matrices = wanted == 8 and fits_matrices(cell, H) and packing is None
     # lengths: for each product of a step, how many terms one output sums. The first product backward of a GRU whose

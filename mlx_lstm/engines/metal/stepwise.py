@@ -766,8 +766,7 @@ def each_step(make: KernelMaker, problem: Problem, inputs: Inputs, rows: Rows | 
 @cached
 def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
     """Return the kernel of a forward step. metal/stepwise_forward.metal describes its inputs and the row that it
-    writes: c, h and, if the backward pass or the caller needs them, the gates. present: the names of the arrays that
-    are there."""
+    writes: c, h and, if the backward pass or the caller needs them, the gates."""
     H, cell, (rows, columns, units) = problem.H, problem.cell, forward_tile(problem)
     saves = problem.training or problem.return_gates
     length = row_length(problem, H, blocks=1 + cell.kept if saves else 1, floats=cell.carried, dtype=dtype)
@@ -1001,7 +1000,7 @@ def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
     """Return the last kernel of a backward step of a built-in cell with a norm. It writes a row with the gradients of
     this step: `floats` carries per unit, and `blocks` numbers in the dtype of the call. These are, per gate, the
     gradient of the recurrent product, if that is normalised, and of the preactivation; and that of the result of a norm
-    of c. present: the names of the arrays that are there."""
+    of c."""
     cell = problem.cell
     blocks = cell.gates * (2 if norms.of_product(cell) else 1) + norms.of_state(cell)
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1)
