@@ -20,7 +20,8 @@ names: the names of the arrays of the call. visible: the names of the outputs th
 results that Python saves for the backward pass without MLX; saved: these results. chunked: an object that runs the
 engine in chunks of time, or None. left_out: names of gradients that nobody asks for, which `numpy` does not compute.
 tap: an identity function after an output, whose rule notes that the output has a cotangent. mark: a scalar whose rule
-notes that MLX asks for the gradient of x. `for_engine` casts arrays to the dtypes that an engine reads.
+notes that MLX asks for the gradient of x. `for_engine` casts arrays to the dtypes that an engine reads. SEQUENCES: h,
+c, gates. HALVES: the 16-bit dtypes. ENGINE_MODULES: the module of each engine.
 
 From `Problem`: plain: nobody can ask for a gradient. training: the forward pass saves what the backward pass reads.
 packing: the format of quantized weights, or None; `dequantized` returns arrays with float weights instead.
@@ -78,7 +79,7 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
     """
     dtype, batch_first = problem.dtype, problem.batch_first
     if problem.plain and engine == "numpy":  # `numpy` reads both memory orders of x without an operation of MLX
-        if dtype in HALVES:  # the 16-bit dtypes
+        if dtype in HALVES:
             arrays = for_engine(engine, arrays)
         outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first)
     elif engine == "ops" and is_plain_step(problem):

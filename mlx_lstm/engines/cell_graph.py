@@ -20,7 +20,8 @@ The name of an input is a letter and a number, from 0 on:
 
 The lists of a `CellGraph` are node numbers, too. forward: the new states, h first. back: the gradients of the inputs
 that `names` lists. saved: what the forward pass saves for the backward pass. A built-in cell is an LSTM, GRU or RNN of
-this package; the gradient is added to the graph after the cell itself.
+this package; the gradient is added to the graph after the cell itself. CONDITIONS: the operations with bool results.
+COMMUTES: those whose two operands may change places.
 """
 
 from collections.abc import Callable, Collection, Iterable

@@ -295,7 +295,7 @@ def graph_of(cell: AnyCell, names: Collection[str], exposes: bool) -> CellGraph:
         return cell.graph
     form = form_of(cell)  # without the numbers that a graph gets as inputs, such as limits
     if form.norm is not None:  # only the norm of c is in the graph: the others change the preactivations before it
-        form = form._replace(norm=NormOptions(None, c=form.norm.c) if form.norm.c else None)
+        form = form._replace(norm=NormOptions(of=None, c=form.norm.c) if form.norm.c else None)
     return traced_definition(form, frozenset({"peephole", "Wp"} & set(names)), exposes)
 
 

@@ -18,6 +18,7 @@ after the last step. h_starts, c_starts: the states at the start of each chunk. 
 is the gradient that the caller gives for an output. `cell.carried`, `cell.kept`: how many blocks of H numbers c and
 gates have. `problem.plain`: nobody can ask for a gradient. T: steps, B: batch items, H: hidden units, P: the width of
 h, D: directions; d is the number of a direction, 0 or 1. start, stop: a chunk has the steps from `start` to `stop` - 1.
+SEQUENCES: h, c, gates, the outputs with one row per step. HALVES: the 16-bit dtypes.
 """
 
 from collections.abc import Iterator
@@ -136,10 +137,9 @@ class Chunked:
         """Return `values`, but with the real sequences in place of their stand-ins. names: the names of the values,
         which are outputs of the call.
 
-        A stand-in is an array of zeros that takes no memory. MLX got it instead of a long sequence, because MLX would
-        keep the sequence in memory as long as it needs any output of the call (see `stand_ins`, which put the real
-        sequences into `held`). Each returned sequence is removed from `held`, so that only the caller keeps it.
-        Without stand-ins `held` is empty, and `values` is returned unchanged.
+        MLX got an array of zeros, a stand-in, instead of a sequence that it would keep in memory (`stand_ins`). Each
+        returned sequence is removed from `held`, so that only the caller keeps it. Without stand-ins `held` is empty,
+        and `values` is returned unchanged.
         """
         if not self.held:
             return values
@@ -343,8 +343,8 @@ class Chunked:
         return self.prepared({name: array for name, array in arrays.items() if name not in others})
 
     def by_step(self, arrays: Arrays) -> dict[str, Any]:
-        """Return the arrays that have one row per step. In eager mode (each chunk is evaluated) they are NumPy
-        views, which can be sliced without a copy."""
+        """Return the arrays that have one row per step. In eager mode they are NumPy views, which can be sliced without
+        a copy."""
         rows = {name: arrays[name] for name in with_steps(arrays)}
         if self.eager:
             mx.eval(rows)
@@ -365,8 +365,7 @@ class Chunked:
         return for_engine(self.engine, rows)
 
     def prepared(self, arrays: Arrays) -> Arrays:
-        """Return the arrays in the dtypes that the engine reads. In eager mode (each chunk is evaluated) return copies
-        that have no graph.
+        """Return the arrays in the dtypes that the engine reads. In eager mode return copies that have no graph.
 
         While MLX computes a gradient it keeps the graphs of all arrays, so without the copies the graphs of all chunks
         would stay in memory. Engine `numpy` needs no copies, because its results have no graph.
@@ -382,9 +381,8 @@ class Chunked:
         """Write the results of one chunk, the steps from `start` to `stop`, into the sequences of direction d. others:
         the chunk's results that are not sequences, such as its last states.
 
-        In eager mode (each chunk is evaluated) first evaluate all these results. Otherwise nothing is evaluated, so
-        note all results of this chunk in `pending`: `steps_of` makes the input of the next chunk depend on them, and
-        MLX then computes the chunks one after the other.
+        In eager mode first evaluate all these results. Otherwise note them in `pending`: `steps_of` makes the input of
+        the next chunk depend on them, so that MLX computes the chunks one after the other.
         """
         rows = {name: results[name].astype(sequence.dtype) for name, sequence in sequences.items()}
         if self.eager:
@@ -396,7 +394,7 @@ class Chunked:
 
     def added(self, sums: dict[str, Any], terms: Arrays) -> dict[str, Any]:
         """Return the sums over chunks, with the terms of one more chunk added. sums: a dict by name, empty before the
-        first chunk. In eager mode (each chunk is evaluated) the sums are NumPy arrays, which are added in place."""
+        first chunk. In eager mode the sums are NumPy arrays, which are added in place."""
         if not self.eager:
             return {name: term + sums[name] if sums else term for name, term in terms.items()}
         if not sums:

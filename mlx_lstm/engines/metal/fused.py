@@ -803,7 +803,8 @@ def pass_cycles(
     """
     form = "matrices" if tiling.matrices else "packed" if packing else "lanes"
     # held: the weights in the lanes of a threadgroup, in vectors of 4. loaded: the bytes read from memory at each step.
-    # work: the cycles of a step, limited by arithmetic or by these reads. each: the threadgroups of the busiest core.
+    # work: the cycles of a step, limited by arithmetic (CYCLES per weight and item) or by these reads. each: the
+    # threadgroups of the busiest core. WAIT: the cycles that one waits at each step.
     held = 4 * tiling.threads * tiling.weights
     loaded = held * (4 if packing else itemsize) * (1 - tiling.resident_part)
     work = max(CYCLES[form] * (numbers or held) * tiling.rows, loaded / BYTES_PER_CYCLE)

@@ -6,7 +6,9 @@ activations of an LSTM's four gates take as long as one activation. A "bundle" i
 node in each lane: lane k holds node number k of a list. Every other value is the same in all lanes of the unit.
 
 A node is an operation of the cell's graph, named by its number. `quad_broadcast(x, n)` gives all four lanes the x of
-lane n; `simd_shuffle_xor(x, n)` gives each lane the x of lane (own ^ n), an exclusive or.
+lane n; `simd_shuffle_xor(x, n)` gives each lane the x of lane (own ^ n), an exclusive or. OPERATIONS: the Metal
+expression of each operation. CONDITIONS: the operations with bool results. COMMUTES: those whose operands may change
+places. COSTLY: those with many instructions. ALIKE: sets of those that one statement can compute together.
 """
 
 from collections.abc import Sequence

@@ -152,7 +152,7 @@ def backward(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents
         saved = forward(problem._replace(training=True), arrays)
     mask = whole_mask(problem, arrays) if cell.recurrent else None
     if isinstance(cell, PointwiseCell) and cell.norm is None:
-        results = sweep_backward(problem, arrays, saved, cotangents, mask, None, wants_m=False)
+        results = sweep_backward(problem, arrays, saved, cotangents, mask, q=None, wants_m=False)
         return own_gradients(problem, arrays, {name: saved[name] for name in saved if name != ROWS}, results)
     few, product = is_plain(problem, arrays), takes_product(cell)
     operand: Arrays = {}

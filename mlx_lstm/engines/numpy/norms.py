@@ -19,8 +19,9 @@ u), so only u, the vector that W multiplies, is multiplied by r. `Factor` comput
 the product; `ProductNorm` is the backward pass of this way.
 
 Mostly the functions write into memory that was allocated before: an argument or a last argument `out` of a NumPy
-function is where the result goes. A mean is a product with `row`, a row of equal numbers, because BLAS is faster than
-NumPy. `centred`: the means are 0 already, because they were subtracted from the weights.
+function is where the result goes. A batch is wide from WIDE_BATCH (16) items on. A mean is a product with `row`, a row
+of equal numbers, because BLAS is faster than NumPy. `centred`: the means are 0 already, because they were subtracted
+from the weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -627,7 +628,7 @@ class NormByFactors:
         if "norm_scale" in v:
             arrays["Wh"] = v["Wh"] * v["norm_scale"][:, None]
         if rows == 2:
-            arrays = with_shift(None, problem.H, arrays, "norm_input_shift")  # None: the shift of the input's product
+            arrays = with_shift(cell=None, H=problem.H, v=arrays, name="norm_input_shift")
             r = Factor(v["Wx"], eps).of_rows(v["x"])
             arrays["x"] = v["x"] * r[:, :, None]
             if "norm_input_scale" in v:

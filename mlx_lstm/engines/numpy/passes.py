@@ -290,9 +290,8 @@ class BackwardSweep:
         self.dc *= keep
 
     def h_before(self, start: int, stop: int) -> Array:
-        """Return h before each of the steps from `start` to `stop`, [steps, B, P]. The option `keep` (a factor on
-        the state before a step) is not applied yet. The result is a view of the saved h, or a copy if it contains
-        the first state."""
+        """Return h before each of the steps from `start` to `stop`, [steps, B, P]. `keep` is not applied yet. The
+        result is a view of the saved h, or a copy if it contains the first state."""
         problem, states, first = self.problem, self.h, self.v.get("h0", 0)
         if problem.T == 1 and "h0" in self.v:
             return self.v["h0"][None]
@@ -316,7 +315,7 @@ class BackwardSweep:
         return rows
 
     def c_before(self, t: int) -> Array:
-        """Return c [H, B] before step t. The option `keep` (a factor on the state before a step) is not applied yet."""
+        """Return c [H, B] before step t. `keep` is not applied yet."""
         problem, last = self.problem, t + 1 if self.problem.reverse else t - 1
         if not 0 <= last < problem.T:
             return self.c0

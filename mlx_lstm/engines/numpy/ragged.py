@@ -40,8 +40,7 @@ class Segment(NamedTuple):
     items: Any
 
     def sizes(self, B: int) -> tuple[int, int]:
-        """Return (number of steps, number of batch items) of this segment: some steps, with the batch items that have
-        not ended before them. B: the number of items of the whole batch."""
+        """Return (number of steps, number of batch items) of this segment. B: the items of the whole batch."""
         items = self.items
         return self.stop - self.start, len(range(B)[items]) if isinstance(items, slice) else len(items)
 
@@ -50,18 +49,17 @@ class Segment(NamedTuple):
         return sequence[self.start : self.stop][:, self.items]
 
     def of_features(self, sequence: Array) -> Array:
-        """Return the part of a sequence [T, B, .] that belongs to this segment: some steps, with the batch items that
-        have not ended before them. The sequence is feature-major in memory, and so is the result: each step is
-        contiguous as [., B]."""
+        """Return the part of a sequence [T, B, .] that belongs to this segment. The sequence is feature-major in
+        memory, and so is the result: each step is contiguous as [., B]."""
         steps = sequence[self.start : self.stop].transpose(FEATURE_MAJOR)
         if isinstance(self.items, slice):
             return steps[:, :, self.items].transpose(FEATURE_MAJOR)
         return np.take(steps, self.items, axis=2).transpose(FEATURE_MAJOR)
 
     def write(self, sequence: Array, part: Array) -> None:
-        """Write `part`, the results of this segment (some steps of some batch items), into its place in a sequence [T,
-        B, .]. If the sequence is feature-major in memory, both arrays are first transposed to [T, ., B], so that NumPy
-        writes it in the order of its memory."""
+        """Write `part`, the results of this segment, into its place in a sequence [T, B, .]. If the sequence is
+        feature-major in memory, both arrays are first transposed to [T, ., B], so that NumPy writes it in the order of
+        its memory."""
         target, source = sequence[self.start : self.stop], part
         if target.strides[1] < target.strides[2]:  # feature-major: two items are closer than two features
             target.transpose(FEATURE_MAJOR)[:, :, self.items] = source.transpose(FEATURE_MAJOR)
@@ -80,16 +78,14 @@ class Segment(NamedTuple):
 
 
 def segments(problem: Problem, v: Views) -> list[Segment]:
-    """Divide a call with lengths into segments (ranges of steps, each with the batch items that have not ended
-    before). Return them in the order of time. Return an empty list if one pass over all steps and items would not be
-    much slower."""
+    """Divide a call with lengths into segments, and return them in the order of time. Return an empty list if one pass
+    over all steps and items would not be much slower."""
     T, B = problem[:2]
     if T == 1:
         return []
-    # A segment is a range of steps, run only for the items that have not ended before it. Items that end within a long
-    # segment waste time. But each segment has a fixed cost of one or two steps (for copies of its arrays). The sum of
-    # both costs is smallest near sqrt(T) steps. A new segment must also be smaller by at least `enough` items: 4, or an
-    # eighth of a small batch.
+    # Items that end within a long segment waste time. But each segment has a fixed cost of one or two steps (for copies
+    # of its arrays). The sum of both costs is smallest near sqrt(T) steps. A new segment must also be smaller by at
+    # least `enough` items: 4, or an eighth of a small batch.
     shortest, enough = isqrt(T), min(ENDED, B / 8)
     lengths, found, start = v["lengths"], [], 0
     live = np.flatnonzero(lengths > 0)  # the items of the current segment
@@ -108,9 +104,9 @@ def segments(problem: Problem, v: Views) -> list[Segment]:
 
 
 def part_of_call(problem: Problem, v: Views, segment: Segment) -> tuple[Problem, Views]:
-    """Return the problem (sizes and options) and the arrays of one segment: some steps of some batch items. The
-    segment can then run like a whole call. The first states h0 and c0 are only restricted to the segment's items; for
-    a later segment the caller replaces them by the states before its first step."""
+    """Return the problem and the arrays of one segment, which can then run like a whole call. The first states h0 and
+    c0 are only restricted to the segment's items; for a later segment the caller replaces them by the states before its
+    first step."""
     start, stop, items = segment
     part = dict(v)
     for name in {"x", "keep", "inputs"} & v.keys():
@@ -124,9 +120,8 @@ def part_of_call(problem: Problem, v: Views, segment: Segment) -> tuple[Problem,
 
 
 def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: Views, hidden: list[Views]) -> None:
-    """Run one direction forward, one segment after the other, and write the outputs that `out` contains. A segment is
-    a range of steps, run only for the batch items that have not ended before it. Where an item has ended, the outputs
-    keep the 0 that `out` contains at first.
+    """Run one direction forward, one segment after the other, and write the outputs that `out` contains. Where an item
+    has ended, they keep the 0 that `out` contains at first.
 
     hidden: for each segment the memory for results that only the backward pass reads, such as gates [steps, items,
     GH], by name.
@@ -170,9 +165,8 @@ def backward_in_segments(
     hidden: list[Views],
     dv: Views,
 ) -> None:
-    """Run one direction backward, one segment after the other. A segment is a range of steps, run only for the batch
-    items that have not ended before it. Write every gradient for which `products.out` has memory. Where an item has
-    ended, the gradient of x keeps the 0 that this memory contains at first.
+    """Run one direction backward, one segment after the other. Write every gradient for which `products.out` has
+    memory. Where an item has ended, the gradient of x keeps the 0 that this memory contains at first.
 
     products: sums the gradients of the weights. saved: the outputs of the forward pass. hidden: for each segment what
     the forward pass saved for it alone, such as gates, by name.

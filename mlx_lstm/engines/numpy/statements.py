@@ -15,6 +15,9 @@ an input's name, or the number of a "const". Letters such as n and k are numbers
     unit      a group, or one node alone: what one statement computes; t is its number in the order of the units
     scratch   arrays that only these statements use; their names are b0, b1, ..., for groups g0, g1, ...
     views     {(array, first row, last row + 1): the name that the statements use for these blocks}
+
+Operations: UFUNCS are single functions of NumPy, COMPOSED several statements; OVERWRITES may overwrite an operand, the
+operands of COMMUTES may change places, and CONDITIONS have bool results.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

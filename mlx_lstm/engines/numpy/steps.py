@@ -15,7 +15,8 @@ those of the gates' recurrent parts; saved, forward: the nodes that the forward 
 The arrays of generated code: z preactivations, xs their input's part, y what the forward pass saves, c_prev and c the
 states besides h before and after the step, n0 the h after it, us and w the inputs and parameters. Backward: dz, dx,
 dc, du, dw gradients of these; the other names are described at `backward_function`. An array of a chunk of steps has
-one column per step and batch item; `columns` are those of one step.
+one column per step and batch item; `columns` are those of one step. ALONE: the arrays of one block. WIDE: those as
+wide as a projected h. FEATURE_MAJOR transposes [T, B, .] to [T, ., B].
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -11,7 +11,8 @@ of a direction, or None if there is one only. v: NumPy views of the arrays of th
 those of the cotangents (the gradients that the caller gives for outputs); out: the memory of the results. norms: what
 the forward pass saves of layer normalisations for the backward pass. `cell.carried`, `cell.kept`: how many blocks of H
 numbers c and gates have; `cell.reads_kept`: whether the backward pass reads gates. A segment: some steps of those batch
-items that have not ended before them (`ragged`); parts: the segments of the call, empty if it is not divided.
+items that have not ended before them (`ragged`); parts: the segments of the call, empty if it is not divided. HIDDEN:
+the results that may be for the backward pass only. ALL_THREADS: a context that changes nothing.
 """
 
 from math import prod
