@@ -770,20 +770,12 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
     H, cell, (rows, columns, units) = problem.H, problem.cell, forward_tile(problem)
     saves = problem.training or problem.return_gates
     length = row_length(problem, H, blocks=1 + cell.kept if saves else 1, floats=cell.carried, dtype=dtype)
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader(
-            "stepwise_forward",
-            "step before h_before z Wh Wh_scales Wh_biases h0 c0 peephole bhn inputs params mask keep lengths sizes "
-            "numbers",
-            saves=saves,
-        ),
-        tile=(rows, columns),
-        units=(H, units),
-        output=(length, row_type(dtype)),
+    fields = (
+        "step before h_before z Wh Wh_scales Wh_biases h0 c0 peephole bhn inputs params mask keep lengths sizes numbers"
     )
+    shader = StepShader("stepwise_forward", fields, saves=saves)
+    output = (length, row_type(dtype))
+    return StepKernel(problem, dtype, present, shader, tile=(rows, columns), units=(H, units), output=output)
 
 
 @cached
@@ -791,15 +783,11 @@ def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...]
     """Return the first kernel of a step of a GRU whose reset comes before the product. It writes a row [3, B, D H]
     with r * mask * h_before, r and z. The product has the columns of two gates, r and z: 32 for 16 units. The shader
     is in metal/stepwise_gru.metal."""
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader("stepwise_gru_reset", "step before z Wh Wh_scales Wh_biases h0 mask lengths sizes"),
-        tile=(stepwise_rows(problem.B, problem.cut), 32),
-        units=(problem.H, 16),
-        output=(row_length(problem, problem.H, blocks=3, floats=0, dtype=dtype), dtype),
-    )
+    fields = "step before z Wh Wh_scales Wh_biases h0 mask lengths sizes"
+    shader = StepShader("stepwise_gru_reset", fields)
+    output = (row_length(problem, problem.H, blocks=3, floats=0, dtype=dtype), dtype)
+    tile = stepwise_rows(problem.B, problem.cut), 32
+    return StepKernel(problem, dtype, present, shader, tile=tile, units=(problem.H, 16), output=output)
 
 
 @cached
@@ -809,19 +797,11 @@ def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
     new h, and writes a row with h and, if the backward pass or the caller needs them, the three gates. The shader is
     in metal/stepwise_gru.metal."""
     saves = problem.training or problem.return_gates
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader(
-            "stepwise_gru_candidate",
-            "step before reset_row z Wh Wh_scales Wh_biases h0 keep lengths sizes",
-            saves=saves,
-        ),
-        tile=(stepwise_rows(problem.B, problem.cut), 32),
-        units=(problem.H, 32),
-        output=(row_length(problem, problem.H, blocks=4 if saves else 1, floats=0, dtype=dtype), row_type(dtype)),
-    )
+    fields = "step before reset_row z Wh Wh_scales Wh_biases h0 keep lengths sizes"
+    shader = StepShader("stepwise_gru_candidate", fields, saves=saves)
+    output = (row_length(problem, problem.H, blocks=4 if saves else 1, floats=0, dtype=dtype), row_type(dtype))
+    tile = stepwise_rows(problem.B, problem.cut), 32
+    return StepKernel(problem, dtype, present, shader, tile=tile, units=(problem.H, 32), output=output)
 
 
 @cached
@@ -854,19 +834,13 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
     forward pass's row with the gates; weights, the transposed Wh or Wp; q, a GRU's candidate's product. A threadgroup
     computes a tile of the product: some batch items, and one column per unit."""
     tile = tile_of(problem, problem.H)
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader(
-            "stepwise_backward",
-            "step before dh_now rows row weights gates h c h0 c0 q peephole bhn inputs params mask keep lengths dh dc "
-            "dgates dhT dcT sizes numbers",
-        ),
-        tile=tile,
-        units=(problem.H, tile[1]),
-        output=(backward_length(problem, present, dtype), row_type(dtype)),
+    fields = (
+        "step before dh_now rows row weights gates h c h0 c0 q peephole bhn inputs params mask keep lengths "
+        "dh dc dgates dhT dcT sizes numbers"
     )
+    shader = StepShader("stepwise_backward", fields)
+    output = (backward_length(problem, present, dtype), row_type(dtype))
+    return StepKernel(problem, dtype, present, shader, tile=tile, units=(problem.H, tile[1]), output=output)
 
 
 def backward_length(problem: Problem, present: Collection[str], dtype: mx.Dtype) -> int:
@@ -888,15 +862,10 @@ def gru_reset_backward_kernel(
     of h. It reads the row that the first kernel (`backward_kernel`) wrote, and writes a copy that includes both
     gradients. The shader is in metal/stepwise_gru.metal."""
     tile = tile_of(problem, problem.H)
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader("stepwise_gru_reset_backward", "step now_row weights gates h h0 mask keep lengths sizes"),
-        tile=tile,
-        units=(problem.H, tile[1]),
-        output=(backward_length(problem, present, dtype), row_type(dtype)),
-    )
+    fields = "step now_row weights gates h h0 mask keep lengths sizes"
+    shader = StepShader("stepwise_gru_reset_backward", fields)
+    output = (backward_length(problem, present, dtype), row_type(dtype))
+    return StepKernel(problem, dtype, present, shader, tile=tile, units=(problem.H, tile[1]), output=output)
 
 
 DH_INPUTS = "step before weights gates mask keep lengths dh dhT unclipped sizes"
@@ -930,15 +899,10 @@ def norm_product_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, .
     own. The shader is in metal/stepwise_norm.metal."""
     width = problem.cell.gates * problem.H
     tile = tile_of(problem, width)
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader("stepwise_norm_product", "step before h_before Wh Wh_scales Wh_biases h0 mask lengths sizes"),
-        tile=tile,
-        units=(width, tile[1]),
-        output=(row_length(problem, width, blocks=0, floats=1, dtype=dtype), row_type(dtype)),
-    )
+    fields = "step before h_before Wh Wh_scales Wh_biases h0 mask lengths sizes"
+    shader = StepShader("stepwise_norm_product", fields)
+    output = (row_length(problem, width, blocks=0, floats=1, dtype=dtype), row_type(dtype))
+    return StepKernel(problem, dtype, present, shader, tile=tile, units=(width, tile[1]), output=output)
 
 
 @cached
@@ -948,20 +912,12 @@ def norm_forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, .
     has all units of one batch item, so there is one along the units: units=(1, 1)."""
     cell, saves = problem.cell, problem.training or problem.return_gates
     length = row_length(problem, problem.H, blocks=1 + cell.kept if saves else 1, floats=cell.carried, dtype=dtype)
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader(
-            "stepwise_norm_forward",
-            "step before product z h0 c0 peephole bhn inputs params keep lengths sizes numbers "
-            + " ".join(norms.READ["forward"]),
-            saves=saves,
-        ),
-        tile=item_tile(cell),
-        units=(1, 1),
-        output=(length, row_type(dtype)),
+    fields = "step before product z h0 c0 peephole bhn inputs params keep lengths sizes numbers " + " ".join(
+        norms.READ["forward"]
     )
+    shader = StepShader("stepwise_norm_forward", fields, saves=saves)
+    output = (length, row_type(dtype))
+    return StepKernel(problem, dtype, present, shader, tile=item_tile(cell), units=(1, 1), output=output)
 
 
 @cached
@@ -1004,19 +960,13 @@ def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
     cell = problem.cell
     blocks = cell.gates * (2 if norms.of_product(cell) else 1) + norms.of_state(cell)
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1)
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader(
-            "stepwise_norm_backward",
-            "step before dh_now gates h c h0 c0 q peephole bhn keep lengths dc dgates dcT sizes numbers "
-            "norm_scale norm_c norm_y norm_r norm_c_y",
-        ),
-        tile=item_tile(cell),
-        units=(1, 1),
-        output=(row_length(problem, problem.H, blocks, floats, dtype), row_type(dtype)),
+    fields = (
+        "step before dh_now gates h c h0 c0 q peephole bhn keep lengths dc dgates dcT sizes numbers "
+        "norm_scale norm_c norm_y norm_r norm_c_y"
     )
+    shader = StepShader("stepwise_norm_backward", fields)
+    output = (row_length(problem, problem.H, blocks, floats, dtype), row_type(dtype))
+    return StepKernel(problem, dtype, present, shader, tile=item_tile(cell), units=(1, 1), output=output)
 
 
 @cached
@@ -1030,19 +980,12 @@ def norm_own_backward_kernel(
     cell = problem.cell
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
     blocks = cell.gates + cell.inputs + cell.gradients
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader(
-            "stepwise_norm_own_backward",
-            "step before dh_now rows row gates h c h0 c0 q inputs params keep lengths dc dcT sizes "
-            "norm_scale norm_y norm_r",
-        ),
-        tile=item_tile(cell),
-        units=(1, 1),
-        output=(row_length(problem, problem.H, blocks, floats, dtype), row_type(dtype)),
+    fields = (
+        "step before dh_now rows row gates h c h0 c0 q inputs params keep lengths dc dcT sizes norm_scale norm_y norm_r"
     )
+    shader = StepShader("stepwise_norm_own_backward", fields)
+    output = (row_length(problem, problem.H, blocks, floats, dtype), row_type(dtype))
+    return StepKernel(problem, dtype, present, shader, tile=item_tile(cell), units=(1, 1), output=output)
 
 
 # --- The launch after all steps ---
