@@ -31,7 +31,7 @@ NUMBER_READERS = {"item", "tolist", "float", "int"}
 """Methods and functions by which code reads the numbers of an array as numbers of Python."""
 
 
-COMPILED = type(mx.compile(abs))
+COMPILED: type = type(mx.compile(abs))
 """The type of the functions that `mx.compile` returns. MLX records their operations once."""
 
 
