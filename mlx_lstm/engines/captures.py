@@ -1,8 +1,8 @@
 """Find what a function reads besides its arguments (what it captures): variables of enclosing functions, global
 variables, defaults, and what these objects hold. A cache of the function's results needs these values in its key.
 
-The search begins at the function and follows objects in objects, up to some limits. It follows an attribute only if the
-code that reads the object contains the attribute's name.
+The search begins at the function and follows objects in objects, up to the limits DEEPEST, MOST and LARGEST. It follows
+an attribute only if the code that reads the object contains the attribute's name.
 """
 
 from collections.abc import Callable

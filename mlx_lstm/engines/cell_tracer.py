@@ -17,6 +17,8 @@ with the name of what a cell must not use; `refuse` turns that name into the err
 
 counts: how many gates, states, inputs of each step and parameters a cell has (`Counts`). given: arrays of the shapes
 and dtypes of a function's arguments; their numbers do not matter. `distinct` returns results as arrays of their own.
+UNARY, BINARY, VIEWS, PRODUCTS: MLX's operations of one and two operands, those that only copy numbers, and products of
+matrices. OPERATIONS: MLX's function for each operation of a graph. CONDITIONS: the operations with bool results.
 """
 
 import linecache

@@ -484,8 +484,9 @@ def prepared_part(
 
     The kernel's body declares the struct of its arrays and the threadgroup memory `vectors`, and calls the shader with
     its template arguments: the cell's struct, H, and how the work is divided. options, template: constants that the
-    source declares before the body; `arguments` are those of them that the shader takes, in order. OPTIONS: the cell's
-    options as bits. UNITS, ROWS, RESIDENT, VECTORS: the fields of `FusedTiling` with these names. S: the dtype."""
+    source declares before the body; `arguments` are those of them that the shader takes, in order. files: the shader
+    files that the source needs. INPUTS: all arrays that the pass's shader can read. OPTIONS: the cell's options as
+    bits. UNITS, ROWS, RESIDENT, VECTORS: the fields of `FusedTiling` with these names. S: the dtype."""
     has_norm = problem.cell.norm is not None
     inputs = {name: name in present for name in (*INPUTS[sweep], *(norms.READ[sweep] if has_norm else ()))}
     outputs = outputs_of(sweep, problem, dtype, "keep" in present, steps, saves_d)

@@ -334,8 +334,8 @@ def centres(problem: Problem, v: Views) -> bool:
 
 def with_centred_weights(problem: Problem, v: Views, by_factors: bool = False) -> Views:
     """Return the arrays that the forward pass and the backward pass read. If `centres` says so, their weights have a
-    mean of 0 over the rows of each block, so that the products have, too. by_factors: whether the norms are computed by
-    the class `NormByFactors`, which needs such weights."""
+    mean of 0 over the rows of each block, so that the products have, too (CENTRED: the names of these weights).
+    by_factors: whether the norms are computed by the class `NormByFactors`, which needs such weights."""
     norm = norm_options(problem)
     if norm.of is None or not (by_factors or centres(problem, v)):
         return v

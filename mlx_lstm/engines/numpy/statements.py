@@ -234,6 +234,7 @@ class Groups:
         # not in by_row.
         self.along_gates()
         # Then group nodes whose results shall lie in successive blocks of one array: row - position is the same number.
+        # item: (position, (place, node)).
         targets = sorted((place, n) for n, place in into.items())
         for _, run in groupby(enumerate(targets), key=lambda item: (item[1][0].array, item[1][0].row - item[0])):
             self.side_by_side([n for _, (_, n) in run])
@@ -260,7 +261,8 @@ class Groups:
                 self.block[n], self.by_row[n] = self.known[z], (self.known[z].row, "a sum")
         for pairs in found.values():
             # Divide the pairs into runs of successive rows, for which row - position is the same number. Their results
-            # must also have places in successive blocks of one array (`offset`), or none of them has a place.
+            # must also have places in successive blocks of one array (`offset`), or none of them has a place. item:
+            # (position, (row, node)).
             numbered = enumerate(sorted(pairs))
             for _, run in groupby(numbered, key=lambda item: (self.offset(item[1][1]), item[1][0] - item[0])):
                 self.group([n for _, (_, n) in run])
