@@ -72,18 +72,8 @@ it."""
 ADVICE = {
     "the products of x and h belong into Wx and Wh, any other product into a step for mlx_lstm.recurrent": PRODUCTS,
     "a step that mixes units is one for mlx_lstm.recurrent; norm= normalises the products": (
-        *(
-            "Reduce",
-            "Softmax",
-            "LogSumExp",
-            "LayerNorm",
-            "RMSNorm",
-            "Scan",
-            "ArgReduce",
-            "Sort",
-            "ArgSort",
-            "Partition",
-        ),
+        *("Reduce", "Softmax", "LogSumExp", "LayerNorm", "RMSNorm", "Scan"),
+        *("ArgReduce", "Sort", "ArgSort", "Partition"),
     ),
     "a cell must not change shapes, but a step for mlx_lstm.recurrent may": (
         *("Reshape", "Transpose", "Slice", "Split", "Concatenate", "Gather", "GatherAxis", "ExpandDims", "Squeeze"),
@@ -557,13 +547,10 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
     op = {**UNARY, **BINARY}[name]
     # Convert operands. A logical operation needs conditions: a number x becomes x != 0. Any other operation needs
     # numbers: a condition becomes 0 or 1.
+    pairs = zip(args, conditions, strict=True)
     if op in ("and", "or", "not"):
-        args = [
-            n if is_bool else graph.add("ne", n, graph.constant(0)) for n, is_bool in zip(args, conditions, strict=True)
-        ]
-    else:
-        args = [graph.add("float", n) if is_bool else n for n, is_bool in zip(args, conditions, strict=True)]
-    return graph.add(op, *args)
+        return graph.add(op, *[n if is_bool else graph.add("ne", n, graph.constant(0)) for n, is_bool in pairs])
+    return graph.add(op, *[graph.add("float", n) if is_bool else n for n, is_bool in pairs])
 
 
 def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype) -> int:

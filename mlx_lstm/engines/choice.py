@@ -149,13 +149,7 @@ class Place(NamedTuple):
 
 
 def decide(
-    problem: Problem,
-    table: Table,
-    op: str,
-    requested: str | None,
-    place: Place,
-    *,
-    refused: Mapping[str, str] = NONE,
+    problem: Problem, table: Table, op: str, requested: str | None, place: Place, *, refused: Mapping[str, str] = NONE
 ) -> Choice:
     """Return the engine that runs this problem, and the reason. Like `choose`, but for a problem whose arguments have
     already been checked.

@@ -138,10 +138,8 @@ def joined(problem: Problem, arrays: Arrays, numbers: Arrays) -> Arrays:
     found = {name: numbers[name] for name in ("norm_y", "norm_c_y") if name in numbers}
     if of_state(problem.cell):
         dtype = arrays["Wh"].dtype
-        scale, shift = (
-            arrays.get("norm_c_scale", mx.ones(shape, dtype)),
-            arrays.get("norm_c_shift", mx.zeros(shape, dtype)),
-        )
+        scale = arrays.get("norm_c_scale", mx.ones(shape, dtype))
+        shift = arrays.get("norm_c_shift", mx.zeros(shape, dtype))
         found["norm_c"] = mx.stack([scale.reshape(shape), shift.reshape(shape)])
     return found | {"norm_r": mx.concatenate(parts, axis=-1)}
 

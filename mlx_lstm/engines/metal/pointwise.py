@@ -166,14 +166,9 @@ def forward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
     count = -(-graph.gates // lanes)
     for j in range(count):
         own = [f"sums[{k}]" for k in range(lanes * j, min(lanes * (j + 1), graph.gates))]
-        product = (
-            ""
-            if not cell.recurrent or graph.apart
-            else " + sums[0]"
-            if lanes > 1 and scatters(cell)
-            else f" + ({of_lane(own, lanes)})"
-        )
-        lines.append(f"const float a{j} = y[{j}]{product};")
+        product = "sums[0]" if lanes > 1 and scatters(cell) else f"({of_lane(own, lanes)})"
+        adds = cell.recurrent and not graph.apart
+        lines.append(f"const float a{j} = y[{j}]{f' + {product}' if adds else ''};")
     if graph.apart:
         uniform |= {number[f"p{k}"]: f"sums[{k}]" for k in range(graph.gates) if f"p{k}" in number}
     code = Statements(graph, lanes, uniform, grouped("a", gates, lanes))
@@ -216,8 +211,8 @@ def backward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
     lines += code.lines
     lines += [f"{name}[{k}] = {value};" for name, values in results.items() for k, value in enumerate(values)]
     head = f"backward({first}thread const float* p, thread const float* u, thread const float* y, "
-    head += "thread const float* before, "
-    head += "thread const float* after, thread float* ds, thread float* d, thread float* du, thread float* dp)"
+    head += "thread const float* before, thread const float* after, "
+    head += "thread float* ds, thread float* d, thread float* du, thread float* dp)"
     return function_text(head, lines)
 
 

@@ -24,15 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..problem import Problem
-from .norms import (
-    InputNorm,
-    InputProductNorm,
-    NormBackward,
-    NormOfC,
-    RecurrentNorm,
-    by_factors,
-    with_centred_weights,
-)
+from .norms import InputNorm, InputProductNorm, NormBackward, NormOfC, RecurrentNorm, by_factors, with_centred_weights
 from .products import FEATURE_MAJOR, Array, Views, WeightGradients, matrix
 from .steps import Step, StepBackward, steps_of
 
@@ -126,14 +118,7 @@ class BackwardSweep:
     outputs h and c at that step. P is the width of h; dc has no rows for a cell without c.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        products: WeightGradients,
-        v: Views,
-        saved: Views,
-        dv: Views,
-    ):
+    def __init__(self, problem: Problem, products: WeightGradients, v: Views, saved: Views, dv: Views):
         """Prepare the backward pass of one direction. products: an object that sums the weight gradients; its `out` is
         the memory of all gradients. v: the arrays of the call by name. saved: the outputs h, c, gates and norms of the
         forward pass. dv: the cotangents of some outputs by name."""

@@ -120,10 +120,7 @@ class Store(NamedTuple):
 
 
 def lowered(
-    nodes: Nodes,
-    outputs: Iterable[int],
-    known: Mapping[int, Place],
-    rewrites: Rewrites,
+    nodes: Nodes, outputs: Iterable[int], known: Mapping[int, Place], rewrites: Rewrites
 ) -> tuple[Graph, dict[int, int]]:
     """Return the graph in operations that NumPy has, and for each node its number there. outputs: the nodes that are
     computed. Nodes in `known`, whose values exist already, become inputs: node 7 becomes the input "n7", or "-n7" if

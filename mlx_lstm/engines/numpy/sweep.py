@@ -26,16 +26,7 @@ from ..packing import is_packed
 from ..problem import Arrays, Problem
 from .norms import centre_gradients, kept_rows
 from .passes import BackwardSweep, sweep_forward
-from .products import (
-    BATCH_MAJOR,
-    FEATURE_MAJOR,
-    TIME_MAJOR,
-    Array,
-    Order,
-    Views,
-    WeightGradients,
-    factored_names,
-)
+from .products import BATCH_MAJOR, FEATURE_MAJOR, TIME_MAJOR, Array, Order, Views, WeightGradients, factored_names
 from .ragged import backward_in_segments, forward_in_segments, segments
 from .threads import ALL_THREADS, one_thread
 from .weights import with_float_weights
