@@ -502,7 +502,7 @@ def index_bits(problem: Problem) -> int:
     # (a row) holds the unit's gates, h before a projection, and c in float32. In a row of 16-bit elements c takes two
     # elements, so these are gates + 1 + 2.
     width, cell, blocks = max(problem.H, problem.P), problem.cell, problem.cell.gates + 3
-    if isinstance(cell, PointwiseCell):  # a row also holds further states, inputs and parameters, and their gradients
+    if isinstance(cell, PointwiseCell):  # at most so many more: states, inputs and parameters, and their gradients
         blocks += 2 * cell.gates + 4 * cell.graph.states + 2 * cell.graph.params + cell.graph.inputs + cell.kept
     largest = problem.directions * blocks * width * max(problem.T * problem.B, width)
     return 32 if largest < problem.limits.index else 64

@@ -457,7 +457,7 @@ class InputNormOfSteps:
             x = self.x[block * steps : (block + 1) * steps]
             self.products(x, self.ahead[: len(x)])
             self.block = block
-        y = self.ahead[n]
+        y = self.ahead[n]  # the product, which becomes the normalised one in place
         self.norm.normalise(y, y, self.r)
         self.norm.before(self.d, y, self.r, out)
 
@@ -675,8 +675,8 @@ class ProductNorm:
     """
 
     def __init__(self, W: Array, scale: Array | None):
-        """Prepare the products. W [GH, K]: the weights. scale [GH], or None for 1. The letters are those of the
-        formulas in the class's docstring: u, d and c of each column, E = W^T D, and the sums A and S."""
+        """Prepare the products. W [GH, K]: the weights. scale [GH], or None for 1. The letters E, d, r, u and c are
+        those of the formulas of the class."""
         self.W: Array = W
         self.scale: Array | None = scale
         self.scaled: Array = W if scale is None else W * scale[:, None]  # E = scaled^T d

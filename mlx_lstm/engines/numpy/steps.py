@@ -605,7 +605,7 @@ class StepBackward:
                     np.matmul(self.Wh[k * self.H : (k + 1) * self.H], matrix(h_in).T, out=out)
                 elif isinstance(self.norm, RecurrentNorm):
                     self.norm.product(k, out, h_in)
-                else:
+                else:  # it reads the normalised product, which the forward pass saved
                     self.norm.product(k, out, start)
                 if self.bhn is not None:
                     out += self.bhn[:, None]
