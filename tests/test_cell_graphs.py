@@ -119,7 +119,7 @@ def test_zeros_of_a_cell_keep_their_signs(name):
         np.testing.assert_allclose(np.array(h), np.array(SIGNS[name](x)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("engine", ["numpy", "ops", *METAL_ENGINES])
+@pytest.mark.parametrize("engine", ["numpy", "ops", "fused"])  # both Metal engines have the same statements
 def test_the_sign_of_nan_is_that_of_mlx(engine):
     """MLX's sign of NaN is 0 on every device, and so the derivative of abs at NaN is 0."""
     x = mx.array([[[np.nan, -np.nan, 0.0, -0.0, 2.0, -3.0, np.inf, -np.inf]]])
