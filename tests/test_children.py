@@ -40,7 +40,8 @@ except ChildError as error:
 from mlx_lstm.ground.child import Child
 from mlx_lstm.ground.machine import module_command
 child = Child(module_command("mlx_lstm.lab", "engines", "default"))
-assert child.close() == "" and child.process.returncode == 0
+child.end(patience=60)
+assert child.said() == "" and child.process.returncode == 0
 """,
     "compare": """
 from mlx_lstm.lab.mpsgraph import contenders
