@@ -120,7 +120,7 @@ def test_open_readings(tmp_path, capsys):
 
 
 def test_a_hard_sigmoid_of_another_slope(tmp_path, capsys):
-    """It is tried where the descriptor has a hard_sigmoid, and only there (see `test_what_nothing_explains_is_left`)."""
+    """It is tried where the descriptor has a hard_sigmoid, and only there: see the next tests."""
     gates = {"forget_gate_activation": "hard_sigmoid"}
     arrays = dumped(readings={"hard_sigmoid": "x/6"}.items(), **gates)
     descriptor = ("--descriptor", json.dumps(gates))
