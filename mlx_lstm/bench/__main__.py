@@ -177,7 +177,7 @@ def check_together(options: argparse.Namespace) -> None:
     kinds = [name for name in APPLY if name and getattr(options, name)]
     if len(kinds) > 1:
         raise ValueError(f"one of {' and '.join(f'--{name}' for name in kinds)} at a time")
-    kind = kinds[0] if kinds else ""
+    kind = kinds[0] if kinds else ""  # "": a measurement of times, with which only --tune-file is of no use
     chosen = [name for name, value in vars(options).items() if value not in (None, False) and name != kind]
     if idle := [f"--{dashed(name)}" for name in chosen if name not in APPLY[kind]]:
         raise ValueError(f"{', '.join(idle)}: of no use {f'with --{kind}' if kind else 'without --tune'}")

@@ -28,8 +28,7 @@ from .forms import moved, predicted, side_by_side
 NEAREST = 3  # number of readings (interpretations) that are compared within error bounds
 FEW = 2  # sequences of the batch that the search compares; the forward op computes each independently
 LETTERS = {"lstm": "ifzo", "gru": "zro", "single_gate_rnn": "h"}
-"""The gate order by default, in Apple's letters: z is an LSTM's cell gate, which others call g, or a GRU's update gate;
-o is an LSTM's output gate or a GRU's candidate."""
+"""The gate order by default, in the letters that `documented_order` explains."""
 FLAGS = {"lstm": ("reverse",), "gru": ("reverse", "flip_z", "reset_after"), "single_gate_rnn": ("reverse",)}
 """The properties of a descriptor that a user may have forgotten."""
 
@@ -298,7 +297,8 @@ def with_property(name: str, value: Any) -> Callable[[CompareCase], CompareCase]
 
 
 def documented_order(case: CompareCase) -> str:
-    """Return the gate order that Apple documents for the descriptor of this case, as letters."""
+    """Return the gate order that Apple documents for the descriptor of this case, in Apple's letters: z is an LSTM's
+    cell gate, which others call g, or a GRU's update gate; o is an LSTM's output gate or a GRU's candidate."""
     if case.descriptor.get("forget_gate_last"):
         return "izfo"
     return "rzo" if case.descriptor.get("reset_gate_first") else LETTERS[case.op]

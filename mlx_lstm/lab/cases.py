@@ -22,8 +22,7 @@ from ..oracle.recurrence import KINKS
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
-# Time steps, sequences in the batch, inputs, hidden units, and the width of h if it is projected.
-SIZES = T, B, I, H, P = 4, 2, 3, 2, 3
+SIZES = T, B, I, H, P = 4, 2, 3, 2, 3  # P: the width of h if it is projected
 MASKS = [(T, B, "P"), (B, "P"), (1, "P"), ("P",), (T, 1, 1), (1,), ()]
 """Shapes of masks, as the argument `mask` of `draw` takes them."""
 HOLD = [[0, 1], [1, 0], [0, 1], [1, 1]]
@@ -151,8 +150,9 @@ def draw(
     """Return a case (a dict of random arrays and options for the op). `dtype` is a NumPy dtype or the name of an MLX
     dtype. For an MLX dtype the arrays are float32 with values that this dtype can represent.
 
-    sizes: T, B, I, H, P, named at `SIZES`. mask: the shape of the mask, a factor on the h that a step reads; "P" stands
-    for the width of h (of both directions). projected_x: x is the input's part of the preactivations, without Wx.
+    sizes: T time steps, B sequences, I inputs, H hidden units, P the width of a projected h. mask: the shape of the
+    mask, a factor on the h that a step reads; "P" stands for the width of h (of both directions). projected_x: x is the
+    input's part of the preactivations, without Wx.
     keep: whether to add a random array `keep` (factors on the carried states), some of whose values are 0 and 1.
     recurrent: the standard deviation of Wh. norm: which layer normalisation; the case then has its arrays, too.
     options: the op's other arguments. None, as for b, leaves the array out.

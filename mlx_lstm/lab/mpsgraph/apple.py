@@ -66,7 +66,8 @@ def run(case: CompareCase) -> tuple[list[np.ndarray], list[np.ndarray]]:
         forward = call(graph, FORWARD[case.op], tensors, descriptor)
         backward = []
         if "source_gradient" in tensors:
-            # Leave out the results that the forward op did not return. If it returned one, that is h, not zState.
+            # SAVED has the place of each result that the gradient op takes; -1 is the last. Leave out the results that
+            # the forward op did not return. If it returned one, that is h, not zState.
             saved = {name: forward[place] for name, place in SAVED.items() if abs(place) < len(forward)}
             backward = call(graph, BACKWARD[case.op], tensors | saved, descriptor)
         buffers, results = [], {}
@@ -99,8 +100,9 @@ def camel(name: str) -> str:
 
 
 def call(graph: Any, selector: str, tensors: dict[str, Any], descriptor: Any) -> list[Any]:
-    """Call an op of an MPSGraph and return the list of its result tensors. selector: see `FORWARD`. Optional arguments
-    that the case does not have are nil, and so is the last one, `name`, which would name the op in the graph."""
+    """Call an op of an MPSGraph and return the list of its result tensors. selector: the Objective-C method, with a
+    colon after each argument's name. Optional arguments that the case does not have are nil, and so is the last one,
+    `name`, which would name the op in the graph."""
     method = getattr(graph, selector.replace(":", "_"))  # PyObjC writes the selector with _ in place of colons
     return list(method(*(tensors.get(name) for name in arguments(selector)), descriptor, None))
 

@@ -204,7 +204,7 @@ def read_descriptor(op: str, text: str | None) -> dict[str, Any]:
         name = meaning_of(word, table, f"the descriptor of {op} has no property")
         properties[name] = "hard_sigmoid" if value == "hardSigmoid" else value
     check_descriptor(f"compare.{op}", DESCRIPTORS[op](**properties), DESCRIPTORS[op])
-    return {name: value for name, value in properties.items() if name not in ALWAYS}
+    return {name: value for name, value in properties.items() if name not in ALWAYS}  # ALWAYS: set in every case
 
 
 def check_arrays(op: str, arguments: Arrays, results: Arrays) -> None:
@@ -272,7 +272,8 @@ def layouts_of_arguments(dump: Dump) -> dict[str, list[Layout]]:
 
 def dumps_of_sizes(case: CompareCase, results: Arrays, both: bool) -> Iterator[Dump]:
     """Yield a `Dump` for each choice of sizes that fits the number of elements of the weights and the axes of the
-    source, the op's input. `both`: whether to assume two directions. `Dump` explains the letters of the sizes."""
+    source, the op's input. `both`: whether to assume two directions. The sizes are T steps, N items, I inputs, H units,
+    G gates, D directions; K is another name of H."""
     G, D, arrays = GATES[case.op], 2 if both else 1, case.arrays
     H = math.isqrt(arrays["recurrent_weight"].size // (D * G))
     if arrays["recurrent_weight"].size != D * G * H * H or arrays["source"].ndim != 3:

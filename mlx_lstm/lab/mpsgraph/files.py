@@ -101,8 +101,7 @@ def golden_of(arrays: Arrays, meta: Any) -> Golden:
 
 
 MOST_NUMBERS = 2**22
-"""The largest product of the sizes of source and recurrent weight in a golden file. It grows as the oracle's time and
-memory do. Recorded cases have up to 2**20."""
+"""The largest product of the sizes of source and recurrent weight in a golden file; recorded cases have up to 2**20."""
 
 MOST_STEPS = 2**16
 """The most time steps of all cases in a golden file: the oracle computes them one by one."""
@@ -117,7 +116,7 @@ def checked_case(entry: dict[str, Any], arrays: Arrays, results: Arrays) -> Comp
     case = CompareCase(name, op, read_descriptor(op, json.dumps(entry["descriptor"])), arrays)
     if any(array.dtype not in (np.float32, np.float16) for array in (arrays | results).values()):
         raise ValueError(f"the arrays of {name} must be float32 or float16")
-    if arrays["source"].size * arrays["recurrent_weight"].size > MOST_NUMBERS:
+    if arrays["source"].size * arrays["recurrent_weight"].size > MOST_NUMBERS:  # too large for the oracle
         raise ValueError(f"case {name} is too large")
     try:
         shapes = {result: array.shape for result, array in expected(case).items()}

@@ -50,9 +50,11 @@ def run(case: CompareCase, device: str) -> Arrays:
     results = {"h": h, "dsource": source.grad}
     for n in range(len(case.layers)):
         results |= gradients_of_layer(case, layer, n)
-    results |= {f"d{name}": side_by_side(value.grad) for name, value in states.items() if value.grad is not None}
+    for name, value in states.items():
+        if value.grad is not None:
+            results[f"d{name}"] = torch.cat(list(value.grad), dim=-1)  # [D, N, H] becomes [N, D H]
     names = [name for name in case.results if name in results]  # in the order of the op
-    return {name: as_numpy(results[name]) for name in names}
+    return {name: results[name].detach().cpu().numpy() for name in names}
 
 
 def make_layer(case: CompareCase) -> Any:
@@ -101,23 +103,11 @@ def gradients_of_layer(case: CompareCase, layer: Any, n: int) -> dict[str, Any]:
 
 
 def state(case: CompareCase, name: str, device: str) -> Any:
-    """Return a state [N, D H] of the case in torch's layout [D, N, H]. If the case has no such state, return zeros
-    that need no gradient."""
+    """Return a state [N, D H] of the case (N items, D directions, H units) in torch's layout [D, N, H]. If the case has
+    no such state, return zeros that need no gradient."""
     import torch
 
     N, width = case.arrays["source"].shape[1], case.directions * case.hidden
     array = case.arrays.get(name, np.zeros((N, width), case.arrays["source"].dtype))
     stacked = np.stack(np.split(array, case.directions, axis=-1))
     return torch.tensor(stacked, device=device, requires_grad=name in case.arrays)
-
-
-def side_by_side(value: Any) -> Any:
-    """Convert a tensor from [D, N, H] to [N, D H]. Sizes: D directions, N batch items, H units."""
-    import torch
-
-    return torch.cat(list(value), dim=-1)
-
-
-def as_numpy(value: Any) -> np.ndarray:
-    """Return a tensor of any device as a NumPy array."""
-    return value.detach().cpu().numpy()
