@@ -158,7 +158,8 @@ def comparison(model: Model, again: Model) -> list[str]:
     lines = []
     for (name, old), new in zip(before, after, strict=True):
         changes = differences(old, new)  # names such as "bx" and "forget_bias", or texts such as "A is now B"
-        # With a changed bias the forget bias is not lost: `write` added it to the bias, if the format has no option.
+        # bx, bh: the biases of the input's and the recurrent product. With a changed bias the forget bias is not lost:
+        # `write` added it to bx, if the format has no option. If bh changed, too, bx is their sum, which is told apart.
         if {"forget_bias", "bx"} <= set(changes):
             lines.append(f"  {title(name)}: the forget bias is a part of the bias now")
             changes = [each for each in changes if each != "forget_bias" and (each != "bx" or "bh" in changes)]

@@ -398,7 +398,8 @@ def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
 
 def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
     """Return the arguments of a Keras layer's constructor for these weights, which are those of one layer. dtype: the
-    name of its dtype, such as "float32". use_bias: whether any layer of the stack has a bias."""
+    name of its dtype, such as "float32". use_bias: whether any layer of the stack has a bias; then `to_keras` gives
+    zeros to the others."""
     words = {ours: theirs for theirs, ours in ACTIVATIONS.items()}  # our names of activations, and Keras'
     cell = weights.cell
     # names: the activation of the candidate, then that of the gates i or r, which all other gates share.

@@ -292,7 +292,7 @@ class Pointwise(nn.Module):
             (2, 4)
         """
         op = f"{OP}.stepper"
-        class_of(op, "the layer", self)
+        class_of(op, "the layer", self)  # raises an error for a subclass that may compute something else
         self._check_forward(op)
         count = check_integer(op, "inputs", inputs, least=0)
         # read: returns the cell, the parameters and the engine; the stepper calls it again if parameters have changed.

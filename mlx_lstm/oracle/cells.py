@@ -116,7 +116,8 @@ def through(p: OneDirection, gate: str, y: Array, gradient: Array, dgates: Array
 def lstm_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding) -> Step:
     """Run one LSTM step and return its values. Inputs are x [B,I] (or x Wx^T [B,4H]), h_in [B,P], which is h_prev times
     the mask, and c_prev [B,H]. If p has a frozen clip, its arrays of step t are added to c and h in place of clipping
-    them; t is read only for this. h_prev is not read.
+    them: the gradient of clip_gradient "through" treats clipping as adding a constant, so tests by finite differences
+    add one. t is read only for this. h_prev is not read.
 
     c = clip(f c_prev + i g)     h = clip(m Wp^T), m = o act_output(c)
     """
@@ -129,7 +130,7 @@ def lstm_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_p
         norm_values["norm_c_y"], norm_values["norm_c_r"] = normalised(c, 1, p.norm_eps, fl)
         shown = scaled(norm_values["norm_c_y"], p.norm_c_scale, p.norm_c_shift, fl)
         c = shown if p.norm_c == "state" else c  # "output": the next step gets c without the norm
-    if peeps_ahead(p):
+    if peeps_ahead(p):  # the output gate has a peephole to this c
         a["o"] = fl(a["o"] + fl(block(p, p.peephole, "o") * c))
     gates["o"] = ACTIVATIONS[p.act["o"]](a["o"], fl)
     # m is the h without a projection Wp. The names with "raw" are values before a clip. squashed: act_output of c.
@@ -140,7 +141,7 @@ def lstm_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_p
     # made: the values of this step that its gradient reads. clip_shift: what clipping added to c and h.
     made = dict(h=h, c=c, gates=join(p, gates), squashed=squashed, m=m)
     made |= dict(h_raw=h_raw, c_raw=c_raw, clip_shift={"c": unclipped - c_raw, "h": h - h_raw}) | norm_values
-    # Where a clip stops gradients, its argument in units of the limit has kinks at -1 and 1.
+    # Where a clip stops gradients (`stops`), its argument in units of the limit has kinks at -1 and 1.
     limits = {"clip_c": (c_raw, p.cell_clip), "clip_h": (h_raw, p.projection_clip)}
     stopping = {k: raw / limit for k, (raw, limit) in limits.items() if stops(p, limit)}
     return Step(a=a | {"output": shown} | stopping, **made)

@@ -56,7 +56,8 @@ def evaluate(
     case: Call, cotangents: Cotangents | None, fl: Rounding, frozen_clip: Tensors | None = None
 ) -> tuple[Tensors, Tensors]:
     """Run a case (a dict of an op's arguments) in the arithmetic `fl`. Return (outputs, gradients) as float64 arrays.
-    If cotangents is None, there are no gradients."""
+    If cotangents is None, there are no gradients. frozen_clip: arrays that are added to "c" and "h" in place of
+    clipping, as in `forward`."""
     results = []  # (outputs, gradients) of each direction
     for d, side in enumerate(sides(case)):
         p = complete(side, fl)
