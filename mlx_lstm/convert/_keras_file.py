@@ -277,8 +277,8 @@ def gathered(
     Arrays of the optimizer and of random generators are left out; a note says how many.
 
     known: the layers of the configuration, by the place of their arrays or, in a legacy file, by their names. only: the
-    layers that must be readable.
-    slope: which hard_sigmoid this version of Keras has. "x/5": clip(x/5 + 0.5, 0, 1); "x/6": clip(x/6 + 0.5, 0, 1).
+    layers that must be readable. slope: which hard_sigmoid this version of Keras has. "x/5": clip(x/5 + 0.5, 0, 1);
+    "x/6": clip(x/6 + 0.5, 0, 1).
     """
     layers: dict[str, list[Direction]] = {}  # the directions of each layer, by its place or, in a legacy file, its name
     legacy = any("//" in key for key in arrays)  # `by_layer` makes such keys

@@ -3,7 +3,9 @@ as keys. Its key `op` names the op (default: "lstm"); "pointwise" is a cell that
 absent argument is a missing key or None. `recurrence` runs one direction of a case, completed with defaults.
 
 Letters in shapes: T time, B batch, I input, H hidden, P width of h (H without projection), G gates, D directions. An
-axis GH holds the gates in the order `gate_order`.
+axis GH holds the gates in the order `gate_order`. ARRAYS: the names of all arrays; TAKEN, OPTIONS, OUTPUTS: by op the
+arrays and options that it takes, with their defaults, and its outputs; COMMON: the options of all ops. OWN_AXIS: arrays
+with an axis of directions.
 """
 
 from collections.abc import Mapping

@@ -4,7 +4,8 @@ Letters in shapes: B batch, I input, H hidden, P width of h (H without projectio
 LSTM and r z n of a GRU; the only gate of a plain RNN is called h; k stands for a gate. An axis GH holds the gates in
 the order `gate_order`. p is one direction of a case, with all arguments, sizes and defaults as attributes: p.act[k] is
 the name of an activation, p.norm_of says whether the recurrent product or its sum with the input's part is normalised
-("product", "sum", None). `fl(value)` rounds the result of one operation.
+("product", "sum", None). `fl(value)` rounds the result of one operation. ACTIVATIONS has by name the activations as
+functions of the preactivation, SLOPES their derivatives as functions of the result.
 
 All steps are called alike: step(p, t, x, h_in, h_prev, c_prev, fl), with t the time index. h_in is h_prev times the
 mask, which the recurrent product multiplies. p.frozen_clip: arrays that an LSTM adds in place of clipping, or None. A
@@ -127,7 +128,7 @@ def lstm_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_p
     c = unclipped = clipped(c_raw, p.cell_clip, fl) if p.frozen_clip is None else c_raw + p.frozen_clip["c"][t]
     shown = c  # what h is computed from
     if p.norm_c is not None:
-        norm_values["norm_c_y"], norm_values["norm_c_r"] = normalised(c, 1, p.norm_eps, fl)
+        norm_values["norm_c_y"], norm_values["norm_c_r"] = normalised(c, count=1, eps=p.norm_eps, fl=fl)
         shown = scaled(norm_values["norm_c_y"], p.norm_c_scale, p.norm_c_shift, fl)
         c = shown if p.norm_c == "state" else c  # "output": the next step gets c without the norm
     if peeps_ahead(p):  # the output gate has a peephole to this c

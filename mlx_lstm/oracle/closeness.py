@@ -1,6 +1,10 @@
 """The tolerances of all tests and commands: a result may differ from the float64 oracle only as much as rounding
 explains. The bounds are derived from the inputs alone. No number in this file is fitted to the results of an engine: if
 a check fails, look for the error in the engine.
+
+values: a function that computes results, by name, in the arithmetic of a `Rounding`. A trial is one evaluation of it
+with random errors; a bound comes from TRIALS of them, or from FEW if the tensors are LARGE. FLOATS: the constants of
+each dtype.
 """
 
 from collections.abc import Callable

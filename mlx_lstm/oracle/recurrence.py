@@ -9,7 +9,8 @@ fills in the defaults: p stands for such a direction, with all arguments and siz
 sequences of the batch, I: input features, H: units, P: the width of h, G: gates, D: directions. s is a `Step`: the
 values of one time step, which the tape (a dict by t) keeps for the gradient. p.active[t] [B, 1]: which sequences run
 step t; p.alive[t]: which have not ended, held or not. keep: a factor on the states before a step; hold: steps that
-leave the states unchanged. A cotangent is the gradient that the caller gives for an output.
+leave the states unchanged. A cotangent is the gradient that the caller gives for an output. `STEPS` has the functions
+that run one step of each op, forward and backward.
 """
 
 from typing import Any
@@ -40,7 +41,7 @@ def forward(*, dtype: DTypeLike = np.float64, frozen_clip: Tensors | None = None
     of a constant. So they compute these constants once by `clip_shift`, and add the same constants at all points.
     """
     fl = Rounding(dtype)
-    return fl.store(evaluate(case, None, fl, frozen_clip)[0])
+    return fl.store(evaluate(case, cotangents=None, fl=fl, frozen_clip=frozen_clip)[0])
 
 
 def backward(case: Call, cotangents: Cotangents, *, dtype: DTypeLike = np.float64) -> Tensors:

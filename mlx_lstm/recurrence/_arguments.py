@@ -318,7 +318,7 @@ def check_lstm(
     """Check the options of an LSTM. Return the cell that they describe."""
     cell_clip, projection_clip, clip_gradient, has_projection = clips
     check_gate_order(op, gate_order, "ifgo")
-    check_activations(op, activations, "five names: those of i, f, g, o and of the output", 5)
+    check_activations(op, activations, "five names: those of i, f, g, o and of the output", count=5)
     check_option(op, "output_peephole", output_peephole, ("current", "previous"))
     # The limits on c and on h. `check_limit` turns 0 and negative numbers, which mean no limit, into None.
     clip = check_limit(op, "cell_clip", cell_clip)
@@ -341,7 +341,7 @@ def check_gru(
     the candidate's matrix, or the product "after" it. flip_z: z is the weight of the candidate n, not of h. has_bhn:
     whether the call has `bhn`, the bias of that product, which r multiplies only if it comes after the product."""
     check_gate_order(op, gate_order, "rzn")
-    check_activations(op, activations, "three names: those of r, z, n", 3)
+    check_activations(op, activations, "three names: those of r, z, n", count=3)
     check_option(op, "reset", reset, ("after", "before"))
     check_flag(op, "flip_z", flip_z)
     if has_bhn and reset == "before":

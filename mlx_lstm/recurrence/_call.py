@@ -5,7 +5,8 @@ T: time steps, B: batch items, H: hidden units, P: the width of h, D: directions
 dicts by the names of the arguments (x, Wx, Wh, ...) and outputs (h, c, gates, hT, cT). packing: the format of quantized
 weights, or None. keep: a factor on the states before a step; hold: steps that leave the states unchanged; engines know
 no `hold`, so `Steps` (`_steps`) moves the other steps together before an engine runs. A cotangent is the gradient that
-the caller gives for an output. A `Choice` is an engine's name and why it was chosen. op: what error texts begin with.
+the caller gives for an output. A `Choice` is an engine's name and why it was chosen; METAL_ENGINES: "fused" and
+"stepwise", the engines whose kernels are tested before their first use. op: what error texts begin with.
 """
 
 from collections.abc import Sequence

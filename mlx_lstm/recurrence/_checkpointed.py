@@ -229,7 +229,7 @@ def captured_modules(step: Any) -> list[nn.Module]:
             for key, each in parts_of(value):  # what `step` itself captures is called by its own name, as "weights"
                 visit(each, f"{name}.{key}" if depth else key, depth + 1)
 
-    visit(step, "step", 0)
+    visit(step, "step", depth=0)
     return list(modules.values())
 
 

@@ -1,5 +1,12 @@
 """Draw the random arrays of a trial (a small test run of Metal kernels), as MLX arrays and as input of the float64
-oracle."""
+oracle.
+
+A `Problem` describes a call without its arrays; T, B, H, P, D, G: its steps, batch items, units, width of h,
+directions, gates. A `Case` is a call with its numbers, which the oracle computes in the arithmetic `Rounding(float64)`.
+A kink is a point where the derivative of an activation jumps; `ACTIVATIONS` has these functions by name. parts: random
+arrays by the names of a call, and `steer`, a constant for each preactivation. A problem is packed if its weights are
+quantized.
+"""
 
 from typing import Any, NamedTuple
 
@@ -50,8 +57,8 @@ def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
         values = values_for_own_cell(problem, rng, n) if is_own else scaled(problem, parts, 0.5**n)
         case, arrays = case_of(problem, values)
         if is_smooth(case):
-            return Drawn(case, arrays, True)
-    return Drawn(case, arrays, False)
+            return Drawn(case, arrays, smooth=True)
+    return Drawn(case, arrays, smooth=False)
 
 
 def is_smooth(case: Case) -> bool:
@@ -129,9 +136,9 @@ def away_from_limits(problem: Problem, parts: Tensors, signs: Array, rng: np.ran
     the first step, from c0 = 0, and of the |c| after the second step without a clip.
 
     c begins near 0. It is below its limit after the first step and above it later, with the sign of the candidate's
-    offset. All preactivations are about STEER, 0.6, with these signs. The numbers of one row of Wp have these signs, so that
-    the projected h is a mean of positive numbers, 0.1 or 3 times as large for every second row. So the clip of h
-    changes every second row. signs [D, G H]: the signs of the offsets."""
+    offset. All preactivations are about 0.6 (STEER) times `signs`. The numbers of one row of Wp have these signs, too,
+    so that the projected h is a mean of positive numbers, 0.1 or 3 times as large for every second row. So the clip of
+    h changes every second row. signs [D, G H]: the signs of the offsets."""
     cell, D, H = problem.cell, problem.directions, problem.H
     steer = signs * rng.uniform(STEER - 0.02, STEER + 0.02, signs.shape)
     of_c = signs[:, cell.block("g", H)]

@@ -20,6 +20,8 @@ says how the step takes and returns states (`Form`). A way is a hypothesis: the 
 options (`Way`). A trial runs the user's cell (`Trial`). A title is the Python code for a parameter, such as
 "self.weight". `trial.note(rank, text)` keeps the text on the hypothesis of the highest rank, for the warning: rank (0,
 ..) no formula fits, (1,) no matrix fits, (2, ..) values differ, (3,) one number is in doubt, (4,) the cell is random.
+`CALLS` has the ways to call a step, `OPS` and `GATES` our functions and their gates, `HIDDEN` for each the gate of step
+3, `OPENERS` the other block, `DEFAULTS` the options' defaults. LOOSE: the relative error that counts as near.
 """
 
 import warnings

@@ -154,7 +154,7 @@ def recurrent(
 
     sequences = (x, live, before)
     if every is None:
-        outputs, last = run(0, sequences, state, parameters)
+        outputs, last = run(0, sequences, state, parameters)  # all steps are one chunk, which begins at step 0
         last = filled(last, distinct(leaves(last)))  # a step may return one array as two states
     else:
         outputs, last = checkpointed(run, every, step, sequences, state, parameters, reverse)

@@ -125,8 +125,8 @@ def lstm_block_cell(
     check_lstm_block_cell(op, given, use_peephole)
     forget_bias, cell_clip = check_attributes(op, forget_bias, cell_clip)
     with on(stream, op):
-        given["x"] = x[None]  # one step: [1, N, I]
-        out = run_lstm(ICFO, 1, given, use_peephole, forget_bias, cell_clip, {"engine": engine})
+        given["x"], steps = x[None], 1  # [1, N, I]
+        out = run_lstm(ICFO, steps, given, use_peephole, forget_bias, cell_clip, {"engine": engine})
         return BlockLSTMOutput(*(array[0] for array in out))
 
 
