@@ -21,14 +21,33 @@ DEEPEST, MOST, LARGEST = 8, 2000, 4096
 array whose numbers it puts into the key."""
 
 LIBRARIES = ("mlx", "numpy", "math", "builtins")
-"""Packages whose functions and constants do not change, so that the search does not enter them."""
+"""Packages whose functions and constants do not change, so that the search does not enter them. Only their layers hold
+numbers that may change, such as the slope of an `mlx.nn.LeakyReLU`."""
 
 PLAIN = (type(None), bool, int, str, bytes, complex, slice, range, mx.Dtype)
 """Types whose values are put into the key as they are, because they hold no other objects."""
 
 
+COMPILED: type = type(mx.compile(abs))
+"""The type of the functions that `mx.compile` returns. MLX records their operations once."""
+
+
 class TooMuch(Exception):
     """Raised if a function captures more than a search may visit."""
+
+
+class Itself:
+    """An object as part of a key, where only the same object is equal: a function that is not searched further, such as
+    `mx.tanh` in place of `mx.sigmoid`. The key holds the object, so that its id stays its own."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 class Captured:
@@ -73,7 +92,8 @@ class Captured:
         the search follows no other attributes. depth: how many objects lead from the function to these parts."""
         if isinstance(value, MethodType):
             self.visit(value.__func__, names, depth)
-            self.visit(value.__self__, names_in(value.__func__.__code__), depth)
+            code = getattr(value.__func__, "__code__", None)  # a method that Python did not compile has no code
+            self.visit(value.__self__, names_in(code) if code else names, depth)
         elif isinstance(value, partial):
             self.many([value.func, list(value.args), value.keywords], names, depth)
         elif isinstance(value, (list, tuple, set, frozenset)):
@@ -82,9 +102,16 @@ class Captured:
         elif isinstance(value, dict) and not isinstance(value, nn.Module):
             self.key.append((dict, len(value)))
             self.many([each for pair in value.items() for each in pair], names, depth)
-        elif isinstance(value, BuiltinFunctionType) or library_of(value) in LIBRARIES:
-            # Do not enter it. But a layer of mlx.nn holds arrays.
-            self.modules += [value] if isinstance(value, nn.Module) else []
+        elif isinstance(value, nn.Module) and library_of(value) in LIBRARIES:
+            # The code of a layer of mlx.nn does not change, but what it holds does: numbers in its attributes, arrays
+            # and further layers in its items.
+            self.modules.append(value)
+            self.key.append(type(value))
+            self.many([vars(value), dict(value)], names, depth)
+        elif isinstance(value, BuiltinFunctionType):  # a method of an object is made anew at each access, but is equal
+            self.key.append(value)
+        elif isinstance(value, COMPILED) or library_of(value) in LIBRARIES:
+            self.key.append(Itself(value))
         elif isinstance(value, FunctionType):
             self.key.append(value.__code__)
             # read: the names in its own code, which say what it reads of its variables and defaults.
@@ -144,9 +171,10 @@ def variables_of(function: FunctionType) -> list[tuple[str, Any]]:
 @lru_cache(1024)
 def names_in(code: CodeType) -> tuple[str, ...]:
     """Return the names of global variables and attributes in the code of a function, including the functions defined
-    inside of it."""
+    inside of it. Texts that may be names count, too, as in `getattr(self, "rate")`."""
     inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in names_in(each)]
-    return tuple(dict.fromkeys([*code.co_names, *inner]))
+    texts = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
+    return tuple(dict.fromkeys([*code.co_names, *inner, *texts]))
 
 
 def cell_is_full(cell: Any) -> bool:
