@@ -111,18 +111,16 @@ class Layers(Advised):
         dropout: float,
         bidirectional: bool,
         proj_size: int,
-        checkpoint_every: int | str | None,
-        engine: Engine | None,
+        checkpoint_every: int | str | None,  # in training save the states of every n-th step only; n, or "auto"
+        engine: Engine | None,  # the engine that the user forces
     ):
-        """Check the options, and draw random parameters. `LSTM` describes the arguments, which are torch's but for the
-        last two: in training the states of every n-th step only are saved (checkpoint_every, n or "auto"), and the
-        engine that the user forces. A mistyped num_layers above MOST_LAYERS would fill the memory."""
+        """Check the options, and draw random parameters. `LSTM` describes the arguments."""
         super().__init__()
         # Each check raises a ValueError or returns the value as Python's own type. NO_UNITS: a reason for its text.
         self.input_size: int = check_integer(self.op, "input_size", input_size, least=1)
         self.hidden_size: int = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
         self.num_layers: int = check_integer(self.op, "num_layers", num_layers, least=1)
-        if self.num_layers > MOST_LAYERS:
+        if self.num_layers > MOST_LAYERS:  # a mistyped number, whose parameters would fill the memory
             fail(self.op, f"num_layers must be at most {MOST_LAYERS}", num_layers)
         for name, flag in {"bias": bias, "batch_first": batch_first, "bidirectional": bidirectional}.items():
             check_flag(self.op, name, flag)
@@ -440,9 +438,8 @@ class LSTM(Layers):
             single layer. Default: 0.
         bidirectional (bool): whether a second direction runs from the end to the start. Default: `False`.
         proj_size (int): width of a projected h, less than `hidden_size`; 0 for none. Default: 0.
-        checkpoint_every (int or str, optional): in training, save the states of every n-th step only and compute the
-            other steps again for the gradient: n, or `"auto"`, as in `mlx_lstm.lstm`. Also an attribute. Default:
-            `None`, save all.
+        checkpoint_every (int or str, optional): in training, save the states of every n-th step only (n or `"auto"`)
+            and compute the others again, as in `mlx_lstm.lstm`. Also an attribute. Default: `None`, save all.
         engine (str, optional): force an engine, `"fused"`, `"stepwise"`, `"numpy"` or `"ops"`, as in `mlx_lstm.lstm`.
             Also an attribute. Default: the best for the stream's device.
 
@@ -540,10 +537,8 @@ class GRU(Layers):
         input_size, hidden_size, num_layers (int): the size I of the features, the size H of the state, the number of
             layers K.
         bias, batch_first, dropout, bidirectional: as in `torch.nn.GRU`; `LSTM` here describes them, too.
-        checkpoint_every (int or str, optional): in training, save the states of every n-th step only: n, or `"auto"`,
-            as in `LSTM`.
-        engine (str, optional): force `"fused"`, `"stepwise"`, `"numpy"` or `"ops"`. Default: the best for the stream's
-            device.
+        checkpoint_every (int or str, optional): in training, save the states of every n-th step only; n or `"auto"`.
+        engine (str, optional): force `"fused"`, `"stepwise"`, `"numpy"` or `"ops"`. Default: the best for the device.
 
     Example:
         >>> import mlx.core as mx
@@ -617,10 +612,8 @@ class RNN(Layers):
         nonlinearity (str): the function s in the formula, `"tanh"` or `"relu"`. Default: `"tanh"`.
         bias, batch_first, dropout, bidirectional: whether there are biases, whether input and output have the batch
             first, the probability of dropout between layers, and whether there is a second direction, as in `LSTM`.
-        checkpoint_every (int or str, optional): in training, save the states of every n-th step only: n, or `"auto"`,
-            as in `LSTM`.
-        engine (str, optional): force `"fused"`, `"stepwise"`, `"numpy"` or `"ops"`. Default: the best for the stream's
-            device.
+        checkpoint_every (int or str, optional): in training, save the states of every n-th step only; n or `"auto"`.
+        engine (str, optional): force `"fused"`, `"stepwise"`, `"numpy"` or `"ops"`. Default: the best for the device.
 
     Example:
         >>> import mlx.core as mx
@@ -772,9 +765,8 @@ class Cell(Layers):
         }
         arrays["x"] = run_small(methodcaller("reshape", (1, -1, self.input_size)), input)  # [1, N, I]: one step
         call = Call(cell, engine=self.engine, op=self.op)
-        # forward returns the outputs by name, and which engine ran.
         outputs, choice = call.forward(in_dtype(arrays, dtype), return_gates=False, training=self.training)
-        # For the property `engine_used`. In `vars`, as MLX takes the entries of a module for parameters.
+        # choice: which engine ran, for the property `engine_used`. In `vars`, as an entry of a module is a parameter.
         vars(self)["_engine_used"] = choice
         last = {name: outputs[f"{name}T"] for name in states}
         return last if batched else {name: run_small(itemgetter(0), state) for name, state in last.items()}
@@ -790,8 +782,7 @@ class LSTMCell(Cell):
     Args:
         input_size, hidden_size (int): the sizes I of the features and H of the states.
         bias (bool): whether there are biases. Default: `True`.
-        engine (str, optional): force `"fused"`, `"stepwise"`, `"numpy"` or `"ops"`. Default: the best for the stream's
-            device.
+        engine (str, optional): force `"fused"`, `"stepwise"`, `"numpy"` or `"ops"`. Default: the best for the device.
 
     Example:
         >>> import mlx.core as mx

@@ -122,8 +122,7 @@ def cudnn_rnn(
     """
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2)
     stack = Stack("cudnn_rnn", "CudnnRNN", attributes, engine=engine, stream=stream)
-    inputs, lengths = (input, input_h, input_c, params), None
-    return CudnnRNNOutput(*stack.forward(inputs, lengths, is_training, checkpoint_every))
+    return CudnnRNNOutput(*stack.forward((input, input_h, input_c, params), None, is_training, checkpoint_every))
 
 
 def cudnn_rnn_v2(
@@ -158,8 +157,7 @@ def cudnn_rnn_v2(
     """
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2)
     stack = Stack("cudnn_rnn_v2", "CudnnRNNV2", attributes, engine=engine, stream=stream)
-    inputs, lengths = (input, input_h, input_c, params), None
-    outputs = stack.forward(inputs, lengths, is_training, checkpoint_every)
+    outputs = stack.forward((input, input_h, input_c, params), None, is_training, checkpoint_every)
     return CudnnRNNV2Output(*outputs, mx.zeros((2,) if is_training else (), mx.int8))
 
 
@@ -284,8 +282,7 @@ def cudnn_rnn_backprop(
     stack = Stack("cudnn_rnn_backprop", "CudnnRNN", attributes, engine=engine, stream=stream)
     inputs, outputs = (input, input_h, input_c, params), (output, output_h, output_c)
     cotangents = output_backprop, output_h_backprop, output_c_backprop
-    lengths = None
-    return stack.backward(inputs, lengths, outputs, cotangents, reserve_space)
+    return stack.backward(inputs, None, outputs, cotangents, reserve_space)
 
 
 def cudnn_rnn_backprop_v2(
@@ -335,8 +332,7 @@ def cudnn_rnn_backprop_v2(
     stack = Stack("cudnn_rnn_backprop_v2", "CudnnRNNV2", attributes, engine=engine, stream=stream)
     inputs, outputs = (input, input_h, input_c, params), (output, output_h, output_c)
     cotangents = output_backprop, output_h_backprop, output_c_backprop
-    lengths = None
-    return stack.backward(inputs, lengths, outputs, cotangents, reserve_space)
+    return stack.backward(inputs, None, outputs, cotangents, reserve_space)
 
 
 def cudnn_rnn_backprop_v3(
