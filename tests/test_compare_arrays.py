@@ -120,15 +120,13 @@ def test_open_readings(tmp_path, capsys):
 
 
 def test_a_hard_sigmoid_of_another_slope(tmp_path, capsys):
-    """It is tried where the descriptor has a hard_sigmoid, and only there."""
+    """It is tried where the descriptor has a hard_sigmoid, and only there: see the next tests."""
     gates = {"forget_gate_activation": "hard_sigmoid"}
     arrays = dumped(readings={"hard_sigmoid": "x/6"}.items(), **gates)
     descriptor = ("--descriptor", json.dumps(gates))
     code, text = told(tmp_path, capsys, arrays, *descriptor)
     assert code == 1 and re.search(r"fits: all 9 results agree \(.*\) if hard_sigmoid has the slope 1/6", text)
     assert told(tmp_path, capsys, dumped(**gates), *descriptor)[0] == 0
-    arrays = dumped()
-    assert "hard_sigmoid" not in told(tmp_path, capsys, arrays | {"dbias": arrays["dbias"] + 1})[1]
 
 
 def test_gru_of_another_flavour(tmp_path, capsys):
@@ -157,9 +155,11 @@ def test_other_words_for_h(tmp_path, capsys, word):
 
 
 @pytest.mark.parametrize("size", [(2, 3, 5, 6), (5, 3, 4, 6), (20, 4, 8, 16)])
-def test_float16_errors_of_one_percent_are_found(tmp_path, capsys, size):
+def test_float16_errors_of_one_percent_are_found(tmp_path, capsys, monkeypatch, size):
     """An error of 1 % in the largest element of a float16 array h is reported. Each element has its own error bound,
-    which is narrower than a bound for the whole array."""
+    which is narrower than a bound for the whole array. No explanation of the error is searched for, which would take
+    seconds."""
+    monkeypatch.setattr(command, "search", lambda dumps: (None, False))
     case = draw(np.random.default_rng(0), "lstm", size, weights=0.7 / size[3] ** 0.5, dtype=np.float16, **LSTM)
     h = judge.expected(case)["h"]
     arrays = {name: array for name, array in case.arrays.items() if not name.endswith("gradient")}
@@ -172,6 +172,7 @@ def test_what_nothing_explains_is_left(tmp_path, capsys):
     arrays = dumped()
     code, text = told(tmp_path, capsys, arrays | {"dbias": arrays["dbias"] + 1})
     assert code == 1 and "nearest: 8 of 9 results agree if everything is as documented; left: dbias" in text
+    assert "hard_sigmoid" not in text
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import mlx.nn
 import numpy as np
 import pytest
 from cases import EVERY_ARRAY, KINDS, OPTIONS, OUTPUTS_OF, draw_away_from_kinks, run, split, to_mlx
+from pairs import pairs
 
 import mlx_lstm.nn
 from mlx_lstm import lstm, recurrence
@@ -71,9 +72,7 @@ def test_vmap_over_one_argument(kind):
         np.testing.assert_allclose(np.array(got[1]), expected, rtol=0, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("engine", [None, "ops"])
-@pytest.mark.parametrize("training", [True, False])
-@ALL_KINDS
+@pytest.mark.parametrize("kind, training, engine", pairs(kind=KINDS, training=[True, False], engine=[None, "ops"]))
 def test_vmap_over_lengths(kind, training, engine):
     """mx.vmap over lengths, alone or together with x, gives the outputs of separate calls. vmap of grad and grad of
     vmap give the gradients of separate calls."""
@@ -311,6 +310,29 @@ def test_gradient_of_the_gradient_op_is_right_or_refused(kind):
             mx.eval(mx.grad(lambda dh: number(dh, "numpy"))(dh))
 
 
+@pytest.mark.parametrize("kind", ("lstm", "gru", "rnn"))
+def test_the_padding_does_not_enter_a_derivative_that_mlx_derives(kind):
+    """NaN in the padding of x and of the mask changes no derivative: neither the gradient without training inside a
+    transformation, which MLX derives from the operations of `ops`, nor that in forward mode."""
+    op, gates = getattr(recurrence, kind), {"lstm": 4, "gru": 3, "rnn": 1}[kind]
+    rng = np.random.default_rng(2)
+    weights = [to_mlx(rng.normal(size=(gates * 2, size)), np.float32) for size in (3, 2)]
+    drawn, ended, found = rng.normal(size=(2, 3, 2, 2)), np.arange(3)[:, None, None] >= [[2], [0]], []
+    for padding in (0, np.nan):
+        mask, x = (to_mlx(np.where(ended, padding, array), np.float32) for array in drawn)
+        x = mx.concatenate([x, x[..., :1]], axis=-1)  # I = 3, H = 2
+
+        def loss(x, Wx, Wh, mask=mask):
+            return (op(x, Wx, Wh, mask=mask, lengths=[2, 0], training=False, engine="ops").h ** 2).sum()
+
+        # vmap is an example of a transformation in which the arrays have no values.
+        traced = mx.vmap(mx.grad(loss, argnums=(0, 1, 2)), in_axes=(0, None, None))(x[None], *weights)
+        forward = mx.jvp(loss, (x, *weights), (mx.ones_like(x), *weights))[1]
+        found.append([*traced, *forward])
+    for zero, nan in zip(*found, strict=True):
+        np.testing.assert_array_equal(np.array(zero), np.array(nan))
+
+
 @ALL_KINDS
 def test_forward_mode_is_right_or_refused(kind):
     rng = np.random.default_rng(2)
@@ -340,8 +362,7 @@ def test_two_gradients_of_one_forward(kind):
     assert_trees_close([total], [first + second])
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, training", [(kind, n % 2 == 0) for n, kind in enumerate(KINDS)])
 def test_weights_that_have_values_inside_a_gradient_still_get_theirs(kind, training):
     """Weights get their gradients although they were evaluated inside the gradient function. After an evaluation MLX
     no longer marks them as traced. The weights are used twice and mixed with constants."""
