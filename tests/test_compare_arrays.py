@@ -119,7 +119,7 @@ def test_a_mask_of_two_directions(tmp_path, capsys):
     """Float64 cannot compare with this mask as it is; only its other reading can be compared."""
     code, text = told(tmp_path, capsys, masked((2, "N", "H")), "--descriptor", '{"bidirectional": true}')
     assert code == 1 and "fits: all 2 results agree" in text and "if the mask is [2, N, H] (E:mask)" in text
-    assert "yours failed in 1 cases; first in your arrays:\n  not compared, as float64 cannot run" in text
+    assert "yours failed in 1 case; first in your arrays:\n  not compared, as float64 cannot run" in text
 
 
 def test_the_reverse_direction_first_in_arguments_and_results(tmp_path, capsys):
