@@ -534,6 +534,19 @@ def test_a_captured_function_may_change(kind):
         assert h[0, 0, 0].item() == n
 
 
+@pytest.mark.parametrize("use", [lambda k, x: x * k.size, lambda k, x: x * k.sum().item()], ids=["shape", "item"])
+def test_a_captured_array_may_change(use):
+    """If a cell computes with the shape of an array or with its numbers, the next call uses those of another array."""
+    k = None
+    cell = lambda a, state: (use(k, a[0]),)  # noqa: E731
+    for k in (mx.ones(2), mx.ones(5)):
+        h, _ = pointwise(cell, mx.ones((1, 1, 2)), None, None, None, (mx.zeros((1, 2)),), engine="numpy")
+        assert h[0, 0, 0].item() == k.size
+    k[0] = 3.0  # in place
+    h, _ = pointwise(cell, mx.ones((1, 1, 2)), None, None, None, (mx.zeros((1, 2)),), engine="numpy")
+    assert h[0, 0, 0].item() == use(k, 1.0)
+
+
 def test_what_a_key_tells_apart():
     """The key of what a function captures is the same in two searches, and tells apart zeros of both signs, numbers of
     different types, and NaN from a number."""

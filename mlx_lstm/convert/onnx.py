@@ -160,7 +160,9 @@ def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int) -> Cell
     for name in names:
         alpha, beta = None, None
         if name.lower() in ("hardsigmoid", "affine"):
-            alpha = alphas.pop(0) if alphas else 0.2  # ONNX' defaults for HardSigmoid: 0.2 and 0.5
+            # ONNX' defaults for HardSigmoid. It names none for Affine, which is then refused below: none of
+            # `ACTIVATIONS` is an Affine of these numbers.
+            alpha = alphas.pop(0) if alphas else 0.2
             beta = betas.pop(0) if betas else 0.5
         # `ACTIVATIONS` has for each of our names (ONNX' name, alpha, beta).
         act = next((ours for ours, theirs in ACTIVATIONS.items() if same((name, alpha, beta), theirs)), None)
@@ -246,6 +248,7 @@ def node_arrays(op: str, kind: str, arrays: Arrays, use_bias: bool) -> Arrays:
     if use_bias:
         inputs["B"] = mx.concatenate([reorder(b, ours, theirs) for b in two_biases(arrays)])
     if "peephole" in arrays:
-        parts = peepholes(op, arrays, "ONNX does not")  # by gate; the text is for a candidate with a peephole
+        # By gate. A peephole of the candidate is an error, "which ONNX does not let peep".
+        parts = peepholes(op, arrays, "ONNX does not")
         inputs["P"] = mx.concatenate([parts[gate] for gate in PEEPHOLES])
     return inputs

@@ -1,8 +1,8 @@
 """Find what a function reads besides its arguments (what it captures): variables of enclosing functions, global
 variables, defaults, and what these objects hold. A cache of the function's results needs these values in its key.
 
-The search begins at the function and follows objects in objects, up to some limits. It follows an attribute only if the
-code that reads the object contains the attribute's name.
+The search begins at the function and follows objects in objects, up to the limits DEEPEST, MOST and LARGEST. It follows
+an attribute only if the code that reads the object contains the attribute's name.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,10 @@ LIBRARIES = ("mlx", "numpy", "math", "builtins")
 numbers that may change, such as the slope of an `mlx.nn.LeakyReLU`."""
 
 PLAIN = (type(None), bool, int, str, bytes, complex, slice, range, mx.Dtype)
-"""Types whose values are put into the key as they are, because they hold no other objects."""
+"""Types whose values are put into the key without a search, because they hold no other objects."""
+
+NUMBER_READERS = {"item", "tolist", "float", "int"}
+"""Methods and functions by which code reads the numbers of an array as numbers of Python."""
 
 
 COMPILED: type = type(mx.compile(abs))
@@ -52,7 +55,8 @@ class Itself:
 
 class Captured:
     """What a function captures. key: the numbers, texts and code that it can reach, as a list of values that can be
-    compared. arrays: the MLX arrays. modules: the modules of `mlx.nn`.
+    compared. arrays: the MLX arrays. modules: the modules of `mlx.nn`. reads_numbers: whether code that the search
+    finds may read numbers of arrays, which the key does not contain.
 
     The search follows an attribute of an object or of a Python module only if the code that reads the object contains
     the attribute's name.
@@ -63,6 +67,7 @@ class Captured:
         self.key: list[Any] = []
         self.arrays: list[mx.array] = []
         self.modules: list[nn.Module] = []
+        self.reads_numbers: bool = False
         self.seen: dict[tuple[int, tuple[str, ...]], Any] = {}  # holds the objects, so that their ids stay theirs
         self.visit(function, (), 0)
 
@@ -72,13 +77,15 @@ class Captured:
         if isinstance(value, float):
             self.key.append((type(value), float.hex(value)))  # so -0.0 differs from 0.0, and NaN equals NaN
         elif isinstance(value, PLAIN):
+            # As texts: Python cannot hash a slice in all its versions, and 0j == -0j, but their texts differ.
             self.key.append((type(value), str(value) if isinstance(value, (slice, complex)) else value))
         elif isinstance(value, (np.ndarray, np.generic)):
             if value.nbytes > LARGEST or value.dtype.hasobject:
                 raise TooMuch
             self.key.append((value.dtype.str, value.shape, value.tobytes()))
         elif isinstance(value, mx.array):
-            self.key.append(mx.array)
+            # A graph may depend on the shape of a captured array. One that contains its numbers is refused.
+            self.key.append((mx.array, value.shape, value.dtype))
             self.arrays.append(value)
         elif (id(value), names) not in self.seen:
             self.seen[id(value), names] = value
@@ -116,6 +123,7 @@ class Captured:
             self.key.append(value.__code__)
             # read: the names in its own code, which say what it reads of its variables and defaults.
             read = names_in(value.__code__)
+            self.reads_numbers |= not NUMBER_READERS.isdisjoint(read)
             self.many([each for _, each in variables_of(value)], read, depth)
             self.many([value.__defaults__, value.__kwdefaults__], read, depth)
         else:

@@ -114,7 +114,7 @@ class Recurrence(nn.Module):
             arrays = layer | {"x": x} | {f"{name}0": array[k] for name, array in rows.items()}
             outputs, choice = call.forward(in_dtype(arrays, dtype) | steps, return_gates=False, training=self.training)
             last.append(outputs)
-            vars(self)["_engine_used"] = choice
+            vars(self)["_engine_used"] = choice  # in `vars`, because MLX would count a tuple attribute as parameters
             x = outputs["h"]
         whole = {name: partial(join_states, D, (K * D, B, width)) for name, width in widths.items()}
         states = [whole[name](*(outputs[f"{name}T"] for outputs in last)) for name in widths]

@@ -260,7 +260,7 @@ class Pointwise(nn.Module):
         op = f"{OP}.step"
         self._check_forward(op)
         check_array(op, "x", x, ["B", self.Wx.shape[1]])
-        by_step = whole_steps(op, keep, None, x.shape[:1], "[B]")
+        by_step = whole_steps(op, keep, hold=None, shape=x.shape[:1], axes="[B]")
         by_step = {name: array[:, None] for name, array in by_step.items()}  # with a time axis of one step
         wide = [array[:, None] if isinstance(array, mx.array) and array.ndim == 2 else array for array in inputs]
         return self(x[:, None], state, inputs=wide, **by_step)[1]  # [1]: the last states
@@ -292,7 +292,7 @@ class Pointwise(nn.Module):
             (2, 4)
         """
         op = f"{OP}.stepper"
-        class_of(op, "the layer", self)
+        class_of(op, "the layer", self)  # raises an error for a subclass that may compute something else
         self._check_forward(op)
         count = check_integer(op, "inputs", inputs, least=0)
         # read: returns the cell, the parameters and the engine; the stepper calls it again if parameters have changed.
@@ -323,8 +323,8 @@ class Pointwise(nn.Module):
             fail(OP, f"params must be a list of {params} arrays", what)
         for name, shape in self._norm_shapes().items():
             check_array(OP, name, getattr(self, name), shape)
-        for k, array in enumerate(self.params):  # None: any float dtype
-            check_array(OP, f"params[{k}]", array, [directions * H], None, ", one number per unit,")
+        for k, array in enumerate(self.params):
+            check_array(OP, f"params[{k}]", array, [directions * H], why=", one number per unit,")
 
     def _first_states(self, state: Any, B: int, dtype: mx.Dtype) -> list[mx.array]:
         """Check the first states that the caller passed. Return them as a list. If `state` is None, they are zeros [B,
