@@ -244,8 +244,7 @@ def check_params(params: Any, width: int) -> list[mx.array]:
     arrays = listed("params", params)
     for k, array in enumerate(arrays):
         shape = array.shape if array.shape in ((), (1,)) else [width]
-        # None: any float dtype.
-        check_array(OP, f"params[{k}]", array, shape, None, ", one number per unit, or [1] or [] for all units,")
+        check_array(OP, f"params[{k}]", array, shape, why=", one number per unit, or [1] or [] for all units,")
     return [mx.broadcast_to(array, (width,)) for array in arrays]
 
 
