@@ -310,6 +310,22 @@ BAD = {
         lambda: stack([Pointwise(delayed, D, H, gates=1, states=3)], mx.ones((B, T, D)), mx.zeros((1, B, H))),
         r"\[nn.stack\] state must be a tuple \(h_0, s1_0, s2_0\) but got array",
     ),
+    "inputs that are no list": (
+        lambda: Pointwise(attended, D, H, gates=1, states=2)(mx.ones((B, T, D)), inputs=None),
+        r"\[nn.Pointwise\] inputs must be a tuple or list of arrays but got NoneType",
+    ),
+    "an input that is no array": (
+        lambda: Pointwise(attended, D, H, gates=1, states=2)(mx.ones((B, T, D)), inputs=[np.ones((B, T, 1)), 1.0]),
+        r"\[nn.Pointwise\] inputs\[0\] must be an mlx.core.array: make one by mx.array.* but got ndarray",
+    ),
+    "an input of a step": (
+        lambda: Pointwise(attended, D, H, gates=1, states=2).step(mx.ones((B, D)), inputs=[1.0, 2.0]),
+        r"\[nn.Pointwise.step\] inputs\[0\] must be an mlx.core.array but got float",
+    ),
+    "a state that is no list": (
+        lambda: Pointwise(gated, D, H, gates=2, states=2)(mx.ones((B, T, D)), 5),
+        r"\[nn.Pointwise\] state must be a tuple or list of 2 arrays but got int",
+    ),
     "parameters": (
         lambda: Pointwise(leaky, D, H, gates=1, params=1).update({"Wh": mx.zeros((H, D))})(mx.ones((B, T, D))),
         r"\[nn.Pointwise\] Wh must have shape \[3, 3\] but got shape \[3, 2\]",
