@@ -292,6 +292,10 @@ BAD = {
         lambda: nn.LSTM(D, H).stepper(B)(mx.ones((B, D)), inputs=[mx.ones((B, H))]),
         r"\[nn.LSTM.stepper\] inputs must be a tuple or list of 0 arrays but got 1",
     ),
+    "inputs that are no list in a layer without": (
+        lambda: nn.LSTM(D, H).stepper(B)(mx.ones((B, D)), inputs=None),
+        r"\[nn.LSTM.stepper\] inputs must be a tuple or list of 0 arrays but got NoneType",
+    ),
     "an input's shape": (
         lambda: Pointwise(attended, D, H, gates=1, states=2).stepper(B, inputs=2)(
             mx.ones((B, D)), inputs=[mx.ones((B, 1)), mx.ones((2, 1))]
