@@ -472,6 +472,9 @@ def test_what_onnx_has_and_ours_not():
         ({"activations": [b"Softsign", b"Tanh", b"Tanh"]}, "activations must be among .* but got Softsign"),
         ({"activations": ["HardSigmoid", "Tanh", "Tanh"], "activation_alpha": [0.3]}, "but got HardSigmoid"),
         ({"activations": ["Sigmoid"]}, "activations must be 3 for each direction"),
+        ({"activations": 5}, "activations must be a list of names but got 5"),
+        ({"activations": [1.0]}, "activations must be a list of names but got"),
+        ({"activation_alpha": None}, "activation_alpha must be a list of numbers but got None"),
         ({"direction": "both"}, "direction must be one of"),
         ({"hidden_size": 3}, "R must have shape"),
         ({"mystery": 1}, "attributes of LSTM .* but got mystery"),
@@ -768,6 +771,12 @@ def test_an_lstm_without_peepholes_has_no_rule_for_them():
     arrays = {"input_weight": numbers(16, I), "recurrent_weight": numbers(16, H)}
     weights = convert.from_mpsgraph([arrays], mpsgraph.LSTMDescriptor(), output_peephole="previous")
     assert weights.cell.output_peephole == "current" and not weights.options
+
+
+@pytest.mark.parametrize("layers", [None, 5, "x", [1.0]])
+def test_layers_of_mpsgraph_that_are_no_dicts(layers):
+    with pytest.raises(ValueError, match=r"\[from_mpsgraph\] layers must be a list of dicts, one for each call, but"):
+        convert.from_mpsgraph(layers, mpsgraph.LSTMDescriptor())
 
 
 def test_flip_z_changes_signs():

@@ -27,8 +27,8 @@ class Attributes(NamedTuple):
     )
     direction: str  # "unidirectional" or "bidirectional"
     dropout: float  # the probability that an element of a layer's output is dropped, between layers
-    seed: int  # dropout's seed of 64 bits: its high half is the low half of `seed`,
-    seed2: int  # and its low half that of `seed2`
+    seed: int  # its low 32 bits are the high half of dropout's seed
+    seed2: int  # its low 32 bits are the low half of dropout's seed
     num_proj: int = 0  # the width of a projected h; 0 without a projection
 
     @property

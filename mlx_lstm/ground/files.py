@@ -341,7 +341,7 @@ def new_mode(folder: Path) -> int:
     """Return the permission bits of a new file in a folder. An empty file shows them: the umask can only be read by
     setting it, which would change the files that other threads create."""
     probe = folder / f".{secrets.token_hex(16)}"
-    file = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    file = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # the bits that the umask reduces
     try:
         return os.fstat(file).st_mode & 0o777
     finally:

@@ -152,7 +152,7 @@ def from_weights(
 
     Args:
         weights (Weights): as a reader of `mlx_lstm.convert` returns them, such as `from_onnx`.
-        checkpoint_every (int or str, optional): in training, save the states of every K-th step only and compute the
+        checkpoint_every (int or str, optional): in training, save the states of every n-th step only and compute the
             other steps again for the gradient, as in `mlx_lstm.lstm`. Default: `None`, save all.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
 

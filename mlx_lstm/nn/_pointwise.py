@@ -30,6 +30,7 @@ from ..recurrence import (
     Norm,
     OwnCell,
     Stepper,
+    check_arrays,
     common_dtype,
     first_value,
     layer_norm_arrays,
@@ -196,6 +197,7 @@ class Pointwise(nn.Module):
         """
         self._check_arrays()
         check_array(OP, "x", x, ["B", "L", self.Wx.shape[1]])
+        inputs = check_arrays(OP, "inputs", inputs)
         state = self._first_states(state, x.shape[0], x.dtype)
         # Cast all arrays to one dtype. `others` then has the states, the params and the arrays of the norm, in turn.
         norms = {name: getattr(self, name) for name in self._norm_shapes()}  # the arrays of layer normalisation
@@ -262,7 +264,7 @@ class Pointwise(nn.Module):
         check_array(op, "x", x, ["B", self.Wx.shape[1]])
         by_step = whole_steps(op, keep, hold=None, shape=x.shape[:1], axes="[B]")
         by_step = {name: array[:, None] for name, array in by_step.items()}  # with a time axis of one step
-        wide = [array[:, None] if isinstance(array, mx.array) and array.ndim == 2 else array for array in inputs]
+        wide = [array[:, None] if array.ndim == 2 else array for array in check_arrays(op, "inputs", inputs)]
         return self(x[:, None], state, inputs=wide, **by_step)[1]  # [1]: the last states
 
     def stepper(self, batch: int | Sequence[int] = (), *, inputs: int = 0) -> Stepper:
@@ -330,10 +332,10 @@ class Pointwise(nn.Module):
         """Check the first states that the caller passed. Return them as a list. If `state` is None, they are zeros [B,
         H] of this dtype, with 2H in place of H for both directions."""
         count, shape = self._own_cell.states, [B, self._width]
-        if isinstance(state, mx.array):
-            fail(OP, f"state must be a tuple or list of {count} arrays", "an array")
         if state is None:
             return [mx.zeros(shape, dtype)] * count
+        if not isinstance(state, (tuple, list)):
+            fail(OP, f"state must be a tuple or list of {count} arrays", type(state).__name__)
         if len(state) != count:
             fail(OP, f"state must have {count} arrays", len(state))
         for k, array in enumerate(state):

@@ -185,7 +185,7 @@ def stack(
             where an episode begins. The reversed layers run through the factors in reverse.
         hold (array or list, optional): [B, T], steps that leave the states of every layer as they are, as in
             `mlx_lstm.lstm`.
-        checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in
+        checkpoint_every (int or str, optional): in training, save the states of every n-th step only, as in
             `mlx_lstm.lstm`. Default: the layer's own option if it is a layer of `mlx_lstm.nn`, else `None`.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the layer's own option if it is a layer
             of `mlx_lstm.nn`, else the best for the stream's device.

@@ -176,7 +176,7 @@ class Stepper:
             self._prepare_again()
         # more: the optional arrays of the step, as the stream takes them.
         more: dict[str, Any] = {} if keep is None else {"keep": self._factors(keep)}
-        if self._inputs or len(inputs):
+        if self._inputs or not isinstance(inputs, (tuple, list)) or inputs:
             more["inputs"] = self._whole_inputs(inputs)
         if not self._on_numpy:
             self._check(x)  # also its dtype, which below NumPy's cast checks without taking time

@@ -1,11 +1,9 @@
 """Find the trial for a call: the smallest problem that runs the same Metal kernels, so that they can be tested
 quickly.
 
-A `Problem` describes a call without its arrays: T steps, B batch items, H units, P the width of h, the cell, options,
-the names of its arrays. Metal binds arrays of fewer than SMALL = 8 elements in another address space, which makes a
-different kernel. STEPS, JOINING_STEPS: the steps of a trial; BATCHES: the batch sizes that it may have. A trial has
-fixed numbers in place of those that kernels read at run time: EPS, LIMIT_OF_H. `ACTIVATIONS` has the oracle's functions
-by name; `CELLS` the classes of cells.
+A `Problem` describes a call without its arrays: T steps, B batch items, H units, P the width of h, the cell, options.
+Metal binds arrays of fewer than SMALL = 8 elements in another address space, which makes a different kernel. A trial
+has a batch size of BATCHES, and fixed numbers in place of those that kernels read at run time, such as EPS.
 """
 
 import json
