@@ -187,21 +187,18 @@ def variables_of(function: FunctionType) -> list[tuple[str, Any]]:
     # A cell of Python holds a variable that an enclosing function shares with the functions inside of it.
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     held = [(name, cell.cell_contents) for name, cell in cells if cell_is_full(cell)]
-    names = [name for name in names_in(function.__code__, texts=False) if name in function.__globals__]
+    # Without texts: the key in `parameters["W"]` is no global variable W.
+    names = [name for name in names_in(function.__code__, with_texts=False) if name in function.__globals__]
     return [*held, *((name, function.__globals__[name]) for name in names)]
 
 
 @lru_cache(1024)
-def names_in(code: CodeType, texts: bool = True) -> tuple[str, ...]:
+def names_in(code: CodeType, with_texts: bool = True) -> tuple[str, ...]:
     """Return the names of global variables and attributes in the code of a function, including the functions defined
-    inside of it. texts: texts that may name an attribute count, too, as in `getattr(self, "rate")`."""
-    found = [*code.co_names]
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            found += names_in(each, texts)
-        elif texts and isinstance(each, str) and each.isidentifier():
-            found.append(each)
-    return tuple(dict.fromkeys(found))
+    inside of it. With texts, those that may be names count, too, as in `getattr(self, "rate")`."""
+    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in names_in(each, with_texts)]
+    texts = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
+    return tuple(dict.fromkeys([*code.co_names, *inner, *(texts if with_texts else [])]))
 
 
 def cell_is_full(cell: Any) -> bool:
