@@ -138,6 +138,27 @@ def test_what_may_be_given():
         assert "keep" not in gradients and gradients["x"].any()
 
 
+@pytest.mark.parametrize("shown", ("h", "hT"))
+@pytest.mark.parametrize("op", ("lstm", "rnn"))
+def test_the_gradient_needs_no_saved_h(op, shown):
+    """`lstm_gradients` and `rnn_gradients` with keep and hold give the same without h, which follows from the gates."""
+    case = draw(np.random.default_rng(4), sizes=SIZES, dtype=np.float32, op=op)
+    _, arrays, _ = split(case)
+    rng = np.random.default_rng(5)
+    arrays = {name: to_mlx(array, np.float32) for name, array in arrays.items()}
+    arrays |= {"keep": to_mlx(rng.normal(size=(T, B)), np.float32), "hold": mx.array(rng.random((T, B)) < 0.5)}
+    with mx.stream(mx.cpu):
+        out = getattr(recurrence, op)(**arrays, return_gates=True)
+        given = {"gates": out.gates, f"d{shown}": to_mlx(rng.normal(size=getattr(out, shown).shape), np.float32)}
+        given |= {"c": out.c} if op == "lstm" else {}
+        whole, without = (
+            getattr(recurrence, f"{op}_gradients")(**arrays, **given, **more) for more in ({"h": out.h}, {})
+        )
+    assert whole["keep"].any()
+    for name, gradient in whole.items():
+        np.testing.assert_allclose(np.array(without[name]), np.array(gradient), rtol=0, atol=1e-5, err_msg=name)
+
+
 def saved(arrays, keep):
     """Return the arguments of `lstm_gradients` besides the op's own arrays: the saved gates, c and h, and a
     cotangent of ones for h."""
