@@ -180,8 +180,9 @@ PATHS = {
         *("stepwise", "apart", (6, 9, 2, 9), {"rows_left": 2}),
         EVERY | {"mask": 2, "hold": True, "b": None, "reverse": True, "norm": ("recurrent", "each", *SCALED)},
     ),
+    # Each lane of a simdgroup has a unit.
     "norm, 1 row, launches, both": Path(
-        *("fused", "four gates", (7, 3, 2, 9), {"launch_steps": 3, "index": 0}),
+        *("fused", "four gates", (7, 3, 2, 32), {"launch_steps": 3, "index": 0}),
         BOTH | {"norm": ("sum", TOGETHER, *SCALED)},
     ),
     "norm of each gate, 2 rows, reverse": Path(
@@ -193,9 +194,6 @@ PATHS = {
     ),
     "norm of six gates, many simdgroups": Path(
         *("fused", "six gates", (2, 1, 2, 70), {}), {"norm": ("sum", TOGETHER, "scale"), "keep": True}
-    ),
-    "norm of three gates, whole simdgroups": Path(
-        *("fused", "three gates", (3, 1, 2, 32), {}), {"norm": ("sum", TOGETHER, *SCALED), "Wx": None, "lengths": True}
     ),
     "norm of each of four gates": Path(
         *("fused", "four gates", (3, 20, 2, 70), {}),
